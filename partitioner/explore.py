@@ -32,7 +32,7 @@ from partitioner.plan import Baseline, Candidate, Certificate, ContextWay, Estim
 from partitioner.solve.aside import Later
 from partitioner.solve.bestfirst import Progress, search
 from partitioner.solve.point import Point
-from partitioner.solve.points import Space, left_out, points
+from partitioner.solve.points import Space, beyond_the_bound, left_out, points
 from partitioner.solve.rows import Evaluated, Row, bound_and_gap, solved
 from partitioner.solve.siblings import Siblings
 from partitioner.topology.hosts import can_offload, has_disks
@@ -255,7 +255,10 @@ def _explore(
     unknown = compare and (pinned or any(not is_known(standard, rows) for standard in always))
     uneven = compare and not is_even(job.topology)
     baselines = Later(others, worth_it=unknown or uneven, most_s=as_long_s * uneven)
-    certificate = certificate.model_copy(update={"limits": _limits(space)})
+    beyond = beyond_the_bound(space)
+    if not evaluator.placements.complete(found.point.grid) and job.constraints.placement is None:
+        beyond["placement"] = "placements of ranks on devices: the best were tried, not all"
+    certificate = certificate.model_copy(update={"limits": _limits(space), "beyond": beyond})
     return Explored(found, certificate, baselines, result.rows, ahead)
 
 

@@ -123,7 +123,8 @@ class Certificate(Data):
 
     ``left``: by status, the candidates that are counted and have no row, the worst of many; ``open``: bounded, with a
     bound below the objective. ``cut_off``: what ended the search before it was done. ``limits``: of what
-    candidates there could be.
+    candidates there could be. ``beyond``: constraint -> what of it the bound does not speak of: plans with that fixed
+    may be faster, whatever the gap.
     """
 
     objective: float
@@ -134,6 +135,7 @@ class Certificate(Data):
     left: dict[str, int] = Field(default_factory=dict)
     cut_off: Literal["time limit", "interruption"] | None = None
     limits: Limits | None = None
+    beyond: dict[str, str] = Field(default_factory=dict)
 
     def is_open(self, candidate: Candidate) -> bool:
         """Whether a candidate was not solved, though its bound does not say that it takes as long as the plan."""

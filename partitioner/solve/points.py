@@ -13,6 +13,7 @@ from partitioner.schedule_table import table_of
 from partitioner.schedules import SCHEDULES, ScheduleTable, chunks_of
 from partitioner.solve.point import Point
 from partitioner.solve.unfit import uneven, why_none
+from partitioner.topology.hosts import can_offload
 from partitioner.topology.model import Topology
 from partitioner.units import divisors
 
@@ -275,6 +276,45 @@ def _zero(space: Space, dp: int, cp: int) -> list[tuple[int, int]]:
     part = pinned.dp_shard if pinned.dp_shard not in (None, dp) else 0
     found = [(stage, part or 0 if stage else 0) for stage in stages]
     return [pair for pair in found if pinned.sends_compressed(*pair)]
+
+
+def beyond_the_bound(space: Space) -> dict[str, str]:
+    """What a user could fix and the certificate's bound does not speak of: constraint -> a sentence.
+
+    Plans with these may be faster than one that is proven without them.
+    """
+    pinned, several = space.constraints, space.topology.num_nodes > 1
+    found: dict[str, str] = {}
+    if space.world_size == 1:
+        return _of_memory(space, found)
+    if space.train and pinned.schedule is None and pinned.virtual_stages is None and pinned.pp != 1:
+        found["schedule"] = (
+            "schedules with several stages on a rank (interleaved, ZB-1P, ZB-V): tried on the best meshes, not on all"
+        )
+        found["virtual_stages"] = found["schedule"]
+    if space.length and pinned.cp is None:
+        found["cp"] = (
+            f"context parallelism with fewer than {_LEAST_TOKENS:,} tokens of a sample on each rank: not tried"
+        )
+    if pinned.tp is None and space.widest < space.world_size:
+        found["tp"] = f"tensor parallelism over more than {space.widest} ranks: not tried"
+    if several and space.train and pinned.zero != 0 and pinned.dp_shard is None:
+        found["dp_shard"] = (
+            "states sharded over a part of the data-parallel ranks: tried for whole nodes, not for all sizes"
+        )
+    if pinned.data_shares is None:
+        found["data_shares"] = "shares of the batch that differ between data-parallel ranks: tried as fast as ranks are"
+    if several and space.train and pinned.hierarchical is None and not space.topology.single_ring:
+        found["hierarchical"] = "gradients reduced level by level by the program itself (hierarchical=True): not tried"
+    if space.experts and pinned.etp is None and not pinned.ahead:
+        found["etp"] = "an expert split over other numbers of ranks than tp or one: not tried"
+    return _of_memory(space, found)
+
+
+def _of_memory(space: Space, found: dict[str, str]) -> dict[str, str]:
+    if space.constraints.offload is None and can_offload(space.topology):
+        found["offload"] = "host memory: tried only where nothing fits without"
+    return found
 
 
 def _tensor_axis_fits(space: Space, tp: int) -> bool:

@@ -17,11 +17,9 @@ from partitioner.cost.blockwork import block_work
 from partitioner.cost.calls import call_costs
 from partitioner.cost.context import context_exchanges
 from partitioner.cost.machine import Machine
-from partitioner.cost.operators import Operand, repeating_kernels
 from partitioner.verify import TOLERANCE, compare
 from passes.repeated_heads import exchanged_times, repeated_heads
 from passes.serialize import block_from_data
-from passes.tiles import Band
 from tests.context_models import SEQ, Decoder, inputs, repeat_kv
 
 WIDTH, HEADS, KV_HEADS, BYTES = 4, 8, 2, 8  # of a head; heads of queries and of keys; a number in float64
@@ -206,13 +204,3 @@ def test_what_is_no_repetition_of_heads_is_left_alone(spelling: str):
 def test_ranks_that_share_heads_keep_as_many_as_they_share(heads: int, times: int, tp: int, left: int):
     """Of 64 heads that are 8 in eightfold, 16 ranks share 16, each key head twice."""
     assert exchanged_times(heads, times, tp) == left
-
-
-def test_what_comes_is_repeated_for_the_kernels():
-    """Four ranks in a ring, 2 key heads for 8 query heads, each [1, 2, 16, 8] in float32 of keys and of values: 1 KiB,
-    of which four steps read 4 KiB and write 16 KiB, so 40 KiB for both; backward again, and as much to add up."""
-    query, key = Operand((1, 8, 16, 8), torch.float32), Operand((1, 2, 16, 8), torch.float32)
-    how = 4, True, Band(None, 0)
-    assert [kernel.num_bytes for kernel in repeating_kernels([query, key, key], *how, False)] == [40 * 1024]
-    assert [kernel.num_bytes for kernel in repeating_kernels([query, key, key], *how, True)] == [40 * 1024] * 2
-    assert repeating_kernels([query, query, query], *how, True) == []

@@ -23,7 +23,7 @@ from passes.gradients import accumulated_in
 from passes.halves import is_early
 from passes.rules.algebra import argument
 from passes.rules.attention import band
-from passes.tiles import Band, most_pairs, ring_steps
+from passes.tiles import Band, most_pairs
 
 Shape = tuple[int, ...]
 
@@ -214,8 +214,7 @@ def forward_kernels(node: fx.Node, operands: Sequence[Operand], results: Sequenc
     if is_product(node):
         flops, smallest = _product(node, name, operands, results)
         kind = "attention" if name in _ATTENTION else "matmul"
-        own = _kernel(kind, [*operands, *results], flops, smallest, _precision(operands))
-        return [own, *_repeated_in(node, operands, backward=False)]
+        return [_kernel(kind, [*operands, *results], flops, smallest, _precision(operands))]
     if name in _LOOKUPS:
         # a gather reads as much as it writes; a scatter writes over a copy
         table = operands[0] if name.startswith(("scatter", "index_put", "index_add", "index_copy")) else results[0]
@@ -242,33 +241,7 @@ def form_kernels(
     flops *= _ATTENTION_BACKWARD if backward else 1.0
     traffic = [*operands, *results] if not backward else [*operands, *operands, results[0], results[0]]
     launches = (1 + backward) * num_ranks
-    own = _kernel("attention", traffic, flops, smallest, _precision(operands), launches=launches)
-    return [own, *repeating_kernels(operands, num_ranks, zigzag, band(node) or Band(), backward)]
-
-
-def _repeated_in(node: fx.Node, operands: Sequence[Operand], backward: bool) -> list[Kernel]:
-    """Of attention over ranks that share a sequence, see :func:`repeating_kernels`."""
-    if collective_name(node.target) not in CONTEXT:
-        return []
-    size, zigzag = argument(node, "size"), argument(node, "zigzag")
-    return repeating_kernels(operands, size, zigzag, band(node) or Band(), backward)
-
-
-def repeating_kernels(
-    operands: Sequence[Operand], num_ranks: int, zigzag: bool, seen: Band, backward: bool
-) -> list[Kernel]:
-    """What attention over ``num_ranks`` takes to repeat the key heads that come, if they are fewer than the query
-    heads, for its kernels (``passes/band.py``): both of each part that some rank sees; backward once more, and their
-    gradients are added up."""
-    query, *others = operands[:3]
-    heads, once = query.shape[-3], others[0].shape[-3]
-    if heads == once:
-        return []
-    steps = len(ring_steps(query.shape[-2], others[0].shape[-2], num_ranks, zigzag, seen))
-    shapes = [(*o.shape[:-3], count, steps * o.shape[-2], o.shape[-1]) for o in others for count in (once, heads)]
-    moved = [Operand(shape, others[0].dtype) for shape in shapes]
-    repeated = _kernel("default", moved, launches=2 * steps)
-    return [repeated, _kernel("reduction", moved, launches=2 * steps)] if backward else [repeated]
+    return [_kernel("attention", traffic, flops, smallest, _precision(operands), launches=launches)]
 
 
 def backward_kernels(
@@ -286,8 +259,7 @@ def backward_kernels(
     if name in _ATTENTION:
         flops, smallest = _product(node, name, operands, results)
         traffic = [*operands, *operands, result, result]
-        own = _kernel("attention", traffic, flops * _ATTENTION_BACKWARD, smallest, _precision(operands), launches=2)
-        return [own, *_repeated_in(node, operands, backward=True)]
+        return [_kernel("attention", traffic, flops * _ATTENTION_BACKWARD, smallest, _precision(operands), launches=2)]
     if is_product(node):
         return _product_backward(node, name, operands, results, needs)
     if name in _LOOKUPS:

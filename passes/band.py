@@ -156,13 +156,11 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """The result and the logarithms of the sums of exponents of one tile."""
     if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
-        k, v = _repeated(k, q), _repeated(v, q)
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, diagonal, attn_mask=mask, scale=scale)
         return out, lse
     if _has_flash(q, v, mask):
-        out, lse, *_ = aten._scaled_dot_product_flash_attention(
-            q, _repeated(k, q), _repeated(v, q), 0.0, diagonal, False, scale=scale
-        )
+        k, v = _for_flash(k, q), _for_flash(v, q)
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, diagonal, False, scale=scale)
         return out, lse[..., : q.shape[-2]]
     scores = _scores(q, _repeated(k, q), diagonal, mask, scale)
     lse = scores.logsumexp(-1)
@@ -181,18 +179,19 @@ def attend_backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of queries, keys and values through one tile; ``out`` and ``lse`` are those of all tiles."""
-    keys, values = _repeated(k, q), _repeated(v, q)
     if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
         of_q, of_k, of_v = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, keys, values, out, lse, 0.0, diagonal, attn_mask=mask, scale=scale
+            grad, q, k, v, out, lse, 0.0, diagonal, attn_mask=mask, scale=scale
         )
     elif _has_flash(q, v, mask):
+        keys, values = _for_flash(k, q), _for_flash(v, q)
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)
         of_q, of_k, of_v = aten._scaled_dot_product_flash_attention_backward(
             grad, q, keys, values, out, lse.contiguous(), None, None, q.shape[-2], k.shape[-2], 0.0, diagonal, state,
             state[:0], scale=scale,
         )  # fmt: skip
     else:
+        keys, values = _repeated(k, q), _repeated(v, q)
         factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
         weights = (_scores(q, keys, diagonal, mask, scale) - lse.unsqueeze(-1)).exp_()
         of_v = weights.transpose(-2, -1).to(grad.dtype) @ grad
@@ -229,6 +228,11 @@ def _repeated(x: Tensor, q: Tensor) -> Tensor:
     if x.dim() < 3 or x.shape[-3] == q.shape[-3]:
         return x
     return x.repeat_interleave(q.shape[-3] // x.shape[-3], -3)
+
+
+def _for_flash(x: Tensor, q: Tensor) -> Tensor:
+    """Keys or values as the device's fused kernel takes them: that of CUDA shares a head among several of queries."""
+    return x if torch.version.hip is None else _repeated(x, q)
 
 
 def _summed(gradient: Tensor, x: Tensor) -> Tensor:

@@ -186,18 +186,20 @@ def exchanged_times(heads: int, times: int, tp: int) -> int:
 
 
 def group_queries(block: Block, tp: int = 1) -> Block:
-    """``block``, in which attention over ranks that share a sequence reads each key head once, as far as ``tp`` ranks
-    can share the heads that are left. The block itself where nothing changes."""
-    return _grouped(block, ops.context_attention.default, tp)
+    """Let attention over ranks that share a sequence read each key head once, as far as ``tp`` ranks can share the
+    heads that are left; ``block``, changed in place."""
+    _read_once(block, ops.context_attention.default, tp)
+    return block
 
 
-def least_repeated(block: Block) -> None:
-    """Let every attention within a band in ``block`` read each key head once: what no rank does less than."""
-    for target in (aten.scaled_dot_product_attention.default, ops.band_attention.default):
-        _grouped(block, target, 1)
+def read_heads_once(block: Block) -> bool:
+    """Let every attention within a band in ``block`` read each key head once, in place; whether that changes any."""
+    targets = aten.scaled_dot_product_attention.default, ops.band_attention.default
+    changed = [_read_once(block, target, 1) for target in targets]
+    return any(changed)
 
 
-def _grouped(block: Block, target: Any, tp: int) -> Block:
+def _read_once(block: Block, target: Any, tp: int) -> bool:
     changed = False
     for node in list(block.graph.nodes):
         if node.op != "call_function" or node.target is not target:
@@ -214,7 +216,7 @@ def _grouped(block: Block, target: Any, tp: int) -> Block:
         changed = True
     if changed:
         drop_unused(block.graph)
-    return block
+    return changed
 
 
 def _with_heads(graph: fx.Graph, value: fx.Node, times: int) -> fx.Node:
@@ -228,4 +230,4 @@ def _with_heads(graph: fx.Graph, value: fx.Node, times: int) -> fx.Node:
     return made
 
 
-__all__ = ["RepeatedHeads", "exchanged_times", "group_queries", "least_repeated", "repeated_heads", "repetitions"]
+__all__ = ["RepeatedHeads", "exchanged_times", "group_queries", "read_heads_once", "repeated_heads", "repetitions"]

@@ -350,11 +350,11 @@ def times_of_all(work: Job, point: Point) -> list[float]:
     return times
 
 
-def grid(nodes: int, devices: int) -> str:
+def grid(nodes: int, devices: int, nics: int | None = None) -> str:
     """Nodes whose hosts take no time: a model as small as the tests' would be bound by nothing else."""
     return f"""
 types: {{a100-80gb: {{like: a100-80gb, dispatch: 0, communicator: 0}}}}
-nodes: [{{type: a100-80gb, devices: {devices}, count: {nodes}}}]
+nodes: [{{type: a100-80gb, devices: {devices}, count: {nodes}, nics: {nics or devices}}}]
 levels: [{{name: nvlink, like: nvlink3, nodes: 1}}, {{name: network, bandwidth: 5 GB/s, latency: 19 us}}]
 """
 
@@ -376,6 +376,9 @@ def own_links(text: str, names: Sequence[int] = range(8)) -> str:
         (grid(3, 2), (3, 2, 1)),
         (grid(2, 3), (1, 2, 3)),
         (grid(3, 2), (1, 2, 3)),
+        (grid(2, 2, nics=1), (4, 1, 1)),
+        (grid(2, 2, nics=1), (2, 2, 1)),
+        (grid(2, 3, nics=1), (3, 2, 1)),
         (grid(1, 4) + "overrides: {node0/2: {speed: 0.5}}", (4, 1, 1)),
         (grid(2, 2) + "node_overrides: {0: {network: 0.1}}", (2, 2, 1)),
         (grid(3, 2) + "node_overrides: {1: {network: 0.1}}", (3, 2, 1)),

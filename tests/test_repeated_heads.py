@@ -128,7 +128,7 @@ def test_bounds_stay_below_what_ranks_take(mask: str, algorithm: str):
         for node in blocks[-1].graph.nodes:
             node.meta.setdefault("grad", True)
     device = plan.topology.device_type(0)
-    bound, cost = block_work(blocks[1], device).at(0.5, 1), call_costs(blocks[0], device, {})
+    bound, cost = block_work(blocks[1], device).at(0.5, 1, cp=2), call_costs(blocks[0], device, {})
     rounded = 1 + 1e-9
     assert bound.forward_s <= cost.forward_s * rounded and bound.backward_s <= cost.backward_s * rounded
     assert bound.saved_bytes <= cost.saved_bytes

@@ -35,7 +35,7 @@ from partitioner.topology.parts import DeviceType
 from passes.blocks import Block
 from passes.factors import needs_gradient
 from passes.fuse import fuse_bias
-from passes.repeated_heads import least_repeated
+from passes.repeated_heads import read_heads_once
 
 Vector = NDArray[np.float64]
 Number = TypeVar("Number", float, Vector)
@@ -68,7 +68,7 @@ class Work:
 @dataclass(frozen=True)
 class BlockWork:
     """A block's work forward, backward, and of that for ``inputs``; what it keeps at least, and ``carried`` bytes that
-    it holds between the halves of a backward."""
+    it holds between the halves of a backward. ``over_ranks``: of ranks that share a sequence, where these do less."""
 
     forward: Work
     backward: Work
@@ -78,9 +78,13 @@ class BlockWork:
     input_bytes: tuple[int, ...]
     output_bytes: tuple[int, ...]
     output_grads: tuple[bool, ...]
+    over_ranks: BlockWork | None = None
 
-    def at(self, share: float, tp: int, several: bool = True, ep: int = 1) -> CallCost:
-        """The least that a call costs one of ``tp`` ranks for this share of the batch, ``several`` samples or one."""
+    def at(self, share: float, tp: int, several: bool = True, ep: int = 1, cp: int = 1) -> CallCost:
+        """The least that a call costs one of ``tp`` ranks for this share of the batch, ``several`` samples or one;
+        ``cp``: ranks that share a sequence, of which ``share`` is what one has."""
+        if cp > 1 and self.over_ranks is not None:
+            return self.over_ranks.at(share, tp, several, ep)
         scale = share / tp
         forward, backward, inputs = (
             work.at(share, float(tp), float(several), float(ep)) for work in (self.forward, self.backward, self.inputs)
@@ -133,8 +137,16 @@ def block_work(
     fused_casts: bool = False,
 ) -> BlockWork:
     """The work of ``block``, a graph for the whole batch; ``how``: what is made again, in no time, rather than kept."""
-    block = _copy(block)
-    least_repeated(block)  # as ranks that share a sequence may have it
+    found = _block_work(_copy(block), device, train, fp8, how, fused_casts)
+    once = _copy(block)
+    if not read_heads_once(once):
+        return found
+    return replace(found, over_ranks=_block_work(once, device, train, fp8, how, fused_casts))
+
+
+def _block_work(
+    block: Block, device: DeviceType, train: bool, fp8: bool, how: Remade | None, fused_casts: bool
+) -> BlockWork:
     fused = fuse_bias(block)
     states, learned = set(block.states), learned_nodes(fused)
     short = products_in_fp8(fused, fp8, expert_region(fused)) if fp8 else frozenset[fx.Node]()

@@ -312,7 +312,8 @@ class ModelBounds:
         key = (point.microbatch_size, point.tp, point.cp, point.ep)
         if key not in self._calls:
             share, several = point.microbatch_size / self.samples / point.cp, point.microbatch_size > 1
-            self._calls[key] = {n: block.at(share, point.tp, several, point.ep) for n, block in self.blocks.items()}
+            rest = share, point.tp, several, point.ep, point.cp
+            self._calls[key] = {n: block.at(*rest) for n, block in self.blocks.items()}
         return self._calls[key]
 
     def check_microbatch(self, point: Point) -> None:

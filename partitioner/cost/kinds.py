@@ -37,9 +37,13 @@ class Kinds:
         fields = ("cp", "tp", "ep", "microbatch_size")
         cp, tp, ep, size = (np.array([getattr(p, a) for p in points], dtype=np.float64) for a in fields)
         share, several = size / self.samples / cp, (size > 1).astype(np.float64)
-        forward = np.stack([blocks[name].forward.at(share, tp, several, ep) for name in self.often])
-        backward = np.stack([blocks[name].backward.at(share, tp, several, ep) for name in self.often])
-        return forward, backward
+
+        def both(work: BlockWork) -> Matrix:
+            seconds = np.stack([each.at(share, tp, several, ep) for each in (work.forward, work.backward)])
+            return np.where(cp > 1, both(work.over_ranks), seconds) if work.over_ranks is not None else seconds
+
+        found = np.stack([both(blocks[name]) for name in self.often], axis=1)
+        return found[0], found[1]
 
     def of_each(self, points: Sequence[Point]) -> NDArray[np.float64]:
         """The same of every kind, both ways together: shape ``[kinds, blocks, points]``."""

@@ -34,7 +34,7 @@ def links_at_once(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats]
     under way at the same time, and no others.
 
     Messages between nodes share the network card that they leave by, and the one that they come in by. A card sends
-    and receives at its full bandwidth at the same time.
+    and receives at its full bandwidth at the same time. A device sends and receives one message at a time.
     """
     a, b = _aligned(a, b)
     bandwidth, latency, beyond = _links(topology, a, b)
@@ -48,6 +48,8 @@ def links_at_once(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats]
 def _among(topology: Topology, moment: Ints, devices: Ints) -> Floats:
     """What each message has of a card, if ``devices`` are the ends of messages at the same ``moment``."""
     cards = topology.cards
+    if not cards.are_shared:
+        return cards.alone[devices]
     port = cards.port[devices]
     _, which, counts = np.unique(moment * (cards.port.max() + 1) + port, return_inverse=True, return_counts=True)
     return cards.among(devices, counts[which.reshape(-1)])

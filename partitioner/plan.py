@@ -224,6 +224,12 @@ class Plan(Data):
         return max(self.of_replicas, default=each)
 
     @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a step, all samples as long as those that were planned; 0 where the model has no sequences."""
+        limits = self.certificate.limits
+        return self.global_batch * limits.length if limits is not None else 0
+
+    @property
     def data_shares(self) -> tuple[int, ...]:
         """The microbatches of each rank of ``dp``; empty where all have :attr:`num_microbatches`."""
         return self.of_replicas if self.written is None else self.written.data_shares

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from partitioner.solve.sharding import ShardingSolution
+    from partitioner.training_run import TrainingRun
     from partitioner.verify import Verification
     from partitioner.whynot import WhyNot
     from runtime.prove import Proof
@@ -284,6 +285,21 @@ class Plan(Data):
         if not isinstance(other, Plan):
             raise PlanError(f"expected a plan to compare with, got {type(other).__name__}")
         return diff(self, other)
+
+    @typed_errors("Plan.training_run()")
+    def training_run(
+        self,
+        *,
+        tokens: float | None = None,
+        samples: float | None = None,
+        steps: int | None = None,
+        price: float | None = None,
+    ) -> TrainingRun:
+        """Steps, days, device hours, money and energy of a run over so many ``tokens``, ``samples`` or ``steps``;
+        ``price``: US dollars for one device and hour, in place of the hardware file's."""
+        from partitioner.training_run import training_run
+
+        return training_run(self, tokens=tokens, samples=samples, steps=steps, price=price)
 
     @typed_errors("Plan.prove()")
     def prove(self) -> Proof:

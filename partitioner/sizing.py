@@ -19,6 +19,7 @@ from partitioner.plan import Plan
 from partitioner.prepared import PreparedModel, prepare
 from partitioner.requests import check_seconds
 from partitioner.topology import Topology
+from partitioner.training_run import energy_of, money_of
 from partitioner.units import digits, percent, plural, seconds_text
 from passes.errors import InputsError, PartitionError
 from passes.faults import typed_errors
@@ -164,25 +165,6 @@ def _tried(model: PreparedModel, topology: Topology, nodes: int, more: dict[str,
     return Size(nodes, plan, money_of(plan), energy_of(plan))
 
 
-def money_of(plan: Plan) -> float | None:
-    """US dollars for one step on all devices of the plan's topology, by the hardware file; ``None``: no price there."""
-    prices = [plan.topology.types[device.kind].price for device in plan.topology.devices]
-    known = [price for price in prices if price is not None]
-    return sum(known) * plan.estimate.step_time / 3600 if len(known) == len(prices) else None
-
-
-def energy_of(plan: Plan) -> float | None:
-    """Joules for one step: busy power while a rank works, idle power while it waits in the pipeline."""
-    kinds = [plan.topology.types[device.kind] for device in plan.topology.devices]
-    waiting = min(1.0, plan.estimate.bubble)
-    watts = [
-        min(kind.power_busy, kind.power_limit or kind.power_busy) * (1 - waiting) + (kind.power_idle or 0.0) * waiting
-        for kind in kinds
-        if kind.power_busy is not None
-    ]
-    return sum(watts) * plan.estimate.step_time if len(watts) == len(kinds) else None
-
-
 def _fast(size: Size, step_time: float | None) -> bool:
     return step_time is None or size.step_time <= step_time
 
@@ -218,3 +200,6 @@ def _none(tried: Sequence[Size], step_time: float | None) -> SizeError:
         return SizeError(f"none of {nodes} nodes has a plan; with {best.nodes}: {best.reason}", tuple(tried))
     message = f"no size reaches a step of {step_time:g} s: the fastest is {fastest}; try more nodes or allow more time"
     return SizeError(message, tuple(tried))
+
+
+__all__ = ["Size", "SizeError", "SizeTimeError", "Sizing", "energy_of", "money_of", "scaling_picture", "size_cluster"]

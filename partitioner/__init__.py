@@ -10,12 +10,13 @@ if TYPE_CHECKING:
     from partitioner.api import partition
     from partitioner.constraints import Constraints
     from partitioner.errors import CapacityError, ConstraintError, PlanError, TopologyError
+    from partitioner.largest import Largest, largest_that_fits
     from partitioner.plan import Candidate, Certificate, Estimate, Plan
     from partitioner.planfile import PlanFileError
     from partitioner.prepared import PreparedModel, prepare
     from partitioner.reference import Reference, run_reference
     from partitioner.schedule_table import ScheduleTable
-    from partitioner.sizing import Size, Sizing, size_cluster
+    from partitioner.sizing import Size, SizeError, Sizing, size_cluster
     from partitioner.topology import Topology
     from partitioner.verify import Verification
     from passes.errors import (
@@ -39,6 +40,7 @@ __all__ = [
     "Estimate",
     "InputsError",
     "InternalError",
+    "Largest",
     "PartitionError",
     "Plan",
     "PlanError",
@@ -50,12 +52,14 @@ __all__ = [
     "ScheduleError",
     "ScheduleTable",
     "Size",
+    "SizeError",
     "Sizing",
     "Topology",
     "TopologyError",
     "UnsupportedError",
     "UserCodeError",
     "Verification",
+    "largest_that_fits",
     "partition",
     "prepare",
     "run_reference",
@@ -67,13 +71,14 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "partitioner.api": ("partition",),
     "partitioner.constraints": ("Constraints",),
     "partitioner.errors": ("CapacityError", "ConstraintError", "PlanError", "TopologyError"),
+    "partitioner.largest": ("Largest", "largest_that_fits"),
     "partitioner.plan": ("Candidate", "Certificate", "Estimate", "Plan"),
     "partitioner.planfile": ("PlanFileError",),
     "partitioner.prepared": ("PreparedModel", "prepare"),
     "partitioner.reference": ("Reference", "run_reference"),
     "partitioner.actions": ("ScheduleError",),
     "partitioner.schedule_table": ("ScheduleTable",),
-    "partitioner.sizing": ("Size", "Sizing", "size_cluster"),
+    "partitioner.sizing": ("Size", "SizeError", "Sizing", "size_cluster"),
     "partitioner.topology": ("Topology",),
     "partitioner.verify": ("Verification",),
     "passes.errors": (

@@ -2,20 +2,30 @@
 
 They are in the report whatever the user fixed, with what they cost or why they do not fit. Those that are no candidates
 of the search are planned beside it; without host memory where they fit so, as they would be tried first.
+
+Of a family of layouts (ZeRO-3, Megatron's) the best that was found is shown, as an expert would tune it: the textbook
+layout, those that the search solved, and a few more by their bounds, for a limited time. Megatron's have ``tp`` inside
+a node, any stages under 1F1B or interleaved, the rest of the axes as is best, and optimizer states sharded or not.
 """
 
 from __future__ import annotations
 
+import math
+import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
+
+import numpy as np
 
 from partitioner.constraints import OF_POINT, Constraints
 from partitioner.cost.bounds import ModelBounds
 from partitioner.plan import Baseline, Candidate
 from partitioner.solve.point import Point
-from partitioner.solve.points import Space, baselines, least, points
+from partitioner.solve.points import Space, baselines, hybrids, least, points, several_stages
 from partitioner.solve.rows import Evaluated, candidate, refused
 from partitioner.solve.unfit import uneven
 from partitioner.units import divisors
@@ -24,22 +34,80 @@ from passes.errors import PartitionError
 DATA_PARALLEL, FULLY_SHARDED, MEGATRON = "Plain data parallelism", "ZeRO-3 (fully sharded)", "Megatron's layout"
 _EXCLUDED = "excluded by the constraints"
 MOST_TRIED = 12  # points of one layout
+_MOST_OF_FAMILY, _MOST_ALIKE, _MOST_INTERLEAVED = 8, 4, 3  # layouts that are planned besides those that are known
+_MOST_CHUNKS = 2  # numbers of virtual stages of one, the second where the search has told of the first
+_MOST_FITTING, _MOST_BOUNDED = 4, 12  # for each way to divide the model: that fit, and whose bounds are asked for
+_OF_COLLECTIVES = 1.05  # by which bounds are too low for each doubling of tp and cp, for the order of tries alone
+_FEW = 8  # virtual stages: interleaved schedules with about as many are tried first
 _NONE: Mapping[str, Baseline] = {}
 
 
 @dataclass(frozen=True)
+class Family:
+    """Layouts that an expert chooses among: those that are searched, and their ``bounds``. ``space``: of their jobs."""
+
+    points: tuple[Point, ...]
+    bounds: ModelBounds
+    space: Space
+
+    def promising(self, most_s: float) -> list[Point]:
+        """Those that fit and take less than ``most_s`` by their bounds, those first that are likely to take least: of
+        each way to divide the model the best, then the others."""
+        if not self.points:
+            return []
+        times = self.bounds.times(self.points)
+        likely: list[tuple[float, Point]] = []
+        fitting, asked = Counter[tuple[int, int, int]](), Counter[tuple[int, int, int]]()
+        most = _MOST_FITTING if len({(p.pp, p.tp, p.cp) for p in self.points}) > 1 else _MOST_BOUNDED
+        for i in np.argsort(times, kind="stable").tolist():
+            point = self.points[i]
+            mesh = point.pp, point.tp, point.cp
+            if times[i] >= most_s:
+                break
+            if fitting[mesh] == most or asked[mesh] == _MOST_BOUNDED or not self._holds_states(point):
+                continue
+            asked[mesh] += 1
+            with suppress(PartitionError):
+                seconds = self.bounds.refine(point)
+                if seconds < most_s:
+                    fitting[mesh] += 1
+                    likely.append((seconds * _OF_COLLECTIVES ** math.log2(point.tp * point.cp), point))
+        ranked = [point for _, point in sorted(likely)]
+        first = {(point.pp, point.tp, point.cp): point for point in reversed(ranked)}
+        best = [point for point in ranked if first[point.pp, point.tp, point.cp] == point]
+        return best + [point for point in ranked if first[point.pp, point.tp, point.cp] != point]
+
+    def _holds_states(self, point: Point) -> bool:
+        try:
+            self.bounds.check_states(point)
+        except PartitionError:
+            return False
+        return True
+
+    def interleaved(self, point: Point) -> list[Point]:
+        """``point`` with several virtual stages on each rank, those that are most often best first."""
+        if point.pp == 1 or point.schedule != "1f1b" or not self.space.train:
+            return []
+        several = [p for p in several_stages(self.space, point) if p.schedule == "interleaved"]
+        return sorted(several, key=lambda p: abs(p.virtual_stages - _FEW))
+
+
+@dataclass(frozen=True)
 class Standard:
-    """A layout to compare with: the points that are tried, the best by its bound first, and why it is no candidate."""
+    """A layout to compare with: the points that are tried, the best by its bound first, and why it is no candidate.
+    ``family``: the layouts of its kind."""
 
     name: str
     points: tuple[Point, ...] = ()
     excluded: str = ""
+    family: Family | None = None
 
 
 def standards(space: Space, candidates: Sequence[Point], bounds: ModelBounds, free: ModelBounds) -> list[Standard]:
     """The layouts to compare with, among the candidates where one is. ``free``: the bounds of the job without pins."""
     wide = replace(space, constraints=unpinned(space.constraints))
     own = best = _textbook(space, candidates, bounds)
+    others: Sequence[Point] = candidates
     known = own_points = frozenset(candidates)
     if wide.constraints != space.constraints:
         others = _points(wide)
@@ -52,14 +120,30 @@ def standards(space: Space, candidates: Sequence[Point], bounds: ModelBounds, fr
         found.append((FULLY_SHARDED, _fully_sharded(space, free)))
     if megatron is None or megatron.tp > 1:
         found.append((MEGATRON, megatron))
+    several = _families(wide, others, free)
     why = uneven(space, space.world_size)
     none = {DATA_PARALLEL: why, FULLY_SHARDED: why, MEGATRON: "no mesh has it"}
     return [
-        Standard(name, (point, *_leaner(space, point, known)), "" if point in own_points else _EXCLUDED)
-        if point is not None
-        else Standard(name, excluded=none[name])
+        Standard(
+            name,
+            () if point is None else (point, *_leaner(space, point, known)),
+            none[name] if point is None else "" if point in own_points else _EXCLUDED,
+            several.get(name),
+        )
         for name, point in found
     ]
+
+
+def _families(space: Space, candidates: Sequence[Point], bounds: ModelBounds) -> dict[str, Family]:
+    """The layouts of ZeRO-3, whose ranks are all data-parallel as far as the batch allows, and those of Megatron."""
+    sharded = [p for p in candidates if p.pp == 1 and p.zero == 3 and not p.dp_shard]
+    plainest = min(((p.tp, p.cp) for p in sharded), default=(1, 1))
+    sharded = [p for p in sharded if (p.tp, p.cp) == plainest]
+    sharded += [other for p in sharded for other in hybrids(space, p) if other.zero == 3]
+    inside = space.topology.devices_per_node
+    megatron = [p for p in candidates if p.tp <= inside and p.zero <= 1 and p.schedule == "1f1b"]
+    found = {FULLY_SHARDED: sharded, MEGATRON: megatron}
+    return {name: Family(tuple(family), bounds, space) for name, family in found.items()}
 
 
 def _textbook(space: Space, candidates: Sequence[Point], bounds: ModelBounds) -> dict[str, Point | None]:
@@ -84,6 +168,9 @@ def _leaner(space: Space, point: Point, known: Collection[Point]) -> Iterator[Po
 
 def is_known(standard: Standard, rows: Sequence[Candidate]) -> bool:
     """Whether the search says all of it."""
+    if standard.family is not None:
+        best = _best_row(standard, rows)
+        return best is not None and best.status == "chosen"
     if not standard.points:
         return True
     row = None if standard.excluded else _row(standard.points[0], rows)
@@ -93,14 +180,17 @@ def is_known(standard: Standard, rows: Sequence[Candidate]) -> bool:
 def compared(
     found: Sequence[Standard],
     rows: Sequence[Candidate],
-    evaluate: Callable[[Point], Evaluated],
+    evaluate: Callable[[Point, float], Evaluated],
     offload: tuple[str, ...] = (),
     unhosted: Mapping[str, Baseline] = _NONE,
+    until: float = math.inf,
 ) -> tuple[Baseline, ...]:
     """Each of ``found`` with what became of it: as it is without host memory (``unhosted``, by name) if it fits so, its
     row of the search, or planned now if it has none; with ``offload`` in host memory.
 
-    Where it does not fit as its bound says, smaller microbatches and more stages are tried.
+    Where it does not fit as its bound says, smaller microbatches and more stages are tried. Of a family the best is
+    shown that is found ``until`` then, on the monotonic clock. ``evaluate``: of a point, with the seconds that it is to
+    beat.
     """
     made = []
     for standard in found:
@@ -111,13 +201,109 @@ def compared(
         tried: list[Candidate] = []
         for point in standard.points[:MOST_TRIED]:
             row = None if standard.excluded else _row(point, rows)
-            tried.append(row if row is not None and row.status != "bounded" else _planned(point, evaluate))
+            known = row if row is not None and row.status != "bounded" else None
+            tried.append(known or _planned(point, evaluate))
             if tried[-1].step_time is not None:
                 break
         shortest = min(tried, key=lambda c: (c.step_time is None, c.missing or 0), default=None)
-        hosted = offload if shortest is not None else ()
-        made.append(Baseline(name=standard.name, candidate=shortest, excluded=standard.excluded, offload=hosted))
+        best, excluded = _tuned(standard, shortest, rows, evaluate, until), standard.excluded
+        if best is not shortest and best is not None:
+            excluded = "" if _row_like(best, rows) is not None else _EXCLUDED if excluded else ""
+        hosted = offload if best is not None else ()
+        made.append(Baseline(name=standard.name, candidate=best, excluded=excluded, offload=hosted))
     return tuple(made)
+
+
+def _best_row(standard: Standard, rows: Sequence[Candidate]) -> Candidate | None:
+    """The best of a family that the search solved, interleaved schedules among them."""
+    family = standard.family
+    if family is None:
+        return None
+    known = {_key(candidate(point)) for point in family.points}
+    mine = [
+        row
+        for row in rows
+        if row.step_time is not None
+        and (_key(row) in known or (row.schedule == "interleaved" and _key(_plain(row)) in known))
+    ]
+    return min(mine, key=lambda row: (row.step_time, row.status != "chosen"), default=None)
+
+
+def _plain(row: Candidate) -> Candidate:
+    return row.model_copy(update={"schedule": "1f1b", "virtual_stages": 1})
+
+
+def _tuned(
+    standard: Standard,
+    textbook: Candidate | None,
+    rows: Sequence[Candidate],
+    evaluate: Callable[[Point, float], Evaluated],
+    until: float,
+) -> Candidate | None:
+    """The best of a layout's family: the ``textbook`` one, one that the search solved, or one that is planned now."""
+    family, best = standard.family, textbook
+    if family is None:
+        return best
+    row = _best_row(standard, rows)
+    if row is not None and (best is None or best.step_time is None or (row.step_time or 0.0) <= best.step_time):
+        best = row
+    if best is not None and best.status == "chosen":
+        return best
+    known = {_key(row): row for row in rows}
+    points = {_key(candidate(point)): point for point in family.points}
+    tried = [row for row in rows if _key(row) in points and row.step_time is not None]
+
+    def plan(point: Point) -> Candidate | None:
+        """What becomes of a point, if it may be better; ``None``: it is known not to be."""
+        nonlocal best
+        most_s, told = _seconds(best), known.get(_key(candidate(point)))
+        if time.monotonic() > until or (told is not None and (told.status != "bounded" or told.bound >= most_s)):
+            return None
+        found = _planned(point, evaluate, most_s)
+        best = found if _seconds(found) < most_s else best
+        return found
+
+    filled: set[tuple[int, ...]] = set()
+
+    def fill(row: Candidate) -> None:
+        """Plan a layout again with several virtual stages, if it is the pipeline's bubble that keeps it back."""
+        point, seconds = points.get(_key(row)), _seconds(row) - (row.breakdown or {}).get("bubble", 0.0)
+        if standard.name != MEGATRON or point is None or point.pp == 1 or seconds >= _seconds(best):
+            return
+        mesh = point.pp, point.tp, point.cp, point.ep, point.microbatch_size
+        if mesh not in filled and len(filled) < _MOST_INTERLEAVED:
+            filled.add(mesh)
+            next((other for other in family.interleaved(point)[:_MOST_CHUNKS] if plan(other) is not None), None)
+
+    tried = sorted((row for row in rows if _key(row) in points and row.step_time is not None), key=_seconds)
+    seen, count = {_key(row) for row in tried}, 0
+    promising = family.promising(_seconds(best))
+    for point in promising:
+        if count < _MOST_OF_FAMILY and (found := plan(point)) is not None:
+            seen, count = seen | {_key(found)}, count + 1
+            fill(found)
+    for row in tried[:_MOST_ALIKE]:
+        fill(row)
+    here = points.get(_key(_plain(best))) if best is not None else None
+    alike = [p for p in promising if here is not None and (p.pp, p.tp, p.cp) == (here.pp, here.tp, here.cp)]
+    for point in [p for p in alike if _key(candidate(p)) not in seen][:_MOST_ALIKE]:
+        if (found := plan(point)) is not None:
+            fill(found)
+    return best
+
+
+def _seconds(row: Candidate | None) -> float:
+    return math.inf if row is None or row.step_time is None else row.step_time
+
+
+def _key(row: Candidate) -> tuple[object, ...]:
+    """What tells one layout from another."""
+    others = row.microbatch_size, row.schedule, row.zero, row.dp_shard, row.virtual_stages, row.etp
+    return tuple(row.mesh.values()), *others
+
+
+def _row_like(row: Candidate, rows: Sequence[Candidate]) -> Candidate | None:
+    return next((other for other in rows if _key(other) == _key(row)), None)
 
 
 def no_candidates(found: Sequence[Standard], names: Collection[str]) -> list[Standard]:
@@ -125,9 +311,9 @@ def no_candidates(found: Sequence[Standard], names: Collection[str]) -> list[Sta
     return [replace(standard, excluded=standard.excluded or _EXCLUDED) for standard in found if standard.name in names]
 
 
-def _planned(point: Point, evaluate: Callable[[Point], Evaluated]) -> Candidate:
+def _planned(point: Point, evaluate: Callable[[Point, float], Evaluated], enough_s: float = math.inf) -> Candidate:
     try:
-        return candidate(point, evaluate(point))
+        return candidate(point, evaluate(point, enough_s))
     except PartitionError as error:
         return refused(point, error)
 
@@ -173,6 +359,4 @@ def _fully_sharded(space: Space, bounds: ModelBounds) -> Point | None:
 
 
 def _row(point: Point, rows: Sequence[Candidate]) -> Candidate | None:
-    own = candidate(point)
-    keys = ("mesh", "microbatch_size", "schedule", "zero", "dp_shard", "virtual_stages", "etp")
-    return next((r for r in rows if all(getattr(r, k) == getattr(own, k) for k in keys)), None)
+    return _row_like(candidate(point), rows)

@@ -15,7 +15,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from partitioner import cli_launch, cli_size, cli_watch
+from partitioner import cli_budget, cli_largest, cli_launch, cli_size, cli_watch
 from partitioner.cli_options import (
     Chart,
     GlobalBatch,
@@ -389,7 +389,7 @@ def _wrote(what: str, path: Path) -> None:
     output().print(Text.assemble((f"{what}: ", "dim"), str(path)))
 
 
-for commands in (cli_watch, cli_launch, cli_size):
+for commands in (cli_watch, cli_launch, cli_size, cli_budget, cli_largest):
     commands.add_to(app)
 
 if __name__ == "__main__":

@@ -41,6 +41,11 @@ def size(
     time_limit: Annotated[
         float | None, typer.Option(help="Seconds for each size; then its best plan so far is taken.")
     ] = None,
+    every: Annotated[bool, typer.Option("--every", help="Plan all sizes, also above the fewest that suffice.")] = False,
+    svg: Annotated[
+        Path | None,
+        typer.Option(help="Draw throughput and MFU over ranks to this SVG file; plans all sizes.", show_default=False),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Write the chosen plan to this JSON file.", show_default=False)
     ] = None,
@@ -48,28 +53,38 @@ def size(
     """Find how many machines a job needs: the fewest for a step time, or the cheapest in money or energy per step."""
     from partitioner import Constraints, size_cluster
     from partitioner.explain import summary_parts
+    from partitioner.sizing import SizeError, scaling_picture
+    from runtime.files import write_text
 
     sizes = _sizes(nodes)
     pins = Constraints(**constraints_of(constraints or ""))
-    check_outputs(out)
+    check_outputs(out, svg)
     with progress(f"Loading {function}"):
         target = load_target(function, meta=meta)
     with progress(f"Planning {target.name} for {nodes} nodes of {machine}"):
-        found = size_cluster(
-            target.model,
-            machine,
-            target.inputs,
-            step_time=step_time,
-            minimise=minimise,  # type: ignore[arg-type]  # size_cluster says what it may be
-            nodes=sizes,
-            loss=target.loss,
-            constraints=pins,
-            precision=precision,
-            global_batch=global_batch,
-            optimizer=optimizer,
-            time_limit_s=time_limit,
-        )
+        try:
+            found = size_cluster(
+                target.model,
+                machine,
+                target.inputs,
+                step_time=step_time,
+                minimise=minimise,  # type: ignore[arg-type]  # size_cluster says what it may be
+                nodes=sizes,
+                every=every or svg is not None,
+                loss=target.loss,
+                constraints=pins,
+                precision=precision,
+                global_batch=global_batch,
+                optimizer=optimizer,
+                time_limit_s=time_limit,
+            )
+        except SizeError as error:
+            if svg is not None and any(size.plan is not None for size in error.tried):
+                write_text(svg, scaling_picture(error.tried))
+            raise
     output().print(Text(f"{found}\n"))
+    if svg is not None:
+        output().print(Text.assemble(("scaling: ", "dim"), str(found.to_svg(svg))))
     print_parts(summary_parts(found.plan))
     if out:
         output().print(Text.assemble(("plan: ", "dim"), str(found.plan.save(out))))

@@ -80,11 +80,13 @@ class Evaluator:
         devices: Sequence[int] | None = None,
         *,
         proven: bool = True,
+        improved: bool = True,
         enough_s: float = math.inf,
     ) -> Solved:
         """The best plan of one candidate; on ``devices`` by rank, where they are given. ``proven``: with a bound on
-        what its stages take, which for schedules that are followed takes as long as to find them. ``enough_s``: plans
-        whose step takes as long are of no interest, a bound of that is as good as any.
+        what its stages take, which for schedules that are followed takes as long as to find them; ``improved``: whether
+        their stages are cut anew to fill the pipeline. ``enough_s``: plans whose step takes as long are of no interest,
+        a bound of that is as good as any.
 
         Raises :class:`PlanError` (:class:`CapacityError` where memory does not suffice) or
         :class:`passes.errors.UnsupportedError` where there is none.
@@ -92,7 +94,7 @@ class Evaluator:
         job = self.job
         if point in job.refused:
             raise job.refused[point].with_traceback(None)
-        judge = self._judge(point, proven, enough_s)
+        judge = replace(self._judge(point, proven, enough_s), improved=improved)
         local, states = judge.local, judge.states
         if devices is None:
             exchanges = EXCHANGES if is_formula(point.schedule) else _EXCHANGES_FOLLOWED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -21,6 +22,7 @@ from partitioner.draw.figures import (
     schedule_text,
 )
 from partitioner.explain_precision import types_text
+from partitioner.laggards import WITHOUT
 from partitioner.outline import Outline
 from partitioner.plan import OPEN, Baseline, Candidate, Certificate, Plan, StageEstimate
 from partitioner.topology.hosts import can_offload
@@ -48,6 +50,7 @@ _IN_PART = {  # what is recomputed where it is not whole calls, by ``Constraints
     "alternate": "what is quick and every second product",
 }
 AS_FAST, _ROUNDING = "as fast", 1e-9
+_SAME = 1e-3  # of a step: less is no difference
 
 
 def is_barred(candidate: Candidate) -> bool:
@@ -131,6 +134,8 @@ def figures(plan: Plan) -> Padding:
         ("sharding", sharing_text(plan)),
         ("recompute", recomputed_text(plan)),
         ("step time", seconds_text(estimate.step_time)),
+        ("throughput", throughput_text(plan)),
+        ("fewer devices", fewer_text(plan)),
         ("MFU", percent(estimate.mfu)),
         ("bubble", percent(estimate.bubble)),
         ("memory", memory_text(plan) + (f", rank {fullest} is the fullest" if plan.world_size > 1 else "")),
@@ -143,6 +148,33 @@ def figures(plan: Plan) -> Padding:
         ("search", cut_off(certificate)),
     ]
     return pairs([(name, value) for name, value in rows if value])
+
+
+def throughput_text(plan: Plan) -> str:
+    """Tokens, or samples, of a second, and of one device; empty where no input has a batch."""
+    step, samples = plan.estimate.step_time, plan.global_batch
+    if not step or not samples:
+        return ""
+    each, what = (plan.tokens_per_step, "tokens") if plan.tokens_per_step else (samples, "samples")
+    alone = f", {count_text(each / step / plan.world_size)} of each device" if plan.world_size > 1 else ""
+    return f"{count_text(each / step)} {what}/s{alone}"
+
+
+def fewer_text(plan: Plan) -> str:
+    """That a part of the cluster is as fast or faster; empty where none was found."""
+    step = plan.certificate.objective
+    found = [
+        (baseline, baseline.candidate.step_time)
+        for baseline in plan.certificate.baselines
+        if baseline.name.startswith(WITHOUT) and baseline.candidate is not None and baseline.candidate.step_time
+    ]
+    if not found:
+        return ""
+    best, seconds = min(found, key=lambda pair: pair[1])
+    less = f"{percent(1 - seconds / step)} less" if seconds < (1 - _SAME) * step else "no more"
+    mesh = best.candidate.mesh if best.candidate is not None else {}
+    ranks = math.prod(size for axis, size in mesh.items() if axis != "ep")
+    return f"on {ranks:,} of the {plan.world_size:,} a step takes {seconds_text(seconds)}, {less} ({mesh_text(mesh)})"
 
 
 def sharing_text(plan: Plan) -> str:

@@ -47,7 +47,7 @@ OFFLOAD_SETS: tuple[tuple[Offload, ...], ...] = (
 )
 
 Emitted = tuple[Program, Estimate, tuple[ContextWay, ...] | None]
-_LEAST_S = 5.0  # for smaller clusters, which are looked at for no longer than the plan itself was
+_LEAST_S = 5.0  # for smaller clusters and tuned layouts, which are looked at for no longer than the plan itself was
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,8 @@ def _explore(
     if certificate.cut_off is None and not evaluator.tries_all(found.point):
         found, certificate = without_limit(certificate, found, evaluator.afresh.solve(found.point))
 
-    as_long_s = max(_LEAST_S, time.monotonic() - start)
+    search_s = time.monotonic() - start
+    as_long_s = max(_LEAST_S, search_s)
 
     def others() -> tuple[Baseline, ...]:
         if not compare:
@@ -248,7 +249,8 @@ def _explore(
         offload = job.constraints.offload or ()
         tried = {s.name for s in always if offload and (s.excluded or not hosts)}
         alone = _unhosted(job, tried) if tried else {}
-        found_beside = compared(always, rows, lambda point: evaluated(beside.solve(point)), offload, alone)
+        tuned_by = min(deadline, time.monotonic() + as_long_s)
+        found_beside = compared(always, rows, partial(_solved_beside, beside), offload, alone, tuned_by)
         return (*found_beside, *(b.model_copy(update={"offload": offload}) for b in fewer))
 
     pinned = bool(job.constraints.offload) and not hosts
@@ -284,7 +286,12 @@ def _unhosted(job: Job, names: Collection[str]) -> dict[str, Baseline]:
         found = no_candidates(standards(space, points(space), bounds, bounds), names)
     except PartitionError:
         return {}
-    return {b.name: b for b in compared(found, (), lambda point: evaluated(evaluator.solve(point)))}
+    until = time.monotonic() + _LEAST_S
+    return {b.name: b for b in compared(found, (), partial(_solved_beside, evaluator), until=until)}
+
+
+def _solved_beside(evaluator: Evaluator, point: Point, enough_s: float) -> Evaluated:
+    return evaluated(evaluator.solve(point, improved=False, enough_s=enough_s))
 
 
 def best(time_limit_s: float, job: Job, enough_s: float) -> Candidate:

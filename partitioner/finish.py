@@ -24,7 +24,7 @@ from partitioner.held import followed
 from partitioner.job import Job
 from partitioner.localize import layouts_of
 from partitioner.optimizers import OPTIMIZERS
-from partitioner.plan import NEAR, Certificate, ContextWay, Estimate
+from partitioner.plan import NEAR, Candidate, Certificate, ContextWay, Estimate
 from partitioner.solve.aside import Later
 from partitioner.solve.pipelines import is_split
 from partitioner.solve.point import Point
@@ -137,10 +137,16 @@ def _as_followed(certificate: Certificate, found: Finished) -> Certificate:
     if found.program is None:
         return certificate
     most = max(found.estimate.memory)
-    rows = (
-        row.model_copy(update={"memory": most}) if row.status == "chosen" else row for row in certificate.candidates
+
+    def followed_row(row: Candidate) -> Candidate:
+        return row.model_copy(update={"memory": most}) if row.status == "chosen" else row
+
+    baselines = tuple(
+        b.model_copy(update={"candidate": followed_row(b.candidate)}) if b.candidate is not None else b
+        for b in certificate.baselines
     )
-    return certificate.model_copy(update={"candidates": tuple(rows)})
+    rows = tuple(map(followed_row, certificate.candidates))
+    return certificate.model_copy(update={"candidates": rows, "baselines": baselines})
 
 
 def _with_less(job: Job, point: Point, lacks: _Lack, tried: Counter[Point]) -> Job:

@@ -55,13 +55,15 @@ def virtual_ranks(point: Point) -> tuple[int, ...]:
     return () if is_formula(point.schedule) else ranks_of(point.schedule, point.pp, point.virtual_stages)
 
 
-def split_of(problem: StageProblem, point: Point, *, proven: bool = True, enough_s: float = math.inf) -> StageSplit:
-    """The best stages of ``problem`` under the schedule of ``point``; ``proven``, ``enough_s``, and errors: see
-    :func:`partitioner.solve.virtual.solve_virtual`."""
+def split_of(
+    problem: StageProblem, point: Point, *, proven: bool = True, improved: bool = True, enough_s: float = math.inf
+) -> StageSplit:
+    """The best stages of ``problem`` under the schedule of ``point``; see
+    :func:`partitioner.solve.virtual.solve_virtual`, also for what is raised."""
     if is_formula(point.schedule):
         return solve_stages(problem)
     schedule = point.schedule, point.pp, point.virtual_stages
-    return solve_virtual(problem, *schedule, proven=proven, enough_s=enough_s)
+    return solve_virtual(problem, *schedule, proven=proven, improved=improved, enough_s=enough_s)
 
 
 @dataclass
@@ -86,8 +88,8 @@ class Record:
 class Judge:
     """Prices placements of ``point``. ``local``, ``costs``, ``states``: what a rank runs, what that takes, what it
     holds; ``reference``: the seat that the sharding is chosen for; ``check``: raises where hosts lack memory for what
-    is offloaded. ``proven``, ``enough_s``: see :meth:`partitioner.evaluate.Evaluator.solve`; ``record``: of the shares
-    that points of the same pipelines were tried with.
+    is offloaded. ``proven``, ``improved``, ``enough_s``: see :meth:`partitioner.evaluate.Evaluator.solve`; ``record``:
+    of the shares that points of the same pipelines were tried with.
 
     ``leasts``: for each placement that was judged, what no plan on it goes below; ``asked``: which these are, by
     identity.
@@ -103,6 +105,7 @@ class Judge:
     proven: bool = True
     enough_s: float = math.inf
     record: Record = field(default_factory=Record)
+    improved: bool = True
     leasts: list[float] = field(default_factory=list)
     asked: set[int] = field(default_factory=set)
     _dressed: dict[int, tuple[Machine, Machine]] = field(default_factory=dict)
@@ -175,7 +178,7 @@ class Judge:
         behind = least_update(problem, held, machine)
         cut = cut_for_step(
             problem,
-            partial(split_of, point=point, proven=self.proven, enough_s=self.enough_s - behind),
+            partial(split_of, point=point, proven=self.proven, improved=self.improved, enough_s=self.enough_s - behind),
             price,
             behind,
             lambda within_s: run_tails(self._followed(problem), held, machine, job.constraints, ranks, within_s),

@@ -16,11 +16,13 @@ from partitioner.plan import WITHOUT, Baseline, Candidate
 from partitioner.solve.nesting import equal_levels
 from partitioner.solve.points import Space, points
 from partitioner.topology import Topology
+from partitioner.topology.resize import with_nodes
 from passes.errors import PartitionError
 
 _MOST = 3  # smaller clusters that are looked at
 _NEARLY = 0.9  # of what computes alone, that a step on fewer devices may reach
 _WORTH = 0.99  # of the step's time: what is hardly faster is not worth a word
+_AS_FAST = 1.005  # of the step's time: what fewer nodes may take to be called as fast
 
 SpaceOf = Callable[[Job, ModelBounds], Space]
 Best = Callable[[Job, float], Candidate]  # that takes less than so many seconds
@@ -56,6 +58,14 @@ def parts_alone(topology: Topology, most_times: float) -> Iterator[Topology]:
             continue
 
 
+def rounder_clusters(topology: Topology) -> Iterator[Topology]:
+    """An even ``topology`` with fewer nodes, as many as a power of two, where it has more: numbers that batches, layers
+    and dims of weights divide by."""
+    nodes = 1 << (topology.num_nodes.bit_length() - 1)
+    if nodes < topology.num_nodes and (fewer := with_nodes(topology, nodes)) is not None:
+        yield fewer
+
+
 def is_even(topology: Topology) -> bool:
     """Whether no device is slower, smaller or farther than another, and all nodes have as many."""
     own: tuple[NDArray[np.float64] | NDArray[np.int64], ...] = topology.usable, topology.network_share
@@ -66,18 +76,22 @@ def is_even(topology: Topology) -> bool:
 def without_laggards(
     job: Job, best_s: float, least_s: Callable[[], float], space_of: SpaceOf, best: Best
 ) -> tuple[Baseline, ...]:
-    """Smaller clusters that do the job's step in less than ``best_s``, each with its plan (``best``); ``least_s``: what
-    no step takes less than on all devices, asked for where these are even."""
+    """Smaller clusters that do the job's step in less than ``best_s`` (or, of a power of two of nodes, in as much),
+    each with its plan (``best``); ``least_s``: what no step takes less than on all devices, asked for where these are
+    even."""
     found = []
-    for topology in _smaller(job.topology, best_s, least_s):
+    clusters = [(topology, _WORTH) for topology in _smaller(job.topology, best_s, least_s)]
+    if is_even(job.topology):
+        clusters += [(topology, _AS_FAST) for topology in rounder_clusters(job.topology)]
+    for topology, worth in clusters:
         fewer = replace(job, topology=topology)
         try:
-            if _least(fewer, space_of) >= _WORTH * best_s:
+            if _least(fewer, space_of) >= worth * best_s:
                 continue
-            candidate = best(fewer, _WORTH * best_s)
+            candidate = best(fewer, worth * best_s)
         except PartitionError:
             continue
-        if (candidate.step_time or best_s) < _WORTH * best_s:
+        if (candidate.step_time or math.inf) < worth * best_s:
             found.append(Baseline(name=f"{WITHOUT} {_gone(topology, job.topology)}", candidate=candidate))
     return tuple(found)
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from partitioner.solve.sharding import ShardingSolution
+    from partitioner.training_run import TrainingRun
     from partitioner.verify import Verification
     from partitioner.whynot import WhyNot
     from runtime.prove import Proof
@@ -234,6 +235,12 @@ class Plan(Data):
         return max(self.of_replicas, default=each)
 
     @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a step, all samples as long as those that were planned; 0 where the model has no sequences."""
+        limits = self.certificate.limits
+        return self.global_batch * limits.length if limits is not None else 0
+
+    @property
     def data_shares(self) -> tuple[int, ...]:
         """The microbatches of each rank of ``dp``; empty where all have :attr:`num_microbatches`."""
         return self.of_replicas if self.written is None else self.written.data_shares
@@ -288,6 +295,21 @@ class Plan(Data):
         if not isinstance(other, Plan):
             raise PlanError(f"expected a plan to compare with, got {type(other).__name__}")
         return diff(self, other)
+
+    @typed_errors("Plan.training_run()")
+    def training_run(
+        self,
+        *,
+        tokens: float | None = None,
+        samples: float | None = None,
+        steps: int | None = None,
+        price: float | None = None,
+    ) -> TrainingRun:
+        """Steps, days, device hours, money and energy of a run over so many ``tokens``, ``samples`` or ``steps``;
+        ``price``: US dollars for one device and hour, in place of the hardware file's."""
+        from partitioner.training_run import training_run
+
+        return training_run(self, tokens=tokens, samples=samples, steps=steps, price=price)
 
     @typed_errors("Plan.prove()")
     def prove(self) -> Proof:

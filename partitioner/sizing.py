@@ -6,17 +6,24 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
+from pathlib import Path
 from typing import Any, Literal
 
 from partitioner.api import partition
+from partitioner.draw import DrawError
 from partitioner.draw.figures import mesh_text
+from partitioner.draw.scaling import ScalingPoint, draw_scaling
 from partitioner.errors import ConstraintError, PlanError, TimeLimitError
+from partitioner.explain_tables import throughput_text
 from partitioner.plan import Plan
 from partitioner.prepared import PreparedModel, prepare
 from partitioner.requests import check_seconds
 from partitioner.topology import Topology
-from partitioner.units import digits, plural, seconds_text
+from partitioner.training_run import energy_of, money_of
+from partitioner.units import digits, percent, plural, seconds_text
 from passes.errors import InputsError, PartitionError
+from passes.faults import typed_errors
+from runtime.files import write_text
 
 Minimise = Literal["nodes", "money", "energy", "time"]
 _CHOICES = ("nodes", "money", "energy", "time")
@@ -45,7 +52,9 @@ class Size:
             return f"{nodes}: {'no time' if self.out_of_time else 'no plan'} ({self.reason})"
         money = f", {digits(self.money)} USD" if self.money is not None else ""
         energy = f", {digits(self.energy)} J" if self.energy is not None else ""
-        return f"{nodes}: {seconds_text(self.step_time)}{money}{energy} per step, {mesh_text(self.plan.mesh)}"
+        rate = f"{throughput_text(self.plan)}, " if self.plan.global_batch else ""
+        told = f"{rate}{percent(self.plan.estimate.mfu)} MFU, {mesh_text(self.plan.mesh)}"
+        return f"{nodes}: {seconds_text(self.step_time)}{money}{energy} per step, {told}"
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,39 @@ class Sizing:
         assert self.chosen.plan is not None, self.chosen
         return self.chosen.plan
 
+    @typed_errors("Sizing.to_svg()")
+    def to_svg(self, path: str | Path) -> Path:
+        """Draw throughput and MFU over the ranks of all sizes that have a plan to ``path``."""
+        return write_text(Path(path), scaling_picture(self.tried, self.chosen))
+
+
+class SizeError(PlanError):
+    """No size qualifies. ``tried``: all sizes with what became of them, each of which the message has in a line."""
+
+    def __init__(self, message: str, tried: tuple[Size, ...]) -> None:
+        super().__init__("\n".join([message, *map(str, tried)]))
+        self.tried = tried
+
+
+class SizeTimeError(SizeError, TimeLimitError):
+    """No size qualifies, and for some there was no time."""
+
+
+def scaling_picture(tried: Sequence[Size], chosen: Size | None = None) -> str:
+    """Throughput and MFU over ranks as SVG text. Raises :class:`DrawError` where no size has a plan."""
+    points = []
+    for size in tried:
+        if (plan := size.plan) is not None and plan.estimate.step_time > 0:
+            each = (plan.tokens_per_step or plan.global_batch or 1) / plan.estimate.step_time
+            point = ScalingPoint(plan.world_size, each, plan.estimate.mfu, plan.estimate.step_time, size is chosen)
+            points.append((point, plan))
+    if not points:
+        raise DrawError("no size has a plan, so there is nothing to draw; try more nodes, or free a constraint")
+    first = points[0][1]
+    what = "tokens" if first.tokens_per_step else "samples" if first.global_batch else "steps"
+    title = f"{first.model} on {first.topology.name.split(' x ')[-1]}, global batch {first.global_batch:,}"
+    return draw_scaling(title, what, [point for point, _ in points])
+
 
 def size_cluster(
     model: Any,
@@ -72,6 +114,7 @@ def size_cluster(
     step_time: float | None = None,
     minimise: Minimise = "nodes",
     nodes: int | Sequence[int] = _NODES,
+    every: bool = False,
     **more: Any,
 ) -> Sizing:
     """The best number of machines for a job.
@@ -81,11 +124,12 @@ def size_cluster(
         step_time: seconds that a step may take at most.
         minimise: ``nodes``, ``money`` or ``energy`` per step, or ``time``.
         nodes: the sizes to try.
+        every: plan all of them, also those above the fewest nodes that are fast enough.
         more: as :func:`partitioner.partition` takes them.
 
-    Raises :class:`ConstraintError` or :class:`InputsError` for arguments that cannot be, :class:`PlanError` where no
-    size has a plan that is fast enough: the nearest, or why there is none; :class:`TimeLimitError` where some might,
-    for which there was no time.
+    Raises :class:`ConstraintError` or :class:`InputsError` for arguments that cannot be, :class:`SizeError` where no
+    size has a plan that is fast enough: the nearest, or why there is none, and all that were tried;
+    :class:`SizeTimeError` where some might, for which there was no time.
     """
     if minimise not in _CHOICES:
         raise ConstraintError(f"minimise must be one of {', '.join(_CHOICES)}; got {minimise!r}")
@@ -102,7 +146,7 @@ def size_cluster(
     for count in sorted(set(nodes)):
         topology = Topology.preset(machine, nodes=count) if isinstance(machine, str) else machine(count)
         tried.append(_tried(prepared, topology, count, more))
-        if minimise == "nodes" and tried[-1].plan is not None and _fast(tried[-1], step_time):
+        if not every and minimise == "nodes" and tried[-1].plan is not None and _fast(tried[-1], step_time):
             break
     fit = [size for size in tried if size.plan is not None and _fast(size, step_time)]
     if not fit:
@@ -119,25 +163,6 @@ def _tried(model: PreparedModel, topology: Topology, nodes: int, more: dict[str,
     except PartitionError as error:
         return Size(nodes, reason=str(error), out_of_time=isinstance(error, TimeLimitError))
     return Size(nodes, plan, money_of(plan), energy_of(plan))
-
-
-def money_of(plan: Plan) -> float | None:
-    """US dollars for one step on all devices of the plan's topology, by the hardware file; ``None``: no price there."""
-    prices = [plan.topology.types[device.kind].price for device in plan.topology.devices]
-    known = [price for price in prices if price is not None]
-    return sum(known) * plan.estimate.step_time / 3600 if len(known) == len(prices) else None
-
-
-def energy_of(plan: Plan) -> float | None:
-    """Joules for one step: busy power while a rank works, idle power while it waits in the pipeline."""
-    kinds = [plan.topology.types[device.kind] for device in plan.topology.devices]
-    waiting = min(1.0, plan.estimate.bubble)
-    watts = [
-        min(kind.power_busy, kind.power_limit or kind.power_busy) * (1 - waiting) + (kind.power_idle or 0.0) * waiting
-        for kind in kinds
-        if kind.power_busy is not None
-    ]
-    return sum(watts) * plan.estimate.step_time if len(watts) == len(kinds) else None
 
 
 def _fast(size: Size, step_time: float | None) -> bool:
@@ -160,19 +185,21 @@ def _known(value: float | None, name: str, unit: str) -> float:
     return value
 
 
-def _none(tried: Sequence[Size], step_time: float | None) -> PlanError:
+def _none(tried: Sequence[Size], step_time: float | None) -> SizeError:
     best = min(tried, key=lambda size: size.step_time)
     fastest = f"{plural(best.nodes, 'node')} with {best.step_time:.3g} s"
     late = [str(size.nodes) for size in tried if size.out_of_time]
     if late:
         found = "" if best.plan is None else f"; the fastest found is {fastest}"
-        return TimeLimitError(
+        message = (
             f"no plan was found in time with {', '.join(late)} nodes, where there may be one{found}; give a larger "
-            "time_limit_s, or fewer nodes to try"
         )
+        return SizeTimeError(f"{message}time_limit_s, or fewer nodes to try", tuple(tried))
     if best.plan is None:
         nodes = ", ".join(str(size.nodes) for size in tried)
-        return PlanError(f"none of {nodes} nodes has a plan; with {best.nodes}: {best.reason}")
-    return PlanError(
-        f"no size reaches a step of {step_time:g} s: the fastest is {fastest}; try more nodes or allow more time"
-    )
+        return SizeError(f"none of {nodes} nodes has a plan; with {best.nodes}: {best.reason}", tuple(tried))
+    message = f"no size reaches a step of {step_time:g} s: the fastest is {fastest}; try more nodes or allow more time"
+    return SizeError(message, tuple(tried))
+
+
+__all__ = ["Size", "SizeError", "SizeTimeError", "Sizing", "energy_of", "money_of", "scaling_picture", "size_cluster"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from typer.testing import CliRunner
 from partitioner import Plan, PlanError, Size, Topology, partition, size_cluster
 from partitioner.cli import app
 from partitioner.errors import ConstraintError, TimeLimitError
-from partitioner.sizing import energy_of, money_of
+from partitioner.sizing import SizeError, energy_of, money_of
+from partitioner.units import count_text, percent
 from passes.errors import InputsError
 
 CASE = next(case for name, case in CASES.items() if "mlp" in name)
@@ -124,3 +126,30 @@ def test_that_there_was_no_time_is_no_word_that_there_is_no_plan(monkeypatch: py
     monkeypatch.setattr("partitioner.sizing.partition", planned)
     with pytest.raises(TimeLimitError, match=r"in time with 2 nodes, .*; the fastest found is 1 node with .*larger"):
         size_cluster(model, machines, inputs, loss=CASE.loss, nodes=(1, 2), step_time=1e-12)
+
+
+def test_all_sizes_are_told_where_none_qualifies():
+    model, inputs = job()
+    with pytest.raises(SizeError, match="no size reaches a step of 1e-09 s") as raised:
+        size_cluster(model, machines, inputs, loss=CASE.loss, step_time=1e-9, nodes=(1, 2, 4))
+    first, *lines = str(raised.value).splitlines()
+    assert "the fastest is" in first
+    assert [line.partition(":")[0] for line in lines] == ["1 node", "2 nodes", "4 nodes"]
+    assert [size.nodes for size in raised.value.tried] == [1, 2, 4]
+    assert all(" samples/s, " in line and " MFU, " in line for line in lines)
+
+
+def test_how_it_scales_is_drawn(tmp_path: Path):
+    """One point for each size on either chart; throughput is that of the global batch of 16 over the step."""
+    model, inputs = job()
+    found = size_cluster(model, machines, inputs, loss=CASE.loss, nodes=(1, 2, 4), every=True)
+    assert [size.nodes for size in found.tried] == [1, 2, 4]
+    assert found.chosen.nodes == 1
+    root = ET.fromstring(found.to_svg(tmp_path / "scaling.svg").read_text())
+    tips = [e.text or "" for e in root.iter() if e.tag.endswith("title") and "ranks:" in (e.text or "")]
+    assert len(tips) == 2 * 3
+    for size in found.tried:
+        assert size.plan is not None
+        (tip,) = {t for t in tips if t.startswith(f"{2 * size.nodes} ranks")}
+        assert f"{count_text(16 / size.step_time)} samples/s, {percent(size.plan.estimate.mfu)} MFU" in tip
+        assert tip.endswith("chosen") is (size is found.chosen)

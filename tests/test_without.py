@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -12,8 +14,13 @@ from torch import Tensor, nn
 
 from partitioner import Constraints, Plan, Topology, partition
 from partitioner.errors import InfeasibleError, TopologyError
-from partitioner.laggards import is_even, smaller_clusters
+from partitioner.explain_tables import fewer_text
+from partitioner.laggards import is_even, rounder_clusters, smaller_clusters
+from partitioner.plan import Baseline, Candidate
 from partitioner.topology import loads
+from partitioner.units import seconds_text
+from tests.sample_programs import llama, plan_of
+from tests.test_infeasible import cluster
 
 MIXED = """
 name: lab
@@ -170,3 +177,39 @@ def test_a_device_that_is_too_small_may_be_left_out_for_there_to_be_a_plan():
         planned(small)
     (change,) = [c for c in caught.value.changes if "without node 2" in c.text]
     assert planned(change.topology).world_size == 8
+
+
+def test_fewer_nodes_that_are_a_power_of_two_are_told_where_they_are_as_fast() -> None:
+    """Of 8 samples on 6 ranks some have two, and the others wait for them: 4 ranks, each of two, take no longer, and
+    add up gradients of fewer."""
+    with torch.device("meta"):
+        model, inputs = Tower(1024, 4), (torch.empty(8, 1024),)
+    pins = Constraints(pp=1, tp=1, zero=0, microbatch_size=1)
+    plan = partition(model, cluster(4096, 2, 3), inputs, constraints=pins)
+    (fewer,) = [b.candidate for b in plan.certificate.baselines if b.name == "Without 2 of the 6 devices"]
+    assert fewer is not None and fewer.step_time is not None
+    assert fewer.step_time <= plan.estimate.step_time
+    alone = partition(model, cluster(4096, 2, 2), inputs, constraints=pins, estimate_only=True)
+    assert fewer.step_time == pytest.approx(alone.estimate.step_time)
+    assert re.match(r"on \d of the 6 a step takes ", fewer_text(plan))
+
+
+def test_what_fewer_devices_take_is_in_the_summary() -> None:
+    """A plan of 3 s on 10 devices, and 2.7 s on 8 of them: a tenth less."""
+    plan = plan_of(llama(pp=1, dp=2, tp=1))
+    one = Candidate(
+        mesh={"pp": 1, "dp": 8, "cp": 1, "tp": 1, "ep": 4}, microbatch_size=1, schedule="1f1b", status="solved",
+        step_time=0.9 * plan.certificate.objective,
+    )  # fmt: skip
+    baselines = (Baseline(name="Without 2 of the 10 devices", candidate=one),)
+    told = plan.model_copy(update={"certificate": plan.certificate.model_copy(update={"baselines": baselines})})
+    seconds = seconds_text(0.9 * plan.certificate.objective)
+    text = f"on 8 of the {plan.world_size} a step takes {seconds}, 10% less (dp 8 × ep 4)"
+    assert fewer_text(told) == text
+    assert " ".join(text.split()) in " ".join(told.summary().split())
+    assert fewer_text(plan) == ""
+
+
+def test_rounder_clusters_are_of_fewer_nodes() -> None:
+    assert [t.num_nodes for t in rounder_clusters(Topology.preset("dgx-h100", nodes=1250))] == [1024]
+    assert not list(rounder_clusters(Topology.preset("dgx-h100", nodes=1024)))

@@ -39,10 +39,12 @@ def solve_virtual(
     chunks: int | None,
     *,
     proven: bool = True,
+    improved: bool = True,
     enough_s: float = np.inf,
 ) -> StageSplit:
     """The stages of ``problem``, which has one for each virtual stage, with the capacity of its rank, and their time;
-    ``proven``: and what none goes below. ``enough_s``: pipelines that take as long are of no interest.
+    ``proven``: and what none goes below; ``improved``: whether other cuts than those that are best for each stage by
+    itself are searched. ``enough_s``: pipelines that take as long are of no interest.
 
     Where memory is short, cuts for the case that all stages make again what is quickly made, and whole calls, are tried
     besides: those for nothing made again may fit worse.
@@ -52,7 +54,7 @@ def solve_virtual(
     lacking: CapacityError | None = None
     found: list[StageSplit] = []
     try:
-        found.append(_solved(problem, schedule, num_ranks, chunks, proven, enough_s))
+        found.append(_solved(problem, schedule, num_ranks, chunks, proven, improved, enough_s))
     except CapacityError as error:
         lacking = error
     if found and not (proven and _cut_by_memory(problem, found[0])):
@@ -61,10 +63,12 @@ def solve_virtual(
         raise lacking
     for how in ("selective", "full") if problem.slim is not None else ("full",):
         with suppress(CapacityError):
-            found.append(_solved(replace(problem, recompute=how), schedule, num_ranks, chunks, False, enough_s))
+            found.append(
+                _solved(replace(problem, recompute=how), schedule, num_ranks, chunks, False, improved, enough_s)
+            )
     if lacking is not None and found:
         roomy = replace(problem, capacity=tuple(_ENOUGH for _ in problem.capacity))  # no stages go below its bound
-        least = _solved(roomy, schedule, num_ranks, chunks, proven, enough_s).least_s
+        least = _solved(roomy, schedule, num_ranks, chunks, proven, improved, enough_s).least_s
     elif lacking is not None:
         raise lacking
     else:
@@ -139,6 +143,7 @@ def _solved(
     num_ranks: int,
     chunks: int | None,
     proven: bool,
+    improved: bool,
     enough_s: float,
 ) -> StageSplit:
     ranks = _Ranks.of(problem, schedule, num_ranks, chunks)
@@ -168,7 +173,9 @@ def _solved(
     if found:
         split = min(found, key=ranks.seconds)
         quick = not proven and _cut_by_memory(ranks.problem, split)
-        split, bound = _improved(whole, split, ranks, enough_s, quick)
+        bound = 0.0
+        if improved:
+            split, bound = _improved(whole, split, ranks, enough_s, quick)
         return _joined(split, ranks, ranks.memory(whole, split.stages), bound)
     stage, missing = lacking
     raise CapacityError(

@@ -1,0 +1,134 @@
+"""What a whole training run takes under a plan: steps, days, device hours, money and energy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from partitioner.errors import PlanError
+from partitioner.plan import Plan
+from partitioner.units import count_text, digits, plural, seconds_text
+from passes.errors import InputsError
+
+_SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """``seconds``: all ``steps`` one after the other, without restarts, evaluation and other pauses. ``tokens``: 0
+    where the model has no sequences. ``money``: US dollars, ``energy``: joules of the devices; ``None``: the hardware
+    file gives no price or power."""
+
+    steps: int
+    samples: int
+    tokens: int
+    seconds: float
+    num_devices: int
+    money: float | None = None
+    energy: float | None = None
+
+    @property
+    def days(self) -> float:
+        return self.seconds / 86400
+
+    @property
+    def device_hours(self) -> float:
+        return self.seconds / 3600 * self.num_devices
+
+    def __str__(self) -> str:
+        of = f"{count_text(self.tokens)} tokens" if self.tokens else f"{count_text(self.samples)} samples"
+        time = f"{digits(self.days)} days" if self.days >= 1 else seconds_text(self.seconds)
+        more = [f"{count_text(self.device_hours)} device hours"]
+        more += [f"{count_text(self.money)} USD"] if self.money is not None else []
+        more += [f"{digits(self.energy / 3.6e9)} MWh"] if self.energy is not None else []
+        return (
+            f"{of} are {plural(self.steps, 'step')}: {time} on {plural(self.num_devices, 'device')}, "
+            f"{', '.join(more)}; without restarts, evaluation and other pauses"
+        )
+
+
+def training_run(
+    plan: Plan,
+    *,
+    tokens: float | None = None,
+    samples: float | None = None,
+    steps: int | None = None,
+    price: float | None = None,
+) -> TrainingRun:
+    """What a run over that many ``tokens``, ``samples`` or ``steps`` takes; a last step that is not full counts whole.
+
+    Args:
+        price: US dollars for one device and hour; ``None``: as the hardware file says.
+
+    Raises :class:`InputsError` unless just one number is given, and it is positive; :class:`PlanError` for a plan that
+    does not train, or tokens of a model without sequences.
+    """
+    given = {"tokens": tokens, "samples": samples, "steps": steps}
+    known = {name: value for name, value in given.items() if value is not None}
+    if len(known) != 1:
+        names = ", ".join(known) or "none"
+        raise InputsError(f"a run is so many tokens, samples or steps: give one of these; got {names}")
+    ((name, number),) = known.items()
+    for what, value in ((name, number), ("price", price)):
+        if value is not None and not _is_positive(value):
+            raise InputsError(f"{what} must be a positive number; got {value!r}")
+    if plan.objective != "train":
+        raise PlanError("this plan is for inference, which has no run of steps; expected a plan with objective='train'")
+    if name == "tokens" and not plan.tokens_per_step:
+        raise PlanError("the model has no sequences, so a step has no tokens; give samples or steps")
+    each = {"tokens": plan.tokens_per_step, "samples": plan.global_batch, "steps": 1}[name]
+    if not each:
+        raise PlanError("no input of the model has a batch, so a step has no samples; give steps")
+    count = math.ceil(number / each)
+    money, energy = money_of(plan, price), energy_of(plan)
+    return TrainingRun(
+        count,
+        count * plan.global_batch,
+        count * plan.tokens_per_step,
+        count * plan.estimate.step_time,
+        plan.world_size,
+        None if money is None else count * money,
+        None if energy is None else count * energy,
+    )
+
+
+def parse_count(text: str) -> float:
+    """``15T``, ``1.5e12``, ``300 B`` as a number. Raises :class:`InputsError` for other text."""
+    words = text.strip().lower().replace(",", "").replace("_", "")
+    scale = _SCALES.get(words[-1:], 1.0)
+    try:
+        found = float(words[:-1] if words[-1:] in _SCALES else words) * scale
+    except ValueError:
+        found = math.nan
+    if not _is_positive(found):
+        raise InputsError(f"{text!r} is no positive number; expected one like 15T, 300B or 1.5e12")
+    return found
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < math.inf
+
+
+def money_of(plan: Plan, price: float | None = None) -> float | None:
+    """US dollars for one step on all devices of the plan's topology, by the hardware file or at ``price`` for each
+    device and hour; ``None``: no price there."""
+    hours = plan.estimate.step_time / 3600
+    if price is not None:
+        return price * plan.world_size * hours
+    prices = [plan.topology.types[device.kind].price for device in plan.topology.devices]
+    known = [each for each in prices if each is not None]
+    return sum(known) * hours if len(known) == len(prices) else None
+
+
+def energy_of(plan: Plan) -> float | None:
+    """Joules for one step: busy power while a rank works, idle power while it waits in the pipeline."""
+    kinds = [plan.topology.types[device.kind] for device in plan.topology.devices]
+    waiting = min(1.0, plan.estimate.bubble)
+    watts = [
+        min(kind.power_busy, kind.power_limit or kind.power_busy) * (1 - waiting) + (kind.power_idle or 0.0) * waiting
+        for kind in kinds
+        if kind.power_busy is not None
+    ]
+    return sum(watts) * plan.estimate.step_time if len(watts) == len(kinds) else None

@@ -173,7 +173,7 @@ def plan() -> Plan:
 
 
 def test_the_summary_and_the_explanation_name_the_types(plan: Plan) -> None:
-    types = "parameters in bf16; gradients in fp32; copies in fp32 that the optimizer steps; states of adamw in fp32"
+    types = "parameters in bf16; gradients in fp32; master copies of parameters in fp32; states of adamw in fp32"
     for text in (plan.summary(), plan.explain()):
         assert f"products in bf16; {types}" in rows(text)
 
@@ -186,7 +186,7 @@ def test_the_summary_and_the_explanation_name_the_types(plan: Plan) -> None:
         (
             "fp16",
             "sgd",
-            "products in fp16; parameters in fp16; gradients in fp32; copies in fp32 that the optimizer steps",
+            "products in fp16; parameters in fp16; gradients in fp32; master copies of parameters in fp32",
         ),
         ("bf16", "none", "products in bf16; parameters in bf16; gradients in fp32"),
         (

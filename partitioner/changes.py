@@ -342,7 +342,7 @@ class _Search:
         texts = [*variant.texts, *(instead(variant.constraints, pin, new.get(pin)) for pin in pins)]
         found = planned_only(self._job(variant, pins), point, constraints)
         beyond = [what for what in found if what not in self.asked.constraints.planned_only]
-        marked = " (planned, not executed by this version)" if beyond else ""
+        marked = " (planned, but not executed by this version)" if beyond else ""
         if plan is not None and plan.offload and plan.offload != self.asked.constraints.offload:
             unsaid = "" if "offload" in variant.kinds else f"with offload={kinds_text(plan.offload)} "
             seconds = self._step_time(variant, constraints, plan.estimate.step_time)

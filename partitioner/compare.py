@@ -71,7 +71,7 @@ def in_words(plan: Plan, other: Plan) -> Iterator[str]:
     if plan.planned_only != other.planned_only:
         for which, only in (("This plan", plan.planned_only), ("The other plan", other.planned_only)):
             if only:
-                yield f"{which} is planned, not executed by this version: {', '.join(only)}."
+                yield f"{which} has {', '.join(only)}, which this version plans but does not execute."
 
 
 def relative(old: float, new: float, text: Callable[[float], str] = seconds_text) -> str:

@@ -32,9 +32,9 @@ from partitioner.explain_tables import (
     microbatches_text,
     recomputed_text,
     rule_table,
-    searched,
     sharing_text,
     stage_table,
+    uncovered,
     unhosted,
 )
 from partitioner.outline import CallGroup, Outline, outline
@@ -48,27 +48,45 @@ _SHOWN = 3  # buffers that are named
 KINDS = {
     "compute": "computation",
     "recompute": "recomputation",
-    "tp_communication": "collectives inside blocks",
-    "pp_communication": "sends between stages",
+    "tp_communication": "communication inside layers",
+    "pp_communication": "sends between pipeline stages",
     "bubble": "pipeline bubble",
-    "contention": "ranks that share a machine's cores",
-    "reduction": "reduction of gradients",
-    "optimizer": "the optimizer's update",
-    "offload": "gradients and parameters between device and host",
+    "contention": "contention for a machine's cores",
+    "reduction": "gradient reduction that is not hidden",
+    "optimizer": "optimizer update",
+    "offload": "transfers to and from host memory",
+}
+_GROUPS = {  # what limits a step -> its kinds of time
+    "computation": ("compute", "optimizer"),
+    "communication": ("tp_communication", "pp_communication", "reduction", "offload"),
+    "recomputation": ("recompute",),
+    "pipeline bubble": ("bubble",),
+    "contention for a machine's cores": ("contention",),
 }
 MEMORY_KINDS = {
-    "parameters": "parameters and buffers of the model",
-    "gradients": "gradients",
+    "parameters": "parameters and buffers",
+    "gradients": "gradients of parameters",
     "optimizer": "optimizer states",
     "saved": "activations saved for backward",
-    "recomputed": "activations while they are recomputed",
-    "working": "what operators work with",
+    "recomputed": "activations recomputed in backward",
+    "working": "temporary tensors of operators",
     "flowing": "gradients of activations",
-    "gathered": "weights while they are gathered, gradients while they are scattered",
-    "residuals": "what compressing gradients lost, to be sent with the next",
-    "buffers": "buffers for what passes between stages",
+    "gathered": "whole parameters and gradients of layers in use (ZeRO)",
+    "residuals": "rounding errors of compressed gradients",
+    "buffers": "buffers for sends between stages",
 }
-_OF_INFERENCE = {"saved": "outputs, kept to the end of the step", "gathered": "weights while they are gathered"}
+_OF_INFERENCE = {
+    "saved": "outputs, kept to the end of the step",
+    "gathered": "whole parameters of layers in use (ZeRO)",
+}
+_AXIS_WORDS = {  # axes of groups that are not of the plan's mesh
+    "edp": "data-parallel ranks with the same experts",
+    "etp": "ranks that divide an expert",
+    "dp_shard": "data-parallel ranks that share states",
+    "dp_replicate": "data-parallel ranks with the same part of the states",
+    "edp_shard": "ranks with the same experts that share states",
+    "edp_replicate": "ranks with the same experts and the same part of the states",
+}
 _RESIDUE = 1e-9  # of a step: differences of sums, no time
 _LOW = 0.3  # MFU: below it the kinds of operators are named that take longest
 _TIGHT = 0.9  # of the memory: from here on memory is said to bind
@@ -93,12 +111,17 @@ def summary_parts(plan: Plan) -> list[RenderableType]:
     """The summary for a terminal."""
     parts: list[RenderableType]
     if plan.written is None:
-        parts = [heading(plan.model + _hosted_unasked(plan)), figures(plan), "", estimate_table(plan)]
+        parts = [
+            heading(plan.model + _hosted_unasked(plan)),
+            figures(plan, _shares_text(plan)),
+            "",
+            estimate_table(plan),
+        ]
     else:
         whole = outline(plan.written)
         size = f", {count_text(whole.num_parameters)} parameters" if whole.num_parameters else ""
         stages = stage_table(plan, whole)
-        parts = [heading(f"{plan.model}{size}{_hosted_unasked(plan)}"), figures(plan), "", stages]
+        parts = [heading(f"{plan.model}{size}{_hosted_unasked(plan)}"), figures(plan, _shares_text(plan)), "", stages]
     rules = rule_table(plan)
     if rules:
         parts += ["", rules]
@@ -119,14 +142,14 @@ def explain_parts(plan: Plan) -> list[RenderableType]:
     for title, body in (
         ("Can it be run?", list(_planned_only(plan))),
         ("Does it fit?", list(_fit(plan))),
-        ("What binds?", list(_binding(plan))),
+        ("What limits it?", list(_limits(plan))),
         ("Where does the time go?", _breakdown(plan)),
-        ("How is the model cut?", list(_cut(plan, whole))),
+        ("How is the work divided?", list(_cut(plan, whole))),
         ("How is the sequence shared?", list(sequence(plan))),
         ("How are the experts spread?", list(experts(plan))),
-        ("Where do the weights live?", list(_weights(whole)) if whole else []),
+        ("How are the parameters laid out?", list(_weights(whole)) if whole else []),
         ("What is communicated?", list(_communication(whole)) if whole else []),
-        ("What else was considered?", list(_alternatives(plan))),
+        ("What would other layouts take?", list(_alternatives(plan))),
         ("How good is it?", list(_certificate(plan))),
         ("What to know", list(_notes(plan))),
     ):
@@ -142,7 +165,7 @@ def _items(lines: Sequence[str]) -> list[RenderableType]:
 def _planned_only(plan: Plan) -> Iterator[RenderableType]:
     if plan.written is None:
         what = ", ".join(plan.planned_only)
-        yield line(f"No: planned, not executed by this version: {what}. There are figures, and no program.")
+        yield line(f"No: this version plans {what}, but does not execute it. The plan has estimates and no program.")
 
 
 def _fit(plan: Plan) -> Iterator[RenderableType]:
@@ -184,29 +207,43 @@ def _fit(plan: Plan) -> Iterator[RenderableType]:
         yield bars([(words.get(kind, kind), size / total, bytes_text(size)) for kind, size in parts])
 
 
-def _binding(plan: Plan) -> Iterator[RenderableType]:
+def time_shares(plan: Plan) -> list[tuple[str, float]]:
+    """What the step's time goes to, in a few words each, with its share; the largest first."""
+    breakdown = plan.estimate.breakdown
+    total = sum(breakdown.values())
+    known = {kind for kinds in _GROUPS.values() for kind in kinds}
+    groups = _GROUPS | {KINDS.get(kind, kind): (kind,) for kind in breakdown if kind not in known}
+    shares = {name: sum(breakdown.get(kind, 0.0) for kind in kinds) / total for name, kinds in groups.items() if total}
+    return sorted(((n, share) for n, share in shares.items() if share > _RESIDUE), key=lambda item: -item[1])
+
+
+def _shares_text(plan: Plan) -> str:
+    """``computation 86%, communication 11%, pipeline bubble 2.2%``."""
+    return ", ".join(f"{name} {percent(share)}" for name, share in time_shares(plan))
+
+
+def _limits(plan: Plan) -> Iterator[RenderableType]:
     estimate = plan.estimate
-    total = sum(estimate.breakdown.values())
-    if total > 0:
-        kind, seconds = max(estimate.breakdown.items(), key=lambda item: item[1])
-        much = "most" if seconds > total / 2 else "the largest part"
-        yield line(f"Time: {much} of the step is {KINDS.get(kind, kind)} ({percent(seconds / total)}).")
-        if kind == "compute" and much == "most" and estimate.mfu < _LOW and plan.written is not None:
+    if time_shares(plan):
+        yield line(f"Time: {_shares_text(plan)}.")
+        computing = estimate.breakdown.get("compute", 0.0) / sum(estimate.breakdown.values())
+        if computing > 0.5 and estimate.mfu < _LOW and plan.written is not None:
             from partitioner.explain_kernels import dearest  # with the cost model and PyTorch, which most need not
 
             kinds = dearest(plan)
-            yield from [line(f"What takes longest of a microbatch's work: {kinds}.")] if kinds else []
+            yield from [line(f"Most of a microbatch's computation is in {kinds}.")] if kinds else []
     if estimate.memory:
         rank = fullest_rank(plan)
         share = estimate.memory[rank] / max(1, capacities(plan)[rank])
+        used = f"the fullest rank uses {percent(share)} of the memory that plans may use"
         if share >= _TIGHT:
-            yield line(f"Memory: the fullest rank is {percent(share)} full, so layouts that need more are ruled out.")
+            yield line(f"Memory: {used}. Layouts that need more are ruled out, even if they were faster.")
         else:
-            yield line(f"Not memory: the fullest rank is {percent(share)} full.")
+            yield line(f"Memory does not limit the plan: {used}.")
     yield from _disk_binds(plan)
     if plan.constraints.given:
         fixed = ", ".join(f"{k}={v}" for k, v in plan.constraints.given.items())
-        yield line(f"Fixed by you: {fixed}.")
+        yield line(f"Constraints that you gave: {fixed}.")
 
 
 def _disk_binds(plan: Plan) -> Iterator[RenderableType]:
@@ -217,8 +254,8 @@ def _disk_binds(plan: Plan) -> Iterator[RenderableType]:
     shares = [plan.topology.host_shares[device] for device in plan.devices]
     of_stages = zip(plan.estimate.stages, stage_ranks(plan.mesh), strict=True)
     seconds = max(2 * part.disk / (shares[r] or BOUNDLESS).disk_bandwidth for part, ranks in of_stages for r in ranks)
-    moved = f"reading and writing its states on disk takes {seconds_text(seconds)} at least"
-    binds = "Disk" if seconds >= _TIGHT * update else "Not the disk"
+    moved = f"reading and writing its states on disk takes {seconds_text(seconds)} or more"
+    binds = "Disk" if seconds >= _TIGHT * update else "The disk does not limit the plan"
     yield line(f"{binds}: the optimizer's update takes {seconds_text(update)}; {moved}.")
 
 
@@ -234,7 +271,7 @@ def _breakdown(plan: Plan) -> list[RenderableType]:
     if not total:
         return []
     taken, mfu = seconds_text(plan.estimate.step_time), percent(plan.estimate.mfu)
-    words = f"One step takes {taken} on the slowest rank, at {mfu} MFU:"
+    words = f"One step takes {taken} on the slowest rank, at {mfu} of the devices' peak (MFU):"
     return [line(words), bars([(KINDS.get(k, k), s / total, seconds_text(s)) for k, s in kinds])]
 
 
@@ -315,6 +352,8 @@ def _communication(whole: Outline) -> Iterator[RenderableType]:
             reductions.setdefault(f"{name} of {size}", []).append(stage.index)
     for text, stages in reductions.items():
         yield line(f"{'stages' if len(stages) > 1 else 'stage'} {ranges(stages)}: {text}")
+    axes = {axis for stage in whole.stages for moved in stage.reductions for axis in moved.axis.split("×")}
+    yield from (line(f"{axis}: {words}") for axis, words in _AXIS_WORDS.items() if axis in axes)
     for tie in whole.ties:
         places = sorted({p[0] for p in tie.places})
         if len(places) > 1:
@@ -332,6 +371,10 @@ def _alternatives(plan: Plan) -> Iterator[RenderableType]:
     if any(b.name.startswith(WITHOUT) for b in plan.certificate.baselines):
         yield line('A topology without devices: topology.without("node1/3", ...), or --topology "... without node1/3".')
     yield candidate_table(plan)
+    yield line(
+        "zero: ZeRO's stage; dp_shard: ranks that share states; v: virtual stages of a rank; at least: a lower bound "
+        "on the step time; memory: of the fullest rank"
+    )
 
 
 def _baseline(baseline: Baseline, chosen: float, unhosted: str) -> str:
@@ -344,26 +387,29 @@ def _baseline(baseline: Baseline, chosen: float, unhosted: str) -> str:
 
 
 def _certificate(plan: Plan) -> Iterator[RenderableType]:
-    c = plan.certificate
-    verdict = "it is optimal" if c.gap <= 1e-6 else f"a gap of {percent(c.gap)}"
-    least = f"no candidate can cost less than {seconds_text(c.bound)}"
-    yield line(
-        f"Under the cost model the plan costs {seconds_text(c.objective)} and {least}: {verdict}{searched(plan)}."
-    )
+    c, outside = plan.certificate, uncovered(plan)
+    covered = "that the proof covers " if outside else ""
+    yield line(f"The cost model estimates {seconds_text(c.objective)} for a step of this plan.")
+    if c.gap <= 1e-6:
+        yield line(f"It is proven optimal under the cost model: no plan {covered}takes less.")
+    else:
+        least = f"a plan {covered}takes {seconds_text(c.bound)} or more"
+        yield line(f"It is not proven optimal: {least}, so a better plan could save {percent(c.gap)} at most.")
     if c.cut_off is not None:
-        yield line(f"The search was {cut_off(c)}: with more time there may be a better plan.")
+        yield line(f"The search was {cut_off(c)}: with more time it may find a better plan.")
     elif c.num_open:
-        were = "candidate was" if c.num_open == 1 else "candidates were"
+        were = "layout was" if c.num_open == 1 else "layouts were"
         nearest = min((row.bound for row in c.candidates if c.is_open(row)), default=c.bound)
         most = percent((c.objective - nearest) / c.objective)
-        yield line(f"{c.num_open} {were} not solved and may be faster, by {most} at most: no faster plan was found.")
+        yield line(f"{c.num_open} {were} not worked out and may be faster, by {most} at most.")
+    yield from map(line, outside)
     over = [axis for axis in ("cp", "tp") if plan.mesh.get(axis, 1) > 1]
     if over:  # the other axes divide samples, stages and experts, all of whose work is divided
         share = percent(plan.shares.matmul_sharded)
-        yield line(f"{share} of the matrix-multiply work is sharded over {' and '.join(over)}.")
+        yield line(f"{share} of the matrix-multiply work is divided over {' and '.join(over)}.")
 
 
 def _notes(plan: Plan) -> Iterator[RenderableType]:
     for name, share in sorted(plan.shares.without_rule.items(), key=lambda item: -item[1]):
-        yield line(f"- {name} has no sharding rule and runs whole on every rank: {percent(share)} of the work")
+        yield line(f"- {name} has no sharding rule, so every rank runs all of it: {percent(share)} of the work")
     yield from _items([*plan.notes, *precision_notes(plan)])

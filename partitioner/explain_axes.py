@@ -15,9 +15,9 @@ from passes.dtypes import itemsize
 from passes.layouts import Layout
 
 _ALGORITHMS = {
-    "ring": "keys and values travelling around a ring behind the computation",
-    "all_gather": "gathering keys and values",
-    "ulysses": "exchanging positions for heads (Ulysses)",
+    "ring": "keys and values pass around a ring of ranks, behind the computation",
+    "all_gather": "every rank gathers all keys and values",
+    "ulysses": "an all-to-all gives each rank all positions of a part of the heads",
 }
 
 
@@ -27,20 +27,23 @@ def sequence(plan: Plan) -> Iterator[RenderableType]:
     if cp == 1:
         return
     held = sorted({value.context for value in plan.written.values.values()}) if plan.written is not None else []
-    order = ", a piece from either end" if any(layout.endswith("z") for layout in held) else ", in order"
-    yield line(f"Each rank has 1/{cp} of every sequence{order if held else ''}, and keeps as much of the activations.")
+    zigzag = any(layout.endswith("z") for layout in held)
+    order = ", a piece from either end to balance causal attention" if zigzag else ", consecutive positions"
+    yield line(f"Each rank has 1/{cp} of every sequence{order if held else ''}, and 1/{cp} of its activations.")
     for way in plan.context:
-        what = f"attention by {_ALGORITHMS.get(way.algorithm, way.algorithm)} ({way.algorithm})"
+        words = _ALGORITHMS.get(way.algorithm)
+        what = f"{way.algorithm} ({words})" if words else way.algorithm
         if way.calls:
-            more = f": the step takes {seconds_text(way.step_time)}" if way.step_time is not None else ""
-            yield line(f"- {plural(way.calls, 'call')} of {what}{more}")
+            more = f"; a step takes {seconds_text(way.step_time)}" if way.step_time is not None else ""
+            yield line(f"- {plural(way.calls, 'attention call')} by {what}{more}")
         elif way.step_time is not None:
-            yield line(f"- {what} would take {seconds_text(way.step_time)}, {_against(way.step_time, chosen)}")
+            against = _against(way.step_time, chosen)
+            yield line(f"- by {what} a step would take {seconds_text(way.step_time)}, {against}")
         else:
-            yield line(f"- {what} cannot be: {way.reason}")
+            yield line(f"- {what} is not possible: {way.reason}")
     if plan.constraints.cp is not None:
         return
-    yield from _without(plan, "cp", "Without sharing it")
+    yield from _without(plan, "cp", "Without context parallelism (cp 1)")
 
 
 def experts(plan: Plan) -> Iterator[RenderableType]:
@@ -55,22 +58,23 @@ def experts(plan: Plan) -> Iterator[RenderableType]:
         nodes = {int(plan.topology.node_of[plan.devices[rank]]) for rank in program.group(0, ("ep",))}
         size = sum(math.prod(s.shape) * itemsize(s.dtype) for s in spread)
         yield line(
-            f"Each rank has {of_layer} experts of a layer, and sends the rows of the others to their ranks and back: "
-            f"{ep} ranks on {plural(len(nodes), 'node')}. All experts are {bytes_text(size)} of parameters."
+            f"Each rank holds {of_layer} experts of a layer. Tokens are sent to the ranks that hold their experts, and "
+            f"back, among {ep} ranks on {plural(len(nodes), 'node')}. All experts together have {bytes_text(size)} of "
+            "parameters."
         )
     if plan.constraints.ep is not None:
         return
-    yield from _without(plan, "ep", "Without spreading them")
+    yield from _without(plan, "ep", "Without expert parallelism (ep 1)")
     of_size: dict[int, list[Candidate]] = {}
     for candidate in plan.certificate.candidates:
         of_size.setdefault(candidate.mesh.get("ep", 1), []).append(candidate)
     others = {size: of for size, of in sorted(of_size.items()) if size not in (1, ep)}
     bounded = {size: of for size, of in others.items() if all(c.status == "bounded" for c in of)}
     for size in (size for size in others if size not in bounded):
-        yield from _without(plan, "ep", f"Over {size} ranks", size)
+        yield from _without(plan, "ep", f"With ep {size}", size)
     if bounded:
         sizes, least = ", ".join(map(str, bounded)), min(c.bound for of in bounded.values() for c in of)
-        yield line(f"Over {sizes} ranks no candidate can take less than {seconds_text(least)}.")
+        yield line(f"With ep {sizes} every plan takes {seconds_text(least)} or more, so none was worked out.")
 
 
 def _without(plan: Plan, axis: str, words: str, size: int = 1) -> Iterator[RenderableType]:
@@ -80,13 +84,13 @@ def _without(plan: Plan, axis: str, words: str, size: int = 1) -> Iterator[Rende
     solved = [c for c in others if c.step_time is not None]
     if solved:
         best = min(solved, key=lambda c: c.step_time or 0.0)
-        yield line(f"{words}, the best that was solved is {candidate_text(best)}: it {fate(best, chosen)}.")
+        yield line(f"{words} the best plan found is {candidate_text(best)}: it {fate(best, chosen)}.")
     elif others and all(c.status == "infeasible" for c in others):
         short = min(others, key=lambda c: c.missing or 0)
-        yield line(f"{words}, no candidate fits: {candidate_text(short)} {fate(short, chosen, unhosted(plan))}.")
+        yield line(f"{words} no plan fits: {candidate_text(short)} {fate(short, chosen, unhosted(plan))}.")
     elif others:
         least = min(c.bound for c in others if c.status != "infeasible")
-        yield line(f"{words}, no candidate can take less than {seconds_text(least)}.")
+        yield line(f"{words} every plan takes {seconds_text(least)} or more, so none was worked out.")
 
 
 def _against(seconds: float, chosen: float) -> str:

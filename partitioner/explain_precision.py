@@ -94,7 +94,7 @@ def _kept_types(plan: Plan, program: Program) -> Iterator[str]:
     yield f"gradients in {_types_of(trained if plan.constraints.short_gradients else added_up)}"
     optimizer = OPTIMIZERS[plan.optimizer]
     if optimizer.master and added_up != trained:
-        yield "copies in fp32 that the optimizer steps"
+        yield "master copies of parameters in fp32"
     if optimizer.moment_bytes:
         yield f"states of {plan.optimizer} in {_types_of(added_up)}"
 

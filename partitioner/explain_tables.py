@@ -33,11 +33,18 @@ _MOST_CANDIDATES = 12
 STATUS_WORDS = {
     "chosen": "chosen",
     "solved": "slower",
-    OPEN: "not solved",  # its bound is below the plan's cost
+    OPEN: "not worked out, may be faster",  # its bound is below the plan's cost
     "bounded": "cannot be faster",
-    "infeasible": "does not fit",
+    "infeasible": "does not fit in memory",
 }
-_NO_PLAN = "no plan"  # for another reason than memory
+_COUNTED = {  # in a list of what became of all candidates: of one, of several
+    "chosen": ("chosen", "chosen"),
+    "solved": ("slower", "slower"),
+    OPEN: ("not worked out, may be faster", "not worked out, may be faster"),
+    "bounded": ("ruled out by a lower bound on its time", "ruled out by lower bounds on their time"),
+    "infeasible": ("does not fit in memory", "do not fit in memory"),
+}
+_NO_PLAN = "not possible"  # for another reason than memory
 _ENDS = {"time limit": "its time limit", "interruption": "an interruption"}
 _SHARED = {  # what ranks share, by the stage of ZeRO
     1: "optimizer states",
@@ -46,10 +53,10 @@ _SHARED = {  # what ranks share, by the stage of ZeRO
 }
 _IN_PART = {  # what is recomputed where it is not whole calls, by ``Constraints(recompute=...)``
     "scores": "attention scores",
-    "selective": "what is quick (norms, activations)",
-    "alternate": "what is quick and every second product",
+    "selective": "norms, activation functions and other cheap operators",
+    "alternate": "cheap operators and every second matrix product",
 }
-AS_FAST, _ROUNDING = "as fast", 1e-9
+AS_FAST, _ROUNDING = "as fast as the chosen one", 1e-9
 _SAME = 1e-3  # of a step: less is no difference
 
 
@@ -111,8 +118,8 @@ def microbatches_text(plan: Plan) -> str:
     return ", ".join([f"{most:,} on {plural(ranks, 'rank')} of dp", *(f"{n:,} on {ranks}" for n, ranks in others)])
 
 
-def figures(plan: Plan) -> Padding:
-    """What the plan is and what it is expected to do."""
+def figures(plan: Plan, time: str) -> Padding:
+    """What the plan is and what it is expected to do; ``time``: what the step's time goes to."""
     estimate, certificate = plan.estimate, plan.certificate
     fullest = fullest_rank(plan)
     batch = _batch(plan)
@@ -134,6 +141,7 @@ def figures(plan: Plan) -> Padding:
         ("sharding", sharing_text(plan)),
         ("recompute", recomputed_text(plan)),
         ("step time", seconds_text(estimate.step_time)),
+        ("of which", time),
         ("throughput", throughput_text(plan)),
         ("fewer devices", fewer_text(plan)),
         ("MFU", percent(estimate.mfu)),
@@ -142,9 +150,10 @@ def figures(plan: Plan) -> Padding:
         ("free memory", margin_text(plan)),
         ("host memory", host_text(plan)),
         ("disk", disk_text(plan)),
-        ("matmul work sharded", percent(plan.shares.matmul_sharded) if divided else ""),
+        ("matmul work divided", percent(plan.shares.matmul_sharded) if divided else ""),
         ("certificate", certificate_line(plan)),
-        ("candidates", candidate_counts(certificate)),
+        ("not covered", " ".join(uncovered(plan))),
+        ("alternatives", candidate_counts(certificate)),
         ("search", cut_off(certificate)),
     ]
     return pairs([(name, value) for name, value in rows if value])
@@ -184,7 +193,7 @@ def sharing_text(plan: Plan) -> str:
     zero, replicas = plan.chosen.zero, plan.mesh.get("dp", 1) // (plan.chosen.dp_shard or plan.mesh.get("dp", 1))
     ranks = plan.mesh.get("dp", 1) // replicas * plan.mesh.get("cp", 1)
     if not zero or ranks == 1:
-        return f"ZeRO {zero}: nothing is shared" + (", with one rank to share it" if zero else "")
+        return f"ZeRO {zero}: every rank holds all states" + (", as no other rank shares them" if zero else "")
     what = ("optimizer states", "optimizer states and gradients", "optimizer states, gradients and parameters")[
         zero - 1
     ]
@@ -215,8 +224,8 @@ def _recomputed(stage: StageEstimate, asked: str | None) -> str:
     if not stage.recomputed:
         return part if stage.selective else "nothing"
     whole = "all" if stage.recomputed == stage.num_calls else f"{stage.recomputed} of {stage.num_calls}"
-    more = f", and of the others {part}" if stage.selective and whole != "all" else ""
-    return f"{whole} calls whole{more}"
+    more = f", in the others {part}" if stage.selective and whole != "all" else ""
+    return f"{whole} calls in full{more}"
 
 
 def host_text(plan: Plan) -> str:
@@ -239,13 +248,13 @@ def hosted(plan: Plan | Baseline) -> str:
 
 
 def unhosted(plan: Plan) -> str:
-    """With how little in host memory the search's candidates were tried, where more of it might make room: what does
-    not fit, does not fit so."""
+    """What the search's candidates had in host memory, where more of it might make room; empty where it could not. A
+    candidate that does not fit has only been tried so."""
     if plan.constraints.offload is not None or "parameters" in plan.offload or not can_offload(plan.topology):
         return ""
     if not plan.offload:
-        return "without host memory (offload was not looked at)"
-    return f"with only {' and '.join(host_kinds(plan))} in host memory (more offload was not looked at)"
+        return "on the devices alone (offload to host memory was not tried)"
+    return f"with only {' and '.join(host_kinds(plan))} in host memory (more offload was not tried)"
 
 
 def disk_text(plan: Plan) -> str:
@@ -286,18 +295,30 @@ def margin_text(plan: Plan) -> str:
 
 
 def certificate_line(plan: Plan) -> str:
-    c = plan.certificate
-    gap = "proven optimal" if c.gap <= 1e-6 else f"gap {percent(c.gap)}"
-    line = f"objective {seconds_text(c.objective)}, bound {seconds_text(c.bound)}, {gap} under the cost model"
-    return line + searched(plan)
+    """That the plan is proven optimal, or by how much a faster one could beat it."""
+    c, covered = plan.certificate, "that the proof covers " if uncovered(plan) else ""
+    if c.gap <= 1e-6:
+        return f"proven optimal under the cost model: no plan {covered}takes less than {seconds_text(c.bound)}"
+    least = f"a plan {covered}takes {seconds_text(c.bound)} or more"
+    return f"gap {percent(c.gap)} under the cost model: this plan takes {seconds_text(c.objective)}, {least}"
 
 
-def searched(plan: Plan) -> str:
-    """What the bound is of, where that is less than all that could have been asked for."""
-    pinned = plan.constraints
-    if pinned.ahead or plan.objective != "train" or len(plan.devices) == 1:
-        return ""
-    return " (of 1F1B and ZB-1P)" if pinned.schedule is None and pinned.virtual_stages is None else ""
+def uncovered(plan: Plan) -> list[str]:
+    """What could have been asked for and is outside of what the certificate's bound holds for, a sentence each."""
+    pinned, found = plan.constraints, []
+    several = plan.objective == "train" and len(plan.devices) > 1 and not pinned.ahead
+    if several and pinned.schedule is None and pinned.virtual_stages is None:
+        found.append(
+            "The proof covers the pipeline schedules 1F1B and ZB-1P; a faster plan with another one may exist."
+        )
+    for way in plan.context:
+        if not way.calls and way.step_time is not None and way.step_time < plan.certificate.objective * (1 - _ROUNDING):
+            found.append(
+                f"The proof does not cover attention by {way.algorithm}, estimated at {seconds_text(way.step_time)}."
+            )
+    if limit := unhosted(plan):
+        found.append(f"Plans were searched {limit}; a faster plan with more offload may exist.")
+    return found
 
 
 def cut_off(certificate: Certificate) -> str:
@@ -306,7 +327,7 @@ def cut_off(certificate: Certificate) -> str:
 
 
 def candidate_counts(certificate: Certificate) -> str:
-    """``24 considered: 1 chosen, 3 slower, 20 cannot be faster``."""
+    """``24 layouts: 1 chosen, 3 slower, 20 ruled out by lower bounds on their time``."""
     if not certificate.candidates:
         return ""
     known = Counter(_status(c, certificate) for c in certificate.candidates)
@@ -315,15 +336,16 @@ def candidate_counts(certificate: Certificate) -> str:
     counts["infeasible"] -= barred
     as_fast = sum(is_as_fast(candidate, certificate) for candidate in certificate.candidates)
     counts["solved"] -= as_fast
-    chosen, *others = ((n, STATUS_WORDS[s]) for s, n in counts.items())
+    chosen, *others = ((n, _COUNTED[s][n > 1]) for s, n in counts.items())
     words = [chosen, (as_fast, AS_FAST), *others, (barred, _NO_PLAN)]
-    told = ", ".join(f"{n} {word}" for n, word in words if n)
-    return f"{sum(n for n, _ in words):,} considered: {told}"
+    told = "; ".join(f"{n:,} {word}" for n, word in words if n)
+    return f"{plural(sum(n for n, _ in words), 'layout')}: {told}"
 
 
 def stage_table(plan: Plan, whole: Outline) -> Padding:
     """One row per stage: what it holds, and the seconds of its forward and backward work in one step."""
-    busy = [(stage.forward_s, stage.backward_s) for stage in plan.estimate.stages] or _followed(plan)
+    busy = [(stage.forward_s, stage.backward_s) for stage in plan.estimate.stages]
+    busy = busy if len(busy) == len(whole.stages) else _followed(plan)
     train = plan.program.objective == "train"
     made = table(
         [("stage", True), ("ranks", False), ("calls", False), ("parameters", True), ("per rank", True), ("peak", True),
@@ -376,7 +398,7 @@ def estimate_table(plan: Plan) -> Padding:
 def candidate_table(plan: Plan, most: int = _MOST_CANDIDATES) -> Padding:
     """The candidates, the best first: the chosen one, then by what they take or cannot go below."""
     made = table(
-        [("mesh", False), ("microbatch", True), ("schedule", False), ("step time", True), ("bound", True),
+        [("mesh", False), ("microbatch", True), ("schedule", False), ("step time", True), ("at least", True),
          ("memory", True), ("outcome", False)]
     )  # fmt: skip
     for candidate in best_first(plan.certificate.candidates)[:most]:
@@ -477,5 +499,5 @@ def fate(candidate: Candidate, chosen: float, unhosted: str = "") -> str:
         more += "" if ratio >= 2 else "more" if ratio >= 1 else "less"
         return f"takes {seconds_text(candidate.step_time)}, {more}{why}"
     if candidate.bound < chosen * (1 - _ROUNDING):
-        return f"was not solved, and may take {seconds_text(candidate.bound)} or more{why}"
-    return f"cannot take less than {seconds_text(candidate.bound)}, so it was not solved{why}"
+        return f"was not worked out; it takes {seconds_text(candidate.bound)} or more, so it may be faster{why}"
+    return f"takes {seconds_text(candidate.bound)} or more, so it was ruled out{why}"

@@ -39,11 +39,11 @@ class Moved:
     buckets: int = 0
 
     def amount(self, calls: int = 1) -> str:
-        """How many and how large, for one of ``calls``: ``2 × 32 MiB``, or ``3, 24 MiB`` in all of unequal ones."""
+        """How many and how large, for one of ``calls``: ``2 × 32 MiB``, or ``24 MiB in 3`` of unequal ones."""
         if self.count % calls:
             return f"{self.count} in {calls} calls, {bytes_text(self.num_bytes)}"
         count, total = self.count // calls, self.num_bytes / calls
-        return f"{count} × {bytes_text(total / count)}" if self.even else f"{count}, {bytes_text(total)}"
+        return f"{count} × {bytes_text(total / count)}" if self.even else f"{bytes_text(total)} in {count}"
 
 
 @dataclass(frozen=True)

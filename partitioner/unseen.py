@@ -85,15 +85,15 @@ def why_unseen(plan: Plan, asked: Mapping[str, Any], merged: Constraints) -> str
         return alone
     if "schedule" in asked and plan.constraints.schedule is None and not plan.constraints.ahead:
         if plan.objective != "train":
-            return "for inference, which has no backward, it has 1f1b alone, others where they are fixed"
+            return "for inference, which has no backward, it tries 1f1b alone, and others where they are fixed"
         searched = " and ".join(SEARCHED)
-        return f"of schedules with one stage on each rank it has {searched}, others where they are fixed"
+        return f"of the schedules with one stage on each rank it tries {searched}, and others where they are fixed"
     if beyond and not plan.constraints.ahead:
         return f"this version plans but does not execute {', '.join(beyond)}, and was not told to look ahead"
     beside = {n: v for n, v in asked.items() if n not in OF_POINT}
     if beside:
-        return f"its candidates do not differ in {', '.join(beside)}; each has what is best, or what you fixed"
-    return f"with {shown(fixed)} fixed, no candidate is so" if fixed else "it tries that only where it is fixed"
+        return f"it does not vary {', '.join(beside)}: every layout has the best choice, or the one that you fixed"
+    return f"with {shown(fixed)} fixed, no layout has it" if fixed else "it tries that only where it is fixed"
 
 
 def _only_where_fixed(plan: Plan, asked: Mapping[str, Any]) -> str | None:

@@ -123,7 +123,7 @@ def _slower(
     assert best.step_time is not None
     chosen = plan.estimate
     slower = best.step_time >= chosen.step_time
-    which = "that was tried" if other is None and _is_beside(plan, asked) else "plan"
+    which = "plan found" if other is None and _is_beside(plan, asked) else "plan"
     lines = [
         f"The best {which} with {shown(asked)} ({candidate_text(best)}, microbatches of {best.microbatch_size}, "
         f"{best.schedule}) takes {seconds_text(best.step_time)}, {relative(chosen.step_time, best.step_time)} "
@@ -136,12 +136,14 @@ def _slower(
     its = fullest_bytes(other) if other is not None else best.memory
     the_plans = fullest_bytes(plan)
     if its is not None and the_plans is not None:
-        tables = "" if other is not None else " by the search's tables, which are above what a program takes"
-        lines.append(f"Its fullest rank holds {bytes_text(its)}{tables}; the plan's {bytes_text(the_plans)}.")
+        tables = "" if other is not None else " as the search estimates it, which is more than a program takes"
+        lines.append(
+            f"Its fullest rank needs {bytes_text(its)}{tables}; that of the chosen plan needs {bytes_text(the_plans)}."
+        )
     lines += marks
     if not slower:
         fixed = shown(plan.constraints.given)
-        lines.append(f"It is not the plan because you fixed {fixed}." if fixed else "The search did not look at it.")
+        lines.append(f"It was not chosen because you fixed {fixed}." if fixed else "The search did not try it.")
     return WhyNot(asked, "slower" if slower else "faster", tuple(lines), best, best.bound)
 
 
@@ -150,27 +152,27 @@ def _bounded(
 ) -> WhyNot:
     chosen, certificate = plan.estimate.step_time, plan.certificate
     bound = min(b for b in (least, solved.step_time if solved else None) if b is not None)
-    bounded = f"{_candidates(sum(c.status == 'bounded' for c in rows))} bounded, not solved"
+    bounded = f"{_layouts(sum(c.status == 'bounded' for c in rows))} given a lower bound and not worked out"
     lines = [
-        f"No plan with {shown(asked)} can take less than {seconds_text(bound)}, {relative(chosen, bound)} the chosen "
+        f"Every plan with {shown(asked)} takes {seconds_text(bound)} or more, {relative(chosen, bound)} the chosen "
         f"plan's {seconds_text(chosen)}: {bounded}."
     ]
     if solved is None:
-        lines.append("That is a lower bound, not a plan's time: the best plan so may take longer.")
+        lines.append("That is a lower bound and not the time of a plan: the best of these plans may take longer.")
     still_open = sum(map(certificate.is_open, rows))
     if still_open:
         ended = f"the search was {cut_off(certificate)}" if certificate.cut_off else "no faster plan of them was found"
-        lines.append(f"Of these {still_open} may be faster, as far as is known: {ended}.")
+        lines.append(f"{still_open} of these may be faster: {ended}.")
     if solved is not None and solved.step_time is not None:
-        known = f"The best takes between that and {seconds_text(solved.step_time)}, "
-        lines.append(f"{known}which {candidate_text(solved)} takes, the best that was solved:")
+        worked_out = f"The best of these that was worked out is {candidate_text(solved)}"
+        lines.append(f"{worked_out}. It takes {seconds_text(solved.step_time)}, beside the chosen plan:")
         lines += [f"  {line}" for line in time_changes(plan.estimate.breakdown, solved.breakdown or {})]
-    more = "With the model at hand the best of them can be planned"
+    more = "To work out the best of these plans, give the model"
     return WhyNot(asked, "unknown" if still_open else "bounded", tuple(lines), solved, bound, with_model=more)
 
 
-def _candidates(count: int) -> str:
-    return f"{plural(count, 'candidate')} {'was' if count == 1 else 'were'}"
+def _layouts(count: int) -> str:
+    return f"{plural(count, 'layout')} {'was' if count == 1 else 'were'}"
 
 
 def _no_plan(plan: Plan, asked: Mapping[str, Any], rows: list[Candidate]) -> WhyNot:
@@ -186,10 +188,10 @@ def _no_plan(plan: Plan, asked: Mapping[str, Any], rows: list[Candidate]) -> Why
         )
     else:
         lines += list(dict.fromkeys(c.reason for c in ranked if c.reason))[:3]
-    more = "With the model at hand it can be planned with more there" if limit else ""
+    more = "To plan it with more offload, give the model" if limit else ""
     if asks:
-        more = "The mesh is fixed so, and offload is then used only where it is asked for. With the model at hand "
-        more += "it is said what offload would give"
+        more = "With this mesh fixed, offload is used only where it is asked for. To see what offload would give, "
+        more += "give the model"
     verdict: Verdict = "unknown" if limit and not asks else "infeasible"
     return WhyNot(asked, verdict, tuple(lines), nearest, with_model=more)
 
@@ -230,7 +232,7 @@ def _planned(
             "the same model, or compare two plans with diff"
         )
     only = ", ".join(other.planned_only)
-    marks: tuple[str, ...] = (f"It is planned, not executed by this version: {only}.",) if only else ()
+    marks: tuple[str, ...] = (f"This version plans {only}, but does not execute it.",) if only else ()
     hosted = {"In host memory": host_text(other), "On disk": disk_text(other)}
     if other.offload != plan.offload:
         marks += tuple(f"{where}: {what}." for where, what in hosted.items() if what)
@@ -255,10 +257,10 @@ def _counted(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
     """What can be said of candidates without a row: they come behind all that have one."""
     left = plan.certificate.left
     count = f"{sum(left.values()):,}"
-    worst = f"Candidates with {shown(asked)} are among the {count} that the report only counts, the worst"
+    worst = f"Layouts with {shown(asked)} are among the {count} worst, which the report only counts"
     if left.get(OPEN):
-        return WhyNot(asked, "unknown", (f"{worst}; {left[OPEN]:,} of these were not solved and may be faster.",))
-    lines = (f"{worst}: none of these can be faster than the plan, or fits.",)
+        return WhyNot(asked, "unknown", (f"{worst}; {left[OPEN]:,} of these were not worked out and may be faster.",))
+    lines = (f"{worst}: each of these either cannot be faster than the plan or does not fit in memory.",)
     return WhyNot(asked, "bounded", lines, bound=plan.certificate.objective)
 
 
@@ -271,7 +273,7 @@ def _unseen(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
         return WhyNot(asked, "infeasible", (f"There is no plan with {shown(asked)}: {error}.",))
     if without_row(plan, asked):
         return _counted(plan, asked)
-    lines = [f"The search did not look at {shown(asked)}: {why_unseen(plan, asked, merged)}."]
+    lines = [f"The search did not try {shown(asked)}: {why_unseen(plan, asked, merged)}."]
     for baseline in plan.certificate.baselines:
         best = baseline.candidate
         if best is not None and set(asked) <= set(OF_POINT) and _is(best, asked) and best.step_time is not None:

@@ -98,7 +98,9 @@ def test_what_does_not_fit_even_with_host_memory_is_marked():
     found = by_name(plan)[NAMES[1]]
     assert found.candidate is not None and found.candidate.step_time is None
     assert found.offload == plan.offload != ()
-    assert f"with {' and '.join(plan.offload)} in host memory): does not fit (stage" in " ".join(plan.explain().split())
+    assert f"with {' and '.join(plan.offload)} in host memory): does not fit in memory (stage" in " ".join(
+        plan.explain().split()
+    )
 
 
 def test_where_experts_are_spread_nothing_is_plain():

@@ -99,7 +99,7 @@ def test_the_report_has_it(tmp_path: Path):
     assert "The optimizer's states are on disk: 12 MiB of a rank at most." in why
     assert "Disk: the optimizer's update takes 25.2 ms; reading and writing its states on disk takes 25.2 ms" in why
     fast = plan(with_disk(cluster(64, devices=1), rate="1 TB/s"), "optimizer+disk")
-    assert "Not the disk: the optimizer's update takes" in fast.explain()
+    assert "The disk does not limit the plan: the optimizer's update takes" in fast.explain()
     made.to_svg(tmp_path / "memory.svg", view="memory")
     assert "On disk: optimizer states: 12 MiB per rank." in (tmp_path / "memory.svg").read_text()
     other = made.diff(plan(with_disk(cluster(64, devices=1)), "optimizer"))

@@ -58,7 +58,10 @@ def test_memory_is_the_same_wherever_it_is_told(plan: Plan) -> None:
         model, inputs = Layers(), (torch.empty(512, 512),)
     answer = why_not(plan, {"zero": 0}, model, inputs)
     other = planned(cluster(64), pp=2, zero=0)
-    assert f"Its fullest rank holds {bytes_text(fullest_bytes(other) or 0)}; the plan's {text}." in answer.lines
+    assert (
+        f"Its fullest rank needs {bytes_text(fullest_bytes(other) or 0)}; that of the chosen plan needs {text}."
+        in answer.lines
+    )
     assert any(bytes_text(fullest_bytes(other) or 0) in line and text in line for line in in_words(plan, other))
 
 
@@ -70,8 +73,9 @@ def test_answers_from_tables_say_so(plan: Plan) -> None:
     rows = (*plan.certificate.candidates, solved)
     known = plan.model_copy(update={"certificate": plan.certificate.model_copy(update={"candidates": rows})})
     (line,) = [text for text in known.why_not(dp=4, zero=0).lines if "fullest" in text]
-    tables = "by the search's tables, which are above what a program takes"
-    assert line == f"Its fullest rank holds 1 MiB {tables}; the plan's {bytes_text(fullest_bytes(plan) or 0)}."
+    tables = "as the search estimates it, which is more than a program takes"
+    chosen = f"that of the chosen plan needs {bytes_text(fullest_bytes(plan) or 0)}."
+    assert line == f"Its fullest rank needs 1 MiB {tables}; {chosen}"
 
 
 def test_a_bound_is_not_told_as_a_time(plan: Plan) -> None:
@@ -88,8 +92,8 @@ def test_a_bound_is_not_told_as_a_time(plan: Plan) -> None:
         return str(plan.model_copy(update={"certificate": certificate}).why_not(dp=4))
 
     alone, both = answer(bounded), answer(bounded, solved)
-    assert "That is a lower bound, not a plan's time" in alone
-    assert "The best takes between that and " in both and "dp 4, zero 1 takes, the best that was solved" in both
+    assert "That is a lower bound and not the time of a plan" in alone
+    assert "The best of these that was worked out is dp 4, zero 1. It takes " in both
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

@@ -173,7 +173,7 @@ def plan() -> Plan:
 
 
 def test_the_summary_and_the_explanation_name_the_types(plan: Plan) -> None:
-    types = "parameters in bf16; gradients in fp32; copies in fp32 that the optimizer steps; states of adamw in fp32"
+    types = "parameters in bf16; gradients in fp32; master copies of parameters in fp32; states of adamw in fp32"
     for text in (plan.summary(), plan.explain()):
         assert f"products in bf16; {types}" in rows(text)
 
@@ -186,7 +186,7 @@ def test_the_summary_and_the_explanation_name_the_types(plan: Plan) -> None:
         (
             "fp16",
             "sgd",
-            "products in fp16; parameters in fp16; gradients in fp32; copies in fp32 that the optimizer steps",
+            "products in fp16; parameters in fp16; gradients in fp32; master copies of parameters in fp32",
         ),
         ("bf16", "none", "products in bf16; parameters in bf16; gradients in fp32"),
         (
@@ -221,7 +221,7 @@ def test_a_type_inside_of_forward_is_seen() -> None:
 @pytest.mark.parametrize(
     ("constraints", "said"),
     [
-        ({"zero": 0}, "sharding ZeRO 0: nothing is shared"),
+        ({"zero": 0}, "sharding ZeRO 0: every rank holds all states"),
         ({"zero": 1}, "sharding ZeRO 1: optimizer states over 4 ranks of dp"),
         ({"zero": 2}, "sharding ZeRO 2: optimizer states and gradients over 4 ranks of dp"),
         ({"zero": 3}, "sharding ZeRO 3: optimizer states, gradients and parameters over 4 ranks of dp"),
@@ -266,12 +266,16 @@ def stage(recomputed: int, selective: bool) -> StageEstimate:
     ("stages", "recompute", "said"),
     [
         ((stage(0, False),), None, "recompute nothing"),
-        ((stage(4, False),), None, "recompute all calls whole"),
-        ((stage(0, True),), None, "recompute what is quick (norms, activations)"),
+        ((stage(4, False),), None, "recompute all calls in full"),
+        ((stage(0, True),), None, "recompute norms, activation functions and other cheap operators"),
         ((stage(0, True),), "scores", "recompute attention scores"),
-        ((stage(0, True),), "alternate", "recompute what is quick and every second product"),
-        ((stage(1, True),), None, "recompute 1 of 4 calls whole, and of the others what is quick"),
-        ((stage(2, False), stage(0, False), stage(0, False)), None, "stage 0: 2 of 4 calls whole; stages 1–2: nothing"),
+        ((stage(0, True),), "alternate", "recompute cheap operators and every second matrix product"),
+        ((stage(1, True),), None, "recompute 1 of 4 calls in full, in the others norms"),
+        (
+            (stage(2, False), stage(0, False), stage(0, False)),
+            None,
+            "stage 0: 2 of 4 calls in full; stages 1–2: nothing",
+        ),
     ],
 )
 def test_the_summary_names_what_is_recomputed(

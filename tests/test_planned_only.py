@@ -36,7 +36,7 @@ def test_its_figures_are_there(plan: Plan):
 
 def test_summary_and_explanation_are_marked(plan: Plan):
     assert "planned, not executed  overlap=False: figures only" in plan.summary()
-    assert "No: planned, not executed by this version: overlap=False." in plan.explain()
+    assert "No: this version plans overlap=False, but does not execute it." in plan.explain()
     assert "stage 1: " in plan.explain()
 
 

@@ -33,4 +33,4 @@ def test_the_free_plan_is_never_slower_than_the_published_one(name: str) -> None
     found = freed(row)
     assert found is not None
     assert found.free <= found.pinned * (1 + 1e-9), f"{found.chosen} takes {found.free}, as published {found.pinned}"
-    assert "What else was considered?" in found.explanation
+    assert "What would other layouts take?" in found.explanation

@@ -650,7 +650,7 @@ def test_what_is_exchanged_is_told_in_the_type_in_which_it_is(tmp_path: Path):
 def test_pictures_and_reports_know_the_words(tmp_path: Path):
     plan = planned("dp4", "hybrid3")
     assert "gather of parameters" in plan.to_svg(tmp_path / "t.svg", view="timeline").read_text()
-    assert "while they are gathered" in plan.to_svg(tmp_path / "m.svg", view="memory").read_text()
+    assert "of layers in use (ZeRO)" in plan.to_svg(tmp_path / "m.svg", view="memory").read_text()
     assert "all-gather of parameters over dp_shard" in plan.to_svg(tmp_path / "g.svg").read_text()
     text = plan.explain()
     assert "all-gather of" in text and "of parameters over dp_shard" in text

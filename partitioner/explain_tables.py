@@ -22,9 +22,8 @@ from partitioner.draw.figures import (
     schedule_text,
 )
 from partitioner.explain_precision import types_text
-from partitioner.laggards import WITHOUT
 from partitioner.outline import Outline
-from partitioner.plan import OPEN, Baseline, Candidate, Certificate, Plan, StageEstimate
+from partitioner.plan import OPEN, WITHOUT, Baseline, Candidate, Certificate, Plan, StageEstimate
 from partitioner.topology.hosts import can_offload
 from partitioner.units import bytes_text, count_text, digits, percent, plural, ranges, seconds_text
 

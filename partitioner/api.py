@@ -55,10 +55,8 @@ def partition(
         constraints: what is given is fixed.
         precision: ``bf16``, ``fp16``, ``fp32`` or ``fp64``; ``None``: as the parameters are. ``tf32``: fp32, but for
             products on GPUs. ``fp8``: bf16, but for products with weights; with experts planned only.
-        estimate_only: the figures alone: no program, and no standard layouts to compare with. For many plans. Memory
-            is by the search's tables, mostly up to a tenth above what a program takes.
-        time_limit_s: seconds after which the search ends with the best plan that it has found; ``certificate.gap``
-            says how far that may be from the best there is. ``None``: until it is proven.
+        estimate_only: the figures alone, for many plans: no program, nothing to compare with, memory by the tables.
+        time_limit_s: when the search ends with the best plan so far, see ``certificate.gap``; ``None``: when proven.
 
     Raises a :class:`passes.errors.PartitionError`, before anything is launched, where there is no such plan.
     """
@@ -76,7 +74,8 @@ def partition(
         check_request(topology, constraints, optimizer, train)
         check_precision(topology, prepared.precision)
         job = job_of(topology, constraints, global_batch)
-        find = partial(explore, progress=progress, compare=not estimate_only)
+        other = partial(job_of, topology, constraints)
+        find = partial(explore, progress=progress, compare=not estimate_only, other_batch=other)
         found = plan_to_fit(job, find, estimate_only=estimate_only, time_limit_s=time_limit_s)
     chosen = found.chosen
     return Plan(

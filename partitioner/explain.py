@@ -30,6 +30,7 @@ from partitioner.explain_tables import (
     line,
     memory_left,
     microbatches_text,
+    other_batch_text,
     recomputed_text,
     rule_table,
     sharing_text,
@@ -367,7 +368,9 @@ def _alternatives(plan: Plan) -> Iterator[RenderableType]:
         return
     yield line(candidate_counts(plan.certificate) + ".")
     chosen = plan.certificate.objective
-    yield from (line(_baseline(b, chosen, unhosted(plan))) for b in plan.certificate.baselines)
+    yield from (line(_baseline(b, chosen, unhosted(plan))) for b in plan.certificate.baselines if not b.global_batch)
+    if other := other_batch_text(plan):
+        yield line(f"A global batch {other}.")
     if any(b.name.startswith(WITHOUT) for b in plan.certificate.baselines):
         yield line('A topology without devices: topology.without("node1/3", ...), or --topology "... without node1/3".')
     yield candidate_table(plan)

@@ -19,6 +19,7 @@ from partitioner.alternatives import (
     without_limit,
 )
 from partitioner.baselines import compared, is_known, no_candidates, standards, unpinned
+from partitioner.batches_nearby import JobOf, faster_batches
 from partitioner.context import check_algorithm
 from partitioner.cost.bounds import ModelBounds
 from partitioner.cost.operators import is_attention
@@ -97,10 +98,12 @@ def explore(
     enough_s: float = math.inf,
     before: Explored | None = None,
     emit: Callable[[Solved], Emitted] | None = None,
+    other_batch: JobOf | None = None,
 ) -> Explored:
     """The best plan of all candidates, and the certificate; ``compare``: with the standard layouts beside them.
     ``time_limit_s``: for the search, see :func:`partitioner.partition`. ``enough_s``: plans whose step takes as long
     are of no interest, and may not be found. ``before``: what was found for the same job where more memory was free.
+    ``other_batch``: the job with another global batch, for the report.
     ``emit``: makes a plan's program, which a second process does while schedules of several virtual stages are tried.
 
     Where none fits in memory and neither offload nor the mesh was fixed, what is kept in host memory is searched, the
@@ -129,7 +132,8 @@ def explore(
         try:
             known = before.rows if before and (asked.constraints.offload or ()) == had else {}
             hosts = asked is not job
-            found = _explore(asked, evaluator, bounds, progress, compare, deadline, enough_s, known, emit, hosts=hosts)
+            how = progress, compare, deadline, enough_s, known, emit
+            found = _explore(asked, evaluator, bounds, *how, other_batch=other_batch, hosts=hosts)
             lacking = short.shortage if short is not None else before.lacking if before else ""
             return replace(found, lacking=lacking if hosts else "")
         except CapacityError as error:
@@ -173,6 +177,7 @@ def _explore(
     before: Mapping[Point, Row],
     emit: Callable[[Solved], Emitted] | None,
     *,
+    other_batch: JobOf | None,
     hosts: bool,
 ) -> Explored:
     """``hosts``: whether nothing fitted without the host memory that ``job`` has."""
@@ -251,6 +256,11 @@ def _explore(
         alone = _unhosted(job, tried) if tried else {}
         tuned_by = min(deadline, time.monotonic() + as_long_s)
         found_beside = compared(always, rows, partial(_solved_beside, beside), offload, alone, tuned_by)
+        if other_batch is not None and not offload:
+            step_s = found.estimate.step_time
+            fewer += faster_batches(
+                job, step_s, other_batch, space_of, lambda *asked: best(until - time.monotonic(), *asked)
+            )
         return (*found_beside, *(b.model_copy(update={"offload": offload}) for b in fewer))
 
     pinned = bool(job.constraints.offload) and not hosts

@@ -98,12 +98,13 @@ class Candidate(Data):
 
 class Baseline(Data):
     """A layout that every report has, for comparison. ``excluded``: why it is no candidate (empty: it is one).
-    ``offload``: what it keeps in host memory."""
+    ``offload``: what it keeps in host memory; ``global_batch``: its batch, where that is another one (0: it is not)."""
 
     name: str
     candidate: Candidate | None = None
     excluded: str = ""
     offload: tuple[str, ...] = ()
+    global_batch: int = 0
 
 
 class Limits(Data):

@@ -276,7 +276,13 @@ def _unseen(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
     lines = [f"The search did not try {shown(asked)}: {why_unseen(plan, asked, merged)}."]
     for baseline in plan.certificate.baselines:
         best = baseline.candidate
-        if best is not None and set(asked) <= set(OF_POINT) and _is(best, asked) and best.step_time is not None:
+        if (
+            best is not None
+            and not baseline.global_batch
+            and set(asked) <= set(OF_POINT)
+            and _is(best, asked)
+            and best.step_time is not None
+        ):
             takes = f"{seconds_text(best.step_time)}, {relative(plan.estimate.step_time, best.step_time)} the plan's"
             lines.append(f"One such layout, {baseline.name} ({candidate_text(best)}), takes {takes}.")
     return WhyNot(asked, "unknown", tuple(lines), with_model="To plan it, give the model")

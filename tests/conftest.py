@@ -12,6 +12,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import networkx  # noqa: F401  # the package imports these two when it first needs them, which takes longer than the
+import sympy  # noqa: F401  # deadline of an example in tests by hypothesis
 import torch
 
 torch.set_num_threads(1)

@@ -102,7 +102,7 @@ def plan_to_fit(job: Job, find: Find, *, estimate_only: bool, time_limit_s: floa
                         found, certificate=_as_followed(explored.compared(least_s), found), lacking=explored.lacking
                     )
                 assert seconds is not None
-                if len(job.simulated) >= _MOST_SIMULATED:
+                if len(job.simulated) >= _MOST_SIMULATED or _rivals_s(explored) >= seconds * (1 - SAME_TIME):
                     certificate = _as_followed(explored.compared(least_s), found)
                     return replace(_corrected(found, certificate), lacking=explored.lacking)
                 job = replace(job, simulated={**job.simulated, point: seconds})
@@ -121,6 +121,12 @@ def plan_to_fit(job: Job, find: Find, *, estimate_only: bool, time_limit_s: floa
 def _is_slower(estimate: Estimate) -> bool:
     """Whether the program takes longer than the search said, by more than it is to be trusted."""
     return estimate.simulated is not None and estimate.simulated > estimate.step_time * (1 + SAME_TIME)
+
+
+def _rivals_s(explored: Explored) -> float:
+    """Seconds that the other candidates take at least, by the search."""
+    rows = (row for row in explored.rows.values() if row.error is None and row.status != "chosen")
+    return min((row.least_s for row in rows), default=math.inf)
 
 
 def _corrected(found: Finished, certificate: Certificate) -> Finished:

@@ -10,7 +10,7 @@ from itertools import chain, pairwise, repeat
 from partitioner.constraints import Constraints, pinned_calls
 from partitioner.constraints import Recompute as Asked
 from partitioner.cost.calls import CallCost
-from partitioner.cost.collectives import link_of_parts
+from partitioner.cost.collectives import collective_time, link_of_parts
 from partitioner.cost.levels import reducer_of, ways
 from partitioner.cost.machine import HERE, NOTHING_SENT, Machine, Scattering
 from partitioner.cost.offload import exchanged_seconds, hosted, update_seconds
@@ -30,6 +30,7 @@ from partitioner.solve.stage_problem import Pace, Recompute, StageCall, StagePro
 from partitioner.solve.stages import StagePlan, StageSplit
 from partitioner.solve.turns import Cores, Work, seconds_in_turns
 from partitioner.solve.virtual import phases_of
+from partitioner.topology.group import slowest
 from partitioner.topology.groups import stage_ranks
 from partitioner.topology.hosts import BOUNDLESS
 from partitioner.topology.parts import Link
@@ -105,6 +106,7 @@ def stage_problem(
         dp=machine.mesh.get("dp", 1),
         train=train,
         overlap_steps=constraints.overlap_steps,
+        total_bytes=sum(float(model.values[v].nbytes) for c in model.calls if c.prologue for v in c.outputs),
     )
 
 
@@ -312,8 +314,9 @@ def _reduction_tail(
     Stage ``s`` reduces behind its last backward, which ends before those of the stages ahead of it; not where it begins
     the next step meanwhile.
     """
+    first_s = _added_up(problem, machine)
     if not problem.train:
-        return 0.0
+        return first_s
     waits = not (problem.overlap_steps and is_split(problem.schedule))
     split_backwards = is_split(problem.schedule)  # gradients of inputs are sent before those of weights are there
     tail = ahead = delay = filling = 0.0
@@ -325,12 +328,13 @@ def _reduction_tail(
         window = last.backward_s + last.recompute_s
         if not machine.overlap:
             exposed = reduction(costs, reducer, False).exposed(window, slowdown, stage.forward_s, False, m)
+            delay = first_s
         else:
             levels = {axes: level for cost in costs for axes, level in last_levels(cost).items()}
             buckets = stage_buckets(problem, stage, states, reducer, levels)
-            delays = reduction_delays(problem, stage, buckets, slowdown)
+            delays = reduction_delays(problem, stage, buckets, slowdown, by_halves=split_backwards and s > 0)
             exposed = delays.whole_s
-            delay = max(delay, gathered_seconds(problem, stage, buckets, slowdown, filling))
+            delay = max(delay, gathered_seconds(problem, stage, buckets, slowdown, filling, first_s))
             if again and m > 1:
                 sent = [bucket.scatter for bucket in buckets]
                 again_s, coding_s = sum(each.seconds for each in sent), sum(each.coding_s for each in sent)
@@ -338,9 +342,17 @@ def _reduction_tail(
             if not split_backwards:  # what the stages behind send comes later by as much
                 tail += delays.backward_s
         tail = max(tail, exposed - ahead)
-        ahead += window * waits
+        ahead += window * (waits and not split_backwards)  # which end at about the same time
         filling += (last.forward_s + last.transfer_s / 2) * waits
     return delay + tail
+
+
+def _added_up(problem: StageProblem, machine: Machine) -> float:
+    """Seconds of adding up what the first forward reads of the whole batch; the last of several stages has nothing else
+    to do then."""
+    if problem.num_stages > 1 or not problem.total_bytes:
+        return 0.0
+    return collective_time("all_reduce", problem.total_bytes, slowest(machine.stage_groups("dp", "cp")))
 
 
 def _tied(

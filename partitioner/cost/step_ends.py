@@ -103,13 +103,18 @@ def _made(members: Sequence[tuple[int, StateCost]], limit: float) -> Iterator[li
 
 
 def gathered_seconds(
-    problem: StageProblem, plan: StagePlan, buckets: Sequence[Bucket], slowdown: float, idle_s: float
+    problem: StageProblem,
+    plan: StagePlan,
+    buckets: Sequence[Bucket],
+    slowdown: float,
+    idle_s: float = 0.0,
+    first_s: float = 0.0,
 ) -> float:
-    """Seconds by which gathers of updated parameters delay the first forward of a stage, which has nothing else to do
-    for ``idle_s`` seconds."""
+    """Seconds by which the first forward of a stage ends later than if it began at once: with ``first_s`` of work ahead
+    of it, and gathers of updated parameters beside that. The stage has nothing else to do for ``idle_s`` seconds."""
     gathers = {b: Beside(0.0, b.gather_s) for b in sorted(buckets, key=lambda b: b.place) if b.gather_s}
     if not gathers:
-        return 0.0
+        return first_s
     clock, pace, run = RankClock(slowdown), problem.pace(plan.number), plan.runs[0]
     for gather in gathers.values():
         clock.begin(gather)
@@ -117,6 +122,7 @@ def gathered_seconds(
     for bucket, gather in gathers.items():
         needed.setdefault(bucket.place, []).append(gather)
     clock.wait(idle_s)
+    clock.compute(first_s)
     overhead = max(0.0, run.forward_s - sum(pace.costs[p].forward_total_s for p in range(run.start, run.stop)))
     clock.compute(overhead)
     for place in range(run.start, run.stop):
@@ -134,12 +140,19 @@ class Delays(NamedTuple):
     whole_s: float
 
 
-def reduction_delays(problem: StageProblem, plan: StagePlan, buckets: Sequence[Bucket], slowdown: float) -> Delays:
-    """What reducing the gradients of a stage adds to its last backward."""
+def reduction_delays(
+    problem: StageProblem, plan: StagePlan, buckets: Sequence[Bucket], slowdown: float, *, by_halves: bool = False
+) -> Delays:
+    """What reducing the gradients of a stage adds to its last backward; ``by_halves``: of which only the half for
+    weights is left at the end."""
     run = plan.runs[0]  # the virtual stage whose backwards end last
-    window = run.backward_s + run.recompute_s
     clock = RankClock(slowdown)
-    work = _backward_seconds(problem, plan, run)
+    if by_halves:
+        costs = problem.pace(plan.number).costs
+        work = {place: costs[place].later_s for place in range(run.start, run.stop)}
+        window = sum(work.values())
+    else:
+        work, window = _backward_seconds(problem, plan, run), run.backward_s + run.recompute_s
     scale = window / total if (total := sum(work.values())) else 0.0
     at: dict[int, list[Bucket]] = {}
     for bucket in buckets:

@@ -72,6 +72,7 @@ class StageProblem:
     ``bubble``: the schedule's share of the plain pipeline's fill and drain. ``repeated``: by call, whether its block
     occurs again. ``chunks``: how many of the stages are on one rank, which runs them in turns; ``flying``: what
     each stage holds at a time (:class:`partitioner.solve.pipelines.Held`), where the schedule's formula does not say.
+    ``total_bytes``: of what is added up over the batch before the first forward of the stage that needs it.
     ``barred``: by stage, runs of calls that are not wanted, by start and stop. ``overlap_steps``: ranks begin the next
     step when they have ended their own part of this one.
     """
@@ -99,6 +100,7 @@ class StageProblem:
     repeated: tuple[bool, ...] = ()
     barred: tuple[NDArray[np.bool_], ...] = ()
     overlap_steps: bool = False
+    total_bytes: float = 0.0
 
     @property
     def num_rounds(self) -> int:

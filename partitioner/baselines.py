@@ -274,13 +274,19 @@ def _tuned(
                 most -= 1
                 tried.extend([found] if found.step_time is not None else [])
 
+    every = frozenset(family.points)
+    if standard.name == MEGATRON:  # first, since what it finds leaves little else that may be better
+        shared = ((row, points[_key(row)]) for row in tried)
+        lean = [(row, replace(p, zero=1) if replace(p, zero=1) in every else p) for row, p in shared]
+        _fill(family, lean, lambda: _seconds(best), plan)
+    filled = best
     promising = family.promising(_seconds(best))
     improve(promising, _MOST_OF_FAMILY)
     here = points.get(_key(best)) if best is not None else None
     seen = {_key(row) for row in tried}
     alike = [p for p in promising if here is not None and (p.pp, p.tp, p.cp) == (here.pp, here.tp, here.cp)]
     improve([p for p in alike if _key(candidate(p)) not in seen], _MOST_ALIKE)
-    if standard.name == MEGATRON:
+    if standard.name == MEGATRON and best is not filled:
         _fill(family, [(row, points[_key(row)]) for row in tried], lambda: _seconds(best), plan)
     return best
 

@@ -66,7 +66,7 @@ def test_texts_are_plain_and_fit_their_width(plan: Plan):
 
 def test_the_explanation_answers_its_questions(plan: Plan):
     text = " ".join(explain(plan).split())
-    assert "Yes: the fullest rank (0, on stage 0) needs 61 GiB of 76.3 GiB; 15.3 GiB are left." in text
+    assert "Yes: the fullest rank (0, on stage 0) needs 61 GiB of 76.3 GiB; 15.3 GiB are left (20%)." in text
     assert "most of the step is computation (71%)" in text
     assert "column-parallel (S0): self_attn.q_proj, mlp.up_proj" in text
     assert "row-parallel (S1): self_attn.o_proj, mlp.down_proj" in text

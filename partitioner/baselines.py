@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from partitioner.alternatives import effort
 from partitioner.constraints import OF_POINT, Constraints
 from partitioner.cost.bounds import ModelBounds
 from partitioner.plan import Baseline, Candidate
@@ -34,7 +35,9 @@ from passes.errors import PartitionError
 DATA_PARALLEL, FULLY_SHARDED, MEGATRON = "Plain data parallelism", "ZeRO-3 (fully sharded)", "Megatron's layout"
 _EXCLUDED = "excluded by the constraints"
 MOST_TRIED = 12  # points of one layout
-_MOST_OF_FAMILY, _MOST_ALIKE, _MOST_INTERLEAVED = 8, 4, 3  # layouts that are planned besides those that are known
+_MOST_OF_FAMILY, _MOST_ALIKE, _MOST_INTERLEAVED = 5, 2, 2  # layouts that are planned besides those that are known
+_MOST_EFFORT = 0.05  # of interleaved schedules together, but for the first, see :func:`partitioner.alternatives.effort`
+_FILLED = 7 / 8  # of a bubble, which virtual stages fill
 _MOST_CHUNKS = 2  # numbers of virtual stages of one, the second where the search has told of the first
 _MOST_FITTING, _MOST_BOUNDED = 4, 12  # for each way to divide the model: that fit, and whose bounds are asked for
 _OF_COLLECTIVES = 1.05  # by which bounds are too low for each doubling of tp and cp, for the order of tries alone
@@ -263,33 +266,50 @@ def _tuned(
         best = found if _seconds(found) < most_s else best
         return found
 
-    filled: set[tuple[int, ...]] = set()
+    tried = [row for row in rows if _key(row) in points and row.step_time is not None]
 
-    def fill(row: Candidate) -> None:
-        """Plan a layout again with several virtual stages, if it is the pipeline's bubble that keeps it back."""
-        point, seconds = points.get(_key(row)), _seconds(row) - (row.breakdown or {}).get("bubble", 0.0)
-        if standard.name != MEGATRON or point is None or point.pp == 1 or seconds >= _seconds(best):
-            return
-        mesh = point.pp, point.tp, point.cp, point.ep, point.microbatch_size
-        if mesh not in filled and len(filled) < _MOST_INTERLEAVED:
-            filled.add(mesh)
-            next((other for other in family.interleaved(point)[:_MOST_CHUNKS] if plan(other) is not None), None)
+    def improve(choices: Iterable[Point], most: int) -> None:
+        for point in choices:
+            if most and (found := plan(point)) is not None:
+                most -= 1
+                tried.extend([found] if found.step_time is not None else [])
 
-    tried = sorted((row for row in rows if _key(row) in points and row.step_time is not None), key=_seconds)
-    seen, count = {_key(row) for row in tried}, 0
+    every = frozenset(family.points)
+    if standard.name == MEGATRON:  # first, since what it finds leaves little else that may be better
+        shared = ((row, points[_key(row)]) for row in tried)
+        lean = [(row, replace(p, zero=1) if replace(p, zero=1) in every else p) for row, p in shared]
+        _fill(family, lean, lambda: _seconds(best), plan)
+    filled = best
     promising = family.promising(_seconds(best))
-    for point in promising:
-        if count < _MOST_OF_FAMILY and (found := plan(point)) is not None:
-            seen, count = seen | {_key(found)}, count + 1
-            fill(found)
-    for row in tried[:_MOST_ALIKE]:
-        fill(row)
-    here = points.get(_key(_plain(best))) if best is not None else None
+    improve(promising, _MOST_OF_FAMILY)
+    here = points.get(_key(best)) if best is not None else None
+    seen = {_key(row) for row in tried}
     alike = [p for p in promising if here is not None and (p.pp, p.tp, p.cp) == (here.pp, here.tp, here.cp)]
-    for point in [p for p in alike if _key(candidate(p)) not in seen][:_MOST_ALIKE]:
-        if (found := plan(point)) is not None:
-            fill(found)
+    improve([p for p in alike if _key(candidate(p)) not in seen], _MOST_ALIKE)
+    if standard.name == MEGATRON and best is not filled:
+        _fill(family, [(row, points[_key(row)]) for row in tried], lambda: _seconds(best), plan)
     return best
+
+
+def _fill(
+    family: Family,
+    tried: Sequence[tuple[Candidate, Point]],
+    best_s: Callable[[], float],
+    plan: Callable[[Point], Candidate | None],
+) -> None:
+    """Plan pipelines again with several virtual stages, which leave an eighth of the bubble or so: those first that
+    would take least then, as long as this is little work."""
+    filled = sorted((_seconds(row) - _FILLED * (row.breakdown or {}).get("bubble", 0.0), p) for row, p in tried)
+    spent = 0.0
+    for seconds, point in filled[:_MOST_INTERLEAVED]:
+        chunks = family.interleaved(point)[:_MOST_CHUNKS] if seconds < best_s() else []
+        for other in chunks:
+            work = effort(family.space, other)
+            if spent and spent + work > _MOST_EFFORT:
+                return
+            if plan(other) is not None:
+                spent += work
+                break
 
 
 def _seconds(row: Candidate | None) -> float:

@@ -83,6 +83,10 @@ class Unstated(ValueError):
     """A row that lacks what a job needs."""
 
 
+class Overfull(ValueError):
+    """A row whose software keeps more on a device than it has memory, before any plan."""
+
+
 @dataclass(frozen=True)
 class PublishedJob:
     """What :func:`partitioner.partition` takes for a row."""
@@ -97,7 +101,8 @@ class PublishedJob:
 
 
 def published_job(row: Row) -> PublishedJob:
-    """The job of ``row``. Raises :class:`Unstated` where the row lacks a dimension or a size that it needs."""
+    """The job of ``row``. Raises :class:`Unstated` where the row lacks a dimension or a size that it needs, and
+    :class:`Overfull` where nothing of the device's memory is left for a plan."""
     row = completed(row)
     missing = [k for k in ("layers", "hidden", "heads", "seq_len", "gpu", "num_gpus", "gbs") if not row.get(k)]
     if missing:
@@ -234,9 +239,15 @@ def copies_of_gradients(row: Row) -> float:
 def _device(row: Row, kind: str) -> dict[str, Any]:
     """The device, with what the row says of its memory and its power, and the attention that its framework had."""
     found = _catalogue("devices")[kind]
-    found = {**found, "reserved": int(quantity(found["reserved"]) + copies_of_gradients(row))}
+    copies = copies_of_gradients(row)
+    found = {**found, "reserved": int(quantity(found["reserved"]) + copies)}
     if 1e9 * (row.get("gpu_mem_gb") or 0) > _MORE_MEMORY * quantity(found["memory"]):
         found["memory"] = f"{row['gpu_mem_gb']} GB"
+    if found["reserved"] >= quantity(found["memory"]):
+        raise Overfull(
+            f"copies of gradients of {copies / 1e9:.1f} GB and {kind}'s own {(found['reserved'] - copies) / 1e9:.1f} GB "
+            f"leave nothing of its {quantity(found['memory']) / 1e9:.1f} GB; expected a plan with more ranks of tp or pp"
+        )
     notes = str(row.get("notes"))
     if stated := re.search(r"([\d.]+) TB/s", notes):
         found["memory_bandwidth"] = f"{stated[1]} TB/s"

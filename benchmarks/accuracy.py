@@ -278,8 +278,9 @@ def unplanned(rows: Iterable[Row], found: dict[str, Prediction]) -> Iterator[str
     """A line for every row that was not planned, with the reason."""
     for row in rows:
         prediction = found[row["id"]]
-        if prediction.skipped or prediction.failed:
-            yield f"{row['id']}: {'failed' if prediction.failed else 'skipped'}: {prediction.failed or prediction.skipped}"
+        for kind in ("skipped", "failed"):
+            if reason := getattr(prediction, kind):
+                yield f"{row['id']}: {kind}: {reason}"
 
 
 def _print(rows: Sequence[Row], found: dict[str, Prediction], title: str, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""The benchmark of published runs: a row that cannot be planned is reported with the reason and does not end the run."""
+"""The benchmark of published runs: a row that cannot be planned is reported with the reason, and the run goes on."""
 
 import sys
 from pathlib import Path

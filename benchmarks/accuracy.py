@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from captures import prepared
 from published_models import Shape
-from published_rows import Row, Unstated, published_job, states_a_rate, with_seconds
+from published_rows import Overfull, Row, Unstated, published_job, states_a_rate, with_seconds
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -45,7 +45,7 @@ _LEAST_GROUP = 5
 @dataclass(frozen=True)
 class Prediction:
     """What the planner says of a row: seconds of a step, bytes of the fullest and of the first rank, or why there is
-    no plan."""
+    no plan. ``skipped``: the row lacks what a job needs; ``failed``: no job or no plan could be made of it."""
 
     id: str
     step_time: float | None = None
@@ -53,6 +53,7 @@ class Prediction:
     first_memory: int | None = None
     infeasible: str = ""
     skipped: str = ""
+    failed: str = ""
     breakdown: dict[str, float] | None = None
 
 
@@ -62,11 +63,19 @@ def prepared_model(shape: Shape, length: int, precision: str, global_batch: int)
 
 
 def predict(row: Row) -> Prediction:
-    """The plan of ``row`` by the public call."""
+    """The plan of ``row`` by the public call; one row's error does not end the run."""
     try:
-        job = published_job(row)
+        return _predicted(row)
     except Unstated as reason:
         return Prediction(row["id"], skipped=str(reason))
+    except Overfull as reason:
+        return Prediction(row["id"], infeasible=str(reason))
+    except Exception as error:  # of any kind: the others are still to be planned
+        return Prediction(row["id"], failed=f"{type(error).__name__}: {error}")
+
+
+def _predicted(row: Row) -> Prediction:
+    job = published_job(row)
     try:
         model = prepared_model(job.shape, job.length, job.precision, job.global_batch)
         plan = partition(
@@ -129,8 +138,9 @@ def score(rows: Iterable[Row], found: dict[str, Prediction]) -> dict[str, Any]:
     for measure in ("mape", "tau", "regret", "regret_of_five", "memory_error"):
         values = [scores[measure] for scores in by_family.values() if scores[measure] is not None]
         whole[measure] = statistics.mean(values) if values else None
-    oom = [r for r in rows if r.get("oom") and r["id"] in found and not found[r["id"]].skipped]
-    ran = [r for r in rows if "step_time_s" in r and not r.get("oom") and not found[r["id"]].skipped]
+    planned = [r for r in rows if r["id"] in found and not found[r["id"]].skipped and not found[r["id"]].failed]
+    oom = [r for r in planned if r.get("oom")]
+    ran = [r for r in planned if "step_time_s" in r and not r.get("oom")]
     whole["oom_called_feasible"] = sum(not found[r["id"]].infeasible for r in oom)
     infeasible = sum(bool(found[r["id"]].infeasible) for r in ran)
     whole["fitting_called_infeasible"] = infeasible / len(ran) if ran else 0.0
@@ -170,6 +180,7 @@ def _family(rows: Sequence[Row], found: dict[str, Prediction]) -> dict[str, Any]
         "regret_of_five": statistics.mean(of_five) if of_five else None,
         "memory_error": statistics.mean(memory) if memory else None,
         "skipped": sum(bool(p.skipped) for _, p in pairs),
+        "failed": sum(bool(p.failed) for _, p in pairs),
         "infeasible": sum(bool(p.infeasible) and not r.get("oom") and "step_time_s" in r for r, p in pairs),
     }
 
@@ -263,7 +274,18 @@ def main() -> None:
     _print(kept, found, f"{len(kept)} rows in {time.monotonic() - started:.0f} s", options.json)
 
 
+def unplanned(rows: Iterable[Row], found: dict[str, Prediction]) -> Iterator[str]:
+    """A line for every row that was not planned, with the reason."""
+    for row in rows:
+        prediction = found[row["id"]]
+        for kind in ("skipped", "failed"):
+            if reason := getattr(prediction, kind):
+                yield f"{row['id']}: {kind}: {reason}"
+
+
 def _print(rows: Sequence[Row], found: dict[str, Prediction], title: str, as_json: bool) -> None:
+    for line in unplanned(rows, found):
+        print(line)
     scores = score(rows, found)
     Console(width=120).print(table(scores))
     infeasible = _percent(scores["fitting_called_infeasible"])
@@ -293,7 +315,8 @@ def _read(path: Path) -> dict[str, Prediction]:
         write_text(path, whole)
     for line in whole.splitlines():
         row = json.loads(line)
-        prediction = Prediction(**{k: row[f"predicted_{k}"] for k in Prediction.__dataclass_fields__})
+        known = {k: row[f"predicted_{k}"] for k in Prediction.__dataclass_fields__ if f"predicted_{k}" in row}
+        prediction = Prediction(**known)
         found[prediction.id] = prediction
     return found
 

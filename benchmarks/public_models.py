@@ -22,6 +22,8 @@ _MODELS: dict[str, tuple[int, int, int, int, int, int, bool, bool]] = {
     "nemotron-22b": (40, 6144, 48, 48, 24576, 256000, False, False),
     "nemotron-340b": (96, 18432, 96, 8, 73728, 256000, False, False),
 }
+# Families whose public configurations norm the heads of queries and keys (Qwen3 technical report, arXiv 2505.09388).
+HEAD_NORMS = ("qwen3",)
 _NEAR = 0.02
 
 
@@ -55,4 +57,4 @@ def product_weights(layers: int, hidden: int, widths: tuple[float, float], ffn: 
     return layers * (attention + (3 if gated else 2) * hidden * ffn) + hidden * vocab
 
 
-__all__ = ["completed", "flops_per_token", "product_weights"]
+__all__ = ["HEAD_NORMS", "completed", "flops_per_token", "product_weights"]

@@ -40,6 +40,10 @@ class Shape:
     kv_rank: int = 0
     rope_dim: int = 0
     adapters: int = 0  # rank of low-rank adapters; the rest is frozen
+    head_norm: bool = False  # norms over the heads of queries and keys
+    ahead: bool = (
+        False  # the last layer predicts one more token: its input is projected, the head and its loss run twice
+    )
     float_loss: bool = False
     rotary: bool = False
     plain: bool = False
@@ -104,6 +108,8 @@ class Attention(nn.Module):
         self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
         self.fused, self.document = shape.fused_attention, shape.document
         self.rotary, self.plain = shape.rotary, shape.plain
+        norms = (Norm(shape.head_dim, rms=True, plain=shape.plain) for _ in range(2))
+        self.norm_q, self.norm_k = norms if shape.head_norm else (None, None)
         self.q = projection(shape, shape.hidden, shape.heads * shape.head_dim)
         self.k = projection(shape, shape.hidden, shape.kv_heads * shape.head_dim)
         self.v = projection(shape, shape.hidden, shape.kv_heads * shape.head_dim)
@@ -114,6 +120,8 @@ class Attention(nn.Module):
         samples, tokens = (batch * length // self.document, self.document) if self.document else (batch, length)
         q = self.q(x).view(samples, tokens, self.heads, self.head_dim)
         k = self.k(x).view(samples, tokens, self.kv_heads, self.head_dim)
+        if self.norm_q is not None and self.norm_k is not None:
+            q, k = self.norm_q(q), self.norm_k(k)
         if self.rotary:
             q, k = rotated(q, self.plain), rotated(k, self.plain)
         q, k = q.transpose(1, 2), k.transpose(1, 2)
@@ -244,6 +252,7 @@ class Decoder(nn.Module):
         self.norm = Norm(shape.hidden, shape.gated, shape.plain)
         self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
         self.float_loss = shape.float_loss
+        self.ahead = nn.Linear(shape.hidden, shape.hidden, bias=False) if shape.ahead else None
         if shape.tied:
             self.head.weight = self.tokens.weight
         if shape.adapters:
@@ -259,6 +268,10 @@ class Decoder(nn.Module):
             x = x + self.positions.weight
         for layer in self.layers:
             x = layer(x)
+        loss = self.loss(x, targets)
+        return loss if self.ahead is None else loss + self.loss(self.ahead(x), targets)
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         logits = self.head(self.norm(x))
         logits = (logits.float() if self.float_loss else logits).view(-1, logits.shape[-1])
         # Written out as the frameworks of the rows run it, operator by operator: cross_entropy would be planned as one.

@@ -48,6 +48,19 @@ _QUICK = ("norm", "act")  # modules that Megatron-Core makes again: what is quic
 # What sends a row to experts once to a node and a rank; Megatron-Core's all-to-all sends copies, a part of them from
 # each rank that shares an expert.
 _ONCE = ("deepep", "hybridep")
+# The steps of Megatron-LM's optimization of DeepSeek-V3 on GB200 from the one that records graphs on, each with all
+# before it.
+_AFTER_GRAPHS = (
+    "partial cuda graphs",
+    "DeepEP tuned",
+    "CPU-side",
+    "PDL for",
+    "graphs capture",
+    "HybridEP",
+    "fused into",
+)
+# What sends rows where a row does not say: AMD-AGI/Primus, examples/megatron/configs/MI355X (``use_turbo_deepep``).
+_DISPATCHERS = {"Primus": "deepep"}
 
 
 def constraints_of(row: Row) -> Constraints:
@@ -75,6 +88,7 @@ def constraints_of(row: Row) -> Constraints:
         recompute=_recompute(row),
         zero=zero,
         memory_margin=0.0,  # it ran
+        dp_shard=_sharers(row),
         # before May 2022 none had it
         sequence_parallel=None if row.get("sequence_parallel") or tp == 1 or is_of(row, _SHARDS) else False,
         overlap_tensor=tp > 1
@@ -82,11 +96,13 @@ def constraints_of(row: Row) -> Constraints:
         and (is_of(row, _USER_BUFFERS) or "tp-comm-overlap" in flags_of(row)),
         regather=tp > 1 and is_of(row, _REGATHERS),
         sends="parts" if tp > 1 and not row.get("sequence_parallel") and is_of(row, _SENDS_PARTS) else None,
-        gather="parameter" if "DeepSpeed ZeRO-3" in row.get("framework", "") else None,  # of 2021
+        gather=_gather(row, zero),
         overlap=_overlap(row),
         dispatch=_dispatch(row),
         placement=None if is_of(row, _SHARDS) else "in_order",
         overlap_experts=bool(re.search(r"1f1b overlap|(?<!no )EP overlap", flags_of(row))),
+        expert_kernels=_expert_kernels(row),
+        graphs=_graphs(row),
         overlap_steps=is_of(row, _OVERLAPS_STEPS),
         # float32 ones came with bf16; what ZeRO-3 and FSDP scatter stayed short, but in Megatron-Core, whose default
         # they are there too; NeMo's recipes for performance set ``grad_reduce_in_fp32=False``
@@ -115,9 +131,42 @@ def _dispatch(row: Row) -> Literal["rows", "parts", "once"] | None:
     """How rows travel to experts."""
     if (row.get("ep") or 1) == 1:
         return None
-    if any(name in f"{row.get('dispatcher')} {flags_of(row)}".lower() for name in _ONCE):
+    stated = row.get("dispatcher") or _DISPATCHERS.get(str(row.get("framework")).split("/")[0])
+    if any(name in f"{stated} {flags_of(row)}".lower() for name in _ONCE):
         return "once"
     return "parts" if is_of(row, PADS) else None
+
+
+def _sharers(row: Row) -> int | None:
+    """The ranks that share states where a row's notes say that these are those of a node."""
+    stated = re.search(r"sharded over (\d+) ranks of a node|zero1=(\d+) \(in a node\)", str(row.get("notes")))
+    sharers = int(stated[1] or stated[2]) if stated else 0
+    return sharers if 1 < sharers < (row.get("dp") or 0) else None
+
+
+def _gather(row: Row, zero: int) -> Literal["parameter", "owner"] | None:
+    """How a row's sharded states go out: ZeRO-3 of 2021 gathers each parameter by itself, InternEvo's ZeRO-1 has each
+    on one rank, which broadcasts it (``HybridZeroOptimizer.broadcast_params``)."""
+    if "DeepSpeed ZeRO-3" in row.get("framework", ""):
+        return "parameter"
+    return "owner" if is_of(row, ("InternEvo",)) and zero == 1 else None
+
+
+def _expert_kernels(row: Row) -> Literal["each", "fused"] | None:
+    """How the products of a rank's experts run: Megatron-Core takes Transformer Engine's grouped linear layers, which
+    launch a product and a cast for each expert, or its grouped MLP, without which a whole iteration, whose experts have
+    as many rows as come, cannot be recorded in a graph."""
+    if not row.get("experts") or not is_of(row, ("Megatron", "NeMo/Megatron")):
+        return None
+    return "fused" if re.search(r"fused grouped MLP|full-iteration", flags_of(row)) else "each"
+
+
+def _graphs(row: Row) -> Literal["part", "all"] | None:
+    """What a row records in CUDA graphs: the whole iteration, or attention and what comes before experts."""
+    if "full-iteration" in flags_of(row):
+        return "all"
+    later = "cumulative" in flags_of(row) and any(step in flags_of(row) for step in _AFTER_GRAPHS)
+    return "part" if later or re.search(r"graphs \(attn", flags_of(row)) else None
 
 
 def flags_of(row: Row) -> str:

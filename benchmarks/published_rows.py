@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from public_models import completed, product_weights
+from public_models import HEAD_NORMS, completed, product_weights
 from published_models import Shape
-from published_plans import PADS, Row, constraints_of, is_compiled, is_of
+from published_plans import PADS, Row, constraints_of, flags_of, is_compiled, is_of
 
 from partitioner import Constraints, Topology
 from partitioner.topology import catalogue
@@ -71,6 +71,7 @@ _ATTENTION = {
 _FUSES = ("Megatron", "NeMo", "MaxText", "PaxML", "Composer", "Primus", "InternEvo", "OneFlow")
 # NeMo fine-tunes on SQuAD, packed: some 200 tokens of context, question and answer.
 _DOCUMENT = 256
+_NODE = 8  # devices that DeepEP's kernels within a node are made for
 _MORE_MEMORY = 1.1  # times a device's, as there are of some kinds: what a row states is then taken
 _DEEPSEEK_RANKS = (1536, 512, 64)  # of latent attention, where rows give only its kind
 _VOCAB = 50304  # where a row states none: GPT-2's, padded
@@ -81,6 +82,10 @@ _VOCABULARIES = {"Megatron-LM fork": 32000}
 
 class Unstated(ValueError):
     """A row that lacks what a job needs."""
+
+
+class Overfull(ValueError):
+    """A row whose software keeps more on a device than it has memory, before any plan."""
 
 
 @dataclass(frozen=True)
@@ -97,13 +102,16 @@ class PublishedJob:
 
 
 def published_job(row: Row) -> PublishedJob:
-    """The job of ``row``. Raises :class:`Unstated` where the row lacks a dimension or a size that it needs."""
+    """The job of ``row``. Raises :class:`Unstated` where the row lacks a dimension or a size that it needs, and
+    :class:`Overfull` where nothing of the device's memory is left for a plan."""
     row = completed(row)
     missing = [k for k in ("layers", "hidden", "heads", "seq_len", "gpu", "num_gpus", "gbs") if not row.get(k)]
     if missing:
         raise Unstated(f"does not state {', '.join(missing)}")
     if "mamba" in str(row.get("attention", "")):
         raise Unstated("is no decoder of attention alone")
+    if _predicts_ahead(row):
+        row = {**row, "layers": row["layers"] + 1, "n_moe_layers": (row.get("n_moe_layers") or row["layers"]) + 1}
     return PublishedJob(
         shape=_shape(row),
         length=row["seq_len"],
@@ -147,8 +155,18 @@ def _shape(row: Row) -> Shape:
         float_loss=is_of(row, _UNFUSED) or not is_of(row, _FUSES),  # their default, and how PyTorch code has it
         adapters=16 if row.get("task") == "lora" else 0,
         rotary=bool(row.get("gated_ffn")),
+        ahead=_predicts_ahead(row),
+        head_norm=str(row.get("model")).lower().startswith(HEAD_NORMS),
         plain=not is_of(row, _FUSES) and not is_compiled(row),
     )
+
+
+def _predicts_ahead(row: Row) -> bool:
+    """Whether a row trains a layer that predicts one more token (multi-token prediction): where it says so, and in
+    Megatron-Bridge's recipes of DeepSeek-V3 (``mtp_num_layers=1``)."""
+    said = f"{flags_of(row)} {row.get('notes') or ''}"
+    recipe = "deepseek-v3" in str(row.get("model")).lower() and is_of(row, ("NeMo/Megatron-Bridge",))
+    return "no MTP" not in said and (recipe or "MTP 1" in said)
 
 
 def _dense_layers(row: Row) -> tuple[int, int]:
@@ -184,7 +202,8 @@ def _topology(row: Row) -> Topology:
     domain = min(row["num_gpus"], row.get("nvlink_domain") or row.get("gpus_per_node") or 8)
     per_node = max(d for d in range(1, domain + 1) if row["num_gpus"] % d == 0)  # 64 of 72 where that divides
     count = row["num_gpus"] // per_node
-    levels = [{"name": inside, "nodes": 1, **links[inside]}] if per_node > 1 else []
+    own = {**links[inside], **_dispatched(row, domain)}
+    levels = [{"name": inside, "nodes": 1, **own}] if per_node > 1 else []
     if count > 1:
         network = dict(links[between])
         stated = _network(str(row.get("inter_link") or ""), row.get("gpus_per_node") or 8)
@@ -197,6 +216,12 @@ def _topology(row: Row) -> Topology:
         types={kind: _device(row, kind)},
         levels=levels,
     )
+
+
+def _dispatched(row: Row, domain: int) -> dict[str, Any]:
+    """What DeepEP reaches of an NVLink domain of more than eight devices, for which it was not made: of 900 GB/s, 400
+    ahead and 190 back, 258 on average (Megatron-LM, deepseek-v3-gb200-optimization, section 2.2.1)."""
+    return {"efficiency": 258 / 900} if row.get("dispatcher") == "deepep" and domain > _NODE else {}
 
 
 _catalogue = cache(catalogue)
@@ -234,9 +259,15 @@ def copies_of_gradients(row: Row) -> float:
 def _device(row: Row, kind: str) -> dict[str, Any]:
     """The device, with what the row says of its memory and its power, and the attention that its framework had."""
     found = _catalogue("devices")[kind]
-    found = {**found, "reserved": int(quantity(found["reserved"]) + copies_of_gradients(row))}
+    copies = copies_of_gradients(row)
+    found = {**found, "reserved": int(quantity(found["reserved"]) + copies)}
     if 1e9 * (row.get("gpu_mem_gb") or 0) > _MORE_MEMORY * quantity(found["memory"]):
         found["memory"] = f"{row['gpu_mem_gb']} GB"
+    if found["reserved"] >= quantity(found["memory"]):
+        raise Overfull(
+            f"copies of gradients of {copies / 1e9:.1f} GB and {(found['reserved'] - copies) / 1e9:.1f} GB of {kind}'s "
+            f"own leave nothing of its {quantity(found['memory']) / 1e9:.1f} GB; expected more ranks of tp or pp"
+        )
     notes = str(row.get("notes"))
     if stated := re.search(r"([\d.]+) TB/s", notes):
         found["memory_bandwidth"] = f"{stated[1]} TB/s"

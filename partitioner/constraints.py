@@ -40,6 +40,8 @@ _EXECUTED: dict[str, tuple[Any, ...]] = {
     "overlap_experts": (None, False),
     "short_gradients": (None, False),
     "fused_casts": (None, False),
+    "expert_kernels": (None, "grouped"),
+    "graphs": (None,),
 }
 
 _WHY_NOT = {
@@ -65,12 +67,17 @@ class Constraints(BaseModel):
     besides, or ``full``, whole layers. ``overlap``: whether gradients are reduced, and sharded states gathered, behind
     computation; ``overlap_tensor``: gathers and scatters over ``tp``, in pieces behind the products beside them;
     ``regather``: whether values that are gathered over ``tp`` are kept sharded and gathered again in backward.
-    ``gather``: whether sharded states are gathered together for a call, or each ``parameter`` by itself. ``sends``:
+    ``gather``: whether sharded states are gathered together for a call, or each ``parameter`` by itself, or, under
+    ``zero=1``, are whole on an ``owner`` each, which sends its own to the others. ``sends``:
     whether what ``sequence_parallel=False`` keeps whole goes ``whole`` from each rank to its peer in the next stage, or
     in ``parts``, one from each rank of ``tp``, which the ranks there gather. ``dispatch``: how rows go to experts: as
     ``rows``, one for every expert, from each of the ranks that share it; in ``parts``, as ``sends``; or ``once``,
     besides, to each node and rank, which hand them on (DeepEP). ``overlap_experts``: whether that runs behind the
-    computation of another microbatch. ``placement``: ``in_order`` has rank i on device i (``None``: as is fastest).
+    computation of another microbatch. ``expert_kernels``: whether products of a rank's experts are ``grouped`` in one
+    kernel, launched for ``each``, as their casts are (Transformer Engine's grouped linear layers), or grouped and
+    ``fused`` with what lies between (its grouped MLP). ``graphs``: what is recorded in CUDA graphs, so that the host
+    issues nothing of it: ``all``, or a ``part``, all but experts (``None``: nothing is).
+    ``placement``: ``in_order`` has rank i on device i (``None``: as is fastest).
     ``overlap_steps``: that a rank begins the next step when it has ended its own part of this one, and a step takes
     what lies between two ends of it on one rank: nothing is then asked of all ranks in between, as clipping by the norm
     of all gradients does, or scaling of the loss in float16. ``short_gradients``: whether gradients are of their
@@ -111,13 +118,15 @@ class Constraints(BaseModel):
     overlap: bool | None = None
     overlap_tensor: bool | None = None
     regather: bool | None = None
-    gather: Literal["call", "parameter"] | None = None
+    gather: Literal["call", "parameter", "owner"] | None = None
     sends: Literal["whole", "parts"] | None = None
     dispatch: Literal["rows", "parts", "once"] | None = None
     overlap_experts: bool | None = None
     overlap_steps: bool = False
     short_gradients: bool | None = None
     fused_casts: bool | None = None
+    expert_kernels: Literal["grouped", "each", "fused"] | None = None
+    graphs: Literal["part", "all"] | None = None
     placement: Literal["in_order"] | None = None
     couple: Literal["batch", "microbatch"] = "batch"
     offload: tuple[Offload, ...] | None = None

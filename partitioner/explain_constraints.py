@@ -112,6 +112,10 @@ _OPTIONS: dict[str, str] = {
     "expert_parallel_comm_backend moe_flex_dispatcher_backend moe_dispatch moe_enable_deepep",
     "overlap_experts=True (planned, not executed)": "overlap_moe overlap_moe_expert_parallel_comm overlap_ep "
     "moe_overlap dual_batch_overlap delay_wgrad_compute",
+    'expert_kernels="grouped", "each" or "fused" (planned, not executed but for grouped)': "moe_grouped_gemm "
+    "grouped_gemm moe_use_grouped_gemm use_grouped_gemm moe_grouped_mm grouped_mm",
+    'graphs="all" or "part" (planned, not executed)': "cuda_graph cuda_graphs cuda_graph_impl cuda_graph_scope "
+    "enable_cuda_graph use_cuda_graphs external_cuda_graph cuda_graph_modules",
     _SENT: "gradient_compression grad_compress compress_gradients communication_data_type ddp_comm_hook "
     "fp16_allreduce compression grad_reduce_dtype reduce_dtype mixed_precision_reduce",
     "short_gradients=True (planned, not executed); else gradients of short types are added up in float32": "grad_dtype "

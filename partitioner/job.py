@@ -59,6 +59,8 @@ class Job:
                 dispatch=self.constraints.dispatch or "rows",
                 overlap_experts=bool(self.constraints.overlap_experts),
                 fused_casts=bool(self.constraints.fused_casts),
+                expert_kernels=self.constraints.expert_kernels or "grouped",
+                graphs=self.constraints.graphs or "none",
             ),
             num_experts=self.num_experts,
             reserve=self.reserve + self.reserves.get(point, 0),

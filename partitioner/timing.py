@@ -13,6 +13,7 @@ from torch import fx
 from partitioner.constraints import Constraints
 from partitioner.cost.calls import CallCost
 from partitioner.cost.collectives import collective_time, message_time
+from partitioner.cost.compute import copied_s
 from partitioner.cost.machine import Machine, Seats
 from partitioner.cost.offload import update_seconds
 from partitioner.cost.reducer import coding_time
@@ -20,7 +21,6 @@ from partitioner.cost.saved import kept_by
 from partitioner.cost.seats import SeatCosts
 from partitioner.cost.spread import Spread, expert_region
 from partitioner.cost.states import StateCost, update_time
-from partitioner.cost.whole import copied_s
 from partitioner.optimizers import moment_bytes, optimizer_bytes
 from partitioner.outline_shared import common_precision
 from partitioner.plan import Plan

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, fx
 
-from partitioner.cost.eight_bits import in_fp8, products_in_fp8
+from partitioner.cost.eight_bits import first_readers, in_fp8, products_in_fp8
 from partitioner.cost.operators import (
     Kernel,
     Operand,
@@ -20,6 +20,7 @@ from partitioner.cost.operators import (
     backward_kernels,
     forward_kernels,
     is_view,
+    repeats_of,
 )
 from partitioner.cost.saved import gathered
 from partitioner.cost.spread import ExpertRegion, expert_region
@@ -57,7 +58,7 @@ class Row:
     attention over ranks that share the sequence.
 
     Of experts' products, ``widest``: the smaller side of an expert's matrix, ``rows``: of all experts in the graph (0:
-    all rows go to all), ``held``: experts in the graph.
+    all rows go to all), ``held``: experts in the graph; ``each``: a rank launches it for each of its experts.
     """
 
     kernel: Kernel
@@ -69,6 +70,7 @@ class Row:
     widest: float = math.inf
     rows: int = 0
     held: int = 0
+    each: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class Columns:
     widest: Column
     rows: Column
     held: Column
+    each: Marks
 
     @staticmethod
     def of(rows: Sequence[Row]) -> Columns:
@@ -122,6 +125,7 @@ class Columns:
             widest=np.array([row.widest for row in rows], np.float64),
             rows=np.array([row.rows for row in rows], np.float64),
             held=np.array([row.held for row in rows], np.float64),
+            each=np.array([row.each for row in rows], np.bool_),
         )
 
 
@@ -162,11 +166,14 @@ class StateRead:
 
 @dataclass(frozen=True)
 class Asked:
-    """What one call asks. ``issued``: operators that the host issues forward, backward for inputs, and for weights;
+    """What one call asks. ``issued``: operators that the host issues forward, backward for inputs, and for weights, and
+    ``issued_each``: those that it issues for each of a rank's experts; ``held``: experts in the graph;
     ``rings``: the attentions over a sequence that ranks share, and whether they run backward."""
 
     kernels: Columns
     issued: tuple[int, int, int]
+    issued_each: tuple[int, int, int]
+    held: int
     exchanges: tuple[Exchange, ...]
     rings: tuple[tuple[fx.Node, bool], ...]
     states: tuple[StateRead, ...]
@@ -174,30 +181,43 @@ class Asked:
 
 
 def asked_by(
-    block: Block, train: bool, fp8: bool = False, again: Container[fx.Node] = (), fused_casts: bool = False
+    block: Block,
+    train: bool,
+    fp8: bool = False,
+    again: Container[fx.Node] = (),
+    fused_casts: bool = False,
+    expert_kernels: str = "grouped",
 ) -> Asked:
     """What a call of ``block``, a local graph with its collectives, asks; ``fp8``: products with weights are in fp8,
     of what the kernels before them wrote so if ``fused_casts``; ``again``: what selective recomputation runs once
-    more."""
-    return _Reader(block, train, fp8, again, fused_casts).read()
+    more; ``expert_kernels``: see :class:`~partitioner.Constraints`."""
+    return _Reader(block, train, fp8, again, fused_casts, expert_kernels).read()
 
 
 class _Reader:
     """Goes through a block's operators."""
 
     def __init__(
-        self, block: Block, train: bool, fp8: bool, again: Container[fx.Node], fused_casts: bool = False
+        self,
+        block: Block,
+        train: bool,
+        fp8: bool,
+        again: Container[fx.Node],
+        fused_casts: bool = False,
+        expert_kernels: str = "grouped",
     ) -> None:
         self.block, self.train, self.again, self.fused_casts = block, train, again, fused_casts
+        self.expert_kernels = expert_kernels
         self.names = set(block.states)
         self.learned = learned_nodes(block)
         self.region = expert_region(block)
         self.short = products_in_fp8(block, fp8, self.region)
+        self.first = first_readers(block, self.short | self.region.products)
         self.gathers = gathered(block) if train else frozenset[fx.Node]()
         self.rows: list[Row] = []
         self.exchanges: list[Exchange] = []
         self.rings: list[tuple[fx.Node, bool]] = []
-        self.issued = [0, 0, 0]
+        self.issued, self.each = [0, 0, 0], [0, 0, 0]
 
     def read(self) -> Asked:
         for node in self.block.graph.nodes:
@@ -214,8 +234,17 @@ class _Reader:
             StateRead(name, node.meta["val"].nbytes, gradient_bytes_of(node), name in experts, name in small)
             for name, node in ((name, placeholders[name]) for name in self.block.states)
         )
-        columns, (ahead, back, later) = Columns.of(self.rows), self.issued
-        return Asked(columns, (ahead, back, later), tuple(self.exchanges), tuple(self.rings), states, self.region)
+        (ahead, back, later), (each_ahead, each_back, each_later) = self.issued, self.each
+        return Asked(
+            Columns.of(self.rows),
+            (ahead, back, later),
+            (each_ahead, each_back, each_later),
+            max((row.held for row in self.rows), default=0),
+            tuple(self.exchanges),
+            tuple(self.rings),
+            states,
+            self.region,
+        )
 
     def _operator(self, node: fx.Node) -> None:
         operands, results = node_operands(node, self.names, self.learned)
@@ -228,15 +257,17 @@ class _Reader:
         self._add(0, node, self._in_fp8(0, node, kernels, operands, results), operands, place)
         self._exchange(node, backward)
         name = collective_name(node.target)
-        self.issued[0] += name != "copy"  # which does nothing on its way forward
+        issued = self.each if self._runs_each(node) else self.issued
+        issued[0] += name != "copy" and self._is_issued(node)  # a copy does nothing on its way forward
         if backward:
             kernels = [*backward_kernels(node, operands, results, operand_needs(node)), *fan_out(node)]
             kernels = self._in_fp8(1, node, kernels, operands, results)
             self._add(1, node, kernels, operands, place)
             later = sum(kernel.learned for kernel in kernels)
             besides = not kernels if name is None else _transposed(node) is not None
-            self.issued[1] += besides + len(kernels) - later
-            self.issued[2] += later
+            if self._is_issued(node):
+                issued[1] += besides + len(kernels) - later
+                issued[2] += later
 
     def _in_fp8(
         self, way: int, node: fx.Node, kernels: list[Kernel], operands: list[Operand], results: list[Operand]
@@ -244,10 +275,26 @@ class _Reader:
         """``kernels`` as they are, or in fp8 where the product is, with its casts."""
         if node not in self.short:
             return kernels
-        made, casts = in_fp8(kernels, operands, results, way == 1, self.fused_casts)
+        apart = node in self.region.products and self._casts_apart(node)
+        made, casts = in_fp8(kernels, operands, results, way == 1, self.fused_casts, node in self.first, apart)
+        issued = self.each if self._runs_each(node) else self.issued
         for cast in casts:  # backward, a kernel is counted as one operator
-            self.issued[2 if cast.learned else way] += max(0, cast.launches - way)
+            issued[2 if cast.learned else way] += max(0, cast.launches - way) * self._is_issued(node)
         return [*made, *casts]
+
+    def _runs_each(self, node: fx.Node) -> bool:
+        """Whether a product of experts is launched for each of them."""
+        return self.expert_kernels == "each" and node in self.region.products
+
+    def _is_issued(self, node: fx.Node) -> bool:
+        """Whether the host issues ``node``: products that read what another has read are one with that where each
+        expert's are launched for themselves, whose weights lie together."""
+        return not self._runs_each(node) or node in self.first
+
+    def _casts_apart(self, node: fx.Node) -> bool:
+        """Whether an operand is cast by a kernel of its own, which reads it: rows that have come are, and, where each
+        expert's product is launched for itself, what the kernels between make."""
+        return self.expert_kernels == "each" or bool(self.region.reads_entry(node))
 
     def _add(self, way: int, node: fx.Node, kernels: Sequence[Kernel], operands: Sequence[Operand], ring: int) -> None:
         expert, product = node in self.region.products, any(k.flops for k in kernels)
@@ -264,6 +311,7 @@ class _Reader:
                     widest=min((min(shape[1:]) for shape in matrices), default=math.inf),
                     rows=operands[0].shape[0] if expert and len(operands[0].shape) == 2 else 0,
                     held=matrices[0][0] if matrices else 0,
+                    each=self._runs_each(node),
                 )
             )
 
@@ -306,10 +354,13 @@ def learned_nodes(block: Block) -> set[fx.Node]:
     return found
 
 
-def node_operands(node: fx.Node, states: set[str], learned: Container[fx.Node]) -> tuple[list[Operand], list[Operand]]:
-    """The tensors that ``node`` reads and makes; ``learned``: of :func:`learned_nodes`."""
-    read = [(o.meta["val"], is_state(o, states), o in learned) for o in tensors_of(node)]
-    operands = [Operand(tuple(value.shape), value.dtype, state, made) for value, state, made in read]
+def node_operands(
+    node: fx.Node, states: set[str], learned: Container[fx.Node], copied: bool = False
+) -> tuple[list[Operand], list[Operand]]:
+    """The tensors that ``node`` reads and makes; ``learned``: of :func:`learned_nodes`; ``copied``: see
+    :func:`repeats_of`."""
+    read = [(o.meta["val"], is_state(o, states), o in learned, repeats_of(o, copied)) for o in tensors_of(node)]
+    operands = [Operand(tuple(v.shape), v.dtype, state, made, repeats) for v, state, made, repeats in read]
     results = [Operand(tuple(r.shape), r.dtype) for r in results_of(node) if isinstance(r, Tensor)]
     return operands, results
 

@@ -15,9 +15,19 @@ from torch import Tensor, fx
 from partitioner.cost.asked import operand_needs, tensors_of
 from partitioner.cost.calls import exchange_time
 from partitioner.cost.collectives import collective_time
-from partitioner.cost.compute import kernels_time, memory_rate
+from partitioner.cost.compute import copied_s, kernels_time, memory_rate
 from partitioner.cost.context import exchange_seconds
-from partitioner.cost.operators import Operand, Shape, backward_kernels, form_kernels, forward_kernels, is_view
+from partitioner.cost.operators import (
+    VIEWS,
+    Operand,
+    Shape,
+    backward_kernels,
+    form_kernels,
+    forward_kernels,
+    is_view,
+    operator_name,
+    repeats_of,
+)
 from partitioner.cost.spread import hidden
 from partitioner.cost.states import gradient_bytes
 from partitioner.solve.share import matmul_flops
@@ -120,6 +130,8 @@ class TensorCosts:
         for op in (change.forward, change.backward if differentiable and self.train else None):
             if op is not None:
                 seconds += exchange_time(op, spec.nbytes, self.group, self.device, strided)
+        if change.forward is None and target.is_shard and strided:  # a rank's part is copied
+            seconds += copied_s(spec.nbytes / self.group.size, self.device) - self.device.launch
         if source.is_shard and target.is_shard and source.dim == target.dim:  # other sections: gathered, then cut
             seconds += exchange_time("all_gather", spec.nbytes, self.group, self.device, strided)
         return seconds
@@ -149,12 +161,13 @@ class _Operator:
         self.node, self._tp = node, tp
         self._places = [place for place, o in enumerate(operands_of(node)) if isinstance(o.meta["val"], Tensor)]
         self._operands = [(tuple(o.meta["val"].shape), o.meta["val"].dtype) for o in tensors_of(node)]
+        self._repeated = [_repeated(o) for o in tensors_of(node)]
         self._results = [(tuple(r.shape), r.dtype) for r in results_of(node)]
         self._needs = operand_needs(node)
         self.backward = train and needs_gradient(node)
         factors = factors_of(node)
         self._lower = {} if factors is None else factors.lower
-        self._seconds: dict[tuple[tuple[Shape, ...], tuple[Shape, ...]], float] = {}
+        self._seconds: dict[tuple[tuple[tuple[Shape, float], ...], tuple[Shape, ...]], float] = {}
 
     def lowering(self, strategy: Strategy) -> Lowering | None:
         """The special lowering by which ``strategy`` runs, if any."""
@@ -163,10 +176,13 @@ class _Operator:
     def operands(self, strategy: Strategy, num_ranks: int) -> list[Operand]:
         """One rank's operands under ``strategy``; of attention over ranks that share a sequence key heads that are
         repeated once (``passes/repeated_heads.py``)."""
-        found = [
-            Operand(local_shape(strategy.operands[place], shape, num_ranks), dtype)
-            for place, (shape, dtype) in zip(self._places, self._operands, strict=True)
-        ]
+        found = []
+        for place, (shape, dtype), (dim, group) in zip(self._places, self._operands, self._repeated, strict=True):
+            layout = strategy.operands[place]
+            local = local_shape(layout, shape, num_ranks)
+            # consecutive heads of one group are one head of keys, which a view repeats; other parts are copied first
+            alike = layout.is_shard and layout.dim == dim and not layout.sections and local[dim] <= group
+            found.append(Operand(local, dtype, repeats=local[dim] if alike else 1.0))
         if not strategy.form or self._spared == 1:
             return found
         fewer = [replace(o, shape=(o.shape[0], o.shape[1] // self._spared, *o.shape[2:])) for o in found[1:3]]
@@ -192,13 +208,26 @@ class _Operator:
                 kernels_time(form_kernels(self.node, operands, results, num_ranks, zigzag, back), device)
                 for back in ways
             )
-        key = tuple(o.shape for o in operands), tuple(r.shape for r in results)
+        key = tuple((o.shape, o.repeats) for o in operands), tuple(r.shape for r in results)
         if key not in self._seconds:
             seconds = kernels_time(forward_kernels(self.node, operands, results), device)
             if self.backward:
                 seconds += kernels_time(backward_kernels(self.node, operands, results, self._needs), device)
             self._seconds[key] = seconds
         return self._seconds[key]
+
+
+def _repeated(node: fx.Node) -> tuple[int, float]:
+    """The dim of ``node`` in which a view of a smaller tensor has each of its parts several times, one behind the other
+    (keys of a group of heads), and how often; ``-1`` where there is none."""
+    group, source = repeats_of(node, copied=True), node
+    if group == 1:
+        return -1, 1.0
+    while source.op == "call_function" and operator_name(source) in VIEWS:
+        source = source.all_input_nodes[0]
+    shape, smaller = node.meta["val"].shape, source.meta["val"].shape
+    grown = [dim for dim, (size, of) in enumerate(zip(shape, smaller, strict=False)) if size == of * group]
+    return (grown[0], group) if len(shape) == len(smaller) and len(grown) == 1 else (-1, 1.0)
 
 
 def made_bytes(node: fx.Node) -> int:

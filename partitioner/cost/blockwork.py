@@ -18,7 +18,7 @@ from partitioner.cost.asked import fan_out, learned_nodes, node_operands, operan
 from partitioner.cost.calls import CallCost
 from partitioner.cost.carried import carried_bytes
 from partitioner.cost.compute import memory_rate, product_rate
-from partitioner.cost.eight_bits import least_in_fp8, products_in_fp8
+from partitioner.cost.eight_bits import first_readers, least_in_fp8, products_in_fp8
 from partitioner.cost.operators import (
     VIEWS,
     Kernel,
@@ -150,18 +150,24 @@ def _block_work(
     fused = fuse_bias(block)
     states, learned = set(block.states), learned_nodes(fused)
     short = products_in_fp8(fused, fp8, expert_region(fused)) if fp8 else frozenset[fx.Node]()
+    casting = first_readers(fused, short)
     ahead, back, spared_ahead, spared_back = (list[Kernel]() for _ in range(4))
     for node in fused.graph.nodes:
         if node.op != "call_function":
             continue
         is_view = operator_name(node) in VIEWS
-        operands, results = node_operands(node, states, learned)
+        operands, results = node_operands(node, states, learned, copied=True)  # a graph of shards may not copy
         kernels = forward_kernels(node, operands, results)
+        if any(o.repeats > 1 for o in operands):
+            spared_ahead += _more(forward_kernels(node, *node_operands(node, states, learned)), kernels)
         if node in short:
-            kernels = least_in_fp8(kernels, operands, results, False, device, fused_casts)
+            kernels = least_in_fp8(kernels, operands, results, False, device, fused_casts, node in casting)
         (spared_ahead if is_view else ahead).extend(kernels)
         if train and needs_gradient(node):
             kernels = backward_kernels(node, operands, results, operand_needs(node))
+            if any(o.repeats > 1 for o in operands):
+                whole = backward_kernels(node, *node_operands(node, states, learned), operand_needs(node))
+                spared_back += _more(whole, kernels)
             if node in short:
                 kernels = least_in_fp8(kernels, operands, results, True, device, fused_casts)
             for kernel in kernels:
@@ -182,6 +188,12 @@ def _block_work(
         output_bytes=tuple(n.meta["val"].nbytes for n in block.outputs),
         output_grads=tuple(train and needs_gradient(n) for n in block.outputs),
     )
+
+
+def _more(kernels: Sequence[Kernel], least: Sequence[Kernel]) -> list[Kernel]:
+    """The traffic of ``kernels`` beyond that of the ``least`` of the same node."""
+    pairs = zip(kernels, least, strict=True)
+    return [replace(k, num_bytes=k.num_bytes - o.num_bytes, flops=0.0, launches=0) for k, o in pairs]
 
 
 def _least_kept(block: Block, train: bool, how: Remade | None) -> Kept:

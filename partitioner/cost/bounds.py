@@ -72,6 +72,8 @@ class ModelBounds:
         self.placements = placements or Placements(job.topology, job.precision)
         paces, of_device = job.topology.paces
         types = [job.topology.paced_type(kind, speed) for kind, speed in paces]
+        if job.constraints.graphs is not None:  # of which the host issues nothing
+            types = [kind.model_copy(update={"dispatch": 0.0}) for kind in types]
         self.device = best_type(types)
         how = job.train, job.precision == "fp8", bool(job.constraints.fused_casts), job.made_again
         works = Works(job.model.blocks, self.device, types if len(types) > 1 else [], *how)

@@ -24,6 +24,7 @@ from partitioner.cost.spread import (
     expert_region,
     hidden,
     in_pieces,
+    sorting_seconds,
 )
 from partitioner.cost.whole import (
     NONE_GATHERED,
@@ -37,6 +38,8 @@ from partitioner.topology.groups import Group
 from partitioner.topology.parts import DeviceType
 from passes.blocks import Block
 from passes.factors import needs_gradient
+
+_STREAMS = 4  # on which kernels of single experts run beside each other (Transformer Engine, util/multi_stream.cpp)
 
 Again = Callable[[Block, Collection[fx.Node]], frozenset[fx.Node]]
 
@@ -172,14 +175,14 @@ class CallWork:
 
     def __init__(self, block: Block, train: bool = True, again: Again = selective) -> None:
         self.block, self.train, self._again = block, train, again
-        self._asked: dict[tuple[bool, bool], Asked] = {}
+        self._asked: dict[tuple[bool, bool, str], Asked] = {}
         self._kept: dict[tuple[bool, bool, bool], Kept] = {}
         self._computed: dict[tuple[object, ...], tuple[DeviceType, _Computed]] = {}
 
-    def asked(self, fp8: bool, fused_casts: bool = False) -> Asked:
-        key = fp8, fused_casts
+    def asked(self, fp8: bool, fused_casts: bool = False, expert_kernels: str = "grouped") -> Asked:
+        key = fp8, fused_casts, expert_kernels
         if key not in self._asked:
-            self._asked[key] = asked_by(self.block, self.train, fp8, self.again, fused_casts)
+            self._asked[key] = asked_by(self.block, self.train, fp8, self.again, fused_casts, expert_kernels)
         return self._asked[key]
 
     @cached_property
@@ -204,7 +207,8 @@ class CallWork:
 
     def cost(self, device: DeviceType, groups: Mapping[str, Group], spread: Spread = NO_SPREAD) -> CallCost:
         """Of one call on one rank; see :func:`call_costs`."""
-        asked, train = self.asked(spread.fp8, spread.software.fused_casts), self.train
+        software, train = spread.software, self.train
+        asked = self.asked(spread.fp8, software.fused_casts, software.expert_kernels)
         slowdown = device.overlap_slowdown
         computed = self._on(device, asked, spread)
         seconds, comm, pieces = list(computed.seconds), [0.0, 0.0], [0.0, 0.0]
@@ -214,18 +218,20 @@ class CallWork:
                 comm[way] += hidden(of_ring[way], sent[way], slowdown, beside)
         for exchange in asked.exchanges:
             took = _seconds(exchange, groups, device)
-            apart = spread.software.overlap_tensor and exchange.in_pieces
+            apart = software.overlap_tensor and exchange.in_pieces
             (pieces if apart else comm)[exchange.way] += took
-            if exchange.anew and spread.software.regather:  # behind the products of the backward
+            if exchange.anew and software.regather:  # behind the products of the backward
                 pieces[1] += took
         exchanged = expert_exchanges(asked.region, spread)
+        put_in_order = sorting_seconds(asked.region, asked.held, spread, device)
         for way in range(1 + train):
+            seconds[way] += put_in_order
             comm[way] += in_pieces(computed.products[way], pieces[way], spread.tp, slowdown)
-            behind = spread.software.overlap_experts  # another microbatch, which computes as long
+            behind = software.overlap_experts  # another microbatch, which computes as long
             comm[way] += hidden(seconds[way], exchanged, slowdown, behind)
         halves = [seconds[0], seconds[1] - computed.weights, computed.weights]
         for half, others in enumerate((comm[0], comm[1], 0.0)):  # the host is the slower one for each by itself
-            halves[half] += max(0.0, asked.issued[half] * device.dispatch - halves[half] - others)
+            halves[half] += max(0.0, _issued(asked, half, spread) * device.dispatch - halves[half] - others)
         for half, took in enumerate(copy_seconds(asked.states, spread, device)):
             halves[half] += took if half == 0 or train else 0.0
         seconds = [halves[0], halves[1] + halves[2]]
@@ -293,6 +299,12 @@ class CallWork:
         return self._kept[regather, selective, apart]
 
 
+def _issued(asked: Asked, half: int, spread: Spread) -> float:
+    """Operators that the host issues in one half, but for those of recorded graphs."""
+    of_experts = asked.issued_each[half] * max(1.0, asked.held * spread.of_experts)
+    return {"none": asked.issued[half] + of_experts, "part": of_experts, "all": 0.0}[spread.software.graphs]
+
+
 def _computed(asked: Asked, device: DeviceType, spread: Spread) -> _Computed:
     columns = _spread_columns(asked.kernels, spread)
     seconds = kernel_times(columns, device)
@@ -331,8 +343,14 @@ def _spread_columns(columns: Columns, spread: Spread) -> Columns:
     weights = columns.state_bytes * np.where(experts, spread.of_experts, 1.0)
     rows = load if spread.divided else load * ep
     smallest = np.where(experts, np.minimum(columns.smallest * rows, columns.widest), columns.smallest)
+    at_a_time = np.ceil(np.maximum(1.0, columns.held * spread.of_experts) / _STREAMS)
     return replace(
-        columns, num_bytes=batch + weights, state_bytes=weights, flops=columns.flops * load, smallest=smallest
+        columns,
+        num_bytes=batch + weights,
+        state_bytes=weights,
+        flops=columns.flops * load,
+        smallest=smallest,
+        launches=columns.launches * np.where(columns.each, at_a_time, 1.0),
     )
 
 

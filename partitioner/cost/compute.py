@@ -79,6 +79,11 @@ def memory_rate(kind: str, device: DeviceType, num_bytes: float | None = None) -
     return device.memory_bandwidth * min(memory_efficiency(kind, device), _largest_factor(num_bytes, device))
 
 
+def copied_s(nbytes: float, device: DeviceType) -> float:
+    """Seconds of a kernel that reads and writes so much."""
+    return device.launch + 2 * nbytes / memory_rate("pointwise", device, 2 * nbytes) if nbytes else 0.0
+
+
 def memory_efficiency(kind: str, device: DeviceType) -> float:
     """The fraction of the memory bandwidth that kernels of ``kind`` reach, by the row that is nearest to it."""
     table = device.memory_efficiency

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from torch import fx
@@ -26,13 +26,36 @@ def products_in_fp8(block: Block, asked: bool, region: ExpertRegion) -> frozense
     return frozenset(found)
 
 
+def first_readers(block: Block, products: Collection[fx.Node]) -> frozenset[fx.Node]:
+    """Those of ``products`` that are the first to read their values, which the others read as those have cast them:
+    queries, keys and values, or a gate and what it gates, are one product to software that casts once."""
+    states, known, found = set(block.states), set[frozenset[fx.Node]](), set[fx.Node]()
+    for node in block.graph.nodes if products else ():
+        if node not in products:
+            continue
+        sources = (_source(o) for o in node.all_input_nodes if o.meta["val"].dim() > 1)
+        read = frozenset(s for s in sources if s.op != "placeholder" or s.name not in states)
+        if read not in known:
+            found.add(node)
+            known.add(read)
+    return frozenset(found)
+
+
 def in_fp8(
-    kernels: list[Kernel], operands: list[Operand], results: list[Operand], backward: bool, fused: bool = False
+    kernels: list[Kernel],
+    operands: list[Operand],
+    results: list[Operand],
+    backward: bool,
+    fused: bool = False,
+    first: bool = True,
+    apart: bool = False,
 ) -> tuple[list[Kernel], list[Kernel]]:
     """Products with a weight as fp8 kernels, and the casts of what they read.
 
-    ``fused``: forward, the kernel before writes the operand as it is and transposed, a byte each; backward, the
-    gradient is read, and written twice (NVIDIA's Transformer Engine). Else each product casts both of its operands.
+    ``fused``: forward, the kernel before writes the operand as it is and transposed, a byte each, where the product is
+    the ``first`` to read it; or, ``apart``, a kernel of its own reads it, too, as of what comes out of an exchange.
+    Backward, the gradient is read, and written twice (NVIDIA's Transformer Engine). Else each product casts both of its
+    operands.
     """
     if not any(o.state for o in operands) or not any(k.flops for k in kernels):
         return kernels, []
@@ -44,7 +67,10 @@ def in_fp8(
         return made, [cast for k in made if k.flops for cast in _casts(k, matrices, results[0], backward)]
     if backward:
         return made, [Kernel("pointwise", 2.0 * sum(r.nbytes for r in results))]
-    return made, [Kernel("pointwise", float(max((o.nbytes for o in matrices if not o.state), default=0)), launches=0)]
+    if not first:
+        return made, []
+    written = float(max((o.nbytes for o in matrices if not o.state), default=0))
+    return made, [Kernel("pointwise", written * (1 + apart), launches=int(apart))]
 
 
 def _casts(product: Kernel, operands: list[Operand], result: Operand, backward: bool) -> Iterator[Kernel]:
@@ -73,9 +99,10 @@ def least_in_fp8(
     backward: bool,
     device: DeviceType,
     fused: bool = False,
+    first: bool = True,
 ) -> list[Kernel]:
     """No more than a product takes in fp8 or as it is: a shard of it may have sizes that are not multiples of 16."""
-    made, casts = in_fp8(kernels, operands, results, backward, fused)
+    made, casts = in_fp8(kernels, operands, results, backward, fused, first)
     made = [*made, *(replace(cast, launches=0) for cast in casts)]
     return made if _seconds(made, device) < _seconds(kernels, device) else kernels
 

@@ -16,7 +16,7 @@ from partitioner.cost.machine import HERE, NOTHING_SENT, Machine, Scattering
 from partitioner.cost.offload import exchanged_seconds, hosted, update_seconds
 from partitioner.cost.passing import gathered_beside, passing_bytes
 from partitioner.cost.peak import stage_estimates
-from partitioner.cost.reductions import Reduction, last_levels, reduction
+from partitioner.cost.reductions import Reduction, by_owner, last_levels, reduction
 from partitioner.cost.relaxed import Relaxed
 from partitioner.cost.states import StateCost, States, summed, update_time
 from partitioner.cost.step_ends import gathered_seconds, reduction_delays, stage_buckets
@@ -295,9 +295,18 @@ def how_reduced(
     constraints: Constraints,
 ) -> tuple[float, Reducing]:
     """Seconds by which the reductions of gradients end after the pipeline does, in the best way, and that way."""
-    held = [summed(states[name] for name in _held(problem, plan, states)) for plan in split.stages]
-    found = [(_reduction_tail(problem, split, states, held, machine, how), how) for how in ways(machine, constraints)]
+    names = [_held(problem, plan, states) for plan in split.stages]
+    held = [summed(states[name] for name in of_stage) for of_stage in names]
+    owned = [_owned(of_stage, states) for of_stage in names] if constraints.gather == "owner" else []
+    found = [
+        (_reduction_tail(problem, split, states, held, machine, how, owned), how) for how in ways(machine, constraints)
+    ]
     return min(found, key=lambda way: way[0])  # of those that are as good, the plainest
+
+
+def _owned(names: Sequence[str], states: Mapping[str, StateCost]) -> Counter[tuple[str, ...]]:
+    """How many of a stage's states are shared over the same axes."""
+    return Counter(states[n].scatter_axes for n in names if states[n].gradient and states[n].scatter_axes)
 
 
 def _reduction_tail(
@@ -307,9 +316,11 @@ def _reduction_tail(
     held: Sequence[Sequence[StateCost]],
     machine: Machine,
     how: Reducing,
+    owned: Sequence[Mapping[tuple[str, ...], int]] = (),
 ) -> float:
     """Seconds by which gathers of updated parameters delay the pipeline, and by which the reductions of gradients end
-    after it; ``held``: each stage's states.
+    after it; ``held``: each stage's states, ``owned``: how many of them by the axes that share them, where each is on
+    one rank.
 
     Stage ``s`` reduces behind its last backward, which ends before those of the stages ahead of it; not where it begins
     the next step meanwhile.
@@ -326,8 +337,10 @@ def _reduction_tail(
         slowdown = max(device.overlap_slowdown for device in machine.devices_of(s))
         last = stage.runs[0]  # the virtual stage whose backwards end last
         window = last.backward_s + last.recompute_s
-        if not machine.overlap:
-            exposed = reduction(costs, reducer, False).exposed(window, slowdown, stage.forward_s, False, m)
+        if owned or not machine.overlap:
+            work = reduction(costs, reducer, machine.overlap)
+            work = by_owner(work, owned[s], reducer) if owned else work
+            exposed = work.exposed(window, slowdown, stage.forward_s, machine.overlap, m)
             delay = first_s
         else:
             levels = {axes: level for cost in costs for axes, level in last_levels(cost).items()}

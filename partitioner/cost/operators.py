@@ -31,12 +31,14 @@ Shape = tuple[int, ...]
 @dataclass(frozen=True)
 class Operand:
     """A tensor as an operator meets it. ``state``: a weight, whose size does not depend on the batch; ``learned``: made
-    of weights alone, so that no other stage waits for its gradient."""
+    of weights alone, so that no other stage waits for its gradient; ``repeats``: how often it has each number that is
+    in memory, as a view that expands does (keys of a group of heads)."""
 
     shape: Shape
     dtype: torch.dtype
     state: bool = False
     learned: bool = False
+    repeats: float = 1.0
 
     @cached_property
     def numel(self) -> int:
@@ -45,6 +47,16 @@ class Operand:
     @cached_property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+    @property
+    def traffic(self) -> float:
+        """Bytes that reading it takes from memory: what is repeated comes out of caches."""
+        return self.nbytes / self.repeats
+
+    @property
+    def gradient(self) -> Operand:
+        """Its gradient, or a copy of it: as large, and with nothing repeated."""
+        return self if self.repeats == 1.0 else replace(self, repeats=1.0)
 
 
 @dataclass(frozen=True)
@@ -94,6 +106,7 @@ _LOOKUPS = frozenset(
     """embedding index_select gather index take_along_dim scatter scatter_add scatter_reduce index_put index_add
     index_copy masked_select _unsafe_index _unsafe_masked_index take""".split()
 )
+_WRITTEN_OVER = ("scatter", "index_put", "index_add", "index_copy")  # look-ups that give the table with other rows
 _SORTS = frozenset("sort argsort topk kthvalue median mode histc bincount unique _unique2 searchsorted".split())
 _NORMS = frozenset(
     """native_layer_norm layer_norm native_group_norm group_norm rms_norm _fused_rms_norm native_batch_norm batch_norm
@@ -115,6 +128,7 @@ _SPECIAL = frozenset(
 )
 _SUMS = frozenset(("sum", "cat", "stack", "clone", "concat"))  # the gradient is a view of the result's
 _ADDITIONS = frozenset(("add", "sub", "rsub"))
+_ADDED_TO = frozenset(("addcmul", "addcdiv"))  # the first operand, by what is made of the two others
 _LINEAR = frozenset(("to", "_to_copy", "mul", "div", "neg"))  # in one tensor: the gradient does not read it
 _ATTENTION = frozenset(
     """scaled_dot_product_attention _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
@@ -172,6 +186,18 @@ def is_view(node: fx.Node) -> bool:
     return node.target is operator.getitem or (name in VIEWS and not (name in _MAYBE_COPIES and _copies(node)))
 
 
+def repeats_of(node: fx.Node, copied: bool = False) -> float:
+    """How often ``node`` has each number of the tensor that it is a view of; ``copied``: also through reshapes that
+    copy, as of shards they need not."""
+    found = 1.0
+    while node.op == "call_function" and operator_name(node) in VIEWS and (copied or is_view(node)):
+        source = node.all_input_nodes[0]
+        if operator_name(node) in _SUMMED_BACK and source.meta["val"].numel():
+            found *= max(1.0, node.meta["val"].numel() / source.meta["val"].numel())
+        node = source
+    return found
+
+
 def is_product(node: fx.Node) -> bool:
     """Whether most of the work of a model may be in such an operator: matrix products and attention."""
     name = operator_name(node)
@@ -187,6 +213,14 @@ def _only_sends(node: fx.Node) -> bool:
     """Whether the operator is a collective that computes nothing to speak of."""
     name = collective_name(node.target)
     return name is not None and name not in CONTEXT
+
+
+def _cuts(node: fx.Node) -> bool:
+    """Whether a rank copies its part of a whole tensor: one that does not lie together in memory."""
+    if collective_name(node.target) not in ("shard_slice", "shard_narrow"):
+        return False
+    dim = argument(node, "dim")
+    return any(size != 1 for size in node.meta["val"].shape[:dim])
 
 
 def _copies(node: fx.Node) -> bool:
@@ -206,8 +240,10 @@ def _copies(node: fx.Node) -> bool:
 
 def forward_kernels(node: fx.Node, operands: Sequence[Operand], results: Sequence[Operand]) -> list[Kernel]:
     """What running ``node`` on tensors of these shapes takes; nothing for views and collectives."""
-    if node.target is operator.getitem or _only_sends(node) or not results:
+    if node.target is operator.getitem or not results:
         return []
+    if _only_sends(node):
+        return [_kernel("pointwise", [results[0], results[0]])] if _cuts(node) else []
     name = operator_name(node)
     if name in VIEWS:
         return [_kernel("default", [*operands, *results])] if name in _MAYBE_COPIES and _copies(node) else []
@@ -215,10 +251,10 @@ def forward_kernels(node: fx.Node, operands: Sequence[Operand], results: Sequenc
         flops, smallest = _product(node, name, operands, results)
         kind = "attention" if name in _ATTENTION else "matmul"
         return [_kernel(kind, [*operands, *results], flops, smallest, _precision(operands))]
-    if name in _LOOKUPS:
-        # a gather reads as much as it writes; a scatter writes over a copy
-        table = operands[0] if name.startswith(("scatter", "index_put", "index_add", "index_copy")) else results[0]
-        return [_kernel("lookup", [*operands[1:], table, *results])]
+    if name.startswith(_WRITTEN_OVER):  # rows are read, and written over a copy of the table
+        return [_kernel("pointwise", [operands[0], results[0]]), _kernel("lookup", [*operands[1:], operands[-1]])]
+    if name in _LOOKUPS:  # as much is read as is written
+        return [_kernel("lookup", [*operands[1:], results[0], *results])]
     if name in CROSS_ENTROPY:
         return [_entropy_kernel("softmax", operands[0], 2, 4 if operands[0].dtype in NARROW else 2, 5)]
     return [_kernel(kind_of(node, name), [*operands, *results])]
@@ -258,7 +294,7 @@ def backward_kernels(
         return [_gradient_kernel("default", wanted[0], [result])] if name in _FILLED_BACK else []
     if name in _ATTENTION:
         flops, smallest = _product(node, name, operands, results)
-        traffic = [*operands, *operands, result, result]
+        traffic = [*operands, *(o.gradient for o in operands), result, result]
         return [_kernel("attention", traffic, flops * _ATTENTION_BACKWARD, smallest, _precision(operands), launches=2)]
     if is_product(node):
         return _product_backward(node, name, operands, results, needs)
@@ -273,7 +309,7 @@ def backward_kernels(
     if kind in ("pointwise", "special"):
         return [k for o in wanted for k in _pointwise_backward(kind, name, o, operands, result)]
     if kind == "norm":  # one operator makes all gradients
-        return [_kernel(kind, [o, o, result]) for o in wanted]
+        return [_kernel(kind, [o, o.gradient, result]) for o in wanted]
     return [_gradient_kernel(kind, o, [o, result]) for o in wanted]
 
 
@@ -281,9 +317,10 @@ def _pointwise_backward(
     kind: str, name: str, wanted: Operand, operands: Sequence[Operand], result: Operand
 ) -> list[Kernel]:
     broadcast = [_gradient_kernel("reduction", wanted, [result])] if wanted.numel < result.numel else []
-    if name in _ADDITIONS:
+    if name in _ADDITIONS or (name in _ADDED_TO and wanted is operands[0]):
         return broadcast  # the gradient itself
-    others = [o for o in operands if o is not wanted] or [wanted]
+    factors = operands[1:] if name in _ADDED_TO else operands
+    others = [o for o in factors if o is not wanted] or [wanted]
     later = wanted.learned and not is_early(wanted.numel, result.numel)
     return [replace(_kernel(kind, [result, *others, result]), learned=later), *broadcast]
 
@@ -299,7 +336,7 @@ def _product_backward(
     for place, (operand, need) in enumerate(zip(operands, needs, strict=True)):
         if need and place in factors:
             others = [o for i, o in enumerate(operands) if i in factors and i != place]
-            kernel = _kernel("matmul", [results[0], *others, operand], flops, smallest, precision)
+            kernel = _kernel("matmul", [results[0], *others, operand.gradient], flops, smallest, precision)
             kernels.append(replace(kernel, learned=operand.learned))
         elif need and operand.numel < results[0].numel:
             kernels.append(_gradient_kernel("reduction", operand, [results[0]]))
@@ -308,12 +345,13 @@ def _product_backward(
 
 def _gradient_kernel(kind: str, wanted: Operand, read: Sequence[Operand]) -> Kernel:
     later = wanted.learned and not (kind == "reduction" and is_early(wanted.numel, read[0].numel))
-    return replace(_kernel(kind, [wanted, *read]), learned=later)
+    return replace(_kernel(kind, [wanted.gradient, *read]), learned=later)
 
 
 def add_kernel(value: Operand) -> Kernel:
     """Adding one gradient of ``value`` to another."""
-    return replace(_kernel("pointwise", [value, value, value]), learned=value.learned)
+    whole = value.gradient
+    return replace(_kernel("pointwise", [whole, whole, whole]), learned=value.learned)
 
 
 def _product(node: fx.Node, name: str, operands: Sequence[Operand], results: Sequence[Operand]) -> _Product:
@@ -386,8 +424,8 @@ def _kernel(
     rows = [o.shape[-1] * o.dtype.itemsize for o in traffic if flops and len(o.shape) > 1 and o.dtype.itemsize == 2]
     return Kernel(
         kind,
-        float(sum(o.nbytes for o in traffic)),
-        float(sum(o.nbytes for o in traffic if o.state)),
+        float(sum(o.traffic for o in traffic)),
+        float(sum(o.traffic for o in traffic if o.state)),
         flops,
         smallest,
         precision,

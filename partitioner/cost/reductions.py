@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -67,6 +67,15 @@ def exposed_seconds(
 
     behind = beside(np.maximum(0.0, total - last), window_s) + last
     return beside(gather, forward_s) + (microbatches - 1) * beside(again, window_s) + behind + coding
+
+
+def by_owner(work: Reduction, tensors: Mapping[tuple[str, ...], int], reducer: Reducer) -> Reduction:
+    """``work``, where each of so many ``tensors``, by the axes that share their states, is on one rank: gradients are
+    added up to their owners and what those have updated goes out in a message for each owner, whose pieces pass through
+    all ranks in turn, as of a ring's (InternEvo, ``hybrid_zero_optim.py``: ``dist.reduce`` and ``dist.broadcast``)."""
+    groups = [(reducer.group(axes), count) for axes, count in tensors.items()]
+    starts = sum(min(group.size, count) * group.one_way_start for group, count in groups)
+    return replace(work, total_s=work.total_s + starts, gather_s=work.gather_s + starts)
 
 
 Axes = tuple[str, ...]

@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor, fx
 
 from partitioner.cost.collectives import collective_time, dispatch_time
+from partitioner.cost.compute import copied_s
 from partitioner.cost.operators import is_view, operator_name
 from partitioner.topology.groups import Group
+from partitioner.topology.parts import DeviceType
 from passes.blocks import Block
 from passes.hashing import hashed_once
 from passes.regions import find_regions
@@ -36,7 +38,9 @@ class Software:
     short_gradients: bool = False
     dispatch: str = "rows"
     overlap_experts: bool = False
+    expert_kernels: str = "grouped"
     fused_casts: bool = False
+    graphs: str = "none"
 
 
 EXECUTED = Software()  # as this project's runtime does
@@ -108,6 +112,15 @@ class ExpertRegion:
     states: frozenset[str] = frozenset()
     known: bool = False
 
+    def reads_entry(self, product: fx.Node) -> bool:
+        """Whether a product reads rows as they come."""
+        return any(_source(o) in self.entries for o in product.all_input_nodes if isinstance(o.meta["val"], Tensor))
+
+    @property
+    def sorts(self) -> bool:
+        """Whether its products want rows in the order of the experts."""
+        return any(operator_name(node) in EXPERT_PRODUCTS for node in self.products)
+
     @property
     def copies(self) -> float:
         """How many of the rows that are sent are one and the same, as far as the graph shows it."""
@@ -178,6 +191,18 @@ def expert_exchanges(region: ExpertRegion, spread: Spread) -> float:
     for nbytes in (ahead, back):
         seconds += dispatch_time(nbytes * spread.ep / sharers.size, spread.experts, copies)
     return seconds
+
+
+def sorting_seconds(region: ExpertRegion, held: int, spread: Spread, device: DeviceType) -> float:
+    """Seconds in which rows that have come are put in the order of the rank's experts, and back, one pass.
+
+    They come ordered by the rank that sent them (``passes/keep_sorted.py``; Megatron-Core's ``sort_chunks_by_idxs``).
+    What sends them ``once`` lays them out itself, and a rank's only expert has all of them.
+    """
+    if not region.sorts or held * spread.of_experts <= 1 or spread.software.dispatch == "once":
+        return 0.0
+    moved = (sum(float(n.meta["val"].nbytes) for n in nodes) for nodes in (region.entries, region.exits))
+    return sum(copied_s(num_bytes, device) for num_bytes in moved)
 
 
 def hidden(compute_s: float, comm_s: float, slowdown: float, overlap: bool = True) -> float:

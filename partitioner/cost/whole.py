@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from partitioner.cost.asked import StateRead
 from partitioner.cost.collectives import collective_time
-from partitioner.cost.compute import memory_rate
+from partitioner.cost.compute import copied_s
 from partitioner.cost.spread import Spread
 from partitioner.topology.parts import DeviceType
 
@@ -58,11 +58,6 @@ def copy_seconds(states: Iterable[StateRead], spread: Spread, device: DeviceType
             weights += copied_s(weight, device)
             gradients += copied_s(gradient, device)
     return weights, weights, gradients
-
-
-def copied_s(nbytes: float, device: DeviceType) -> float:
-    """Seconds of a kernel that reads and writes so much."""
-    return device.launch + 2 * nbytes / memory_rate("pointwise", device, 2 * nbytes) if nbytes else 0.0
 
 
 def gathered_bytes(sizes: Sequence[tuple[float, float]], spread: Spread, saved: float) -> GatheredBytes:

@@ -65,9 +65,14 @@ class Explored:
     lacking: str = ""
 
     def compared(self, least_s: float = math.inf) -> Certificate:
-        """The certificate with the standard layouts in it; ``least_s``: of plans that this search left out."""
+        """The certificate with the standard layouts in it, without them if that is interrupted; ``least_s``: of plans
+        that this search left out."""
         bound, gap = bound_and_gap(self.certificate.objective, (self.certificate.bound, least_s))
-        return self.certificate.model_copy(update={"baselines": self.baselines.result(), "bound": bound, "gap": gap})
+        try:
+            baselines = self.baselines.result()
+        except KeyboardInterrupt:  # there is a plan already
+            baselines = ()
+        return self.certificate.model_copy(update={"baselines": baselines, "bound": bound, "gap": gap})
 
 
 def space_of(job: Job, bounds: ModelBounds) -> Space:

@@ -102,7 +102,8 @@ def plan_to_fit(job: Job, find: Find, *, estimate_only: bool, time_limit_s: floa
                         found, certificate=_as_followed(explored.compared(least_s), found), lacking=explored.lacking
                     )
                 assert seconds is not None
-                if len(job.simulated) >= _MOST_SIMULATED or _rivals_s(explored) >= seconds * (1 - SAME_TIME):
+                done = explored.certificate.cut_off is not None or len(job.simulated) >= _MOST_SIMULATED
+                if done or _rivals_s(explored) >= seconds * (1 - SAME_TIME):
                     certificate = _as_followed(explored.compared(least_s), found)
                     return replace(_corrected(found, certificate), lacking=explored.lacking)
                 job = replace(job, simulated={**job.simulated, point: seconds})

@@ -120,7 +120,7 @@ def _planned_with(
 
 
 def test_a_program_that_takes_more_than_the_tables_say_is_found_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    tight = max(_planned_with(0, monkeypatch, 64).estimate.memory)
+    tight = max(_planned_with(0, monkeypatch, 64, {"zero": 1}).estimate.memory)  # others take less, and longer
     room = tight / 2**20 + 0.2
     plan = _planned_with(2**19, monkeypatch, room)
     assert max(plan.estimate.memory) <= room * 2**20
@@ -144,13 +144,16 @@ def test_a_margin_of_each_device_stays_free() -> None:
     4 x 65792 x 16 bytes = 4210688; with an input, activations and gradients of 64 KiB each a rank takes a little more.
     Of a device that has just that (and 4 KiB), 5 % less is usable by default."""
     job, pins = Infeasible(CapacityError, "", cluster(64, 1)), dict(microbatch_size=64, recompute="none")
-    peak = job.plan(job.topology, Constraints(**pins)).chosen.memory
-    assert peak is not None and 4210688 < peak < 1.2 * 4210688
+    small = cluster(1, 1)
+    with pytest.raises(CapacityError) as short:
+        job.plan(small, Constraints(**pins, memory_margin=0))
+    peak = small.devices[0].usable + short.value.missing_bytes
+    assert 4210688 < peak < 1.2 * 4210688
     room = peak + 4096
     exact = cluster(math.floor(room * (1 - MARGIN)) / 2**20, 1)
     assert 0 <= exact.devices[0].usable - room < 3  # bytes, by rounding
     plan = job.plan(exact, Constraints(**pins, memory_margin=0))
-    assert max(plan.estimate.memory) > 0.95 * exact.devices[0].usable
+    assert max(plan.estimate.memory) > 0.9 * exact.devices[0].usable
     assert "(no margin was asked for)" in plan.summary()
     with pytest.raises(CapacityError) as raised:
         job.plan(exact, Constraints(**pins))

@@ -22,7 +22,7 @@ from partitioner.cost.machine import Machine
 from partitioner.cost.reducer import Reducer
 from partitioner.cost.reductions import Sizes, exposed_seconds, last_levels, reduced_sizes, reduction_of
 from partitioner.cost.states import StateCost
-from partitioner.solve.stage_problem import StageProblem
+from partitioner.solve.stage_problem import StageCall, StageProblem
 from partitioner.solve.tables import StageTables, Table, min_max
 
 
@@ -155,6 +155,7 @@ class _Reductions:
         self.last_levels = {axes: last for cost in alike for axes, last in last_levels(cost).items()}
         parts = [{n: s[key] for n, c in states.items() if key in (s := reduced_sizes(c))} for key in self.keys]
         self.sizes = [tables.segments.states_of(part) for part in parts]
+        self._reduced = {name: reduced_sizes(cost) for name, cost in states.items()}
         self._known: dict[Any, tuple[float, ...]] = {}
 
     def of_stage(self, stage: int, windows: Table, ahead: NDArray[np.float64]) -> Table:
@@ -175,8 +176,9 @@ class _Reductions:
         exposed = np.full(len(start), np.inf)
         for reducer in reducers:
             works = np.array([self._of(row, reducer) for row in different.tolist()])[which.ravel()].T
-            if machine.overlap:  # the last bucket may be next to nothing, and stages behind the first wait anyway
-                works[1] = 0.0
+            if machine.overlap:  # the last bucket has the first call's gradients; stages behind the first wait anyway
+                works[1] = self._last(reducer)[start]
+                works[0] = np.maximum(works[0], works[1])
                 works[2] *= stage == 0
             seconds = exposed_seconds(
                 tuple(works), windows, slowdown, forward, machine.overlap, problem.num_microbatches
@@ -184,6 +186,24 @@ class _Reductions:
             exposed = np.minimum(exposed, seconds)
         waits[start, stop] = exposed - ahead[start]
         return waits
+
+    def _last(self, reducer: Reducer) -> NDArray[np.float64]:
+        """By call, seconds of reducing the gradients of its states at least, which are whole when it has run."""
+        calls = self.tables.problem.calls
+        found = np.zeros(len(calls) + 1)
+        for place, call in enumerate(calls):
+            for key in self.keys:
+                op, axes, _, before = key
+                size = sum(sizes.get(key, 0.0) for sizes in map(self._reduced.__getitem__, self._names(call)))
+                if not size or op == "all_gather" or before:
+                    continue
+                whole = op == "all_reduce"
+                sent = reducer.all_reduce(size, axes) if whole else reducer.scatter(size, axes, self.last_levels[axes])
+                found[place] = max(found[place], sent.seconds)
+        return found
+
+    def _names(self, call: StageCall) -> list[str]:
+        return [name for name in dict.fromkeys(call.states) if name in self._reduced]
 
     def _of(self, sizes: Sequence[float], reducer: Reducer) -> tuple[float, ...]:
         """See :attr:`partitioner.cost.reductions.Reduction.seconds`."""

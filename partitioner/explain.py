@@ -406,6 +406,12 @@ def _certificate(plan: Plan) -> Iterator[RenderableType]:
         most = percent((c.objective - nearest) / c.objective)
         yield line(f"{c.num_open} {were} not worked out and may be faster, by {most} at most.")
     yield from map(line, outside)
+    told = {"schedule", "virtual_stages", "offload"}  # which the sentences before are about
+    yield from map(line, dict.fromkeys(text for name, text in c.beyond.items() if name not in told))
+    if plan.estimate.simulated is not None:
+        simulated, step = plan.estimate.simulated, plan.estimate.step_time
+        off = f"{abs(simulated / step - 1):.1%} {'above' if simulated > step else 'below'} that"
+        yield line(f"The simulation of the program ends at {seconds_text(simulated)}, {off}.")
     over = [axis for axis in ("cp", "tp") if plan.mesh.get(axis, 1) > 1]
     if over:  # the other axes divide samples, stages and experts, all of whose work is divided
         share = percent(plan.shares.matmul_sharded)

@@ -274,7 +274,7 @@ def _explore(
     baselines = Later(others, worth_it=unknown or uneven, most_s=as_long_s * uneven)
     beyond = beyond_the_bound(space)
     if not evaluator.placements.complete(found.point.grid) and job.constraints.placement is None:
-        beyond["placement"] = "placements of ranks on devices: the best were tried, not all"
+        beyond["placement"] = "The best placements of ranks on devices were tried, not all."
     certificate = certificate.model_copy(update={"limits": _limits(space), "beyond": beyond})
     return Explored(found, certificate, baselines, result.rows, ahead)
 

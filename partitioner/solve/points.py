@@ -283,37 +283,31 @@ def beyond_the_bound(space: Space) -> dict[str, str]:
 
     Plans with these may be faster than one that is proven without them.
     """
-    pinned, several = space.constraints, space.topology.num_nodes > 1
-    found: dict[str, str] = {}
+    pinned, topology = space.constraints, space.topology
+    several, found = topology.num_nodes > 1, dict[str, str]()
+    if pinned.offload is None and can_offload(topology):
+        found["offload"] = "Host memory was used only where nothing fits without it."
     if space.world_size == 1:
-        return _of_memory(space, found)
+        return found
     if space.train and pinned.schedule is None and pinned.virtual_stages is None and pinned.pp != 1:
-        found["schedule"] = (
-            "schedules with several stages on a rank (interleaved, ZB-1P, ZB-V): tried on the best meshes, not on all"
+        schedules = (
+            "Schedules with several stages on a rank (interleaved, ZB-1P, ZB-V) were tried on the best meshes only."
         )
-        found["virtual_stages"] = found["schedule"]
+        found |= {"schedule": schedules, "virtual_stages": schedules}
     if space.length and pinned.cp is None:
         found["cp"] = (
-            f"context parallelism with fewer than {_LEAST_TOKENS:,} tokens of a sample on each rank: not tried"
+            f"Context parallelism with fewer than {_LEAST_TOKENS:,} tokens of a sample on each rank was not tried."
         )
     if pinned.tp is None and space.widest < space.world_size:
-        found["tp"] = f"tensor parallelism over more than {space.widest} ranks: not tried"
+        found["tp"] = f"Tensor parallelism over more than {space.widest} ranks was not tried."
     if several and space.train and pinned.zero != 0 and pinned.dp_shard is None:
-        found["dp_shard"] = (
-            "states sharded over a part of the data-parallel ranks: tried for whole nodes, not for all sizes"
-        )
-    if pinned.data_shares is None:
-        found["data_shares"] = "shares of the batch that differ between data-parallel ranks: tried as fast as ranks are"
-    if several and space.train and pinned.hierarchical is None and not space.topology.single_ring:
-        found["hierarchical"] = "gradients reduced level by level by the program itself (hierarchical=True): not tried"
+        found["dp_shard"] = "Sharding states over a part of the data-parallel ranks was tried for whole nodes only."
+    if len(topology.paces[0]) > 1 and pinned.data_shares is None:
+        found["data_shares"] = "Shares of the batch were tried about as fast as ranks are, not all."
+    if several and space.train and pinned.hierarchical is None and not topology.single_ring:
+        found["hierarchical"] = "Reducing gradients level by level in the program (hierarchical=True) was not tried."
     if space.experts and pinned.etp is None and not pinned.ahead:
-        found["etp"] = "an expert split over other numbers of ranks than tp or one: not tried"
-    return _of_memory(space, found)
-
-
-def _of_memory(space: Space, found: dict[str, str]) -> dict[str, str]:
-    if space.constraints.offload is None and can_offload(space.topology):
-        found["offload"] = "host memory: tried only where nothing fits without"
+        found["etp"] = "Splitting an expert over other numbers of ranks than tp or one was not tried."
     return found
 
 

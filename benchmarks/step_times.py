@@ -35,7 +35,13 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"recompute": "full", "pp": 2},
         {"recompute": "none", "pp": 2, "tp": 4},
     ],
-    "llama-8b-8": [{"tp": 8}, {"pp": 8}, {"zero": 3, "pp": 1}],
+    "llama-8b-8": [
+        {"tp": 8},
+        {"pp": 8},
+        {"zero": 3, "pp": 1},
+        {"pp": 2, "offload": ("optimizer",)},
+        {"pp": 1, "offload": ("optimizer", "activations")},
+    ],
     "mixtral-8x22b-128": [{"ep": 8, "tp": 1, "pp": 8, "schedule": "1f1b"}],
 }
 

@@ -66,6 +66,7 @@ class Copier:
         self.pinned = device.type == "cuda"
         self._streams = [torch.cuda.Stream(device), torch.cuda.Stream(device)] if self.pinned else []
         self._spare: dict[int, list[tuple[Tensor, Arrival]]] = {}
+        self.parked = Arrival()  # of what was moved last: what is computed next waits for it, so that its memory is free
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Host memory, pinned where there is CUDA."""
@@ -145,7 +146,8 @@ class Parked:
             self._slots.append(
                 _View(places[where], entry.dtype, entry.shape, entry.stride(), int(entry.storage_offset()))
             )
-        self._arrival = copier.start(pairs, after=after)
+        copier.parked.wait()
+        self._arrival = copier.parked = copier.start(pairs, after=after)
         self._there: list[Tensor] | None = None
 
     @property

@@ -427,7 +427,8 @@ class _Simulation:
         nbytes, needed = self.kept(lane, i), list[Beside]()
         if i.states:
             nbytes, needed = sum(map(self.facts.gradient_piece_bytes, i.states)), [*lane.under_way]
-        lane.spend(lane.clock, 0.0, needed)
+        # what was kept before has left by then, so that no more memory is taken
+        lane.spend(lane.clock if i.states else lane.leaving, 0.0, needed)
         start = max(lane.clock, lane.leaving)
         lane.leaving = start + self.durations.host(lane.stage, nbytes)
         lane.background.append(Background(start, lane.leaving, lane.position - 1, i, nbytes))

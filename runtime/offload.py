@@ -66,7 +66,9 @@ class Copier:
         self.pinned = device.type == "cuda"
         self._streams = [torch.cuda.Stream(device), torch.cuda.Stream(device)] if self.pinned else []
         self._spare: dict[int, list[tuple[Tensor, Arrival]]] = {}
-        self.parked = Arrival()  # of what was moved last: what is computed next waits for it, so that its memory is free
+        self.parked = (
+            Arrival()
+        )  # of what was moved last: what is computed next waits for it, so that its memory is free
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Host memory, pinned where there is CUDA."""

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from partitioner.cost.calls import CallCost
 from partitioner.cost.states import StateCost
+from partitioner.emit_buckets import bucket_limit
 from partitioner.errors import CapacityError
 from partitioner.solve.stage_problem import Pace, StageCall
 from partitioner.topology.hosts import HostShare
@@ -109,11 +110,13 @@ def disk_seconds(costs: Sequence[StateCost], host: HostShare) -> float:
 
 def exchanged_seconds(costs: Sequence[StateCost], host: HostShare, forward_s: float, backward_s: float) -> float:
     """Of gradients on their way to the host and of parameters on their way back, which nothing hides: one microbatch's
-    ``forward_s`` and ``backward_s`` do."""
+    ``forward_s`` and ``backward_s`` do, but for the last bucket of gradients, which is whole after them."""
     hosted = [cost for cost in costs if cost.hosted and cost.gradient]
-    gradients = host.time(sum(c.gradient / (c.replicas if c.stage else 1) for c in hosted))
+    num_bytes = sum(c.gradient / (c.replicas if c.stage else 1) for c in hosted)
+    last = host.time(min(num_bytes, float(bucket_limit(max((c.replicas for c in hosted), default=1)))))
+    gradients = last + max(0.0, host.time(num_bytes) - last - backward_s)
     parameters = host.time(sum(c.parameter / (c.replicas if c.stage else 1) for c in hosted if not c.passing))
-    return max(0.0, gradients - backward_s) + max(0.0, parameters - forward_s)
+    return gradients + max(0.0, parameters - forward_s)
 
 
 def check_hosts(topology: Topology, devices: Sequence[int], per_rank: Sequence[float]) -> None:

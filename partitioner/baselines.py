@@ -54,7 +54,7 @@ class Family:
     space: Space
 
     def promising(self, most_s: float) -> list[Point]:
-        """Those that fit and take less than ``most_s`` by their bounds, those first that are likely to take least: of
+        """Points of the family that fit and take less than ``most_s`` by their bounds, those first that are likely to take least: of
         each way to divide the model the best, then the others."""
         if not self.points:
             return []

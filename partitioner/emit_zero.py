@@ -36,7 +36,7 @@ def zero_axes(grad_axes: Sequence[str], trained: bool, *, zero: int, expert: boo
 
 
 def small_states(sizes: Mapping[str, int]) -> frozenset[str]:
-    """Those of a call's states, by their bytes, that ZeRO-3 leaves whole, such as the weights of a norm.
+    """The states of a call, by their bytes, that ZeRO-3 leaves whole, such as the weights of a norm.
 
     To gather them apart from others, whose gradients are added up over other axes, would take a collective's latency
     and save next to no memory (as DeepSpeed's persistent parameters).

@@ -44,7 +44,7 @@ _CASTS = frozenset((aten._to_copy.default, aten.to.dtype))
 
 
 @dataclass(frozen=True)
-class _Place:
+class _RepeatedDim:
     """Where repetitions are in a tensor: in ``dim``, each of ``outer`` slices ``times`` in a row, of ``inner`` elements
     of that dim. ``shape``: that of the tensor without them."""
 
@@ -92,7 +92,7 @@ def repeated_heads(value: fx.Node) -> RepeatedHeads | None:
         order = _order(step)
         if order is not None:
             dims = tuple(place.shape[d] for d in order)
-            place = _Place(dims, order.index(place.dim), place.outer, place.inner, place.times)
+            place = _RepeatedDim(dims, order.index(place.dim), place.outer, place.inner, place.times)
             steps.append(step)
         elif step.target in _RESHAPES:
             moved = _reshaped(place, shape(step))
@@ -107,7 +107,7 @@ def repeated_heads(value: fx.Node) -> RepeatedHeads | None:
     return RepeatedHeads(source, tuple(steps), place.times)
 
 
-def _repetition(node: fx.Node) -> _Place | None:
+def _repetition(node: fx.Node) -> _RepeatedDim | None:
     """The place of the repetitions that ``node`` makes along one dim; ``None`` where it makes none."""
     if node.op != "call_function":
         return None
@@ -117,7 +117,7 @@ def _repetition(node: fx.Node) -> _Place | None:
         if dim is None or times < 2:
             return None
         dim %= len(before)
-        return _Place(before, dim, before[dim], 1, times)
+        return _RepeatedDim(before, dim, before[dim], 1, times)
     if node.target not in (aten.expand.default, aten.repeat.default):
         return None
     before, after = shape(operands_of(node)[0]), shape(node)
@@ -127,7 +127,7 @@ def _repetition(node: fx.Node) -> _Place | None:
     if len(grown) != 1:
         return None
     (dim,) = grown
-    return _Place(before, dim, 1, before[dim], after[dim] // before[dim])
+    return _RepeatedDim(before, dim, 1, before[dim], after[dim] // before[dim])
 
 
 def _order(node: fx.Node) -> tuple[int, ...] | None:
@@ -143,7 +143,7 @@ def _order(node: fx.Node) -> tuple[int, ...] | None:
     return tuple(order)
 
 
-def _reshaped(place: _Place, after: Sequence[int]) -> _Place | None:
+def _reshaped(place: _RepeatedDim, after: Sequence[int]) -> _RepeatedDim | None:
     """The place after a reshape of the tensor to ``after``; ``None`` where that cuts through the repetitions."""
     before = math.prod(place.shape[: place.dim]) * place.outer  # slices that are repeated
     reached = 1
@@ -153,7 +153,7 @@ def _reshaped(place: _Place, after: Sequence[int]) -> _Place | None:
             return None
         if size % (outer * place.times) == 0 and size > outer:
             kept = (*after[:dim], size // place.times, *after[dim + 1 :])
-            return _Place(kept, dim, outer, size // place.times // outer, place.times)
+            return _RepeatedDim(kept, dim, outer, size // place.times // outer, place.times)
         reached *= size
     return None
 

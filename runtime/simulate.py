@@ -203,7 +203,7 @@ def _memory(facts: ProgramFacts, lane: _Lane, extra: int) -> tuple[tuple[tuple[f
 
 
 @dataclass(kw_only=True)
-class _Job(Beside):
+class _InstructionJob(Beside):
     """What an instruction starts; ``index``: of the instruction."""
 
     index: int
@@ -218,10 +218,16 @@ class _Lane(RankClock):
     stage: int = 0
     instructions: Instructions = ()
     position: int = 0
-    gathered: dict[int, _Job] = field(default_factory=dict)  # bucket -> its gather, until it has been waited for
-    scattered: dict[int, _Job] = field(default_factory=dict)  # bucket -> the last that reduces it, of what began
-    summed: _Job | None = None  # the gather that makes the last bucket whole, of those reduced level by level
-    scattering: ScatterQueue[_Job] = field(default_factory=lambda: ScatterQueue())
+    gathered: dict[int, _InstructionJob] = field(
+        default_factory=dict
+    )  # bucket -> its gather, until it has been waited for
+    scattered: dict[int, _InstructionJob] = field(
+        default_factory=dict
+    )  # bucket -> the last that reduces it, of what began
+    summed: _InstructionJob | None = (
+        None  # the gather that makes the last bucket whole, of those reduced level by level
+    )
+    scattering: ScatterQueue[_InstructionJob] = field(default_factory=lambda: ScatterQueue())
     leaving: float = 0.0  # until when what goes to host memory keeps the way there busy
     coming: float = 0.0  # the same for what comes back
     parked: dict[tuple[int, int | None], float] = field(default_factory=dict)  # (call, microbatch) -> when it is there
@@ -241,10 +247,10 @@ class _Lane(RankClock):
         self.spans.append(Span(began, self.clock, self.position, instruction, self.clock - ready))
         self.position += 1
 
-    def post(self, seconds: float, nbytes: int, ready: float = 0.0) -> _Job:
+    def post(self, seconds: float, nbytes: int, ready: float = 0.0) -> _InstructionJob:
         """Begin a collective of the present instruction beside what is computed."""
         instruction = self.instructions[self.position]
-        job = _Job(ready, seconds, index=self.position, instruction=instruction, nbytes=nbytes)
+        job = _InstructionJob(ready, seconds, index=self.position, instruction=instruction, nbytes=nbytes)
         self.begin(job)
         return job
 
@@ -254,7 +260,7 @@ class _Lane(RankClock):
         self.wait(max([self.clock, *(b.end for b in self.background)]))
 
     def ended(self, collective: Beside) -> None:
-        assert isinstance(collective, _Job)
+        assert isinstance(collective, _InstructionJob)
         assert collective.begun is not None
         begun, index, instruction = collective.begun, collective.index, collective.instruction
         self.background.append(Background(begun, self.clock, index, instruction, collective.nbytes))
@@ -409,7 +415,7 @@ class _Simulation:
         nbytes = sum(map(size, states))
         return self.durations.share(op, zero_axes(self.program, states), nbytes, lane.stage), nbytes
 
-    def parameters(self, lane: _Lane, i: Instruction) -> tuple[float, float, list[_Job]]:
+    def parameters(self, lane: _Lane, i: Instruction) -> tuple[float, float, list[_InstructionJob]]:
         """When what a computation reads is there that was in host memory, the seconds of the computation, and the
         gathers that it waits for."""
         there = [lane.fetched.pop(s) for s in states_read(i, self.program.stages[lane.stage]) if s in lane.fetched]

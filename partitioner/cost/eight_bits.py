@@ -27,7 +27,7 @@ def products_in_fp8(block: Block, asked: bool, region: ExpertRegion) -> frozense
 
 
 def first_readers(block: Block, products: Collection[fx.Node]) -> frozenset[fx.Node]:
-    """Those of ``products`` that are the first to read their values, which the others read as those have cast them:
+    """The ``products`` that are the first to read their values, which the others read as those have cast them:
     queries, keys and values, or a gate and what it gates, are one product to software that casts once."""
     states, known, found = set(block.states), set[frozenset[fx.Node]](), set[fx.Node]()
     for node in block.graph.nodes if products else ():

@@ -56,7 +56,7 @@ def evened(topology: Topology) -> list[Topology]:
 
 
 def _shares(topology: Topology) -> list[float]:
-    """Of each node the fraction of the bandwidth to others that its best device is left with."""
+    """The fraction, for each node, of the bandwidth to others that its best device is left with."""
     best = np.zeros(topology.num_nodes)
     np.maximum.at(best, topology.node_of, topology.cards.left)
     found: list[float] = best.tolist()

@@ -55,7 +55,7 @@ class Operand:
 
     @property
     def gradient(self) -> Operand:
-        """Its gradient, or a copy of it: as large, and with nothing repeated."""
+        """The gradient of the operand, or a copy of it: as large, and with nothing repeated."""
         return self if self.repeats == 1.0 else replace(self, repeats=1.0)
 
 

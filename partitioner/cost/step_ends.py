@@ -23,7 +23,7 @@ _NOTHING = Sent(0.0)
 
 
 @dataclass(frozen=True)
-class Bucket:
+class GradientBucket:
     """Gradients that are reduced together once the backward of the call at ``place`` has run, the first that reads
     any of their parameters. ``scatter``: to shards; ``rest``: adding up what is left; ``gather_s``: of the updated
     parameters."""
@@ -40,11 +40,11 @@ def stage_buckets(
     states: Mapping[str, StateCost],
     reducer: Reducer,
     last_levels: Mapping[tuple[str, ...], bool],
-) -> list[Bucket]:
+) -> list[GradientBucket]:
     """The buckets of a stage, in the order in which its backward completes them."""
     found = [bucket for group in _filled(problem, plan, states, reducer) for bucket in _made(*group)]
 
-    def priced(members: Sequence[tuple[int, StateCost]]) -> Bucket:
+    def priced(members: Sequence[tuple[int, StateCost]]) -> GradientBucket:
         cost = members[0][1]
         gradients = sum(c.gradient for _, c in members)
         place = min(p for p, _ in members)
@@ -56,7 +56,7 @@ def stage_buckets(
             gather = collective_time("all_gather", parameters, reducer.group(cost.scatter_axes))
         if cost.rest_axes:
             rest = reducer.all_reduce(sum(c.gradient_piece for _, c in members), cost.rest_axes)
-        return Bucket(place, scatter, rest, gather)
+        return GradientBucket(place, scatter, rest, gather)
 
     return sorted((priced(members) for members in found), key=lambda bucket: -bucket.place)
 
@@ -105,7 +105,7 @@ def _made(members: Sequence[tuple[int, StateCost]], limit: float) -> Iterator[li
 def gathered_seconds(
     problem: StageProblem,
     plan: StagePlan,
-    buckets: Sequence[Bucket],
+    buckets: Sequence[GradientBucket],
     slowdown: float,
     idle_s: float = 0.0,
     first_s: float = 0.0,
@@ -141,7 +141,12 @@ class Delays(NamedTuple):
 
 
 def reduction_delays(
-    problem: StageProblem, plan: StagePlan, buckets: Sequence[Bucket], slowdown: float, *, by_halves: bool = False
+    problem: StageProblem,
+    plan: StagePlan,
+    buckets: Sequence[GradientBucket],
+    slowdown: float,
+    *,
+    by_halves: bool = False,
 ) -> Delays:
     """What reducing the gradients of a stage adds to its last backward; ``by_halves``: of which only the half for
     weights is left at the end."""
@@ -154,11 +159,11 @@ def reduction_delays(
     else:
         work, window = _backward_seconds(problem, plan, run), run.backward_s + run.recompute_s
     scale = window / total if (total := sum(work.values())) else 0.0
-    at: dict[int, list[Bucket]] = {}
+    at: dict[int, list[GradientBucket]] = {}
     for bucket in buckets:
         at.setdefault(bucket.place if bucket.place in work else -1, []).append(bucket)
     sent: list[Beside] = []  # scatters of the backward before, and what is left to add up when they have ended
-    left: list[tuple[Beside, Bucket]] = []
+    left: list[tuple[Beside, GradientBucket]] = []
 
     def settle() -> None:
         for scatter, bucket in left:
@@ -167,7 +172,7 @@ def reduction_delays(
             clock.begin(Beside(0.0, bucket.rest.seconds))
         left.clear()
 
-    def reduce(bucket: Bucket) -> None:
+    def reduce(bucket: GradientBucket) -> None:
         if bucket.scatter is _NOTHING:
             clock.compute(bucket.rest.coding_s)
             clock.begin(Beside(0.0, bucket.rest.seconds))

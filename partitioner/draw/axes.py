@@ -119,7 +119,7 @@ def link_rows(topology: Topology) -> list[tuple[str, str, str, str]]:
 
 
 def rate_rows(topology: Topology) -> list[tuple[str, str, str, str, str, str]]:
-    """As :func:`link_rows`, with the bandwidth that is described and what a node gets."""
+    """The rows of :func:`link_rows`, with the bandwidth that is described and what a node gets."""
     rows = []
     for level in topology.levels:
         whole, device, node = level_rates(topology, level)

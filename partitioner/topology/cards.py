@@ -22,7 +22,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class NetworkCards:
-    """Of every device, all of shape ``[num_devices]``; bandwidths in cards.
+    """The network cards that every device uses, all arrays of shape ``[num_devices]``; bandwidths in cards.
 
     ``port``: the number of the card that it uses (of several, one number for all of them). ``alone``: what it gets
     while no other device uses its port, ``share``: while all those do that have the port. ``left``: the fraction of

@@ -128,7 +128,7 @@ class Group:
         return *found, self.exchange_start, self.exchange_slope
 
     def hop(self, places: int) -> Hop:
-        """Of messages of all ranks to the one that is so many ``places`` further; negative: further back.
+        """The hop of messages of all ranks to the one that is so many ``places`` further; negative: further back.
 
         Where the order of the ranks is not known, over the slowest of the levels when all talk at once.
         """

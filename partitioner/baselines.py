@@ -54,8 +54,8 @@ class Family:
     space: Space
 
     def promising(self, most_s: float) -> list[Point]:
-        """Points of the family that fit and take less than ``most_s`` by their bounds, those first that are likely to take least: of
-        each way to divide the model the best, then the others."""
+        """Points of the family that fit and take less than ``most_s`` by their bounds, those first that are likely to
+        take least: of each way to divide the model the best, then the others."""
         if not self.points:
             return []
         times = self.bounds.times(self.points)

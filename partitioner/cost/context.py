@@ -23,8 +23,8 @@ _WIDE_BYTES = 4  # gradients of narrow types travel in float32
 def exchange_seconds(
     query: Operand, key: Operand, value: Operand, seen: Band, algorithm: str, zigzag: bool, group: Group
 ) -> Seconds:
-    """Seconds of the exchanges of one attention, of which each rank has such queries, keys and values. A ring's hops come
-    one after the other, each as long as that of its slowest pair of ranks."""
+    """Seconds of the exchanges of one attention, of which each rank has such queries, keys and values. A ring's hops
+    come one after the other, each as long as that of its slowest pair of ranks."""
     if group.others:
         each = (exchange_seconds(query, key, value, seen, algorithm, zigzag, one) for one in group.every)
         forward, backward = zip(*each, strict=True)

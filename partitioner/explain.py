@@ -15,6 +15,7 @@ from partitioner.explain_axes import experts, sequence
 from partitioner.explain_precision import precision_notes, types_text
 from partitioner.explain_tables import (
     bars,
+    beyond_sentences,
     candidate_counts,
     candidate_table,
     collective_table,
@@ -90,6 +91,7 @@ _AXIS_WORDS = {  # axes of groups that are not of the plan's mesh
 }
 _RESIDUE = 1e-9  # of a step: differences of sums, no time
 _LOW = 0.3  # MFU: below it the kinds of operators are named that take longest
+_NOTED = 0.01  # of a step: recomputation that is worth a word
 _TIGHT = 0.9  # of the memory: from here on memory is said to bind
 
 
@@ -235,10 +237,16 @@ def _limits(plan: Plan) -> Iterator[RenderableType]:
             yield from [line(f"Most of a microbatch's computation is in {kinds}.")] if kinds else []
     if estimate.memory:
         rank = fullest_rank(plan)
-        share = estimate.memory[rank] / max(1, capacities(plan)[rank])
-        used = f"the fullest rank uses {percent(share)} of the memory that plans may use"
-        if share >= _TIGHT:
-            yield line(f"Memory: {used}. Layouts that need more are ruled out, even if they were faster.")
+        usable = capacities(plan)[rank] * (1 - plan.constraints.memory_margin)
+        share = estimate.memory[rank] / max(1, usable)
+        used = f"the fullest rank uses {percent(share)} of what the margin leaves"
+        again = estimate.breakdown.get("recompute", 0.0) / (sum(estimate.breakdown.values()) or 1.0)
+        if again > _NOTED:
+            used += f", and {percent(again)} of the step is recomputation, which saves memory"
+        if share >= _TIGHT or again > _NOTED:
+            yield line(
+                f"Memory limits the plan: {used}. Layouts that need more are ruled out, even if they were faster."
+            )
         else:
             yield line(f"Memory does not limit the plan: {used}.")
     yield from _disk_binds(plan)
@@ -406,8 +414,7 @@ def _certificate(plan: Plan) -> Iterator[RenderableType]:
         most = percent((c.objective - nearest) / c.objective)
         yield line(f"{c.num_open} {were} not worked out and may be faster, by {most} at most.")
     yield from map(line, outside)
-    told = {"schedule", "virtual_stages", "offload"}  # which the sentences before are about
-    yield from map(line, dict.fromkeys(text for name, text in c.beyond.items() if name not in told))
+    yield from map(line, beyond_sentences(plan))
     if plan.estimate.simulated is not None:
         simulated, step = plan.estimate.simulated, plan.estimate.step_time
         off = f"{abs(simulated / step - 1):.1%} {'above' if simulated > step else 'below'} that"

@@ -152,7 +152,7 @@ def figures(plan: Plan, time: str) -> Padding:
         ("disk", disk_text(plan)),
         ("matmul work divided", percent(plan.shares.matmul_sharded) if divided else ""),
         ("certificate", certificate_line(plan)),
-        ("not covered", " ".join(uncovered(plan))),
+        ("not covered", " ".join(_shortly_uncovered(plan))),
         ("alternatives", candidate_counts(certificate)),
         ("search", cut_off(certificate)),
     ]
@@ -336,6 +336,17 @@ def uncovered(plan: Plan) -> list[str]:
     if limit := unhosted(plan):
         found.append(f"Plans were searched {limit}; a faster plan with more offload may exist.")
     return found
+
+
+def beyond_sentences(plan: Plan) -> list[str]:
+    """What else could be fixed and the bound does not speak of, besides schedules and offload."""
+    told = {"schedule", "virtual_stages", "offload"}
+    return list(dict.fromkeys(text for name, text in plan.certificate.beyond.items() if name not in told))
+
+
+def _shortly_uncovered(plan: Plan) -> list[str]:
+    more = len(beyond_sentences(plan))
+    return [*uncovered(plan), *([f"explain() names {more} more."] if more else [])]
 
 
 def cut_off(certificate: Certificate) -> str:

@@ -563,9 +563,9 @@ def test_reports_know_the_words(tmp_path: Path):
     text = plan.explain()
     assert "all-to-all of" in text and "of gradients in int8 over dp_replicate" in text
     assert "reduce-scatter of" in text and "of gradients over dp_shard" in text
-    assert "what compressing gradients lost" in text
+    assert "rounding errors of compressed gradients" in text
     assert "gather of gradients" in plan.to_svg(tmp_path / "t.svg", view="timeline").read_text()
-    assert "what compressing gradients lost" in plan.to_svg(tmp_path / "m.svg", view="memory").read_text()
+    assert "rounding errors of compressed gradients" in plan.to_svg(tmp_path / "m.svg", view="memory").read_text()
     assert "gradients in int8 over dp_replicate" in plan.to_svg(tmp_path / "g.svg").read_text()
     assert Plan.load(plan.save(tmp_path / "plan.json")) == plan
     assert "0GATHER_B:0" in [str(i) for i in plan.program.stages[0].instructions]

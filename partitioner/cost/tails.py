@@ -29,7 +29,7 @@ from partitioner.solve.stage_problem import StageCall, StageProblem
 from partitioner.solve.stages import stage_plan
 from partitioner.solve.tables import StageTables, Table, min_max
 
-_MOST_FOLLOWED = 150  # runs of a stage whose reductions are followed bucket by bucket
+_MOST_FOLLOWED = 60  # runs of a stage whose reductions are followed bucket by bucket
 
 
 def least_update(problem: StageProblem, states: Mapping[str, StateCost], machine: Machine) -> float:

@@ -247,10 +247,10 @@ class _Lane(RankClock):
         self.spans.append(Span(began, self.clock, self.position, instruction, self.clock - ready))
         self.position += 1
 
-    def post(self, seconds: float, nbytes: int, ready: float = 0.0) -> _InstructionJob:
-        """Begin a collective of the present instruction beside what is computed."""
-        instruction = self.instructions[self.position]
-        job = _InstructionJob(ready, seconds, index=self.position, instruction=instruction, nbytes=nbytes)
+    def post(self, index: int, seconds: float, nbytes: int, ready: float = 0.0) -> _InstructionJob:
+        """Begin the collective of instruction ``index`` beside what is computed."""
+        instruction = self.instructions[index]
+        job = _InstructionJob(ready, seconds, index=index, instruction=instruction, nbytes=nbytes)
         self.begin(job)
         return job
 
@@ -374,10 +374,9 @@ class _Simulation:
         last = i.op == "GATHER" and level == 0
         before = [lane.scattered[i.bucket]] if i.bucket in lane.scattered else []
         before += [lane.summed] if last and lane.summed is not None else []
+        index = lane.position
         lane.spend(lane.clock, coding, before)
-        lane.position -= 1
-        lane.scattered[i.bucket] = lane.post(seconds, nbytes)
-        lane.position += 1
+        lane.scattered[i.bucket] = lane.post(index, seconds, nbytes)
         lane.summed = lane.scattered[i.bucket] if last else lane.summed
 
     def sent(self, bucket: Bucket, axes: tuple[str, ...], nbytes: int, stage: int) -> tuple[float, float]:
@@ -391,7 +390,7 @@ class _Simulation:
         assert i.bucket is not None
         states = self.program.stages[lane.stage].buckets[i.bucket].states
         ready = max([0.0, *(lane.fetched.pop(s) for s in states if s in lane.fetched)])
-        lane.gathered[i.bucket] = lane.post(*self.shared(lane, i, "all_gather"), ready)
+        lane.gathered[i.bucket] = lane.post(lane.position, *self.shared(lane, i, "all_gather"), ready)
         lane.spend(lane.clock, 0.0)
 
     def scatter(self, lane: _Lane, i: Instruction) -> None:
@@ -401,10 +400,9 @@ class _Simulation:
         if bucket.compression is not None and not bucket.levels:
             coding = self.durations.coding(lane.stage, bucket.compression, nbytes)
             seconds = self.sent(bucket, zero_axes(self.program, bucket.states), nbytes, lane.stage)[0]
+        index = lane.position
         lane.spend(lane.clock, coding, lane.scattering.before_next())
-        lane.position -= 1
-        job = lane.scattered[i.bucket] = lane.post(seconds, nbytes)
-        lane.position += 1
+        job = lane.scattered[i.bucket] = lane.post(index, seconds, nbytes)
         lane.scattering.begin(job)
 
     def shared(self, lane: _Lane, i: Instruction, op: Sharing) -> tuple[float, int]:

@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from partitioner import Constraints, Plan, partition
 from partitioner.batches_nearby import batches_near
 from partitioner.explain_tables import other_batch_text
 from partitioner.units import seconds_text
 from tests.test_infeasible import cluster
-
-
-class Deep(nn.Module):
-    """Samples of 512 rows, whose products take far longer than gradients do to be added up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.relu(layer(x))
-        return x.square().mean()
+from tests.test_largest import Tokens
 
 
 def planned(batch: int, devices: int) -> Plan:
     with torch.device("meta"):
-        model, inputs = Deep(), (torch.empty(batch, 16384, 256),)
+        model, inputs = Tokens(), (torch.empty(batch, 16384, 256),)
     pins = Constraints(pp=1, tp=1, zero=0, microbatch_size=1)
     return partition(model, cluster(8192, devices), inputs, constraints=pins)
 

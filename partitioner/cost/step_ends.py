@@ -165,21 +165,23 @@ def reduction_delays(
     sent: list[Beside] = []  # scatters of the backward before, and what is left to add up when they have ended
     left: list[tuple[Beside, GradientBucket]] = []
 
+    def begin(part: Sent) -> Beside:
+        collective = Beside(0.0, part.seconds)
+        clock.compute(part.coding_s)
+        clock.begin(collective)
+        return collective
+
     def settle() -> None:
         for scatter, bucket in left:
             clock.wait_for(scatter)
-            clock.compute(bucket.rest.coding_s)
-            clock.begin(Beside(0.0, bucket.rest.seconds))
+            begin(bucket.rest)
         left.clear()
 
     def reduce(bucket: GradientBucket) -> None:
         if bucket.scatter is _NOTHING:
-            clock.compute(bucket.rest.coding_s)
-            clock.begin(Beside(0.0, bucket.rest.seconds))
+            begin(bucket.rest)
             return
-        scatter = Beside(0.0, bucket.scatter.seconds)
-        clock.compute(bucket.scatter.coding_s)
-        clock.begin(scatter)
+        scatter = begin(bucket.scatter)
         sent.append(scatter)
         if bucket.rest is not _NOTHING:
             left.append((scatter, bucket))

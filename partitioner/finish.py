@@ -29,7 +29,7 @@ from partitioner.solve.aside import Later
 from partitioner.solve.pipelines import is_split
 from partitioner.solve.point import Point
 from partitioner.solve.rows import bound_and_gap
-from partitioner.timing import LaidProgram, follow
+from partitioner.timing import ProgramOnDevices, follow
 from partitioner.topology.groups import stage_capacity, stage_ranks
 from partitioner.units import bytes_text
 from partitioner.ways import context_ways
@@ -120,12 +120,12 @@ def plan_to_fit(job: Job, find: Find, *, estimate_only: bool, time_limit_s: floa
 
 
 def _is_slower(estimate: Estimate) -> bool:
-    """Whether the program takes longer than the search said, by more than it is to be trusted."""
+    """Whether the simulation of the program is longer than the estimate by more than :data:`SAME_TIME`."""
     return estimate.simulated is not None and estimate.simulated > estimate.step_time * (1 + SAME_TIME)
 
 
 def _rivals_s(explored: Explored) -> float:
-    """Seconds that the other candidates take at least, by the search."""
+    """The least seconds that any candidate but the chosen one can take, by the search's bounds and estimates."""
     rows = (row for row in explored.rows.values() if row.error is None and row.status != "chosen")
     return min((row.least_s for row in rows), default=math.inf)
 
@@ -330,6 +330,6 @@ def emit_program(job: Job, chosen: Solved) -> tuple[Program, Estimate]:
 def _simulated(job: Job, chosen: Solved, program: Program, facts: ProgramFacts) -> float:
     """Seconds of a step at which the simulation of a program ends; with what devices lose that cannot all compute at a
     time, which it does not follow."""
-    laid = LaidProgram(program, job.topology, chosen.devices, job.constraints, job.precision, job.optimizer)
+    laid = ProgramOnDevices(program, job.topology, chosen.devices, job.constraints, job.precision, job.optimizer)
     contention = chosen.estimate.breakdown.get("contention", 0.0)
     return follow(laid, facts).timeline.step_time + contention

@@ -44,7 +44,7 @@ from runtime.zero import zero_axes
 _EXPERT_AXES = {"edp": "experts", "etp": "tp"}  # what the machine calls axes of the experts' mesh
 
 
-class Laid(Protocol):
+class HasProgram(Protocol):
     """A program and the devices that it runs on, as a :class:`Plan` has them."""
 
     @property
@@ -62,7 +62,7 @@ class Laid(Protocol):
 
 
 @dataclass(frozen=True)
-class LaidProgram:
+class ProgramOnDevices:
     """A program before it is a plan's."""
 
     program: Program
@@ -83,7 +83,7 @@ class Followed:
     places: tuple[int, ...]
 
 
-def follow(plan: Laid, facts: ProgramFacts | None = None) -> Followed:
+def follow(plan: HasProgram, facts: ProgramFacts | None = None) -> Followed:
     """One step of ``plan`` on the pipelines that take longest, with the optimizer's update."""
     facts = facts or ProgramFacts(plan.program)
     overlap = steps_overlap(plan)
@@ -105,7 +105,7 @@ def follow(plan: Laid, facts: ProgramFacts | None = None) -> Followed:
     return max(found, key=lambda each: each.timeline.step_time)
 
 
-def steps_overlap(plan: Laid) -> bool:
+def steps_overlap(plan: HasProgram) -> bool:
     """Whether a rank of ``plan`` begins a step while others are still in the one before."""
     return plan.constraints.overlap_steps and is_split(plan.program.schedule)
 
@@ -141,7 +141,9 @@ class PlanDurations:
     """The durations that the simulator asks for, from the plan's topology. ``seats``: by stage, of the ranks that are
     followed (``None``: the slowest of each stage)."""
 
-    def __init__(self, plan: Laid, seats: tuple[Seats, ...] | None = None, facts: ProgramFacts | None = None) -> None:
+    def __init__(
+        self, plan: HasProgram, seats: tuple[Seats, ...] | None = None, facts: ProgramFacts | None = None
+    ) -> None:
         self.plan = plan
         self.facts = facts or ProgramFacts(plan.program)
         self._seats = seats

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Beside:
+class OverlappedCollective:
     """A collective beside computation, in seconds: when it may begin, and what is left of it. ``begun`` and ``ended``
     are known when the rank's clock has got there."""
 
@@ -24,9 +24,9 @@ class RankClock:
 
     slowdown: float = 1.0
     clock: float = 0.0
-    under_way: deque[Beside] = field(default_factory=deque)  # that have not ended, in order
+    under_way: deque[OverlappedCollective] = field(default_factory=deque)  # that have not ended, in order
 
-    def begin(self, collective: Beside) -> None:
+    def begin(self, collective: OverlappedCollective) -> None:
         """Post ``collective`` behind those that are under way; it begins no earlier than now."""
         collective.ready = max(collective.ready, self.clock)
         self.under_way.append(collective)
@@ -61,7 +61,7 @@ class RankClock:
             self._end()
         self.clock = max(self.clock, until)
 
-    def wait_for(self, collective: Beside) -> None:
+    def wait_for(self, collective: OverlappedCollective) -> None:
         """Let time pass without work until ``collective`` has ended."""
         while collective.ended is None:
             first = self.under_way[0]
@@ -80,5 +80,5 @@ class RankClock:
             first.begun = self.clock
         self.ended(first)
 
-    def ended(self, collective: Beside) -> None:
+    def ended(self, collective: OverlappedCollective) -> None:
         """Called with each collective that has ended."""

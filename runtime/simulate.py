@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from runtime.buckets import Compression
-from runtime.clock import Beside, RankClock
+from runtime.clock import OverlappedCollective, RankClock
 from runtime.facts import ProgramFacts, value_bytes
 from runtime.levels import parts, rest_axes
 from runtime.memory import memory_steps
@@ -203,7 +203,7 @@ def _memory(facts: ProgramFacts, lane: _Lane, extra: int) -> tuple[tuple[tuple[f
 
 
 @dataclass(kw_only=True)
-class _InstructionJob(Beside):
+class _InstructionJob(OverlappedCollective):
     """What an instruction starts; ``index``: of the instruction."""
 
     index: int
@@ -235,7 +235,7 @@ class _Lane(RankClock):
     spans: list[Span] = field(default_factory=list)
     background: list[Background] = field(default_factory=list)
 
-    def spend(self, start: float, work: float, wait_for: Iterable[Beside] = ()) -> None:
+    def spend(self, start: float, work: float, wait_for: Iterable[OverlappedCollective] = ()) -> None:
         """Finish the present instruction: wait until ``start`` and for some jobs, then work."""
         began = self.clock
         self.wait(start)
@@ -259,7 +259,7 @@ class _Lane(RankClock):
         self.wait_for_all()
         self.wait(max([self.clock, *(b.end for b in self.background)]))
 
-    def ended(self, collective: Beside) -> None:
+    def ended(self, collective: OverlappedCollective) -> None:
         assert isinstance(collective, _InstructionJob)
         assert collective.begun is not None
         begun, index, instruction = collective.begun, collective.index, collective.instruction
@@ -428,7 +428,7 @@ class _Simulation:
         return start, seconds, [lane.gathered.pop(b) for b in needed]
 
     def offload(self, lane: _Lane, i: Instruction) -> None:
-        nbytes, needed = self.kept(lane, i), list[Beside]()
+        nbytes, needed = self.kept(lane, i), list[OverlappedCollective]()
         if i.states:
             nbytes, needed = sum(map(self.facts.gradient_piece_bytes, i.states)), [*lane.under_way]
         # what was kept before has left by then, so that no more memory is taken

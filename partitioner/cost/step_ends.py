@@ -17,7 +17,7 @@ from partitioner.cost.states import StateCost
 from partitioner.emit_buckets import bucket_limit
 from partitioner.solve.stage_problem import StageProblem
 from partitioner.solve.stages import StagePlan
-from runtime.clock import Beside, RankClock
+from runtime.clock import OverlappedCollective, RankClock
 
 _NOTHING = Sent(0.0)
 
@@ -112,13 +112,13 @@ def gathered_seconds(
 ) -> float:
     """Seconds by which the first forward of a stage ends later than if it began at once: with ``first_s`` of work ahead
     of it, and gathers of updated parameters beside that. The stage has nothing else to do for ``idle_s`` seconds."""
-    gathers = {b: Beside(0.0, b.gather_s) for b in sorted(buckets, key=lambda b: b.place) if b.gather_s}
+    gathers = {b: OverlappedCollective(0.0, b.gather_s) for b in sorted(buckets, key=lambda b: b.place) if b.gather_s}
     if not gathers:
         return first_s
     clock, pace, run = RankClock(slowdown), problem.pace(plan.number), plan.runs[0]
     for gather in gathers.values():
         clock.begin(gather)
-    needed: dict[int, list[Beside]] = {}
+    needed: dict[int, list[OverlappedCollective]] = {}
     for bucket, gather in gathers.items():
         needed.setdefault(bucket.place, []).append(gather)
     clock.wait(idle_s)
@@ -133,8 +133,11 @@ def gathered_seconds(
 
 
 class Delays(NamedTuple):
-    """Seconds by which reductions beside a stage's last backward let it end later, and from where it would have ended
-    until all gradients are whole."""
+    """What reductions beside a stage's last backward add, in seconds.
+
+    ``backward_s``: by how much later the backward ends than without them. ``whole_s``: the time from the end that it
+    would have had without them until all gradients are whole.
+    """
 
     backward_s: float
     whole_s: float
@@ -162,11 +165,13 @@ def reduction_delays(
     at: dict[int, list[GradientBucket]] = {}
     for bucket in buckets:
         at.setdefault(bucket.place if bucket.place in work else -1, []).append(bucket)
-    sent: list[Beside] = []  # scatters of the backward before, and what is left to add up when they have ended
-    left: list[tuple[Beside, GradientBucket]] = []
+    sent: list[
+        OverlappedCollective
+    ] = []  # scatters of the backward before, and what is left to add up when they have ended
+    left: list[tuple[OverlappedCollective, GradientBucket]] = []
 
-    def begin(part: Sent) -> Beside:
-        collective = Beside(0.0, part.seconds)
+    def begin(part: Sent) -> OverlappedCollective:
+        collective = OverlappedCollective(0.0, part.seconds)
         clock.compute(part.coding_s)
         clock.begin(collective)
         return collective

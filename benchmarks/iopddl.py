@@ -21,8 +21,9 @@ from pathlib import Path  # noqa: E402
 
 import numpy as np  # noqa: E402
 
-from partitioner.solve.assignment import AssignmentProblem, solve_assignment  # noqa: E402
+from partitioner.solve.assignment import AssignmentProblem  # noqa: E402
 from partitioner.solve.memory import Memory  # noqa: E402
+from partitioner.solve.within_memory import solve_within_memory  # noqa: E402
 
 FORBIDDEN = 1e18  # costs from here on mean that a choice is not allowed
 
@@ -62,7 +63,7 @@ def main() -> None:
     problem = read(arguments.file)
     margin = 1.0 + 0.02 * arguments.seconds  # to check and print the answer
     left = arguments.seconds - (time.perf_counter() - START) - margin
-    answer = solve_assignment(problem, time_limit_s=max(left, 0.5))
+    answer = solve_within_memory(problem, time_limit_s=max(left, 0.5))
     seconds = time.perf_counter() - START
     result = {"cost": answer.objective, "bound": answer.bound, "seconds": seconds}
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]

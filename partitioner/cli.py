@@ -15,7 +15,9 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from partitioner import cli_budget, cli_largest, cli_launch, cli_size, cli_watch
+from partitioner.cli_budget import add_budget_command
+from partitioner.cli_largest import add_largest_command
+from partitioner.cli_launch import add_launch_commands
 from partitioner.cli_options import (
     Chart,
     GlobalBatch,
@@ -30,7 +32,9 @@ from partitioner.cli_options import (
     examples,
 )
 from partitioner.cli_report import Commands, check_outputs, output, print_parts, progress, steps
+from partitioner.cli_size import add_size_command
 from partitioner.cli_target import all_constraints, constraints_of, load_target
+from partitioner.cli_watch import add_watch_commands
 from partitioner.units import plural, seconds_text
 
 app = typer.Typer(
@@ -389,8 +393,11 @@ def _wrote(what: str, path: Path) -> None:
     output().print(Text.assemble((f"{what}: ", "dim"), str(path)))
 
 
-for commands in (cli_watch, cli_launch, cli_size, cli_budget, cli_largest):
-    commands.add_to(app)
+add_watch_commands(app)
+add_launch_commands(app)
+add_size_command(app)
+add_budget_command(app)
+add_largest_command(app)
 
 if __name__ == "__main__":
     app()

@@ -15,7 +15,7 @@ _EPILOG = examples(
 )
 
 
-def add_to(app: typer.Typer) -> None:
+def add_budget_command(app: typer.Typer) -> None:
     """Make the command of this module a command of ``app``."""
     app.command(epilog=_EPILOG)(budget)
 

@@ -18,7 +18,7 @@ _EPILOG = examples(
 )
 
 
-def add_to(app: typer.Typer) -> None:
+def add_launch_commands(app: typer.Typer) -> None:
     """Make the command of this module a command of ``app``."""
     app.command(epilog=_EPILOG)(launch)
 

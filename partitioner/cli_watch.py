@@ -12,7 +12,7 @@ from partitioner.cli_options import PlanFile, examples
 from partitioner.cli_report import output, print_parts
 
 
-def add_to(app: typer.Typer) -> None:
+def add_watch_commands(app: typer.Typer) -> None:
     """Make the commands of this module commands of ``app``."""
     app.command(epilog=examples("partitioner trace plan.json watch/ -o trace.json"))(trace)
     app.command(epilog=examples("partitioner compare plan.json trace.json"))(compare)

@@ -180,12 +180,12 @@ def _binomial(s: Sampler) -> Any:
     return s.numbers(ops.binomial.default, s.sizes, s.parameter("count"), s.parameter("prob"))
 
 
-def gamma(s: Sampler) -> Any:
+def sample_gamma(s: Sampler) -> Any:
     return s.numbers(ops.gamma.default, s.sizes, s.parameter("self"))
 
 
 def dirichlet(s: Sampler) -> Any:
-    parts = gamma(s)
+    parts = sample_gamma(s)
     return s.run(aten.div.Tensor, parts, s.run(aten.sum.dim_IntList, parts, [-1], True))
 
 
@@ -248,7 +248,7 @@ _FORMULAS: dict[str, Formula] = {
     "bernoulli": bernoulli,
     "poisson": _poisson,
     "binomial": _binomial,
-    "_standard_gamma": gamma,
+    "_standard_gamma": sample_gamma,
     "_sample_dirichlet": dirichlet,
     "randperm": _permutation,
     "multinomial": _multinomial,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from passes import draws
-from passes.draws import Sampler, arguments_of, drawing, formula_of
+from passes.draws import Sampler, arguments_of, drawing, formula_of, sample_gamma
 from passes.draws import native_dropout as native
 from passes.errors import UnsupportedError
 from passes.infer import META
@@ -62,7 +62,7 @@ def gamma(build: Builder, concentration: fx.Node, generator: Any = None) -> Any:
     """Numbers of the gamma distribution, with the gradient that torch has of them: by implicit differentiation."""
     if generator is not None:
         return KEEP
-    sample = draws.gamma(_sampler(build, {"self": concentration}, val(concentration)))
+    sample = sample_gamma(_sampler(build, {"self": concentration}, val(concentration)))
     fixed = build(aten.detach.default, concentration)
     slope = build(ops.gamma_grad.default, fixed, sample)
     change = build(aten.sub.Tensor, concentration, fixed)

@@ -25,14 +25,14 @@ def sample_dims(model: FoldedModel, dims: Mapping[str, int | None], count: int) 
     """For each node of each block where ``count`` samples stand in its results. ``dims``: values -> their dim."""
     found: dict[fx.Node, Results] = {}
     seen: set[str] = set()
-    for call in model.calls:
-        if call.block in seen:
+    for placed in model.calls:
+        if placed.block in seen:
             continue
-        seen.add(call.block)
-        block = model.blocks[call.block]
+        seen.add(placed.block)
+        block = model.blocks[placed.block]
         given = {
             name: {dim: count}
-            for name, value in zip(block.inputs, call.inputs, strict=True)
+            for name, value in zip(block.inputs, placed.inputs, strict=True)
             if (dim := dims.get(value)) is not None
         }
         found |= _of_block(block, given)

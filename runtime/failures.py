@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import torch.distributed as dist
 
+import runtime
 from runtime.calls import BoundCall
 from runtime.codegen import Compiled
 from runtime.errors import CheckpointError, CommunicationError, Failure, InstructionError
@@ -18,7 +19,7 @@ from runtime.program import RankProgram
 # What a rank meets when another one has gone: a consequence, not a cause.
 _LOST = re.compile(r"connection (was )?(closed|reset|refused)|timed? ?out|broken pipe|abort", re.IGNORECASE)
 _LIBRARY = re.compile(r"gloo|nccl|ProcessGroup|c10d|TCPStore", re.IGNORECASE)
-_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(runtime.__file__)))
 _COMMUNICATING = (os.path.join(_ROOT, "runtime"), os.path.join(_ROOT, "passes"), os.path.dirname(dist.__file__))
 
 
@@ -81,7 +82,7 @@ def failure_of(
 
 def users_line(error: BaseException) -> str:
     """The innermost line that is not of this package or of a library, Python's own too: where the user's script was."""
-    others = (os.path.dirname(os.path.abspath(__file__)), sysconfig.get_path("stdlib"), "<")
+    others = (os.path.dirname(os.path.abspath(runtime.__file__)), sysconfig.get_path("stdlib"), "<")
     lines = [
         f"{f.filename}:{f.lineno}"
         for f in traceback.extract_tb(error.__traceback__)

@@ -21,7 +21,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_ROOT = Path(__file__).resolve().parent.parent
+import runtime
+
+_ROOT = Path(runtime.__file__).resolve().parent.parent
 _SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
 # Ctrl-C is for the client, which then closes the socket; also while the server imports.
 _SERVER = """

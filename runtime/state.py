@@ -96,11 +96,11 @@ def load_weights(rank: RankProgram, path: Path, shards: Mapping[str, Tensor]) ->
     files = FileWeights(path).for_names(names_read(rank.program))
     check_weights(rank.program, files)
     weights = stacked(rank.program, files)
-    for name, shard in shards.items():
+    for name, own in shards.items():
         found = next((n for n in (name, *rank.program.states[name].aliases) if weights.spec(n) is not None), None)
         if found is not None:
             with torch.no_grad():
-                shard.copy_(own_piece(rank, name, read_shards(weights, found, rank.shards(name))))
+                own.copy_(own_piece(rank, name, read_shards(weights, found, rank.shards(name))))
     files.close()
 
 
@@ -120,8 +120,8 @@ def _shard(
         whole = whole.expand(state.shape) if whole.dim() == 0 else whole.reshape(state.shape)
         return take_shards(whole, shards).contiguous().to(device)
     number = 0
-    for shard in shards:
-        number = number * shard.num_ranks + shard.rank
+    for cut in shards:
+        number = number * cut.num_ranks + cut.rank
     return _random(name, state, shard_shape(program, name), number, dtype).to(device)
 
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from partitioner.solve import assignment, large
+from partitioner.solve import assignment, large, within_memory
 from partitioner.solve.assignment import AssignmentProblem, Row, TimeLimitError, live_rows, solve_assignment
 from partitioner.solve.contract import Contraction
 from partitioner.solve.cutset import conditioned_order
@@ -25,6 +25,7 @@ from partitioner.solve.flat import Flat
 from partitioner.solve.memory import Memory, Usage, stretches
 from partitioner.solve.presolve import InfeasibleError, Reduction
 from partitioner.solve.search import Search
+from partitioner.solve.within_memory import solve_within_memory
 
 INSTANCES = Path(__file__).parents[2] / "shared" / "iopddl"
 
@@ -104,10 +105,10 @@ def memory_problems(draw: st.DrawFn) -> AssignmentProblem:
 def test_the_method_for_large_problems_is_bracketed_by_the_optimum(problem: AssignmentProblem, whole: int) -> None:
     expected = brute_force(problem)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assignment, "MANY_ENTRIES", -1)
+        patch.setattr(within_memory, "MANY_ENTRIES", -1)
         patch.setattr(large, "WHOLE_ENTRIES", whole)
         try:
-            answer = solve_assignment(problem, time_limit_s=0.5)
+            answer = solve_within_memory(problem, time_limit_s=0.5)
         except (InfeasibleError, TimeLimitError):
             return
     assert math.isfinite(expected)
@@ -124,12 +125,12 @@ def test_a_large_problem_is_answered_within_its_limit_wherever_that_can_be(probl
     problem = replace(problem, rows=())
     expected = brute_force(problem)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assignment, "MANY_ENTRIES", -1)
+        patch.setattr(within_memory, "MANY_ENTRIES", -1)
         if math.isinf(expected):
             with pytest.raises((InfeasibleError, TimeLimitError)):
-                solve_assignment(problem, time_limit_s=0.2)
+                solve_within_memory(problem, time_limit_s=0.2)
             return
-        answer = solve_assignment(problem, time_limit_s=10.0)
+        answer = solve_within_memory(problem, time_limit_s=10.0)
     assert answer.objective == pytest.approx(expected, rel=1e-6)
     assert answer.bound <= expected * (1 + 1e-9) + 1e-12
 

@@ -13,15 +13,12 @@ import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-import passes.differentiate
-import passes.fold
-import passes.shard
-import runtime.state
 from partitioner import Constraints, Plan, Topology, UnsupportedError, partition, prepare
 from partitioner.cli import app
+from passes import differentiate, fold, shard
 from passes.errors import InternalError, PartitionError, ResourceError, UserCodeError
 from passes.faults import PHASES, typed_errors
-from runtime import Engine, RankError, run_threads
+from runtime import Engine, RankError, run_threads, state
 from runtime.threads import ThreadWorld
 
 
@@ -64,7 +61,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, error: Excep
 
 
 def test_an_internal_error_names_phase_operator_and_line(monkeypatch: pytest.MonkeyPatch):
-    broken(monkeypatch, passes.shard._Rewriter, "operator", KeyError("x"))
+    broken(monkeypatch, shard._Rewriter, "operator", KeyError("x"))
     with pytest.raises(InternalError) as caught:
         make_plan()
     error = caught.value
@@ -80,9 +77,9 @@ def test_an_internal_error_names_phase_operator_and_line(monkeypatch: pytest.Mon
 
 
 INSIDE: dict[str, tuple[Any, str, Callable[[Plan], Any]]] = {
-    "folding layers into blocks": (passes.fold, "_join_results", lambda plan: make_plan()),
-    "differentiating a block": (passes.differentiate, "_simplify", lambda plan: plan.verify(Net(), batch())),
-    "checking the weights": (runtime.state, "_differences", lambda plan: run_threads(plan, Net(), batch())),
+    "folding layers into blocks": (fold, "_join_results", lambda plan: make_plan()),
+    "differentiating a block": (differentiate, "_simplify", lambda plan: plan.verify(Net(), batch())),
+    "checking the weights": (state, "_differences", lambda plan: run_threads(plan, Net(), batch())),
 }
 
 
@@ -180,6 +177,6 @@ def test_the_command_line_says_that_it_is_at_fault(tmp_path: Path, monkeypatch: 
 
 def test_prepared_models_give_typed_errors(monkeypatch: pytest.MonkeyPatch):
     prepared = prepare(Net(), batch())
-    broken(monkeypatch, passes.fold, "_free_nodes", IndexError("gone"))
+    broken(monkeypatch, fold, "_free_nodes", IndexError("gone"))
     with pytest.raises(InternalError, match="folding layers into blocks: IndexError: gone"):
         partition(prepared, Topology.local(1))

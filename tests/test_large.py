@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import partitioner
-from partitioner.solve import assignment, large
+from partitioner.solve import large, within_memory
 from partitioner.solve.assignment import AssignmentProblem, Row, TimeLimitError, solve_assignment
 from partitioner.solve.beliefs import Beliefs
 from partitioner.solve.flat import Flat
@@ -28,6 +28,7 @@ from partitioner.solve.parts import Parts
 from partitioner.solve.presolve import InfeasibleError
 from partitioner.solve.prices import Prices
 from partitioner.solve.regions import Regions
+from partitioner.solve.within_memory import solve_within_memory
 from tests.test_assignment import brute_force, flat_of, memory_problems
 
 seeds = st.integers(0, 2**32 - 1)
@@ -225,12 +226,12 @@ def test_two_processes_are_bracketed_by_the_optimum(problem: AssignmentProblem) 
     problem = replace(problem, rows=())
     expected = brute_force(problem)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assignment, "MANY_ENTRIES", -1)
+        patch.setattr(within_memory, "MANY_ENTRIES", -1)
         patch.setattr(large, "WHOLE_ENTRIES", -1)
         patch.setattr(large, "_HELPED_S", 0.0)
         patch.setattr(large, "can_help", lambda: hasattr(os, "fork"))
         try:
-            answer = solve_assignment(problem, time_limit_s=0.5)
+            answer = solve_within_memory(problem, time_limit_s=0.5)
         except (InfeasibleError, TimeLimitError):
             return
     assert answer.bound <= expected * (1 + 1e-9) + 1e-12

@@ -514,7 +514,7 @@ def test_lbfgs_is_refused_within_its_first_step():
 
 def test_a_trial_is_made_once_and_is_quick(monkeypatch: pytest.MonkeyPatch):
     calls: list[float] = []
-    import runtime.optimizers
+    from runtime import optimizers
 
     def timed(*args: Any) -> Any:
         start = time.thread_time()
@@ -523,7 +523,7 @@ def test_a_trial_is_made_once_and_is_quick(monkeypatch: pytest.MonkeyPatch):
         finally:
             calls.append(time.thread_time() - start)
 
-    monkeypatch.setattr(runtime.optimizers, "try_on_parts", timed)
+    monkeypatch.setattr(optimizers, "try_on_parts", timed)
 
     def work(engine: Engine) -> bool:
         optimizer = optim.AdamW(engine.parameters())

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from partitioner.cost.asked import StateRead, gradient_bytes_of
 from partitioner.cost.collectives import collective_time
 from partitioner.cost.compute import memory_rate
+from partitioner.cost.planned import Planned
 from partitioner.cost.reductions import exposed_seconds
 from partitioner.cost.spread import hidden
 from partitioner.cost.states import gradient_bytes
 from partitioner.emit_zero import small_states
-from partitioner.job import Job
 from partitioner.solve.placement import Placements
 from partitioner.solve.point import Point
 from partitioner.topology.groups import Group
@@ -48,7 +48,7 @@ class _Read:
 class Gathers:
     """Of the blocks of a job; ``device``: the best kind."""
 
-    def __init__(self, job: Job, placements: Placements, device: DeviceType) -> None:
+    def __init__(self, job: Planned, placements: Placements, device: DeviceType) -> None:
         self.placements, self.train, self.slowdown = placements, job.train, device.overlap_slowdown
         self.overlap, short = job.constraints.overlap is not False, bool(job.constraints.short_gradients)
         self._reads = {name: _read(job.model, name, job.experts, short) for name in job.model.blocks}

@@ -108,18 +108,18 @@ class _Scene:
         gaps = [max(self.gap(row[i]) for row in rows if i < len(row)) for i in columns]
         lefts = [sum(widths[:i]) + sum(gaps[:i]) for i in columns]
         boxes = [
-            Box(number, lefts[i], widths[i], self.panels[index].height)
-            for number, row in enumerate(rows)
+            Box(level, lefts[i], widths[i], self.panels[index].height)
+            for level, row in enumerate(rows)
             for i, index in enumerate(row)
         ]
         right = max(b.left + b.width for b in boxes)
         beside = [(row[i], row[i + 1]) for row in rows for i in range(len(row) - 1)]
         lanes = Lanes(boxes, self.wires(set(beside)), right)
         tops, bottoms, y = [], [], 0.0
-        for number, row in enumerate(rows):
+        for level, row in enumerate(rows):
             tops.append(y)
             bottoms.append(y + max(self.panels[i].height for i in row))
-            y = bottoms[-1] + lanes.height(number)
+            y = bottoms[-1] + lanes.height(level)
         drawing = ET.Element("g")
         for index, (panel, box) in enumerate(zip(self.panels, boxes, strict=True)):
             draw_panel(drawing, panel, box.left, tops[box.row], box.width, box.height)

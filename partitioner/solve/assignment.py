@@ -36,18 +36,15 @@ from partitioner.solve.elimination import (
 )
 from partitioner.solve.fixing import fixed, minima
 from partitioner.solve.helper import check_threads
-from partitioner.solve.large import solve_large
 from partitioner.solve.memory import Memory
 from partitioner.solve.presolve import InfeasibleError, Reduction, Table, Vector
 from passes.errors import PartitionError
 
 _LARGEST_COEFFICIENT = 1e6  # HiGHS' absolute tolerances of 1e-7 are made for numbers of about this size and below
 
-_EXACT_SHARE = 0.75  # of the time, after which a problem with ``memory`` is searched if nothing was found
 _MOST_VARIABLES = 250_000  # of a program of which HiGHS finds no solution in a minute
 _TRIED_S = 25.0  # by HiGHS, of what can be settled otherwise
 _IMPROVED_S = 10.0  # in which an assignment is made better
-MANY_ENTRIES = 400_000  # of all tables: above, a problem with ``memory`` is searched instead of given to HiGHS whole
 
 
 class TimeLimitError(PartitionError):
@@ -147,20 +144,6 @@ def solve_assignment(
         TimeLimitError: none was found in time.
     """
     start = time.perf_counter()
-    memory = problem.memory
-    if memory is None or problem.rows:
-        return _solve_exactly(problem, start, time_limit_s, relative_gap, settle)
-    if sum(table.size for _, _, table in problem.edges) <= MANY_ENTRIES:
-        try:
-            return _solve_exactly(problem, start, _EXACT_SHARE * time_limit_s, relative_gap)
-        except TimeLimitError:
-            pass  # a search finds an assignment where the exact solver has none yet
-    return _solve_large(problem, memory, start, time_limit_s)
-
-
-def _solve_exactly(
-    problem: AssignmentProblem, start: float, time_limit_s: float, relative_gap: float, settle: bool = False
-) -> Assignment:
     rows = list(problem.rows)
     if problem.memory is not None:
         rows += live_rows(problem.memory.intervals, problem.memory.usages, problem.memory.limit)
@@ -200,30 +183,6 @@ def _solve_exactly(
     objective = problem.objective(full)
     assert np.isfinite(objective), "the presolve or the solver gave a forbidden assignment"
     return Assignment(full, objective, min(bound, objective), time.perf_counter() - start, size)
-
-
-def _solve_large(problem: AssignmentProblem, memory: Memory, start: float, time_limit_s: float) -> Assignment:
-    def exact(
-        costs: list[Vector],
-        tables: list[tuple[int, int, Table]],
-        rows: list[tuple[dict[int, Vector], float]],
-        seconds: float,
-    ) -> tuple[list[int], float] | None:
-        part = AssignmentProblem(costs, tables, [Row(usage, limit) for usage, limit in rows])
-        try:
-            answer = solve_assignment(part, time_limit_s=seconds)
-        except TimeLimitError:
-            return None
-        return answer.choice, answer.bound
-
-    choice, bound = solve_large(problem.costs, problem.edges, memory, exact, start + time_limit_s)
-    objective = problem.objective(choice)
-    if not np.isfinite(objective):
-        raise TimeLimitError(
-            f"no assignment within the memory limit of {memory.limit:g} was found in {time_limit_s:.1f} s "
-            f"(the best takes {memory.peak(choice):g}); allow more time or loosen the limit"
-        )
-    return Assignment(choice, objective, min(bound, objective), time.perf_counter() - start)
 
 
 def _narrow(reduction: Reduction, nodes: Sequence[int], most_work: int) -> list[int] | None:

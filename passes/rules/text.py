@@ -45,13 +45,13 @@ class TextRule:
             if len(patterns) != len(shapes):
                 raise self._error(where, f"it has {len(patterns)} {kind}s, the call has {len(shapes)}")
             tensors: list[Dims] = []
-            for i, (pattern, shape) in enumerate(zip(patterns, shapes, strict=True)):
-                dims = self._expand(pattern, shape, f"{kind} {i}", where)
-                kept = tuple(f if size != 1 else () for f, size in zip(dims, shape, strict=True))
-                pairs.extend((f, size) for f, size in zip(kept, shape, strict=True) if f)
-                for factors, size in zip(dims, shape, strict=True):
+            for i, (pattern, dim_sizes) in enumerate(zip(patterns, shapes, strict=True)):
+                dims = self._expand(pattern, dim_sizes, f"{kind} {i}", where)
+                kept = tuple(f if size != 1 else () for f, size in zip(dims, dim_sizes, strict=True))
+                pairs.extend((f, size) for f, size in zip(kept, dim_sizes, strict=True) if f)
+                for factors, size in zip(dims, dim_sizes, strict=True):
                     if not factors and size != 1:
-                        raise self._error(where, f"a dim of {kind} {i}, shape {list(shape)}, must be of size 1")
+                        raise self._error(where, f"a dim of {kind} {i}, shape {list(dim_sizes)}, must be of size 1")
                 tensors.append(kept)
             sides.append(tuple(tensors))
         sizes = self._solve(pairs, where)

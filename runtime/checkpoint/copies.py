@@ -19,7 +19,7 @@ import threading
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,14 +28,11 @@ from runtime.checkpoint import hyperparameters
 from runtime.checkpoint.folders import MANIFEST
 from runtime.checkpoint.loading import to_go_on_from
 from runtime.checkpoint.peers import Peers, keepers, node_of
-from runtime.checkpoint.run import common_state, go_on, own_state, own_tensors, take_tensors
+from runtime.checkpoint.run import CheckpointedEngine, common_state, go_on, own_state, own_tensors, take_tensors
 from runtime.checkpoint.slots import Name, Slot, State, content_of, read, remove, slots_in
 from runtime.checkpoint.training import Optimizers, Stateful, random_state
 from runtime.errors import CheckpointError
 from runtime.files import write_text
-
-if TYPE_CHECKING:
-    from runtime.engine import Engine
 
 LINE = "copies"  # beside the checkpoints: the token of the line whose copies may be taken
 SHARED_MEMORY = Path("/dev/shm")
@@ -52,7 +49,7 @@ class Copies:
     Raises :class:`CheckpointError` on all ranks where one has no such folder, and of a plan that keeps states on disk.
     """
 
-    def __init__(self, checkpoints: Path, engine: Engine, memory: Path | None = None) -> None:
+    def __init__(self, checkpoints: Path, engine: CheckpointedEngine, memory: Path | None = None) -> None:
         if "disk" in engine.program.offload:
             raise CheckpointError(
                 "copies in memory of a plan with 'disk' in offload, whose optimizer states are to be in no memory: "

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from runtime.checkpoint import loading
 from runtime.checkpoint.hyperparameters import described
 from runtime.checkpoint.residuals import RESIDUAL, load_residuals, residual_pieces, way_of
-from runtime.checkpoint.saving import MODEL, Content, pieces_of, saved_states
+from runtime.checkpoint.saving import MODEL, Content, Saver, Saving, pieces_of, saved_states
 from runtime.checkpoint.training import (
     STATE,
     Optimizers,
@@ -22,12 +23,55 @@ from runtime.checkpoint.training import (
     set_random_state,
 )
 from runtime.errors import CheckpointError
+from runtime.gradients import Gradients
+from runtime.groups import Communicator
+from runtime.masters import Masters
+from runtime.program import Program, RankProgram
+from runtime.recorder import Phase
+from runtime.scaling import LossScale
 
-if TYPE_CHECKING:
-    from runtime.engine import Engine
+
+class CheckpointedEngine(Protocol):
+    """What checkpoints read and set of an engine: its state on this rank, its counters, and how it saves and loads."""
+
+    rank_program: RankProgram
+    communicator: Communicator
+    device: torch.device
+    seed: int
+    steps: int
+    optimizer_steps: int
+    _masters: Masters
+    _saver: Saver
+    _parameters: dict[str, nn.Parameter]
+    _scale: LossScale | None
+    _gradients: Gradients
+
+    @property
+    def program(self) -> Program: ...
+    def save(
+        self,
+        directory: str | Path,
+        optimizer: Optimizers = None,
+        *,
+        extra: Mapping[str, Stateful] | None = None,
+        wait: bool = True,
+        then: Callable[[Path], None] | None = None,
+    ) -> Saving: ...
+    def load(
+        self,
+        directory: str | Path,
+        optimizer: Optimizers = None,
+        *,
+        extra: Mapping[str, Stateful] | None = None,
+        verify: bool = True,
+    ) -> int | None: ...
+    def wait_for_save(self) -> None: ...
+    def settle_saves(self) -> None: ...
+    def count_optimizer_step(self) -> None: ...
+    def doing(self, phase: Phase) -> AbstractContextManager[None]: ...
 
 
-def common_state(engine: Engine) -> dict[str, Any]:
+def common_state(engine: CheckpointedEngine) -> dict[str, Any]:
     """What is the same on all ranks."""
     return {
         "steps": engine.steps,
@@ -38,7 +82,9 @@ def common_state(engine: Engine) -> dict[str, Any]:
     }
 
 
-def own_state(engine: Engine, optimizer: Optimizers, extra: Mapping[str, Stateful] | None) -> dict[str, Any]:
+def own_state(
+    engine: CheckpointedEngine, optimizer: Optimizers, extra: Mapping[str, Stateful] | None
+) -> dict[str, Any]:
     """What is this rank's, but for tensors and random generators. Raises :class:`CheckpointError` where ``extra`` has
     something without a state."""
     if extra is not None and not (isinstance(extra, Mapping) and all(hasattr(x, "state_dict") for x in extra.values())):
@@ -51,7 +97,7 @@ def own_state(engine: Engine, optimizer: Optimizers, extra: Mapping[str, Statefu
     }
 
 
-def content_of(engine: Engine, optimizer: Optimizers, extra: Mapping[str, Stateful] | None) -> Content:
+def content_of(engine: CheckpointedEngine, optimizer: Optimizers, extra: Mapping[str, Stateful] | None) -> Content:
     """What this rank has to save. Raises :class:`CheckpointError` where the optimizers are not of its parameters."""
     rank = engine.rank_program
     held = None if optimizer is None else OptimizerState(optimizer, engine._parameters)
@@ -68,7 +114,11 @@ def content_of(engine: Engine, optimizer: Optimizers, extra: Mapping[str, Statef
 
 
 def load(
-    engine: Engine, directory: Path, optimizer: Optimizers, extra: Mapping[str, Stateful] | None, verify: bool
+    engine: CheckpointedEngine,
+    directory: Path,
+    optimizer: Optimizers,
+    extra: Mapping[str, Stateful] | None,
+    verify: bool,
 ) -> None:
     """Take what :func:`content_of` gave on all ranks of any plan; all ranks call it."""
     rank, residuals = engine.rank_program, engine._gradients.residuals
@@ -82,7 +132,11 @@ def load(
 
 
 def go_on(
-    engine: Engine, run: Mapping[str, Any], random: Mapping[str, Any], extra: Mapping[str, Stateful] | None, origin: str
+    engine: CheckpointedEngine,
+    run: Mapping[str, Any],
+    random: Mapping[str, Any],
+    extra: Mapping[str, Stateful] | None,
+    origin: str,
 ) -> None:
     """Take what :func:`common_state` and :func:`own_state` gave, but for the optimizer, and this rank's generators;
     when tensors are what they were.
@@ -103,7 +157,7 @@ def go_on(
         target.load_state_dict(run["extra"][name])
 
 
-def own_tensors(engine: Engine, optimizer: Optimizers) -> dict[str, Tensor]:
+def own_tensors(engine: CheckpointedEngine, optimizer: Optimizers) -> dict[str, Tensor]:
     """All that this rank holds: of the model, what compressing gradients lost, and what ``optimizer`` holds."""
     held, parameters = engine._masters.held, engine._parameters
     tensors = {f"{MODEL}{n}": held[n].detach() for n in saved_states(engine.program) if n in held}
@@ -114,7 +168,7 @@ def own_tensors(engine: Engine, optimizer: Optimizers) -> dict[str, Tensor]:
     return tensors
 
 
-def take_tensors(engine: Engine, tensors: Mapping[str, Tensor], optimizer: Optimizers) -> None:
+def take_tensors(engine: CheckpointedEngine, tensors: Mapping[str, Tensor], optimizer: Optimizers) -> None:
     """Make a rank hold what :func:`own_tensors` gave under the same plan."""
     with torch.no_grad():
         for name, held in own_tensors(engine, None).items():

@@ -9,19 +9,16 @@ import importlib
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from runtime.checkpoint.copies import Copies, forget
 from runtime.checkpoint.folders import remove
 from runtime.checkpoint.interrupts import Interrupts
 from runtime.checkpoint.loading import LATEST, STEP, check_alike, complete_in, to_go_on_from
+from runtime.checkpoint.run import CheckpointedEngine
 from runtime.checkpoint.saving import Saving
 from runtime.checkpoint.training import Optimizers, Stateful
 from runtime.errors import CheckpointError, DamagedCheckpointError
 from runtime.files import write_text
-
-if TYPE_CHECKING:
-    from runtime.engine import Engine
 
 
 class Checkpoints:
@@ -50,7 +47,7 @@ class Checkpoints:
     def __init__(
         self,
         folder: str | Path,
-        engine: Engine,
+        engine: CheckpointedEngine,
         optimizer: Optimizers = None,
         *,
         every: int = 0,

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runtime import backends
+from runtime import backends, threads, transfers
 from runtime.engine import Engine
 from runtime.execute import Executor
 from runtime.failures import instruction_text
@@ -42,8 +42,7 @@ class Operation:
     scalars: Sequence[Any]
 
 
-_HERE = os.path.dirname(backends.__file__)
-_BUFFERS = tuple(os.path.join(_HERE, f"{name}.py") for name in ("backends", "threads", "transfers"))
+_BUFFERS = tuple(module.__file__ for module in (backends, threads, transfers))
 _PYTORCH = os.path.dirname(torch.__file__)
 
 

@@ -102,7 +102,7 @@ def difference(run: Any, truth: Truth, model: nn.Module) -> str:
     pairs: dict[str, tuple[Any, Tensor, float]] = {"loss": (run.loss, truth.loss, 0.0)}
     if truth.values is not None:
         pairs["values"] = run.leaves.get("values", run.leaves.get("", run.leaves.get("0"))), truth.values, 0.0
-    largest = max((float(g.abs().max()) for g in truth.grads.values() if g.numel()), default=0.0)
+    largest = max((float(g.nan_to_num().abs().max()) for g in truth.grads.values() if g.numel()), default=0.0)
     for name, grad in truth.grads.items():
         pairs[f"grad {name}"] = run.grads.get(name), grad, largest
     before = dict(model.named_buffers(remove_duplicate=False)) | dict(model.named_parameters(remove_duplicate=False))
@@ -113,8 +113,9 @@ def difference(run: Any, truth: Truth, model: nn.Module) -> str:
             return f"{name} is missing"
         if mine.shape != theirs.shape:
             return f"{name} has shape {tuple(mine.shape)}, the model's {tuple(theirs.shape)}"
-        bound = TOLERANCE * max(scale, float(theirs.double().abs().max()) if theirs.numel() else 0.0, 1e-3)
-        if not torch.allclose(mine.double(), theirs.double(), rtol=TOLERANCE, atol=bound):
+        largest_of_it = float(theirs.double().nan_to_num().abs().max()) if theirs.numel() else 0.0
+        bound = TOLERANCE * max(scale, largest_of_it, 1e-3)
+        if not torch.allclose(mine.double(), theirs.double(), rtol=TOLERANCE, atol=bound, equal_nan=True):
             apart = float((mine.double() - theirs.double()).abs().max())
             return f"{name} differs by {apart:.3g} of {float(theirs.double().abs().max()):.3g}"
     return ""

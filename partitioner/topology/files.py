@@ -69,7 +69,8 @@ def preset(name: str, nodes: int = 1) -> Topology:
     machines = catalogue("machines")
     if name not in machines:
         raise TopologyError(
-            f"unknown preset {name!r}; {nearest(name, [*machines])}known are {', '.join(machines)}, and local:<ranks>"
+            f"unknown preset {name!r}; {nearest(name, [*machines])}known are {', '.join(machines)}; "
+            "Topology.parse and the command line also take local:<ranks>, detect and files"
         )
     if not isinstance(nodes, int) or isinstance(nodes, bool) or nodes < 1:
         raise TopologyError(f"preset {name!r} with {nodes} nodes; expected at least 1, a whole number")

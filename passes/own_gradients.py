@@ -28,10 +28,28 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from passes.autocast import without_autocast
+from passes.collectives import _library
 from passes.errors import PartitionError, UnsupportedError
 from passes.journal import aside
-from passes.marks import OWN
 from passes.transpose import ASKS_NUMBERS, NotAffine, Transposed, transpose
+
+_library.define("own(Tensor x, Tensor[] terms, Tensor[] inputs) -> Tensor")
+torch.library.impl("partition::own", "CompositeExplicitAutograd", lambda x, *_: x.clone(), lib=_library)
+torch.library.register_fake("partition::own", lambda x, *_: torch.empty_like(x), lib=_library)
+
+
+def _keep_counts(ctx: Any, inputs: tuple[Tensor, list[Tensor], list[Tensor]], output: Tensor) -> None:
+    ctx.counts = len(inputs[1]), len(inputs[2])
+
+
+def _pass_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, list[None], list[None]]:
+    terms, inputs = ctx.counts
+    return grad, [None] * terms, [None] * inputs
+
+
+torch.library.register_autograd("partition::own", _pass_gradient, setup_context=_keep_counts, lib=_library)
+# A result of a function that was applied to ``inputs``: where it takes part in the loss, ``terms`` belong to the loss.
+OWN = torch.ops.partition.own.default
 
 _CHECKPOINT_ARGUMENTS = 2  # of CheckpointFunction.apply: the function and whether random states are kept
 

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from passes.assemble import Captured
 from passes.gradients import differentiable
 from passes.infer import META, call
-from passes.marks import OWN
+from passes.own_gradients import OWN
 from passes.unused import drop_unused
 
 aten = torch.ops.aten

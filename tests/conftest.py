@@ -16,8 +16,19 @@ import networkx  # noqa: F401  # the package imports these two when it first nee
 import sympy  # noqa: F401  # deadline of an example in tests by hypothesis
 import torch
 
+from partitioner import local_models
+from partitioner.solve import aside
+
 torch.set_num_threads(1)
 gc.set_threshold(50_000, 20, 20)
+
+
+def pytest_configure() -> None:
+    """Where each processor has a worker, plans are made by one process: a second one would take another's time."""
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")) >= processors:
+        for module in (local_models, aside):
+            module.can_help = lambda: False
 
 
 def pytest_collection_finish() -> None:

@@ -28,6 +28,13 @@ from partitioner.solve.point import Point
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="a second process is a fork, which is not there")
 
 
+@pytest.fixture(autouse=True)
+def _second_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests need the second process, which parallel workers of the other tests do without (conftest.py)."""
+    for module in (local_models, aside):
+        monkeypatch.setattr(module, "can_help", can_help)
+
+
 def test_each_is_done_once_and_everything_arrives() -> None:
     times = shared(40, np.int64)
 

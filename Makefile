@@ -41,7 +41,7 @@ demo: $(STAMP)
 	@$(BIN)/python examples/demo.py
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest -n auto --maxprocesses 4 -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m "not slow" $(ARGS)
 
 test-all: $(STAMP)
 	@$(BIN)/python -m pytest $(ARGS)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import warnings
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -70,14 +71,18 @@ def test_example_prints_its_plan(
 
 
 MODELS = ["unet", "gnn", "dlrm", "diffusion_transformer"]
-MESHES = [Constraints(dp=1, tp=4), Constraints(pp=2, tp=2), Constraints(pp=4)]
+MESHES = {"tp4": Constraints(dp=1, tp=4), "pp2-tp2": Constraints(pp=2, tp=2), "pp4": Constraints(pp=4)}
+FIRST = [("unet", "tp4"), ("unet", "pp2-tp2"), ("gnn", "pp2-tp2"), ("dlrm", "tp4"), ("dlrm", "pp4")]
+FIRST += [("diffusion_transformer", "tp4"), ("diffusion_transformer", "pp4")]
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=lambda c: f"pp{c.pp or 1}-tp{c.tp or 1}")
-@pytest.mark.parametrize("name", MODELS)
-def test_models_of_other_kinds_are_exact(name: str, mesh: Constraints):
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case not in FIRST)) for case in product(MODELS, MESHES)],
+)
+def test_models_of_other_kinds_are_exact(name: str, mesh: str):
     model, inputs = importlib.import_module(f"examples.{name}").example()
-    plan = partition(model, Topology.local(4), inputs, constraints=mesh)
+    plan = partition(model, Topology.local(4), inputs, constraints=MESHES[mesh])
     report = plan.verify(model, inputs)
     assert report.ok, report.errors
 

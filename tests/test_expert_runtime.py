@@ -42,8 +42,13 @@ def targets(program: Program) -> set[str]:
     return {str(n.get("target")) for block in program.blocks.values() for n in block.nodes}
 
 
-@pytest.mark.parametrize("form", ["gathered", "dense"])
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    ("mesh", "form"),
+    [
+        *((mesh, "gathered") for mesh in MESHES),
+        *(pytest.param(m, "dense", marks=[pytest.mark.slow] * (m not in ("replicas", "rows"))) for m in MESHES),
+    ],
+)
 def test_equal_to_the_model(mesh: str, form: str):
     plan = planned(mesh, form)
     report = plan.verify(plain(form=form), plain_inputs())

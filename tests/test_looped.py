@@ -471,8 +471,8 @@ def test_rows_that_are_chosen_twice_are_not_added_up():
     [
         ("one_hot", dict(dp=2, ep=2)),
         ("in_place", dict(pp=1, dp=2, tp=2, ep=4, etp=1)),
-        ("some", dict(dp=2, ep=2, tp=2)),
-        ("tokens", dict(dp=4, ep=4)),
+        pytest.param("some", dict(dp=2, ep=2, tp=2), marks=pytest.mark.slow),
+        pytest.param("tokens", dict(dp=4, ep=4), marks=pytest.mark.slow),
         ("split", dict(dp=2, ep=2, tp=2)),
         ("flat tokens", dict(pp=2, dp=2, ep=2)),
     ],

@@ -193,8 +193,14 @@ def test_every_second_product_is_made_again_besides():
     assert plans["alternate"].verify(case.build(), case.inputs(4)).ok
 
 
-@pytest.mark.parametrize("name", ["llama", "t5"])
-@pytest.mark.parametrize("mesh", [dict(tp=2), dict(pp=2, schedule="zb-1p"), dict(dp=2, zero=3)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        pytest.param(name, mesh, id=f"{name}-{mesh}", marks=[pytest.mark.slow] * (name != first))
+        for first, mesh in (("t5", dict(tp=2)), ("t5", dict(pp=2, schedule="zb-1p")), ("llama", dict(dp=2, zero=3)))
+        for name in ("llama", "t5")
+    ],
+)
 def test_products_that_are_made_again_make_the_same_gradients(name: str, mesh: dict[str, Any]):
     case = CASES[name]
     plan = planned(case.build(), case.inputs(4), "alternate", case.loss, **mesh)

@@ -127,7 +127,10 @@ SHORTENED |= {"roberta": 5, "t5": 8, "gemma2": 2}
 SET_AT_FIRST_CALL = {"vit"}
 
 
-@pytest.mark.parametrize("name", SHORTENED)
+ALIKE = {"mistral", "qwen3", "roberta"}  # layers like those of llama or of bert
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE)) for name in SHORTENED])
 def test_deeper_families_are_shortened(name: str, monkeypatch: pytest.MonkeyPatch):
     case = CASES[name]
     layers = 8 if name == "gemma2" else 7

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import networkx  # noqa: F401  # the package imports these two when it first needs them, which takes longer than the
+import pytest
 import sympy  # noqa: F401  # deadline of an example in tests by hypothesis
 import torch
 
-from partitioner import local_models
+from partitioner import explore, local_models
 from partitioner.solve import aside
 
 torch.set_num_threads(1)
@@ -34,3 +36,11 @@ def pytest_configure() -> None:
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def without_baselines() -> Iterator[None]:
+    """For tests of what plans compute: the search is complete, but layouts to compare the plan with are not planned."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(explore, "compared", lambda *_, **__: ())
+        yield

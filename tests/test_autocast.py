@@ -17,6 +17,8 @@ from runtime import Engine, LaunchError
 from runtime.local import run_threads
 from runtime.threads import ThreadWorld
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 VOCABULARY, WIDTH, HEADS, LENGTH = 32, 16, 4, 6
 
 

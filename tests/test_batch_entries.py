@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from partitioner import Constraints, Plan, Topology, partition
 from runtime import BatchError, Engine, run_threads
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 ONE = {"pp": 1, "dp": 1, "cp": 1, "tp": 1}
 
 

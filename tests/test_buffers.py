@@ -24,6 +24,8 @@ from tests.buffer_models import ALONE, TOGETHER, Across, Around, Counter, Deep, 
 from tests.mutations import with_stage
 from tests.test_runtime_state import on_every_rank
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 ONE = {"pp": 1, "dp": 1, "cp": 1, "tp": 1}
 
 

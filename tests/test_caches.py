@@ -13,6 +13,8 @@ from partitioner import Constraints, Topology, partition
 from passes.capture import capture
 from tests.models import CASES
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 DIM, LENGTH = 8, 6
 
 

@@ -20,6 +20,8 @@ from runtime.program import Program
 from tests.state_models import BATCH, DIM, OTHERS, SUMS, UPDATES, Contrast, Experts, Scheduled, Summing, Teacher
 from tests.test_runtime_state import on_every_rank
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 ONE = {"pp": 1, "dp": 1, "cp": 1, "tp": 1}
 
 

@@ -11,6 +11,8 @@ from partitioner import Constraints, Plan, Topology, partition
 from partitioner.reference import run_reference
 from partitioner.verify import compare, relative_error
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 
 class Model(nn.Module):
     def __init__(self) -> None:

@@ -17,6 +17,8 @@ from torch.utils import _pytree as pytree
 import runtime
 from partitioner import Constraints, Topology, partition
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 
 @dataclass
 class Scores:

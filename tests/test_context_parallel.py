@@ -26,6 +26,8 @@ from runtime.execute import _BACKWARD
 from runtime.threads import ThreadWorld
 from tests.context_models import BANDS, MASKS, SEQ, VOCAB, Decoder, Mixed, NextToken, inputs
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 ALGORITHMS = ("all_gather", "ring", "ulysses")
 LIMITS = st.one_of(st.none(), st.integers(0, 12))
 

@@ -10,6 +10,8 @@ from partitioner import Constraints, Topology, partition
 from passes.capture import capture
 from passes.errors import UnsupportedError
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 
 class Converting(nn.Module):
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:

@@ -29,6 +29,8 @@ from runtime.local import run_threads
 from tests.test_expert_capacity import limited
 from tests.test_runtime_launch import torchrun
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 SAMPLES, SIZE, LENGTH, VOCABULARY = 8, 2, 6, 32
 SMALL: dict[str, Any] = dict(
     hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,

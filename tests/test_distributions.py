@@ -18,6 +18,8 @@ from partitioner.reference import run_reference
 from passes.errors import CaptureError, UnsupportedError
 from passes.random import drawn, ops
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 WIDTH, SLOW = 8, pytest.mark.slow
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {"pp": 1, "dp": 1, "tp": 1}),

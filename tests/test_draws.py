@@ -16,6 +16,8 @@ from partitioner import Constraints, Topology, partition
 from partitioner.reference import run_reference
 from passes.random import MOST_BITS, drawn, ops
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 WIDTH = 8
 
 

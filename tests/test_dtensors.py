@@ -24,6 +24,8 @@ from runtime.weights import weights_of
 from tests.experts_zoo import plain, plain_inputs
 from tests.test_zero import tied_inputs, tied_model
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 CPU = torch.device("cpu")
 
 

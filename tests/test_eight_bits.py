@@ -17,6 +17,8 @@ from partitioner import Constraints, Plan, Topology, partition
 from passes.eight_bits import linear_fp8, linear_fp8_input, linear_fp8_weight
 from runtime.precision import check_fp8
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 ops = torch.ops.partition
 NAME = "partition.linear_fp8.default"
 

@@ -18,6 +18,8 @@ from partitioner.prepared import prepare
 from passes import entropy
 from passes.gradients import accumulated_in
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 NAME = "partition.cross_entropy.default"
 TYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 

@@ -16,6 +16,8 @@ from partitioner.verify import TOLERANCE, compare
 from passes.errors import InputsError
 from tests.models import CASES
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 MESHES = [(1, 1, 2), (1, 2, 1), (2, 1, 1), (1, 1, 4), (2, 1, 2), (2, 2, 1), (1, 2, 2), (4, 1, 1), (2, 2, 2)]
 SCHEDULES = ["gpipe", "1f1b"]
 EVERY = list(product(sorted(CASES), MESHES, SCHEDULES))

@@ -13,6 +13,8 @@ from partitioner.experts import spread_batch, spread_over_ranks, spreads
 from partitioner.prepared import prepare
 from passes.microbatch import split_batch
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 SAMPLES, LENGTH, EXPERTS, HIDDEN = 8, 4, 4, 12
 
 

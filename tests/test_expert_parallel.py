@@ -12,6 +12,8 @@ from tests.experts_zoo import FAMILIES, ROUTINGS, build, chosen_experts, force, 
 
 pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 # name -> (ranks, what is fixed). ``ep`` ranks are ranks of dp x tp; ``etp=1``: those along tp have other experts.
 MESHES: dict[str, tuple[int, dict[str, int]]] = {
     "ep2": (2, dict(ep=2, dp=2, tp=1, pp=1)),

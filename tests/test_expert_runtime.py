@@ -22,6 +22,8 @@ from runtime.prove import ProofError, prove
 from tests.experts_zoo import PlainExperts, plain, plain_inputs
 from tests.test_runtime_state import on_every_rank
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2": (2, dict(ep=2, dp=2, tp=1, pp=1)),
     "replicas": (4, dict(ep=2, dp=4, tp=1, pp=1, microbatch_size=1)),

@@ -13,6 +13,8 @@ from passes.errors import CaptureError, UnsupportedError
 from passes.normalize import normalize
 from tests.test_looped import E, K, Loop, Mixture, built, check_equal, targets
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 
 def added(self: Mixture, x: Tensor, y: Tensor, shares: Tensor, where: tuple[Tensor, Tensor], i: int) -> Tensor:
     row, place = where

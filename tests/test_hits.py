@@ -14,6 +14,8 @@ from passes.errors import CaptureError, UnsupportedError
 from passes.normalize import normalize
 from tests.test_looped import E, H, K, Loop, Mixture, built, check_equal, targets
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 
 def masks_of(self: Mixture, x: Tensor) -> tuple[Tensor, Tensor]:
     shares, chosen = self.choose(x)

@@ -13,6 +13,8 @@ from torch.func import functional_call
 
 from partitioner import Constraints, PartitionError, Topology, UnsupportedError, partition
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 F = nn.functional
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch.func.jvp itself
 

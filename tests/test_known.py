@@ -12,6 +12,8 @@ from partitioner import Constraints, Topology, partition
 from passes.capture import capture
 from passes.errors import CaptureError, UnsupportedError
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 DIM, LENGTH = 8, 5
 
 

@@ -16,6 +16,8 @@ from passes.capture import capture
 from passes.interpret import run_graph
 from passes.normalize import normalize
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 H, N, E, K = 8, 12, 4, 2
 Loop = Callable[["Mixture", Tensor], Tensor]
 

@@ -23,6 +23,8 @@ from runtime import Engine
 from runtime.facts import ProgramFacts
 from runtime.threads import ThreadWorld
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 
 class StraightThrough(torch.autograd.Function):
     @staticmethod

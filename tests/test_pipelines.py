@@ -13,6 +13,8 @@ from partitioner import Constraints, Plan, Topology, partition, run_reference
 from tests.models import CASES
 from tests.test_equality import close
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 KINDS = [
     ("interleaved", 1),
     ("interleaved", 2),

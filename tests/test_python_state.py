@@ -23,6 +23,8 @@ from passes.errors import UnsupportedError
 from runtime import Engine, run_local, run_threads
 from runtime.local import LocalRanks
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 ONE = {"pp": 1, "dp": 1, "cp": 1, "tp": 1}
 CALLS = 0
 HISTORY: list[float] = []

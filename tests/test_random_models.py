@@ -15,6 +15,8 @@ from tests.grammar_judge import Outcome, judge
 from tests.grammar_recipes import Mesh, Op, Recipe
 from tests.grammar_strategies import MORE_RANKS, ONE_RANK, TWO_RANKS, recipes
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 _PHASES = (Phase.explicit, Phase.generate, Phase.shrink)
 _FAST = settings(
     max_examples=100,

@@ -14,6 +14,8 @@ from partitioner import Constraints, Topology, partition
 from runtime import Engine, run_threads
 from tests.test_runtime_state import on_every_rank
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 
 class Stopped(nn.Module):
     """``target`` and ``frozen`` are read, and every way back to them is cut; ``late`` is cut in one of two places."""

@@ -16,6 +16,8 @@ from runtime.prove import ProofError, prove
 from tests.mutations import with_stage
 from tests.test_runtime_state import on_every_rank
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 WIDTH, SAMPLES, SIZE = 8, 16, 4
 
 

@@ -23,6 +23,8 @@ from passes.regions import ExpertRegion, find_regions
 from passes.rules import by_expert, by_group, rule
 from tests.experts_zoo import HIDDEN, PlainExperts, build, inputs, plain, plain_inputs
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 E, K, T, F = 4, 2, 12, 16
 
 

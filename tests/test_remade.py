@@ -27,6 +27,8 @@ from passes.infer import call
 from passes.normalize import normalize
 from runtime.facts import ProgramFacts
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 aten = torch.ops.aten
 _PRICE, _PER_FLOP = 16, 1 / 300  # bytes of traffic that one kept is worth; bytes that a FLOP is
 

@@ -22,6 +22,8 @@ from passes.repeated_heads import exchanged_times, repeated_heads
 from passes.serialize import block_from_data
 from tests.context_models import SEQ, Decoder, inputs, repeat_kv
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 WIDTH, HEADS, KV_HEADS, BYTES = 4, 8, 2, 8  # of a head; heads of queries and of keys; a number in float64
 
 

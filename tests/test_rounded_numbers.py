@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from partitioner import Topology, partition
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 
 def write_by_mask(h: Tensor) -> Tensor:
     h = h * 1.5

@@ -21,6 +21,8 @@ from runtime.threads import ThreadWorld
 from runtime.weights import FileWeights, weights_of
 from tests.runtime_programs import Net, net_inputs, program_of_net
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 CPU = torch.device("cpu")
 
 

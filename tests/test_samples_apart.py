@@ -16,6 +16,8 @@ from partitioner.local_models import LocalKey, LocalModels
 from partitioner.localize import LocalModel
 from passes.rules.algebra import MAX_SECTIONS
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 WIDTH = 8
 MANY = MAX_SECTIONS + 6  # of parts of one dim that samples are in
 

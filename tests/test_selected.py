@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from partitioner import Constraints, Topology, partition
 from passes.errors import UnsupportedError
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 WIDTH = 8
 
 

@@ -17,6 +17,8 @@ import runtime
 from partitioner import Constraints, Topology, partition
 from passes.errors import CaptureError, PartitionError, UnsupportedError
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 WIDTH, BATCH = 4, 8
 Function = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of scores, other numbers, classes and a mask
 

@@ -23,6 +23,8 @@ from runtime.program import Program
 from runtime.prove import ProofError, prove
 from tests.test_infeasible import cluster
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 WIDTH, HEADS, LENGTH, BATCH = 16, 2, 32, 8
 
 

@@ -13,6 +13,8 @@ from partitioner import Constraints, Topology, partition
 from runtime import run_threads
 from runtime.overlap import aliases
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 aten = torch.ops.aten
 VIEWS: dict[Any, tuple[Any, ...]] = {  # operators that give a view, and what they take besides a tensor
     aten.view.default: ([16],),

@@ -22,6 +22,8 @@ from runtime.engine import Engine
 from tests.experts_zoo import HIDDEN, ListedExperts, listed, plain_inputs
 from tests.test_runtime_state import on_every_rank
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 MESHES: dict[str, tuple[int, dict[str, int]]] = {
     "one": (1, dict(ep=1)),
     "ep2": (2, dict(ep=2, dp=2)),

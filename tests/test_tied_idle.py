@@ -24,6 +24,8 @@ from runtime.program import Instruction
 from runtime.prove import ProofError, prove
 from tests.test_runtime_state import on_every_rank
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 STEPS = 3
 NAMES = ("embed.weight", "middle.weight", "middle.bias", "last.weight", "last.bias")
 

@@ -13,6 +13,8 @@ from published_models import Shape, build
 
 from partitioner import Constraints, Topology, partition, prepare
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 DENSE = Shape(7, 64, 4, 4, 16, 256, 512)
 EXPERTS = Shape(7, 64, 4, 2, 16, 256, 512, gated=True, tied=False, experts=8, topk=2, moe_ffn=64, dense_layers=1)
 

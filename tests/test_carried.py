@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from passes.blocks import Block
 from passes.gradients import mark_block
 from runtime.facts import CallFacts, ProgramFacts
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 SIZE = dict(
     num_hidden_layers=8, hidden_size=256, intermediate_size=704, num_attention_heads=8, num_key_value_heads=2,
     vocab_size=512,
@@ -30,6 +33,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+@cache
 def prepared(family: str) -> PreparedModel:
     config = AutoConfig.for_model(family, use_cache=False, **FAMILIES[family])
     with torch.device("meta"):
@@ -72,7 +76,7 @@ def marked(facts: ProgramFacts, call: CallFacts) -> Block:
         pytest.param("selective", 2, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [pytest.param(f, marks=pytest.mark.slow) if f == "qwen2" else f for f in FAMILIES])
 def test_a_layer_leaves_as_much_as_is_counted(family: str, recompute: str, tp: int) -> None:
     """Values and gradients that gradients of weights read, made again or not."""
     plan = planned(prepared(family), pp=4, tp=tp, dp=2 // tp, schedule="zb-1p", recompute=recompute)

@@ -142,7 +142,6 @@ QUICK: list[tuple[str, dict[str, Any]]] = [
     ("mixtral", dict(tp=2)),
     ("mixtral", dict(pp=2, dp=2, ep=2, zero=1)),
     ("mixtral", dict(dp=2, ep=2, zero=3)),
-    ("mixtral", dict(pp=2, schedule="zb-v")),
     ("llama", dict(pp=2, dp=2)),
     ("llama", dict(dp=2, tp=2, zero=2)),
     ("pairs", dict(pp=2)),
@@ -156,7 +155,7 @@ EVERY: list[dict[str, Any]] = [dict(pp=2), dict(dp=2), dict(tp=2)]
 OTHERS: list[tuple[str, dict[str, Any]]] = [
     *(("mixtral", axes) for axes in (dict(pp=2), dict(dp=2), dict(dp=2, ep=2), dict(dp=2, tp=2, ep=4, etp=1))),
     *(("mixtral", dict(dp=2, ep=2, zero=zero)) for zero in (1, 2)),
-    *(("mixtral", dict(pp=2, schedule=name)) for name in ("interleaved", "zb-1p")),
+    *(("mixtral", dict(pp=2, schedule=name)) for name in ("interleaved", "zb-1p", "zb-v")),
     ("mixtral", dict(pp=2, recompute="full")),
     ("mixtral", dict(cp=2)),
     *((name, axes) for name in ("llama", "normed") for axes in EVERY),

@@ -26,6 +26,8 @@ from runtime import Engine, LocalRanks, RankError
 from runtime.batch import Share
 from runtime.prove import ProofError, prove
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 WIDTH = 16
 
 
@@ -96,18 +98,30 @@ def test_no_other_shares_end_earlier(parts: int, seconds: list[float], fill: flo
     [
         (3, {"dp": 3}, (2, 2, 1)),
         (4, {"dp": 4, "zero": 1, "microbatch_size": 1}, (3, 3, 2, 2)),
-        (7, {"dp": 7}, (2, 2, 2, 1, 1, 1, 1)),
+        pytest.param(7, {"dp": 7}, (2, 2, 2, 1, 1, 1, 1), marks=pytest.mark.slow),
         (3, {"data_shares": (1, 1, 3)}, (1, 1, 3)),
-        (3, {"dp": 3, "zero": 2}, (2, 2, 1)),
+        pytest.param(3, {"dp": 3, "zero": 2}, (2, 2, 1), marks=pytest.mark.slow),
         (3, {"dp": 3, "zero": 3}, (2, 2, 1)),
         (4, {"dp": 4, "zero": 2, "dp_shard": 2, "microbatch_size": 1}, (3, 3, 2, 2)),
         (6, {"pp": 2, "dp": 3, "zero": 3, "microbatch_size": 1, "schedule": "zb-1p"}, (4, 3, 3)),
-        (6, {"pp": 2, "dp": 3, "zero": 2, "microbatch_size": 1, "schedule": "zb-v"}, (4, 3, 3)),
+        pytest.param(
+            6,
+            {"pp": 2, "dp": 3, "zero": 2, "microbatch_size": 1, "schedule": "zb-v"},
+            (4, 3, 3),
+            marks=pytest.mark.slow,
+        ),
         (3, {"dp": 3, "zero": 3, "offload": "parameters"}, (2, 2, 1)),
         (6, {"dp": 3, "tp": 2, "microbatch_size": 2}, (2, 2, 1)),
-        (6, {"pp": 2, "dp": 3, "microbatch_size": 1, "schedule": "1f1b"}, (4, 3, 3)),
+        pytest.param(
+            6, {"pp": 2, "dp": 3, "microbatch_size": 1, "schedule": "1f1b"}, (4, 3, 3), marks=pytest.mark.slow
+        ),
         (6, {"pp": 2, "dp": 3, "microbatch_size": 1, "schedule": "gpipe", "recompute": "full"}, (4, 3, 3)),
-        (6, {"pp": 2, "dp": 3, "microbatch_size": 1, "schedule": "zb-1p", "zero": 1}, (4, 3, 3)),
+        pytest.param(
+            6,
+            {"pp": 2, "dp": 3, "microbatch_size": 1, "schedule": "zb-1p", "zero": 1},
+            (4, 3, 3),
+            marks=pytest.mark.slow,
+        ),
         (6, {"pp": 2, "dp": 3, "microbatch_size": 1, "schedule": "interleaved", "virtual_stages": 2}, (4, 3, 3)),
         (8, {"pp": 2, "dp": 4, "microbatch_size": 1, "schedule": "dualpipe-v"}, (3, 3, 2, 2)),
         (6, {"pp": 2, "dp": 3, "microbatch_size": 2, "offload": "optimizer+activations"}, (2, 2, 1)),

@@ -37,7 +37,10 @@ from tests.test_offload import ALL, Wide, planned
 from tests.test_runtime_state import on_every_rank
 from tests.test_zero import MESHES, MODELS, STEPS, errors, tied_inputs, tied_model
 
-pytestmark = pytest.mark.filterwarnings("ignore:offload_folder")  # tests may run on a tmpfs
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:offload_folder"),  # tests may run on a tmpfs
+    pytest.mark.usefixtures("without_baselines"),
+]
 
 Make = Callable[[Any], torch.optim.Optimizer]
 

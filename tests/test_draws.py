@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -78,8 +79,14 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("way", WAYS)
+# Each way on one mesh, each mesh with every third of them.
+FIRST = {(way, [*MESHES][place % len(MESHES)]) for place, way in enumerate(WAYS)}
+
+
+@pytest.mark.parametrize(
+    ("way", "mesh"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case not in FIRST)) for case in product(WAYS, MESHES)],
+)
 def test_plans_draw_what_the_judge_draws(way: str, mesh: str):
     torch.manual_seed(0)
     model, x = Model(WAYS[way]), torch.randn(4, 3, WIDTH)

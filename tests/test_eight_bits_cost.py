@@ -22,6 +22,8 @@ from passes.eight_bits import in_eight_bits, linear_fp8, linear_fp8_input, linea
 from passes.errors import InputsError
 from passes.gradients import mark_block
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 aten = torch.ops.aten
 H100 = Topology.preset("dgx-h100")
 DEVICE = H100.device_type(0)

@@ -28,6 +28,8 @@ from partitioner import (
 )
 from partitioner.changes import Advice
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 
 class Tower(nn.Module):
     """Four square layers and a mean loss."""

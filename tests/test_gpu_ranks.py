@@ -18,6 +18,8 @@ from runtime.transfers import early_starts
 from tests.models import CASES
 from tests.test_runtime_transfers import line
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -21,6 +21,8 @@ from partitioner.reference import run_reference
 from passes.errors import UnsupportedError
 from passes.looking import GIVEN, what_it_does
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 HERE = r"test_hooks.py:\d+"
 
 

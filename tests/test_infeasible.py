@@ -21,6 +21,8 @@ from partitioner.plan import Estimate
 from partitioner.variants import Variant
 from runtime.facts import ProgramFacts
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 MIB = 2**20
 MARGIN = Constraints().memory_margin
 

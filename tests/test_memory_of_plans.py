@@ -15,6 +15,8 @@ from partitioner import CapacityError, Constraints, Plan, Topology, api, finish,
 from partitioner.topology.resize import with_margin
 from tests.test_infeasible import MARGIN, Infeasible, Tower, cluster
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 WIDTH, LAYERS = 256, 4
 
 

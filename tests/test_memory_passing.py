@@ -16,6 +16,8 @@ from partitioner.prepared import PreparedModel
 from partitioner.topology.groups import stage_capacity
 from tests.experts_zoo import PlainExperts, plain_inputs
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 
 @cache
 def large_vocabulary(tied: bool) -> PreparedModel:

@@ -29,7 +29,10 @@ from partitioner import (
 from runtime import BatchError, Engine, WeightsError, run_local, run_threads
 from runtime.threads import ThreadWorld
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
+    pytest.mark.usefixtures("without_baselines"),
+]
 
 
 class Base(nn.Module):

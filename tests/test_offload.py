@@ -29,6 +29,8 @@ from tests.test_selective import inputs as eager_inputs
 from tests.test_selective import model as eager_model
 from tests.test_zero import MESHES, MODELS, SHARDINGS, errors, train
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 ALL = "optimizer+activations+parameters"
 
 

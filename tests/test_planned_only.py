@@ -13,6 +13,8 @@ from partitioner import Constraints, Plan, PlanError, Topology, partition
 from partitioner.cli import app
 from tests.test_errors import Tower, inputs
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 MODEL = """
 import torch
 from torch import nn

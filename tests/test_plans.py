@@ -17,6 +17,8 @@ from partitioner import Constraints, Plan, Topology, partition
 from partitioner.planfile import plan_schema
 from passes.layouts import Layout
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 HIDDEN, SEQUENCE, VOCAB = 2048, 2048, 32000
 
 

@@ -17,7 +17,10 @@ from passes.errors import PartitionError
 from passes.quantize import FORMULAS
 
 WIDTH = 8
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+    pytest.mark.usefixtures("without_baselines"),
+]
 
 
 class Model(nn.Module):

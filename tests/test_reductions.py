@@ -33,6 +33,8 @@ from tests.test_runtime_state import on_every_rank
 from tests.test_zero import MODELS, errors, expert_inputs, tied_inputs, tied_model, train
 from tests.tiny_programs import tiny_program
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 GLOO = next(iter(Topology.local(1).types.values())).model_dump(exclude_unset=True)
 
 

@@ -37,6 +37,8 @@ from partitioner.cli_run import train
 from partitioner.cli_target import Target
 from passes.errors import CaptureError, UnsupportedError
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 WIDTH = 8
 INPUTS = (torch.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH),)
 

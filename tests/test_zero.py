@@ -44,6 +44,8 @@ from tests.experts_zoo import plain, plain_inputs
 from tests.test_infeasible import Infeasible, cluster
 from tests.test_runtime_state import on_every_rank
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 VOCAB, WIDTH, STEPS = 24, 8, 5
 
 

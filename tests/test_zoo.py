@@ -26,6 +26,8 @@ from passes.capture import capture
 from passes.errors import CaptureError
 from passes.normalize import normalize
 
+pytestmark = pytest.mark.usefixtures("without_baselines")
+
 # Bias by distance and fused qkv; disentangled attention; windows of pixels; convolutions over sound, weight norm.
 SAMPLE = ["causal:bloom", "masked:deberta-v2", "image:swin", "ctc:wav2vec2", "speech:whisper"]
 

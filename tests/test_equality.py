@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("without_baselines")
 MESHES = [(1, 1, 2), (1, 2, 1), (2, 1, 1), (1, 1, 4), (2, 1, 2), (2, 2, 1), (1, 2, 2), (4, 1, 1), (2, 2, 2)]
 SCHEDULES = ["gpipe", "1f1b"]
 EVERY = list(product(sorted(CASES), MESHES, SCHEDULES))
-# Each family on a mesh, each mesh and schedule several times; of each kind of model one with weights tied otherwise.
+# Each family on a mesh, and every mesh at least once; of each kind of model one with weights tied otherwise.
 TIED_OTHERWISE = {"bert-untied", "llama-tied", "t5-untied"}
 SAMPLE = [
     (name, MESHES[5 * i % len(MESHES)], SCHEDULES[i // 2 % 2])

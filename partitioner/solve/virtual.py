@@ -57,7 +57,7 @@ def solve_virtual(
         found.append(_solved(problem, schedule, num_ranks, chunks, proven, improved, enough_s))
     except CapacityError as error:
         lacking = error
-    if found and not (proven and _cut_by_memory(problem, found[0])):
+    if found and not _cut_by_memory(problem, found[0]):
         return found[0]
     if lacking is not None and (not problem.train or problem.recompute is not None):
         raise lacking

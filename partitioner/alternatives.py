@@ -27,7 +27,7 @@ _MOST_RUNS = 4e7  # runs of calls on virtual stages, of all points in a row that
 _ROUNDING = 1e-9  # of a step
 _BEST, _NEAR = 3, 1.15  # meshes and microbatches, that take no longer than this times the best
 _PROBED, _FEW = 6, 8  # others, by so many virtual stages at first
-_WORTH_IT = 1.03  # times the best plan: what a first one may take for others to be tried
+_WORTH_IT = 1.01  # times the best plan: what a first one may take for others to be tried
 _HOPED, _MOST_ASKED = 0.93, 1000  # of the best plan: what such estimates, which are a tenth too low, are worth; bounds
 _RELAXED = 4  # bounds of a point by the sharding of the largest microbatch
 

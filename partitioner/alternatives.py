@@ -27,7 +27,7 @@ _MOST_RUNS = 4e7  # runs of calls on virtual stages, of all points in a row that
 _ROUNDING = 1e-9  # of a step
 _BEST, _NEAR = 3, 1.15  # meshes and microbatches, that take no longer than this times the best
 _PROBED, _FEW = 6, 8  # others, by so many virtual stages at first
-_WORTH_IT = 1.03  # times the best plan: what a first one may take for others to be tried
+_WORTH_IT = 1.01  # times the best plan: what a first one may take for others to be tried
 _HOPED, _MOST_ASKED = 0.93, 1000  # of the best plan: what such estimates, which are a tenth too low, are worth; bounds
 _RELAXED = 4  # bounds of a point by the sharding of the largest microbatch
 
@@ -42,20 +42,28 @@ def schedules_of_several(
 ) -> list[Sequence[Point]]:
     """Points of several virtual stages, by mesh and microbatch: of those that were best of ``solved`` and would be
     better than ``found`` without the pipeline's bubble, and of those that the bubble alone may have kept from a plan.
-    Of these the first says whether the others are worth it."""
+    Of these the first says whether the others are worth it, as of those that take far longer than ``found`` and mostly
+    wait, which may have room for what they make again if they share their optimizer states."""
     enough = solved[found].step_time
     best: dict[Point, Point] = {}
+    waiting: dict[Point, tuple[float, Point]] = {}
     for point, known in sorted(solved.items(), key=lambda item: item[1].step_time):
-        bubble = (known.breakdown or {}).get("bubble", 0.0)
-        near = known.step_time <= _NEAR * solved[found].step_time and known.step_time - bubble < enough
-        if point.pp > 1 and near and len(best) < _BEST:
-            best.setdefault(_mesh(point), point)
+        parts = known.breakdown or {}
+        filled_s = known.step_time - parts.get("bubble", 0.0)
+        least_s = filled_s - parts.get("recompute", 0.0)
+        if point.pp > 1 and known.step_time > _NEAR * enough and least_s < enough:
+            waiting.setdefault(mesh_of(point), (least_s, point))
+        elif point.pp > 1 and known.step_time <= _NEAR * enough and filled_s < enough and len(best) < _BEST:
+            best.setdefault(mesh_of(point), point)
     groups: list[Sequence[Point]] = [[other] for point in best.values() for other in several_stages(space, point)]
-    for point in _promising(space, rows.values(), {*map(_mesh, solved)}, enough, bounds):
+    for _, point in sorted(waiting[mesh] for mesh in waiting.keys() - best.keys())[:_BEST]:
+        sharing = point.sharing(1)
+        groups.append(sorted(several_stages(space, sharing if sharing in rows else point), key=_far_from_few))
+    for point in _promising(space, rows.values(), {*map(mesh_of, solved)}, enough, bounds):
         if len(best) >= _BEST + _PROBED:
             break
-        if _mesh(point) not in best:
-            best[_mesh(point)] = point
+        if mesh_of(point) not in best:
+            best[mesh_of(point)] = point
             groups.append(sorted(several_stages(space, point), key=_far_from_few))
     return groups
 
@@ -65,9 +73,9 @@ def _far_from_few(point: Point) -> tuple[bool, int]:
     return point.schedule != "interleaved", abs(point.virtual_stages - _FEW)
 
 
-def _mesh(point: Point) -> Point:
+def mesh_of(point: Point) -> Point:
     """What several ways of running the same mesh and microbatch have in common."""
-    return replace(point, schedule="", zero=0, dp_shard=0)
+    return replace(point, schedule="", virtual_stages=1, zero=0, dp_shard=0)
 
 
 def _promising(
@@ -88,8 +96,8 @@ def _promising(
     families = defaultdict[Point, list[Row]](list)
     left = [row for row in rows if row.status == "bounded" and row.point.pp > 1 and row.point.schedule == "1f1b"]
     for row in [row for row in left if row.point.zero < 2] or left:
-        if _mesh(row.point) not in solved:
-            families[_mesh(row.point)].append(row)
+        if mesh_of(row.point) not in solved:
+            families[mesh_of(row.point)].append(row)
     known = {row.point: row.bound for row in left}
     for members in families.values():
         shorter = _shorter(space, members[0].point)
@@ -241,4 +249,4 @@ def _same(row: Candidate, other: Candidate) -> bool:
     return all(getattr(row, name) == getattr(other, name) for name in names)
 
 
-__all__ = ["PATIENCE", "best_schedule", "effort", "evaluated", "schedules_of_several", "without_limit"]
+__all__ = ["PATIENCE", "best_schedule", "effort", "evaluated", "mesh_of", "schedules_of_several", "without_limit"]

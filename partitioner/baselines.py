@@ -254,14 +254,17 @@ def _tuned(
         return best
     known = {_key(row): row for row in rows}
     points = {_key(candidate(point)): point for point in family.points}
-    tried = [row for row in rows if _key(row) in points and row.step_time is not None]
+    planned: set[Point] = set()
 
     def plan(point: Point) -> Candidate | None:
         """What becomes of a point, if it may be better; ``None``: it is known not to be."""
         nonlocal best
         most_s, told = _seconds(best), known.get(_key(candidate(point)))
-        if time.monotonic() > until or (told is not None and (told.status != "bounded" or told.bound >= most_s)):
+        if time.monotonic() > until or point in planned:
             return None
+        if told is not None and (told.status != "bounded" or told.bound >= most_s):
+            return None
+        planned.add(point)
         found = _planned(point, evaluate, most_s)
         best = found if _seconds(found) < most_s else best
         return found

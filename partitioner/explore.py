@@ -15,6 +15,7 @@ from partitioner.alternatives import (
     best_schedule,
     effort,
     evaluated,
+    mesh_of,
     schedules_of_several,
     without_limit,
 )
@@ -48,6 +49,9 @@ OFFLOAD_SETS: tuple[tuple[Offload, ...], ...] = (
 )
 
 Emitted = tuple[Program, Estimate, tuple[ContextWay, ...] | None]
+_MUCH_EFFORT = (
+    0.5  # of schedules of several virtual stages: a plan's program is made meanwhile, though it may be in vain
+)
 _LEAST_S = 5.0  # for smaller clusters and tuned layouts, which are looked at for no longer than the plan itself was
 
 
@@ -198,11 +202,12 @@ def _explore(
 
     best_s = enough_s
 
-    def evaluate(point: Point, *, proven: bool = True) -> Evaluated:
+    def evaluate(point: Point, *, proven: bool = True, devices: tuple[int, ...] | None = None) -> Evaluated:
         nonlocal best_s
         proven = proven and evaluator.placements.complete(point.grid)
+        solve = partial(evaluator.solve, devices=devices, proven=proven, enough_s=best_s)
         try:
-            found = evaluated(siblings.tried(point, partial(evaluator.solve, proven=proven, enough_s=best_s)))
+            found = evaluated(siblings.tried(point, solve))
         except PartitionError as error:
             early.tell(point, error)
             raise
@@ -228,20 +233,28 @@ def _explore(
     )
     beside = evaluator if free.constraints == job.constraints else replace(evaluator, job=free)
     found, certificate = result.best.payload, result.certificate
-    rows = certificate.candidates
     ahead: tuple[Solved, Later[Emitted]] | None = None
     if not result.interrupted and job.train and job.constraints.leaves_schedule:
         evaluator.locals.end()  # its process makes room for the next
-        ahead = None if emit is None else (found, Later(partial(emit, found)))
         known = {**solved(before), **solved(result.rows)}
         several = schedules_of_several(space, known, found.point, result.rows, floors)
-        attempt = partial(evaluate, proven=False)
+        if emit is not None and sum(effort(space, point) for group in several for point in group[:1]) > _MUCH_EFFORT:
+            ahead = found, Later(partial(emit, found))
+        devices = {mesh_of(e.payload.point): e.payload.devices for e in sorted(known.values(), key=_slowest_first)}
+
+        def attempt(point: Point) -> Evaluated:
+            """Without a bound, and on the devices of a plan of the same mesh where all placements would be tried."""
+            same = devices.get(mesh_of(point)) if evaluator.placements.complete(point.grid) else None
+            found = evaluate(point, proven=False, devices=same)
+            return found if same is None else replace(found, least=0.0)
+
         found, certificate = best_schedule(
             evaluate, attempt, floors, floors.of_point, several, found, certificate, deadline
         )
     if certificate.cut_off is None and not evaluator.tries_all(found.point):
         found, certificate = without_limit(certificate, found, evaluator.afresh.solve(found.point))
 
+    rows = certificate.candidates
     search_s = time.monotonic() - start
     as_long_s = max(_LEAST_S, search_s)
 
@@ -271,12 +284,16 @@ def _explore(
     pinned = bool(job.constraints.offload) and not hosts
     unknown = compare and (pinned or any(not is_known(standard, rows) for standard in always))
     uneven = compare and not is_even(job.topology)
-    baselines = Later(others, worth_it=unknown or uneven, most_s=as_long_s * uneven)
+    baselines = Later(others, worth_it=unknown or uneven, most_s=as_long_s)
     beyond = beyond_the_bound(space)
     if not evaluator.placements.complete(found.point.grid) and job.constraints.placement is None:
         beyond["placement"] = "The best placements of ranks on devices were tried, not all."
     certificate = certificate.model_copy(update={"limits": _limits(space), "beyond": beyond})
     return Explored(found, certificate, baselines, result.rows, ahead)
+
+
+def _slowest_first(found: Evaluated) -> float:
+    return -found.step_time
 
 
 def _limits(space: Space) -> Limits:

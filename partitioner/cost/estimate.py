@@ -330,7 +330,7 @@ def _reduction_tail(
         return first_s
     waits = not (problem.overlap_steps and is_split(problem.schedule))
     split_backwards = is_split(problem.schedule)  # gradients of inputs are sent before those of weights are there
-    tail = ahead = delay = filling = 0.0
+    tail = ahead = delay = filling = before = 0.0
     again, m = machine.zero == 2, problem.num_microbatches
     for s, (stage, costs) in enumerate(zip(split.stages, held, strict=True)):
         reducer = reducer_of(machine, s, how)
@@ -347,6 +347,7 @@ def _reduction_tail(
             buckets = stage_buckets(problem, stage, states, reducer, levels)
             delays = reduction_delays(problem, stage, buckets, slowdown, by_halves=split_backwards and s > 0)
             exposed = delays.whole_s
+            before = max(before, 0.0 if split_backwards else delays.before_s)  # all ranks at about the same time
             delay = max(delay, gathered_seconds(problem, stage, buckets, slowdown, filling, first_s))
             if again and m > 1:
                 sent = [bucket.scatter for bucket in buckets]
@@ -357,7 +358,7 @@ def _reduction_tail(
         tail = max(tail, exposed - ahead)
         ahead += window * (waits and not split_backwards)  # which end at about the same time
         filling += (last.forward_s + last.transfer_s / 2) * waits
-    return delay + tail
+    return delay + before + tail
 
 
 def _added_up(problem: StageProblem, machine: Machine) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
@@ -29,6 +30,7 @@ def reducer_of(machine: Machine, stage: int, how: Reducing) -> Reducer:
     split = replace(machine, dp_shard=how.inside) if how.inside else machine
     device = max(machine.devices_of(stage), key=lambda kind: coding_time("bf16", 1.0, kind))
 
+    @cache
     def group(axes: tuple[str, ...]) -> Group:
         return split.stage_groups(*axes)[stage]
 

@@ -50,13 +50,13 @@ class StateCost:
     disk: bool = False
     master: float = 0.0
 
-    @property
+    @cached_property
     def scatter_axes(self) -> tuple[str, ...]:
         """The axes over which gradients are scattered to their shards; none without ZeRO."""
         shared = tuple(a for a in self.grad_axes if a != "tp") if self.stage else ()
         return tuple(INNER[a] for a in shared) if self.hybrid else shared
 
-    @property
+    @cached_property
     def rest_axes(self) -> tuple[str, ...]:
         """The axes over which the gradients, or the shards that are left of them, are added up."""
         if not self.stage:

@@ -136,11 +136,13 @@ class Delays(NamedTuple):
     """What reductions beside a stage's last backward add, in seconds.
 
     ``backward_s``: by how much later the backward ends than without them. ``whole_s``: the time from the end that it
-    would have had without them until all gradients are whole.
+    would have had without them until all gradients are whole. ``before_s``: by how much later it begins, since the
+    gradients of the rank's other virtual stages are reduced beside backwards ahead of it.
     """
 
     backward_s: float
     whole_s: float
+    before_s: float = 0.0
 
 
 def reduction_delays(
@@ -191,7 +193,7 @@ def reduction_delays(
         if bucket.rest is not _NOTHING:
             left.append((scatter, bucket))
 
-    begun = 0.0
+    begun = before = 0.0
     for place in (-1, *sorted(work, reverse=True)):
         clock.compute(work.get(place, 0.0) * scale)
         if place in at:
@@ -202,15 +204,18 @@ def reduction_delays(
                 sent.clear()
             for bucket in at[place]:
                 reduce(bucket)
-        if place < 0 and at.get(place):  # of other virtual stages: until the last backward comes it runs elsewhere
-            clock.compute((problem.num_stages // problem.chunks - 1) * window)
+        if place < 0 and at.get(
+            place
+        ):  # of other virtual stages, each as often as there are ranks behind the one before
+            ahead = (len(plan.runs) - 1 if not by_halves else 1) * (problem.num_stages // problem.chunks) - 1
+            clock.compute(ahead * window)
             settle()
-            begun = clock.clock
+            begun, before = clock.clock, clock.clock - ahead * window
     window += begun
     delayed = clock.clock - window
     settle()
     clock.wait_for_all()
-    return Delays(delayed, clock.clock - window)
+    return Delays(delayed, clock.clock - window, 0.0 if by_halves else before)
 
 
 def _backward_seconds(problem: StageProblem, plan: StagePlan, run: StagePlan) -> dict[int, float]:

@@ -23,10 +23,10 @@ from partitioner.cost.machine import Machine
 from partitioner.cost.reducer import Reducer
 from partitioner.cost.reductions import Sizes, exposed_seconds, last_levels, reduced_sizes, reduction_of
 from partitioner.cost.states import StateCost
-from partitioner.cost.step_ends import gathered_seconds, reduction_delays, stage_buckets
+from partitioner.cost.step_ends import GradientBucket, gathered_seconds, reduction_delays, stage_buckets
 from partitioner.solve.pipelines import is_split
 from partitioner.solve.stage_problem import StageCall, StageProblem
-from partitioner.solve.stages import stage_plan
+from partitioner.solve.stages import StagePlan, stage_plan
 from partitioner.solve.tables import StageTables, Table, min_max
 
 _MOST_FOLLOWED = 60  # runs of a stage whose reductions are followed bucket by bucket
@@ -164,6 +164,9 @@ class _Reductions:
         self.sizes = [tables.segments.states_of(part) for part in parts]
         self._reduced = {name: reduced_sizes(cost) for name, cost in states.items()}
         self._known: dict[Any, tuple[float, ...]] = {}
+        self._axes = list(dict.fromkeys(axes for cost in alike for axes in (cost.scatter_axes, cost.rest_axes)))
+        self._reducers: dict[int, list[Reducer]] = {}
+        self._buckets: dict[Any, list[GradientBucket]] = {}
 
     def of_stage(self, stage: int, windows: Table, ahead: NDArray[np.float64]) -> Table:
         """By run: seconds by which its reductions end after the pipeline, whose stages before take ``ahead`` for a
@@ -180,7 +183,7 @@ class _Reductions:
         forward, _ = self.tables.seconds(stage)
         overhead = problem.pace(stage).overhead.forward_total_s
         slowdown = max(device.overlap_slowdown for device in machine.devices_of(stage))
-        reducers = [reducer_of(machine, stage, how) for how in self.ways]
+        reducers = self._reducers_of(stage)
         sizes = np.stack([size[start, stop] for size in self.sizes], axis=1)
         different, which = np.unique(sizes, axis=0, return_inverse=True)
         windows, forward = windows[start, stop], forward[start, stop] + overhead
@@ -204,13 +207,26 @@ class _Reductions:
         plan, halves = stage_plan(self.tables, stage, start, stop), stage > 0 and is_split(problem.schedule)
         slowdown = max(device.overlap_slowdown for device in machine.devices_of(stage))
         found = math.inf
-        for how in self.ways:
-            buckets = stage_buckets(problem, plan, self.states, reducer_of(machine, stage, how), self.last_levels)
+        for reducer in self._reducers_of(stage):
+            buckets = self._buckets_of(plan, reducer)
             seconds = reduction_delays(problem, plan, buckets, slowdown, by_halves=halves).whole_s
             if stage == 0:
                 seconds += gathered_seconds(problem, plan, buckets, slowdown)
             found = min(found, seconds)
         return found
+
+    def _reducers_of(self, stage: int) -> list[Reducer]:
+        if stage not in self._reducers:
+            self._reducers[stage] = [reducer_of(self.machine, stage, how) for how in self.ways]
+        return self._reducers[stage]
+
+    def _buckets_of(self, plan: StagePlan, reducer: Reducer) -> list[GradientBucket]:
+        """The buckets of a run of calls, which are those of any stage whose groups and devices are alike."""
+        groups = tuple(reducer.group(axes) for axes in self._axes)
+        known = plan.start, plan.stop, reducer.how, id(reducer.device), groups
+        if known not in self._buckets:
+            self._buckets[known] = stage_buckets(self.tables.problem, plan, self.states, reducer, self.last_levels)
+        return self._buckets[known]
 
     def _last(self, reducer: Reducer) -> NDArray[np.float64]:
         """By call, seconds of reducing the gradients of its states at least, which are whole when it has run."""

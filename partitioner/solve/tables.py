@@ -112,7 +112,9 @@ class StageTables:
 
     @property
     def _runs(self) -> tuple[Counts, Counts]:
-        return _runs_of(len(self.problem.calls))
+        """The segments that leave a call to each of the other stages."""
+        n = len(self.problem.calls)
+        return _runs_of(n, n - self.problem.num_stages + 1)
 
     def run_times(self, stages: Counts, start: Counts, stop: Counts) -> Table:
         """Seconds of the segments ``[start, stop)`` on ``stages``, with as few calls recomputed as memory demands;
@@ -330,9 +332,11 @@ class StageTables:
 
 
 @lru_cache(maxsize=8)
-def _runs_of(calls: int) -> tuple[Counts, Counts]:
-    """All segments that are not empty: where they start and stop."""
-    return np.triu_indices(calls + 1, 1)
+def _runs_of(calls: int, most: int) -> tuple[Counts, Counts]:
+    """All segments that are not empty and have at most so many calls: where they start and stop."""
+    start, stop = np.triu_indices(calls + 1, 1)
+    short = stop - start <= most
+    return start[short], stop[short]
 
 
 def _counts(held: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[Vector, Vector]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import pairwise
 
 import numpy as np
@@ -57,7 +57,7 @@ def solve_virtual(
         found.append(_solved(problem, schedule, num_ranks, chunks, proven, improved, enough_s))
     except CapacityError as error:
         lacking = error
-    if found and not (proven and _cut_by_memory(problem, found[0])):
+    if found and not _cut_by_memory(problem, found[0]):
         return found[0]
     if lacking is not None and (not problem.train or problem.recompute is not None):
         raise lacking
@@ -112,6 +112,13 @@ class _Ranks:
     def memory(self, tables: StageTables, every: Sequence[StagePlan]) -> list[float]:
         """Peak bytes of each rank, see :meth:`taken`."""
         return [self.taken(tables, rank, [every[k] for k in own]) for rank, own in enumerate(self.own)]
+
+    def hold(self, tables: StageTables, every: Sequence[StagePlan]) -> bool:
+        """Whether each rank has room for its virtual stages."""
+        every_rank = zip(self.own, self.capacity, strict=True)
+        return all(
+            self.taken(tables, rank, [every[k] for k in own]) <= room for rank, (own, room) in enumerate(every_rank)
+        )
 
     def taken(self, tables: StageTables, rank: int, plans: Sequence[StagePlan]) -> float:
         """Peak bytes of a rank: its stages' own, less what they need at different times or have in common."""
@@ -247,14 +254,17 @@ def _improved(
     bound = found.bound + rest
     # what is made again so that cuts fit, others that fit need not
     known = ranks.seconds(split) if _cut_by_memory(problem, split) else np.inf
-    for _, cuts in found.cuts:
-        stages = tuple(stage_plan(tables, k, *pair) for k, pair in enumerate(pairwise(cuts)))
-        faster = replace(split, stages=stages)
-        if known < np.inf and ranks.seconds(faster) >= known:
+    plan_of = cache(partial(stage_plan, tables))  # cuts have most runs of calls in common
+    for seconds, cuts in found.cuts:
+        if seconds + rest >= known:
             break
-        taken = ranks.memory(tables, stages)
-        if all(t <= room for t, room in zip(taken, ranks.capacity, strict=True)):
+        stages = tuple(plan_of(k, *pair) for k, pair in enumerate(pairwise(cuts)))
+        if not ranks.hold(tables, stages):
+            continue
+        faster = replace(split, stages=stages)
+        if known == np.inf or ranks.seconds(faster) < known:
             return faster, bound
+        break
     return split, bound
 
 

@@ -148,7 +148,7 @@ def emit(
             tied.setdefault(state.stages, []).append(name)
 
     def limit(axes: tuple[str, ...]) -> int:
-        """Bytes that fill a bucket of what is added up over ``axes`` first."""
+        """Bytes that fill a bucket of what is added up over ``axes``."""
         return bucket_bytes or bucket_limit(math.prod(sizes_of_axes[axis] for axis in axes))
 
     calls = [tuple(_call(model, i) for i in here.calls) for here in routes.stages]

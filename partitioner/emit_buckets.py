@@ -72,7 +72,8 @@ def plan_buckets(
     """Buckets of ``gradients``, in the order in which they are to be reduced.
 
     ``adds``: for each state the positions of the stage's calls whose backward adds to its gradient. ``limit``: the
-    bytes that fill a bucket that is added up over these axes first. ``zero``: under 3 a bucket is of what the same
+    bytes that fill a bucket that is added up over these axes, at once or one after the other: what is left of a bucket
+    after it is scattered inside a node still goes around all nodes. ``zero``: under 3 a bucket is of what the same
     calls read, without limit.
     """
     last = {a.chunk: i for i, a in enumerate(order) if a.kind in ("B", "W")}
@@ -107,7 +108,7 @@ def plan_buckets(
         filling.setdefault(key, []).append(gradient)
         if gradient.sharded and zero == 3:
             continue
-        if sum(g.nbytes for g in filling[key]) >= limit(gradient.sharded or gradient.axes):
+        if sum(g.nbytes for g in filling[key]) >= limit(tuple(dict.fromkeys((*gradient.sharded, *gradient.axes)))):
             close(key)
     for rest in list(filling):
         close(rest)

@@ -22,7 +22,7 @@ from partitioner.cost.collectives import collective_time
 from partitioner.cost.compute import kernels_time, matmul_efficiency
 from partitioner.cost.operators import Kernel, Operand, backward_kernels, forward_kernels
 from partitioner.cost.reducer import Reducer
-from partitioner.cost.reductions import Reduction, reduction
+from partitioner.cost.reductions import Reduction, reduction, reduction_of
 from partitioner.cost.relaxed import best_type
 from partitioner.cost.saved import kept_by
 from partitioner.cost.states import StateCost, kinds_of, state_costs
@@ -491,3 +491,16 @@ def test_power_limits_that_cannot_be(tmp_path: Path):
     path.write_text("\n".join(lines))
     with pytest.raises(TopologyError, match=r"power_limit of 60 W with power_busy 700\.0 and power_idle 75\.0"):
         Topology.load(path)
+
+
+def test_buckets_of_gradients_grow_with_all_ranks_that_add_them_up():
+    """Gradients are scattered over the 8 ranks of a node, and what is left of a bucket is added up over 16 nodes: 2 MB
+    for each of 128 ranks fill a bucket, so that steps around 16 nodes are not most of it."""
+    topology = Topology.preset("dgx-h100", nodes=16)
+    inside, nodes = (axis_group(topology, {"dp": 16, "tp": 8}, axis) for axis in ("tp", "dp"))
+    groups = {("dp_shard",): inside, ("dp_replicate",): nodes}
+    reducer = Reducer(groups.__getitem__, AT_ONCE, H100.device_type(0))
+    pieces = 1e9
+    found = reduction_of({("all_reduce", ("dp_replicate",), 0, ("dp_shard",)): pieces}, {}, reducer)
+    count = math.ceil(8 * pieces / (2e6 * 128))
+    assert found.total_s == pytest.approx(count * collective_time("all_reduce", pieces / count, nodes))

@@ -240,7 +240,8 @@ class Machine:
     def scattering(self, num_microbatches: int) -> Scattering:
         """Gradients on their way to their shards, under ZeRO-1 and 2."""
         all_of_them = self.gradient_bytes / (self.mesh.get("tp", 1) * self.mesh.get("pp", 1))
-        bucket = min(float(bucket_limit(self.replicas)), all_of_them)
+        ranks = self.mesh.get("dp", 1) * self.mesh.get("cp", 1)
+        bucket = min(float(bucket_limit(ranks)), all_of_them)
         sent = _SCATTERED.get(self.zero, 0)
         if not sent or not self.topology.whole_scatter:
             return Scattering(sent * bucket, bucket, self.topology.whole_scatter)

@@ -125,7 +125,7 @@ def reduction_of(
     for (op, axes, stage, before), size in sizes.items():
         group = reducer.group(axes)
         filled_by = reducer.group(before).size if before else 1  # a bucket of shards is one of what was scattered
-        limit = bucket_limit(filled_by if before else group.size)
+        limit = bucket_limit(filled_by * group.size)
         count = math.ceil(size * filled_by / limit) if overlap else 1
         if op == "all_gather":  # of the parameters, in the next step
             gathered += count * collective_time(op, size / count, group)

@@ -7,6 +7,7 @@ The buckets are those of :func:`partitioner.emit_buckets.plan_buckets`, and the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -85,7 +86,8 @@ def _filled(
     for members in together.values():
         cost = members[0][1]
         whole = cost.stage == 3 and bool(cost.scatter_axes)
-        limit = float("inf") if whole else bucket_limit(reducer.group(cost.scatter_axes or cost.rest_axes).size)
+        ranks = math.prod(reducer.group(axes).size for axes in (cost.scatter_axes, cost.rest_axes) if axes)
+        limit = float("inf") if whole else bucket_limit(ranks)
         yield members, limit
 
 

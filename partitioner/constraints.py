@@ -40,8 +40,10 @@ _EXECUTED: dict[str, tuple[Any, ...]] = {
     "overlap_experts": (None, False),
     "short_gradients": (None, False),
     "fused_casts": (None, False),
+    "current_scaling": (None, False),
     "expert_kernels": (None, "grouped"),
     "graphs": (None,),
+    "even_experts": (None,),
 }
 
 _WHY_NOT = {
@@ -68,7 +70,7 @@ class Constraints(BaseModel):
     computation; ``overlap_tensor``: gathers and scatters over ``tp``, in pieces behind the products beside them;
     ``regather``: whether values that are gathered over ``tp`` are kept sharded and gathered again in backward.
     ``gather``: whether sharded states are gathered together for a call, or each ``parameter`` by itself, or, under
-    ``zero=1``, are whole on an ``owner`` each, which sends its own to the others. ``sends``:
+    ``zero=1``, are whole on an ``owner`` each, which sends its own to the others before the next step. ``sends``:
     whether what ``sequence_parallel=False`` keeps whole goes ``whole`` from each rank to its peer in the next stage, or
     in ``parts``, one from each rank of ``tp``, which the ranks there gather. ``dispatch``: how rows go to experts: as
     ``rows``, one for every expert, from each of the ranks that share it; in ``parts``, as ``sends``; or ``once``,
@@ -76,13 +78,17 @@ class Constraints(BaseModel):
     computation of another microbatch. ``expert_kernels``: whether products of a rank's experts are ``grouped`` in one
     kernel, launched for ``each``, as their casts are (Transformer Engine's grouped linear layers), or grouped and
     ``fused`` with what lies between (its grouped MLP). ``graphs``: what is recorded in CUDA graphs, so that the host
-    issues nothing of it: ``all``, or a ``part``, all but experts (``None``: nothing is).
+    issues nothing of it: ``all``, or a ``part``, all but experts (``None``: nothing is). ``even_experts``: that all
+    experts have as many rows: they are ``routed`` so, or those beyond a share are dropped and what lacks is ``padded``
+    (``None``: rows go to any expert with the same probability, so that some ranks have more).
     ``placement``: ``in_order`` has rank i on device i (``None``: as is fastest).
     ``overlap_steps``: that a rank begins the next step when it has ended its own part of this one, and a step takes
     what lies between two ends of it on one rank: nothing is then asked of all ranks in between, as clipping by the norm
     of all gradients does, or scaling of the loss in float16. ``short_gradients``: whether gradients are of their
     parameter's type where that is shorter than float32, rather than in float32. ``fused_casts``: whether what products
-    in fp8 read is written so by the kernels before them, rather than cast for each. ``offload``: what is in host memory
+    in fp8 read is written so by the kernels before them, rather than cast for each; ``current_scaling``: whether each
+    tensor is then cast by its own largest number, rather than by what it was before or block by block.
+    ``offload``: what is in host memory
     between uses: ``optimizer`` states, stepped there then, ``activations``, ``parameters`` (and the optimizer); one
     name, several (``"optimizer+activations"``), or none, ``()``; ``disk``: optimizer states (it goes with the
     optimizer) are on the nodes' disks instead. ``None``: nothing, unless nothing fits otherwise and the parallel
@@ -125,8 +131,10 @@ class Constraints(BaseModel):
     overlap_steps: bool = False
     short_gradients: bool | None = None
     fused_casts: bool | None = None
+    current_scaling: bool | None = None
     expert_kernels: Literal["grouped", "each", "fused"] | None = None
     graphs: Literal["part", "all"] | None = None
+    even_experts: Literal["routed", "padded"] | None = None
     placement: Literal["in_order"] | None = None
     couple: Literal["batch", "microbatch"] = "batch"
     offload: tuple[Offload, ...] | None = None

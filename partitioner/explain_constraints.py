@@ -114,6 +114,9 @@ _OPTIONS: dict[str, str] = {
     "moe_overlap dual_batch_overlap delay_wgrad_compute",
     'expert_kernels="grouped", "each" or "fused" (planned, not executed but for grouped)': "moe_grouped_gemm "
     "grouped_gemm moe_use_grouped_gemm use_grouped_gemm moe_grouped_mm grouped_mm",
+    "current_scaling=True (planned, not executed)": "fp8_recipe fp8_current_scaling tensorwise fp8_amax_compute_algo",
+    'even_experts="routed" or "padded" (planned, not executed)': "moe_router_force_load_balancing "
+    "moe_pad_expert_input_to_capacity moe_expert_capacity_factor capacity_factor token_drop moe_token_drop_policy",
     'graphs="all" or "part" (planned, not executed)': "cuda_graph cuda_graphs cuda_graph_impl cuda_graph_scope "
     "enable_cuda_graph use_cuda_graphs external_cuda_graph cuda_graph_modules",
     _SENT: "gradient_compression grad_compress compress_gradients communication_data_type ddp_comm_hook "

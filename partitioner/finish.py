@@ -260,8 +260,10 @@ def planned_only(job: Job, point: Point, constraints: Constraints) -> tuple[str,
         overlap_experts=constraints.overlap_experts if point.ep > 1 else None,
         short_gradients=constraints.short_gradients,
         fused_casts=constraints.fused_casts if job.precision == "fp8" else None,
+        current_scaling=constraints.current_scaling if job.precision == "fp8" else None,
         expert_kernels=constraints.expert_kernels if job.num_experts else None,
         graphs=constraints.graphs,
+        even_experts=constraints.even_experts if job.num_experts else None,
     ).planned_only
     scaled = constraints.overlap_steps and is_split(point.schedule) and job.precision == "fp16"
     more = {

@@ -61,6 +61,8 @@ class Job:
                 fused_casts=bool(self.constraints.fused_casts),
                 expert_kernels=self.constraints.expert_kernels or "grouped",
                 graphs=self.constraints.graphs or "none",
+                even_experts=self.constraints.even_experts or "none",
+                current_scaling=bool(self.constraints.current_scaling),
             ),
             num_experts=self.num_experts,
             reserve=self.reserve + self.reserves.get(point, 0),

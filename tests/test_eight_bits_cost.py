@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from partitioner import Constraints, Plan, Topology, partition
 from partitioner.cost.blockwork import block_work
 from partitioner.cost.calls import CallWork, call_costs
+from partitioner.cost.eight_bits import in_fp8
+from partitioner.cost.operators import Kernel, Operand
 from partitioner.cost.spread import NO_SPREAD, Spread
 from partitioner.timing import plan_timeline, stage_seconds
 from partitioner.topology import loads
@@ -186,6 +189,24 @@ def test_casts_are_those_that_the_runtime_makes(form: str):
     casts = (asked.kernels.flops == 0) & (asked.kernels.launches > 1)
     assert executed.kernels == asked.kernels.launches[casts].sum()
     assert executed.moved == asked.kernels.num_bytes[casts].sum()
+
+
+def test_products_in_fp8_read_a_byte_and_write_two():
+    """256 rows of 512 numbers by a matrix of 1,024: the forward reads 128 and 512 KiB and writes 512; the gradient of
+    the rows takes 256 and 512 KiB and writes 256; that of the matrix takes 256 and 128 KiB and writes 1,024."""
+    x, weight, out = (256, 512), (1024, 512), (256, 1024)
+    operands = [Operand(x, torch.bfloat16), Operand(weight, torch.bfloat16, state=True, learned=True)]
+    results = [Operand(out, torch.bfloat16)]
+    traffic = [2.0 * math.prod(shape) for shape in (x, weight, out)]
+
+    def product(learned: bool, state: float) -> Kernel:
+        return Kernel("matmul", sum(traffic), state, flops=1.0, precision="bf16", learned=learned)
+
+    ahead, _ = in_fp8([product(False, traffic[1])], operands, results, False)
+    back, _ = in_fp8([product(False, traffic[1]), product(True, traffic[1])], operands, results, True)
+    kib = [kernel.num_bytes / 1024 for kernel in (*ahead, *back)]
+    assert kib == [128 + 512 + 512, 256 + 512 + 256, 256 + 128 + 1024]
+    assert [kernel.state_bytes / 1024 for kernel in (*ahead, *back)] == [512, 512, 1024]
 
 
 def test_casts_of_their_own_are_dearer_than_those_that_other_kernels_write():

@@ -6,9 +6,11 @@ import pytest
 import torch
 from test_dispatch import Experts
 
+from partitioner.cost.asked import module_operators
 from partitioner.cost.calls import CallCost, CallWork
 from partitioner.cost.spread import Software, Spread, sorting_seconds
 from partitioner.topology import Topology
+from partitioner.topology.groups import Group
 from passes.blocks import Block
 from passes.capture import capture
 from passes.fold import fold
@@ -45,16 +47,70 @@ def test_kernels_of_single_experts_run_four_at_a_time(layer: Block):
 
 
 def test_the_host_issues_a_product_for_each_expert(layer: Block):
-    """Eight times two products forward, and twice as many backward, instead of two and four; of recorded graphs it
-    issues nothing, and where experts are left out of them these products alone."""
+    """Eight times two products forward, and twice as many backward, instead of two and four, and 31 kernels of routing
+    forward instead of those in the graph; of recorded graphs it issues nothing, and where experts are left out of them
+    these products alone."""
     grouped, each, part, whole = (
         cost(layer, ISSUED, expert_kernels=how, graphs=graphs)
         for how, graphs in (("grouped", "none"), ("each", "none"), ("each", "part"), ("each", "all"))
     )
-    assert each.forward_s - grouped.forward_s == PRODUCTS * (COUNT - 1)
+    routing = 31 - CallWork(layer).asked(False).routing
+    assert each.forward_s - grouped.forward_s == PRODUCTS * (COUNT - 1) + routing
     assert each.backward_s - grouped.backward_s == 2 * PRODUCTS * (COUNT - 1)
     assert (part.forward_s, part.backward_s) == (PRODUCTS * COUNT, 2 * PRODUCTS * COUNT)
     assert max(whole.forward_s, whole.backward_s) < 1e-9
+
+
+def test_experts_wait_for_the_host_which_waits_for_their_rows(layer: Block):
+    """With a second for each kernel and for each operator: the host issues 16 products of experts when it has been told
+    how many rows each gets, and the device is done with them in two rounds of two. Where each has as many rows the host
+    is not told, and has issued them while the device was busy with what comes before."""
+    device = LAUNCHED.model_copy(update={"dispatch": 1.0})
+    alone = cost(layer, expert_kernels="each").forward_s
+    rounds = PRODUCTS * math.ceil(COUNT / 4)
+    told, padded = (
+        cost(layer, device, expert_kernels="each", graphs="part", even_experts=even) for even in ("none", "padded")
+    )
+    assert told.forward_s == pytest.approx(alone + PRODUCTS * COUNT - rounds)
+    assert padded.forward_s == pytest.approx(max(alone, PRODUCTS * COUNT))
+
+
+@pytest.mark.parametrize(("even", "more"), [("none", 1 + math.sqrt(2 * math.log(4) * 3 / 512)), ("routed", 1.0)])
+def test_ranks_have_as_many_rows_where_routing_is_even(layer: Block, even: str, more: float):
+    """128 rows of each of four ranks, 512 in all, of which the fullest rank gets ``1 + sqrt(2 ln 4 * 3 / 512)`` times
+    its share (Raab and Steger 1998), or its share."""
+    spread = Spread(experts=Group(4), num_experts=COUNT, software=Software(even_experts=even))
+    plain = CallWork(layer).cost(H100, {}, Spread(num_experts=COUNT))
+    assert CallWork(layer).cost(H100, {}, spread).flops / plain.flops == pytest.approx(more)
+
+
+def test_products_that_read_the_same_value_are_one_layer_to_the_host():
+    """One of Transformer Engine's linear layers takes the host 2.7 times as long as torch's: three products that read
+    one value are more than that, one alone is 1.7 short of it."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v, self.out = (torch.nn.Linear(64, 64, bias=False) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = self.out(self.q(x) * self.k(x) + self.v(x))
+            return made
+
+    class Layers(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(Layer() for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    with torch.device("meta"):
+        [block] = fold(normalize(capture(Layers(), (torch.zeros(2, 16, 64),)))).blocks.values()
+    found = module_operators(block, CallWork(block).asked(False).region)
+    assert sorted(found.values()) == pytest.approx([0.0, 1.7])
 
 
 def test_each_expert_casts_its_own_rows(layer: Block):

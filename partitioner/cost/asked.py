@@ -19,6 +19,8 @@ from partitioner.cost.operators import (
     add_kernel,
     backward_kernels,
     forward_kernels,
+    is_attention,
+    is_product,
     is_view,
     repeats_of,
 )
@@ -48,6 +50,7 @@ _TRANSPOSED = {
 }
 # Collectives whose operand is one rank's part, so that the whole is ``size`` times as large.
 _FROM_PART = frozenset(("all_gather", "all_to_all")) | ROUTED
+_OF_A_MODULE = 2.7  # operators as which the host sees one of Transformer Engine's linear layers
 _IN_PIECES = frozenset(("all_gather", "reduce_scatter"))  # can run behind the products beside them
 
 
@@ -167,17 +170,19 @@ class StateRead:
 @dataclass(frozen=True)
 class Asked:
     """What one call asks. ``issued``: operators that the host issues forward, backward for inputs, and for weights, and
-    ``issued_each``: those that it issues for each of a rank's experts; ``held``: experts in the graph;
+    ``issued_each``: those that it issues for each of a rank's experts; ``held``: experts in the graph; ``routing``: of
+    those forward, what lies between the attention and the experts;
     ``rings``: the attentions over a sequence that ranks share, and whether they run backward."""
 
     kernels: Columns
-    issued: tuple[int, int, int]
-    issued_each: tuple[int, int, int]
+    issued: tuple[float, float, float]
+    issued_each: tuple[float, float, float]
     held: int
     exchanges: tuple[Exchange, ...]
     rings: tuple[tuple[fx.Node, bool], ...]
     states: tuple[StateRead, ...]
     region: ExpertRegion
+    routing: int = 0
 
 
 def asked_by(
@@ -187,11 +192,12 @@ def asked_by(
     again: Container[fx.Node] = (),
     fused_casts: bool = False,
     expert_kernels: str = "grouped",
+    current_scaling: bool = False,
 ) -> Asked:
     """What a call of ``block``, a local graph with its collectives, asks; ``fp8``: products with weights are in fp8,
     of what the kernels before them wrote so if ``fused_casts``; ``again``: what selective recomputation runs once
-    more; ``expert_kernels``: see :class:`~partitioner.Constraints`."""
-    return _Reader(block, train, fp8, again, fused_casts, expert_kernels).read()
+    more; ``expert_kernels``, ``current_scaling``: see :class:`~partitioner.Constraints`."""
+    return _Reader(block, train, fp8, again, fused_casts, expert_kernels, current_scaling).read()
 
 
 class _Reader:
@@ -205,9 +211,10 @@ class _Reader:
         again: Container[fx.Node],
         fused_casts: bool = False,
         expert_kernels: str = "grouped",
+        current_scaling: bool = False,
     ) -> None:
         self.block, self.train, self.again, self.fused_casts = block, train, again, fused_casts
-        self.expert_kernels = expert_kernels
+        self.expert_kernels, self.current_scaling = expert_kernels, current_scaling
         self.names = set(block.states)
         self.learned = learned_nodes(block)
         self.region = expert_region(block)
@@ -217,7 +224,10 @@ class _Reader:
         self.rows: list[Row] = []
         self.exchanges: list[Exchange] = []
         self.rings: list[tuple[fx.Node, bool]] = []
-        self.issued, self.each = [0, 0, 0], [0, 0, 0]
+        self.issued: list[float] = [0.0, 0.0, 0.0]
+        self.each: list[float] = [0.0, 0.0, 0.0]
+        self.modules = module_operators(block, self.region) if expert_kernels == "each" else {}
+        self.routing, self.among_experts = 0, False
 
     def read(self) -> Asked:
         for node in self.block.graph.nodes:
@@ -244,6 +254,7 @@ class _Reader:
             tuple(self.rings),
             states,
             self.region,
+            self.routing,
         )
 
     def _operator(self, node: fx.Node) -> None:
@@ -259,6 +270,12 @@ class _Reader:
         name = collective_name(node.target)
         issued = self.each if self._runs_each(node) else self.issued
         issued[0] += name != "copy" and self._is_issued(node)  # a copy does nothing on its way forward
+        if not self.among_experts:
+            self.among_experts = node in self.region.products
+            self.routing = 0 if is_attention(node) else self.routing + (name is None and not is_view(node))
+        more = self.modules.get(node, 0.0)
+        self.issued[0] += more
+        self.issued[1] += more * backward
         if backward:
             kernels = [*backward_kernels(node, operands, results, operand_needs(node)), *fan_out(node)]
             kernels = self._in_fp8(1, node, kernels, operands, results)
@@ -276,7 +293,8 @@ class _Reader:
         if node not in self.short:
             return kernels
         apart = node in self.region.products and self._casts_apart(node)
-        made, casts = in_fp8(kernels, operands, results, way == 1, self.fused_casts, node in self.first, apart)
+        how = self.fused_casts, node in self.first, apart, self.current_scaling
+        made, casts = in_fp8(kernels, operands, results, way == 1, *how)
         issued = self.each if self._runs_each(node) else self.issued
         for cast in casts:  # backward, a kernel is counted as one operator
             issued[2 if cast.learned else way] += max(0, cast.launches - way) * self._is_issued(node)
@@ -342,6 +360,20 @@ def _transposed(node: fx.Node) -> str | None:
     """The collective of a collective's gradient; ``None`` where that is passed on as it is."""
     name = collective_name(node.target) or ""
     return _TRANSPOSED.get((name, str(node.args[-1]) if name in ("all_gather", "all_reduce") else ""))
+
+
+def module_operators(block: Block, region: ExpertRegion) -> dict[fx.Node, float]:
+    """What the host does for Transformer Engine's linear layers, in operators besides their products: one forward takes
+    it 2.7 times as long as torch's linear layer (100 us over 37 on GB200, 91 over 33 on GH200: NVIDIA/TransformerEngine
+    issue 2053). Products that read the same value are one layer."""
+    states, layers = set(block.states), dict[frozenset[fx.Node], list[fx.Node]]()
+    for node in block.graph.nodes:
+        if not is_product(node) or is_attention(node) or node in region.products:
+            continue
+        read = tensors_of(node)
+        if any(is_state(o, states) for o in read):
+            layers.setdefault(frozenset(o for o in read if not is_state(o, states)), []).append(node)
+    return {nodes[0]: max(0.0, _OF_A_MODULE - len(nodes)) for nodes in layers.values()}
 
 
 def learned_nodes(block: Block) -> set[fx.Node]:

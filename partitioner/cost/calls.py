@@ -17,7 +17,9 @@ from partitioner.cost.context import context_exchanges
 from partitioner.cost.remade import remade
 from partitioner.cost.saved import Kept, gathered, kept_by
 from partitioner.cost.spread import (
+    EXECUTED,
     NO_SPREAD,
+    Software,
     Spread,
     expected_loads,
     expert_exchanges,
@@ -39,6 +41,9 @@ from partitioner.topology.parts import DeviceType
 from passes.blocks import Block
 from passes.factors import needs_gradient
 
+# Kernels of Megatron-Core's fused router and of what it prepares for the exchange, forward, by how rows travel
+# (Megatron-LM, deepseek-v3-gb200-optimization, sections 2.1.4 and 2.2.1; recipes of Megatron-Bridge fuse it).
+_ROUTING = {"rows": 31, "parts": 31, "once": 17}
 _STREAMS = 4  # on which kernels of single experts run beside each other (Transformer Engine, util/multi_stream.cpp)
 
 Again = Callable[[Block, Collection[fx.Node]], frozenset[fx.Node]]
@@ -155,8 +160,8 @@ def call_costs(
 @dataclass(frozen=True)
 class _Computed:
     """Seconds on one kind of device, forward and backward: of all kernels, of those of products, of each attention; of
-    what selective recomputation runs anew. ``weights``: of gradients of weights, backward. FLOPs of
-    products."""
+    what selective recomputation runs anew. ``weights``: of gradients of weights, backward; ``experts_s``: of experts'
+    products forward. FLOPs of products."""
 
     seconds: tuple[float, float]
     weights: float
@@ -164,6 +169,7 @@ class _Computed:
     rings: tuple[tuple[float, float], ...]
     again: float
     flops: tuple[float, float]
+    experts_s: float = 0.0
 
 
 class CallWork:
@@ -175,14 +181,14 @@ class CallWork:
 
     def __init__(self, block: Block, train: bool = True, again: Again = selective) -> None:
         self.block, self.train, self._again = block, train, again
-        self._asked: dict[tuple[bool, bool, str], Asked] = {}
+        self._asked: dict[tuple[bool, bool, str, bool], Asked] = {}
         self._kept: dict[tuple[bool, bool, bool], Kept] = {}
         self._computed: dict[tuple[object, ...], tuple[DeviceType, _Computed]] = {}
 
-    def asked(self, fp8: bool, fused_casts: bool = False, expert_kernels: str = "grouped") -> Asked:
-        key = fp8, fused_casts, expert_kernels
+    def asked(self, fp8: bool, software: Software = EXECUTED) -> Asked:
+        key = fp8, software.fused_casts, software.expert_kernels, software.current_scaling
         if key not in self._asked:
-            self._asked[key] = asked_by(self.block, self.train, fp8, self.again, fused_casts, expert_kernels)
+            self._asked[key] = asked_by(self.block, self.train, fp8, self.again, *key[1:])
         return self._asked[key]
 
     @cached_property
@@ -208,7 +214,7 @@ class CallWork:
     def cost(self, device: DeviceType, groups: Mapping[str, Group], spread: Spread = NO_SPREAD) -> CallCost:
         """Of one call on one rank; see :func:`call_costs`."""
         software, train = spread.software, self.train
-        asked = self.asked(spread.fp8, software.fused_casts, software.expert_kernels)
+        asked = self.asked(spread.fp8, software)
         slowdown = device.overlap_slowdown
         computed = self._on(device, asked, spread)
         seconds, comm, pieces = list(computed.seconds), [0.0, 0.0], [0.0, 0.0]
@@ -230,8 +236,11 @@ class CallWork:
             behind = software.overlap_experts  # another microbatch, which computes as long
             comm[way] += hidden(seconds[way], exchanged, slowdown, behind)
         halves = [seconds[0], seconds[1] - computed.weights, computed.weights]
+        sent_s = 0.0 if software.overlap_experts else exchanged / 2  # to the experts, without the way back
+        late_s = _issued_late(asked, computed.experts_s + sent_s, spread, device)
         for half, others in enumerate((comm[0], comm[1], 0.0)):  # the host is the slower one for each by itself
-            halves[half] += max(0.0, _issued(asked, half, spread) * device.dispatch - halves[half] - others)
+            issued, waited = _issued(asked, half, spread) * device.dispatch, late_s if half == 0 else 0.0
+            halves[half] = max(halves[half] + waited, issued - others)
         for half, took in enumerate(copy_seconds(asked.states, spread, device)):
             halves[half] += took if half == 0 or train else 0.0
         seconds = [halves[0], halves[1] + halves[2]]
@@ -241,7 +250,8 @@ class CallWork:
         return self._cost(asked, spread, computed, halves, comm)
 
     def _on(self, device: DeviceType, asked: Asked, spread: Spread) -> _Computed:
-        key = id(device), id(asked), spread.ep, spread.of_experts, spread.num_experts, spread.divided
+        even = spread.software.even_experts
+        key = id(device), id(asked), spread.ep, spread.of_experts, spread.num_experts, spread.divided, even
         if key not in self._computed:  # the device is kept: its identity stays its own
             self._computed[key] = device, _computed(asked, device, spread)
         return self._computed[key][1]
@@ -301,8 +311,26 @@ class CallWork:
 
 def _issued(asked: Asked, half: int, spread: Spread) -> float:
     """Operators that the host issues in one half, but for those of recorded graphs."""
-    of_experts = asked.issued_each[half] * max(1.0, asked.held * spread.of_experts)
-    return {"none": asked.issued[half] + of_experts, "part": of_experts, "all": 0.0}[spread.software.graphs]
+    of_experts, others = _issued_each(asked, half, spread), float(asked.issued[half])
+    if half == 0 and spread.software.expert_kernels == "each" and asked.held:
+        others += max(0, _ROUTING[spread.software.dispatch] - asked.routing)
+    return {"none": others + of_experts, "part": of_experts, "all": 0.0}[spread.software.graphs]
+
+
+def _issued_each(asked: Asked, half: int, spread: Spread) -> float:
+    """Operators that the host issues for each of a rank's experts."""
+    return asked.issued_each[half] * max(1.0, asked.held * spread.of_experts)
+
+
+def _issued_late(asked: Asked, device_s: float, spread: Spread, device: DeviceType) -> float:
+    """Seconds that a forward waits for the host to issue what it launches for each expert, which the device takes
+    ``device_s`` for: the host knows the rows of each only when the device has counted them, so that it has not run
+    ahead (Megatron-LM, deepseek-v3-gb200-optimization, section 3.1: the synchronization for tokens by expert). It does
+    where each expert's rows are filled up to the same number."""
+    software = spread.software
+    if software.expert_kernels != "each" or software.graphs == "all" or software.even_experts == "padded":
+        return 0.0
+    return max(0.0, _issued_each(asked, 0, spread) * device.dispatch - device_s)
 
 
 def _computed(asked: Asked, device: DeviceType, spread: Spread) -> _Computed:
@@ -326,6 +354,7 @@ def _computed(asked: Asked, device: DeviceType, spread: Spread) -> _Computed:
         ),
         total(seconds, columns.again),
         (total(columns.flops, ways[0]), total(columns.flops, ways[1])),
+        total(seconds, ways[0], columns.expert),
     )
 
 
@@ -337,7 +366,8 @@ def _spread_columns(columns: Columns, spread: Spread) -> Columns:
         return columns
     num_experts = spread.num_experts / (ep if spread.divided else 1)
     held = (columns.held > 0) & (columns.held < num_experts)  # tp may have divided the experts
-    load = expected_loads(columns.rows * ep, ep) * np.where(held, columns.held / max(1, num_experts), 1.0)
+    uneven = expected_loads(columns.rows * ep, ep if spread.software.even_experts == "none" else 1)
+    load = uneven * np.where(held, columns.held / max(1, num_experts), 1.0)
     load = np.where(experts, load, 1.0)
     batch = (columns.num_bytes - columns.state_bytes) * load
     weights = columns.state_bytes * np.where(experts, spread.of_experts, 1.0)

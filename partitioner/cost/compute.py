@@ -71,7 +71,10 @@ def kernels_time(kernels: Iterable[Kernel], device: DeviceType) -> float:
 
 
 # The kind that stands in for one that a device does not list, before ``default``.
-_ALIKE = {"optimizer": "pointwise", "special": "pointwise", "broadcast": "pointwise", "softmax": "reduction"}
+_ALIKE = {
+    **dict.fromkeys(("optimizer", "special", "broadcast", "quantize"), "pointwise"),
+    "softmax": "reduction",
+}
 
 
 def memory_rate(kind: str, device: DeviceType, num_bytes: float | None = None) -> float:

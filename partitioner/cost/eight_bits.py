@@ -49,28 +49,50 @@ def in_fp8(
     fused: bool = False,
     first: bool = True,
     apart: bool = False,
+    current: bool = False,
 ) -> tuple[list[Kernel], list[Kernel]]:
     """Products with a weight as fp8 kernels, and the casts of what they read.
 
     ``fused``: forward, the kernel before writes the operand as it is and transposed, a byte each, where the product is
     the ``first`` to read it; or, ``apart``, a kernel of its own reads it, too, as of what comes out of an exchange.
-    Backward, the gradient is read, and written twice (NVIDIA's Transformer Engine). Else each product casts both of its
+    Backward, the gradient is read, and written twice (NVIDIA's Transformer Engine). ``current``: a tensor is scaled by
+    its own largest number, which is found and made a scale before it is cast (``Float8CurrentScalingQuantizer``: two
+    kernels more, of which the first reads it where no kernel before has found it). Else each product casts both of its
     operands.
     """
     if not any(o.state for o in operands) or not any(k.flops for k in kernels):
         return kernels, []
-    made = [replace(k, precision="fp8") if k.flops and k.precision in ("bf16", "fp16") else k for k in kernels]
+    matrices = [o for o in operands if len(o.shape) > 1]
+    made = [_in_a_byte(k, matrices, results[0], backward) for k in kernels]
     if made == kernels:
         return kernels, []
-    matrices = [o for o in operands if len(o.shape) > 1]
     if not fused:
         return made, [cast for k in made if k.flops for cast in _casts(k, matrices, results[0], backward)]
     if backward:
-        return made, [Kernel("pointwise", 2.0 * sum(r.nbytes for r in results))]
+        gradients = float(sum(r.nbytes for r in results))
+        found = [Kernel("reduction", gradients, launches=2)] if current else []
+        return made, [*found, Kernel("quantize", 2.0 * gradients)]
     if not first:
         return made, []
     written = float(max((o.nbytes for o in matrices if not o.state), default=0))
-    return made, [Kernel("pointwise", written * (1 + apart), launches=int(apart))]
+    if current:
+        return made, [Kernel("reduction", written * apart, launches=2), Kernel("quantize", 2.0 * written)]
+    return made, [Kernel("quantize" if apart else "pointwise", written * (1 + apart), launches=int(apart))]
+
+
+def _in_a_byte(kernel: Kernel, matrices: Sequence[Operand], result: Operand, backward: bool) -> Kernel:
+    """A product of 16-bit numbers in fp8, which reads a byte for each; what it writes stays as wide."""
+    if not kernel.flops or kernel.precision not in ("bf16", "fp16"):
+        return kernel
+    read = [result, *(o for o in matrices if o.learned != kernel.learned)] if backward else list(matrices)
+    spared = sum(o.traffic / 2 for o in read)
+    of_states = sum(o.traffic / 2 for o in read if o.state)
+    return replace(
+        kernel,
+        precision="fp8",
+        num_bytes=max(0.0, kernel.num_bytes - spared),
+        state_bytes=max(0.0, kernel.state_bytes - of_states),
+    )
 
 
 def _casts(product: Kernel, operands: list[Operand], result: Operand, backward: bool) -> Iterator[Kernel]:

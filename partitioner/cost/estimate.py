@@ -340,7 +340,8 @@ def _reduction_tail(
         if owned or not machine.overlap:
             work = reduction(costs, reducer, machine.overlap)
             work = by_owner(work, owned[s], reducer) if owned else work
-            exposed = work.exposed(window, slowdown, stage.forward_s, machine.overlap, m)
+            # owners send what they have updated before the next step begins (InternEvo, ``overlap_sync_param=False``)
+            exposed = work.exposed(window, slowdown, 0.0 if owned else stage.forward_s, machine.overlap, m)
             delay = first_s
         else:
             levels = {axes: level for cost in costs for axes, level in last_levels(cost).items()}

@@ -41,6 +41,8 @@ class Software:
     expert_kernels: str = "grouped"
     fused_casts: bool = False
     graphs: str = "none"
+    even_experts: str = "none"
+    current_scaling: bool = False
 
 
 EXECUTED = Software()  # as this project's runtime does

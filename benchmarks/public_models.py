@@ -24,6 +24,9 @@ _MODELS: dict[str, tuple[int, int, int, int, int, int, bool, bool]] = {
 }
 # Families whose public configurations norm the heads of queries and keys (Qwen3 technical report, arXiv 2505.09388).
 HEAD_NORMS = ("qwen3",)
+# Families whose public configurations have biases in their experts' products (OpenAI, gpt-oss model card).
+# Megatron-Core adds them to each expert's rows by the weights of these, in float32 (``TEGroupedMLP._apply_bias``).
+EXPERT_BIASES = ("gpt-oss",)
 _NEAR = 0.02
 
 
@@ -57,4 +60,4 @@ def product_weights(layers: int, hidden: int, widths: tuple[float, float], ffn: 
     return layers * (attention + (3 if gated else 2) * hidden * ffn) + hidden * vocab
 
 
-__all__ = ["HEAD_NORMS", "completed", "flops_per_token", "product_weights"]
+__all__ = ["EXPERT_BIASES", "HEAD_NORMS", "completed", "flops_per_token", "product_weights"]

@@ -17,7 +17,9 @@ class Shape:
     """The dimensions of a decoder. ``experts`` 0: dense. ``dense_layers``: the first ones, without experts;
     of the others the last of each ``expert_every`` has them.
     ``float_loss``: logits are cast to fp32 for the loss. ``rotary``: queries and keys are rotated. ``plain``: norms and
-    rotations run operator by operator, in fp32, as PyTorch code does that no compiler or kernel of its own fuses."""
+    rotations run operator by operator, in fp32, as PyTorch code does that no compiler or kernel of its own fuses.
+    ``expert_bias``: the last product of an expert has a bias, by the weight of its row, in fp32 and kernel by kernel.
+    ``outer_16``: the products of the head and of routers stay in 16 bits where those of the layers are in fp8."""
 
     layers: int
     hidden: int
@@ -47,6 +49,8 @@ class Shape:
     float_loss: bool = False
     rotary: bool = False
     plain: bool = False
+    outer_16: bool = False
+    expert_bias: bool = False
 
 
 class Norm(nn.Module):
@@ -170,6 +174,14 @@ class LatentAttention(nn.Module):
         return result
 
 
+class Outer(nn.Linear):
+    """A linear layer in a form that stays in 16 bits where products with weights are put in fp8."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = torch.einsum("ri,oi->ro", x.reshape(-1, x.shape[-1]), self.weight)
+        return result.view(*x.shape[:-1], self.weight.shape[0])
+
+
 def gated(gate: Tensor, up: Tensor, plain: bool) -> Tensor:
     """``up``, gated. As one kernel does it, a product stands for that: it reads both, which are all that it keeps, and
     writes one."""
@@ -197,10 +209,11 @@ class Experts(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.topk, self.plain = shape.topk, shape.plain
-        self.router = nn.Linear(shape.hidden, shape.experts, bias=False)
+        self.router = (Outer if shape.outer_16 else nn.Linear)(shape.hidden, shape.experts, bias=False)
         self.up = nn.Parameter(torch.zeros(shape.experts, shape.hidden, shape.moe_ffn))
         self.gate = nn.Parameter(torch.zeros(shape.experts, shape.hidden, shape.moe_ffn)) if shape.gated else None
         self.down = nn.Parameter(torch.zeros(shape.experts, shape.moe_ffn, shape.hidden))
+        self.bias = nn.Parameter(torch.zeros(shape.experts, shape.hidden)) if shape.expert_bias else None
         self.shared = Mlp(shape, shape.shared_ffn) if shape.shared_ffn else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -220,6 +233,8 @@ class Experts(nn.Module):
         else:  # in the kernel that gates: an expert's last product is linear in it
             h = torch.addcmul(of_rows, torch._grouped_mm(rows, self.gate, offs=ends), h)
             y = torch._grouped_mm(h, self.down, offs=ends)
+        if self.bias is not None:
+            y = (y + self.bias[by_expert] * of_rows.float()).to(y.dtype)
         back = torch.empty_like(order)
         back[order] = torch.arange(order.shape[0], device=x.device)
         result = y[back].view(-1, self.topk, x.shape[-1]).sum(1).view_as(x)
@@ -250,7 +265,7 @@ class Decoder(nn.Module):
         self.positions = None if shape.gated else nn.Embedding(length, shape.hidden)
         self.layers = nn.ModuleList(Layer(shape, i) for i in range(shape.layers))
         self.norm = Norm(shape.hidden, shape.gated, shape.plain)
-        self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
+        self.head = (Outer if shape.outer_16 else nn.Linear)(shape.hidden, shape.vocab, bias=False)
         self.float_loss = shape.float_loss
         self.ahead = nn.Linear(shape.hidden, shape.hidden, bias=False) if shape.ahead else None
         if shape.tied:

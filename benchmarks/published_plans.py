@@ -101,8 +101,9 @@ def constraints_of(row: Row) -> Constraints:
         dispatch=_dispatch(row),
         placement=None if is_of(row, _SHARDS) else "in_order",
         overlap_experts=bool(re.search(r"1f1b overlap|(?<!no )EP overlap", flags_of(row))),
-        expert_kernels=_expert_kernels(row),
+        expert_kernels=expert_kernels_of(row),
         graphs=_graphs(row),
+        even_experts=_even_experts(row),
         overlap_steps=is_of(row, _OVERLAPS_STEPS),
         # float32 ones came with bf16; what ZeRO-3 and FSDP scatter stayed short, but in Megatron-Core, whose default
         # they are there too; NeMo's recipes for performance set ``grad_reduce_in_fp32=False``
@@ -110,6 +111,7 @@ def constraints_of(row: Row) -> Constraints:
         or (zero == 3 and not is_of(row, ("Megatron",)))
         or "NeMo" in row.get("framework", "")
         or None,
+        current_scaling=_current_scaling(row),
         fused_casts=True,  # Transformer Engine, XLA and Inductor all do
         stage_of=_stages(row["layers"], pp, virtual or 1),
     )
@@ -152,7 +154,7 @@ def _gather(row: Row, zero: int) -> Literal["parameter", "owner"] | None:
     return "owner" if is_of(row, ("InternEvo",)) and zero == 1 else None
 
 
-def _expert_kernels(row: Row) -> Literal["each", "fused"] | None:
+def expert_kernels_of(row: Row) -> Literal["each", "fused"] | None:
     """How the products of a rank's experts run: Megatron-Core takes Transformer Engine's grouped linear layers, which
     launch a product and a cast for each expert, or its grouped MLP, without which a whole iteration, whose experts have
     as many rows as come, cannot be recorded in a graph."""
@@ -167,6 +169,21 @@ def _graphs(row: Row) -> Literal["part", "all"] | None:
         return "all"
     later = "cumulative" in flags_of(row) and any(step in flags_of(row) for step in _AFTER_GRAPHS)
     return "part" if later or re.search(r"graphs \(attn", flags_of(row)) else None
+
+
+def _current_scaling(row: Row) -> bool | None:
+    """Whether tensors are cast to fp8 by their own largest numbers: in recipes of Megatron-Bridge that do not say MXFP8
+    (``fp8_cs``), and by torchao, whose default it is."""
+    return True if row.get("precision") == "fp8" and is_of(row, ("NeMo/Megatron-Bridge", *_NATIVE)) else None
+
+
+def _even_experts(row: Row) -> Literal["routed", "padded"] | None:
+    """How a row's experts all have as many rows: routing is forced to that, or what is beyond a share is dropped and
+    what lacks is filled up (Megatron-Bridge, ``apply_moe_token_drop``)."""
+    said = f"{flags_of(row)} {row.get('notes') or ''}"
+    if "token drop" in said:
+        return "padded"
+    return "routed" if re.search(r"force balance|balanced gate|even routing", said) else None
 
 
 def flags_of(row: Row) -> str:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from public_models import HEAD_NORMS, completed, product_weights
+from public_models import EXPERT_BIASES, HEAD_NORMS, completed, product_weights
 from published_models import Shape
-from published_plans import PADS, Row, constraints_of, flags_of, is_compiled, is_of
+from published_plans import PADS, Row, constraints_of, expert_kernels_of, flags_of, is_compiled, is_of
 
 from partitioner import Constraints, Topology
 from partitioner.topology import catalogue
@@ -71,6 +71,7 @@ _ATTENTION = {
 _FUSES = ("Megatron", "NeMo", "MaxText", "PaxML", "Composer", "Primus", "InternEvo", "OneFlow")
 # NeMo fine-tunes on SQuAD, packed: some 200 tokens of context, question and answer.
 _DOCUMENT = 256
+_SLOW = ("deepep", "alltoall")
 _NODE = 8  # devices that DeepEP's kernels within a node are made for
 _MORE_MEMORY = 1.1  # times a device's, as there are of some kinds: what a row states is then taken
 _DEEPSEEK_RANKS = (1536, 512, 64)  # of latent attention, where rows give only its kind
@@ -158,6 +159,10 @@ def _shape(row: Row) -> Shape:
         ahead=_predicts_ahead(row),
         head_norm=str(row.get("model")).lower().startswith(HEAD_NORMS),
         plain=not is_of(row, _FUSES) and not is_compiled(row),
+        # Megatron-Core's head is no module of Transformer Engine (Megatron-LM, deepseek-v3-gb200-optimization, section
+        # 1), torchtitan leaves its own out (``filter_fqns=["output"]``)
+        outer_16=_precision(row) == "fp8",
+        expert_bias=str(row.get("model")).lower().startswith(EXPERT_BIASES) and expert_kernels_of(row) == "each",
     )
 
 
@@ -220,8 +225,9 @@ def _topology(row: Row) -> Topology:
 
 def _dispatched(row: Row, domain: int) -> dict[str, Any]:
     """What DeepEP reaches of an NVLink domain of more than eight devices, for which it was not made: of 900 GB/s, 400
-    ahead and 190 back, 258 on average (Megatron-LM, deepseek-v3-gb200-optimization, section 2.2.1)."""
-    return {"efficiency": 258 / 900} if row.get("dispatcher") == "deepep" and domain > _NODE else {}
+    ahead and 190 back, 258 on average; and NCCL's all-to-all, over which it was no faster (Megatron-LM,
+    deepseek-v3-gb200-optimization, section 2.2.1)."""
+    return {"efficiency": 258 / 900} if row.get("dispatcher") in _SLOW and domain > _NODE else {}
 
 
 _catalogue = cache(catalogue)

@@ -164,8 +164,13 @@ def expert_kernels_of(row: Row) -> Literal["each", "fused"] | None:
 
 
 def _graphs(row: Row) -> Literal["part", "all"] | None:
-    """What a row records in CUDA graphs: the whole iteration, or attention and what comes before experts."""
+    """What a row records in CUDA graphs: the whole iteration, or attention and what comes before experts; also all where
+    rows are dropped and padded, whose sizes allow it, in recipes of Megatron-Bridge 25.09 for GB200, and for B200
+    without stages (``scripts/performance/configs/qwen3``; not those of DeepSeek-V3, whose attention is latent)."""
     if "full-iteration" in flags_of(row):
+        return "all"
+    recorded = row["gpu"] == "GB200" or (row["gpu"] == "B200" and (row.get("pp") or 1) == 1)
+    if _even_experts(row) == "padded" and recorded and row.get("attention") != "mla":
         return "all"
     later = "cumulative" in flags_of(row) and any(step in flags_of(row) for step in _AFTER_GRAPHS)
     return "part" if later or re.search(r"graphs \(attn", flags_of(row)) else None

@@ -30,12 +30,16 @@ def read_bytes(state: StateRead, spread: Spread) -> tuple[float, float]:
 
 
 def gather_seconds(states: Iterable[StateRead], spread: Spread) -> tuple[float, float]:
-    """Seconds of gathering a call's weights forward, and of gathering them and scattering gradients backward."""
+    """Seconds of gathering a call's weights forward, and of gathering them and scattering gradients backward.
+
+    Small states stay whole, but for software that gathers each parameter by itself.
+    """
     if spread.shards.size == 1:
         return 0.0, 0.0
+    apart = spread.software.by_parameter
     sizes: dict[tuple[bool, str], list[float]] = {}  # of experts' weights, and of the others: weights, gradients
-    for state in (state for state in states if not state.small):
-        known = sizes.setdefault((state.expert, state.name if spread.software.by_parameter else ""), [0.0, 0.0])
+    for state in (state for state in states if apart or not state.small):
+        known = sizes.setdefault((state.expert, state.name if apart else ""), [0.0, 0.0])
         for kind, nbytes in enumerate(read_bytes(state, spread)):
             known[kind] += nbytes
     ahead = back = 0.0

@@ -164,8 +164,8 @@ def expert_kernels_of(row: Row) -> Literal["each", "fused"] | None:
 
 
 def _graphs(row: Row) -> Literal["part", "all"] | None:
-    """What a row records in CUDA graphs: the whole iteration, or attention and what comes before experts; also all where
-    rows are dropped and padded, whose sizes allow it, in recipes of Megatron-Bridge 25.09 for GB200, and for B200
+    """What a row records in CUDA graphs: the whole iteration, or attention and what comes before experts; also all
+    where rows are dropped and padded, whose sizes allow it, in recipes of Megatron-Bridge 25.09 for GB200, and for B200
     without stages (``scripts/performance/configs/qwen3``; not those of DeepSeek-V3, whose attention is latent)."""
     if "full-iteration" in flags_of(row):
         return "all"

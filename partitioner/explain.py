@@ -15,7 +15,6 @@ from partitioner.explain_axes import experts, sequence
 from partitioner.explain_precision import precision_notes, types_text
 from partitioner.explain_tables import (
     bars,
-    beyond_sentences,
     candidate_counts,
     candidate_table,
     collective_table,
@@ -414,7 +413,6 @@ def _certificate(plan: Plan) -> Iterator[RenderableType]:
         most = percent((c.objective - nearest) / c.objective)
         yield line(f"{c.num_open} {were} not worked out and may be faster, by {most} at most.")
     yield from map(line, outside)
-    yield from map(line, beyond_sentences(plan))
     if plan.estimate.simulated is not None:
         simulated, step = plan.estimate.simulated, plan.estimate.step_time
         off = f"{abs(simulated / step - 1):.1%} {'above' if simulated > step else 'below'} that"

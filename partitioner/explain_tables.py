@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from partitioner.draw.axes import axis_text
+from partitioner.draw.axes import axis_text, level_rates
 from partitioner.draw.figures import (
     COLLECTIVE_NAMES,
     candidate_text,
@@ -57,6 +57,8 @@ _IN_PART = {  # what is recomputed where it is not whole calls, by ``Constraints
 }
 AS_FAST, _ROUNDING = "as fast as the chosen one", 1e-9
 _SAME = 1e-3  # of a step: less is no difference
+_MAIN_GAPS = ("schedule", "virtual_stages", "offload")  # constraints outside of a proof that change step times most
+_TOLD_GAPS = 2  # sentences on what a proof leaves out that the summary has
 
 
 def is_barred(candidate: Candidate) -> bool:
@@ -125,13 +127,15 @@ def figures(plan: Plan, time: str) -> Padding:
     samples = ""
     if batch:
         parts = sum(plan.data_shares) or plan.num_microbatches * plan.mesh.get("dp", 1)
-        samples = f" of {plural(batch // max(1, parts), 'sample')}, global batch {batch:,}"
+        length = f", {plan.tokens_per_step // batch:,} tokens each" if plan.tokens_per_step else ""
+        samples = f" of {plural(batch // max(1, parts), 'sample')}, global batch {batch:,}{length}"
     divided = plan.mesh.get("cp", 1) * plan.mesh.get("tp", 1) > 1  # by other axes all work is
     rows = [
         ("without host memory", plan.lacking if plan.offload else ""),
         ("planned, not executed", f"{', '.join(plan.planned_only)}: figures only" if plan.planned_only else ""),
         ("mesh", f"{mesh_text(plan.mesh)} ({plural(plan.world_size, 'rank')}) on {plan.topology.name}"),
         ("links", axis_text(plan)),
+        ("bandwidth", bandwidth_text(plan)),
         ("microbatches", f"{microbatches_text(plan)}{samples}"),
         ("schedule", schedule_text(plan)),
         ("objective", plan.objective + (f", {plan.optimizer}" if plan.objective == "train" else "")),
@@ -280,6 +284,15 @@ def disk_text(plan: Plan) -> str:
     return f"optimizer states: {bytes_text(most)} per rank" if "disk" in plan.offload else ""
 
 
+def bandwidth_text(plan: Plan) -> str:
+    """What a device gets of each level of links when all devices talk at once, as ``nvlink4 450 GB/s, ib-ndr 50 GB/s
+    per device``; empty for one rank."""
+    if plan.world_size == 1:
+        return ""
+    rates = [f"{level.name} {level_rates(plan.topology, level)[1]}" for level in plan.topology.levels]
+    return f"{', '.join(rates)} per device" if rates else ""
+
+
 def _batch(plan: Plan) -> int:
     """Samples of one step, 0 where no input has a batch."""
     if plan.written is None:
@@ -321,32 +334,23 @@ def certificate_line(plan: Plan) -> str:
 
 
 def uncovered(plan: Plan) -> list[str]:
-    """What could have been asked for and is outside of what the certificate's bound holds for, a sentence each."""
-    pinned, found = plan.constraints, []
-    several = plan.objective == "train" and len(plan.devices) > 1 and not pinned.ahead
-    if several and pinned.schedule is None and pinned.virtual_stages is None:
-        found.append(
-            "The proof covers the pipeline schedules 1F1B and ZB-1P; a faster plan with another one may exist."
-        )
+    """What a user could have fixed that the certificate's bound does not cover: a sentence each, the most important
+    first. It is what :attr:`Certificate.beyond` says, and each faster algorithm of attention over ``cp``."""
+    found = []
     for way in plan.context:
         if not way.calls and way.step_time is not None and way.step_time < plan.certificate.objective * (1 - _ROUNDING):
             found.append(
                 f"The proof does not cover attention by {way.algorithm}, estimated at {seconds_text(way.step_time)}."
             )
-    if limit := unhosted(plan):
-        found.append(f"Plans were searched {limit}; a faster plan with more offload may exist.")
-    return found
-
-
-def beyond_sentences(plan: Plan) -> list[str]:
-    """What else could be fixed and the bound does not speak of, besides schedules and offload."""
-    told = {"schedule", "virtual_stages", "offload"}
-    return list(dict.fromkeys(text for name, text in plan.certificate.beyond.items() if name not in told))
+    beyond = plan.certificate.beyond
+    names = [name for name in _MAIN_GAPS if name in beyond] + [name for name in beyond if name not in _MAIN_GAPS]
+    return list(dict.fromkeys([*found, *(beyond[name] for name in names)]))
 
 
 def _shortly_uncovered(plan: Plan) -> list[str]:
-    more = len(beyond_sentences(plan))
-    return [*uncovered(plan), *([f"explain() names {more} more."] if more else [])]
+    told = uncovered(plan)
+    more = len(told) - _TOLD_GAPS
+    return [*told[:_TOLD_GAPS], *([f"explain() names {more} more."] if more > 0 else [])]
 
 
 def cut_off(certificate: Certificate) -> str:

@@ -286,12 +286,13 @@ def beyond_the_bound(space: Space) -> dict[str, str]:
     pinned, topology = space.constraints, space.topology
     several, found = topology.num_nodes > 1, dict[str, str]()
     if pinned.offload is None and can_offload(topology):
-        found["offload"] = "Host memory was used only where nothing fits without it."
+        found["offload"] = "Plans with offload to host memory were tried only where nothing fits without it."
     if space.world_size == 1:
         return found
     if space.train and pinned.schedule is None and pinned.virtual_stages is None and pinned.pp != 1:
         schedules = (
-            "Schedules with several stages on a rank (interleaved, ZB-1P, ZB-V) were tried on the best meshes only."
+            "The proof covers the pipeline schedules 1F1B and ZB-1P; schedules with several stages on a rank "
+            "(interleaved, ZB-V) were tried on the best meshes only."
         )
         found |= {"schedule": schedules, "virtual_stages": schedules}
     if space.length and pinned.cp is None:

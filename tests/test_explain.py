@@ -52,7 +52,8 @@ def test_the_summary_has_the_figures(plan: Plan):
         in words
     )
     assert "4 layouts: 1 chosen; 1 slower; 1 ruled out by a lower bound on its time; 1 does not fit in memory" in words
-    assert "The proof covers the pipeline schedules 1F1B and ZB-1P" in words
+    assert "The proof covers the pipeline schedules 1F1B and ZB-1P. Wider tp was not tried." in words
+    assert line_of(text, "bandwidth").endswith("nvlink4 450 GB/s, ib-ndr 50 GB/s per device")
     assert line_of(text, "of which").endswith("computation 71%, communication 18%, pipeline bubble 11%")
     assert line_of(text, "aten.sort.stable").endswith("0.4%")
     assert "- dropout is off" in text
@@ -232,7 +233,7 @@ def test_a_proven_optimum_says_so(plan: Plan):
     proven = plan.model_copy(update={"certificate": certificate})
     assert "proven optimal under the cost model" in summary(proven)
     assert "It is proven optimal under the cost model: no plan that the proof covers takes less." in explain(proven)
-    searched = proven.model_copy(update={"constraints": Constraints(ahead=True, offload=())})
+    searched = proven.model_copy(update={"certificate": certificate.model_copy(update={"beyond": {}})})
     assert line_of(summary(searched), "certificate").endswith("under the cost model: no plan takes less than 1.23 s")
     assert "not covered" not in summary(searched)
 

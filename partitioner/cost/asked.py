@@ -1,5 +1,7 @@
-"""What a call of a block asks of a device and of its groups, read once off the local graph: kernels as columns of
-arrays, so that they are priced together, and the collectives between them."""
+"""Kernels and collectives of one block call, extracted once from its local graph.
+
+Kernels are the columns of arrays, so that they are priced together.
+"""
 
 from __future__ import annotations
 
@@ -56,12 +58,13 @@ _IN_PIECES = frozenset(("all_gather", "reduce_scatter"))  # can run behind the p
 
 @dataclass(frozen=True)
 class Row:
-    """A kernel, and what it is part of. ``way``: 0 forward, 1 backward; ``product``: its operator is a matrix product
-    or an attention; ``again``: selective recomputation runs it once more; ``ring``: the place of its
-    attention over ranks that share the sequence.
+    """One kernel and its role in the block. ``way``: 0 forward, 1 backward. ``product``: its operator is a matrix
+    product or an attention. ``again``: selective recomputation runs it once more. ``ring``: the number of its attention
+    over a sharded sequence, else -1.
 
-    Of experts' products, ``widest``: the smaller side of an expert's matrix, ``rows``: of all experts in the graph (0:
-    all rows go to all), ``held``: experts in the graph; ``each``: a rank launches it for each of its experts.
+    For experts' products: ``widest`` is the smaller side of an expert's matrix; ``rows`` the number of rows of all
+    experts in the graph (0: every expert gets all rows); ``held`` the number of experts in the graph; ``each`` whether
+    a rank launches the kernel for each of its experts.
     """
 
     kernel: Kernel
@@ -78,7 +81,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Columns:
-    """Rows as arrays of shape ``[kernels]``; ``kind`` and ``precision`` are places in ``kinds`` and ``precisions``."""
+    """Rows as arrays of shape ``[kernels]``. ``kind`` and ``precision`` are indices into ``kinds`` and
+    ``precisions``."""
 
     kinds: tuple[str, ...]
     precisions: tuple[str, ...]
@@ -136,8 +140,8 @@ class Columns:
 class Exchange:
     """A collective over a mesh axis. ``nbytes``: of its operand, which may be one rank's part (``from_part``).
 
-    ``strided``: the dim that it joins or parts is not outermost in memory. ``in_pieces``: may run behind products.
-    ``anew``: a gather that is done again backward where its result is not kept.
+    ``strided``: the dim that it joins or splits is not outermost in memory. ``in_pieces``: it may run behind products.
+    ``anew``: a gather that is repeated in backward if its result is not kept.
     """
 
     way: int
@@ -152,8 +156,8 @@ class Exchange:
 
 @dataclass(frozen=True)
 class StateRead:
-    """A state that the call reads, and of what size the graph has it. ``gradient_bytes``: of its gradient as it is
-    added up (0: it takes none). ``small``: ZeRO-3 leaves it whole."""
+    """A state that the call reads, with its bytes in the graph. ``gradient_bytes``: of its accumulated gradient (0: it
+    has none). ``small``: ZeRO-3 leaves the state whole."""
 
     name: str
     nbytes: int
@@ -162,17 +166,20 @@ class StateRead:
     small: bool = False
 
     def sizes(self, short_gradients: bool, share: float = 1.0) -> tuple[float, float]:
-        """The bytes of ``share`` of it, and of its gradient."""
+        """The bytes of a ``share`` of the state, and of that share of its gradient."""
         gradient = min(self.nbytes, self.gradient_bytes) if short_gradients else self.gradient_bytes
         return self.nbytes * share, gradient * share
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What one call asks. ``issued``: operators that the host issues forward, backward for inputs, and for weights, and
-    ``issued_each``: those that it issues for each of a rank's experts; ``held``: experts in the graph; ``routing``: of
-    those forward, what lies between the attention and the experts;
-    ``rings``: the attentions over a sequence that ranks share, and whether they run backward."""
+    """Kernels, collectives and states of one call.
+
+    ``issued``: number of operators that the host issues forward, backward for inputs, and backward for weights.
+    ``issued_each``: number of those issued for each of a rank's experts. ``held``: number of experts in the graph.
+    ``rings``: the attentions over a sharded sequence, and whether each runs backward. ``routing``: number of forward
+    operators between the attention and the experts.
+    """
 
     kernels: Columns
     issued: tuple[float, float, float]
@@ -194,14 +201,17 @@ def asked_by(
     expert_kernels: str = "grouped",
     current_scaling: bool = False,
 ) -> Asked:
-    """What a call of ``block``, a local graph with its collectives, asks; ``fp8``: products with weights are in fp8,
-    of what the kernels before them wrote so if ``fused_casts``; ``again``: what selective recomputation runs once
-    more; ``expert_kernels``, ``current_scaling``: see :class:`~partitioner.Constraints`."""
+    """Kernels and collectives of a call of ``block``, a local graph with its collectives.
+
+    ``fp8``: products with weights run in fp8; with ``fused_casts`` the preceding kernels write their operands in fp8.
+    ``again``: the nodes that selective recomputation runs once more. ``expert_kernels``, ``current_scaling``: see
+    :class:`~partitioner.Constraints`.
+    """
     return _Reader(block, train, fp8, again, fused_casts, expert_kernels, current_scaling).read()
 
 
 class _Reader:
-    """Goes through a block's operators."""
+    """Collects the kernels and collectives of a block's operators."""
 
     def __init__(
         self,
@@ -289,7 +299,7 @@ class _Reader:
     def _in_fp8(
         self, way: int, node: fx.Node, kernels: list[Kernel], operands: list[Operand], results: list[Operand]
     ) -> list[Kernel]:
-        """``kernels`` as they are, or in fp8 where the product is, with its casts."""
+        """``kernels`` unchanged, or in fp8 with its casts if ``node`` is a product in fp8."""
         if node not in self.short:
             return kernels
         apart = node in self.region.products and self._casts_apart(node)
@@ -301,17 +311,17 @@ class _Reader:
         return [*made, *casts]
 
     def _runs_each(self, node: fx.Node) -> bool:
-        """Whether a product of experts is launched for each of them."""
+        """Whether ``node`` is a product of experts that is launched for each of them."""
         return self.expert_kernels == "each" and node in self.region.products
 
     def _is_issued(self, node: fx.Node) -> bool:
-        """Whether the host issues ``node``: products that read what another has read are one with that where each
-        expert's are launched for themselves, whose weights lie together."""
+        """Whether the host issues ``node``. If each expert's products are launched separately, products of the same
+        operand are one product, because their weights lie together in memory."""
         return not self._runs_each(node) or node in self.first
 
     def _casts_apart(self, node: fx.Node) -> bool:
-        """Whether an operand is cast by a kernel of its own, which reads it: rows that have come are, and, where each
-        expert's product is launched for itself, what the kernels between make."""
+        """Whether a separate kernel casts an operand of ``node``: rows that were just exchanged and, if each expert's
+        product is launched separately, every operand."""
         return self.expert_kernels == "each" or bool(self.region.reads_entry(node))
 
     def _add(self, way: int, node: fx.Node, kernels: Sequence[Kernel], operands: Sequence[Operand], ring: int) -> None:
@@ -357,15 +367,18 @@ class _Reader:
 
 
 def _transposed(node: fx.Node) -> str | None:
-    """The collective of a collective's gradient; ``None`` where that is passed on as it is."""
+    """The collective of a collective's gradient; ``None`` if the gradient passes unchanged."""
     name = collective_name(node.target) or ""
     return _TRANSPOSED.get((name, str(node.args[-1]) if name in ("all_gather", "all_reduce") else ""))
 
 
 def module_operators(block: Block, region: ExpertRegion) -> dict[fx.Node, float]:
-    """What the host does for Transformer Engine's linear layers, in operators besides their products: one forward takes
-    it 2.7 times as long as torch's linear layer (100 us over 37 on GB200, 91 over 33 on GH200: NVIDIA/TransformerEngine
-    issue 2053). Products that read the same value are one layer."""
+    """Host work of Transformer Engine's linear layers in operators, besides their products, by the layer's first
+    product.
+
+    One forward takes 2.7 times the host time of torch's linear layer (100 us over 37 on GB200, 91 over 33 on GH200:
+    NVIDIA/TransformerEngine issue 2053). Products that read the same value are one layer.
+    """
     states, layers = set(block.states), dict[frozenset[fx.Node], list[fx.Node]]()
     for node in block.graph.nodes:
         if not is_product(node) or is_attention(node) or node in region.products:
@@ -377,7 +390,7 @@ def module_operators(block: Block, region: ExpertRegion) -> dict[fx.Node, float]
 
 
 def learned_nodes(block: Block) -> set[fx.Node]:
-    """The states of ``block``, and what is made of them alone."""
+    """The states of ``block``, and the nodes computed from states alone."""
     states = set(block.states)
     found = {node for node in block.placeholders if node.name in states}
     for node in block.graph.nodes:
@@ -389,7 +402,7 @@ def learned_nodes(block: Block) -> set[fx.Node]:
 def node_operands(
     node: fx.Node, states: set[str], learned: Container[fx.Node], copied: bool = False
 ) -> tuple[list[Operand], list[Operand]]:
-    """The tensors that ``node`` reads and makes; ``learned``: of :func:`learned_nodes`; ``copied``: see
+    """The tensors that ``node`` reads and makes. ``learned``: see :func:`learned_nodes`. ``copied``: see
     :func:`repeats_of`."""
     read = [(o.meta["val"], is_state(o, states), o in learned, repeats_of(o, copied)) for o in tensors_of(node)]
     operands = [Operand(tuple(v.shape), v.dtype, state, made, repeats) for v, state, made, repeats in read]
@@ -408,7 +421,7 @@ def operand_needs(node: fx.Node) -> list[bool]:
 
 
 def fan_out(node: fx.Node) -> list[Kernel]:
-    """The additions that bring together the gradients of a value with several readers."""
+    """The additions that sum the gradients of a value with several readers."""
     value = node.meta["val"]
     if not isinstance(value, Tensor) or not differentiable(value):
         return []
@@ -417,19 +430,19 @@ def fan_out(node: fx.Node) -> list[Kernel]:
 
 
 def is_state(node: fx.Node, states: set[str]) -> bool:
-    """A state, or a view of one."""
+    """Whether ``node`` is a state, or a view of one."""
     while node.op == "call_function" and len(node.all_input_nodes) == 1 and is_view(node):
         node = node.all_input_nodes[0]
     return node.op == "placeholder" and node.name in states
 
 
 def gradient_bytes_of(placeholder: fx.Node) -> int:
-    """Of a state's gradient as it is added up; 0 where it takes none."""
+    """Bytes of a state's accumulated gradient; 0 if it has none."""
     return gradient_bytes(TensorSpec.of(placeholder.meta["val"]), False) if needs_gradient(placeholder) else 0
 
 
 def _accumulation(placeholder: fx.Node, states: set[str]) -> list[Kernel]:
-    """A state's gradient is added to that of the microbatches before."""
+    """The addition of a state's gradient to that of earlier microbatches; empty for other nodes."""
     if placeholder.name not in states or not needs_gradient(placeholder):
         return []
     value = placeholder.meta["val"]

@@ -1,7 +1,7 @@
 """The costs that decide a sharding over ranks that communicate, in seconds per microbatch.
 
-They are those of ``solve/sharding.py``'s protocol: of operators under a strategy, of reshards, of states and of what
-passes between calls.
+They implement the protocol of ``solve/sharding.py``: operators under a strategy, reshards, states, and values that pass
+between calls.
 """
 
 from __future__ import annotations
@@ -45,16 +45,17 @@ from passes.tiles import Band
 
 @dataclass
 class TensorCosts:
-    """Seconds per microbatch of what is sharded over ``group``.
+    """Seconds per microbatch of operators, reshards, states and boundaries that are sharded over ``group``.
 
-    ``num_microbatches``: what happens once per step is divided by it. ``sequence_parallel``: ``False`` forbids values
-    between calls that are sharded. ``update_bytes``: traffic of the optimizer per byte of parameter; a state that is
-    held whole is updated whole by every rank. ``state_price``: further seconds per byte of state that a rank holds, to
-    be raised until the states fit. ``undivided``: further seconds for each FLOP of a matrix product that every rank
-    repeats, ``repeated`` for each byte that every rank makes.
-    ``short_gradients``: those of parameters are of their type, rather than in float32. ``complete``: a gradient that
-    all ranks have whole costs as much as one that is added up, for ZeRO shares only the states of the latter. ``tp``:
-    ranks that share the heads that this axis leaves.
+    ``num_microbatches``: costs that occur once per step are divided by it. ``sequence_parallel``: ``False`` forbids
+    sharded values between calls. ``update_bytes``: traffic of the optimizer per byte of parameter; every rank updates
+    all of a replicated state. ``state_price``: further seconds per byte of state that a rank holds, to be raised until
+    the states fit. ``undivided``: further seconds for each FLOP of a matrix product that every rank repeats.
+    ``repeated``: further seconds for each byte that every rank repeats.
+
+    ``short_gradients``: gradients have the type of their parameter instead of float32. ``complete``: a gradient that
+    all ranks have whole costs as much as one that is reduced, because ZeRO shards only the states of the latter.
+    ``tp``: number of ranks that share the heads left by this axis.
     """
 
     device: DeviceType
@@ -73,7 +74,7 @@ class TensorCosts:
     _operators: dict[fx.Node, _Operator] = field(default_factory=dict, repr=False)
 
     def node(self, node: fx.Node, strategy: Strategy, num_ranks: int) -> float:
-        """One call of an operator, forward and backward, with the collectives of its special lowering."""
+        """Seconds of one call of an operator, forward and backward, with the collectives of its special lowering."""
         key = (node, strategy)
         if key not in self._nodes:
             operator = self._operators.get(node)
@@ -92,7 +93,7 @@ class TensorCosts:
         return self._nodes[key]
 
     def _divided(self, node: fx.Node, strategy: Strategy, num_ranks: int, seconds: float) -> float:
-        """Seconds where each rank works on its own rows only; the operands that are sharded are read whole."""
+        """Seconds if each rank works on its own rows only; the sharded operands are read whole."""
         read = sum(
             o.meta["val"].nbytes / num_ranks
             for o, layout in zip(operands_of(node), strategy.operands, strict=True)
@@ -103,7 +104,7 @@ class TensorCosts:
         return seconds / num_ranks + rest
 
     def _of_form(self, operator: _Operator, strategy: Strategy, seconds: float, num_ranks: int) -> float:
-        """Seconds that what an attention sends adds to its computation."""
+        """Seconds that an attention's communication adds to its computation."""
         query, key, value = operator.operands(strategy, num_ranks)[:3]
         zigzag, seen = strategy.operands[0].zigzag, band(operator.node) or Band()
         sent = exchange_seconds(query, key, value, seen, strategy.form, zigzag, self.group)
@@ -118,7 +119,8 @@ class TensorCosts:
         return sum(collective_time(name, numel * itemsize, self.group) for name, numel in lowering.collectives)
 
     def reshard(self, spec: TensorSpec, source: Layout, target: Layout, differentiable: bool) -> float:
-        """One change of layout, forward and, where ``differentiable``, backward; ``math.inf`` where there is none."""
+        """Seconds of one change of layout, forward and, where ``differentiable``, backward; ``math.inf`` if there is no
+        such reshard."""
         if source == target or (source.kind == target.kind and not source.is_shard):
             return 0.0
         change = RESHARDS.get((source.kind, target.kind))
@@ -137,7 +139,7 @@ class TensorCosts:
         return seconds
 
     def state(self, spec: TensorSpec, layout: Layout, num_ranks: int) -> float:
-        """The update of a rank's part, and under ``R'`` the reduction of the gradient; both once per step."""
+        """Seconds of updating a rank's part and, under ``R'``, of reducing the gradient; both occur once per step."""
         local = math.prod(local_shape(layout, spec.shape, num_ranks)) * spec.dtype.itemsize
         if not self.train or not spec.dtype.is_floating_point:
             return local * self.state_price
@@ -147,7 +149,7 @@ class TensorCosts:
         return seconds / self.num_microbatches + local * self.state_price
 
     def boundary(self, spec: TensorSpec, layout: Layout) -> float:
-        """A value that is kept until backward: written once and read once, by every rank that holds it."""
+        """Seconds of keeping a value until backward: every rank that holds it writes it once and reads it once."""
         if layout.is_shard and self.sequence_parallel is False:
             return math.inf
         local = math.prod(local_shape(layout, spec.shape, self.group.size)) * spec.dtype.itemsize
@@ -155,7 +157,7 @@ class TensorCosts:
 
 
 class _Operator:
-    """What is the same under all strategies of an operator; seconds of its local form by the shapes of that."""
+    """The strategy-independent data of an operator, and the seconds of its local form by local shapes."""
 
     def __init__(self, node: fx.Node, train: bool, tp: int) -> None:
         self.node, self._tp = node, tp
@@ -174,8 +176,8 @@ class _Operator:
         return None if strategy.factor is None else self._lower.get(strategy.factor)
 
     def operands(self, strategy: Strategy, num_ranks: int) -> list[Operand]:
-        """One rank's operands under ``strategy``; of attention over ranks that share a sequence key heads that are
-        repeated once (``passes/repeated_heads.py``)."""
+        """One rank's operands under ``strategy``. Attention over ranks that share a sequence has each repeated key head
+        once (``passes/repeated_heads.py``)."""
         found = []
         for place, (shape, dtype), (dim, group) in zip(self._places, self._operands, self._repeated, strict=True):
             layout = strategy.operands[place]
@@ -190,12 +192,12 @@ class _Operator:
 
     @cached_property
     def _spared(self) -> int:
-        """How many times fewer key heads there are where they are not repeated."""
+        """Factor by which the number of key heads shrinks when repeated heads are not materialised."""
         times = repetitions(self.node)
         return times // exchanged_times(self._operands[1][0][1], times, self._tp) if times > 1 else 1
 
     def seconds(self, strategy: Strategy, num_ranks: int, device: DeviceType) -> float:
-        """Of the operator's local form, forward and, where it has a gradient, backward."""
+        """Seconds of the operator's local form, forward and, if it has a gradient, backward."""
         operands = self.operands(strategy, num_ranks)
         results = [
             Operand(local_shape(layout, shape, num_ranks), dtype)
@@ -218,8 +220,8 @@ class _Operator:
 
 
 def _repeated(node: fx.Node) -> tuple[int, float]:
-    """The dim of ``node`` in which a view of a smaller tensor has each of its parts several times, one behind the other
-    (keys of a group of heads), and how often; ``-1`` where there is none."""
+    """The dim of ``node`` in which a view repeats each part of a smaller tensor consecutively (keys of a group of
+    heads), and the number of repetitions; ``(-1, 1.0)`` if there is none."""
     group, source = repeats_of(node, copied=True), node
     if group == 1:
         return -1, 1.0
@@ -231,5 +233,5 @@ def _repeated(node: fx.Node) -> tuple[int, float]:
 
 
 def made_bytes(node: fx.Node) -> int:
-    """Bytes of a node's results; a view makes none."""
+    """Bytes of a node's results; 0 for a view."""
     return 0 if is_view(node) else sum(r.nbytes for r in results_of(node) if isinstance(r, Tensor))

@@ -1,12 +1,12 @@
-"""What no plan of a point can beat: lower bounds of time and memory, from the whole model's graphs.
+"""Lower bounds on the time and memory of every plan of a point, from the whole model's graphs.
 
 The relaxation: every operator's work and every tensor is divided by ``tp`` without a collective, and matrix products
 reach the efficiency of their whole shapes. A block's time is then linear,
 
 ``launches + (work that grows with the batch) b / (B tp) + (traffic of weights) / tp``,
 
-so that all points are bounded at once; :meth:`ModelBounds.refine` adds memory, cuts and transfers by the stages of the
-relaxed problem. Devices, links and groups are the best that any placement could give (``relaxed.py``).
+so that all points are bounded at once. :meth:`ModelBounds.refine` adds memory, cuts and transfers by the stages of the
+relaxed problem. Devices, links and groups are the best that any placement could have (``relaxed.py``).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Vector = NDArray[np.float64]
 
 
 class How(TypedDict, total=False):
-    """How thoroughly least times are looked for, see :func:`partitioner.solve.least.least_time`."""
+    """Effort of the search for a lower bound, see :func:`partitioner.solve.least.least_time`."""
 
     enough_s: float
     quick: bool
@@ -58,13 +58,13 @@ _ROUNDING = 1 - 1e-9
 
 
 def _share(cost: StateCost, expert: bool, point: Point) -> StateCost:
-    """The least that a state takes on a rank."""
+    """Lower bound on the cost of a state on a rank."""
     parts, sharers = (point.expert_tp * point.ep, point.expert_sharers) if expert else (point.tp, point.sharers)
     return cost.scaled(1 / parts).zero(point.zero, sharers)
 
 
 class ModelBounds:
-    """Bounds of the points of one model, whose graphs and values are for ``samples`` of a batch, on one topology."""
+    """Lower bounds of the points of one model on one topology. The model's graphs are for ``samples`` of a batch."""
 
     def __init__(self, job: Planned, placements: Placements | None = None) -> None:
         self.job, self.model, self.global_batch, self.topology = job, job.model, job.global_batch, job.topology
@@ -95,19 +95,19 @@ class ModelBounds:
         self._machines: dict[tuple[int, ...], Relaxed] = {}  # by grid
 
     def with_job(self, job: Planned) -> ModelBounds:
-        """The bounds of another job of the same model, batch and topology."""
+        """These bounds for another job with the same model, batch and topology."""
         other = copy(self)
         other.job = job
         return other
 
     @property
     def blocks(self) -> dict[str, BlockWork]:
-        """On the best kind of device."""
+        """The work of each block on the best device type."""
         return self._kinds.works.best
 
     @cached_property
     def model_flops(self) -> float:
-        """Of the matrix products of the whole model for the global batch, forward and backward."""
+        """FLOPs of the matrix products of the whole model for the global batch, forward and backward."""
         works = (self.blocks[call.block] for call in self.model.calls)
         return sum(work.forward.flops + work.backward.flops for work in works) * (self.global_batch // self.samples)
 
@@ -118,7 +118,7 @@ class ModelBounds:
 
     @cached_property
     def num_calls(self) -> int:
-        """Calls that stages can be cut between."""
+        """Number of calls that stages can be cut between."""
         return len(self._placed)
 
     @cached_property
@@ -128,14 +128,14 @@ class ModelBounds:
 
     @cached_property
     def _often(self) -> Counter[str]:
-        """How often each block is called."""
+        """The number of calls of each block."""
         return Counter(self._placed)
 
     def times(self, points: Sequence[Point], *, shared: bool = False) -> Vector:
-        """For each point the seconds that no plan of it can go below.
+        """Lower bound in seconds on the step time of each point.
 
-        ``(m - 1) max + sum`` of an even split or (but for ``shared``) of the largest call, the reduction of gradients
-        as far as the backward cannot hide it (one stage), and the update.
+        It is the sum of three terms: the pipeline, ``(m - 1) max + sum`` of an even split or (unless ``shared``) of the
+        largest call; the reduction of gradients that the backward cannot hide (one stage); and the update.
         """
         # where devices differ, microbatches are shared out by what is done with states
         alike, places = different(points, by_all if self._kinds.differ else BY_WORK)
@@ -153,8 +153,11 @@ class ModelBounds:
         return found
 
     def _pipelines(self, points: Sequence[Point], ahead: Vector, back: Vector, largest: Vector) -> Vector:
-        """Seconds of the pipelines whose calls take ``ahead`` and ``back`` a microbatch, and ``largest`` the largest:
-        those of even stages, or as the largest call paces it."""
+        """Lower bound in seconds on the pipeline of each point.
+
+        ``ahead``, ``back``: forward and backward seconds of all calls for one microbatch. ``largest``: seconds of the
+        largest call. The bound is for even stages, or for the pace of the largest call.
+        """
         m = each(points, self._by_rounds, self.rounds)
         pp = np.array([p.pp for p in points], dtype=np.float64)
         formula = np.array([is_formula(p.schedule) for p in points])
@@ -166,8 +169,8 @@ class ModelBounds:
         return np.where(formula, (m - 1) * slowest + whole, np.maximum.reduce([filled, m * slowest, alone]))
 
     def _shared_out(self, points: Sequence[Point], seconds: NDArray[np.float64]) -> Vector:
-        """Seconds of the pipelines where devices differ, and the blocks of a microbatch take ``seconds`` on each kind:
-        shape ``[kinds, blocks, points]``."""
+        """Lower bound in seconds on the pipelines where devices differ. ``seconds``: of the blocks of one microbatch on
+        each device type, shape ``[kinds, blocks, points]``."""
         found = np.zeros(len(points))
         for place, (point, of_kind) in enumerate(zip(points, np.moveaxis(seconds, 2, 0), strict=True)):
             work, speeds = work_and_speeds(of_kind, list(self._often.values()))
@@ -177,30 +180,31 @@ class ModelBounds:
         return found
 
     def _pool(self, point: Point, speeds: Vector) -> Pool:
-        """What does the work of a point: groups of ranks that wait for each other in every microbatch, so those of
-        ``tp`` and ``cp``, or whole stages."""
+        """The groups of ranks that do a point's work: ranks that wait for each other in every microbatch (those of
+        ``tp`` and ``cp``), or whole stages."""
         apart = self.may_differ(point)
         size = point.tp * point.cp if apart else self.topology.num_devices // point.pp
         return pool_of(speeds, self._kinds.counts, size, point.dp if apart else 1)
 
     def may_differ(self, point: Point) -> bool:
-        """Whether faster ranks may have more microbatches."""
+        """Whether faster ranks may have more microbatches than slower ones."""
         return self._kinds.differ and self.job.goes_apart(point)
 
     def rounds(self, point: Point) -> float:
-        """Microbatches of a rank: of the one that has most, or of all in the mean where faster ones have more."""
+        """Number of microbatches of the rank with the most; the mean over ranks if faster ranks may have more."""
         of_all = point.parts(self.global_batch) / point.dp
         return of_all if self.may_differ(point) else point.num_microbatches(self.global_batch)
 
     def _fill(self, point: Point) -> tuple[float, float]:
-        """See :func:`least_fill`; nothing where it depends on numbers that differ from rank to rank."""
+        """Lower bound on fill and drain, see :func:`least_fill`; 0 where it depends on microbatch counts that differ
+        between ranks."""
         if self.may_differ(point) and not is_formula(point.schedule):
             return 0.0, 0.0
         m = point.num_microbatches(self.global_batch)
         return least_fill(point.schedule, point.pp, m, point.virtual_stages, self.job.constraints.overlap_steps)
 
     def _after(self, points: Sequence[Point], backward: Vector) -> Vector:
-        """Seconds after the pipeline: the update, and what a single stage's last backward cannot hide."""
+        """Seconds after the pipeline: the update, and the reduction that a single stage's last backward cannot hide."""
         if not self.train:
             return np.zeros(len(points))
         update = each(points, BY_STATES, lambda p: self._update / (p.pp * p.tp * p.ep * (p.sharers if p.zero else 1)))
@@ -208,9 +212,12 @@ class ModelBounds:
         return update + np.maximum(0.0, reduced - backward)
 
     def _drained(self, points: Sequence[Point], ahead: Vector, back: Vector) -> Vector:
-        """Seconds of steps of several stages, one on each rank, whose gradients are reduced from its last backward on:
-        in the mean a stage has its share of all work and of the gradients. Where all placements are known, and for
-        single stages, others say more."""
+        """Lower bound in seconds on steps with several stages, one on each rank, which reduce gradients from the last
+        backward on.
+
+        The mean stage has its share of all work and of the gradients. The reduction counts as 0 if all placements are
+        known, or with a single stage: other bounds are tighter there.
+        """
 
         def reduced(point: Point) -> float:
             asked = self.train and point.pp > 1 and not self.placements.complete(point.grid)
@@ -223,19 +230,20 @@ class ModelBounds:
 
     @cached_property
     def _update(self) -> float:
-        """Seconds of the update of all states on one device, at the fastest host."""
+        """Lower bound in seconds on the update of all states on one device with the fastest host."""
         states = summed(self.states.values())
         hosts = (share or BOUNDLESS for share in self.topology.different_host_shares)
         return update_time(states, self.device) + min(update_seconds(states, host) for host in hosts)
 
     def _reduction(self, point: Point) -> float:
-        """Of all stages' gradients, one after the other, for what is not experts' and not sharded."""
+        """Lower bound in seconds on reducing all stages' unsharded gradients, one after the other, without those of
+        experts."""
         experts = self.job.experts if point.ep > 1 else ()
         states = self.share_of_states
         return self._reduced.seconds(point, lambda: (c for n, c in states(point).items() if n not in experts))
 
     def share_of_states(self, point: Point) -> States:
-        """The least that each state can take on a rank."""
+        """Lower bound on the cost of each state on a rank."""
         key = point.states_kind
         if key not in self._shares:
             experts = self.job.experts
@@ -246,7 +254,8 @@ class ModelBounds:
 
     @cached_property
     def _placed_states(self) -> list[tuple[StateCost, bool]]:
-        """The states of the calls that stages can be cut between, added up by kind; whether they are experts'."""
+        """The states of the calls that stages can be cut between, summed by kind, and whether each belongs to
+        experts."""
         names = dict.fromkeys(name for c in self.model.calls if not c.shared and not c.prologue for name in c.states)
         return [
             (cost, expert)
@@ -255,24 +264,25 @@ class ModelBounds:
         ]
 
     def state_bytes(self, point: Point) -> float:
-        """What states take on a rank, if all stages have as much of them."""
+        """Bytes of states on a rank if all stages have equally many."""
         key = point.states_kind
         if key not in self._state_bytes:
             self._state_bytes[key] = sum(_share(*state, point).total for state in self._placed_states)
         return self._state_bytes[key] / point.pp
 
     def check_states(self, point: Point) -> None:
-        """Raise :class:`CapacityError`, quickly, where the states alone are more than all stages may hold; what a stage
-        lacks is more than it says."""
+        """Raise :class:`CapacityError`, quickly, if the states alone exceed the capacity of all stages. A stage may
+        lack more bytes than the error reports."""
         needed, room = self.state_bytes(point), sum(self._machine(point).capacity) / point.pp
         check_room(f"parameters, gradients and optimizer states take {bytes_text(needed)} on average", needed, room)
 
     def capacity(self, point: Point) -> int:
-        """The most usable bytes that a rank of any placement has."""
+        """Greatest usable bytes that a rank of any placement has."""
         return max(self._machine(point).capacity)
 
     def speeds(self, point: Point) -> tuple[float, float]:
-        """Of the fastest stage and of all together at best, where 1 is a stage of the best kind of device."""
+        """Upper bounds on the speed of the fastest stage and on the summed speed of all stages; a stage of the best
+        device type has speed 1."""
         if not self._kinds.differ:
             return 1.0, float(point.pp)
         pool = self._pool(point, self._kinds.speeds([point])[:, 0])
@@ -287,11 +297,12 @@ class ModelBounds:
         return self._machines[key]
 
     def refine(self, point: Point, floor: Floor | None = None) -> float:
-        """A tighter bound: the stages of the relaxed problem under memory. At least :meth:`times` of the point.
+        """A tighter lower bound in seconds: the stages of the relaxed problem under memory. It is at least
+        :meth:`times` of the point.
 
-        ``floor``: seconds that each block takes at least, forward and backward.
+        ``floor``: lower bounds on each block's forward and backward seconds.
 
-        Raises :class:`CapacityError` or :class:`PlanError` where even the relaxed problem has no solution.
+        Raises :class:`CapacityError` or :class:`PlanError` if even the relaxed problem has no solution.
         """
         bound = float(self.times([point])[0])
         if not is_plain(point.schedule, point.virtual_stages):  # a rank's calls are not consecutive
@@ -301,8 +312,11 @@ class ModelBounds:
     def relaxed(
         self, point: Point, floor: Floor | None = None, speed: float | None = None, **how: Unpack[How]
     ) -> LeastTime:
-        """What no stages of the relaxed problem can go below; arguments and errors as of :meth:`refine`. ``speed``: of
-        the fastest stage, if not the point's. ``how``: see :func:`partitioner.solve.least.least_time`."""
+        """Lower bound on the stages of the relaxed problem; arguments and errors as in :meth:`refine`.
+
+        ``speed``: of the fastest stage, by default the point's. ``how``: see
+        :func:`partitioner.solve.least.least_time`.
+        """
         fastest = self.speeds(point)[0] if speed is None else speed
         calls = {name: cost.paced(1 / fastest) for name, cost in self.calls(point).items()}
         if floor:
@@ -310,7 +324,7 @@ class ModelBounds:
         return self.least(point, self.model, calls, self.share_of_states(point), **how)
 
     def calls(self, point: Point) -> dict[str, CallCost]:
-        """The least that a microbatch costs in each block, on the best kind of device."""
+        """Lower bound on the cost of one microbatch in each block, on the best device type."""
         key = (point.microbatch_size, point.tp, point.cp, point.ep)
         if key not in self._calls:
             share, several = point.microbatch_size / self.samples / point.cp, point.microbatch_size > 1
@@ -319,12 +333,12 @@ class ModelBounds:
         return self._calls[key]
 
     def check_microbatch(self, point: Point) -> None:
-        """Raise :class:`CapacityError`, quickly, where one call of one microbatch needs more than any rank has."""
+        """Raise :class:`CapacityError`, quickly, if one call of one microbatch needs more memory than any rank has."""
         needed = self.layer_bytes(point)
         check_room(f"one layer of one microbatch takes {bytes_text(needed)}", needed, self.capacity(point))
 
     def layer_bytes(self, point: Point) -> float:
-        """What a rank needs at least for the call of one microbatch that needs most."""
+        """Lower bound on the bytes that a rank needs for one microbatch in its largest call."""
         kept = "activations" not in (self.job.constraints.offload or ())
         key = (kept, point.microbatch_size, point.tp, point.cp, point.ep)
         if key not in self._layer_bytes:
@@ -340,7 +354,7 @@ class ModelBounds:
         states: Mapping[str, StateCost],
         **how: Unpack[How],
     ) -> LeastTime:
-        """What no stages of ``point`` can go below, see :meth:`problem`. Raises as :meth:`refine` does."""
+        """Lower bound on the stages of ``point``, see :meth:`problem`. Raises the exceptions of :meth:`refine`."""
         return least_time(self.problem(point, model, calls, states), **how)
 
     def problem(
@@ -351,8 +365,8 @@ class ModelBounds:
         states: Mapping[str, StateCost],
         ranks: Sequence[int] = (),
     ) -> StageProblem:
-        """The stages of ``point`` where blocks of ``model`` take ``calls`` on every stage, which has as much memory as
-        any placement gives it. ``ranks``: of each virtual stage, where there are several on a rank."""
+        """The stage problem of ``point`` where blocks of ``model`` cost ``calls`` on every stage. Every stage has the
+        greatest memory of any placement. ``ranks``: the rank of each virtual stage, if a rank has several."""
         return stage_problem(
             model,
             calls,
@@ -367,24 +381,25 @@ class ModelBounds:
         )
 
     def staged(self, points: Sequence[Point], least: LeastTime) -> float:
-        """Seconds of a step of each of ``points``, which differ in ZeRO alone, and whose stages take no less than
-        ``least``."""
+        """Lower bound in seconds on the step of all ``points``, which differ in ZeRO alone and whose stages take at
+        least ``least``."""
         point, m = points[0], points[0].num_microbatches(self.global_batch)
         pipeline = least.pipeline_s(point.schedule, point.pp, m, self.job.constraints.overlap_steps)
         hides = least.backward_s if least.is_seen else math.inf
         return (pipeline + float(self._after(points, np.full(len(points), hides)).min())) * _ROUNDING
 
     def followed(self, point: Point, pipeline_s: float) -> float:
-        """The same of a pipeline that takes no less."""
+        """Lower bound in seconds on a step of ``point`` whose pipeline takes at least ``pipeline_s`` seconds."""
         return (pipeline_s + float(self._after([point], np.array([math.inf]))[0])) * _ROUNDING
 
     def forward_s(self, point: Point, floor: Floor | None) -> float:
-        """Seconds of one microbatch's forward through all stages, on the fastest devices."""
+        """Lower bound in seconds on one microbatch's forward through all stages, on the fastest devices."""
         fastest, calls, known = self.speeds(point)[0], self.calls(point), floor.seconds if floor else {}
         return sum(n * max(calls[b].forward_s / fastest, known.get(b, (0.0,))[0]) for b, n in self._often.items())
 
     def with_floor(self, points: Sequence[Point], floor: Floor, *, shared: bool = False) -> float:
-        """The same where blocks take at least ``floor``; ``shared``: as of :meth:`times`."""
+        """Lower bound in seconds on the step of all ``points`` whose blocks take at least ``floor``. ``shared``: ignore
+        the pace of the largest call, as in :meth:`times`."""
         often = self._often
         ahead = sum(n * floor.seconds[block][0] for block, n in often.items())
         back = sum(n * floor.seconds[block][1] for block, n in often.items()) if self.train else 0.0

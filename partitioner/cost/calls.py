@@ -50,22 +50,25 @@ Again = Callable[[Block, Collection[fx.Node]], frozenset[fx.Node]]
 
 
 def selective(block: Block, sent: Collection[fx.Node] = ()) -> frozenset[fx.Node]:
-    """What selective recomputation makes again, where nothing else is asked for; see :func:`remade`."""
+    """The nodes that selective recomputation recomputes by default; see :func:`remade`."""
     return remade(block, "selective", sent)
 
 
 @dataclass(frozen=True)
 class CallCost:
-    """One microbatch through one call, on one rank. Seconds without (``_s``) and of (``_comm_s``) collectives;
-    ``weights_s`` of ``backward_s`` are gradients of weights, for which no other stage waits.
+    """Cost of one microbatch through one call on one rank. Seconds are without (``_s``) and of (``_comm_s``)
+    collectives.
 
-    ``flops``: of matrix products forward, ``backward_flops`` backward. ``saved_bytes``: kept from forward to backward,
-    besides the inputs that ``saved_inputs`` marks; ``working_bytes``: needed while it runs, on top. ``input_bytes``
-    and ``output_bytes`` by place; ``output_grads`` marks the outputs whose gradient flows back. ``state_bytes``: of all
-    states that the call reads, ``gathered_bytes`` of those that are gathered for it. ``carried_bytes``: held between
-    the two halves of the backward. ``selective_bytes`` of what is saved are quickly made again, from
-    ``selective_inputs`` among others, which takes ``selective_s``. ``slim`` is then the cost, where it is not plain to
-    see, with ``remade_s``. ``host_bytes``: what is kept in host memory.
+    ``weights_s``: the part of ``backward_s`` for gradients of weights, which no other stage waits for. ``flops``: of
+    forward matrix products; ``backward_flops``: of backward ones. ``saved_bytes``: kept from forward to backward,
+    besides the inputs that ``saved_inputs`` marks. ``working_bytes``: needed in addition while the call runs.
+    ``input_bytes`` and ``output_bytes``: by position. ``output_grads``: the outputs whose gradient flows back.
+    ``state_bytes``: of all states that the call reads. ``gathered_bytes``: of states that are gathered for it.
+    ``carried_bytes``: held between the two halves of the backward.
+
+    ``selective_bytes``: the part of ``saved_bytes`` that is quick to recompute, in ``selective_s``, from
+    ``selective_inputs`` among others. ``slim``: the cost with selective recomputation, if it cannot be derived from
+    these fields. ``remade_s``: seconds of recomputation in ``backward_s``. ``host_bytes``: kept in host memory.
     """
 
     forward_s: float = 0.0
@@ -92,7 +95,7 @@ class CallCost:
     slim: CallCost | None = None
 
     def paced(self, factor: float) -> CallCost:
-        """The same call, if all of it takes ``factor`` times as long."""
+        """This call with all seconds multiplied by ``factor``."""
         if factor == 1:
             return self
         return replace(
@@ -108,12 +111,12 @@ class CallCost:
         )
 
     def at_least(self, forward_s: float, backward_s: float) -> CallCost:
-        """The same call, if it takes so many seconds or more."""
+        """This call with forward and backward seconds raised to at least ``forward_s`` and ``backward_s``."""
         back, inputs = max(self.backward_s, backward_s), max(self.backward_s - self.later_s, backward_s / 2)
         return replace(self, forward_s=max(self.forward_s, forward_s), backward_s=back, weights_s=back - inputs)
 
     def selective(self) -> CallCost:
-        """The same call, if what is quickly made again is made again for its backward."""
+        """This call under selective recomputation: backward recomputes the activations that are quick to recompute."""
         return self.slim if self.slim is not None else self._selective
 
     @cached_property
@@ -159,9 +162,12 @@ def call_costs(
 
 @dataclass(frozen=True)
 class _Computed:
-    """Seconds on one kind of device, forward and backward: of all kernels, of those of products, of each attention; of
-    what selective recomputation runs anew. ``weights``: of gradients of weights, backward; ``experts_s``: of experts'
-    products forward. FLOPs of products."""
+    """Seconds and FLOPs of a call's kernels on one device type; pairs are (forward, backward).
+
+    ``seconds``: of all kernels. ``weights``: of gradients of weights, in backward. ``products``: of matrix products.
+    ``rings``: of each attention over a sharded sequence. ``again``: of selective recomputation. ``flops``: of matrix
+    products. ``experts_s``: of experts' products, forward.
+    """
 
     seconds: tuple[float, float]
     weights: float
@@ -173,10 +179,10 @@ class _Computed:
 
 
 class CallWork:
-    """The work of a call of ``block``, to be priced on any device and over any groups; ``again``: what selective
-    recomputation makes again.
+    """The work of a call of ``block``, to be priced on any device and over any groups.
 
-    What it computes is priced once for a device and for sizes of groups, whatever their links.
+    ``again``: the nodes that selective recomputation recomputes. Kernels are priced once for each device and group
+    sizes, whatever the links.
     """
 
     def __init__(self, block: Block, train: bool = True, again: Again = selective) -> None:
@@ -197,7 +203,7 @@ class CallWork:
 
     @cached_property
     def _again_apart(self) -> frozenset[fx.Node]:
-        """:attr:`again`, where experts are on several ranks."""
+        """The nodes that selective recomputation recomputes if experts are on several ranks."""
         entries = self.asked(False).region.entries
         return self._again(self.block, entries) if entries and self.train else self.again
 
@@ -207,12 +213,12 @@ class CallWork:
 
     @cached_property
     def has_experts(self) -> bool:
-        """Whether it matters how experts are spread."""
+        """Whether the cost depends on how experts are spread."""
         found = expert_region(self.block)  # all else that is asked may never be, and takes long to find
         return bool(found.entries or found.exits or found.products or found.states & set(self.block.states))
 
     def cost(self, device: DeviceType, groups: Mapping[str, Group], spread: Spread = NO_SPREAD) -> CallCost:
-        """Of one call on one rank; see :func:`call_costs`."""
+        """The cost of one call on one rank; see :func:`call_costs`."""
         software, train = spread.software, self.train
         asked = self.asked(spread.fp8, software)
         slowdown = device.overlap_slowdown
@@ -288,7 +294,7 @@ class CallWork:
 
     @cached_property
     def _sizes(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Bytes of the inputs and of the outputs."""
+        """Bytes of each input and of each output."""
         placeholders = {n.name: n for n in self.block.placeholders}
         ahead = [placeholders[name] for name in self.block.inputs]
         of_inputs, of_outputs = ([float(n.meta["val"].nbytes) for n in nodes] for nodes in (ahead, self.block.outputs))
@@ -299,7 +305,11 @@ class CallWork:
         return tuple(self.train and needs_gradient(n) for n in self.block.outputs)
 
     def _keeps(self, regather: bool, selective: bool, apart: bool) -> Kept:
-        """What is kept if activations are gathered again, what is quickly made again is, and experts are apart."""
+        """Bytes and inputs kept from forward to backward.
+
+        ``regather``: gathered activations are gathered again. ``selective``: selective recomputation. ``apart``:
+        experts are on several ranks.
+        """
         again = (self._again_apart if apart else self.again) if selective else frozenset()
         if not again:
             selective = apart = False
@@ -310,7 +320,7 @@ class CallWork:
 
 
 def _issued(asked: Asked, half: int, spread: Spread) -> float:
-    """Operators that the host issues in one half, but for those of recorded graphs."""
+    """Number of operators that the host issues in one half of the call, without those in recorded graphs."""
     of_experts, others = _issued_each(asked, half, spread), float(asked.issued[half])
     if half == 0 and spread.software.expert_kernels == "each" and asked.held:
         others += max(0, _ROUTING[spread.software.dispatch] - asked.routing)
@@ -318,15 +328,18 @@ def _issued(asked: Asked, half: int, spread: Spread) -> float:
 
 
 def _issued_each(asked: Asked, half: int, spread: Spread) -> float:
-    """Operators that the host issues for each of a rank's experts."""
+    """Number of operators that the host issues for each of a rank's experts."""
     return asked.issued_each[half] * max(1.0, asked.held * spread.of_experts)
 
 
 def _issued_late(asked: Asked, device_s: float, spread: Spread, device: DeviceType) -> float:
-    """Seconds that a forward waits for the host to issue what it launches for each expert, which the device takes
-    ``device_s`` for: the host knows the rows of each only when the device has counted them, so that it has not run
-    ahead (Megatron-LM, deepseek-v3-gb200-optimization, section 3.1: the synchronization for tokens by expert). It does
-    where each expert's rows are filled up to the same number."""
+    """Seconds that a forward waits for the host to issue the kernels of each expert, which run ``device_s`` on the
+    device.
+
+    The host knows the number of rows of each expert only when the device has counted them, so it cannot issue ahead
+    (Megatron-LM, deepseek-v3-gb200-optimization, section 3.1: the synchronization for tokens by expert). There is no
+    wait if each expert's rows are padded to one fixed number.
+    """
     software = spread.software
     if software.expert_kernels != "each" or software.graphs == "all" or software.even_experts == "padded":
         return 0.0
@@ -359,8 +372,8 @@ def _computed(asked: Asked, device: DeviceType, spread: Spread) -> _Computed:
 
 
 def _spread_columns(columns: Columns, spread: Spread) -> Columns:
-    """The kernels as a rank runs them: experts' weights divided over ``ep``; each expert on a
-    rank gets the rows of ``ep`` ranks. Both is so already in a graph that is divided."""
+    """The kernels as one rank runs them: experts' weights are divided over ``ep``, and each expert on a rank gets the
+    rows of ``ep`` ranks. A divided graph already has this form."""
     ep, experts = spread.ep, columns.expert
     if ep == spread.of_experts == 1 and not experts.any():
         return columns
@@ -385,7 +398,7 @@ def _spread_columns(columns: Columns, spread: Spread) -> Columns:
 
 
 def exchange_time(op: str, whole_bytes: float, group: Group, device: DeviceType, strided: bool) -> float:
-    """A collective, and the copy that joins or parts a dim that is not outermost in memory."""
+    """Seconds of a collective, and of the copy that joins or splits a dim that is not outermost in memory."""
     seconds = collective_time(op, whole_bytes, group)
     if strided and op not in ("all_reduce", "all_reduce_max"):
         seconds += device.launch + 2 * whole_bytes / device.memory_bandwidth

@@ -1,4 +1,4 @@
-"""What products with weights take in fp8, and which of them are: those that the program multiplies so."""
+"""Cost of products with weights in fp8, and the selection of products that the program runs in fp8."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _SHOWN = 3  # products that a note names
 
 
 def products_in_fp8(block: Block, asked: bool, region: ExpertRegion) -> frozenset[fx.Node]:
-    """The products of ``block`` in fp8: what the program has so already, and where it is ``asked`` for what it will,
-    and those of experts, with which models are planned only."""
+    """The products of ``block`` that run in fp8: those already in fp8; if ``asked``, also those that will be converted,
+    and the products of experts."""
     found = {node for node in block.graph.nodes if node.target is ops.linear_fp8.default}
     if asked:
         found |= found_in(block).keys() | (region.products if region.known else set())
@@ -27,8 +27,8 @@ def products_in_fp8(block: Block, asked: bool, region: ExpertRegion) -> frozense
 
 
 def first_readers(block: Block, products: Collection[fx.Node]) -> frozenset[fx.Node]:
-    """The ``products`` that are the first to read their values, which the others read as those have cast them:
-    queries, keys and values, or a gate and what it gates, are one product to software that casts once."""
+    """The ``products`` that are the first to read their operands; later products reuse the operands' casts. Queries,
+    keys and values, or a gate and its gated projection, count as one product for software that casts once."""
     states, known, found = set(block.states), set[frozenset[fx.Node]](), set[fx.Node]()
     for node in block.graph.nodes if products else ():
         if node not in products:
@@ -51,14 +51,14 @@ def in_fp8(
     apart: bool = False,
     current: bool = False,
 ) -> tuple[list[Kernel], list[Kernel]]:
-    """Products with a weight as fp8 kernels, and the casts of what they read.
+    """Products with a weight as fp8 kernels, and the casts of their operands.
 
-    ``fused``: forward, the kernel before writes the operand as it is and transposed, a byte each, where the product is
-    the ``first`` to read it; or, ``apart``, a kernel of its own reads it, too, as of what comes out of an exchange.
-    Backward, the gradient is read, and written twice (NVIDIA's Transformer Engine). ``current``: a tensor is scaled by
-    its own largest number, which is found and made a scale before it is cast (``Float8CurrentScalingQuantizer``: two
-    kernels more, of which the first reads it where no kernel before has found it). Else each product casts both of its
-    operands.
+    ``fused``: forward, the preceding kernel writes the operand as it is and transposed, one byte per element each, if
+    the product is the ``first`` to read it. ``apart``: a separate kernel reads the operand, too, for example after an
+    exchange. Backward, the gradient is read once and written twice (NVIDIA's Transformer Engine). ``current``: a tensor
+    is scaled by its own largest absolute value, computed before the cast (``Float8CurrentScalingQuantizer``: two more
+    kernels, of which the first reads the tensor unless the preceding kernel computed the maximum). Without ``fused``,
+    each product casts both of its operands.
     """
     if not any(o.state for o in operands) or not any(k.flops for k in kernels):
         return kernels, []
@@ -81,7 +81,8 @@ def in_fp8(
 
 
 def _in_a_byte(kernel: Kernel, matrices: Sequence[Operand], result: Operand, backward: bool) -> Kernel:
-    """A product of 16-bit numbers in fp8, which reads a byte for each; what it writes stays as wide."""
+    """A product of 16-bit numbers as an fp8 kernel: it reads one byte per element and writes results of unchanged
+    width."""
     if not kernel.flops or kernel.precision not in ("bf16", "fp16"):
         return kernel
     read = [result, *(o for o in matrices if o.learned != kernel.learned)] if backward else list(matrices)
@@ -96,8 +97,8 @@ def _in_a_byte(kernel: Kernel, matrices: Sequence[Operand], result: Operand, bac
 
 
 def _casts(product: Kernel, operands: list[Operand], result: Operand, backward: bool) -> Iterator[Kernel]:
-    """Of what ``product`` reads: forward both operands, backward the gradient and, transposed, what it is of no use to
-    differentiate (:func:`passes.eight_bits.linear_fp8` and what follows it)."""
+    """Casts of the tensors that ``product`` reads: forward both operands; backward the gradient and, transposed, the
+    other operand (:func:`passes.eight_bits.linear_fp8`)."""
     if not backward:
         yield from (cast for o in operands for cast in _cast(o, product, False))
         return
@@ -106,8 +107,8 @@ def _casts(product: Kernel, operands: list[Operand], result: Operand, backward: 
 
 
 def _cast(operand: Operand, product: Kernel, transposed: bool) -> Iterator[Kernel]:
-    """The largest number is found, all are scaled and rounded to a byte, and the bytes copied if they are wanted
-    transposed; the scale itself takes three operators."""
+    """Kernels of one cast: find the largest absolute value, scale and round every element to a byte, and copy the bytes
+    if they are wanted transposed. The scale itself takes three operators."""
     whole = float(operand.nbytes)
     bytes_out = operand.numel * (1.0 + 2.0 * transposed)
     for kind, moved, launches in (("reduction", whole, 4), ("pointwise", 3 * whole + bytes_out, 2 + transposed)):
@@ -123,7 +124,8 @@ def least_in_fp8(
     fused: bool = False,
     first: bool = True,
 ) -> list[Kernel]:
-    """No more than a product takes in fp8 or as it is: a shard of it may have sizes that are not multiples of 16."""
+    """Lower bound on a product's kernels: in fp8 or unconverted, whichever is faster. A shard may have sizes that are
+    not multiples of 16."""
     made, casts = in_fp8(kernels, operands, results, backward, fused, first)
     made = [*made, *(replace(cast, launches=0) for cast in casts)]
     return made if _seconds(made, device) < _seconds(kernels, device) else kernels
@@ -137,7 +139,7 @@ def _seconds(kernels: Sequence[Kernel], device: DeviceType) -> float:
 
 
 def notes_on_fp8(model: FoldedModel) -> tuple[str, ...]:
-    """What to know of ``model``, one rank's, where some of its products with weights are not in fp8."""
+    """Notes for the user about ``model``, one rank's local model, where some products with weights are not in fp8."""
     left = {name: list(_left_out(block)) for name, block in model.blocks.items()}
     short = {name: len(products_in_fp8(b, True, expert_region(b))) for name, b in model.blocks.items()}
     others = [(call.states[place], why) for call in model.calls for place, why in left[call.block]]
@@ -156,7 +158,8 @@ def notes_on_fp8(model: FoldedModel) -> tuple[str, ...]:
 
 
 def _left_out(block: Block) -> Iterator[tuple[int, str]]:
-    """The products with weights of ``block`` that are not in fp8: the place of the weight among its states, and why."""
+    """The products with weights of ``block`` that are not in fp8: the index of the weight among the block's states, and
+    the reason."""
     states, short = list(block.states), products_in_fp8(block, True, expert_region(block))
     for node in block.graph.nodes:
         if node.op != "call_function" or node in short or not is_product(node) or is_attention(node):

@@ -1,5 +1,7 @@
-"""What gathering weights takes at least under ZeRO-3, and scattering gradients under ZeRO-2, whatever the sharding: the
-same for a small microbatch as for a large one, so that no share of a larger one's time says it."""
+"""Lower bound on gathering weights under ZeRO-3 and scattering gradients under ZeRO-2, whatever the sharding.
+
+These times do not depend on the microbatch size, so they are not a share of a larger microbatch's time.
+"""
 
 from __future__ import annotations
 
@@ -26,27 +28,27 @@ _TINY = 1e-12
 
 @dataclass(frozen=True)
 class Floor:
-    """What blocks take at least, wherever their ranks are; ``of_kind``: on each kind of device, empty where all are
-    alike."""
+    """Lower bounds on the blocks' seconds, wherever their ranks are. ``of_kind``: on each device type; empty if the
+    topology has only one."""
 
     seconds: Seconds
     of_kind: tuple[Seconds, ...] = ()
 
     def each(self, change: Callable[[Seconds], Seconds]) -> Floor:
-        """With all seconds changed."""
+        """This floor with all seconds mapped by ``change``."""
         return Floor(change(self.seconds), tuple(map(change, self.of_kind)))
 
 
 @dataclass(frozen=True)
 class _Read:
-    """Bytes of the weights that a block reads, and of their gradients: of experts', and of the others."""
+    """Bytes of the weights that a block reads, and of their gradients: of experts, and of the other weights."""
 
     experts: tuple[float, float]
     others: tuple[float, float]
 
 
 class Gathers:
-    """Of the blocks of a job; ``device``: the best kind."""
+    """Lower bounds on the gathers and scatters of a job's blocks. ``device``: the best device type."""
 
     def __init__(self, job: Planned, placements: Placements, device: DeviceType) -> None:
         self.placements, self.train, self.slowdown = placements, job.train, device.overlap_slowdown
@@ -65,7 +67,7 @@ class Gathers:
         self._scatters: dict[tuple[object, ...], float] = {}
 
     def beside(self, floor: Floor | None, point: Point) -> Floor | None:
-        """What blocks take at least that take ``floor`` without ZeRO."""
+        """Lower bound on the blocks' seconds with gathers, given ``floor`` without ZeRO."""
         gathers, copies = self.floor(point)
         if not gathers:
             return floor
@@ -79,12 +81,13 @@ class Gathers:
         return self._both(seconds[0] + copies[0], gathers[0]), self._both(seconds[1] + copies[1], gathers[1])
 
     def _both(self, seconds: float, gathers_s: float) -> float:
-        """What of ``seconds`` is communication hides nothing, but then there is more to be hidden."""
+        """Seconds with gathers. Communication inside ``seconds`` hides nothing, but counting it as if it did keeps a
+        lower bound."""
         return seconds + hidden(seconds, gathers_s, self.slowdown, self.overlap)
 
     def floor(self, point: Point) -> tuple[Seconds, Seconds]:
         """Seconds in which a block gathers its weights, backward gathers them again and scatters gradients, over the
-        best groups, and those in which it copies them; both empty where weights are not sharded."""
+        best groups; and seconds of copying them. Both are empty if weights are not sharded."""
         if point.zero != 3 or point.sharers == point.expert_sharers == 1:
             return {}, {}
         key = *point.grid.values(), point.ep, point.expert_tp, point.dp_shard
@@ -93,7 +96,7 @@ class Gathers:
         return self._floors[key]
 
     def _copies(self, point: Point) -> Seconds:
-        """Of :func:`~partitioner.cost.whole.copy_seconds`, but for what kernels take to start."""
+        """Lower bound on :func:`~partitioner.cost.whole.copy_seconds`, without kernel launches."""
         floor = dict[str, tuple[float, float]]()
         for name, read in self._reads.items():
             ahead = back = 0.0
@@ -107,12 +110,13 @@ class Gathers:
         return floor
 
     def scattered(self, point: Point, m: int, known_s: float, forward_s: float) -> float:
-        """What no step goes below that takes ``known_s`` at least without it, and ``forward_s`` for the forward of a
-        microbatch through all stages: under ZeRO-2 all ``m`` backwards but the last scatter gradients.
+        """Lower bound on the step time in seconds under ZeRO-2, where all ``m`` backwards but the last scatter
+        gradients.
 
-        A stage's backwards hide as much as they take, the less the shorter the step is without it. On the mean over
-        all stages, which the slowest to end is not below: ``exposed`` is convex, and those of the stages ahead are not
-        waited for.
+        ``known_s``: a lower bound on the step without the scatters. ``forward_s``: the forward of one microbatch
+        through all stages. A stage's backwards hide as many seconds as they take, so the shorter the step, the less is
+        hidden. The bound is taken for the mean over all stages, which is at most the slowest stage: ``exposed`` is
+        convex, and the exposed seconds of earlier stages are not waited for.
         """
         again, idle = self._again(point) / point.pp, forward_s / point.pp
         hides, ahead = (2 - self.slowdown) * self.overlap * (m - 1), point.pp - 1
@@ -128,7 +132,7 @@ class Gathers:
         return max(known_s, min(step(window) for window in (first, *(w for w in windows if w > first))))
 
     def _again(self, point: Point) -> float:
-        """Seconds in which all gradients are scattered, but for what each start takes."""
+        """Seconds of scattering all gradients, without the latency of each collective."""
         key = *point.grid.values(), point.ep, point.expert_tp, point.dp_shard
         if key not in self._scatters:
             shards, experts = self._groups(point)
@@ -140,7 +144,7 @@ class Gathers:
         return self._scatters[key]
 
     def _groups(self, point: Point) -> tuple[Sequence[Group], Sequence[Group]]:
-        """The groups that share weights, and experts' weights, on the placements that are tried."""
+        """The groups that share weights, and those that share experts' weights, over the placements that are tried."""
         if not self.placements.complete(point.grid):
             sizes, everywhere = (point.sharers, point.expert_sharers), point.pp == 1
             best = [self.placements.best_group(size, everywhere) for size in sizes]

@@ -1,4 +1,4 @@
-"""What the blocks of a model take on each kind of device of a topology, without collectives."""
+"""Computation time of a model's blocks on each device type of a topology, without collectives."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ _TINY_S = 1e-15
 
 @dataclass(frozen=True)
 class Kinds:
-    """``often``: how often the blocks are called, whose graphs are for ``samples`` of a batch; ``counts``: the devices
-    of each kind."""
+    """Time of blocks by device type.
+
+    ``often``: the number of calls of each block. ``samples``: the samples of a batch in the block graphs. ``counts``:
+    the number of devices of each type.
+    """
 
     works: Works
     often: Counter[str]
@@ -29,11 +32,12 @@ class Kinds:
 
     @property
     def differ(self) -> bool:
-        """Whether there are several."""
+        """Whether the topology has several device types."""
         return len(self.counts) > 1
 
     def seconds(self, blocks: Mapping[str, BlockWork], points: Sequence[Point]) -> tuple[Matrix, Matrix]:
-        """Of a microbatch in each block that is called, forward and backward, shapes ``[blocks, points]``."""
+        """Forward and backward seconds of one microbatch in each block that is called: two arrays ``[blocks,
+        points]``."""
         fields = ("cp", "tp", "ep", "microbatch_size")
         cp, tp, ep, size = (np.array([getattr(p, a) for p in points], dtype=np.float64) for a in fields)
         share, several = size / self.samples / cp, (size > 1).astype(np.float64)
@@ -46,23 +50,24 @@ class Kinds:
         return found[0], found[1]
 
     def of_each(self, points: Sequence[Point]) -> NDArray[np.float64]:
-        """The same of every kind, both ways together: shape ``[kinds, blocks, points]``."""
+        """Forward and backward seconds of one microbatch on every device type: two summed arrays ``[kinds, blocks,
+        points]``."""
         return np.stack([sum(self.seconds(paced, points)) for paced in self.works.paced])
 
     def longest_backward(self, points: Sequence[Point]) -> Vector:
-        """Of a microbatch through all calls, backward, on the kind that takes longest."""
+        """Backward seconds of one microbatch through all calls, on the slowest device type: shape ``[points]``."""
         calls = np.array([self.often[name] for name in self.often], dtype=np.float64)
         each = np.stack([calls @ self.seconds(paced, points)[1] for paced in self.works.paced])
         longest: Vector = each.max(axis=0)
         return longest
 
     def speeds(self, points: Sequence[Point]) -> Matrix:
-        """The greatest speed that each kind has for any block, either way, where 1 is that of the best kind: shape
-        ``[kinds, points]``."""
+        """Greatest relative speed of each device type over all blocks, forward or backward; the best type has speed 1.
+        Shape ``[kinds, points]``."""
         best = np.maximum(np.concatenate(self.seconds(self.works.best, points)), _TINY_S)
         own = [np.maximum(np.concatenate(self.seconds(paced, points)), _TINY_S) for paced in self.works.paced]
         return np.stack([(best / seconds).max(axis=0) for seconds in own])
 
     def fastest(self, points: Sequence[Point]) -> Vector:
-        """That of the kind that has most."""
+        """Greatest relative speed over all device types: shape ``[points]``."""
         return self.speeds(points).max(axis=0) if self.differ else np.ones(len(points))

@@ -1,4 +1,4 @@
-"""What reducing gradients takes at least, wherever the ranks of a point are."""
+"""Lower bound on the time of reducing gradients, wherever the ranks of a point are placed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ from partitioner.topology.parts import DeviceType
 
 
 class LeastReduced:
-    """Seconds, each found once. ``device``: the best of the cluster."""
+    """Lower bounds in seconds, each computed once. ``device``: the best device type of the cluster."""
 
     def __init__(self, job: Planned, placements: Placements, device: DeviceType) -> None:
         self._job, self._placements, self._device = job, placements, device
         self._known: dict[tuple[int, ...], float] = {}
 
     def seconds(self, point: Point, states: Callable[[], Iterable[StateCost]]) -> float:
-        """Of all stages' gradients of ``states``, the least that a rank has of them, one after the other."""
+        """Lower bound in seconds on reducing the gradients of ``states`` in all stages, one after the other.
+
+        ``states``: the least that a rank can hold of them. The bound is 0 with one replica, under ZeRO-3 and under
+        hybrid sharding.
+        """
         if point.replicas == 1 or point.zero == 3 or point.dp_shard:  # within nodes it may take next to nothing
             return 0.0
         single = point.pp == 1
@@ -42,7 +46,10 @@ class LeastReduced:
 
 
 def _over_data(states: Iterable[StateCost]) -> tuple[Sizes, dict[tuple[str, ...], bool]]:
-    """What is reduced if ``dp`` stands for all ranks with the same weights. States that are alike are few objects."""
+    """Reduced bytes by group, and whether each is on the last level, if ``dp`` stands for all ranks with equal weights.
+
+    ``states`` contains few distinct objects: equal states share one.
+    """
     costs = list(states)
     often = Counter(map(id, costs))
     sizes: Sizes = {}

@@ -44,8 +44,11 @@ HERE = Link(name="here", bandwidth=1e30, latency=0.0, level=-1)
 
 
 class Scattering(NamedTuple):
-    """``num_bytes`` of gradients on their way to their shards, on every rank, in buckets of ``bucket`` bytes as long as
-    no gradient is larger; ``whole``: of what comes, as much as goes."""
+    """``num_bytes`` of gradients in flight to their shards on every rank.
+
+    They travel in buckets of ``bucket`` bytes, unless a single gradient is larger. ``whole``: the receive buffer is as
+    large as the send buffer.
+    """
 
     num_bytes: float = 0.0
     bucket: float = math.inf
@@ -58,7 +61,8 @@ NOTHING_SENT = Scattering()
 @hashed_once
 @dataclass(frozen=True)
 class Seat:
-    """What decides how long a call takes on a rank: a kind of device, its speed, and its groups by mesh axis."""
+    """The facts that decide how long a call takes on a rank: the device type, its speed, and its groups by mesh
+    axis."""
 
     kind: str
     speed: float
@@ -70,13 +74,15 @@ Seats = tuple[Seat, ...]  # the different ones that wait for each other
 
 @dataclass(frozen=True)
 class Machine:
-    """``devices``: the device of every rank; ``None``: rank ``i`` on device ``i``. ``precision``: of most of the work.
+    """A topology with a mesh laid over it.
 
-    ``mesh`` has the axes whose sizes multiply. ``ep`` ranks of dp x cp x tp share the experts, each on ``etp`` of them
-    (0: ``tp``); ``zero``: the stage of state sharding, over ``dp_shard`` of ``dp`` (0: all); ``gradient_bytes``: of all
-    gradients of the model; ``overlap``: whether collectives of gradients and weights run behind computation;
-    ``num_experts``: of the layer that has most; ``software``: how what runs it communicates; ``reserve``: bytes of
-    every rank that stay free. All but ``device``, ``group``, ``groups`` and ``spread`` are by pipeline stage.
+    ``devices``: the device of every rank; ``None``: rank ``i`` runs on device ``i``. ``precision``: the type of most of
+    the work. ``mesh`` has the axes whose sizes multiply to the number of ranks. ``ep`` ranks of dp x cp x tp share the
+    experts, each sharded over ``etp`` of them (0: ``tp``). ``zero``: the stage of state sharding, over ``dp_shard`` of
+    the ``dp`` ranks (0: all). ``gradient_bytes``: of all gradients of the model. ``overlap``: whether collectives of
+    gradients and weights run behind computation. ``num_experts``: of the layer with the most experts. ``software``: how
+    the executing software communicates. ``reserve``: bytes of every rank that stay free. All properties are by pipeline
+    stage, except ``device``, ``group``, ``groups`` and ``spread``.
     """
 
     topology: Topology
@@ -96,7 +102,7 @@ class Machine:
     memo: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)  # shared by copies
 
     def _once(self, key: Hashable, find: Callable[[], Found]) -> Found:
-        """What does not depend on how the machine is used, found once for all copies."""
+        """Compute a value that does not depend on how the machine is used, once for all copies of the machine."""
         if key not in self.memo:
             self.memo[key] = find()
         found: Found = self.memo[key]
@@ -104,7 +110,7 @@ class Machine:
 
     @cached_property
     def device(self) -> DeviceType:
-        """The kind of device that the sharding is chosen for."""
+        """The device type that the sharding is chosen for."""
         return self.topology.types[reference_type(self.topology)]
 
     def group(self, *axes: str) -> Group:
@@ -119,14 +125,16 @@ class Machine:
         return {axis: self.group(axis) for axis in AXES if self.mesh.get(axis, 1) > 1}
 
     def stage_groups(self, *axes: str) -> tuple[Group, ...]:
-        """The slowest group over ``axes``, ``pp`` not among them; ``experts`` are the replicas of an expert."""
+        """The slowest group over ``axes`` on each stage. ``axes`` excludes ``pp``; ``experts`` are the replicas of an
+        expert."""
         if any(a in HYBRID_AXES for a in axes):
             return self.grid_groups(self.hybrid_grid("edp_shard" in axes or "edp_replicate" in axes), axes)
         others = tuple(a for a in axes if a != "experts")
         return self._experts("dp", *others) if "experts" in axes else self._plain(*axes)
 
     def grid_groups(self, grid: Mapping[str, int], axes: Collection[str]) -> tuple[Group, ...]:
-        """The slowest group over ``axes`` of ``grid``, any axes whose sizes multiply to the ranks, outermost first."""
+        """The slowest group over ``axes`` of ``grid`` on each stage. ``grid``: any axes whose sizes multiply to the
+        number of ranks, outermost first."""
         runs: list[tuple[bool, int]] = []  # neighbours that are all among axes, or all not, are one axis
         for axis, size in grid.items():
             if axis != "pp" and size > 1:
@@ -146,7 +154,8 @@ class Machine:
         return self._over(self.expert_mesh, axes)
 
     def _over(self, mesh: Mapping[str, int], axes: tuple[str, ...], ring: bool = False) -> tuple[Group, ...]:
-        """``ring``: with the hops of messages from rank to rank."""
+        """The slowest group over ``axes`` of ``mesh`` on each stage. ``ring``: with the hops of messages from rank to
+        rank."""
 
         def find() -> tuple[Group, ...]:
             if self.nested and is_nested([mesh.get(axis, 1) for axis in reversed(AXES)], self.nested):
@@ -158,7 +167,8 @@ class Machine:
 
     @cached_property
     def expert_mesh(self) -> dict[str, int]:
-        """The same ranks as the experts see them: replicas, then (in the place of ``cp``) ``ep``, then ``etp``."""
+        """The mesh in the view of the experts: ``dp`` are the replicas of an expert, ``cp`` stands for ``ep``, ``tp``
+        for ``etp``."""
         room = math.prod(self.mesh.get(axis, 1) for axis in ("dp", "cp", "tp"))
         etp = self.expert_tp
         return {"pp": self.mesh.get("pp", 1), "dp": room // (self.ep * etp), "cp": self.ep, "tp": etp, "ep": 1}
@@ -168,7 +178,7 @@ class Machine:
         return hybrid_mesh({**self.mesh, "ep": self.ep}, self.etp, self.dp_shard)
 
     def hybrid_grid(self, experts: bool) -> dict[str, int]:
-        """The ranks with ``dp`` (of experts: ``edp``) in two, of replicas and of those that share states."""
+        """The mesh with ``dp`` (for experts: ``edp``) divided into replicas and ranks that share states."""
         parts, mesh, pp = self.hybrid_mesh, self.mesh, {"pp": self.mesh.get("pp", 1)}
         if experts:
             edp = {axis: parts[axis] for axis in ("edp_replicate", "edp_shard")}
@@ -178,7 +188,7 @@ class Machine:
 
     @property
     def hybrid(self) -> bool:
-        """Whether some of the data-parallel ranks share states, and others have replicas."""
+        """Whether ``dp`` is divided into ranks that share states and replicas of these."""
         return self.zero > 0 and self.dp_shard not in (0, self.mesh.get("dp", 1))
 
     @property
@@ -188,12 +198,13 @@ class Machine:
 
     @property
     def by_rows(self) -> bool:
-        """Whether ranks along ``tp`` have rows of their own for the experts, and whole ones of other experts."""
+        """Whether ranks along ``tp`` have different rows for the experts, and whole experts that differ from rank to
+        rank."""
         return split_of(self.mesh.get("tp", 1), self.ep, self.etp) == "rows"
 
     @property
     def replicas(self) -> int:
-        """Ranks that share the same weights under ZeRO, but for experts."""
+        """Number of ranks that share the same weights under ZeRO, except experts."""
         return (self.dp_shard or self.mesh.get("dp", 1)) * self.mesh.get("cp", 1)
 
     @property
@@ -232,13 +243,13 @@ class Machine:
 
     @property
     def sharded(self) -> Sharded:
-        """How states are sharded."""
+        """How states are sharded besides ``tp``."""
         held = self.spread.of_experts
         sharers = self.hybrid_mesh["edp_shard"]
         return Sharded(self.zero, self.replicas, held, sharers, self.by_rows, self.hybrid)
 
     def scattering(self, num_microbatches: int) -> Scattering:
-        """Gradients on their way to their shards, under ZeRO-1 and 2."""
+        """The gradients in flight to their shards under ZeRO-1 and ZeRO-2."""
         all_of_them = self.gradient_bytes / (self.mesh.get("tp", 1) * self.mesh.get("pp", 1))
         ranks = self.mesh.get("dp", 1) * self.mesh.get("cp", 1)
         bucket = min(float(bucket_limit(ranks)), all_of_them)
@@ -262,18 +273,19 @@ class Machine:
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """From each stage to the next."""
+        """The link from each stage to the next."""
         return self._once("links", lambda: stage_links(self.topology, self.mesh, self.devices))
 
     def link(self, stage: int, other: int) -> Link:
-        """Between the ranks of two stages: the slowest; of a stage to itself, nothing is sent."""
+        """The slowest link between the ranks of two stages; :data:`HERE` for one stage, within which nothing is
+        sent."""
         if stage == other:
             return HERE
         return self._once(("link", stage, other), lambda: between(self.topology, self.mesh, stage, other, self.devices))
 
     @property
     def seats(self) -> tuple[Seats, ...]:
-        """The different seats; each with the slowest groups of the stage. Equal ones are one and the same object."""
+        """The distinct seats of each stage, with the slowest groups of the stage. Equal tuples are one object."""
         return self._once(("seats", self.ep, self.expert_tp), self._seats)
 
     def _seats(self) -> tuple[Seats, ...]:
@@ -291,8 +303,8 @@ class Machine:
 
     @property
     def pipelines(self) -> tuple[tuple[Seats, ...], ...]:
-        """For each rank of ``dp`` its seats by stage, which do not wait for other replicas'. Equal ones are one and
-        the same object."""
+        """For each rank of ``dp`` the seats of its stages, which do not wait for other replicas. Equal tuples are one
+        object."""
         return self._once(("pipelines", self.ep, self.expert_tp), self._pipelines)
 
     def _pipelines(self) -> tuple[tuple[Seats, ...], ...]:
@@ -324,11 +336,12 @@ class Machine:
         return tuple(found[k] for k in of_replica.reshape(-1).tolist())
 
     def devices_of(self, stage: int) -> list[DeviceType]:
-        """The different kinds of devices, at their speeds."""
+        """The distinct device types of a stage, at their speeds."""
         return [self.topology.paced_type(seat.kind, seat.speed) for seat in self.seats[stage]]
 
     def host(self, stage: int) -> HostShare | None:
-        """What a rank of a stage has of its host at least; ``None`` where one is not described."""
+        """Lower bound on a rank's share of its host, for the ranks of a stage; ``None`` if some host is not
+        described."""
 
         def find() -> tuple[HostShare | None, ...]:
             shares = self.topology.host_shares
@@ -343,7 +356,7 @@ class Machine:
 
     @cached_property
     def peak(self) -> float:
-        """FLOP/s of all devices together, in ``precision``."""
+        """Peak FLOP/s of all devices together, in ``precision``."""
         paces, of_device = self.topology.paces
         counts = np.bincount(of_device[placed(self.topology, self.mesh, self.devices)], minlength=len(paces))
         rates = [self.topology.types[kind].peak_of(self.precision) * speed for kind, speed in paces]

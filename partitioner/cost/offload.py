@@ -1,7 +1,7 @@
-"""What host memory takes and gives: time on the way there and back, room on the device, room in the host.
+"""Cost of offloading to host memory: transfer time, and bytes on the device and in the host.
 
-Transfers run beside computation, each direction on its own; what a computation does not hide is waited for. The
-optimizer's step runs on the host's processors (Ren et al. 2021, ZeRO-Offload), bound by the host's memory.
+Transfers run beside computation, each direction on its own; a transfer costs the time that computation does not hide.
+The optimizer's step runs on the host's processors (Ren et al. 2021, ZeRO-Offload), bound by the host's memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def hosted(
     states: Mapping[str, StateCost],
     train: bool,
 ) -> tuple[tuple[StageCall, ...], tuple[Pace, ...]]:
-    """``calls`` and the stages' ``paces`` with what is moved to and from the stages' ``hosts``."""
+    """``calls`` and the stages' ``paces`` with the transfers to and from the stages' ``hosts``."""
     made: dict[object, Pace] = {}
     for pace, host in zip(paces, hosts, strict=True):
         if (host, id(pace)) not in made:
@@ -51,7 +51,8 @@ def _hosted_calls(
     states: Mapping[str, StateCost],
     train: bool,
 ) -> list[CallCost]:
-    """``costs``, one for each of ``calls``, on devices that keep what ``offload`` says in ``host``'s memory."""
+    """``costs``, one for each of ``calls``, on devices that keep the kinds of data named in ``offload`` in ``host``'s
+    memory."""
     reads = Counter(name for call in calls for name in set(call.inputs))
     made: dict[tuple[object, ...], CallCost] = {}  # calls that are alike have one and the same
     result = []
@@ -68,10 +69,10 @@ def _hosted_calls(
 
 
 def _hosted(cost: CallCost, host: HostShare, once: tuple[bool, ...] | None, passing: float, whole: float) -> CallCost:
-    """A call whose parameters come from the host, ``passing`` bytes, ``whole`` of them to be held.
+    """Cost of a call whose parameters come from the host: ``passing`` bytes, of which the device holds ``whole`` bytes.
 
-    ``once``: the inputs that no other call reads, which go there with what is saved where they are kept; ``None``:
-    nothing does.
+    ``once``: for each input, whether no other call reads it; such inputs are offloaded with the saved activations if
+    they are kept. ``None``: no activations are offloaded.
     """
     if once is None:
         kept, inputs = 0.0, cost.saved_inputs
@@ -97,20 +98,23 @@ def _hosted(cost: CallCost, host: HostShare, once: tuple[bool, ...] | None, pass
 
 
 def update_seconds(costs: Sequence[StateCost], host: HostShare) -> float:
-    """Of an optimizer's step on the host over those of ``costs`` that are stepped there; what is on disk is read and
-    written beside it."""
+    """Seconds of the optimizer's step on the host over the offloaded states in ``costs``; states on disk are read and
+    written meanwhile."""
     stepped = sum(cost.update for cost in costs if cost.hosted) / host.update_bandwidth
     return max(stepped, disk_seconds(costs, host))
 
 
 def disk_seconds(costs: Sequence[StateCost], host: HostShare) -> float:
-    """Of reading and writing what a step over ``costs`` has on disk."""
+    """Seconds of reading and writing the on-disk states of one optimizer step over ``costs``."""
     return sum(cost.disk_traffic for cost in costs) / host.disk_bandwidth
 
 
 def exchanged_seconds(costs: Sequence[StateCost], host: HostShare, forward_s: float, backward_s: float) -> float:
-    """Of gradients on their way to the host and of parameters on their way back, which nothing hides: one microbatch's
-    ``forward_s`` and ``backward_s`` do, but for the last bucket of gradients, which is whole after them."""
+    """Seconds of sending gradients to the host and parameters back that computation does not hide.
+
+    One microbatch's ``backward_s`` hides gradients, except the last bucket, which is complete only after it;
+    ``forward_s`` hides parameters.
+    """
     hosted = [cost for cost in costs if cost.hosted and cost.gradient]
     num_bytes = sum(c.gradient / (c.replicas if c.stage else 1) for c in hosted)
     last = host.time(min(num_bytes, float(bucket_limit(max((c.replicas for c in hosted), default=1)))))

@@ -1,8 +1,8 @@
-"""What a step takes at least where devices differ: each group of ranks does work in proportion to its speed.
+"""Lower bound on the step time where devices differ: each group of ranks does work in proportion to its speed.
 
-GPipe and 1F1B: a pipeline of which ``j`` stages are as busy as any and the others idle takes ``(n - 1 + j) work / v``
-for ``n`` microbatches, ``v`` being the speed of its ``j`` fastest stages together. No other division of the work among
-stages beats the best ``j``, since the longest stage and the sum of all are piecewise linear in it.
+Under GPipe and 1F1B, a pipeline in which ``j`` stages are fully loaded and the others idle takes ``(n - 1 + j) work /
+v`` for ``n`` microbatches, where ``v`` is the summed speed of its ``j`` fastest stages. No other division of the work
+among stages beats the best ``j``, since the longest stage and the sum of all stages are piecewise linear in it.
 """
 
 from __future__ import annotations
@@ -25,16 +25,19 @@ _STEPS = 64  # ends of microbatches that are looked at: fewer say less, but noth
 
 @dataclass(frozen=True)
 class Pipelines:
-    """Pipelines whose stages have ``speeds``, shape ``[kinds of pipelines, stages]``, the fastest first, and how many
-    of each there are."""
+    """Groups of equal pipelines: ``speeds`` of their stages, shape ``[kinds of pipelines, stages]``, fastest first, and
+    ``counts``, the number of pipelines of each kind."""
 
     speeds: Matrix
     counts: Counts
 
     def least(self, work: float, microbatches: float, *, plain: bool) -> float:
-        """Seconds of ``microbatches`` in all, each of ``work`` seconds at speed 1, and at least one in each pipeline;
-        ``plain``: under GPipe or 1F1B, else under any schedule: no stage is busy for longer than the step takes, and
-        one microbatch goes through all stages."""
+        """Lower bound in seconds on ``microbatches`` in all, each of ``work`` seconds at speed 1, at least one in each
+        pipeline.
+
+        ``plain``: under GPipe or 1F1B. Otherwise under any schedule: no stage is busy for longer than the step, and one
+        microbatch goes through all stages.
+        """
         speed = np.cumsum(self.speeds, axis=1)
         least = microbatches / float(speed[:, -1] @ self.counts)
         if plain:
@@ -53,8 +56,8 @@ class Pipelines:
 
 @dataclass(frozen=True)
 class Pool:
-    """Groups of ranks that go at one pace each, that of their slowest device: ``counts`` of each of ``speeds``, the
-    fastest first. They are in ``pipelines`` of as many groups each, one to a stage, whichever these are."""
+    """Groups of ranks, each as fast as its slowest device: ``counts`` groups of each of ``speeds``, fastest first. They
+    form ``pipelines`` pipelines of equally many groups, one group to a stage, in any combination."""
 
     speeds: Vector
     counts: Counts
@@ -62,30 +65,32 @@ class Pool:
 
     @cached_property
     def number(self) -> int:
-        """Of all groups."""
+        """Number of groups."""
         return int(self.counts.sum())
 
     @cached_property
     def together(self) -> float:
-        """The speed of all groups together."""
+        """Summed speed of all groups."""
         return float(self.speeds @ self.counts)
 
     @cached_property
     def fastest(self) -> float:
-        """The speed of the first group."""
+        """Speed of the fastest group."""
         return float(self.speeds[0])
 
     def fastest_together(self, number: Counts) -> Vector:
-        """The speed of so many of the fastest groups together, for each of ``number``."""
+        """Summed speed of the fastest ``number`` groups, for each element of ``number``."""
         before = np.cumsum(self.counts) - self.counts
         taken = np.clip(number[:, None] - before, 0, self.counts)
         together: Vector = taken @ self.speeds
         return together
 
     def least(self, work: float, microbatches: float, *, plain: bool) -> float:
-        """As of :class:`Pipelines`, of any that there could be: in one of them no group is faster than the last of as
-        many as there are. Added up over them, of which the fastest ``J`` groups work, GPipe and 1F1B take
-        ``(microbatches - pipelines + J) work / v(J)``."""
+        """Lower bound in seconds as of :meth:`Pipelines.least`, over every way to form pipelines of the groups.
+
+        In one pipeline no group is faster than the ``pipelines``-th fastest group. Summed over the pipelines, of which
+        the fastest ``J`` groups work, GPipe and 1F1B take ``(microbatches - pipelines + J) work / v(J)``.
+        """
         if self.number == self.pipelines:
             return Pipelines(self.speeds[:, None], self.counts).least(work, microbatches, plain=plain)
         alone = (1.0 if plain else ALONE) / float(self.speeds[np.searchsorted(np.cumsum(self.counts), self.pipelines)])
@@ -98,7 +103,8 @@ class Pool:
 
 
 def pool_of(speeds: Vector, counts: Counts, size: int, pipelines: int) -> Pool:
-    """Groups of ``size`` devices in ``pipelines``, of ``counts`` devices of each of ``speeds``: the fastest together.
+    """Groups of ``size`` devices in ``pipelines``, formed of ``counts`` devices of each of ``speeds``, fastest
+    together.
 
     >>> pool_of(np.array([0.5, 1.0]), np.array([5, 3]), 2, 2)
     Pool(speeds=array([1. , 0.5]), counts=array([1, 3]), pipelines=2)
@@ -110,11 +116,13 @@ def pool_of(speeds: Vector, counts: Counts, size: int, pipelines: int) -> Pool:
 
 
 def work_and_speeds(seconds: Matrix, often: Sequence[int]) -> tuple[float, Vector]:
-    """What all blocks' work takes at speed 1, and the speed of each kind of device, of blocks that take ``seconds``,
-    shape ``[kinds, blocks]``, and are called so ``often``: no calls take less on a kind than their work at its speed.
+    """Seconds of all blocks' work at speed 1, and the speed of each device type.
 
-    Speeds are those for all blocks together. Of a block that a kind is better at, the work is less for it: with these
-    speeds for prices in the linear program that shares blocks among kinds, its dual is a bound.
+    ``seconds``: of each block on each type, shape ``[kinds, blocks]``. ``often``: the number of calls of each block. No
+    set of calls takes less on a type than its work divided by the type's speed.
+
+    Speeds are averages over all blocks. Where a type runs a block relatively faster, the block's work is reduced
+    accordingly: with these speeds as prices in the linear program that divides blocks among types, the dual is a bound.
     """
     of_all = np.maximum(seconds @ np.array(often, dtype=np.float64), _TINY_S)
     speeds = of_all.min() / of_all

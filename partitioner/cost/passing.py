@@ -1,7 +1,8 @@
-"""Bytes of a rank's sharded states that are whole for a moment: gathered weights, gradients that are scattered.
+"""Bytes of a rank's sharded states that are whole for a moment: gathered weights, and gradients before they are
+scattered.
 
-Under ZeRO-3 they are what a call's own weights are; under ZeRO 1 and 2 buckets of gradients, of which those count here
-that one gradient alone makes larger than buckets are.
+Under ZeRO-3 these are the weights and gradients of one call. Under ZeRO-1 and ZeRO-2 they are gradient buckets; this
+module counts only the excess of a single gradient over the bucket size.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from partitioner.solve.stage_problem import AtEnds
 def passing_bytes(
     cost: CallCost, names: Collection[str], states: States, scattering: Scattering, is_last: bool, several: bool
 ) -> tuple[GatheredBytes, AtEnds]:
-    """What of the states ``names`` of a call, which may be the model's last, is not in shards for a while: anywhere,
-    and where the call is the first or the last of a stage. ``several``: microbatches, each of which finds gradients of
-    the one before on their way."""
+    """Bytes of the states ``names`` that are temporarily whole in a call: anywhere in a stage, and at the ends of a
+    stage.
+
+    ``is_last``: the call may be the model's last. ``several``: the step has several microbatches, so each finds
+    gradients of the previous microbatch in flight.
+    """
 
     def at(own: GatheredBytes, copied: float = 0.0, lingers: bool = several) -> tuple[GatheredBytes, AtEnds]:
-        """``copied``: gradients as they are sent, a copy besides."""
+        """Add the working bytes at the ends of a stage. ``copied``: bytes of the copy from which gradients are sent."""
         closing = max(copied, own.sent)
         ends = AtEnds(cost.working_bytes + own.whole, own.sent * lingers, closing and closing + cost.working_bytes)
         return own, ends
@@ -53,10 +57,11 @@ def _gradient(state: StateCost | None) -> float:
 
 
 def gathered_beside(calls: Sequence[GatheredBytes], in_turns: bool) -> list[float]:
-    """Of each of consecutive calls, the bytes of weights that are gathered and of gradients that are whole meanwhile:
-    its own, forward the next call's weights, backward those of the call before and the next one's gradients.
+    """Bytes of gathered weights and whole gradients during each of consecutive calls.
 
-    ``in_turns``: a rank goes from one run of calls to another, whose calls are taken to be like these.
+    A call has its own weights and gradients; forward also the next call's weights; backward also the previous call's
+    weights and the next call's gradients. ``in_turns``: the rank alternates between runs of calls, and the other runs
+    are assumed to be like these.
     """
     none = GatheredBytes()
     if not any(map(any, calls)):

@@ -1,4 +1,4 @@
-"""What the peak of each stage's memory consists of."""
+"""Breakdown of each stage's peak memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from partitioner.solve.stages import StagePlan, StageSplit
 def stage_estimates(
     problem: StageProblem, split: StageSplit, names: Sequence[Sequence[str]], held: Sequence[Sequence[StateCost]]
 ) -> tuple[StageEstimate, ...]:
-    """For each stage its calls, its seconds, and the parts that add up to the peak of one of its ranks.
+    """Calls, seconds and peak memory by component of each stage; the components add up to the peak of one rank.
 
-    ``names``, ``held``: of each stage's states, and what these cost.
+    ``names``: the states of each stage. ``held``: their costs.
     """
     m = problem.num_microbatches
     made = []
@@ -41,7 +41,7 @@ def stage_estimates(
 
 
 def _host_bytes(stage: StagePlan, calls: Sequence[StageCall], held: Sequence[StateCost]) -> float:
-    """Of a rank in host memory: activations of all microbatches in flight, and states."""
+    """Bytes of a rank in host memory: activations of all microbatches in flight, and states."""
     kept = sum(call.cost.host_bytes for call in calls)
     flying = max(run.in_flight for run in stage.runs)
     return flying * kept + sum(cost.in_host for cost in held)
@@ -55,9 +55,10 @@ def _peak(
     held: Sequence[StateCost],
     coming: float,
 ) -> dict[str, int]:
-    """As ``StageTables.memory`` adds them up; what is left are the buffers for what passes between stages.
+    """Peak memory in bytes by component, with the sums of ``StageTables.memory``; the remainder is communication
+    buffers.
 
-    ``coming``: bytes of gradients that are not there before their first reduction.
+    ``coming``: bytes of gradients that are not allocated before their first reduction.
     """
     parts = {kind: sum(cost.kept[kind] for cost in held) for kind in ("parameters", "gradients", "optimizer")}
     parts["residuals"] = sum(cost.lost for cost in held)
@@ -78,7 +79,7 @@ def _peak(
             half = sum(c.cost.carried_bytes for c in calls) + sum(inputs.values())
 
             def flying(gone: float) -> float:
-                """Of all microbatches, one of which has ``gone`` less."""
+                """Saved bytes of all microbatches in flight, of which one has already freed ``gone`` bytes."""
                 return max(w * whole + h * half - min(w, 1) * gone for w, h in problem.held(number))
 
             moments = [(working, flying(0.0), 0.0), (first.closing, flying(whole), 0.0)]

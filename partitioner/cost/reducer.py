@@ -1,4 +1,4 @@
-"""Seconds of adding up gradients over groups of ranks: at once, level by level, in fewer bytes."""
+"""Seconds of reducing gradients over groups of ranks: in one collective, hierarchically, or compressed."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _EXACT = frozenset({"tp"})  # axes that alone are no data's: what is added up ov
 
 
 def coding_time(compression: Compression, num_bytes: float, device: DeviceType) -> float:
-    """Seconds of compressing ``num_bytes`` of gradients, and of making as many again of what was sent."""
+    """Seconds of compressing ``num_bytes`` of gradients and decompressing as many received bytes."""
     return _PASSES[compression] * num_bytes / memory_rate("default", device)
 
 
 class Sent(NamedTuple):
-    """Seconds of communication, and of the rank's own work beside it."""
+    """Seconds of communication, and seconds of compression on the rank itself."""
 
     seconds: float
     coding_s: float = 0.0
@@ -40,8 +40,10 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True)
 class Reducer:
-    """What it takes to reduce the gradients of a stage. ``group``: over axes, as the machine calls them; ``itemsize``:
-    of a gradient's numbers."""
+    """Cost of reducing the gradients of a stage.
+
+    ``group``: maps axes, in the machine's terms, to a group of ranks. ``itemsize``: bytes of one element of a gradient.
+    """
 
     group: Callable[[tuple[str, ...]], Group]
     how: Reducing
@@ -49,7 +51,8 @@ class Reducer:
     itemsize: int = 4
 
     def all_reduce(self, num_bytes: float, axes: tuple[str, ...]) -> Sent:
-        """Of a bucket, or of the shards that are left of it."""
+        """Cost of an all-reduce of ``num_bytes`` of gradients over ``axes``: of a bucket, or of the shards left after
+        scattering."""
         inner, outer = self._levels(axes)
         if inner.size > 1 and outer.size > 1:
             inside = collective_time("reduce_scatter", num_bytes, inner) + collective_time(
@@ -71,7 +74,8 @@ class Reducer:
         return Sent(sent.seconds + collective_time("all_gather", self._wire(num_bytes), group), sent.coding_s + back)
 
     def lost(self, axes: tuple[str, ...]) -> float:
-        """The part of a bucket that is kept of what adding it up over ``axes`` loses: of what is sent, of the sums."""
+        """Share of a bucket kept as compression residual when it is reduced over ``axes``: of the sent data and of the
+        sums."""
         kind = self.how.compression
         if kind is None or not CODECS[kind].feedback or not {*axes} - _EXACT or self.group(axes).size == 1:
             return 0.0
@@ -81,7 +85,10 @@ class Reducer:
         return 1 + 1 / self.group(axes).size
 
     def scatter(self, num_bytes: float, axes: tuple[str, ...], last: bool) -> Sent:
-        """Of a bucket to the ranks that share its states; ``last``: over the outermost links that it takes."""
+        """Cost of a reduce-scatter of a bucket to the ranks that share its states.
+
+        ``last``: it crosses the outermost links of the reduction, on which gradients may be compressed.
+        """
         group = self.group(axes)
         if self.how.compression is None or not last or group.size == 1:
             return Sent(collective_time("reduce_scatter", num_bytes, group))

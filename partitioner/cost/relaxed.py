@@ -1,4 +1,5 @@
-"""What no placement of a mesh can beat: the best devices, links and groups that its ranks could have."""
+"""Upper bounds on what a placement can offer: the best devices, links and groups that the ranks of a mesh could
+have."""
 
 from __future__ import annotations
 
@@ -17,23 +18,23 @@ from partitioner.topology.parts import DeviceType, Link
 
 @dataclass(frozen=True)
 class Relaxed:
-    """By stage, what a machine has at best."""
+    """A machine that no placement of ``mesh`` beats, with the best capacity and links of each stage."""
 
     mesh: Mapping[str, int]
     capacity: tuple[int, ...]
     links: tuple[Link, ...]
 
     def host(self, stage: int) -> HostShare:
-        """What no host beats."""
+        """A host without limits, for every stage."""
         return BOUNDLESS
 
     def link(self, stage: int, other: int) -> Link:
-        """Between the ranks of two stages; of a stage to itself, nothing is sent."""
+        """The best link between the ranks of two stages; within one stage nothing is sent."""
         return HERE if stage == other else _best_link(self.links)
 
 
 def best_type(types: Sequence[DeviceType]) -> DeviceType:
-    """A kind of device on which no kernel takes longer than on any of ``types``."""
+    """A device type on which no kernel takes longer than on any of ``types``."""
     if all(kind == types[0] for kind in types):
         return types[0]
     precisions = {precision for kind in types for precision in kind.peak}
@@ -59,8 +60,11 @@ def best_type(types: Sequence[DeviceType]) -> DeviceType:
 
 
 def relaxed(topology: Topology, mesh: Mapping[str, int], candidates: Sequence[Machine] | None) -> Relaxed:
-    """The best of each stage and of each boundary over ``candidates``, if these are all that count; else over all
-    placements there could be: a stage's smallest device is no larger than the last of as many of the largest."""
+    """The best capacity of each stage and the best link of each boundary over ``candidates``.
+
+    ``candidates`` is ``None`` if they are not all placements that count. Then the bound covers every placement: no
+    stage has a smallest device larger than the ``n``-th largest device of the cluster, with ``n`` devices per stage.
+    """
     stages = mesh.get("pp", 1)
     if candidates is not None:
         capacity = tuple(max(of_stage) for of_stage in zip(*(m.capacity for m in candidates), strict=True))
@@ -80,7 +84,7 @@ def relaxed(topology: Topology, mesh: Mapping[str, int], candidates: Sequence[Ma
 
 
 def most_share(topology: Topology) -> float:
-    """Of the bandwidth between nodes, that any device has."""
+    """Greatest share of the bandwidth between nodes that any device has; at least 1."""
     return max(1.0, float(topology.network_share.max()))
 
 

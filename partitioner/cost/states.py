@@ -22,18 +22,19 @@ from passes.layouts import REPLICATED, Layout, local_shape
 
 
 def gradient_bytes(spec: TensorSpec, short: bool) -> int:
-    """Of a parameter's gradient: in float32 where the parameter is shorter, unless gradients may be ``short``, too."""
+    """Bytes of a parameter's gradient: in float32 if the parameter is shorter, unless gradients may be ``short``,
+    too."""
     return spec.numel * (spec.dtype if short else accumulated_in(spec.dtype)).itemsize
 
 
 @dataclass(frozen=True)
 class StateCost:
-    """One state on one rank, in bytes. ``grad_axes``: the mesh axes over which its gradient is added up.
+    """One state on one rank, in bytes. ``grad_axes``: the mesh axes over which its gradient is reduced.
 
-    ``hosted``: its optimizer states are in host memory, where it is stepped, or with ``disk`` on the node's disk, from
-    where they come to be stepped; ``passing``: so is the parameter itself. ``master``: what of ``optimizer`` is the
-    parameter in float32.
-    ``lost``: what is kept of what sending its gradient loses.
+    ``hosted``: its optimizer states are in host memory, where the step runs; with ``disk`` they are on the node's disk
+    and are read for the step. ``passing``: the parameter itself is in host memory, too. ``master``: the part of
+    ``optimizer`` that is the float32 copy of the parameter. ``lost``: the compression residual kept for its gradient.
+    ``stage``: the stage of ZeRO.
     """
 
     parameter: float
@@ -58,7 +59,7 @@ class StateCost:
 
     @cached_property
     def rest_axes(self) -> tuple[str, ...]:
-        """The axes over which the gradients, or the shards that are left of them, are added up."""
+        """The axes over which the gradients, or the shards left after scattering, are all-reduced."""
         if not self.stage:
             return self.grad_axes
         outer = (OUTER[a] for a in self.grad_axes if self.hybrid and a in OUTER)
@@ -66,13 +67,13 @@ class StateCost:
 
     @cached_property
     def kind(self) -> Hashable:
-        """All but bytes; and whether there is a gradient."""
+        """Everything but the bytes, and whether there is a gradient: states of equal kind can be added up."""
         flags = self.stage, self.replicas, self.expert, self.hybrid, self.hosted, self.passing, self.disk
         return self.grad_axes, flags, self.gradient > 0
 
     @cached_property
     def kept(self) -> dict[str, float]:
-        """What stays on the rank, by kind. The first stage keeps whole gradients, and the shards that it makes."""
+        """Bytes that stay on the rank, by kind of data. ZeRO-1 keeps whole gradients and their shards."""
         sizes = {"parameters": (self.parameter, 3), "gradients": (self.gradient, 2), "optimizer": (self.optimizer, 1)}
         kept = {kind: size / self.replicas if self.stage >= at else size for kind, (size, at) in sizes.items()}
         if self.stage == 1 and self.replicas > 1:
@@ -87,12 +88,13 @@ class StateCost:
 
     @property
     def late(self) -> float:
-        """What of :attr:`total` the first SCATTER brings: a shard of the gradient, under ZeRO 2 and 3."""
+        """The part of :attr:`total` that is allocated by the first SCATTER: under ZeRO 2 and 3, a shard of the
+        gradient."""
         return self.gradient_piece if self.stage >= 2 and self.replicas > 1 else 0.0
 
     @property
     def in_host(self) -> float:
-        """Bytes in host memory: optimizer states, the parameter that they belong to, and its gradient."""
+        """Bytes in host memory: optimizer states, their parameter and its gradient."""
         share = self.replicas if self.stage else 1
         if self.hosted and self.gradient:
             states = 0.0 if self.disk else self.optimizer
@@ -101,24 +103,24 @@ class StateCost:
 
     @property
     def on_disk(self) -> float:
-        """Bytes on disk: optimizer states, and the parameter that they belong to if it is another than that in use."""
+        """Bytes on disk: optimizer states, including the float32 copy of the parameter if there is one."""
         return self.optimizer / (self.replicas if self.stage else 1) if self.disk and self.gradient else 0.0
 
     @property
     def disk_traffic(self) -> float:
-        """Bytes of a step from and to the disk: all that is there is read and written, and what is sent to the device
-        read once more."""
+        """Bytes that a step moves from and to the disk: everything there is read and written, and the copy of the
+        parameter that is sent to the device is read once more."""
         share = self.replicas if self.stage else 1
         return (2 * self.optimizer + self.master) / share if self.disk and self.gradient else 0.0
 
     @cached_property
     def total(self) -> float:
-        """What stays on the rank."""
+        """Bytes that stay on the rank."""
         return sum(self.kept.values())
 
     @property
     def gradient_piece(self) -> float:
-        """What scattering leaves of the gradient; all of it without ZeRO."""
+        """Bytes of the gradient left after scattering; all of it without ZeRO."""
         return self.gradient / self.replicas if self.stage else self.gradient
 
     @property
@@ -128,7 +130,7 @@ class StateCost:
         return whole / self.replicas if self.stage else whole
 
     def scaled(self, share: float) -> StateCost:
-        """``share`` of it."""
+        """This state with all bytes multiplied by ``share``."""
         return replace(
             self,
             parameter=self.parameter * share,
@@ -141,7 +143,8 @@ class StateCost:
     def zero(
         self, stage: int, replicas: int, expert: bool = False, by_rows: bool = False, hybrid: bool = False
     ) -> StateCost:
-        """It under stage ``stage`` of ZeRO over ``replicas`` ranks; ``by_rows``, ``hybrid``: see :class:`Sharded`."""
+        """This state under stage ``stage`` of ZeRO over ``replicas`` ranks; ``by_rows``, ``hybrid``: see
+        :class:`Sharded`."""
         axes = tuple(a for a in self.grad_axes if a != "tp") if expert and by_rows else self.grad_axes
         axes = tuple("experts" if a in ("dp", "cp") else a for a in axes) if expert else axes
         axes = tuple(dict.fromkeys(axes))
@@ -149,7 +152,7 @@ class StateCost:
 
 
 class States(dict[str, StateCost]):
-    """What states cost a rank, by name. They stay as they are: what is read off all of them is read once."""
+    """Costs of states on a rank, by name. Immutable: figures over all states are computed once."""
 
     @classmethod
     def of(cls, costs: Mapping[str, StateCost]) -> States:
@@ -161,7 +164,7 @@ class States(dict[str, StateCost]):
 
     @cached_property
     def scattered(self) -> dict[str, StateCost]:
-        """Those whose gradients, or more, are shared among ranks."""
+        """The states whose gradients, or more, are sharded among ranks."""
         return {name: cost for name, cost in self.items() if cost.stage and cost.replicas > 1}
 
     @cached_property
@@ -171,15 +174,18 @@ class States(dict[str, StateCost]):
 
     @cached_property
     def late(self) -> dict[str, float]:
-        """Of those that come late, see :attr:`StateCost.late`."""
+        """Bytes of each state that the first SCATTER allocates, by name; see :attr:`StateCost.late`."""
         return {name: cost.late for name, cost in self.items() if cost.late}
 
 
 @dataclass(frozen=True)
 class Sharded:
-    """How states are sharded besides ``tp``: ``zero``, its stage, over ``replicas`` ranks; of experts' weights a rank
-    holds ``of_experts``, alike on ``expert_replicas`` ranks. ``by_rows``: ranks along ``tp`` have different experts.
-    ``hybrid``: others of the ranks with the same states have replicas."""
+    """How states are sharded besides ``tp``.
+
+    ``zero``: the stage of ZeRO, over ``replicas`` ranks. ``of_experts``: the share of the experts' weights on a rank,
+    replicated on ``expert_replicas`` ranks. ``by_rows``: ranks along ``tp`` have different experts. ``hybrid``: shards
+    are replicated among other ranks with the same states.
+    """
 
     zero: int = 0
     replicas: int = 1
@@ -193,7 +199,7 @@ WHOLE = Sharded()
 
 
 def summed(costs: Iterable[StateCost]) -> list[StateCost]:
-    """``costs`` added up, one for each kind: those that differ in bytes alone."""
+    """``costs`` added up, one sum for each kind; states of one kind differ in bytes alone."""
     kinds: dict[Hashable, tuple[StateCost, list[float]]] = {}
     for cost in costs:
         sums = kinds.setdefault(cost.kind, (cost, [0.0, 0.0, 0.0, 0.0, 0.0]))[1]
@@ -209,9 +215,9 @@ def summed(costs: Iterable[StateCost]) -> list[StateCost]:
 
 
 class StateKinds(NamedTuple):
-    """Which states cost the same: the number of each state's kind, and for each kind one of them, its layout over
-    ``tp``, whether it is experts', whether all ranks of ``cp`` have its gradient whole, and whether ZeRO-3 leaves it
-    whole."""
+    """Groups of states with equal costs: the number of each state's kind, and for each kind one of its states, its
+    layout over ``tp``, whether it belongs to experts, whether all ranks of ``cp`` have its gradient whole, and whether
+    ZeRO-3 leaves it whole."""
 
     of_state: dict[str, int]
     kinds: list[tuple[State, Layout, bool, bool, bool]]
@@ -248,13 +254,12 @@ def state_costs(
     short_gradients: bool = False,
     offload: Collection[str] = (),
 ) -> States:
-    """What each state costs a rank that holds it, under its layout over ``tp`` (absent: whole).
+    """Costs of each state on a rank that holds it, under its layout over ``tp`` (absent: whole).
 
-    The gradient of a parameter is added up over ``dp``, and over ``tp`` where it is read as a partial sum (``R'``);
-    those that all ranks of ``cp`` have whole are not shared by these.
-    ZeRO (Rajbhandari et al. 2020) divides optimizer states (1), gradients too (2), and parameters too (3).
-    ``offload``: what is kept in host memory.
-    ``short_gradients``: they are of their parameter's type, even where that is shorter than float32.
+    The gradient of a parameter is reduced over ``dp``, and over ``tp`` if it is read as a partial sum (``R'``). States
+    whose gradient all ranks of ``cp`` have whole are not sharded over ``cp``. ZeRO (Rajbhandari et al. 2020) divides
+    optimizer states (1), also gradients (2), and also parameters (3). ``offload``: the kinds of data kept in host
+    memory. ``short_gradients``: gradients have their parameter's type, even if that is shorter than float32.
     """
 
     def find(state: State, layout: Layout, expert: bool, complete: bool, small: bool) -> StateCost:
@@ -279,7 +284,7 @@ def state_costs(
 
 
 def with_lost(costs: Mapping[str, StateCost], lost: Callable[[StateCost], float] | None) -> Mapping[str, StateCost]:
-    """``costs`` with what each has kept of what sending its gradient loses; ``None``: nothing."""
+    """``costs`` with the compression residual of each gradient; unchanged if ``lost`` is ``None``."""
     if lost is None:
         return costs
     alike = {id(cost): replace(cost, lost=lost(cost)) for cost in costs.values()}
@@ -307,5 +312,5 @@ def _cost(
 
 
 def update_time(costs: Collection[StateCost], device: DeviceType) -> float:
-    """Seconds of the optimizer's step on the device over ``costs``: bound by memory."""
+    """Seconds of the optimizer's step on the device over ``costs``: bound by memory bandwidth."""
     return sum(cost.update for cost in costs if not cost.hosted) / memory_rate("optimizer", device)

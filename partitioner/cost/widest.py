@@ -1,8 +1,8 @@
-"""The least that collectives take over any group of so many devices, wherever on a cluster these are.
+"""Lower bound on collectives over any group of a given number of devices, wherever on a cluster these are.
 
-A group is priced by how many parts it is in on each storey of links, and by the fewest members of a part. All such
-numbers are gone through that the cluster has room for, with the best links of each storey; what no collective takes
-less than over any of them is one group again, which is as if it had been measured.
+A group is priced by the number of parts it has on each storey of links, and by the size of its smallest part. All
+combinations that fit the cluster are enumerated with the best links of each storey. The lower bound over all of them is
+again one group, with the form of a measured one.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ _Range = tuple[int, int]
 
 
 def best_group(topology: Topology, size: int, everywhere: bool = False) -> Group:
-    """A group in which no collective takes longer than over any ``size`` devices; ``everywhere``: than over the slowest
-    of groups that all devices are in, of which some may have to be in two nodes."""
+    """A group in which no collective takes longer than over any ``size`` devices.
+
+    ``everywhere``: no longer than over the slowest of the groups that together contain all devices, some of which may
+    have to span two nodes.
+    """
     if size == 1:
         return Group(1)
     hops = _best_hops(topology, size)
@@ -41,7 +44,7 @@ def best_group(topology: Topology, size: int, everywhere: bool = False) -> Group
 
 
 def _best_groups(topology: Topology, size: int, everywhere: bool) -> list[Group]:
-    """:func:`best_group` as groups of which the slowest counts each time, without hops."""
+    """The groups of :func:`best_group`, the slowest of which counts in each collective; without hops."""
     storeys = topology.storeys
     joins_all = bool(storeys) and len(np.unique(storeys[-1].joined)) == 1
     if topology.own_links or not joins_all:
@@ -62,10 +65,10 @@ def _best_groups(topology: Topology, size: int, everywhere: bool) -> list[Group]
 
 
 def _best_hops(topology: Topology, size: int) -> tuple[Hop, ...]:
-    """No slower than the hops in any ring of ``size`` devices.
+    """Hops no slower than those in any ring of ``size`` devices.
 
-    A hop of ``d`` places moves along cycles of ``size / gcd(size, d)`` devices each. Where no part of a storey has as
-    many, some pair of a cycle talks over what is beyond that storey, or over a link of its own.
+    A hop of ``d`` places moves along cycles of ``size / gcd(size, d)`` devices each. Where no part of a storey has that
+    many devices, some pair of a cycle communicates over a link beyond that storey, or over a direct link.
     """
     own = [Hop(link.latency, link.bandwidth) for link in topology.own_links.values()]
     patterns = [topology.patterns[name] for name, _ in topology.pattern_kinds]
@@ -90,7 +93,7 @@ def _best_hops(topology: Topology, size: int) -> tuple[Hop, ...]:
 
 
 def no_slower(group: Group, other: Group) -> bool:
-    """Whether no collective, and no hop, takes longer over ``group`` than over ``other``, but for rounding."""
+    """Whether no collective and no hop takes longer over ``group`` than over ``other``, up to rounding."""
     lines = [(own, least) for own in group.every for least in other.every]  # each a start and a slope
     hops = [pair for own, least in lines if own.hops and least.hops for pair in zip(own.hops, least.hops, strict=True)]
     if any(own.time(n) > least.time(n) * (1 + _ROUNDING) for own, least in hops for n in (1.0, _LARGE)):
@@ -104,7 +107,7 @@ def no_slower(group: Group, other: Group) -> bool:
 
 
 def _least_of(groups: Sequence[Group], size: int) -> Group:
-    """Of every collective the shortest start and the widest links that one of ``groups`` has."""
+    """A group with the shortest latency and the highest bandwidth of ``groups`` for every collective."""
     tables: dict[str, Any] = {}
     for op in COLLECTIVES:
         starts = [collective_time(op, 0.0, group) for group in groups]
@@ -115,10 +118,13 @@ def _least_of(groups: Sequence[Group], size: int) -> Group:
 
 
 def _forms(topology: Topology, storeys: Sequence[Storey], size: int, farthest: float, parted: bool) -> Iterator[Group]:
-    """A group for all ways in which ``size`` devices may be parted by ``storeys``, with as many in each part as can
-    be; one device at least has no more of the network than ``farthest``, and the others of its part of the group share
-    what that has, so that it matters how few there are in the smallest part. ``parted``: and the group is one of those
-    that have to be in two parts where not all groups fit into one."""
+    """A group for each way in which ``storeys`` may divide ``size`` devices, with as many devices in each part as
+    possible.
+
+    At least one device has a network share of at most ``farthest``; the other devices in its part share that bandwidth,
+    so the size of the smallest part matters. ``parted``: the group must also be in at least two parts of a storey if
+    not all groups fit into one.
+    """
     alone = np.arange(topology.num_devices)
     parts_below = [alone, *(storey.joined for storey in storeys)]
     fewest = [max(_fewest_parts(storey, size), 1 + (parted and _must_part(storey, size))) for storey in storeys]
@@ -152,8 +158,8 @@ def _forms(topology: Topology, storeys: Sequence[Storey], size: int, farthest: f
 
 
 def _ranges(size: int, count: int, largest: int, fine: bool) -> Iterator[_Range]:
-    """How many of ``size`` devices in ``count`` parts there may be in the smallest, each of at most ``largest``: one
-    range or, ``fine``, some that are longer the more there are."""
+    """Ranges of the size of the smallest of ``count`` parts of ``size`` devices, with at most ``largest`` in each part:
+    one range or, if ``fine``, several whose length grows with the size."""
     low, most = max(1, size - (count - 1) * largest), size // count
     while low <= most:
         high = min(most, low if low <= _SINGLY else 2 * low) if fine else most
@@ -162,8 +168,8 @@ def _ranges(size: int, count: int, largest: int, fine: bool) -> Iterator[_Range]
 
 
 def _most_share(shares: Floats | None, parts: Ints, farthest: float, devices: int) -> float:
-    """Of a level's bandwidth, that each of so many ``devices`` in a part has: their part that is in the part of the
-    farthest one has no more than all of it has."""
+    """Greatest share of a level's bandwidth that each of ``devices`` in a part can have: the part with the farthest
+    device shares at most the bandwidth of the storey's part that contains it."""
     if shares is None:
         return 1.0
     of_part = np.bincount(parts, weights=shares)
@@ -172,25 +178,25 @@ def _most_share(shares: Floats | None, parts: Ints, farthest: float, devices: in
 
 
 def _fewest_parts(storey: Storey, size: int) -> int:
-    """Of ``storey``, in which ``size`` devices may be."""
+    """Least number of parts of ``storey`` that ``size`` devices can be in."""
     sizes = np.sort(np.unique(storey.joined, return_counts=True)[1])[::-1]
     return int(np.searchsorted(np.cumsum(sizes), size)) + 1
 
 
 def _must_part(storey: Storey, size: int) -> bool:
-    """Whether some of the groups of ``size`` that all devices are in are in several parts of ``storey``."""
+    """Whether some groups must span several parts of ``storey`` if groups of ``size`` contain all devices."""
     sizes = np.unique(storey.joined, return_counts=True)[1]
     return bool((sizes // size).sum() * size < sizes.sum())
 
 
 def _most_ways(below: Ints, joined: Ints) -> int:
-    """How many parts of the storey ``below`` are at most in one of that which has ``joined`` them."""
+    """Greatest number of parts of the storey ``below`` that are in one part of the storey ``joined``."""
     parts = np.unique(np.stack([joined, below]), axis=1)
     return int(np.unique(parts[0], return_counts=True)[1].max())
 
 
 def _links(topology: Topology, storey: Storey) -> list[Level]:
-    """The different links that a group may have in ``storey``."""
+    """The distinct links that a group may use in ``storey``."""
     if storey.levels:
         return list(dict.fromkeys(topology.levels[number] for number in storey.levels))
     # direct links inside nodes: none has more than all of a device's, or than a level inside the node
@@ -201,14 +207,14 @@ def _links(topology: Topology, storey: Storey) -> list[Level]:
 
 
 def _rates(level: Level) -> Iterator[float]:
-    """Bytes/s of a level's links, and what was measured over them."""
+    """Bandwidth of a level's links in bytes/s, and the bandwidths measured for collectives."""
     yield level.bandwidth
     for op in COLLECTIVES:
         yield from (rate for _, _, rate in getattr(level, op))
 
 
 def _over_all_links(topology: Topology, size: int) -> Group:
-    """As if a group started at once, and every device sent and received over all of its links."""
+    """A group without latency, in which every device sends and receives over all of its links."""
     every = [level.shared(most_share(topology)) for level in topology.levels]
     rates = [0.0, *(rate for level in every for rate in _rates(level))]
     inside = 2 * max([*rates, *(float(matrix.sum(axis=1).max()) for _, matrix in topology.pattern_kinds)])

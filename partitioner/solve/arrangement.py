@@ -1,11 +1,11 @@
-"""Placements for clusters whose devices or links are not all alike.
+"""Placements for clusters whose devices or links differ.
 
-First tensor groups: inside each node (or, where nodes are too small, in the whole) the devices are cut into groups that
-are alike and well linked, nodes of one kind all in the same way. Where stages do not fill nodes evenly, as many whole
-ones as fit are put into them first. Then the order of nodes and groups: sorted by speed, memory or links outward,
-either way round, neighbours beside each other, so that stages get devices that are alike. Over each order the axes are
-nested in every way that two levels allow. What is left, which group goes to which stage, is settled by trying: all
-orders of few groups, else exchanges (see ``placement.py``).
+First tensor groups: inside each node (or, if nodes are too small, in the whole cluster) the devices are cut into groups
+of equal, well-linked devices; equal nodes are cut in the same way. If stages do not fill nodes evenly, as many whole
+stages as fit are put into nodes first. Then the order of nodes and groups: sorted by speed, memory or outward links,
+ascending or descending, with neighbours beside each other, so that a stage gets similar devices. Over each order the
+axes are nested in every way that two levels allow. The remaining choice, which group goes to which stage, is settled by
+search: all orders of few groups, else exchanges (see ``placement.py``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MOST = 200  # candidates
 
 
 def arrangements(topology: Topology, mesh: Mapping[str, int]) -> list[Ints]:
-    """Placements that may be good, each once, shape ``[ranks]``; ranks on their namesakes come first."""
+    """Distinct candidate placements, each of shape ``[ranks]``; the first puts rank ``i`` on device ``i``."""
     num = topology.num_devices
     plain = np.arange(num)
     if num <= _EVERY:
@@ -47,17 +47,17 @@ def arrangements(topology: Topology, mesh: Mapping[str, int]) -> list[Ints]:
 
 
 def group_size(mesh: Mapping[str, int]) -> int:
-    """Ranks that differ in neither ``pp`` nor ``dp``: what is placed as one."""
+    """Number of ranks that differ in neither ``pp`` nor ``dp``; they are placed as one group."""
     return math.prod(size for axis, size in mesh.items() if axis not in ("pp", "dp"))
 
 
 def complete(topology: Topology) -> bool:
-    """Whether :func:`arrangements` are all there are."""
+    """Whether :func:`arrangements` returns all placements."""
     return topology.num_devices <= _EVERY
 
 
 def _straddling(topology: Topology, mesh: Mapping[str, int], size: int) -> Iterator[Ints]:
-    """Every nesting in nodes that groups of ``size`` do not fit."""
+    """Every nesting, if groups of ``size`` do not fill nodes evenly."""
     per_node = {group.devices for group in topology.nodes}
     if len(per_node) == 1 and (devices := min(per_node)) % size:
         levels = [n for n in (devices, topology.num_devices) if n > 1]
@@ -65,8 +65,8 @@ def _straddling(topology: Topology, mesh: Mapping[str, int], size: int) -> Itera
 
 
 def _packed(topology: Topology, mesh: Mapping[str, int]) -> Iterator[Ints]:
-    """As many whole stages as there can be inside nodes that others do not fill evenly, of devices that are alike; the
-    other stages of what is left, in every order of few stages."""
+    """Placements with as many whole stages as possible inside nodes of similar devices, for stages that do not fill
+    nodes evenly. The other stages get the remaining devices, in every order if there are few stages."""
     stage = topology.num_devices // mesh.get("pp", 1)
     if stage == 1 or not any(group.devices % stage for group in topology.nodes):
         return
@@ -93,7 +93,7 @@ def _packed(topology: Topology, mesh: Mapping[str, int]) -> Iterator[Ints]:
 
 
 def _nested(topology: Topology, mesh: Mapping[str, int], order: Ints, size: int) -> Iterator[Ints]:
-    """The axes over the devices in this ``order``, their groups together."""
+    """Nestings of the axes over the devices in this ``order``, with groups kept together."""
     sizes = tuple(mesh.get(axis, 1) for axis in AXES)
     groups = order.reshape(-1, size)
     if len(groups) <= _FEW:
@@ -110,7 +110,7 @@ def _nested(topology: Topology, mesh: Mapping[str, int], order: Ints, size: int)
 
 
 def _orders(topology: Topology, size: int) -> Iterator[Ints]:
-    """All devices in orders that put what is alike, or near, beside each other."""
+    """Orders of all devices that put similar or nearby devices beside each other."""
     features = _features(topology)
     by_node = np.array([features[topology.node_of == node].min(axis=0) for node in range(topology.num_nodes)])
     near = np.array([storey.joined for storey in reversed(topology.storeys)]).reshape(-1, topology.num_devices)
@@ -130,7 +130,7 @@ def _orders(topology: Topology, size: int) -> Iterator[Ints]:
 
 
 def _features(topology: Topology) -> NDArray[np.float64]:
-    """Of every device speed, memory and links outward, shape ``[num_devices, 3]``; more is better."""
+    """Speed, memory and outward bandwidth of every device, shape ``[num_devices, 3]``; more is better."""
     paces, of_device = topology.paces
     speed = np.array([max(topology.types[kind].peak.values()) * speed for kind, speed in paces])[of_device]
     outward = topology.network_share.copy()
@@ -150,7 +150,7 @@ def _inside(
     key: int,
     templates: dict[tuple[bytes, int], list[int]],
 ) -> Ints:
-    """The devices of a node, cut into groups; nodes that look the same are cut in the same way."""
+    """The devices of a node, cut into groups; equal nodes are cut in the same way."""
     devices = np.flatnonzero(topology.node_of == node)
     own = features[devices]
     if len(devices) == 1 or (size == len(devices)) or _plain(topology, devices, own):
@@ -164,13 +164,13 @@ def _inside(
 
 
 def _plain(topology: Topology, devices: Ints, own: NDArray[np.float64]) -> bool:
-    """Whether it is all one how a node is cut."""
+    """Whether a node's devices are alike, so that its groups do not matter."""
     direct = topology.pattern_of[devices[0]] >= 0 or topology.own_links
     return not direct and len(np.unique(own, axis=0)) == 1
 
 
 def _whole(topology: Topology, size: int, features: NDArray[np.float64], sign: int, key: int, nodes: Ints) -> Ints:
-    """All devices, cut into groups that need not respect nodes."""
+    """All devices, cut into groups that may span nodes."""
     order = np.concatenate([np.flatnonzero(topology.node_of == node) for node in nodes])
     return np.array(_cut(topology, order.tolist(), size, features, sign, key))
 
@@ -178,8 +178,8 @@ def _whole(topology: Topology, size: int, features: NDArray[np.float64], sign: i
 def _cut(
     topology: Topology, devices: list[int], size: int, features: NDArray[np.float64], sign: int, key: int
 ) -> list[int]:
-    """``devices`` sorted, in groups of ``size``; where a group's links to the one before differ, its members in the
-    order that links them best."""
+    """``devices`` sorted, in groups of ``size``. If a group's links to the preceding group differ, its members are in
+    the order that links them best."""
     rows = features[devices]
     columns = [sign * rows[:, (key + k) % rows.shape[1]] for k in range(rows.shape[1])]
     devices = [devices[i] for i in np.lexsort(columns[::-1])]

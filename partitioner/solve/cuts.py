@@ -1,12 +1,11 @@
-"""Where calls are cut into a schedule's virtual stages: better cuts, and how much better any could be.
+"""Cuts of the calls into a schedule's virtual stages: better cuts, and a lower bound on all cuts.
 
-What a schedule takes is the longest of the paths through its actions, and each path is a sum over virtual stages: so
-often a stage's forward, so often its backwards. No cuts take less than the best cuts do for one path, or for a mean of
-paths; those best cuts are a shortest path over (stage, cut). In turns the cuts answer the mean of all paths so far, and
-the longest path of these cuts is added to it (fictitious play, Brown 1951; Robinson 1951): both sides approach each
-other. Runs of calls that for all microbatches take longer than a step under the first cuts are left aside: a rank works
-through them one after the other. Where the two sides stay apart, cuts are moved as long as that helps; where there are
-few cuts, all are tried.
+The time of a schedule is the longest of the paths through its actions. Each path is a weighted sum of the virtual
+stages' forwards and backwards. No cuts take less than the best cuts for one path, or for a mean of paths; these best
+cuts are a shortest path over (stage, cut). Alternately, the cuts answer the mean of all paths so far, and the longest
+path of these cuts is added to the mean (fictitious play, Brown 1951; Robinson 1951): the two sides approach each other.
+Runs of calls that for all microbatches take longer than a step under the first cuts are excluded, because a rank runs
+them one after the other. If the two sides stay apart, a local search moves cuts. If there are few cuts, all are tried.
 """
 
 from __future__ import annotations
@@ -45,8 +44,10 @@ class Found:
 def better_cuts(
     tables: StageTables, timetable: Timetable, start: Sequence[int], enough_s: float = math.inf, *, quick: bool = False
 ) -> Found:
-    """Cuts of the problem of ``tables``, from ``start`` on, whose stages each fit on their rank alone; ``enough_s``:
-    what takes as long is of no interest; ``quick``: a quarter of the turns will do."""
+    """Improve the cuts ``start`` of the problem of ``tables``, so that each stage fits on its rank alone.
+
+    ``enough_s``: cuts that take this long or longer are of no interest. ``quick``: run a quarter of the iterations.
+    """
     costs = _Costs(tables)
     how = {"train": tables.problem.train, "overlap_steps": tables.problem.overlap_steps}
     seen: dict[tuple[int, ...], float] = {}
@@ -75,8 +76,8 @@ def better_cuts(
 def _moved(
     costs: _Costs, timetable: Timetable, how: Mapping[str, bool], seen: dict[tuple[int, ...], float], left: int
 ) -> None:
-    """Move single cuts, and neighbours together, of the best of ``seen``, the best of them each time, as long as that
-    helps; ``left``: how often a schedule may be followed for it."""
+    """Local search from the best of ``seen``: move single cuts, and neighbouring cuts together, as long as that helps.
+    ``left``: greatest number of schedules to simulate."""
     best, before = min(seen, key=lambda cuts: seen[cuts]), None
     while best != before and left > 0:
         near = [cuts for cuts in _near(best) if cuts not in seen][:left]
@@ -86,7 +87,7 @@ def _moved(
 
 
 def _near(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """``cuts`` with one or more neighbouring ones a few calls on, the fewest first."""
+    """``cuts`` with one or more neighbouring cuts moved by a few calls, fewest moved cuts first."""
     inner = len(cuts) - 2
     for count in range(1, inner + 1):
         for first in range(1, inner + 2 - count):
@@ -97,7 +98,7 @@ def _near(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def _best_of_all(costs: _Costs, timetable: Timetable, how: Mapping[str, bool], calls: int, stages: int) -> Found:
-    """Where there are few cuts, all of them."""
+    """All cuts, tried one by one."""
     taken = costs.taken(timetable, _all_cuts(calls, stages), how, _KEPT)  # those of the start do fit
     order = tuple((seconds, cuts) for cuts, seconds in taken.items())
     return Found(order, order[0][0])
@@ -111,7 +112,7 @@ def _all_cuts(calls: int, stages: int) -> Places:
 
 class _Costs:
     """Seconds of every run of calls on every virtual stage, shape ``[stages, 3, calls + 1, calls + 1]``: forward,
-    backward for inputs, for weights, each with what it waits for; infinite where a run does not fit."""
+    backward for inputs, backward for weights, each with its waits; infinite if a run does not fit."""
 
     def __init__(self, tables: StageTables) -> None:
         problem = tables.problem
@@ -133,8 +134,8 @@ class _Costs:
     def taken(
         self, timetable: Timetable, cuts: Places, how: Mapping[str, bool], most: int | None = None
     ) -> dict[tuple[int, ...], float]:
-        """Those of ``cuts``, one set in a row, whose stages each fit on their rank, with the seconds of a step, the
-        fastest first; ``most``: so many."""
+        """Step times of the rows of ``cuts`` whose stages each fit on their rank, fastest first. ``most``: number of
+        results."""
         each = np.stack([table[:, cuts[:, k], cuts[:, k + 1]] for k, table in enumerate(self.of_stage)])
         fit = np.flatnonzero(np.isfinite(each[:, 1]).all(axis=0))
         if not len(fit):
@@ -144,7 +145,7 @@ class _Costs:
         return dict(zip(map(tuple, cuts[fit[order]].tolist()), seconds[order].tolist(), strict=True))
 
     def bands(self, most: float) -> _Bands:
-        """The runs that take at most ``most`` seconds."""
+        """The runs of calls that take at most ``most`` seconds."""
         size = self.of_stage[0].shape[-1]
         total = np.stack([table.sum(axis=0) for table in self.of_stage])
         length = np.arange(size)[None, :] - np.arange(size)[:, None]
@@ -160,14 +161,14 @@ class _Costs:
 
 @dataclass(frozen=True)
 class _Bands:
-    """``seconds`` by the end of a run and its length less one, shape ``[stages, 3, calls + 1, width]``; ``barred``,
-    ``[stages, calls + 1, width]``: infinite for what is no run."""
+    """Runs of calls by their end and their length minus one. ``seconds``: shape ``[stages, 3, calls + 1, width]``.
+    ``barred``: shape ``[stages, calls + 1, width]``, infinite for entries that are no run."""
 
     seconds: Table
     barred: Table
 
     def shortest(self, paths: Table) -> tuple[float, tuple[int, ...]]:
-        """The cuts of the least sum, each stage's phases as often as ``paths`` says."""
+        """The least sum of the stages' phases, each weighted by ``paths``, and its cuts."""
         sums = np.einsum("kc,kcjw->kjw", paths, self.seconds) + self.barred
         _, size, width = sums.shape
         reached = np.full(width + size, np.inf)  # the first ``width`` are before all calls
@@ -185,5 +186,5 @@ class _Bands:
 
 
 def _microbatches(timetable: Timetable) -> int:
-    """How often each virtual stage runs forward."""
+    """Number of microbatches of a timetable."""
     return sum(action.kind == "F" and action.chunk == 0 for action in timetable.orders[0])

@@ -1,9 +1,9 @@
-"""What a schedule takes: every action in its rank's order, as soon as what it reads is there.
+"""Time of a schedule: every action runs in its rank's order, as soon as its inputs are ready.
 
-That is the longest path through the actions, each of which waits for the one before it on its rank and for one of
-another. Who waits for whom is found once for a timetable; then one pass over the actions says when each ends. Where
-steps overlap, a rank begins the next one when it has ended its own part of this one: a step takes what lies between two
-ends on one rank, which is the longest cycle of such paths, from a rank's first action on.
+This is the longest path through the actions, each of which depends on the previous action of its rank and on one action
+of another rank. Dependencies are computed once for a timetable; then one pass over the actions gives their ends. If
+steps overlap, a rank begins the next step when it has ended its own part of this one. A step then takes the time
+between two ends on one rank, which is the longest cycle of such paths, from a rank's first action on.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Phases:
 
 
 def follow(table: Timetable, phases: Sequence[Phases], train: bool = True, *, overlap_steps: bool = False) -> float:
-    """Seconds until all ranks have ended their orders; ``overlap_steps``: between two ends, of many steps."""
+    """Seconds until all ranks have ended their orders. ``overlap_steps``: seconds between the ends of two steps in
+    steady state."""
     waits, seconds = _waits(_Same(table), train), _seconds(phases, train)
     if overlap_steps:
         return max(_steady(waits, seconds))
@@ -71,9 +72,9 @@ def follow_all(
 def longest_path(
     table: Timetable, phases: Sequence[Phases], train: bool = True, *, overlap_steps: bool = False
 ) -> tuple[float, NDArray[np.float64]]:
-    """The seconds, and the actions that no time lies between: how often each virtual stage's forward, backward for
-    inputs and backward for weights is among them, shape ``[stages, 3]``. ``overlap_steps``: those of one rank's first
-    action to its own last one, which may take less than the seconds."""
+    """Seconds of the longest path, and the number of each virtual stage's forwards, backwards for inputs and backwards
+    for weights on it, shape ``[stages, 3]``. ``overlap_steps``: the path from one rank's first action to its own last,
+    which may take less than the seconds."""
     waits, of_kinds = _waits(_Same(table), train), _seconds(phases, train)
     if overlap_steps:
         paces = _steady(waits, of_kinds)
@@ -97,10 +98,11 @@ def longest_path(
 
 
 class _Waits(NamedTuple):
-    """The actions of all ranks, each behind those that it waits for; the first stand for the ranks' starts of the step.
+    """Dependencies of the actions of all ranks, in topological order; the first entries stand for the ranks' starts of
+    the step.
 
-    ``before``: the one before it on its rank; ``needed``: the one of another rank; ``what``: four for each virtual
-    stage, and the kind; ``last``: of each rank.
+    ``before``: the previous action of the rank. ``needed``: the action of another rank. ``what``: four times the
+    virtual stage, plus the kind. ``last``: the last action of each rank.
     """
 
     before: list[int]
@@ -110,7 +112,7 @@ class _Waits(NamedTuple):
 
 
 class _Same:
-    """A timetable that is known by what it is, not by what it says, which takes long to compare."""
+    """A timetable that is compared by identity, since comparing its content takes long."""
 
     def __init__(self, table: Timetable) -> None:
         self.table = table
@@ -152,7 +154,7 @@ def _waits(same: _Same, train: bool) -> _Waits:
 
 
 def _seconds(phases: Sequence[Phases], train: bool) -> list[float]:
-    """Of each kind of action in each virtual stage."""
+    """Seconds of each kind of action in each virtual stage."""
     seconds: list[float] = []
     for phase in phases:
         of_parts = phase.forward, phase.inputs, phase.weights
@@ -161,7 +163,7 @@ def _seconds(phases: Sequence[Phases], train: bool) -> list[float]:
 
 
 def _ends(waits: _Waits, seconds: Sequence[float], begun: Sequence[float] | None = None) -> list[float]:
-    """When each action ends, where ranks have ``begun`` then; ``None``: all at 0."""
+    """The end of each action. ``begun``: start of each rank; ``None``: all start at 0."""
     first = len(waits.last)
     done = [0.0] * first if begun is None else [*begun]
     for before, needed, what in zip(waits.before[first:], waits.needed[first:], waits.what[first:], strict=True):
@@ -171,7 +173,8 @@ def _ends(waits: _Waits, seconds: Sequence[float], begun: Sequence[float] | None
 
 
 def _ends_of_all(waits: _Waits, seconds: NDArray[np.float64], begun: NDArray[np.float64]) -> NDArray[np.float64]:
-    """:func:`_ends` of many at once, shape ``[actions, n]``; ``seconds`` by kind and ``begun`` by rank are alike."""
+    """:func:`_ends` of ``n`` sets at once, shape ``[actions, n]``. ``seconds``: ``[kinds, n]``. ``begun``: ``[ranks,
+    n]``."""
     first = len(waits.last)
     done = np.empty((len(waits.before), seconds.shape[1]))
     done[:first] = begun
@@ -184,7 +187,7 @@ def _ends_of_all(waits: _Waits, seconds: NDArray[np.float64], begun: NDArray[np.
 
 
 def _steady(waits: _Waits, seconds: Sequence[float]) -> list[float]:
-    """What a step takes on each rank after some steps: the most of these is no less than it is in the end."""
+    """Seconds of a step on each rank after some steps. Their maximum is at least the steady-state time of a step."""
     begun = [0.0] * len(waits.last)
     for _ in range(_MOST_STEPS):
         done = _ends(waits, seconds, begun)

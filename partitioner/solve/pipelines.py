@@ -1,8 +1,8 @@
-"""How pipeline schedules fill the stages: the time of a step, and how many microbatches a stage holds.
+"""How pipeline schedules fill the stages: the time of a step, and the number of microbatches that a stage holds.
 
 For GPipe (Huang et al. 2019) and 1F1B (Narayanan et al. 2021, section 2.2) with one stage on each rank both are
 formulas: a step of ``m`` microbatches takes ``(m - 1) max t_s + sum t_s``, where ``t_s`` is a microbatch's time on
-stage ``s``. All others are followed action by action, in the order in which they are executed.
+stage ``s``. All other schedules are simulated action by action, in the order of execution.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ Counts = tuple[int, int]  # microbatches whose backward has not begun, and those
 
 
 def _zero_bubble(s: int, p: int, m: int, ahead: int) -> tuple[Counts, ...]:
-    """``ahead``: forwards of a stage before its first backward, for each stage behind it."""
+    """Counts that a stage holds under ZB. ``ahead``: forwards of a stage before its first backward, for each stage
+    behind it."""
     most, whole = min(ahead * (p - 1) + 1, m), min(ahead * (p - 1 - s) + 1, m)
     half = min(ahead * s + 1, m) if s else 0
     return tuple({(whole, most - whole): None, (most - half, half): None})
@@ -53,23 +54,23 @@ _MOST_ACTIONS = 30_000  # that are followed; a step of more microbatches goes on
 
 
 def is_formula(schedule: str | ScheduleTable) -> bool:
-    """Whether a formula says what a schedule takes; its stages are one on each rank."""
+    """Whether a formula gives the time of a schedule, with one stage on each rank."""
     return isinstance(schedule, str) and schedule in _FORMULAS
 
 
 def is_plain(schedule: str | ScheduleTable, v: int) -> bool:
-    """Whether each rank has one stage, and a formula says how many microbatches that holds."""
+    """Whether each rank has one stage, and a formula gives the number of microbatches that it holds."""
     return schedule in _IN_FLIGHT and v == 1
 
 
 def least_fill(
     schedule: str | ScheduleTable, p: int, m: int, v: int, overlap_steps: bool = False
 ) -> tuple[float, float]:
-    """The shares of a microbatch's forward and backward through all stages that fill and drain take at least.
+    """Lower bounds on fill and drain, as shares of a microbatch's forward and backward through all stages.
 
-    Wherever the calls are cut, a step of devices that are alike takes no less than
-    ``m total / p + (1 - 1 / p) (share forward + share backward)`` seconds; ``(1, 1)`` for 1F1B. ``overlap_steps``: of
-    schedules of whole backwards one rank begins a step and ends it, so that nothing else fills it.
+    Wherever the calls are cut, a step on equal devices takes at least ``m total / p + (1 - 1 / p) (share forward +
+    share backward)`` seconds; ``(1, 1)`` for 1F1B. ``overlap_steps``: under schedules with whole backwards one rank
+    begins and ends each step, so nothing else can fill it.
     """
     if overlap_steps and is_split(schedule):
         return 0.0, 0.0
@@ -85,8 +86,8 @@ def least_fill(
 
 
 def least_alone(schedule: str | ScheduleTable) -> float:
-    """What of its backward a microbatch takes at least, from its first forward on: the half for weights may run later
-    than it goes through the stages."""
+    """Lower bound on the share of its backward that a microbatch spends in the pipeline; the half for weights may run
+    later."""
     return 1.0 if is_formula(schedule) or schedule == "interleaved" else 0.5
 
 
@@ -96,21 +97,23 @@ def is_split(schedule: str | ScheduleTable) -> bool:
 
 
 def stage_in_flight(schedule: str | ScheduleTable, stage: int, p: int, m: int) -> tuple[Counts, ...]:
-    """What stage ``stage`` of ``p`` holds at a time, see :class:`Held`, for schedules that :func:`is_plain`."""
+    """Counts that stage ``stage`` of ``p`` holds at a time, see :class:`Held`, for schedules with :func:`is_plain`."""
     assert schedule in _IN_FLIGHT, schedule
     return _IN_FLIGHT[schedule](stage, p, m)
 
 
 def most_in_flight(schedule: str | ScheduleTable, p: int, m: int) -> int:
-    """Microbatches that any stage of a schedule that :func:`is_plain` holds something of."""
+    """Greatest number of microbatches that any stage of a schedule with :func:`is_plain` holds."""
     return max(map(sum, stage_in_flight(schedule, 0, p, m)))
 
 
 @dataclass(frozen=True)
 class Held:
-    """What ranks hold at a time. ``pairs[k]``: of virtual stage ``k``, microbatches whose backward has not begun, and
-    those of which the half for inputs has run, without what is between others; ``together[s]``: of rank ``s``, all of
-    these, by chunk, that occur at one time and are not less than others in all."""
+    """Counts of microbatches that ranks hold at a time, as pairs (backward not begun, backward for inputs done).
+
+    ``pairs[k]``: the extreme pairs of virtual stage ``k``. ``together[s]``: of rank ``s``, the pairs of all chunks that
+    occur at one time, without dominated ones.
+    """
 
     pairs: tuple[tuple[Counts, ...], ...]
     together: tuple[tuple[tuple[Counts, ...], ...], ...]
@@ -118,7 +121,7 @@ class Held:
 
 @lru_cache(maxsize=64)
 def held_microbatches(schedule: str | ScheduleTable, p: int, m: int, v: int | None) -> Held:
-    """What each rank of a schedule holds, from its order."""
+    """Microbatches that each rank of a schedule holds, from its order of actions."""
     table = shortened(schedule, p, m, v)[0]
     pairs: list[tuple[Counts, ...]] = [()] * len(table.ranks)
     together = []
@@ -131,14 +134,14 @@ def held_microbatches(schedule: str | ScheduleTable, p: int, m: int, v: int | No
 
 
 def _not_less(counts: Sequence[tuple[Counts, ...]]) -> tuple[tuple[Counts, ...], ...]:
-    """Those of ``counts``, no two alike, that are not less than another in all."""
+    """The elements of ``counts`` that no other element dominates in every component. ``counts`` has no duplicates."""
     each = np.array(counts).reshape(len(counts), -1)
     less = np.array([(each >= one).all(axis=1).sum() > 1 for one in each])
     return tuple(one for one, is_less in zip(counts, less.tolist(), strict=True) if not is_less)
 
 
 def _outermost(counts: set[Counts]) -> tuple[Counts, ...]:
-    """Those of which one is most, whatever a whole one weighs and a half-done one: their upper hull."""
+    """The upper hull of ``counts``: the pairs that are greatest for some non-negative weights of their two numbers."""
     hull: list[Counts] = []
     for x, y in sorted(counts, key=lambda pair: (-pair[0], -pair[1])):
         if hull and y <= hull[-1][1]:
@@ -150,7 +153,7 @@ def _outermost(counts: set[Counts]) -> tuple[Counts, ...]:
 
 
 def _turns(a: Counts, b: Counts, c: Counts) -> bool:
-    """Whether ``b`` is not beyond the line from ``a`` to ``c``."""
+    """Whether ``b`` does not lie beyond the line from ``a`` to ``c``."""
     return (a[0] - b[0]) * (c[1] - b[1]) >= (b[0] - c[0]) * (b[1] - a[1])
 
 
@@ -164,10 +167,10 @@ def pipeline_seconds(
     *,
     overlap_steps: bool = False,
 ) -> float:
-    """Seconds of a step's pipeline: every action in its rank's order, as soon as what it reads is there.
+    """Seconds of a step's pipeline: every action runs in its rank's order, as soon as its inputs are ready.
 
-    ``phases``: of each virtual stage, with what it waits for its neighbours. ``overlap_steps``: a rank begins the next
-    step when it has ended its own part of this one.
+    ``phases``: of each virtual stage, with its waits for neighbours. ``overlap_steps``: a rank begins the next step
+    when it has ended its own part of this one.
     """
     whole, more = shortened(schedule, p, m, v)
     taken = follow(whole, phases, train, overlap_steps=overlap_steps)
@@ -180,9 +183,11 @@ def pipeline_seconds(
 def shortened(
     schedule: str | ScheduleTable, p: int, m: int, v: int | None, most: int = _MOST_ACTIONS
 ) -> tuple[Timetable, tuple[Timetable, int, int] | None]:
-    """The timetable; of so many microbatches that it has more than ``most`` actions, that of fewer, with a longer one,
-    how many more that has, and how many there are in all beyond the first: between the two the steady state is all
-    that differs."""
+    """The timetable, and ``None``; or two timetables of fewer microbatches if it has more than ``most`` actions.
+
+    Then the second item is (a longer timetable, its further microbatches, all further microbatches). The two timetables
+    differ in their steady state only.
+    """
     per_microbatch = 3 * p * (v or 2)
     fewer = max(4 * p, most // per_microbatch // 2 // p * p) + m % p
     if table_of(schedule) is not None or m <= fewer + p:

@@ -1,4 +1,4 @@
-"""One point of the search: a mesh, a microbatch, a schedule, and how states are shared."""
+"""One point of the search: a mesh, a microbatch, a schedule, and how states are sharded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ Split = Literal["", "rows", "within"]  # what of the experts' work is sharded ov
 
 
 def split_of(tp: int, ep: int, etp: int) -> Split:
-    """What is sharded over ``tp``; ``etp`` of 0 is ``tp``. ``""`` where it does not matter, or is not executed."""
+    """How the experts' work is sharded over ``tp``: ``"rows"`` or ``"within"`` each expert. ``etp`` of 0 is ``tp``.
+    ``""`` if it does not matter, or is not executed."""
     if ep == 1 or tp == 1:
         return ""
     return "within" if etp in (0, tp) else "rows" if etp == 1 else ""
@@ -43,7 +44,7 @@ class Point:
     dp_shard: int = 0
 
     def sharing(self, zero: int, dp_shard: int = 0) -> Point:
-        """The same with states sharded like this."""
+        """This point with states sharded at stage ``zero`` over ``dp_shard`` ranks of ``dp``."""
         axes = self.pp, self.dp, self.tp, self.microbatch_size, self.schedule, self.cp, self.ep, self.etp
         return Point(*axes, zero, self.virtual_stages, dp_shard)
 
@@ -68,36 +69,38 @@ class Point:
 
     @property
     def replicas(self) -> int:
-        """Ranks that have the same weights, but for experts."""
+        """Number of ranks that have the same weights, except experts."""
         return self.dp * self.cp
 
     @property
     def sharers(self) -> int:
-        """Those of them that share the weights under ZeRO."""
+        """Number of ranks with the same weights that share them under ZeRO, except experts."""
         return (self.dp_shard or self.dp) * self.cp
 
     @property
     def expert_sharers(self) -> int:
-        """The ranks that share the experts that they have under ZeRO."""
+        """Number of ranks with the same experts that share them under ZeRO."""
         return hybrid_mesh(self.mesh, self.etp, self.dp_shard)["edp_shard"]
 
     def parts(self, global_batch: int) -> int:
-        """The microbatches of the whole batch."""
+        """Number of microbatches of the whole batch."""
         return global_batch // self.microbatch_size
 
     @property
     def shares_out(self) -> bool:
-        """Whether a rank of ``dp`` may have fewer microbatches than another: no call brings rows of experts together
-        over ``dp``, and the schedule is not written for a number of them."""
+        """Whether a rank of ``dp`` may have fewer microbatches than another: no call exchanges rows of experts over
+        ``dp``, and the schedule is not a table for a fixed number of microbatches."""
         inside = self.cp * self.tp % (self.ep * self.expert_tp) == 0
         return inside and isinstance(self.schedule, str)
 
     def num_microbatches(self, global_batch: int) -> int:
-        """The most that a rank has where all are alike: somewhere a rank has as many in any case."""
+        """Number of microbatches of the rank with the most if devices are alike. In every division some rank has at
+        least as many."""
         return -(-self.parts(global_batch) // self.dp)
 
     def data_shares(self, global_batch: int) -> tuple[int, ...]:
-        """The microbatches of each rank of ``dp`` where all are alike; empty where all have as many."""
+        """The number of microbatches of each rank of ``dp`` if devices are alike; empty if all ranks have equally
+        many."""
         each, more = divmod(self.parts(global_batch), self.dp)
         return (each + 1,) * more + (each,) * (self.dp - more) if more else ()
 
@@ -108,12 +111,12 @@ class Point:
 
     @property
     def kind(self) -> tuple[Hashable, ...]:
-        """Points of one kind run the same local graphs; only microbatches and stages differ."""
+        """Key of the points that run the same local graphs and differ only in microbatches and stages."""
         return self.tp, self.cp, self.ep, self.etp, (self.dp, self.dp_shard) if self.zero == 3 else 1
 
     @property
     def states_kind(self) -> tuple[Hashable, ...]:
-        """Points of one kind share their states alike."""
+        """Key of the points that shard their states in the same way."""
         return self.tp, self.ep, self.expert_tp, self.zero, self.zero and (self.sharers, self.expert_sharers)
 
     @property

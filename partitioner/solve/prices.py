@@ -1,9 +1,9 @@
-"""Prices of memory per row, which rise where an assignment takes too much and fall where it leaves room.
+"""Prices of memory per row: they rise where an assignment exceeds the limit and fall where it leaves room.
 
 A subgradient step on the Lagrangian of the memory rows (Held and Karp, 1971), with two changes for assignments that
-only approximate the minimum: of neighbouring rows, which exceed their limit together, only the fullest is priced; and
-each such group of rows has a step of its own that grows while the excess lasts and shrinks when its sign changes (as
-in Rprop; Riedmiller and Braun, 1993).
+only approximate the minimum. Of neighbouring rows that exceed their limit together, only the fullest is priced. Each
+such group of rows has its own step, which grows while the excess lasts and shrinks when its sign changes (as in Rprop;
+Riedmiller and Braun, 1993).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Known:
 
 
 class Prices:
-    """``values[r]``, per unit of usage in row r. ``room`` is the limit of each row."""
+    """Prices of memory: ``values[r]`` per unit of usage in row r. ``room`` is the limit of each row."""
 
     def __init__(self, room: Vector) -> None:
         self.room = room
@@ -44,11 +44,12 @@ class Prices:
         self._rates, self._signs = np.ones(number), np.zeros(number)
 
     def excess(self, profile: Vector) -> Vector:
-        """By how much each row exceeds its limit, in parts of the largest limit."""
+        """The excess of each row over its limit, as a share of the largest limit."""
         return (profile - self.room) / self.unit
 
     def start(self, scale: float) -> None:
-        """Equal prices of all rows that are small beside ``scale``: of equal choices the least memory is taken."""
+        """Set equal prices of all rows that are small compared with ``scale``, so that of equal choices the least
+        memory wins."""
         self.values[:] = _START * scale / (self.unit * max(1, len(self.room)))
 
     def disturbed(self, scale: float, rng: np.random.Generator) -> Vector:
@@ -61,7 +62,8 @@ class Prices:
         return self.values * np.exp(np.interp(places, knots, factor)) + np.interp(places, knots, more)
 
     def update(self, profile: Vector, scale: float) -> None:
-        """One step from the memory of an assignment; ``scale`` is what an assignment costs, or so."""
+        """Make one step from the memory ``profile`` of an assignment. ``scale`` is the approximate cost of an
+        assignment."""
         if not len(self.room):
             return
         over = self.excess(profile)
@@ -78,12 +80,12 @@ class Prices:
         self.values = np.maximum(self.values + _STEP * scale / self.unit * np.clip(step, -1.0, 1.0), 0.0)
 
     def lagrangian(self, known: Known, share: float = 1.0) -> float:
-        """The cost of an assignment and of what it takes beyond the limits, at ``share`` of the present prices."""
+        """The cost of an assignment plus the price of its excess memory, at ``share`` of the present prices."""
         return known.cost + share * float((self.values * (known.profile - self.room)).sum())  # no threads as in BLAS
 
 
 class Pool:
-    """The assignments of least Lagrangian among those that were found; half of them for when prices will be lower."""
+    """The assignments of least Lagrangian found so far; half of them are kept for lower prices."""
 
     def __init__(self, size: int = 40) -> None:
         self._size, self._known = size, list[Known]()
@@ -99,9 +101,10 @@ class Pool:
             self._known[self._size // 2 :] = rest
 
     def least(self, prices: Prices) -> tuple[float, Known]:
-        """The least Lagrangian, and the assignment that has it."""
+        """The least Lagrangian, and its assignment."""
         return min(((prices.lagrangian(k), k) for k in self._known), key=lambda pair: pair[0])
 
     def cheaper(self, prices: Prices, cost: float, most: float) -> list[Known]:
-        """Those of less ``cost`` that exceed a limit, but by no more than ``most``."""
+        """The assignments with a cost below ``cost`` that exceed a limit by at most ``most``, a share of the largest
+        limit."""
         return [k for k in self._known if k.cost < cost and 0.0 < prices.excess(k.profile).max(initial=0.0) <= most]

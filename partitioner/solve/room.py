@@ -1,4 +1,4 @@
-"""What the ranks of a schedule can hold together: no cut of the calls leaves more room."""
+"""Upper bounds on the memory of a schedule's ranks together: no cut of the calls leaves more room."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HALVINGS = 20
 
 
 class Bytes:
-    """Bytes of one microbatch in calls that take some seconds at least."""
+    """Bytes of one microbatch in calls with lower bounds on their seconds."""
 
     def __init__(self, sizes: Sequence[float], seconds: Sequence[float]) -> None:
         self.total = sum(sizes)
@@ -33,22 +33,24 @@ class Bytes:
         self._sizes, self._seconds = np.cumsum(pairs[:, order], axis=1)
 
     def within(self, seconds: float) -> float:
-        """The most bytes of calls that take so long together, or of parts of them."""
+        """Greatest bytes of calls, or of fractions of calls, that take ``seconds`` together."""
         return float(np.interp(seconds, [0.0, *self._seconds], [0.0, *self._sizes]))
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What one microbatch through all calls takes at least: ``whole`` if nothing is made again, ``inputs`` if all is;
-    ``again``: (seconds for each byte that a call makes again, bytes), the quickest first."""
+    """Lower bounds for one microbatch through all calls. ``whole``: bytes without recomputation. ``inputs``: bytes with
+    full recomputation. ``again``: (seconds for each recomputed byte, bytes) of each call, cheapest first."""
 
     whole: Bytes
     inputs: Bytes
     again: tuple[tuple[float, float], ...]
 
     def seconds_again(self, ranks: Ranks, recompute: str | None, limit_s: float) -> float:
-        """What it takes to make so much again that the rest fits on ``ranks``, each of which computes for ``limit_s``
-        at most; infinite where nothing fits then. Raises :class:`CapacityError` where nothing does without a limit.
+        """Least seconds of recomputation that make the rest fit on ``ranks``, each of which computes for at most
+        ``limit_s``.
+
+        Infinite if nothing fits within ``limit_s``. Raises :class:`CapacityError` if nothing fits without a limit.
         """
         needed = self.inputs if recompute in (None, "full") else self.whole
         room = ranks.room(needed, math.inf)
@@ -70,16 +72,16 @@ class Needs:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Ranks of ``capacity`` bytes that share ``states``, each with so many bytes of a microbatch for each byte that is
-    left (``shares``)."""
+    """Ranks of ``capacity`` bytes that hold ``states`` bytes together. ``shares``: by rank, bytes of one microbatch for
+    each byte of memory that states leave free."""
 
     shares: NDArray[np.float64]
     capacity: float
     states: float
 
     def room(self, needed: Bytes, limit_s: float) -> float:
-        """Bytes of one microbatch, in calls that take ``limit_s`` on each rank at most. States are best where time
-        leaves memory over, then where that is worth least."""
+        """Bytes of one microbatch that fit, in calls that take at most ``limit_s`` on each rank. States are placed
+        first where the time limit leaves memory free, then where memory is worth least."""
         most = needed.within(limit_s)
         over = float(np.maximum(0.0, self.capacity - most / self.shares).sum())
         rest = max(0.0, self.states - over) * float(self.shares.min())
@@ -87,8 +89,9 @@ class Ranks:
 
 
 def needs_of(calls: Sequence[tuple[Call, CallCost]], split: bool = False) -> Needs:
-    """Of calls with the least that each costs; what several read is kept once. ``split``: under a schedule whose
-    backwards may run in two halves, between which less may be held than before."""
+    """Lower bounds on the memory of one microbatch through ``calls``, each with its least cost. A value that several
+    calls read is kept once. ``split``: the schedule's backwards may run in two halves, between which less may be
+    held."""
     seen: set[str] = set()
     kept_before: set[str] = set()
     whole, inputs, again = [], [], []
@@ -111,15 +114,16 @@ def most_held(schedule: str | ScheduleTable, p: int, m: int, v: int | None) -> N
     """By rank, the most bytes that one microbatch can take on it, for each byte of its memory.
 
     A rank whose virtual stages take ``x_k`` bytes of one microbatch holds ``sum c_k x_k`` at each of the counts ``c``
-    of microbatches that it has at one time. As all of these fit, so does any mean of them, and with it
-    ``sum x_k min_k (mean c)_k``.
+    of microbatches that it has at one time. Since all of these fit, so does every mean of them, and with it ``sum x_k
+    min_k (mean c)_k``.
     """
     together = held_microbatches(schedule, p, m, v).together
     return np.array([1 / _least_mean([tuple(map(sum, counts)) for counts in of_rank]) for of_rank in together])
 
 
 def least_of(bound: Callable[[float], float], low: float, high: float) -> float:
-    """What nothing goes below, but for what is above ``high``: ``bound(t)``, which falls, holds for all up to ``t``."""
+    """Lower bound on a value between ``low`` and ``high``, or ``high``. ``bound(t)`` is non-increasing and bounds every
+    value up to ``t``."""
     if math.isinf(high) or bound(low) <= low:
         return bound(high)
     if bound(high) >= high:
@@ -131,7 +135,7 @@ def least_of(bound: Callable[[float], float], low: float, high: float) -> float:
 
 
 def _least_mean(counts: Sequence[Sequence[int]]) -> float:
-    """A large minimum of a mean of ``counts``: the value of a game, from below, by multiplicative weights."""
+    """Lower bound on the greatest minimum of a mean of ``counts``: the value of a game, by multiplicative weights."""
     rows: NDArray[np.float64] = np.array(counts, dtype=np.float64)
     scaled, weights, best = rows / rows.max(), np.ones(len(rows)), 0.0
     total = np.zeros(len(rows))

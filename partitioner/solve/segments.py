@@ -1,6 +1,6 @@
 """Sums over every run ``[i, j)`` of a sequence of calls at once, as tables of shape ``[calls + 1, calls + 1]``.
 
-What several calls of a run share (a tied weight, a rotary table that every layer keeps) counts once in it.
+An item that several calls of a run share (a tied weight, a rotary table that every layer keeps) counts once in it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _MOST_KNOWN = 1 << 21  # entries of tables of states
 
 
 class Holding(NamedTuple):
-    """What a call reads, makes and keeps, see :class:`partitioner.solve.stage_problem.StageCall` and its cost."""
+    """The values that a call reads, makes and keeps, see :class:`partitioner.solve.stage_problem.StageCall` and its
+    cost."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -39,8 +40,8 @@ class Holding(NamedTuple):
 
 
 def segments_of(calls: Sequence[StageCall], local: Collection[str] = frozenset()) -> Segments:
-    """The runs of ``calls``; see :class:`StageProblem` for ``local``. They are remembered: problems that differ in
-    stages, states and seconds alone have the same."""
+    """The runs of ``calls``; see :class:`StageProblem` for ``local``. Results are cached: problems that differ only in
+    stages, states and seconds share them."""
     holdings = tuple(
         Holding(
             call.inputs,
@@ -61,7 +62,7 @@ def segments_of(calls: Sequence[StageCall], local: Collection[str] = frozenset()
 
 
 class Segments:
-    """Bytes and transfers of the runs of ``calls``."""
+    """Bytes and transfers of every run of ``calls``."""
 
     def __init__(self, calls: Sequence[Holding], local: Collection[str] = frozenset()) -> None:
         self.calls = calls
@@ -79,13 +80,13 @@ class Segments:
 
     @cached_property
     def largest_again(self) -> Table:
-        """The most bytes that one call, made again, keeps and works with."""
+        """Greatest bytes that one recomputed call keeps and works with."""
         return self._largest([c.saved_bytes + c.working_bytes for c in self.calls])
 
     @cached_property
     def largest_working(self) -> Table:
-        """The most bytes that are there for a moment, be it as the last call begins the backward of a microbatch while
-        gradients of the first one are on their way from the one before."""
+        """Greatest temporary bytes. A peak may be the start of a microbatch's backward in the last call, while
+        gradients of the first call are still in flight from the previous microbatch."""
         table = self._largest([c.working_bytes for c in self.calls])
         last, lingering, _ = zip(*(c.at_ends for c in self.calls), strict=True)
         if not any(lingering):
@@ -95,24 +96,24 @@ class Segments:
 
     @cached_property
     def closing(self) -> Table:
-        """By start: bytes of gradients that are sent when all else of a microbatch is gone."""
+        """By start: bytes of gradients that are sent when everything else of a microbatch is freed."""
         return np.array([*(c.at_ends[2] for c in self.calls), 0.0])
 
     def states_of(self, sizes: Mapping[str, float]) -> Table:
-        """Bytes of the different states, by their ``sizes``, which stay as they are."""
+        """Bytes of the distinct states. ``sizes``: bytes by state, not to be changed later."""
         names = tuple(call.states for call in self.calls)
         return (_states_of if len(names) <= _MOST_REMEMBERED else _States)(names).table(sizes)
 
     @cached_property
     def saved_inputs(self) -> Table:
-        """Bytes of the different inputs that are kept per microbatch."""
+        """Bytes of the distinct inputs that are kept per microbatch."""
         return self._union(
             [[item for item, kept in zip(self._inputs(c), c.saved_inputs, strict=True) if kept] for c in self.calls]
         )
 
     @cached_property
     def all_inputs(self) -> Table:
-        """Bytes of the different inputs: what recomputation keeps."""
+        """Bytes of the distinct inputs, which recomputation keeps."""
         return self._union([self._inputs(c) for c in self.calls])
 
     @cached_property
@@ -127,7 +128,7 @@ class Segments:
 
     @cached_property
     def boundary(self) -> Table:
-        """Bytes of buffers for what arrives and leaves at both ends of a run."""
+        """Bytes of the send and receive buffers at both ends of a run."""
         both: Table = self.forward + self.backward
         return both[:, None] + both[None, :]
 
@@ -135,7 +136,7 @@ class Segments:
         return list(zip(call.inputs, call.input_bytes, strict=True))
 
     def sums(self, per_call: Sequence[float]) -> Table:
-        """Of one figure per call."""
+        """Sum over every run of ``per_call``."""
         prefix: Table = np.concatenate([[0.0], np.cumsum(np.asarray(per_call, dtype=np.float64))])
         return np.maximum(0.0, prefix[None, :] - prefix[:, None])
 
@@ -147,7 +148,7 @@ class Segments:
         return table
 
     def _union(self, items: Sequence[Sequence[Item]]) -> Table:
-        """Of what the calls have, what several have counted once."""
+        """Bytes of the distinct items of every run, each counted once."""
         places, counted = _places([[name for name, _ in own] for own in items])
         sizes = np.array([size for own in items for _, size in own], dtype=np.float64)
         return _counted(places, sizes[counted], len(items))
@@ -173,7 +174,7 @@ class _States:
         self._known: dict[int, tuple[Mapping[str, float], Table]] = {}
 
     def table(self, sizes: Mapping[str, float]) -> Table:
-        """Bytes of the different states of every run."""
+        """Bytes of the distinct states of every run. ``sizes``: bytes by state."""
         if id(sizes) not in self._known:
             if len(self._known) * (self._calls + 1) ** 2 > _MOST_KNOWN:
                 self._known.clear()
@@ -194,7 +195,8 @@ def _remembered(calls: tuple[Holding, ...], local: frozenset[str]) -> Segments:
 
 
 def _counted(places: NDArray[np.int64], sizes: NDArray[np.float64], n: int) -> Table:
-    """Row ``i`` counts, from call ``i`` of ``n`` on, the items that no call from ``i`` to there has had before."""
+    """Table of runs of ``n`` calls: the entry ``[i, k + 1]`` sums the bytes that calls ``i`` to ``k`` add, each item
+    once."""
     added = np.bincount(places, sizes, minlength=n * n).reshape(n, n)
     first = np.triu(np.cumsum(added, axis=0))  # [i, k]: bytes that call k adds to a run that starts at i
     table = np.zeros((n + 1, n + 1))
@@ -203,8 +205,9 @@ def _counted(places: NDArray[np.int64], sizes: NDArray[np.float64], n: int) -> T
 
 
 def _places(names: Sequence[Sequence[str]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """For the items of calls, by name: the start from which on a call adds each (behind the last call before that has
-    the same), as a flat place in ``[start, call]``; and their numbers, since what a call has twice counts once."""
+    """For the items of calls, by name: the first start from which a call adds each item (the call after the last that
+    has the item), as a flat index into ``[start, call]``; and the numbers of the counted items, since an item that a
+    call has twice counts once."""
     n, previous = len(names), dict[str, int]()
     places: list[int] = []
     counted: list[int] = []

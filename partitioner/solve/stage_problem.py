@@ -1,4 +1,4 @@
-"""The problem of cutting calls into stages: the calls, and what holds them."""
+"""The problem of cutting calls into stages: the calls, the stages' memory and their links."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Recompute = Literal["none", "selective", "full"]
 
 class AtEnds(NamedTuple):
     """Bytes of a call's sharded states at the ends of a stage. ``last``: while it runs backward as the last call of a
-    stage, all else that is there for a moment included; ``lingering``: of its gradients, where it is the first, until
-    then; ``closing``: where its gradients are sent at the end of a backward, which has freed all else."""
+    stage, with all other working memory. ``lingering``: of its gradients until then, if it is the first call.
+    ``closing``: when its gradients are sent at the end of a backward, which has freed everything else."""
 
     last: float = 0.0
     lingering: float = 0.0
@@ -32,9 +32,9 @@ NOTHING_MORE = AtEnds()
 
 @dataclass(frozen=True)
 class StageCall:
-    """A call that is to be placed. ``inputs``, ``outputs``: names of the values that stages pass on or keep, by the
-    places of ``cost``; ``states``: names. ``index`` is its place among the model's calls. ``gathered_bytes``: of its
-    own weights and of those of the calls beside it, gradients included, while it runs; ``at_ends``: see there."""
+    """A call to be placed. ``inputs``, ``outputs``: names of the values that stages pass on or keep, in the order of
+    ``cost``. ``states``: names. ``index``: its position among the model's calls. ``gathered_bytes``: of its own weights
+    and of its neighbours' while it runs, gradients included. ``at_ends``: see :class:`AtEnds`."""
 
     path: str
     cost: CallCost
@@ -47,14 +47,14 @@ class StageCall:
 
     @property
     def working_bytes(self) -> float:
-        """What is there for a moment, besides what is kept."""
+        """Temporary bytes while the call runs, besides those that are kept."""
         return self.cost.working_bytes + self.gathered_bytes
 
 
 @dataclass(frozen=True)
 class Pace:
-    """What calls take on the devices of a stage: ``costs`` by the places of the calls, of which only the seconds count,
-    and of the calls that every stage runs for itself."""
+    """Costs of the calls on the devices of a stage: ``costs`` by position of the calls, of which only the seconds
+    count, and ``overhead`` of the calls that every stage runs for itself."""
 
     costs: tuple[CallCost, ...]
     overhead: CallCost = field(default_factory=CallCost)
@@ -62,19 +62,18 @@ class Pace:
 
 @dataclass(frozen=True)
 class StageProblem:
-    """The calls, and what holds them.
+    """The calls, the stages that hold them, and the schedule.
 
-    ``state_bytes``: what a state takes on a rank, with its gradient and optimizer states; ``late_bytes``: what of it
-    comes only as the one backward there is gives back what forward saved. ``local``: values that are no
-    call's output on another stage (model inputs, results of shared calls), never sent. ``capacity``: usable bytes of a
-    rank by stage. ``links``: from each stage to the next. ``pinned``: call place -> stage. ``overhead``: the calls that
-    every stage runs for itself. ``paces``: of each stage's devices; empty: all take what the calls' own costs say.
-    ``bubble``: the schedule's share of the plain pipeline's fill and drain. ``repeated``: by call, whether its block
-    occurs again. ``chunks``: how many of the stages are on one rank, which runs them in turns; ``flying``: what
-    each stage holds at a time (:class:`partitioner.solve.pipelines.Held`), where the schedule's formula does not say.
-    ``total_bytes``: of what is added up over the batch before the first forward of the stage that needs it.
-    ``barred``: by stage, runs of calls that are not wanted, by start and stop. ``overlap_steps``: ranks begin the next
-    step when they have ended their own part of this one.
+    ``state_bytes``: bytes of a state on a rank, with its gradient and optimizer states. ``late_bytes``: the part of
+    them that is allocated only when the first backward frees activations. ``local``: values that are no call's output
+    on another stage (model inputs, results of shared calls), never sent. ``capacity``: usable bytes of a rank by stage.
+    ``links``: from each stage to the next. ``pinned``: call position -> stage. ``overhead``: the calls that every stage
+    runs for itself. ``paces``: of each stage's devices; empty: the calls' own costs apply. ``bubble``: the schedule's
+    share of the plain pipeline's fill and drain. ``repeated``: by call, whether its block occurs again. ``chunks``:
+    number of stages on one rank, which runs them in turns. ``flying``: the microbatches that each stage holds at a time
+    (:class:`partitioner.solve.pipelines.Held`), if the schedule has no formula. ``total_bytes``: of sums over the batch
+    before the first forward of the stage that needs them. ``barred``: by stage, forbidden runs of calls, by start and
+    stop. ``overlap_steps``: ranks begin the next step when they have ended their own part of this one.
     """
 
     calls: tuple[StageCall, ...]
@@ -104,7 +103,7 @@ class StageProblem:
 
     @property
     def num_rounds(self) -> int:
-        """How often a rank runs a stage, forward and backward."""
+        """Number of times that a rank runs a stage, forward and backward."""
         return self.num_microbatches * self.chunks
 
     def pace(self, stage: int) -> Pace:
@@ -115,22 +114,22 @@ class StageProblem:
         return Pace(tuple(call.cost for call in self.calls), self.overhead)
 
     def held(self, stage: int) -> tuple[Counts, ...]:
-        """The microbatches whose backward has not begun, and those of which half has run, that a stage holds at a
-        time; its memory is fullest at one of these."""
+        """Counts of microbatches that a stage holds at a time: (backward not begun, between the two backward halves).
+        The memory of the stage peaks at one of these pairs."""
         if not self.train:
             return ((1, 0),)
         return self.flying[stage] if self.flying else self._formula(stage)
 
     def in_flight(self, stage: int) -> int:
-        """Microbatches that a stage holds something of at a time."""
+        """Upper bound on the number of microbatches that a stage holds at a time."""
         return max(map(sum, self.held(stage)))
 
     def not_begun(self, stage: int) -> int:
-        """Those of them of which no backward has run, at most."""
+        """Upper bound on the number of microbatches whose backward has not begun."""
         return max(whole for whole, _ in self.held(stage))
 
     def half_done(self, stage: int) -> int:
-        """Those of them of which half the backward has run, at most."""
+        """Upper bound on the number of microbatches between the two backward halves."""
         return max(half for _, half in self.held(stage))
 
     def _formula(self, stage: int) -> tuple[Counts, ...]:
@@ -138,7 +137,8 @@ class StageProblem:
 
     @cached_property
     def slim(self) -> StageProblem | None:
-        """The same problem if what is quickly made again is; ``None`` where that is not asked for, or nothing is."""
+        """This problem under selective recomputation; ``None`` if that is not allowed or no call has anything to
+        recompute so."""
         scores = any(call.cost.selective_bytes for call in self.calls)
         if not (self.train and scores and self.recompute in (None, "selective")):
             return None
@@ -150,6 +150,6 @@ class StageProblem:
 
     @property
     def last_repeated(self) -> int:
-        """The place behind the last call of a block that repeats: up to there "full" recomputes."""
+        """The position after the last call of a repeated block; "full" recomputes up to there."""
         places = [k for k, repeats in enumerate(self.repeated) if repeats]
         return places[-1] + 1 if places else len(self.calls)

@@ -1,7 +1,8 @@
-"""What a schedule takes where ranks take turns on the cores of a machine.
+"""Time of a schedule whose ranks share the cores of a machine.
 
-All that compute on a node at a time share what it can do evenly. Who waits, for a collective, a message or another
-stage, leaves it to the others; who computes is slowed down by them, whether the step waits for it or not.
+All ranks that compute on a node at a time share its capacity evenly. A rank that waits for a collective, a message or
+another stage leaves its capacity to the others. A rank that computes slows the others down, whether or not the step
+waits for it.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Cores:
-    """``ranks[s]``: by node, how many ranks of stage ``s`` are there; ``room``: how many of a node compute at a time.
-    A node that is not in ``room`` has room for all."""
+    """The ranks and cores of each node. ``ranks[s]``: number of ranks of stage ``s`` by node. ``room``: number of ranks
+    that can compute at full speed at a time, by node. A node that is not in ``room`` has room for all its ranks."""
 
     ranks: tuple[Mapping[int, int], ...]
     room: Mapping[int, float]
 
     def speeds(self, stages: Sequence[int]) -> list[float]:
-        """Of each of the ``stages`` that compute now, 1 where it has cores of its own."""
+        """The speed of each of ``stages`` while all of them compute; 1 with a core of its own."""
         crowd = dict.fromkeys(self.room, 0)
         for stage in stages:
             for node, count in self.ranks[stage].items():
@@ -48,7 +49,7 @@ class Cores:
 def seconds_in_turns(
     schedule: str | ScheduleTable, m: int, v: int | None, works: Sequence[Work], cores: Cores, train: bool = True
 ) -> float:
-    """Seconds of a step's pipeline of ``m`` microbatches; ``works``: of each virtual stage."""
+    """Seconds of a step's pipeline of ``m`` microbatches. ``works``: of each virtual stage."""
     p = len(cores.ranks)
     if p == 1:
         speed = cores.speeds([0])[0]
@@ -66,7 +67,7 @@ def _seconds(phases: Phases, train: bool) -> float:
 
 
 class _Turns:
-    """Every rank runs its order; what it waits for, and how fast it computes, is the others' doing."""
+    """Simulation of all ranks' orders: the other ranks decide how long a rank waits and how fast it computes."""
 
     def __init__(self, table: Timetable, works: Sequence[Work], cores: Cores, train: bool) -> None:
         self.table, self.cores, self.train = table, cores, train
@@ -104,12 +105,12 @@ class _Turns:
         return clock
 
     def _next(self, rank: int) -> tuple[float, float]:
-        """Seconds of the rank's next action, waiting and computing."""
+        """Seconds of waiting and of computing of the rank's next action."""
         action = self.table.orders[rank][self.at[rank]]
         return self.work[self.table.held[rank][action.chunk]][action.kind]
 
     def _begin(self, ranks: Sequence[int]) -> None:
-        """The next action of those ranks that have one, and are idle, as far as what it reads is there."""
+        """Start the next action of each idle rank whose inputs are ready."""
         for rank in ranks:
             idle = rank not in self.waiting and rank not in self.computing
             if idle and self.at[rank] < len(self.table.orders[rank]) and self._ready(rank):

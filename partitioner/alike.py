@@ -1,7 +1,7 @@
-"""What a point takes at least on a cluster whose devices are all as good as the best of the one that it is for.
+"""Lower bound on a point from a cluster whose devices are all as good as the best device of the real one.
 
-There the placements that may be best are few: each axis spans so much of each level, the nodes in any order. They are
-judged as plans are, with collectives, what stages send each other and the schedule followed.
+On that cluster few placements may be best: each axis spans a number of units on each level, with the nodes in any
+order. The placements are judged as plans are, with collectives, transfers between stages and a simulated schedule.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NEAR = 0.75  # of the best device's peak, that all have in the mean
 
 
 class Alike:
-    """Bounds of the points that ``evaluator`` solves."""
+    """Lower bounds of the points that ``evaluator`` solves."""
 
     def __init__(self, evaluator: Evaluator) -> None:
         self._evaluator = evaluator
@@ -38,16 +38,16 @@ class Alike:
         self._machines: dict[tuple[int, ...], list[Machine]] = {}
 
     def quickly(self, point: Point, enough_s: float) -> float:
-        """As :meth:`least`, looked for until it is less than ``enough_s``; and not where devices differ much."""
+        """:meth:`least`, stopped when the bound falls below ``enough_s``; 0 if devices differ much."""
         return self._least(point, enough_s, enough_s) if self._are_near else 0.0
 
     def least(self, point: Point, enough_s: float) -> float:
-        """Seconds that no plan of ``point`` takes less than, looked for up to ``enough_s``; 0 where nothing is said.
-        Raises as :meth:`Evaluator.own` does."""
+        """Lower bound in seconds on every plan of ``point``, at most ``enough_s``; 0 if nothing can be said. Raises the
+        exceptions of :meth:`Evaluator.own`."""
         return self._least(point, enough_s, 0.0)
 
     def _least(self, point: Point, enough_s: float, stop_s: float) -> float:
-        """``stop_s``: less than that is not looked for further."""
+        """:meth:`least` that stops refining once the bound is below ``stop_s``."""
         if self._evaluator.tries_all(point) or not self._levels or not fits(point.grid, self._levels):
             return 0.0
         judge = self._judge(point, enough_s)
@@ -64,7 +64,8 @@ class Alike:
 
     @cached_property
     def _topologies(self) -> list[Topology]:
-        """Of the cluster evened, for each order of its nodes."""
+        """Topologies of the equalised cluster, one for each order of its nodes; empty if hosts are used or the
+        placement is fixed."""
         job = self._evaluator.job
         if job.constraints.offload or self._evaluator.placements.in_order:  # hosts are not evened
             return []
@@ -72,7 +73,7 @@ class Alike:
 
     @cached_property
     def _are_near(self) -> bool:
-        """Whether devices are about as fast as the best."""
+        """Whether the mean peak of the devices is near that of the best device."""
         job = self._evaluator.job
         paces, of_device = job.topology.paces
         rates = np.array([job.topology.types[kind].peak_of(job.precision) * speed for kind, speed in paces])
@@ -80,7 +81,7 @@ class Alike:
 
     @cached_property
     def _levels(self) -> tuple[int, ...]:
-        """How many devices each level joins."""
+        """Number of devices that each level joins."""
         if not self._topologies:
             return ()
         return equal_levels(self._topologies[0].changed(overrides={}, node_overrides={})) or ()
@@ -98,7 +99,7 @@ class Alike:
         return Judge(job, point, local, self._costs[id(costs)], states, reference, lambda *_: None, True, enough_s)
 
     def _placed(self, point: Point) -> list[Machine]:
-        """The placements of a mesh, of those that cost the same one each."""
+        """The placements of a mesh, one for each distinct cost."""
         key = tuple(point.grid.values())
         if key not in self._machines:
             every = list(self._every(point))

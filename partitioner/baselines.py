@@ -1,11 +1,12 @@
-"""What every report compares a plan with: plain and fully sharded data parallelism, and Megatron-LM's layout.
+"""Baselines of every report: plain and fully sharded data parallelism, and Megatron-LM's layout.
 
-They are in the report whatever the user fixed, with what they cost or why they do not fit. Those that are no candidates
-of the search are planned beside it; without host memory where they fit so, as they would be tried first.
+They are in the report whatever the user pinned, with their costs or the reasons why they do not fit. Baselines that are
+no candidates of the search are planned beside it, without host memory first.
 
-Of a family of layouts (ZeRO-3, Megatron's) the best that was found is shown, as an expert would tune it: the textbook
-layout, those that the search solved, and a few more by their bounds, for a limited time. Megatron's have ``tp`` inside
-a node, any stages under 1F1B or interleaved, the rest of the axes as is best, and optimizer states sharded or not.
+The report shows the best layout found of a family (ZeRO-3, Megatron's), as an expert would tune it: the textbook
+layout, those that the search solved, and a few more by their bounds, for a limited time. Megatron's family has ``tp``
+inside a node, any number of stages under 1F1B or interleaved, any sizes of the other axes, and optimizer states sharded
+or not.
 """
 
 from __future__ import annotations
@@ -47,15 +48,15 @@ _NONE: Mapping[str, Baseline] = {}
 
 @dataclass(frozen=True)
 class Family:
-    """Layouts that an expert chooses among: those that are searched, and their ``bounds``. ``space``: of their jobs."""
+    """The layouts that an expert chooses among, and their ``bounds``. ``space``: the search space of their jobs."""
 
     points: tuple[Point, ...]
     bounds: ModelBounds
     space: Space
 
     def promising(self, most_s: float) -> list[Point]:
-        """Points of the family that fit and take less than ``most_s`` by their bounds, those first that are likely to
-        take least: of each way to divide the model the best, then the others."""
+        """Points of the family that fit and take less than ``most_s`` seconds by their bounds. The best point of each
+        division of the model comes first, then the others, each in increasing order of expected time."""
         if not self.points:
             return []
         times = self.bounds.times(self.points)
@@ -88,7 +89,7 @@ class Family:
         return True
 
     def interleaved(self, point: Point) -> list[Point]:
-        """``point`` with several virtual stages on each rank, those that are most often best first."""
+        """``point`` with several virtual stages on each rank, the most often successful numbers first."""
         if point.pp == 1 or point.schedule != "1f1b" or not self.space.train:
             return []
         several = [p for p in several_stages(self.space, point) if p.schedule == "interleaved"]
@@ -97,8 +98,8 @@ class Family:
 
 @dataclass(frozen=True)
 class Standard:
-    """A layout to compare with: the points that are tried, the best by its bound first, and why it is no candidate.
-    ``family``: the layouts of its kind."""
+    """A layout to compare with: the points that are tried, the best by its bound first, and the reason why it is no
+    candidate. ``family``: the layouts of its kind."""
 
     name: str
     points: tuple[Point, ...] = ()
@@ -107,7 +108,7 @@ class Standard:
 
 
 def standards(space: Space, candidates: Sequence[Point], bounds: ModelBounds, free: ModelBounds) -> list[Standard]:
-    """The layouts to compare with, among the candidates where one is. ``free``: the bounds of the job without pins."""
+    """The layouts to compare with, among the candidates if possible. ``free``: the bounds of the job without pins."""
     wide = replace(space, constraints=unpinned(space.constraints))
     own = best = _textbook(space, candidates, bounds)
     others: Sequence[Point] = candidates
@@ -138,7 +139,8 @@ def standards(space: Space, candidates: Sequence[Point], bounds: ModelBounds, fr
 
 
 def _families(space: Space, candidates: Sequence[Point], bounds: ModelBounds) -> dict[str, Family]:
-    """The layouts of ZeRO-3, whose ranks are all data-parallel as far as the batch allows, and those of Megatron."""
+    """The families of ZeRO-3, whose ranks are all data-parallel as far as the batch allows, and of Megatron's
+    layouts."""
     sharded = [p for p in candidates if p.pp == 1 and p.zero == 3 and not p.dp_shard]
     plainest = min(((p.tp, p.cp) for p in sharded), default=(1, 1))
     sharded = [p for p in sharded if (p.tp, p.cp) == plainest]
@@ -150,14 +152,15 @@ def _families(space: Space, candidates: Sequence[Point], bounds: ModelBounds) ->
 
 
 def _textbook(space: Space, candidates: Sequence[Point], bounds: ModelBounds) -> dict[str, Point | None]:
-    """See :func:`partitioner.solve.points.baselines`; where experts are spread nothing is plain."""
+    """The best textbook layout of each kind, see :func:`partitioner.solve.points.baselines`; plain data parallelism
+    excludes ``ep``."""
     found = baselines(space, candidates, bounds.times, _fits(bounds))
     plain = [p for p in candidates if p.pp == p.tp == p.cp == p.ep == 1 and not p.zero]
     return {**found, "data parallel": least(plain, bounds.times, _fits(bounds))}
 
 
 def _leaner(space: Space, point: Point, known: Collection[Point]) -> Iterator[Point]:
-    """Points like ``point`` that take less memory: smaller microbatches, then (with ``tp``) more stages as well."""
+    """Points like ``point`` that take less memory: smaller microbatches, then (with ``tp``) also more stages."""
     for pp in divisors(point.pp * point.dp):
         dp = point.pp * point.dp // pp
         if pp < point.pp or (pp > point.pp and point.tp == 1) or not space.splits(dp):
@@ -170,7 +173,7 @@ def _leaner(space: Space, point: Point, known: Collection[Point]) -> Iterator[Po
 
 
 def is_known(standard: Standard, rows: Sequence[Candidate]) -> bool:
-    """Whether the search says all of it."""
+    """Whether the search already contains the best of the layout, so that nothing is left to plan."""
     if standard.family is not None:
         best = _best_row(standard, rows)
         return best is not None and best.status == "chosen"
@@ -188,12 +191,12 @@ def compared(
     unhosted: Mapping[str, Baseline] = _NONE,
     until: float = math.inf,
 ) -> tuple[Baseline, ...]:
-    """Each of ``found`` with what became of it: as it is without host memory (``unhosted``, by name) if it fits so, its
-    row of the search, or planned now if it has none; with ``offload`` in host memory.
+    """Each of ``found`` with its outcome: the one without host memory (``unhosted``, by name) if that fits, else its
+    row of the search, else a plan made now. ``offload``: the data kept in host memory.
 
-    Where it does not fit as its bound says, smaller microbatches and more stages are tried. Of a family the best is
-    shown that is found ``until`` then, on the monotonic clock. ``evaluate``: of a point, with the seconds that it is to
-    beat.
+    If a layout does not fit though its bound does, smaller microbatches and more stages are tried. Of a family the best
+    layout found ``until`` that time, on the monotonic clock, is shown. ``evaluate``: plans a point, given the seconds
+    to beat.
     """
     made = []
     for standard in found:
@@ -218,7 +221,7 @@ def compared(
 
 
 def _best_row(standard: Standard, rows: Sequence[Candidate]) -> Candidate | None:
-    """The best of a family that the search solved, interleaved schedules among them."""
+    """The best row of a family that the search solved, interleaved schedules included."""
     family = standard.family
     if family is None:
         return None
@@ -257,7 +260,7 @@ def _tuned(
     planned: set[Point] = set()
 
     def plan(point: Point) -> Candidate | None:
-        """What becomes of a point, if it may be better; ``None``: it is known not to be."""
+        """The outcome of a point that may be better; ``None`` if it is known not to be, or if time ran out."""
         nonlocal best
         most_s, told = _seconds(best), known.get(_key(candidate(point)))
         if time.monotonic() > until or point in planned:
@@ -300,8 +303,8 @@ def _fill(
     best_s: Callable[[], float],
     plan: Callable[[Point], Candidate | None],
 ) -> None:
-    """Plan pipelines again with several virtual stages, which leave an eighth of the bubble or so: those first that
-    would take least then, as long as this is little work."""
+    """Plan pipelines again with several virtual stages, which leave about an eighth of the bubble: the most promising
+    first, within a limited effort."""
     filled = sorted((_seconds(row) - _FILLED * (row.breakdown or {}).get("bubble", 0.0), p) for row, p in tried)
     spent = 0.0
     for seconds, point in filled[:_MOST_INTERLEAVED]:
@@ -320,7 +323,7 @@ def _seconds(row: Candidate | None) -> float:
 
 
 def _key(row: Candidate) -> tuple[object, ...]:
-    """What tells one layout from another."""
+    """Key that distinguishes layouts."""
     others = row.microbatch_size, row.schedule, row.zero, row.dp_shard, row.virtual_stages, row.etp
     return tuple(row.mesh.values()), *others
 
@@ -330,7 +333,7 @@ def _row_like(row: Candidate, rows: Sequence[Candidate]) -> Candidate | None:
 
 
 def no_candidates(found: Sequence[Standard], names: Collection[str]) -> list[Standard]:
-    """Those of ``names``, which the constraints exclude."""
+    """The standard layouts called ``names``, marked as excluded by the constraints."""
     return [replace(standard, excluded=standard.excluded or _EXCLUDED) for standard in found if standard.name in names]
 
 
@@ -342,7 +345,8 @@ def _planned(point: Point, evaluate: Callable[[Point, float], Evaluated], enough
 
 
 def unpinned(constraints: Constraints) -> Constraints:
-    """Without what fixes the mesh, microbatches, schedule or stages, unless it says what is computed."""
+    """``constraints`` without pins of the mesh, microbatches, schedule or stages, except those that change the
+    computation."""
     free: dict[str, Any] = {
         **dict.fromkeys(OF_POINT),
         "microbatch_size": constraints.group_size,
@@ -374,7 +378,8 @@ def _fits(bounds: ModelBounds) -> Callable[[Point], bool]:
 
 
 def _fully_sharded(space: Space, bounds: ModelBounds) -> Point | None:
-    """All ranks data-parallel, with parameters, gradients and optimizer states sharded over them."""
+    """The best point with all ranks data-parallel, and parameters, gradients and optimizer states sharded over them;
+    ``None`` if the batch does not allow it."""
     world = space.world_size
     if space.units % world:
         return None

@@ -1,8 +1,9 @@
-"""Which dim of every value is the batch: sharding on the axis ``data``, microbatches times data-parallel ranks.
+"""Find the batch dim of every value: sharding on the axis ``data``, which counts microbatches times data-parallel
+ranks.
 
-The same solver as for every axis, with other costs: work that is not divided is dear, samples that meet are dearer the
-more often they do, and nothing else counts. A mean loss ends as a partial sum; how many targets count is a total over
-the batch, known before the pipeline starts.
+The solver is the one of every other axis, with other costs: undivided work is expensive, reductions and exchanges over
+samples cost more the more often they happen, and nothing else counts. A mean loss ends as a partial sum; the number of
+targets is a total over the batch, known before the pipeline starts.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ _WHOLE = 0.1  # an input that every rank has to be given whole though its sample
 
 
 def batch_size(model: FoldedModel, global_batch: int | None) -> int:
-    """The global batch: as given, else the first dim of the first input that has one."""
+    """The global batch size: ``global_batch`` if given, else the first dim of the first input that has one. Raises
+    :class:`InputsError` if there is none, or if it is 0."""
     if global_batch is not None:
         return global_batch
     sizes = [(i.spec.shape[0], i.path) for i in model.inputs if i.spec.shape]
@@ -47,9 +49,9 @@ def batch_size(model: FoldedModel, global_batch: int | None) -> int:
 
 
 def shard_batch(model: FoldedModel, batch: int, allowed: Allowed | None = None) -> ShardingSolution:
-    """The layouts that split ``batch`` samples; they hold for any number of parts that divides it.
+    """The layouts that split ``batch`` samples; they hold for any number of parts that divides ``batch``.
 
-    ``allowed``: which strategies an operator may have. Raises :class:`partitioner.solve.sharding.ShardingError` where
+    ``allowed``: the strategies that an operator may have. Raises :class:`partitioner.solve.sharding.ShardingError` if
     the samples cannot be told apart at all.
     """
     outputs = {
@@ -71,8 +73,8 @@ def shard_batch(model: FoldedModel, batch: int, allowed: Allowed | None = None) 
 
 
 def of_groups(model: FoldedModel, group: GroupModel, count: int) -> tuple[FoldedModel, ShardingSolution]:
-    """``model``, folded of one ``group``, with the inputs of ``count`` of them, and how a batch is split into these:
-    nothing within one, every gradient a part of the sum."""
+    """``model``, folded from one ``group``, with the inputs of ``count`` groups, and the split of a batch into groups:
+    nothing is split within a group, and every gradient is a partial sum."""
     layouts = {i.value: _dim_layout(group.inputs[i.path]) for i in model.inputs}
     layouts |= {o.value: group.outputs[o.path] for o in model.outputs if o.value is not None}
     layouts |= {model.loss: PARTIAL} if model.loss is not None else {}
@@ -95,7 +97,7 @@ def _input_layouts(model_input: ModelInput, batch: int) -> list[Layout]:
 
 
 def _without_samples(model: FoldedModel, batch: int) -> frozenset[fx.Node]:
-    """The operators that no sample reaches in any call: what weights, constants and random indices alone make."""
+    """The operators that no sample reaches in any call: they depend on weights, constants and random indices alone."""
     reached = {i.value for i in model.inputs if batch in i.spec.shape}
     found: set[fx.Node] = set()
     for run in model.calls:
@@ -112,8 +114,8 @@ def _without_samples(model: FoldedModel, batch: int) -> frozenset[fx.Node]:
 
 
 def _into_buffers(model: FoldedModel) -> frozenset[fx.Node]:
-    """The operators whose results only go into buffers: to divide their work is not worth that samples meet otherwise
-    than in sums, which can be added up over microbatches (``passes/accumulate.py``)."""
+    """The operators whose results only go into buffers. Dividing their work is not worth exchanges of samples other
+    than sums, which can be accumulated over microbatches (``passes/accumulate.py``)."""
     taken, found = set(model.updates.values()), set[fx.Node]()
     for name, block in model.blocks.items():
         calls = [c for c in model.calls if c.block == name]
@@ -133,7 +135,7 @@ def _work(model: FoldedModel, alone: frozenset[fx.Node]) -> float:
 
 @lru_cache(maxsize=1 << 16)
 def node_work(node: fx.Node) -> float:
-    """Matrix-multiply FLOPs plus elements made: enough to tell much from little. A view is no work."""
+    """Approximate work of a node: matrix-multiply FLOPs plus elements of the results; 0 for a view."""
     if is_view(node):
         return 0.0
     return float(matmul_flops(node) + sum(r.numel() for r in results_of(node)))
@@ -141,11 +143,11 @@ def node_work(node: fx.Node) -> float:
 
 @dataclass(frozen=True)
 class BatchCosts:
-    """Costs on the axis ``data``; ``total`` is the work on samples, ``samples`` what inputs with a batch dim are.
+    """Costs on the axis ``data``. ``total``: the work on samples. ``samples``: the specs of inputs with a batch dim.
 
-    ``alone``: the operators whose work does not count, above all those that no sample reaches. ``moved``: how much
-    dearer it is to bring samples elsewhere, or to give each rank a part of a weight, than to add up what they have:
-    else channels would be divided, and samples not.
+    ``alone``: the operators whose work does not count, mainly those that no sample reaches. ``moved``: the cost of
+    moving samples, or of giving each rank a part of a weight, relative to one sum over samples. If it were small,
+    channels would be divided instead of samples.
     """
 
     total: float
@@ -180,7 +182,8 @@ class BatchCosts:
         return 0.0
 
     def boundary(self, spec: TensorSpec, layout: Layout) -> float:
-        """Of two dims that would do, the first."""
+        """A tie-break that prefers the first of two possible batch dims, and the cost of an input with a batch dim read
+        whole."""
         if layout.is_shard:
             return _SLICE * layout.dim
         return _WHOLE if spec in self.samples else 0.0

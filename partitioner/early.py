@@ -1,9 +1,9 @@
-"""Points that a search evaluates first: a good plan known early spares most of what it would look at.
+"""Points that a search evaluates first: a good plan known early prunes most of the other candidates.
 
-Of each standard layout the best point, and leaner ones as long as these do not fit. For mixtures of experts besides
-the textbook layout with experts spread: ``tp`` inside a node, experts over as many ranks as hold them, few stages. From
-what is found the search goes on to neighbours that differ in one number (how states or experts are shared, ``tp``,
-microbatch, stages), as long as one is better.
+The best point of each standard layout comes first, and leaner points as long as these do not fit. For mixtures of
+experts the textbook layout with spread experts follows: ``tp`` inside a node, experts over as many ranks as hold them,
+few stages. From the plans found the search goes on to neighbours that differ in one number (sharding of states or
+experts, ``tp``, microbatch, stages), as long as one is better.
 """
 
 from __future__ import annotations
@@ -29,8 +29,12 @@ _MOST_STEPS = 40  # points that are evaluated on the way to better ones
 
 @dataclass
 class Early:
-    """Each point that :meth:`points` gives is evaluated, and :meth:`tell` called, before the next is asked for.
-    ``candidates``: those that may be evaluated; ``deadline``: from which on no better plan is looked for."""
+    """Source of the first points. The caller evaluates each point of :meth:`points` and calls :meth:`tell` before it
+    requests the next.
+
+    ``candidates``: the points that may be evaluated. ``deadline``: time (:func:`time.monotonic`) after which the search
+    for better plans ends. ``enough_s``: plans that take this long or longer are of no interest.
+    """
 
     space: Space
     candidates: Collection[Point]
@@ -41,7 +45,7 @@ class Early:
     _found: dict[Point, float | PartitionError] = field(default_factory=dict)
 
     def tell(self, point: Point, found: float | PartitionError) -> None:
-        """What became of a point: seconds of a step, or why it has none."""
+        """Record the outcome of a point: seconds of a step, or the reason why it has no plan."""
         self._found[point] = found
 
     def points(self) -> Iterator[Point]:
@@ -59,7 +63,8 @@ class Early:
         return min((s for s in self._found.values() if isinstance(s, float)), default=self.enough_s)
 
     def _first_that_fits(self, standard: Standard) -> Iterator[Point]:
-        """The first is for the report, whatever it takes; of others only what may be a better plan."""
+        """The points of a standard layout until one fits. The first is evaluated for the report, whatever it takes; the
+        others only if they may be better."""
         tried = 0
         for point in standard.points[: 1 if standard.excluded else None]:
             if tried and not self._is_worth(point):
@@ -70,7 +75,7 @@ class Early:
                 return
 
     def _is_worth(self, point: Point) -> bool:
-        """Whether a point may be a better plan, as far as is quickly said."""
+        """Whether a point may be a better plan, by its quick bounds."""
         if point in self._found or point not in self.candidates:
             return False
         try:
@@ -108,13 +113,14 @@ class Early:
                 return
 
     def _fitting(self, point: Point, error: CapacityError) -> int:
-        """A microbatch that is likely to fit, where what ``point`` lacks is ``error``: all but states grows with it."""
+        """A microbatch size that is likely to fit, given the shortage ``error`` of ``point``: all memory except states
+        is proportional to it."""
         room = self.bounds.capacity(point) - self.bounds.state_bytes(point)
         share = max(0.0, room) / max(1.0, room + error.missing_bytes)
         return min(point.microbatch_size - 1, max(1, int(point.microbatch_size * share)))
 
     def _climb(self, start: Point) -> Iterator[Point]:
-        """From a point that has a plan to better ones, the first that is found each time."""
+        """From a point that has a plan to better ones, taking the first improvement each time."""
         here = start
         while True:
             for point in self._beside(here):
@@ -130,7 +136,8 @@ class Early:
                 return
 
     def _beside(self, point: Point) -> Iterator[Point]:
-        """Its neighbours; those come first whose local graphs are the same, which are quickly planned."""
+        """The neighbours of ``point``. Neighbours with the same local graphs come first, since they are quick to
+        plan."""
         if point.dp > 1:
             yield from (point.sharing(zero) for zero in (3, 2, 1, 0))
         for ep in _next(divisors(self.space.experts), point.ep):

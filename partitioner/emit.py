@@ -1,16 +1,15 @@
 """From stages and a schedule to instructions: the program of all ranks.
 
-Requires: a local model (graphs with their collectives, one rank's shapes), a stage for each call, the layouts that were
-decided. Provides: a :class:`Program` in which
+Requires: a local model (graphs with their collectives, one rank's shapes), a stage for each call, the chosen layouts.
+Provides: a :class:`Program` in which
 
-* every stage computes for itself the calls that are shared, and totals once, before its pipeline starts;
-* a value travels from stage to stage, one hop at a time, as far as it is read, and its gradient travels back;
+* every stage runs the shared calls itself, and computes totals once, before its pipeline starts;
+* a value travels from stage to stage, one hop at a time, up to its last reader, and its gradient travels back;
 * gradients are reduced in buckets as soon as the last backward has made them, behind the rest of it;
 * every value and gradient is freed after its last use.
 
-No order of sends and receives waits in a circle as long as each (sender, receiver, direction) is a FIFO channel of its
-own, on which a transfer waits for nothing but its receive and the transfers before it: see
-:class:`runtime.program.Instruction`.
+Sends and receives never deadlock as long as each (sender, receiver, direction) is a FIFO channel of its own, on which a
+transfer waits only for its receive and for earlier transfers: see :class:`runtime.program.Instruction`.
 """
 
 from __future__ import annotations
@@ -59,12 +58,12 @@ from runtime.program import (
 
 @dataclass(frozen=True)
 class Layouts:
-    """Where the model's tensors live.
+    """Layouts of the model's tensors.
 
-    ``states``, ``values``: over ``tp`` (absent: whole); ``context``: values over ``cp``; ``experts``: states over
+    ``states``, ``values``: over ``tp`` (absent: whole). ``context``: values over ``cp``. ``experts``: states over
     ``ep``. ``grad_axes``: the axes over which a state's gradient is a partial sum after the last backward (absent:
     none). ``batch_dims``: the dim of each model input that is split over microbatches and ``dp`` (absent or ``None``:
-    read whole). ``batch``: for each value that leaves the model, how the microbatches' results make the whole:
+    read whole). ``batch``: for each value that leaves the model, how the microbatches' results are combined:
     ``S<dim>``, ``P`` or ``R`` (absent).
     """
 
@@ -103,16 +102,17 @@ def emit(
 ) -> Program:
     """The program of all ranks.
 
-    ``model``: blocks and ``values`` as one rank has them for one microbatch; ``states`` and ``inputs`` with their
-    global specs. ``stage_of_call``: the (virtual) stage of each of ``model.calls``, never falling; entries of shared
-    and prologue calls are ignored, since those run wherever they are read. ``virtual_stages``: on each rank, where the
-    schedule leaves it open. ``recompute``: indices of calls whose insides are computed again in backward rather than
-    kept; ``selective``: of which only ``again`` is, by block the names of nodes. ``bucket_bytes``: of gradients that
-    are reduced together. ``zero``: what the ranks that have the same states share of them; ``dp_shard``: so many of
-    ``dp`` (0: all); ``left_whole``: states that ``zero=3`` does not shard; ``reducing`` gradients. ``data_shares``,
-    ``fused_attention``, ``whole_scatter``, ``offload``: see :class:`Program`.
+    ``model``: blocks and ``values`` with one rank's shapes for one microbatch; ``states`` and ``inputs`` with their
+    global specs. ``stage_of_call``: the (virtual) stage of each of ``model.calls``, non-decreasing; entries of shared
+    and prologue calls are ignored, since those run wherever their results are read. ``virtual_stages``: number on each
+    rank, if the schedule leaves it open. ``recompute``: indices of calls whose activations are recomputed in backward
+    instead of kept. ``selective``: indices of calls of which only the nodes in ``again`` (names by block) are
+    recomputed. ``bucket_bytes``: bytes of gradients that are reduced together. ``zero``: the stage of state sharding;
+    ``dp_shard``: over so many ranks of ``dp`` (0: all). ``left_whole``: states that ``zero=3`` does not shard.
+    ``reducing``: how gradients are reduced. ``data_shares``, ``fused_attention``, ``whole_scatter``, ``offload``: see
+    :class:`Program`.
 
-    Raises :class:`EmitError` where the stages are no pipeline, and ``ScheduleError`` where the schedule cannot run.
+    Raises :class:`EmitError` if the stages do not form a pipeline, and ``ScheduleError`` if the schedule cannot run.
     """
     layouts = layouts or Layouts()
     sizes = {axis: mesh.get(axis, 1) for axis in MESH_AXES}
@@ -130,7 +130,7 @@ def emit(
     with_gradient = {s for added in flow.states for s in added}
 
     def shared(name: str, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """The axes whose ranks share a state; what has one element is not worth it."""
+        """The axes whose ranks shard a state; empty for scalars, which are not worth it."""
         state = model.states[name]
         if state.kind != "parameter" or not state.spec.shape or (zero < 3 and not train):
             return ()
@@ -148,14 +148,14 @@ def emit(
             tied.setdefault(state.stages, []).append(name)
 
     def limit(axes: tuple[str, ...]) -> int:
-        """Bytes that fill a bucket of what is added up over ``axes``."""
+        """Bytes that fill a bucket of gradients that are reduced over ``axes``."""
         return bucket_bytes or bucket_limit(math.prod(sizes_of_axes[axis] for axis in axes))
 
     calls = [tuple(_call(model, i) for i in here.calls) for here in routes.stages]
     kept = offloaded(offload, train)
 
     def lists(num_microbatches: int) -> list[tuple[tuple[Bucket, ...], tuple[Instruction, ...]]]:
-        """For each stage its buckets and instructions."""
+        """The buckets and instructions of each stage."""
         orders = timetable(schedule, num_stages, num_microbatches, virtual_stages).orders
         fetched = fetches(orders, routes, train)
         result = []
@@ -194,7 +194,7 @@ def emit(
         return result
 
     def chosen(s: int, calls: set[int]) -> tuple[int, ...]:
-        """The positions on stage ``s`` of those of ``calls`` that have a backward."""
+        """The positions on stage ``s`` of the ``calls`` that have a backward."""
         return tuple(p for p, i in enumerate(routes.stages[s].calls) if i in calls and flow.has_backward(i))
 
     whole, slim = set(recompute), set(selective) - set(recompute)
@@ -282,7 +282,8 @@ Lists = Sequence[tuple[tuple[Bucket, ...], Instructions]]  # of each stage
 
 
 def _grown(lists: Callable[[int], Lists], found: Steady | None, num_microbatches: int) -> Lists:
-    """The stages' lists; of many microbatches told from those of few, where the schedule has a steady state."""
+    """The stages' instruction lists. If the schedule has a steady state, the lists of many microbatches are derived
+    from lists of few."""
     if found is None:
         return lists(num_microbatches)
     result: list[tuple[tuple[Bucket, ...], Instructions]] = []
@@ -305,7 +306,7 @@ def _check_mesh(mesh: Mapping[str, int], objective: str, model: FoldedModel, dp_
 
 
 def _split(axes: Collection[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Those of ``axes`` that have more than one rank, in the mesh's order."""
+    """The ``axes`` that have more than one rank, in the mesh's order."""
     return tuple(a for a in ALL_AXES if a in axes and sizes[a] > 1)
 
 
@@ -323,7 +324,8 @@ def _states(
     sizes: Mapping[str, int],
     shared: Callable[[str, tuple[str, ...]], tuple[str, ...]],
 ) -> dict[str, StateData]:
-    """The states and the stages that read them; what no call reads is kept on stage 0, but for constants."""
+    """The states and the stages that read them. A state that no call reads is kept on stage 0, unless it is a
+    constant."""
     read: dict[str, set[int]] = {name: set() for name in model.states}
     for s, here in enumerate(routes.stages):
         for i in here.calls:

@@ -1,7 +1,7 @@
-"""Gradients that are reduced level by level, or in fewer bytes: which buckets, over which axes, in which turns.
+"""Hierarchical and compressed reduction of gradients: the steps (turns) of each bucket, and their axes and order.
 
-A bucket starts its first turn as soon as it is full, and each of the others behind the backward that comes next, so
-that none waits for the one before; what is left then comes at the end.
+A bucket starts its first turn as soon as it is full, and each further turn behind the next backward, so that no turn
+waits for the one before. The remaining turns come at the end.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _DATA = frozenset({"cp", *_INNER, *_OUTER.values()})  # axes whose ranks have gr
 
 @dataclass(frozen=True)
 class Reducing:
-    """How gradients are added up. ``inside``: ranks of ``dp``, neighbours, among which they are scattered before they
-    are added up over the others (0: all at once). ``compression``: of what goes over the outermost links.
-    """
+    """How gradients are reduced. ``inside``: number of neighbouring ranks of ``dp`` among which they are scattered
+    before the reduction over the others (0: one reduction over all). ``compression``: of the data on the outermost
+    links."""
 
     inside: int = 0
     compression: Compression | None = None
@@ -38,7 +38,7 @@ AT_ONCE = Reducing()
 
 
 def with_levels(bucket: PlannedBucket, shared: Sequence[str], sizes: Mapping[str, int], how: Reducing) -> PlannedBucket:
-    """``bucket``, whose states are ``shared`` over these axes, with its levels and turns."""
+    """``bucket`` with its levels and turns. ``shared``: the axes over which its states are sharded."""
     axes = tuple(a for a in ALL_AXES if a in bucket.axes and sizes[a] > 1)
     if not axes:
         return bucket
@@ -54,24 +54,25 @@ def with_levels(bucket: PlannedBucket, shared: Sequence[str], sizes: Mapping[str
 
 
 def inner_axes(axes: Sequence[str]) -> tuple[str, ...]:
-    """Of ``axes``, all that is among neighbours."""
+    """``axes`` restricted to neighbouring ranks: ``dp`` becomes its inner part, other axes stay."""
     return tuple(_INNER.get(axis, axis) for axis in axes)
 
 
 def outer_axes(axes: Sequence[str]) -> tuple[str, ...]:
-    """Of ``axes``, what lies between those neighbours."""
+    """The outer parts of ``axes``: those between the groups of neighbouring ranks."""
     return tuple(_OUTER[axis] for axis in axes if axis in _OUTER)
 
 
 def turn(stage: int, number: int, turn: Turn) -> Instruction:
-    """The instruction that takes a turn of a bucket's reduction."""
+    """The instruction for one turn of a bucket's reduction."""
     op, axes = turn
     over: dict[str, Any] = {} if op == "REDUCE" else {"axes": axes}
     return Instruction(op=op, stage=stage, bucket=number, gradients=op == "GATHER", **over)
 
 
 def with_turns(instructions: Sequence[Instruction], buckets: Sequence[PlannedBucket]) -> Iterator[Instruction]:
-    """``instructions`` with all further turns of buckets whose first one, or last SCATTER to shards, they have."""
+    """``instructions`` with the remaining turns of every bucket whose first turn, or last SCATTER to shards, they
+    contain."""
     started = {i.bucket: index for index, i in enumerate(instructions) if i.op in ("SCATTER", "REDUCE")}
     waiting: list[deque[Instruction]] = []  # of each bucket, what is left
     for index, i in enumerate(instructions):

@@ -1,4 +1,4 @@
-"""One candidate of the search, solved: its sharding, its stages, and what a step is expected to cost."""
+"""Solve one candidate of the search: its sharding, its stages, and the estimate of its step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ _EXCHANGES_FOLLOWED = 8  # of a schedule that is followed for each of them
 
 @dataclass(frozen=True)
 class Solved:
-    """A candidate's plan before it is written out."""
+    """A candidate's plan before it is emitted. ``least_s``: lower bound in seconds on all plans of the candidate, if
+    that is below ``enough_s``."""
 
     point: Point
     num_microbatches: int
@@ -62,7 +63,7 @@ class Solved:
 
 @dataclass
 class Evaluator:
-    """Solves candidates; what they share is solved once."""
+    """Solves candidates; results that candidates share are computed once."""
 
     job: Job
     host_lacks: bool = False  # whether a host's memory was too small for what a candidate offloads
@@ -83,13 +84,14 @@ class Evaluator:
         improved: bool = True,
         enough_s: float = math.inf,
     ) -> Solved:
-        """The best plan of one candidate; on ``devices`` by rank, where they are given. ``proven``: with a bound on
-        what its stages take, which for schedules that are followed takes as long as to find them; ``improved``: whether
-        their stages are cut anew to fill the pipeline. ``enough_s``: plans whose step takes as long are of no interest,
-        a bound of that is as good as any.
+        """The best plan of one candidate; on ``devices`` by rank, if they are given.
 
-        Raises :class:`PlanError` (:class:`CapacityError` where memory does not suffice) or
-        :class:`passes.errors.UnsupportedError` where there is none.
+        ``proven``: with a lower bound on the stages, which for simulated schedules takes as long as finding them.
+        ``improved``: search other cuts of simulated schedules to fill the pipeline. ``enough_s``: plans whose step
+        takes this long or longer are of no interest, and a bound of this value is tight enough.
+
+        Raises :class:`PlanError` (:class:`CapacityError` if memory does not suffice) or
+        :class:`passes.errors.UnsupportedError` if there is no plan.
         """
         job = self.job
         if point in job.refused:
@@ -135,12 +137,12 @@ class Evaluator:
 
     @property
     def afresh(self) -> Evaluator:
-        """The same, but for what was told of placements while others were to be beaten."""
+        """Copy of this evaluator without the history of shares tried on placements."""
         return replace(self, _records=defaultdict(Record))
 
     def _likely(self, point: Point) -> Callable[[Machine], float]:
-        """Seconds of a step under 1F1B, which a formula says: what placements of a schedule that is followed differ in,
-        collectives and what follows the pipeline, is the same. Infinite where it does not fit."""
+        """Function from a placement to seconds of a step under 1F1B, which has a formula; infinite if it does not fit.
+        Collectives and the end of the step, in which placements differ, are equal under a simulated schedule."""
         judge = self._judge(replace(point, schedule="1f1b", virtual_stages=1), proven=False)
 
         def seconds(machine: Machine) -> float:
@@ -157,8 +159,8 @@ class Evaluator:
         return complete and (nested or not self.job.goes_apart(point))  # nested replicas are all alike
 
     def is_in_vain(self, point: Point, enough_s: float) -> bool:
-        """Whether none of the placements that :meth:`solve` tries is expected to take less than ``enough_s``. Raises as
-        it does."""
+        """Whether none of the placements that :meth:`solve` tries is expected to take less than ``enough_s`` seconds.
+        Raises the exceptions of :meth:`solve`."""
         if self.placements.complete(point.grid):
             return False  # a bound says it
         judge = self._judge(point)
@@ -172,12 +174,12 @@ class Evaluator:
         return Judge(self.job, point, local, costs, states, reference, self._check_offload, proven, enough_s, record)
 
     def floor(self, point: Point, size: int) -> Floor | None:
-        """Seconds that each block takes a microbatch of ``point`` at least, forward and backward, wherever its ranks
-        are: its share of what one of ``size`` samples takes. ``None`` where nothing can be said.
+        """Lower bound on the forward and backward seconds of one microbatch of ``point`` in each block, wherever its
+        ranks are: the point's share of a microbatch of ``size`` samples. ``None`` if nothing can be said.
 
-        Per sample a smaller microbatch takes no less time than a larger one, since each cost is a start-up plus
-        something that grows no faster than the batch, as long as whatever divides the smaller divides the larger; and
-        as long as it is priced on what it was chosen for.
+        Per sample a smaller microbatch takes no less time than a larger one: each cost is a start-up plus a term that
+        grows at most linearly with the batch. This holds if every divisor of the smaller size divides the larger, and
+        if the sharding is priced on the devices and groups that it was chosen for.
         """
         if size != point.microbatch_size and not self._is_at_best(point):
             return None
@@ -189,13 +191,13 @@ class Evaluator:
         return found and found.each(lambda seconds: {n: (a * share, b * share) for n, (a, b) in seconds.items()})
 
     def expect(self, floors: Iterable[tuple[Point, int]], shardings: Iterable[tuple[Point, int]]) -> None:
-        """The floors that will be asked for, and those whose shardings alone will be: points and sizes, each about in
-        this order."""
+        """Announce the floors that will be needed, and the shardings that will be needed alone: pairs of a point and a
+        microbatch size, approximately in the order of use."""
         wanted = (self._wanted(p, size, self._is_whole(p, size)) for p, size in shardings)
         self.locals.expect(wanted, self._readings(floors))
 
     def wish(self, point: Point, size: int) -> None:
-        """The floor of this one will be asked for soon."""
+        """Announce that the floor of ``point`` and ``size`` will be needed soon."""
         self.locals.wish(self._wanted(point, size, self._is_whole(point, size)))
 
     def _readings(self, floors: Iterable[tuple[Point, int]]) -> Iterator[Reading]:
@@ -206,7 +208,7 @@ class Evaluator:
                     yield key, self._wanted(*asked)[0], partial(self._floor, *asked)
 
     def _asked(self, point: Point, size: int) -> tuple[Hashable, tuple[Point, int, bool]]:
-        """What has the same floor, and of which of these it is computed."""
+        """Key of the points with equal floors, and the arguments from which that floor is computed."""
         whole = self._is_whole(point, size)
         if point.zero < 3:  # which take as long, but for who waits for whom
             point = replace(point, zero=point.zero if self._mixed and point.zero == 2 else 0, dp_shard=0)
@@ -214,21 +216,21 @@ class Evaluator:
         return key, (point, size, whole)
 
     def least(self, point: Point) -> tuple[FoldedModel, Costs, dict[str, StateCost]]:
-        """What a rank runs, what that takes at least on any placement, and its states. Raises as :meth:`solve` does,
-        but for what becomes of experts."""
+        """The local model of a point, a lower bound on its costs on any placement, and its states. Raises the
+        exceptions of :meth:`solve`, except those about experts."""
         local, costs, states = self.own(point)
         return local.model, fastest(self._every(point, costs)), states
 
     def least_beside(self, point: Point) -> tuple[FoldedModel, Costs, dict[str, StateCost]] | None:
-        """The same for all that differ from ``point`` in ZeRO and take no less memory. ``None`` where ZeRO decides
-        more than that, and what gathering weights adds."""
+        """The result of :meth:`least` for all points that differ from ``point`` in ZeRO alone and take no less memory.
+        ``None`` if devices differ, since ZeRO then decides more than memory and weight gathers."""
         if self._mixed:
             return None
         model, costs, _ = self.least(point.sharing(0))
         return model, costs, self.own(point)[2]
 
     def own(self, point: Point) -> tuple[LocalModel, SeatCosts, dict[str, StateCost]]:
-        """A point's own sharding, with what calls take and what states cost."""
+        """The local model of a point's own sharding, the costs of its calls, and the costs of its states."""
         key, local = self._local(point)
         return local, self._seat_costs(key, local), self._states(point, key, local)
 
@@ -238,7 +240,7 @@ class Evaluator:
         return key, self.locals.at(key, num_microbatches)
 
     def _check_offload(self, expected: Estimate, machine: Machine) -> None:
-        """Raise :class:`CapacityError` where hosts, or their disks, have no room for what is offloaded."""
+        """Raise :class:`CapacityError` if hosts, or their disks, have no room for the offloaded data."""
         topology, devices = self.job.topology, machine.device_of_rank
         held = [s for s, ranks in zip(expected.stages, stage_ranks(machine.mesh), strict=True) for _ in ranks]
         try:
@@ -250,13 +252,13 @@ class Evaluator:
             check_disks(topology, devices, [stage.disk for stage in held])
 
     def _split_of(self, point: Point) -> FoldedModel:
-        """One microbatch, before its sequence is shared over ``cp``."""
+        """The model for one microbatch, before its sequence is sharded over ``cp``."""
         num_microbatches = point.num_microbatches(self.job.global_batch)
         return self.locals.split(point, point.parts(self.job.global_batch), num_microbatches == 1)
 
     def _every(self, point: Point, costs: SeatCosts) -> list[Costs]:
-        """What calls take on the stages of all placements that are tried, each once; where there are others, on what
-        none of them is better than."""
+        """The distinct costs of calls on the stages of all placements that are tried. If there are other placements,
+        the costs on the best devices and groups instead."""
         if not self.placements.complete(point.grid):
             return self._at_best(point, costs)
         machines = [self.job.dressed(machine, point) for machine in self.placements.candidates(point.grid)]
@@ -264,7 +266,7 @@ class Evaluator:
         return list({id(of): of for machine in machines for of in each(machine)}.values())
 
     def _at_best(self, point: Point, costs: SeatCosts) -> list[Costs]:
-        """What calls take on every kind of device, over the best groups that there could be."""
+        """Costs of calls on every device type, over the best groups that any placement could have."""
         one_each = point.parts(self.job.global_batch) == point.dp
         all_wait = point.pp == 1 and (one_each or not self.job.goes_apart(point))
         best = partial(self.placements.best_group, everywhere=all_wait)
@@ -276,11 +278,11 @@ class Evaluator:
 
     @property
     def _mixed(self) -> bool:
-        """Whether devices differ in how fast they are."""
+        """Whether devices have different speeds."""
         return len(self.job.topology.paces[0]) > 1
 
     def _is_at_best(self, point: Point) -> bool:
-        """Whether what calls take at least is on the devices and over the groups that their sharding is chosen for."""
+        """Whether the lower bound on calls is for the devices and groups that their sharding is chosen for."""
         if self.placements.complete(point.grid):
             return True
         groups = dict(self.locals.reference_seat(point.tp, point.cp).groups).values()
@@ -298,7 +300,7 @@ class Evaluator:
         return Floor(best, tuple(self._through(local, of_kind) for of_kind in kinds))
 
     def _through(self, local: LocalModel, costs: Costs) -> Seconds:
-        """What blocks of the whole model take, which may be others than the local model's."""
+        """Least seconds of each block of the whole model. Its blocks may differ from the local model's."""
         least = {name: (cost.forward_total_s, cost.backward_total_s) for name, cost in costs.items()}
         of_path = {call.path: least[call.block] for call in local.model.calls if not call.prologue}
         found: dict[str, tuple[float, float]] = {}
@@ -312,13 +314,13 @@ class Evaluator:
         return whole and self.locals.coupled
 
     def _wanted(self, point: Point, size: int, whole: bool) -> Wanted:
-        """The local model that a floor is read off."""
+        """The local model from which a floor is read."""
         parts = self.job.global_batch // size
         dp = point.dp if whole or (parts % point.dp == 0 and parts > point.dp) else 1
         return self.locals.key(point, parts, whole or parts == 1), parts // dp
 
     def _check_experts(self, point: Point) -> None:
-        """Raise :class:`PlanError` where the graph does not let experts be spread as ``point`` says."""
+        """Raise :class:`PlanError` if the graph does not allow the spread of experts in ``point``."""
         apart = point.ep == 1 and point.expert_tp != point.tp
         if self.job.num_experts and (apart or point.tp % point.expert_tp):
             expected = f"{point.tp}, as many as share all else" if apart else f"a divisor of tp={point.tp}"
@@ -343,7 +345,7 @@ class Evaluator:
         self._spread.add((point.ep, key))
 
     def _states(self, point: Point, key: LocalKey, local: LocalModel) -> dict[str, StateCost]:
-        """What states cost a rank, which does not depend on where it is."""
+        """Costs of states on a rank, which do not depend on the placement."""
         held = point.dp > 1, point.kind, point.zero and (point.zero, point.sharers, point.expert_sharers), key
         if held not in self._held:
             job = self.job

@@ -1,4 +1,4 @@
-"""Lower bounds of the points of a search, the cheapest first: the relaxed model's, and those of actual shardings."""
+"""Lower bounds of the points of a search, cheapest first: those of the relaxed model, and those of actual shardings."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ _activations_kind = attrgetter("pp", "dp", "cp", "tp", "ep", "microbatch_size") 
 
 
 class Floors:
-    """What the search asks of bounds, for ``points``, and for those like them that ``space`` has besides.
+    """The bounds that the search needs for ``points``, and for the other points of their families in ``space``.
 
-    The relaxed model knows no collectives. A sharding that is solved for the largest microbatch says what they take at
-    least in smaller ones too, so that one sharding bounds all points of a width of ``tp``; the point's own says more.
+    The relaxed model has no collectives. A sharding solved for the largest microbatch gives a lower bound on the
+    collectives of smaller ones, too, so one sharding bounds all points with one size of ``tp``. The point's own
+    sharding gives a tighter bound.
     """
 
     def __init__(self, bounds: ModelBounds, evaluator: Evaluator, points: Sequence[Point], space: Space) -> None:
@@ -56,7 +57,8 @@ class Floors:
         self._scales = not any(device.memory_sizes for device in evaluator.job.topology.types.values())
 
     def times(self, points: Sequence[Point]) -> NDArray[np.float64]:
-        """Of all points at once. What the best of the first ones will ask for may be worked on ahead."""
+        """Lower bounds in seconds on all points at once, shape ``[points]``. The first call also starts background work
+        on the shardings that the best points will need."""
         found = self.bounds.times(points)
         if len(points) > 1 and not self._expected:
             self._expected = True
@@ -64,7 +66,8 @@ class Floors:
         return found
 
     def _expect(self, points: Sequence[Point]) -> None:
-        """The shardings that bound the first ones first: by the largest microbatches, and then each point's own."""
+        """Request the shardings that bound the first points: those of the largest microbatches, then each point's
+        own."""
         first: dict[tuple[int, ...], Point] = {}
         for point in points:
             first.setdefault((point.tp, point.cp, point.ep, point.etp, point.microbatch_size), point)
@@ -73,17 +76,17 @@ class Floors:
         self.evaluator.expect(self._of_families(points), [*largest, *((p, p.microbatch_size) for p in fit)])
 
     def _of_families(self, points: Sequence[Point]) -> Iterator[tuple[Point, int]]:
-        """The points and sizes of what :meth:`_of_largest` will ask for."""
+        """The points and microbatch sizes that :meth:`_of_largest` will need."""
         for family in dict.fromkeys(map(self.family, points)) if self._scales else ():
             if family.microbatch_size in self._sizes[family.tp] and not family.tp == family.cp == family.ep == 1:
                 yield family, self._largest(family)
 
     def family(self, point: Point) -> Point:
-        """What points that are bounded together have in common: all but ZeRO."""
+        """Key of the points that are bounded together: the point without ZeRO."""
         return point.sharing(0)
 
     def members(self, points: Sequence[Point]) -> Sequence[Point]:
-        """All points of the family of some: also those whose states are shared by a part of ``dp``."""
+        """All points of the family of ``points``, including those whose states are sharded over a part of ``dp``."""
         point = points[0]
         key = point.dp, point.cp, point.tp  # all that they depend on
         if key not in self._parts:
@@ -92,21 +95,24 @@ class Floors:
 
     @property
     def together(self) -> Sequence[Callable[[Sequence[Point], float], float]]:
-        """Bounds of a family: even stages, then the best ones in the least memory that any of it takes, by the largest
-        microbatch's sharding; then both by its own."""
+        """Bounds of a family: even stages, then the best stages in the least memory of any member, by the largest
+        microbatch's sharding; then both by the family's own sharding."""
         return self._even, self._leanest, self._own_even, self._own_lean
 
     @cached_property
     def steps(self) -> Sequence[Callable[[Point, float], float]]:
-        """Bounds of one point, one tighter than the other: whether states fit; even stages that gather weights, then
-        the best ones, by the largest microbatch's sharding; then both by its own, the best ones first in the least
-        memory that any of the family takes; and plans where all nodes are alike, if not all placements are tried."""
+        """Bounds of one point, increasingly tight.
+
+        First, whether the states fit. Then even stages with weight gathers, and the best stages, by the largest
+        microbatch's sharding. Then both by the point's own sharding, the best stages first in the least memory of any
+        family member. Last, plans on a cluster of equal nodes, if not all placements are tried.
+        """
         relaxed = self._held, self._gathered, self._staged, self._thoroughly
         return *relaxed, self._own, self._own_leanest, self._own_staged, self._alike.quickly
 
     def of_point(self, point: Point, enough_s: float = np.inf) -> float:
-        """The tightest bound of a point that has a plan, wherever its ranks are; ``enough_s``: a bound of that is as
-        good as any."""
+        """The tightest lower bound in seconds on a point that has a plan, wherever its ranks are. ``enough_s``: a bound
+        of this value is tight enough."""
         floor, own = self.evaluator.floor(point, point.microbatch_size), self.evaluator.least(point)
         even = self.bounds.with_floor([point], floor) if floor else 0.0
         try:
@@ -119,7 +125,7 @@ class Floors:
         return max(self.bounds.refine(point), even, stages, self._own_staged(point, np.inf), alike)
 
     def shortage(self, point: Point) -> CapacityError | None:
-        """What a point lacks at least on which stage, if its states alone are too large."""
+        """The shortage of a point whose states alone are too large, with the stage; ``None`` for other points."""
         try:
             self.bounds.refine(point)
         except CapacityError as error:
@@ -137,7 +143,7 @@ class Floors:
         return self.bounds.with_floor(points, floor) if floor else 0.0
 
     def _leanest(self, points: Sequence[Point], enough_s: float) -> float:
-        """The best stages in the least memory that any of them takes."""
+        """Lower bound in seconds from the best stages in the least memory of any member."""
         key = self.family(points[0])
         if not is_plain(key.schedule, key.virtual_stages):
             return self._roomy(points, enough_s)
@@ -159,7 +165,7 @@ class Floors:
         return self.bounds.staged(points, found)
 
     def _own_even(self, points: Sequence[Point], _: float) -> float:
-        """As without ZeRO, which takes no longer."""
+        """Lower bound in seconds without ZeRO, which is never slower, by the family's own sharding."""
         if self._says_most(points[0]):
             return 0.0  # said before
         floor = self.evaluator.floor(self.family(points[0]), points[0].microbatch_size)
@@ -182,7 +188,7 @@ class Floors:
         return self.bounds.with_floor([point], floor) if floor else 0.0
 
     def _scattered(self, point: Point) -> float:
-        """Under ZeRO-2 gradients are scattered behind every backward."""
+        """Lower bound in seconds under ZeRO-2, where gradients are scattered after every backward."""
         job, m = self.evaluator.job, int(self.bounds.rounds(point))
         if m == 1 or not job.train or job.constraints.grad_compression is not None or self.bounds.may_differ(point):
             return 0.0
@@ -204,8 +210,8 @@ class Floors:
         return self.bounds.staged([point], least)
 
     def _has_room(self, point: Point) -> bool:
-        """Whether even stages have so much room that it hardly matters what states take, and nothing else does of what
-        sets it apart from its family."""
+        """Whether even stages have so much room that memory hardly matters, and nothing else distinguishes the point
+        from its family."""
         if point.zero == 3 or not isinstance(self._shared.get(self.family(point)), LeastTime):
             return False
         flying = most_in_flight(point.schedule, point.pp, int(self.bounds.rounds(point)))
@@ -214,8 +220,8 @@ class Floors:
         return needed <= self.bounds.capacity(point)
 
     def _roomy(self, points: Sequence[Point], enough_s: float) -> float:
-        """Of a schedule that is followed: what must be made again for all of it to fit on all ranks together, none of
-        which computes for longer than the step takes."""
+        """Lower bound in seconds for a simulated schedule: enough recomputation that everything fits on all ranks
+        together, none of which computes for longer than the step."""
         point = min(points, key=self.bounds.state_bytes)
         job = self.evaluator.job
         if not job.train or point.pp == 1 or job.constraints.offload:
@@ -233,7 +239,7 @@ class Floors:
         known = float(np.min(shared(shared=True)))  # what the largest call takes, that of others is not added to
 
         def of_steps(limit_s: float) -> float:
-            """What no step that takes ``limit_s`` at most can go below."""
+            """Lower bound on the steps that take at most ``limit_s`` seconds."""
             again = needs.seconds_again(ranks, job.constraints.recompute, limit_s / least * speed)
             return known + m / speeds * again
 
@@ -248,8 +254,8 @@ class Floors:
         return self._needs[key]
 
     def again_s(self, point: Point) -> float:
-        """Seconds of a step in which activations are made again, roughly: where stages are even, and all ranks hold as
-        many of them as the fullest. Raises where the point has no plan."""
+        """Approximate seconds of recomputation in a step, for even stages on ranks that all hold as many microbatches
+        as the fullest. Raises :class:`PartitionError` if the point has no plan."""
         model, of_block, _ = self.evaluator.least(point)
         costs = [of_block[call.block] for call in model.calls if not call.prologue]
         m, (_, speeds) = self.bounds.rounds(point), self.bounds.speeds(point)
@@ -268,7 +274,8 @@ class Floors:
         return float(m / speeds * seconds)
 
     def _thoroughly(self, point: Point, enough_s: float) -> float:
-        """The same, where only stages that are far from even may fit."""
+        """Lower bound by a thorough search of the stages, for points of which the quick search found no stages that
+        fit."""
         if point not in self._unseen:
             return 0.0
         return self.bounds.staged([point], self.bounds.relaxed(point, self._of_all(point), enough_s=enough_s))
@@ -280,7 +287,7 @@ class Floors:
         return self.bounds.with_floor([point], floor) if floor else 0.0
 
     def _says_most(self, point: Point) -> bool:
-        """Whether its own sharding is the one that bounds others of its width."""
+        """Whether the point's own sharding is the one that bounds other points with its size of ``tp``."""
         return self._scales and point.microbatch_size == self._largest(point)
 
     def _own_leanest(self, point: Point, enough_s: float) -> float:
@@ -291,7 +298,8 @@ class Floors:
         return self.bounds.staged([point], found) if found else 0.0
 
     def _of_leanest(self, leanest: Point, enough_s: float) -> LeastTime | None:
-        """What no stages of a family go below, of which ``leanest`` takes the least memory. Raises where it does."""
+        """Lower bound on the stages of a family, in the memory of ``leanest``, its member with the least memory. Raises
+        the exceptions of ``leanest``."""
         if leanest not in self._own_shared:
             try:
                 least = self.evaluator.least_beside(leanest)
@@ -309,7 +317,7 @@ class Floors:
         return self.bounds.staged([point], self.bounds.least(point, *self.evaluator.least(point), enough_s=enough_s))
 
     def _of_all(self, point: Point) -> Floor | None:
-        """What the largest microbatch says, and what gathering weights takes for any."""
+        """The floor by the largest microbatch's sharding, with the weight gathers of the point."""
         return self._gathers.beside(self._of_largest(self.family(point)), point)
 
     def _of_largest(self, point: Point) -> Floor | None:
@@ -318,10 +326,11 @@ class Floors:
         return self.evaluator.floor(point, self._largest(point))
 
     def _largest(self, point: Point) -> int:
-        """The largest microbatch that a device can hold and that says something of the point's: a multiple that, like
-        it, can or cannot be divided by ``tp``, which decides whether the batch itself may be sharded.
+        """The largest microbatch size that a device can hold and whose sharding bounds the point's: a multiple of the
+        point's size that is divisible by ``tp`` exactly if the point's size is, since that decides whether the batch
+        itself may be sharded.
 
-        That of the fewest stages is smaller, and says more, where it says anything.
+        The largest size of the fewest stages is smaller and gives a tighter bound, where it is such a multiple.
         """
         size, tp = point.microbatch_size, point.tp
         known = [s for s in self._sizes[tp] if s % size == 0 and (s % tp == 0) == (size % tp == 0)]

@@ -1,4 +1,4 @@
-"""What is to be planned, and what follows from it."""
+"""The planning job: model, batch, cluster and constraints, and figures derived from them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ from passes.blocks import FoldedModel
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be planned. ``model`` is the folded model of the whole batch, or of one group where samples meet in
-    groups, marked with its gradients; ``reserve``: bytes of every rank that are to stay free, with ``reserves`` of
-    single points; ``refused``: points whose programs are known not to fit; ``simulated``: seconds of a step of points
-    whose programs take longer than their estimates."""
+    """The planning job.
+
+    ``model``: the folded model of the whole batch, or of one group if samples interact within groups, marked with its
+    gradients. ``reserve``: bytes of every rank that stay free. ``reserves``: further reserved bytes of single points.
+    ``refused``: points whose programs are known not to fit. ``simulated``: seconds of a step of points whose programs
+    take longer than their estimates.
+    """
 
     model: FoldedModel
     batch: ShardingSolution
@@ -41,7 +44,7 @@ class Job:
     simulated: Mapping[Point, float] = field(default_factory=dict[Point, float])
 
     def dressed(self, machine: Machine, point: Point) -> Machine:
-        """``machine``, over which the point's mesh is laid, with what else the point says."""
+        """``machine``, on which the point's mesh is placed, with the other settings of the point and the job."""
         return replace(
             machine,
             precision=self.precision,
@@ -70,39 +73,39 @@ class Job:
 
     @property
     def remade(self) -> Remade:
-        """What selective recomputation makes again."""
+        """The kind of nodes that selective recomputation recomputes."""
         asked = self.constraints.recompute
         return asked if asked in ("scores", "alternate") else "selective"
 
     @property
     def made_again(self) -> Remade | None:
-        """The same; ``None`` where nothing may be made again in part."""
+        """:attr:`remade`; ``None`` if selective recomputation is excluded."""
         return None if self.constraints.recompute in ("none", "full") else self.remade
 
     @property
     def samples(self) -> int:
-        """Those that ``model`` is of."""
+        """Number of samples in the graphs of ``model``."""
         return self.constraints.group_size or self.global_batch
 
     def goes_apart(self, point: Point) -> bool:
-        """Whether ranks of ``dp`` wait for each other only at the end of a step, so that faster ones may do more of it:
-        under ZeRO 2 and 3 they do in each microbatch."""
+        """Whether ranks of ``dp`` wait for each other only at the end of a step, so that faster ones may do more work.
+        Under ZeRO 2 and 3 they wait in each microbatch."""
         return not self.model.updates and point.dp > 1 and point.zero < 2 and point.shares_out
 
     def batch_of(self, ep: int) -> ShardingSolution:
-        """How the batch is split where experts are spread over ``ep`` ranks."""
+        """The split of the batch if experts are spread over ``ep`` ranks."""
         return self.batch if ep == 1 else self.expert_batch
 
     @cached_property
     def expert_batch(self) -> ShardingSolution:
-        """:attr:`batch`, or another split where that cuts the experts' work otherwise than by rows."""
+        """:attr:`batch`, or another split if :attr:`batch` divides the experts' work otherwise than by rows."""
         if self.constraints.group_size is not None:
             return self.batch  # nothing is cut within a group
         return spread_batch(self.model, self.batch, self.global_batch)
 
     @cached_property
     def gradient_bytes(self) -> int:
-        """Of all gradients of parameters."""
+        """Bytes of all gradients of the model."""
         short = bool(self.constraints.short_gradients)
         return sum(gradient_bytes(s.spec, short) for s in self.model.states.values() if s.requires_grad)
 
@@ -117,12 +120,12 @@ class Job:
 
     @cached_property
     def num_experts(self) -> int:
-        """Of the layer that has most."""
+        """Number of experts in the layer with the most; 0 without experts."""
         return max((count for _, count in self._experts.values()), default=0)
 
     @cached_property
     def common_experts(self) -> int:
-        """Ranks that share all layers' experts evenly are a divisor of this; 0 without experts."""
+        """A number that the ranks sharing all layers' experts evenly must divide; 0 without experts."""
         return common_experts(self._experts)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What a step takes on one placement: its stages cut, its batch shared out, and all of it priced."""
+"""The best plan and step time on one placement: cut into stages, divide the batch, and price the step."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _POOR, _SEEN = 1.03, 2  # times the step of the best shares; on so many placemen
 
 
 class Judged(NamedTuple):
-    """Stages that were cut for a placement, the step's estimate, and the microbatches of each rank of ``dp`` (empty:
-    all have as many)."""
+    """The stages of a placement, the step's estimate, and the microbatches of each rank of ``dp`` (empty: all ranks
+    have equally many)."""
 
     problem: StageProblem
     split: StageSplit
@@ -45,21 +45,21 @@ class Judged(NamedTuple):
 
     @property
     def calls(self) -> list[list[int]]:
-        """That each stage runs, by what the local model numbers them."""
+        """The calls of each stage, as indices into the local model's calls."""
         parts = ([(part.start, part.stop) for part in stage.parts or (stage,)] for stage in self.split.stages)
         return [[call.index for pair in pairs for call in self.problem.calls[slice(*pair)]] for pairs in parts]
 
 
 def virtual_ranks(point: Point) -> tuple[int, ...]:
-    """Of each virtual stage, of a schedule that is followed; empty where a formula says what it takes."""
+    """The rank of each virtual stage, for a schedule that is simulated; empty for a schedule with a formula."""
     return () if is_formula(point.schedule) else ranks_of(point.schedule, point.pp, point.virtual_stages)
 
 
 def split_of(
     problem: StageProblem, point: Point, *, proven: bool = True, improved: bool = True, enough_s: float = math.inf
 ) -> StageSplit:
-    """The best stages of ``problem`` under the schedule of ``point``; see
-    :func:`partitioner.solve.virtual.solve_virtual`, also for what is raised."""
+    """The best stages of ``problem`` under the schedule of ``point``. Arguments and exceptions are those of
+    :func:`partitioner.solve.virtual.solve_virtual`."""
     if is_formula(point.schedule):
         return solve_stages(problem)
     schedule = point.schedule, point.pp, point.virtual_stages
@@ -68,31 +68,34 @@ def split_of(
 
 @dataclass
 class Record:
-    """What shares of the batch came to on the placements of one mesh, by the numbers of microbatches that there are."""
+    """History of step times with different shares of the batch on the placements of one mesh. Shares with equal sorted
+    counts are one."""
 
     _ratios: dict[Shares, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def tell(self, steps: Mapping[Shares, float]) -> None:
-        """Seconds of a step with the shares that were tried on one placement."""
+        """Record the seconds of a step with the shares that were tried on one placement."""
         best = min(steps.values(), default=math.inf)
         for kind, step in {tuple(sorted(shares)): step for shares, step in steps.items()}.items():
             self._ratios[kind].append(step / best)
 
     def is_poor(self, shares: Shares) -> bool:
-        """Whether others were clearly better wherever these were tried."""
+        """Whether other shares were clearly better on every placement where ``shares`` were tried."""
         found = self._ratios.get(tuple(sorted(shares)), [])
         return len(found) >= _SEEN and min(found) > _POOR
 
 
 @dataclass
 class Judge:
-    """Prices placements of ``point``. ``local``, ``costs``, ``states``: what a rank runs, what that takes, what it
-    holds; ``reference``: the seat that the sharding is chosen for; ``check``: raises where hosts lack memory for what
-    is offloaded. ``proven``, ``improved``, ``enough_s``: see :meth:`partitioner.evaluate.Evaluator.solve`; ``record``:
-    of the shares that points of the same pipelines were tried with.
+    """Prices placements of ``point``.
 
-    ``leasts``: for each placement that was judged, what no plan on it goes below; ``asked``: which these are, by
-    identity.
+    ``local``: the local model of a rank. ``costs``: its costs. ``states``: the costs of its states. ``reference``: the
+    seat that the sharding is chosen for. ``check``: raises if hosts lack memory for offloaded data. ``proven``,
+    ``improved``, ``enough_s``: see :meth:`partitioner.evaluate.Evaluator.solve`. ``record``: history of the shares
+    tried for points with the same pipelines.
+
+    ``leasts``: for each judged placement, a lower bound in seconds on its plans. ``asked``: the identities of the
+    judged machines.
     """
 
     job: Job
@@ -115,7 +118,7 @@ class Judge:
         return Sharing(self.job, self.point, self.local, self.costs)
 
     def __call__(self, machine: Machine) -> tuple[float, Judged]:
-        """Seconds of a step on ``machine``, and the plan. Raises :class:`PlanError` where there is none."""
+        """Seconds of a step on ``machine``, and the plan. Raises :class:`PlanError` if there is none."""
         self.asked.add(id(machine))
         machine = self.dressed(machine)
         step, best, least = math.inf, None, math.inf
@@ -150,8 +153,7 @@ class Judge:
         return step, best
 
     def _by_least(self, machine: Machine) -> list[tuple[float, Shares]]:
-        """The microbatches of each rank of ``dp`` that are tried, by what they do not go below, as far as it is quick
-        to know."""
+        """The shares that are tried first, each with a quick lower bound in seconds, in increasing order."""
         shares = self._sharing.first(machine)
         if len(shares) == 1 or not self._has_floor:
             return [(0.0, each) for each in shares]
@@ -159,11 +161,11 @@ class Judge:
 
     @property
     def _has_floor(self) -> bool:
-        """Whether stages are followed, and are one on each rank."""
+        """Whether the schedule is simulated and has one stage on each rank; then a quick lower bound exists."""
         return not is_formula(self.point.schedule) and is_plain(self.point.schedule, self.point.virtual_stages)
 
     def _judged(self, machine: Machine, shares: Shares) -> tuple[float, Judged, float]:
-        """Seconds of a step in which ranks of ``dp`` have as many microbatches, the plan, and what none goes below."""
+        """Seconds of a step with ``shares`` of the batch, the plan, and a lower bound in seconds on its stages."""
         job, point = self.job, self.point
         problem, held, shares = self._problem(machine, shares)
         ranks = virtual_ranks(point)
@@ -187,7 +189,7 @@ class Judge:
         return cut.step_s, Judged(problem, cut.split, cut.priced, shares), cut.least_s
 
     def _problem(self, machine: Machine, shares: Shares) -> tuple[StageProblem, Mapping[str, StateCost], Shares]:
-        """What is cut into stages on ``machine``, the states there, and the microbatches of each rank of ``dp``."""
+        """The stage problem on ``machine``, the costs of its states, and the microbatches of each rank of ``dp``."""
         job, point = self.job, self.point
         held = with_lost(self.states, lost_by(machine, job.constraints))
         costs_by_stage = self._sharing.by_stage(machine, shares)
@@ -209,14 +211,14 @@ class Judge:
         return problem, held, shares
 
     def least(self, machine: Machine, enough_s: float = 0.0) -> float:
-        """Seconds that no plan on ``machine`` goes below; whether that is less than ``enough_s`` is found out as far as
-        it is quick. Infinite where no stages fit."""
+        """Lower bound in seconds on every plan on ``machine``; infinite if no stages fit. It is refined, as far as that
+        is quick, to find out whether it reaches ``enough_s``."""
         dressed = self.dressed(machine)
         return self._sharing.least(dressed) if self._sharing.is_free(dressed) else self.expected(machine, enough_s)
 
     def expected(self, machine: Machine, enough_s: float = 0.0) -> float:
-        """As :meth:`least`, and more where other shares than those that are tried first would have to gain more than
-        they do."""
+        """Estimated lower bound in seconds on ``machine``: at least :meth:`least`. It assumes that other shares gain at
+        most a fixed fraction over those that are tried first."""
         machine = self.dressed(machine)
         quick = self._sharing.least(machine)
         if quick >= enough_s or not self._has_floor:
@@ -226,7 +228,8 @@ class Judge:
         return max(quick, first * left)
 
     def _least_of(self, machine: Machine, shares: Shares, enough_s: float) -> float:
-        """What stages that are followed do not go below where ranks of ``dp`` have as many microbatches."""
+        """Lower bound in seconds on a step of simulated stages with ``shares`` of the batch; infinite if no stages
+        fit."""
         problem, held, _ = self._problem(machine, shares)
         try:
             found = least_time(self._followed(problem), enough_s, quick=True)
@@ -237,13 +240,13 @@ class Judge:
         return pipeline_s + least_update(problem, held, machine)
 
     def dressed(self, machine: Machine) -> Machine:
-        """``machine`` with what else the point says: one and the same object each time."""
+        """``machine`` with the other settings of the point; one object for each machine."""
         if id(machine) not in self._dressed:  # with what keeps it alive
             self._dressed[id(machine)] = machine, self.job.dressed(machine, self.point)
         return self._dressed[id(machine)][1]
 
     def _followed(self, problem: StageProblem) -> StageProblem:
-        """``problem`` with what its schedule says of the microbatches that stages hold."""
+        """``problem`` with the numbers of microbatches that stages hold under its schedule."""
         point = self.point
         if is_formula(point.schedule):
             return problem

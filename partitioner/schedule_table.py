@@ -1,10 +1,10 @@
-"""Schedules that are written down: the compute-only notation of ``torch.distributed.pipelining``, as CSV.
+"""Schedules as tables: the compute-only notation of ``torch.distributed.pipelining``, as CSV.
 
-A row for each pipeline rank, from rank 0 on, and a cell for each thing that it does: ``3F0`` runs microbatch 0 forward
-through virtual stage 3, ``3B0`` backward, ``3I0`` and ``3W0`` backward in two halves (gradients of inputs, of weights).
-An empty cell waits; ``(0F4;7B1)OVERLAP_F_B`` are two actions, which run one after the other here. Which rank holds a
-virtual stage is read off the rows. The files are those that ``_PipelineScheduleRuntime._load_csv`` reads and
-``_dump_csv(..., format="compute_only")`` writes (torch/distributed/pipelining/schedules.py).
+A row for each pipeline rank, from rank 0 on, and a cell for each action: ``3F0`` runs microbatch 0 forward through
+virtual stage 3, ``3B0`` backward, ``3I0`` and ``3W0`` backward in two halves (gradients of inputs, of weights). An
+empty cell waits. ``(0F4;7B1)OVERLAP_F_B`` are two actions, which run one after the other here. The rows define which
+rank holds a virtual stage. The files are those that ``_PipelineScheduleRuntime._load_csv`` reads and ``_dump_csv(...,
+format="compute_only")`` writes (torch/distributed/pipelining/schedules.py).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HALVES = {"F": ("F",), "B": ("B", "I", "W"), "I": ("B", "I"), "W": ("B", "W")} 
 
 
 class _Cell(NamedTuple):
-    """One action, and where it is written; rows and cells count from 1, as spreadsheets do."""
+    """One action and its cell in the table; rows and cells count from 1, as in spreadsheets."""
 
     kind: Any  # "F", "B", "I" or "W"
     stage: int
@@ -58,7 +58,7 @@ class ScheduleTable(Data):
 
     @staticmethod
     def load(path: str | Path) -> ScheduleTable:
-        """Read a CSV file. Raises :class:`ScheduleError` where it cannot be read or is no schedule: row and cell."""
+        """Read a CSV file. Raises :class:`ScheduleError` with row and cell if it cannot be read or is no schedule."""
         try:
             content = Path(path).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
@@ -67,14 +67,14 @@ class ScheduleTable(Data):
 
     @staticmethod
     def of(schedule: str, num_ranks: int, num_microbatches: int, chunks: int | None = None) -> ScheduleTable:
-        """A schedule that has a name, written down."""
+        """The table of a named schedule."""
         from partitioner.schedules import timetable
 
         found = timetable(schedule, num_ranks, num_microbatches, chunks)
         return ScheduleTable(name=schedule, rows=written(found))
 
     def save(self, path: str | Path) -> Path:
-        """Write it as CSV."""
+        """Write the table as CSV."""
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows(self.rows)
         return write_text(Path(path), text.getvalue())
@@ -87,16 +87,18 @@ class ScheduleTable(Data):
 
     @cached_property
     def own(self) -> Timetable:
-        """Ranks and orders. Raises :class:`ScheduleError`."""
+        """The timetable: ranks and orders of actions. Raises :class:`ScheduleError` if the table is no valid
+        schedule."""
         return _Reader(self).timetable()
 
     @cached_property
     def num_microbatches(self) -> int:
-        """Of one step."""
+        """Number of microbatches of one step."""
         return 1 + max(action.microbatch for order in self.own.orders for action in order)
 
     def timetable(self, num_ranks: int, num_microbatches: int) -> Timetable:
-        """The same, for these numbers. Raises :class:`ScheduleError` where they are not its own."""
+        """The timetable of this schedule. Raises :class:`ScheduleError` if it is not for ``num_ranks`` and
+        ``num_microbatches``."""
         own = self.own
         if (len(own.orders), self.num_microbatches) != (num_ranks, num_microbatches):
             raise ScheduleError(
@@ -107,14 +109,15 @@ class ScheduleTable(Data):
 
 
 def table_of(schedule: str | ScheduleTable) -> ScheduleTable | None:
-    """A table, or that of a file that a name ends in ``.csv`` for; ``None``: a name of the table of schedules."""
+    """The table of ``schedule``: itself, or read from a file if the name ends in ``.csv``; ``None`` for a named
+    schedule."""
     if isinstance(schedule, ScheduleTable):
         return schedule
     return ScheduleTable.load(schedule) if schedule.endswith(SUFFIX) else None
 
 
 def written(timetable: Timetable) -> tuple[tuple[str, ...], ...]:
-    """A timetable's rows."""
+    """The rows of a timetable."""
     return tuple(
         tuple(f"{timetable.held[s][a.chunk]}{a.kind}{a.microbatch}" for a in order)
         for s, order in enumerate(timetable.orders)
@@ -130,7 +133,7 @@ def _table(name: str, content: str) -> ScheduleTable:
 
 
 class _Reader:
-    """Reads a table's rows, and refuses them by row and cell."""
+    """Reads a table's rows; errors name the row and cell."""
 
     def __init__(self, table: ScheduleTable) -> None:
         self.name = table.name
@@ -171,7 +174,8 @@ class _Reader:
         return Timetable(tuple(orders), ranks)
 
     def homes(self, cells: Sequence[_Cell]) -> dict[int, _Cell]:
-        """For each virtual stage the first of its actions, all of which are in one row."""
+        """The first action of each virtual stage. Raises :class:`ScheduleError` if the actions of a stage are in
+        several rows."""
         first: dict[int, _Cell] = {}
         for cell in cells:
             other = first.setdefault(cell.stage, cell)
@@ -202,7 +206,7 @@ class _Reader:
             seen[cell.kind, cell.stage, cell.microbatch] = cell
 
     def check_all(self, cells: Sequence[_Cell], first: dict[int, _Cell]) -> None:
-        """Every stage runs every microbatch forward and backward."""
+        """Raise :class:`ScheduleError` unless every stage runs every microbatch forward and backward."""
         there = {(c.kind, c.stage, c.microbatch) for c in cells}
         last = max(cells, key=lambda c: c.microbatch)
         for k, home in sorted(first.items()):
@@ -223,7 +227,7 @@ class _Reader:
                 )
 
     def check_order(self) -> None:
-        """On its own rank: forward, then backward; inputs, then weights."""
+        """Raise :class:`ScheduleError` unless each rank runs forward before backward, and inputs before weights."""
         for row in self.rows:
             seen: set[tuple[str, int, int]] = set()
             for cell in row:

@@ -1,4 +1,4 @@
-"""How a batch is shared out over the pipelines of a placement, each as fast as its devices are."""
+"""Division of a batch among the pipelines of a placement, in proportion to their speeds."""
 
 from __future__ import annotations
 
@@ -26,8 +26,12 @@ Shares = tuple[int, ...]  # the microbatches of each rank of dp; empty: all have
 
 @dataclass
 class Sharing:
-    """The shares of the batch that ranks of ``dp`` may have under ``point``; ``local``, ``costs``: what a rank runs,
-    what that takes. Asked of placements that are dressed for the point, which are to be the same object each time."""
+    """The shares of the batch that ranks of ``dp`` may have under ``point``. ``local``: the local model of a rank.
+    ``costs``: its costs.
+
+    Machines must have the settings of the point (:meth:`Job.dressed`), and one machine must be the same object in each
+    call.
+    """
 
     job: Job
     point: Point
@@ -37,19 +41,21 @@ class Sharing:
     _least: dict[int, tuple[Machine, float]] = field(default_factory=dict)
 
     def is_free(self, machine: Machine) -> bool:
-        """Whether ranks may have other numbers of microbatches than are tried, to go each at its own pace."""
+        """Whether ranks may have other numbers of microbatches than those of :meth:`first`, so that each goes at its
+        own pace."""
         free = self.job.constraints.data_shares is None and self.job.goes_apart(self.point)
         return free and len(set(machine.pipelines)) > 1
 
     def first(self, machine: Machine) -> Sequence[Shares]:
-        """What is tried first: about as many; and as pipelines are fast if each had the best stages, or all have the
-        same ones and wait for the slowest."""
+        """The shares that are tried first: equal shares; shares by the speed of pipelines in which each has the best
+        stages; and shares by the speed of pipelines whose stages are equal and wait for the slowest."""
         if id(machine) not in self._first:
             self._first[id(machine)] = machine, self._found_first(machine)
         return self._first[id(machine)][1]
 
     def of_stages(self, calls: Sequence[Sequence[int]], machine: Machine) -> Shares:
-        """As pipelines are fast whose stages run these ``calls``, numbered as the local model's are."""
+        """Shares in proportion to the speed of pipelines whose stages run ``calls``, numbers of the local model's
+        calls."""
         blocks = [[self.local.model.calls[number].block for number in of_stage] for of_stage in calls]
         paces: dict[tuple[Seats, ...], float] = {}
         for seats in dict.fromkeys(machine.pipelines):
@@ -60,8 +66,8 @@ class Sharing:
         return self._shared([paces[seats] for seats in machine.pipelines])
 
     def by_stage(self, machine: Machine, shares: Shares) -> Sequence[Costs]:
-        """What calls take by stage: on the slowest devices, or, where pipelines go each at its own pace, as if those
-        that have fewer microbatches took as many, each in so much less time."""
+        """Costs of calls by stage: on the slowest devices or, if pipelines go at different paces, scaled as if every
+        pipeline had the most microbatches, each in proportionally less time."""
         point, pipelines = self.point, machine.pipelines
         if len(set(pipelines)) == 1 or not self.job.goes_apart(point):
             return self.costs.by_stage(machine)
@@ -78,9 +84,9 @@ class Sharing:
         return [longest(of_stage) for of_stage in paced]
 
     def least(self, machine: Machine) -> float:
-        """Seconds that no plan on ``machine`` goes below, whatever the shares: stages that are all as fast as the best
-        and hold the same share of the work, of a rank that has as many microbatches as some rank must have; where
-        stages differ, each its share of the work."""
+        """Lower bound in seconds on the plans on ``machine``, whatever the shares. All stages are as fast as the best
+        and hold equal shares of the work of a rank with the most microbatches; if stages differ, each has its share of
+        the work."""
         if id(machine) not in self._least:
             self._least[id(machine)] = machine, self._found_least(machine)
         return self._least[id(machine)][1]
@@ -98,7 +104,7 @@ class Sharing:
         return list(dict.fromkeys(shared if point.pp == 1 else [*shared, alike]))
 
     def _shared(self, seconds: Sequence[float]) -> Shares:
-        """The batch over pipelines that take ``seconds`` for a microbatch."""
+        """The batch divided among pipelines that take ``seconds`` for a microbatch."""
         return share_out(self.point.parts(self.job.global_batch), seconds, float(self.point.pp - 1))
 
     def _found_least(self, machine: Machine) -> float:
@@ -120,8 +126,8 @@ class Sharing:
     def _least_of_pipelines(
         self, of_stages: Sequence[Costs], different: Mapping[int, Costs], counts: Sequence[int], num_microbatches: int
     ) -> float:
-        """What ``num_microbatches`` take at least of pipelines whose stages cost ``of_stages``, one after the other, of
-        which there are ``counts``."""
+        """Lower bound in seconds on ``num_microbatches`` in all on pipelines whose stages cost ``of_stages``,
+        consecutive for each pipeline. ``counts``: number of pipelines of each kind."""
         often, numbers = self._often, {key: k for k, key in enumerate(different)}
         seconds = [[sum(getattr(of[b], name) for name in self._ways) for b in often] for of in different.values()]
         work, speeds = work_and_speeds(np.array(seconds), list(often.values()))
@@ -135,13 +141,13 @@ class Sharing:
         return [max(sum(self._through(of)), _TINY_S) for of in costs]
 
     def _through(self, of: Mapping[str, CallCost]) -> tuple[float, float]:
-        """Seconds of a microbatch through all calls."""
+        """Forward and backward seconds of a microbatch through all calls."""
         ahead, back = (sum(n * getattr(of[b], name) for b, n in self._often.items()) for name in _TOTALS)
         return ahead, back if self.job.train else 0.0
 
     @cached_property
     def _often(self) -> Counter[str]:
-        """How often each block is called."""
+        """The number of calls of each block."""
         return Counter(c.block for c in self.local.model.calls if not c.shared and not c.prologue)
 
     @property

@@ -236,8 +236,8 @@ class ModelBounds:
         return update_time(states, self.device) + min(update_seconds(states, host) for host in hosts)
 
     def _reduction(self, point: Point) -> float:
-        """Lower bound in seconds on reducing all stages' unsharded gradients, one after the other, without those of
-        experts."""
+        """Lower bound in seconds on reducing all stages' unsharded gradients, one after the other; without those of
+        experts if ``ep`` > 1."""
         experts = self.job.experts if point.ep > 1 else ()
         states = self.share_of_states
         return self._reduced.seconds(point, lambda: (c for n, c in states(point).items() if n not in experts))

@@ -133,7 +133,8 @@ class CallCost:
 
     @cached_property
     def later_s(self) -> float:
-        """What of ``backward_s`` may run after gradients of inputs are sent: as bounds want it, no more than half."""
+        """The part of ``backward_s`` that may run after the gradients of inputs are sent: at most half, as bounds
+        assume."""
         return min(self.weights_s, self.backward_s / 2)
 
     @cached_property

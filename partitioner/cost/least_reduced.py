@@ -46,7 +46,7 @@ class LeastReduced:
 
 
 def _over_data(states: Iterable[StateCost]) -> tuple[Sizes, dict[tuple[str, ...], bool]]:
-    """Reduced bytes by group, and whether each is on the last level, if ``dp`` stands for all ranks with equal weights.
+    """Reduced bytes by key, and the last levels by axes, if ``dp`` stands for all ranks with equal weights.
 
     ``states`` contains few distinct objects: equal states share one.
     """

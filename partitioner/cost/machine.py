@@ -121,7 +121,7 @@ class Machine:
 
     @cached_property
     def groups(self) -> dict[str, Group]:
-        """By mesh axis, for the collectives inside blocks."""
+        """The slowest group of each mesh axis, for the collectives inside blocks."""
         return {axis: self.group(axis) for axis in AXES if self.mesh.get(axis, 1) > 1}
 
     def stage_groups(self, *axes: str) -> tuple[Group, ...]:
@@ -267,7 +267,7 @@ class Machine:
 
     @property
     def capacity(self) -> tuple[int, ...]:
-        """Bytes that a rank may use."""
+        """Usable bytes of a rank, by stage."""
         whole = self._once("capacity", lambda: stage_capacity(self.topology, self.mesh, self.devices))
         return tuple(max(0, room - self.reserve) for room in whole) if self.reserve else whole
 

@@ -1,4 +1,4 @@
-"""The key figures of a plan, as every picture and the summary show them."""
+"""The key figures of a plan, for every picture and the summary."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ COLLECTIVE_NAMES = {
 
 
 def mesh_text(mesh: dict[str, int]) -> str:
-    """``pp 4 × dp 2 × tp 2``; axes of one rank are left out, and a mesh of one rank is ``one rank``."""
+    """The mesh as text, ``pp 4 × dp 2 × tp 2``, without axes of one rank; ``one rank`` for a mesh of one rank."""
     return " × ".join(f"{axis} {mesh[axis]}" for axis in MESH_AXES if mesh.get(axis, 1) > 1) or "one rank"
 
 
 def candidate_text(candidate: Candidate) -> str:
-    """Its mesh, and what of state sharding and virtual stages (``v``) goes with it: ``dp 64, zero 3``."""
+    """The candidate's mesh, with state sharding and virtual stages (``v``) if it has any: ``dp 64, zero 3``."""
     more = [("zero", candidate.zero, 0), ("dp_shard", candidate.dp_shard, 0), ("v", candidate.virtual_stages, 1)]
     return ", ".join([mesh_text(candidate.mesh), *(f"{name} {value}" for name, value, one in more if value != one)])
 
 
 def capacities(plan: Plan) -> tuple[int, ...]:
-    """The bytes that a program may use on the device of every rank, without what its groups take."""
+    """Usable bytes on the device of every rank, without the buffers of its communication groups."""
     topology, groups = plan.topology, num_communicators(plan.mesh)
     paces, of_device = topology.paces
     each = [topology.types[kind].communicator for kind, _ in paces]
@@ -37,7 +37,7 @@ def capacities(plan: Plan) -> tuple[int, ...]:
 
 
 def memory_text(plan: Plan) -> str:
-    """The fullest rank's peak against what its device has."""
+    """The peak memory of the fullest rank, and the capacity of its device."""
     peaks = plan.estimate.memory
     if not peaks:
         return "unknown"
@@ -52,7 +52,8 @@ def _microbatches(plan: Plan) -> str:
 
 
 def schedule_text(plan: Plan) -> str:
-    """Its name and how many virtual stages a rank has; of one stage, which no schedule orders, that it is one."""
+    """The schedule's name and the number of virtual stages on a rank; ``one stage`` for a plan with a single stage,
+    which has no schedule."""
     chunks = plan.chosen.virtual_stages
     if plan.num_stages == 1:
         return "one stage"
@@ -75,7 +76,8 @@ def key_figures(plan: Plan) -> list[tuple[str, str]]:
 
 
 def simulated_seconds(plan: Plan, gradients_s: float) -> tuple[float, float]:
-    """The seconds of a simulated step whose gradients are whole after ``gradients_s``, and those of its update."""
+    """The seconds of a simulated step whose gradients are complete after ``gradients_s``, and the seconds of its
+    update."""
     update = plan.estimate.breakdown.get("optimizer", 0.0)
     return gradients_s + update, update
 

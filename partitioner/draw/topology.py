@@ -1,7 +1,7 @@
 """The ``topology`` view: nodes as clusters of devices, coloured by pipeline stage, and the mesh's axes over the links.
 
-Nodes that are alike and do alike are drawn once with their count, so that the picture grows with what differs and not
-with the ranks.
+Equal nodes with equal stages are drawn once with their count, so that the size of the picture depends on the number of
+distinct nodes, not on the number of ranks.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def draw_topology(topology: Topology) -> str:
 
 @dataclass(frozen=True)
 class Box:
-    """Devices that are drawn as one box: ``start`` to ``stop`` in the order of the topology."""
+    """Devices that are drawn as one box: from ``start`` to ``stop`` in the order of the topology."""
 
     start: int
     stop: int
@@ -71,7 +71,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes that are drawn once, as the first of them."""
+    """Nodes that are drawn once; the picture shows the first of them."""
 
     nodes: tuple[int, ...]
     boxes: tuple[Box, ...]
@@ -81,7 +81,7 @@ class Cluster:
 
     @property
     def alike(self) -> str:
-        """Which of its nodes is drawn, where there are several."""
+        """Note on which of several equal nodes is drawn; empty for a single node."""
         return (
             f"node {self.nodes[0]} is shown, 1 of {len(self.nodes):,} alike"
             if len(self.nodes) > 1 and self.boxes
@@ -99,7 +99,7 @@ class Cluster:
 
     @property
     def radius(self) -> float:
-        """Of the ring on which devices stand that direct links join."""
+        """Radius of the ring of devices, for nodes with direct links."""
         return max(64.0, len(self.boxes) * (self.box_width + 28) / (2 * math.pi))
 
     @property
@@ -124,7 +124,7 @@ class Cluster:
         return self.top + math.ceil(len(self.boxes) / self.columns) * (_BOX_HEIGHT + _BOX_GAP) - _BOX_GAP + _PAD
 
     def centres(self, x: float, y: float) -> list[tuple[float, float]]:
-        """Of the boxes, the cluster's corner being at ``x``, ``y``."""
+        """Centres of the boxes, with the cluster's corner at ``x``, ``y``."""
         if self.chords:
             middle = x + self.width / 2, y + self.top + self.radius + _BOX_HEIGHT / 2
             turns = [2 * math.pi * (i + 0.5) / len(self.boxes) - math.pi / 2 for i in range(len(self.boxes))]
@@ -142,7 +142,7 @@ class _Scene:
 
     @cached_property
     def rank_of(self) -> NDArray[np.int64]:
-        """Of every device, -1 for none."""
+        """The rank of every device, shape ``[num_devices]``; -1 for devices without a rank."""
         ranks = np.full(self.topology.num_devices, -1)
         if self.plan is not None:
             ranks[list(self.plan.devices)] = np.arange(len(self.plan.devices))
@@ -150,7 +150,7 @@ class _Scene:
 
     @cached_property
     def stage_of(self) -> NDArray[np.int64]:
-        """Of every device, -1 for none."""
+        """The pipeline stage of every device, shape ``[num_devices]``; -1 for devices without a rank."""
         if self.plan is None:
             return np.full(self.topology.num_devices, -1)
         size = len(stage_ranks(self.plan.mesh)[0])
@@ -186,7 +186,7 @@ class _Scene:
         return f"Bandwidths are per device and direction, when all talk at once.{numbers}"
 
     def shown(self, clusters: Sequence[Cluster]) -> str:
-        """``1 of 16``."""
+        """The number of drawn nodes among all nodes: ``1 of 16``."""
         return f"{sum(1 for c in clusters if c.boxes):,} of {self.topology.num_nodes:,}"
 
     def figures(self, links: LinkTable) -> list[tuple[str, str]]:
@@ -215,7 +215,7 @@ class _Scene:
         return f"stage_{number % NUM_STAGE_COLOURS}"
 
     def clusters(self) -> list[Cluster]:
-        """The nodes, those that are alike together."""
+        """The clusters of the picture; equal nodes form one cluster."""
         firsts = np.flatnonzero(self.topology.place_of == 0)
         ends = [*firsts[1:].tolist(), self.topology.num_devices]
         spans = list(zip(firsts.tolist(), ends, strict=True))
@@ -236,7 +236,7 @@ class _Scene:
         return [Cluster(tuple(nodes), (), f"and {plural(len(nodes), 'further node')}", (f"nodes {ranges(nodes)}",))]
 
     def likeness(self, start: int, stop: int, exact: bool) -> object:
-        """What nodes that are drawn once have in common; without ``exact``, stages count from the node's first."""
+        """Key of the nodes that are drawn once. Without ``exact``, stages are relative to the node's own stages."""
         here = slice(start, stop)
         devices = self.topology.devices[here]
         stages = self.stage_of[here]
@@ -268,7 +268,7 @@ class _Scene:
         yield from self.notes(start, stop)
 
     def notes(self, start: int, stop: int) -> list[str]:
-        """How a node and its devices differ from what is usual."""
+        """Notes on the node's reduced network, speeds and memory."""
         found = []
         shares = self.topology.cards.left[start:stop]
         if (shares < 1).any():
@@ -280,7 +280,7 @@ class _Scene:
         return found[:_MOST_NOTES]
 
     def is_other_memory(self, device: Device) -> bool:
-        """Whether a device has other than its kind."""
+        """Whether a device's memory differs from that of its type."""
         return device.memory != self.topology.types[device.kind].memory
 
     def boxes(self, start: int, stop: int) -> Iterator[Box]:
@@ -306,12 +306,12 @@ class _Scene:
 
     @cached_property
     def named(self) -> frozenset[int]:
-        """The devices to which the topology gives names of their own."""
+        """Indices of the devices that the topology's description names."""
         sizes = [(g.devices * g.count, bool(g.names)) for g in self.topology.nodes]
         return frozenset(np.flatnonzero(np.repeat([own for _, own in sizes], [n for n, _ in sizes])).tolist())
 
     def chords(self, start: int, stop: int) -> Iterator[tuple[int, int, float]]:
-        """The direct links of a node, where its pattern is not alike for all pairs."""
+        """The direct links of a node (positions, bytes/s), if its pattern differs between pairs of devices."""
         kind = int(self.topology.pattern_of[start])
         matrix = self.topology.pattern_kinds[kind][1] if kind >= 0 else np.zeros((0, 0))
         apart = matrix[~np.eye(len(matrix), dtype=bool)]
@@ -380,7 +380,7 @@ def _numbered(noun: str, numbers: Sequence[int]) -> str:
 
 
 def _short(words: str, longest: int = 30) -> str:
-    """``words``, a list of ranges, cut where it is long."""
+    """``words``, a list of ranges, shortened to about ``longest`` characters."""
     if len(words) <= longest:
         return words
     kept = words[:longest].rsplit(",", 1)[0]
@@ -388,7 +388,7 @@ def _short(words: str, longest: int = 30) -> str:
 
 
 def _flow(clusters: Sequence[Cluster], width: float, top: float) -> tuple[list[tuple[Cluster, float, float]], float]:
-    """Places row by row, and where they end."""
+    """The clusters with their positions, row by row, and the y coordinate of the end."""
     placed = []
     x, y, tallest = _MARGIN, top, 0.0
     for cluster in clusters:

@@ -1,4 +1,4 @@
-"""The kernels that a profile times: a table of families, each with what the cost model says that it asks of a device.
+"""The kernels that a profile times: a table of families, each with the cost model's description of the kernel.
 
 A case names its kernel without a tensor, so that it can be sent to the ranks; :func:`build` makes the tensors there.
 """
@@ -35,8 +35,8 @@ _ADAM_BYTES = 28  # per fp32 parameter: what partitioner/cost/states.py charges 
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel: ``name`` is a row of :data:`FAMILIES`; ``shape`` is M, N, K of a product, batch, heads, sequence and
-    head size of an attention, else the number of rows of :data:`ROW` elements."""
+    """One kernel. ``name``: a row of :data:`FAMILIES`. ``shape``: M, N, K of a product; batch, heads, sequence and head
+    size of an attention; else the number of rows of :data:`ROW` elements."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,17 +48,17 @@ class Case:
 
 @dataclass(frozen=True)
 class Built:
-    """A case with its tensors: what to run, and what the cost model takes it for."""
+    """A case with its tensors: the function to run, and the cost model's kernel."""
 
     run: Callable[[], object]
     kernel: Kernel
 
 
 def build(case: Case, device: torch.device) -> Built:
-    """Make the tensors of ``case``, so many times that caches have forgotten the first when its turn comes again: a
-    program seldom finds its operands in them.
+    """Make the tensors of ``case``, with so many copies that the first has left the caches when its turn comes again: a
+    program seldom finds its operands in caches.
 
-    Raises ``RuntimeError`` or ``NotImplementedError`` where the device cannot.
+    Raises ``RuntimeError`` or ``NotImplementedError`` if the device cannot run the kernel.
     """
     first = FAMILIES[case.name](case, device)
     copies = min(_MAX_COPIES, math.ceil(_FOOTPRINT[device.type] / first.kernel.num_bytes))
@@ -69,7 +69,8 @@ def build(case: Case, device: torch.device) -> Built:
 
 
 class _Store:
-    """Random numbers, of which every tensor is the next piece: fresh to the caches, and made only once."""
+    """A pool of random numbers from which tensors take consecutive pieces, so that each is cold in the caches though
+    the numbers are made only once."""
 
     def __init__(self, device: torch.device) -> None:
         self.numbers = torch.randn(_FOOTPRINT[device.type] // 2, device=device)
@@ -92,8 +93,8 @@ def _random(*shape: int, device: torch.device, dtype: torch.dtype = torch.float3
 
 
 def _product(case: Case, device: torch.device) -> Built:
-    """Of two dense factors (``mm``), or of which one or the other is read transposed (``mm_nt``, ``mm_tn``): forward
-    and the two halves of backward."""
+    """A product of two dense factors (``mm``), or with the second or the first read transposed (``mm_nt``, ``mm_tn``):
+    the forward and the two halves of backward."""
     m, n, k = case.shape
     dtype = DTYPES[case.precision]
     a = _random(*((k, m) if case.name == "mm_tn" else (m, k)), device=device, dtype=dtype)
@@ -133,7 +134,7 @@ def _attention(case: Case, device: torch.device) -> Built:
 def _on_rows(
     kind: str, function: Callable[..., object], num_operands: int, results: float, case: Case, device: torch.device
 ) -> Built:
-    """An operator on tensors of ``[rows, ROW]``; ``results``: elements of its results per element of an operand."""
+    """An operator on tensors of ``[rows, ROW]``. ``results``: elements of its results per element of an operand."""
     (rows,), row, dtype = case.shape, ROW[device.type], DTYPES[case.precision]
     operands = [_random(rows, row, device=device, dtype=dtype) for _ in range(num_operands)]
     num_bytes = dtype.itemsize * rows * row * (num_operands + results)
@@ -141,7 +142,7 @@ def _on_rows(
 
 
 def _launch(case: Case, device: torch.device) -> Built:
-    """A kernel that has nothing to do but start."""
+    """A kernel without work, which measures the launch."""
     one = torch.ones(case.shape, device=device)
     return Built(partial(torch.add, one, one), Kernel("pointwise", 3.0 * one.nbytes))
 
@@ -186,7 +187,7 @@ def _last(function: Callable[..., object], x: Tensor) -> object:
 
 
 def _transposed(x: Tensor) -> Tensor:
-    """Rows of heads as heads of rows."""
+    """Transpose rows of heads to heads of rows, as a copy."""
     made: Tensor = x.unflatten(1, (-1, 64)).transpose(0, 1).contiguous()
     return made
 
@@ -230,7 +231,8 @@ LAUNCH = Case("launch", (1,))
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the cases are. ``knots``: of the smallest of M, N, K; ``large``: of the others; ``rows`` by size."""
+    """Sizes of the cases. ``knots``: of the smallest of M, N, K. ``large``: of the other two. ``rows``: numbers of
+    rows. ``attention``: batch, heads, sequence, head size."""
 
     knots: tuple[int, ...]
     large: tuple[int, ...]
@@ -262,8 +264,8 @@ SIZES: dict[tuple[str, bool], Sizes] = {  # by type of device, and whether to be
 
 
 def products(sizes: Sizes) -> list[Case]:
-    """Matrix products whose smallest dim is each knot, at each of the three places, in the leading precision; and of
-    the largest knots in every other one, for its peak."""
+    """Matrix products whose smallest dim is each knot, in each of the three positions, in the leading precision; and
+    products of the largest knot in every other precision, for its peak."""
     leading, *others = sizes.precisions
     forms = ("mm", "mm_nt", "mm_tn")
     cases = []
@@ -282,7 +284,7 @@ def attentions(sizes: Sizes) -> list[Case]:
 
 
 def on_rows(sizes: Sizes, names: Iterable[str] = ON_ROWS) -> list[Case]:
-    """In float32, and what computes in any type in the leading precision."""
+    """Cases of operators on rows: in float32 and, if the operator computes in any type, in the leading precision."""
     return [
         Case(name, (rows,), precision)
         for name in names

@@ -1,9 +1,9 @@
-"""From measured times to the fields of :class:`DeviceType` and :class:`Level`; nothing here measures.
+"""Fit the fields of :class:`DeviceType` and :class:`Level` to measured times; nothing here measures.
 
 The fits invert the cost model: seconds of a kernel are ``launch + flops / (efficiency peak) + bytes / rate``
 (``partitioner/cost/compute.py``), of a collective ``start + share bytes / bandwidth``
-(``partitioner/cost/collectives.py``). All are medians or least absolute errors, so that single disturbed times do not
-count.
+(``partitioner/cost/collectives.py``). All fits are medians or least absolute errors, so that single disturbed times do
+not count.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _UNBOUNDED = {"default": 1e6}  # of the memory bandwidth: what memory itself bou
 
 @dataclass(frozen=True)
 class FitError:
-    """How well a fit tells its own samples: the median of ``|predicted / measured - 1|``."""
+    """The error of a fit on its own samples: the median of ``|predicted / measured - 1|``."""
 
     what: str
     num_samples: int
@@ -43,14 +43,14 @@ class FitError:
 
     @property
     def is_large(self) -> bool:
-        """Whether what is planned with the fit may well be wrong."""
+        """Whether the error is so large that plans based on the fit may be wrong."""
         return self.median > _LARGE_ERROR
 
 
 def fit_device(samples: Sequence[KernelSample], overlaps: Sequence[Overlap] = (), **given: Any) -> DeviceType:
-    """The device that best explains ``samples``; ``given``: its fields that are not fitted (memory, ...).
+    """The device that best explains ``samples``. ``given``: its fields that are not fitted (memory, ...).
 
-    Raises :class:`TopologyError` where there are no samples of matrix products or of kernels bound by memory.
+    Raises :class:`TopologyError` without samples of matrix products or of pointwise kernels.
     """
     products = [s for s in samples if s.kernel.kind == "matmul"]
     moves = [s for s in samples if not s.kernel.flops]
@@ -72,7 +72,7 @@ def fit_device(samples: Sequence[KernelSample], overlaps: Sequence[Overlap] = ()
 
 
 def fit_launch(samples: Iterable[KernelSample]) -> float:
-    """Seconds of a kernel that has next to nothing to do; 0 where none was measured."""
+    """Seconds of a kernel with almost no work; 0 if none was measured."""
     found = [s.seconds for s in samples if s.kernel.num_bytes <= _NEGLIGIBLE_BYTES]
     return statistics.median(found) if found else 0.0
 
@@ -80,11 +80,12 @@ def fit_launch(samples: Iterable[KernelSample]) -> float:
 def fit_memory(
     samples: Iterable[KernelSample], launch: float, dispatch: float = 0.0
 ) -> tuple[float, dict[str, float], tuple[tuple[float, float], ...]]:
-    """Bandwidth, the fraction of it by kind, and the most of it that any kernel reaches, by size.
+    """Memory bandwidth in bytes/s, the fraction of it by kind of kernel, and the greatest fraction that any kernel
+    reaches, by size.
 
-    Pointwise kernels do little but move memory: their rates are what memory gives at their size, and the largest ones
-    tell the bandwidth. Of a kind, the efficiency is the one with the least sum of relative errors, over what takes
-    longer than ``dispatch``, the host's part, behind which the rest is hidden.
+    Pointwise kernels do little but move memory: their rates are the memory's rates at their size, and the largest ones
+    give the bandwidth. The efficiency of a kind has the least sum of relative errors, over samples that take longer
+    than ``dispatch``, the host's part, which hides shorter kernels.
     """
     rates: dict[str, list[tuple[float, float]]] = {}  # kind -> (bytes, rate)
     seen: dict[str, list[tuple[float, float]]] = {}  # of those that the host does not hide
@@ -109,7 +110,8 @@ def fit_memory(
 
 
 def _memory_efficiency(rates: Sequence[tuple[float, float]], device: DeviceType) -> float:
-    """Of one kind; ``rates``: (bytes, rate). The best efficiency is one of those that were measured."""
+    """The efficiency of one kind of kernel that has the least relative errors, chosen among the measured ones.
+    ``rates``: (bytes, rate)."""
     most = [(memory_rate("default", device, num_bytes), rate) for num_bytes, rate in rates]
 
     def error(efficiency: float) -> float:
@@ -119,14 +121,14 @@ def _memory_efficiency(rates: Sequence[tuple[float, float]], device: DeviceType)
 
 
 def _bin(size: float) -> float:
-    """Sizes within an octave are one."""
+    """The nearest power of two: sizes within an octave count as one."""
     return float(2.0 ** round(math.log2(size)))
 
 
 def fit_products(samples: Sequence[KernelSample], device: DeviceType) -> DeviceType:
     """``device`` with peaks, the efficiency by the smallest dim, and the rate at which products move memory.
 
-    Peaks are reached by the best knot; between the rate and the efficiencies the one with the least errors is chosen.
+    The best knot reaches the peak. The split between memory rate and efficiencies is the one with the least errors.
     """
     leading = max({s.kernel.precision for s in samples}, key=lambda p: sum(s.kernel.precision == p for s in samples))
     curve_samples = [s for s in samples if s.kernel.precision == leading]
@@ -161,7 +163,7 @@ def fit_products(samples: Sequence[KernelSample], device: DeviceType) -> DeviceT
 
 
 def _product_rates(samples: Sequence[KernelSample], device: DeviceType) -> dict[float, float]:
-    """By the smallest dim, the FLOP/s in the time that launch and memory leave, with the least relative errors."""
+    """FLOP/s by the smallest dim, in the time that launch and memory leave, with the least relative errors."""
     found: dict[float, list[tuple[KernelSample, float]]] = {}
     for s in samples:
         found.setdefault(s.kernel.smallest, []).append((s, _without_products(s.kernel, device)))
@@ -169,7 +171,8 @@ def _product_rates(samples: Sequence[KernelSample], device: DeviceType) -> dict[
 
 
 def _product_rate(samples: Sequence[tuple[KernelSample, float]]) -> float:
-    """Of one smallest dim, one of those measured; ``samples``: with the seconds of launch and memory."""
+    """The FLOP/s with the least relative errors for one smallest dim, chosen among the measured ones. ``samples``: each
+    with its seconds of launch and memory."""
 
     def error(rate: float) -> float:
         return sum(abs((rest + s.kernel.flops / rate) / s.seconds - 1) for s, rest in samples)
@@ -183,7 +186,7 @@ def _without_products(kernel: Kernel, device: DeviceType) -> float:
 
 
 def fit_attention(samples: Iterable[KernelSample], device: DeviceType) -> float:
-    """The fraction of the peak that fused attention reaches over long sequences; 0.5 where none was measured."""
+    """The fraction of the peak that fused attention reaches over long sequences; 0.5 if none was measured."""
     found = [
         s.kernel.flops
         / max(s.seconds - _without_products(s.kernel, device), _LEAST_SHARE * s.seconds)
@@ -195,7 +198,7 @@ def fit_attention(samples: Iterable[KernelSample], device: DeviceType) -> float:
 
 
 def fit_overlap(overlaps: Sequence[Overlap]) -> float:
-    """How many times as long compute and a collective take while both run; 1 where it was not measured."""
+    """The factor by which compute and a collective slow down while both run; 1 if it was not measured."""
     found = []
     for o in overlaps:
         longer, shorter = max(o.compute_s, o.collective_s), min(o.compute_s, o.collective_s)
@@ -204,8 +207,8 @@ def fit_overlap(overlaps: Sequence[Overlap]) -> float:
 
 
 def fit_concurrent(measured: Measurements, cores: int) -> float | None:
-    """How many ranks can compute at a time: one for each core, less what taking turns on them costs. ``None`` where
-    that was not measured: all of them."""
+    """Number of ranks that can compute at a time: one for each core, less the cost of taking turns. ``None`` if it was
+    not measured, which means all ranks."""
     if not measured.all_s:
         return None
     stretch = statistics.median([a / f for a, f in zip(measured.all_s, measured.few_s, strict=True)])
@@ -215,7 +218,7 @@ def fit_concurrent(measured: Measurements, cores: int) -> float | None:
 def fit_level(samples: Sequence[CollectiveSample], name: str) -> Level:
     """One level of links. Raises :class:`TopologyError` without times of messages.
 
-    Times that do not grow with size say nothing of a bandwidth: it is then at most what others of the level reach.
+    Times that do not grow with size give no bandwidth; it is then at most the bandwidth that others on the level reach.
     """
     lines = {("send", 2): _Line.of(s for s in samples if s.op == "send")}
     if not lines["send", 2].seconds:
@@ -237,7 +240,7 @@ def fit_level(samples: Sequence[CollectiveSample], name: str) -> Level:
 
 @dataclass(frozen=True)
 class _Line:
-    """Bytes that pass through each rank's links, and seconds."""
+    """Measured transfers: bytes that pass through each rank's links, and seconds."""
 
     moved: tuple[float, ...]
     seconds: tuple[float, ...]
@@ -253,7 +256,7 @@ class _Line:
 
     @property
     def slope(self) -> float | None:
-        """Seconds per byte; ``None`` where size makes so little difference that the times do not say."""
+        """Seconds per byte; ``None`` if the size makes too little difference to tell."""
         start, per = fit_line(self.moved, self.seconds)
         most = per * max(self.moved)
         return per if most > _TOLD * (start + most) else None
@@ -265,7 +268,8 @@ class _Line:
 
 
 def device_errors(samples: Sequence[KernelSample], device: DeviceType) -> list[FitError]:
-    """By kind of kernel; products by precision; of those that take longer than their host does to issue the next."""
+    """Errors by kind of kernel (of products by precision), over kernels that take longer than the host needs to issue
+    the next."""
     groups: dict[str, list[KernelSample]] = {}
     for s in samples:
         if s.seconds > device.dispatch and (s.kernel.flops or s.kernel.num_bytes > _NEGLIGIBLE_BYTES):
@@ -278,7 +282,7 @@ def device_errors(samples: Sequence[KernelSample], device: DeviceType) -> list[F
 
 
 def level_errors(samples: Sequence[CollectiveSample], level: Level) -> list[FitError]:
-    """By collective and number of ranks."""
+    """Errors by collective and number of ranks."""
     errors = []
     for op in ("send", *COLLECTIVES):
         for size in sorted({s.num_ranks for s in samples if s.op == op}):

@@ -1,4 +1,4 @@
-"""``profile()``: measure the machine at hand, fit, and describe it as a topology."""
+"""``profile()``: measure this machine, fit the cost model, and describe the machine as a topology."""
 
 from __future__ import annotations
 
@@ -39,8 +39,12 @@ Report = Callable[[str, int, int], None]  # what is measured now, steps done, st
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure. Seconds for each kernel, for each size of a collective, for each turn of the work that ranks
-    share cores for; repeats of what is compared."""
+    """How long to measure.
+
+    ``kernel_s``: seconds for each kernel. ``collective_s``: seconds for each size of a collective. ``sharing_s``:
+    seconds for each turn of the work for which ranks share cores. ``repeats``: repetitions of each comparison.
+    ``message_sizes``: bytes of the transfers.
+    """
 
     kernel_s: float
     collective_s: float
@@ -59,7 +63,7 @@ _TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Profile:
-    """A measured machine. ``errors``: how well the topology's figures tell the measured times."""
+    """A measured machine. ``errors``: the errors of the topology's figures on the measured times."""
 
     topology: Topology
     errors: tuple[FitError, ...]
@@ -71,7 +75,7 @@ class Profile:
         return machine_yaml(self.topology, self.errors, self.machine)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the topology file; it is complete or absent."""
+        """Write the topology file atomically: it is complete or absent."""
         return write_text(Path(path), self.to_yaml())
 
 
@@ -82,19 +86,19 @@ def profile(
     quick: bool = False,
     progress: Report | None = None,
 ) -> Profile:
-    """Measure this machine with ``num_ranks`` ranks: its kernels, its launches, and what its ranks send each other.
+    """Measure this machine with ``num_ranks`` ranks: its kernels, its launches, and the transfers between its ranks.
 
     Args:
         num_ranks: processes that share the machine; ``None``: one for each GPU, on a CPU one for each core.
-        device: ``cuda`` (over NCCL) or ``cpu`` (over Gloo); ``None``: what there is.
+        device: ``cuda`` (over NCCL) or ``cpu`` (over Gloo); ``None``: ``cuda`` if a GPU is present, else ``cpu``.
         quick: fewer and shorter measurements: some seconds instead of a minute or two.
-        progress: told of every step before it is taken.
+        progress: called before every step.
 
-    Ranks on one CPU compete for its cores: kernels are timed on as many ranks at a time as there are cores, and how
-    many ranks can really compute at a time is measured with all of them.
+    Ranks on one CPU compete for its cores. Kernels are timed on as many ranks at a time as there are cores, and the
+    number of ranks that can really compute at a time is measured with all ranks.
 
-    Raises :class:`TopologyError` for ranks or a device that are not there, before anything is started;
-    :class:`runtime.RankError` where a rank fails.
+    Raises :class:`TopologyError` for ranks or a device that are not present, before anything is started;
+    :class:`runtime.RankError` if a rank fails.
     """
     kind = _device_kind(device)
     count = _num_ranks(num_ranks, kind)
@@ -174,7 +178,7 @@ def _steps(pool: LocalRanks, kind: str, count: int, quick: bool, effort: Effort)
 
 
 def _slowest(samples: Sequence[Sequence[KernelSample]]) -> list[KernelSample]:
-    """Of each kernel, the time in the middle of the ranks'; what some rank could not do is left out."""
+    """For each kernel, the median time over the ranks; kernels that some rank could not run are left out."""
     found = []
     for row in zip(*samples, strict=True):
         seconds = sorted(s.seconds for s in row)
@@ -183,7 +187,7 @@ def _slowest(samples: Sequence[Sequence[KernelSample]]) -> list[KernelSample]:
 
 
 def _column_medians(rows: Sequence[Sequence[Sequence[float]]], place: int) -> list[float]:
-    """Over the ranks that took part, one for each turn. ``rows``: by rank, turn, place."""
+    """Medians over the ranks that took part, one for each turn. ``rows``: by rank, turn, place."""
     turns = zip(*([turn[place] for turn in rank] for rank in rows), strict=True)
     return [float(torch.tensor(turn).nanmedian()) for turn in turns]
 

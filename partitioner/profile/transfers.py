@@ -1,8 +1,9 @@
-"""What collectives and messages cost a program: how much longer its computation takes with one after every piece.
+"""Measure how much longer a program's computation takes with a collective or message after every piece of it.
 
-Called back to back, a transfer finds all ranks waiting for it and its threads awake. In a program ranks come to it from
-a computation, each when its own is done, and what it needs of their cores computes no more: on ranks that share a
-machine that is several times as long. Seconds are therefore differences, of computation with and without transfers.
+In back-to-back calls a transfer finds all ranks waiting for it and its threads awake. In a program each rank comes to
+it from a computation, at its own time, and the transfer takes cores away from computation: on ranks that share a
+machine that takes several times as long. The reported seconds are therefore differences between computation with and
+without transfers.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _LEAST_SHARE = 0.1  # of the seconds of a transfer called back to back, which it
 
 @dataclass(frozen=True)
 class _Run:
-    """What is timed on this rank: ``calls`` transfers, each behind a computation of some rank, if ``busy`` this one."""
+    """One measurement on this rank: ``calls`` transfers, each after a computation of some rank. ``busy``: whether this
+    rank computes."""
 
     start: Callable[[Callable[[], None]], None]
     calls: int = 1
@@ -40,8 +42,8 @@ class _Run:
 def time_collectives(
     op: str, num_ranks: int, sizes: Sequence[int], kind: str, active: int, repeats: int, budget_s: float
 ) -> list[CollectiveSample]:
-    """``op`` over groups of ``num_ranks`` neighbours among the first ``active`` ranks (one group at least), all groups
-    at once; as the slowest rank saw it, on all ranks."""
+    """Seconds of ``op`` over groups of ``num_ranks`` neighbours among the first ``active`` ranks (at least one group),
+    all groups at once. Returns the times of the slowest rank, on all ranks."""
     device = open_device(kind)
     world = dist.get_world_size()
     communicator = TorchCommunicator(world, device)
@@ -64,7 +66,7 @@ def time_collectives(
 
 
 def _length(num_bytes: int, size: int) -> int:
-    """Elements of four bytes that every collective over ``size`` ranks can divide; about ``num_bytes``."""
+    """Number of four-byte elements that every collective over ``size`` ranks can divide; about ``num_bytes`` bytes."""
     return max(1, num_bytes // 4 // size**3) * size**3
 
 
@@ -90,7 +92,7 @@ def _collective(communicator: Communicator, op: str, ranks: tuple[int, ...], num
 
 
 def _transfer(communicator: Communicator, ranks: tuple[int, ...], num_bytes: int) -> _Run:
-    """There and back between the first two of ``ranks``: two messages, each behind its sender's computation."""
+    """A round trip between the first two of ``ranks``: two messages, each after its sender's computation."""
     rank = dist.get_rank()
     tensor = torch.zeros(_length(num_bytes, len(ranks)), device=communicator.device)
     first = rank == ranks[0]
@@ -109,15 +111,15 @@ def _transfer(communicator: Communicator, ranks: tuple[int, ...], num_bytes: int
 
 
 def _idle(_: Callable[[], None]) -> None:
-    """This rank has no part in it."""
+    """No-op for a rank that does not take part in the transfer."""
 
 
 def _nothing() -> None:
-    """No computation."""
+    """No-op instead of a computation."""
 
 
 class _Timer:
-    """Times transfers of one group; all of its ranks run the same number of calls, which the slowest one sets."""
+    """Times transfers of one group. All its ranks run the same number of calls, which the slowest rank determines."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self.group, self.device = group, device
@@ -133,7 +135,7 @@ class _Timer:
         self.compute = compute
 
     def seconds(self, run: _Run, repeats: int, budget_s: float) -> float:
-        """Of a transfer: the median of differences between blocks of calls that follow each other."""
+        """Seconds of one transfer: the median of differences between consecutive blocks of calls."""
 
         def alone() -> None:
             if run.busy:
@@ -150,7 +152,7 @@ class _Timer:
         return max(statistics.median(differences), _LEAST_SHARE * self._slowest(bare))
 
     def _block(self, call: Callable[[], object], count: int) -> float:
-        """Seconds of one call, of ``count`` that the ranks begin together."""
+        """Mean seconds of one call, over ``count`` calls that the ranks begin together."""
         self.group.all_reduce(torch.zeros(1, device=self.device)).wait()
         synchronize(self.device)
         start = time.perf_counter()

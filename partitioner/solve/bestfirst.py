@@ -1,8 +1,8 @@
-"""Best bound first over the points: evaluate until no bound beats the best plan found.
+"""Best-bound-first search over the points: evaluate until no lower bound beats the incumbent.
 
-Points that have much in common are a family, whose bound holds for each of them. It is made tighter in steps, each
-taken only when the family comes up: an estimate of all points at once, then whatever the caller has, the cheapest
-first. Then its points go on one by one, and only behind all steps is a point evaluated.
+Points that have much in common are a family, whose lower bound holds for each of them. The bound is tightened in steps,
+each taken only when the family is next in the queue: first an estimate of all points at once, then the caller's bounds,
+cheapest first. Then the family's points are queued one by one. A point is evaluated only after all steps.
 """
 
 from __future__ import annotations
@@ -27,38 +27,39 @@ _TOLD_EVERY_S = 0.1  # between two words on points that are only bounded
 
 
 class Bounds(Protocol):
-    """Seconds that no plan of a point can go below; see ``partitioner/floors.py``."""
+    """Lower bounds in seconds on the plans of a point; see ``partitioner/floors.py``."""
 
     def times(self, points: Sequence[Point]) -> NDArray[np.float64]:
-        """Of all points at once."""
+        """Lower bounds in seconds on all points at once, shape ``[points]``."""
 
     def family(self, point: Point) -> Hashable:
-        """What the points of a family have in common, among it the schedule."""
+        """Key of the point's family, which includes the schedule."""
 
     def members(self, points: Sequence[Point]) -> Sequence[Point]:
-        """All points of the family of some, of which the estimate of all points at once need not know."""
+        """All points of the family of ``points``, including those unknown to the estimate of all points at once."""
 
     @property
     def together(self) -> Sequence[Callable[[Sequence[Point], float], float]]:
-        """Bounds of a family; as :attr:`steps`."""
+        """Bounds of a family; see :attr:`steps` for the arguments."""
 
     @property
     def steps(self) -> Sequence[Callable[[Point, float], float]]:
-        """Bounds of one point, to be tried one after the other, of which nothing above so many seconds matters. Raise
-        :class:`PartitionError` where it has no plan."""
+        """Bounds of one point, to be tried in order. The second argument is a cutoff in seconds: a bound above it need
+        not be exact. They raise :class:`PartitionError` if the point has no plan."""
 
     def again_s(self, point: Point) -> float:
-        """About how many seconds of a step activations are made again; no bound."""
+        """Approximate seconds of recomputation in a step; not a bound."""
 
     def shortage(self, point: Point) -> CapacityError | None:
-        """What a point lacks, of which a step said only what it lacks at least."""
+        """The exact shortage of a point for which a step gave only a lower bound."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a search is. ``best``: seconds of the best plan, ``bound``: what no plan can go below.
+    """State of a search. ``best``: seconds of the incumbent. ``bound``: lower bound in seconds on ``point``.
 
-    ``num_open``: points that may still be better; ``num_bounded``: bounds that were made tighter.
+    ``num_evaluated``: points evaluated so far. ``num_open``: points that may still be better. ``num_bounded``: bounds
+    that were tightened.
     """
 
     num_evaluated: int
@@ -71,7 +72,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """``point`` and ``best`` are the plan found; the certificate has a row for every point, as ``rows`` has."""
+    """The best point, its plan, and its certificate. ``certificate`` and ``rows`` have a row for every point."""
 
     point: Point
     best: Evaluated
@@ -124,25 +125,25 @@ def search(
     """The point of the least step time.
 
     Args:
-        evaluate: plans a point; raises :class:`PartitionError` where it has no plan, which is recorded as the reason.
-        always: points that are evaluated whatever their bounds, first, each before the next is asked for.
-        left_out: points that are no candidates but are to be reported, and why.
-        tolerance: stop when no bound is better than the best plan by more than this share.
-        patience: so many families of schedules of several virtual stages on a rank, one after the other, may have no
-            better plan; then no more of these are looked at, and their bounds stay as they are. ``effort``: of such a
-            point, as a share of all that may be in vain.
+        evaluate: plans a point; raises :class:`PartitionError` if it has no plan, which is recorded as the reason.
+        always: points that are evaluated first, whatever their bounds, each before the next is requested.
+        left_out: points that are no candidates but are reported, and the reasons.
+        tolerance: stop when no bound is better than the incumbent by more than this share.
+        patience: number of consecutive families with several virtual stages on a rank that may bring no better plan;
+            then the search skips such families, and their bounds stay as they are. ``effort``: of such a point, as a
+            share of all the effort that may be in vain.
         in_vain: whether ``evaluate`` would find no plan of a point that takes less than so many seconds, though its
-            bound does not say so; then it is not asked. Raises as it does.
-        last: the tightest bound of a point, of which nothing above so many seconds matters. Asked for where the least
-            of all bounds is one of a point that ``evaluate`` was not asked for, or that it tried ``partly``.
-        enough_s: plans that take as long are of no interest.
-        before: what a search became of that left more to plans: none takes less than there.
-        progress: called before each evaluation, and now and then between them.
-        time_limit_s: after it, or on ``KeyboardInterrupt``, the best plan so far is returned, with its gap.
+            bound does not show it; then the point is not evaluated. Raises the exceptions of ``evaluate``.
+        last: the tightest bound of a point; the second argument is a cutoff in seconds. Called if the least of all
+            bounds belongs to a point that was not evaluated, or that was evaluated only ``partly``.
+        enough_s: plans that take this long or longer are of no interest.
+        before: the rows of an earlier search with fewer constraints, whose bounds hold here, too.
+        progress: called before each evaluation, and from time to time between evaluations.
+        time_limit_s: after it, or on ``KeyboardInterrupt``, the incumbent is returned, with its gap.
 
     Raises:
-        CapacityError: no point fits in memory; that of the point that lacks least.
-        PlanError: no point has a plan for other reasons, or none that takes less than ``enough_s``.
+        CapacityError: no point fits in memory; the error of the point with the least shortage.
+        PlanError: no point has a plan for other reasons, or none takes less than ``enough_s``.
     """
     deadline = time.monotonic() + time_limit_s
     first = bounds.times(points).tolist() if len(points) > 1 else [0.0] * len(points)  # where there is a choice
@@ -188,9 +189,9 @@ def _best_first(
     patience: int | None,
     effort: Callable[[Point], float],
 ) -> bool:
-    """Runs until nothing beats the best plan; whether it did, rather than run out of time.
+    """Run until no bound beats the incumbent. Returns ``False`` if time ran out.
 
-    Schedules that no formula describes come after the others: bounds of theirs are quick where a good plan is known.
+    Schedules without a formula come after the others: their bounds are quick once a good plan is known.
     """
     rows, shared = state.rows, len(bounds.together)
     nodes = _families(state, bounds)
@@ -237,7 +238,7 @@ def _best_first(
 
 
 def _families(state: _State, bounds: Bounds) -> list[Sequence[Point]]:
-    """The families of the points, those that are left open in order."""
+    """The families of the points, in order, without points that are closed."""
     families: dict[Hashable, list[Point]] = {}
     for point in state.rows:
         families.setdefault(bounds.family(point), []).append(point)
@@ -247,7 +248,7 @@ def _families(state: _State, bounds: Bounds) -> list[Sequence[Point]]:
 
 
 def _bounded(state: _State, bounds: Bounds, members: Sequence[Point], step: int) -> float | None:
-    """The bound that the next step says, of a family or of one point; ``None`` where there is no plan."""
+    """The bound of the next step, of a family or of one point; ``None`` if there is no plan."""
     of_family = len(bounds.together)
     known = [state.rows[point] for point in members if point in state.rows]
     rows = [row for row in known if row.is_open]
@@ -290,8 +291,8 @@ def _evaluate(
 
 
 def _were_in_vain(state: _State, members: Sequence[Point]) -> bool:
-    """Whether the search before said of all points that they are no better than the best plan: their bounds stay as
-    they were."""
+    """Whether the earlier search showed that no point is better than the incumbent; then the points' bounds stay as
+    they are."""
     found = [state.before.get(point) for point in members] if state.before else [None]
     if not all(row is not None and row.least_s >= state.limit for row in found):
         return False
@@ -303,7 +304,7 @@ def _were_in_vain(state: _State, members: Sequence[Point]) -> bool:
 
 
 def _is_in_vain(state: _State, point: Point, in_vain: Callable[[Point, float], bool]) -> bool:
-    """Whether a point need not be evaluated: its bound stays as it is."""
+    """Whether a point need not be evaluated; then its bound stays as it is."""
     row = state.rows[point]
     try:
         if state.limit == float("inf") or not in_vain(point, state.limit):
@@ -316,7 +317,7 @@ def _is_in_vain(state: _State, point: Point, in_vain: Callable[[Point, float], b
 
 
 def _tighten(state: _State, last: Callable[[Point, float], float], deadline: float) -> bool:
-    """Make the least of all bounds as tight as it can be; whether there was time for it."""
+    """Make the least of all bounds as tight as possible. Returns ``False`` if time ran out."""
     while state.best is not None:
         row = min((row for row in state.rows.values() if row.says), key=lambda row: row.bound, default=None)
         if row is None or not row.loose or row.bound >= state.best_time:
@@ -349,7 +350,7 @@ def _infeasible(row: Row, error: PartitionError) -> None:
 
 
 def _nothing(state: _State, bounds: Bounds, interrupted: bool) -> InfeasibleError:
-    """Why no point has a plan."""
+    """The error that explains why no point has a plan."""
     if any(row.is_open for row in state.rows.values()) and state.enough_s < float("inf"):
         return PlanError(f"no plan takes less than {state.enough_s:.3g} s a step")
     if interrupted:  # those that were tried say nothing of the others

@@ -35,7 +35,7 @@ _STEPS = (1, -1, 2, -2)  # calls that cuts are moved by
 
 @dataclass(frozen=True)
 class Found:
-    """``cuts`` with what a step takes under each, the fastest first; ``bound``: what none takes less than."""
+    """``cuts`` with the step time of each, fastest first. ``bound``: lower bound on the step time of all cuts."""
 
     cuts: tuple[tuple[float, tuple[int, ...]], ...]
     bound: float

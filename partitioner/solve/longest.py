@@ -51,7 +51,7 @@ def follow(table: Timetable, phases: Sequence[Phases], train: bool = True, *, ov
 def follow_all(
     table: Timetable, phases: NDArray[np.float64], train: bool = True, *, overlap_steps: bool = False
 ) -> NDArray[np.float64]:
-    """:func:`follow` of many at once, ``[n]`` seconds; ``phases``: ``[n, stages, 3]``, as :class:`Phases` has them."""
+    """:func:`follow` of ``n`` sets of phases: ``[n]`` seconds. ``phases``: ``[n, stages, 3]``, see :class:`Phases`."""
     waits = _waits(_Same(table), train)
     kinds = [phases[:, :, list(parts)].sum(axis=2) * (train or k == "F") for k, parts in PARTS.items()]
     of_kinds = np.stack(kinds, axis=2).reshape(len(phases), -1).T.copy()  # as the list of :func:`_seconds`

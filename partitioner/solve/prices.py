@@ -25,7 +25,7 @@ _MOST_DECAY = 0.7  # of a price in one step, else one per part of the limit that
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """An assignment that was found, its cost and its memory per row."""
+    """A known assignment, its cost and its memory per row."""
 
     choice: Choices
     cost: float

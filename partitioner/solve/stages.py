@@ -1,12 +1,12 @@
 """Cut the sequence of calls into pipeline stages: the exact optimum under every stage's memory.
 
-A stage is a run of consecutive calls. With ``t_s`` the time of one microbatch on stage ``s`` (forward, backward, what
-it recomputes, what it waits for from its neighbours) a step of ``m`` microbatches takes ``(m - b) max t_s + b sum t_s``
-(Narayanan et al. 2021, section 2.2, for uneven stages; ``b`` is the schedule's, see ``pipelines.py``). Stages keep as
-many microbatches as the schedule has in flight, and run as many of their first calls anew as memory demands.
+A stage is a run of consecutive calls. With ``t_s`` the time of one microbatch on stage ``s`` (forward, backward,
+recomputation, waits for neighbours) a step of ``m`` microbatches takes ``(m - b) max t_s + b sum t_s`` (Narayanan et
+al. 2021, section 2.2, for uneven stages; ``b`` is the schedule's, see ``pipelines.py``). Stages keep as many
+microbatches as the schedule has in flight, and recompute as many of their first calls as memory demands.
 
 For a limit on the maximum, the least sum is a shortest path over (stage, cut), one vectorised min-plus step per stage.
-The limits that matter are few: above the least one that is feasible, the sum can fall only as far as without a limit.
+Few limits matter: above the least feasible limit, the sum can fall only to its value without a limit.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ SLACK = 0.01  # of the optimum, spent on stages that are alike
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Calls ``start:stop``, of which the first ``recompute`` are run again for their backward, and of the others what
-    is quickly made (``selective``). Seconds per microbatch; ``transfer_s``: waiting for neighbours, in both directions,
-    ``forward_wait_s`` of it before the forward. ``in_flight``: microbatches at a time. ``number``: the problem's stage.
-    ``parts``: a rank's virtual stages; between them lie calls of other ranks."""
+    """The calls ``start:stop`` of a stage. Backward recomputes the first ``recompute`` of them and, if ``selective``,
+    the parts of the others that are quick to recompute.
+
+    Seconds are per microbatch. ``transfer_s``: waits for neighbours, in both directions; ``forward_wait_s``: the part
+    before the forward. ``in_flight``: number of microbatches at a time. ``number``: the stage's number in the problem.
+    ``parts``: a rank's virtual stages; between them lie calls of other ranks.
+    """
 
     start: int
     stop: int
@@ -47,12 +50,12 @@ class StagePlan:
 
     @property
     def runs(self) -> tuple[StagePlan, ...]:
-        """Its runs of consecutive calls."""
+        """The stage's runs of consecutive calls."""
         return self.parts or (self,)
 
     @property
     def places(self) -> list[int]:
-        """The places of its calls."""
+        """The positions of the stage's calls."""
         return [place for run in self.runs for place in range(run.start, run.stop)]
 
     @property
@@ -64,8 +67,9 @@ class StagePlan:
 class StageSplit:
     """The stages in order, and the seconds of a step's pipeline.
 
-    ``least_s``: those of the optimum, which may be less balanced. ``microbatch_s``: of a microbatch through all calls,
-    forward and backward, by the calls' own costs. ``virtual``: the virtual stages, where they are not the stages.
+    ``least_s``: lower bound on the pipeline's seconds; the optimum may be less balanced than ``stages``.
+    ``microbatch_s``: of a microbatch through all calls, forward and backward, by the calls' own costs. ``virtual``: the
+    virtual stages, if they differ from the stages.
     """
 
     stages: tuple[StagePlan, ...]
@@ -80,7 +84,7 @@ class StageSplit:
 
 
 class NoneLeft(CapacityError):
-    """All stages that fit have runs of calls that are barred."""
+    """Every feasible split has a stage that is a barred run of calls."""
 
 
 def solve_stages(problem: StageProblem, tables: StageTables | None = None) -> StageSplit:
@@ -100,7 +104,7 @@ class _Splitter:
         self.problem = tables.problem
 
     def best(self) -> StageSplit | None:
-        """Least ``(m - b) max + b sum``; ``None`` if nothing fits."""
+        """The split of least ``(m - b) max + b sum``; ``None`` if nothing fits."""
         bubble = self.problem.bubble
         often = self.problem.num_rounds - bubble
         free = self.path(np.inf)
@@ -130,9 +134,9 @@ class _Splitter:
         return self.split(self.balanced(best), best_cost)
 
     def balanced(self, best: list[int]) -> list[int]:
-        """The cuts of the least maximum among those that cost hardly more than ``best``.
+        """The cuts of the least maximum among those that cost at most slightly more than ``best``.
 
-        With few microbatches the time says little of where to cut, and memory and later schedules want stages alike.
+        With few microbatches the time hardly depends on the cuts, and memory and later schedules prefer equal stages.
         """
         low, high = self.lowest_limit(), self.largest(best)
         limit, allowed = low, (1 + SLACK) * self.cost(best)
@@ -146,7 +150,7 @@ class _Splitter:
         return best
 
     def path(self, limit: float) -> list[int] | None:
-        """The cuts of the least sum of times, none above ``limit``."""
+        """The cuts of the least sum of stage times, none above ``limit``; ``None`` if there are none."""
         n, p = len(self.problem.calls), self.problem.num_stages
         reached = np.full(n + 1, np.inf)
         reached[0] = 0.0
@@ -190,8 +194,11 @@ class _Splitter:
 def stage_plan(
     tables: StageTables, stage: int, start: int, stop: int, recompute: int | None = None, *, in_part: bool = False
 ) -> StagePlan:
-    """The stage ``stage`` if it has the calls ``start:stop``. ``recompute``: so many whole calls, and (``in_part``) of
-    the others what is quickly made, where that is not to be the least that its memory allows."""
+    """The plan of stage ``stage`` with the calls ``start:stop``.
+
+    ``recompute``: number of calls to recompute whole; by default the least that memory allows. ``in_part``: also
+    recompute selectively in the other calls, if ``recompute`` is given.
+    """
     problem = tables.problem
     here = np.array([start]), np.array([stop])
     if recompute is None:

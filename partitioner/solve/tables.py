@@ -1,4 +1,4 @@
-"""The time and memory of every run of calls on every stage.
+"""Time and memory of every run of calls on every stage.
 
 Tables have a row for each start and a column for each end of a run, ``[calls + 1, calls + 1]``.
 """
@@ -27,7 +27,8 @@ _MOST_ENTRIES = 1 << 21  # of tables that are made together
 class StageTables:
     """Time and memory of every segment ``[i, j)`` on every stage, each of shape ``[calls + 1, calls + 1]``.
 
-    ``slim``: those where what is quickly made again is, a way that each segment may take: it has the lesser time.
+    ``slim``: the tables under selective recomputation, ``None`` if that is not allowed. A segment takes the faster of
+    the two.
     """
 
     def __init__(self, problem: StageProblem) -> None:
@@ -57,12 +58,12 @@ class StageTables:
 
     @property
     def times(self) -> list[Table]:
-        """By stage: seconds of every segment, the better way."""
+        """Seconds of every segment by stage, with selective recomputation if that is faster."""
         return self._ways[0]
 
     @cached_property
     def _ways(self) -> tuple[list[Table], list[NDArray[np.bool_]]]:
-        """:attr:`times`, and by stage which segments make again what is quickly made."""
+        """:attr:`times`, and by stage the segments that recompute selectively."""
         p, n = self.problem.num_stages, len(self.problem.calls)
         chunks = np.array_split(np.arange(p), math.ceil(p * (n + 1) ** 2 / _MOST_ENTRIES))
         times = [table for stages in chunks for table in self._times(stages)]
@@ -75,23 +76,24 @@ class StageTables:
 
     @property
     def hopeless(self) -> bool:
-        """Whether the states alone are more than all stages may hold; no table of times needs to be made then."""
+        """Whether the states alone exceed the capacity of all stages; then no table of times is needed."""
         return bool(self.states[0, -1] > sum(self.problem.capacity))
 
     def way(self, stage: int, start: int, stop: int) -> StageTables:
-        """The tables of the way that a segment takes: these, or those where what is quickly made again is."""
+        """The tables that a segment uses: these, or :attr:`slim` if it recomputes selectively."""
         return self.slim if self.slim is not None and self._ways[1][stage][start, stop] else self
 
     @cached_property
     def least_memory(self) -> list[Table]:
-        """Peak bytes of every segment on every stage, where as much is recomputed as may be."""
+        """Peak bytes of every segment on every stage under the most recomputation allowed."""
         start, stop = self._runs
         least = np.full((self.problem.num_stages, *self.segments.saved.shape), np.inf)
         least[:, start, stop] = self.least_bytes(start, stop)
         return [np.where(allowed, of_stage, np.inf) for allowed, of_stage in zip(self.allowed, least, strict=True)]
 
     def least_bytes(self, start: Counts, stop: Counts) -> Table:
-        """The same of the segments ``[start, stop)``, allowed or not; shape ``[stages, segments]``."""
+        """Peak bytes of the segments ``[start, stop)`` under the most recomputation, barred ones included; shape
+        ``[stages, segments]``."""
         stages = np.arange(self.problem.num_stages)[:, None]
         fixed = np.broadcast_to(self.fixed_memory[start, stop], (len(stages), len(start)))
         least: Table = self._whole(stages, start, stop) if self.problem.train else fixed
@@ -104,7 +106,7 @@ class StageTables:
         return slim if self.problem.recompute == "selective" else np.minimum(least, slim)
 
     def _times(self, stages: Counts) -> Table:
-        """Seconds of every segment on ``stages``, shape ``[stages, calls + 1, calls + 1]``: see :meth:`run_times`."""
+        """Seconds of every segment on ``stages``, shape ``[stages, calls + 1, calls + 1]``, see :meth:`run_times`."""
         start, stop = self._runs
         times = np.full((len(stages), *self.segments.saved.shape), np.inf)
         times[:, start, stop] = self.run_times(stages, start, stop)
@@ -112,13 +114,13 @@ class StageTables:
 
     @property
     def _runs(self) -> tuple[Counts, Counts]:
-        """The segments that leave a call to each of the other stages."""
+        """The starts and stops of the segments that leave at least one call to each of the other stages."""
         n = len(self.problem.calls)
         return _runs_of(n, n - self.problem.num_stages + 1)
 
     def run_times(self, stages: Counts, start: Counts, stop: Counts) -> Table:
         """Seconds of the segments ``[start, stop)`` on ``stages``, with as few calls recomputed as memory demands;
-        infinite where one is too large, or not allowed. Shape ``[stages, segments]``."""
+        infinite if a segment does not fit or is barred. Shape ``[stages, segments]``."""
         problem, pace = self.problem, self._pace_of[stages][:, None]
         usable = self._capacity[stages][:, None]
         before, after = (of_ends[stages] for of_ends in self._ends)
@@ -146,19 +148,20 @@ class StageTables:
         return np.where(fits, time, np.inf)
 
     def short_runs(self, limit: float) -> tuple[Counts, Counts]:
-        """The segments whose work takes no longer than ``limit`` seconds on the fastest stage."""
+        """The segments whose work takes at most ``limit`` seconds on the fastest stage."""
         start, stop = self._runs
         near = np.flatnonzero(self.least_work[start, stop] <= limit)
         return start[near], stop[near]
 
     @cached_property
     def least_work(self) -> Table:
-        """Seconds of every segment on the fastest stage, where nothing is recomputed or waited for."""
+        """Seconds of every segment on the fastest stage, without recomputation and waits."""
         least: Table = (self._forward + self._backward if self.problem.train else self._forward).min(axis=0)
         return least
 
     def _allowed(self) -> list[NDArray[np.bool_]]:
-        """Which segments each stage may hold: not empty, and with the calls pinned to it and no others of those."""
+        """Segments that each stage may hold: not empty, with the calls pinned to the stage and no calls pinned to
+        another."""
         n = len(self.problem.calls)
         start, stop = np.arange(n + 1)[:, None], np.arange(n + 1)[None, :]
         if self.problem.barred:
@@ -179,7 +182,8 @@ class StageTables:
         return tables
 
     def seconds(self, stage: int) -> tuple[Table, Table]:
-        """Of every segment on a stage's devices: forward and backward, without the calls that all stages run."""
+        """Forward and backward seconds of every segment on a stage's devices, without the calls that every stage
+        runs."""
         return self._forward[self._pace_of[stage]], self._backward[self._pace_of[stage]]
 
     def transfers(self, stage: int) -> tuple[Table, Table]:
@@ -189,7 +193,7 @@ class StageTables:
 
     @cached_property
     def _ends(self) -> tuple[Table, Table]:
-        """The same of all stages, each of shape ``[stages, calls + 1]``."""
+        """Seconds that each stage waits at its start and at its end, each of shape ``[stages, calls + 1]``."""
         problem, cut = self.problem, self.segments
         before, after = np.zeros((2, problem.num_stages, len(problem.calls) + 1))
         different = dict.fromkeys((link.bandwidth, link.latency) for link in problem.links)
@@ -203,7 +207,7 @@ class StageTables:
 
     @cached_property
     def most_recomputed(self) -> Counts:
-        """The most calls that each segment may recompute."""
+        """Greatest number of calls that each segment may recompute."""
         n = len(self.problem.calls)
         stop = np.arange(n + 1)[None, :]
         if self.problem.recompute == "full":  # embedding's and head's tensors are hardly worth it
@@ -212,11 +216,11 @@ class StageTables:
         return length if self.problem.train and self.problem.recompute in (None, "full") else np.zeros_like(length)
 
     def recomputed(self, stage: int | Counts, start: Counts, stop: Counts) -> Counts:
-        """How many of its first calls each segment ``[start, stop)`` recomputes: all if that is pinned, else as few as
-        memory allows. ``stage``: of all segments, or of each.
+        """Number of first calls that each segment ``[start, stop)`` recomputes: all if pinned, else the least that
+        memory allows. ``stage``: one for all segments, or one for each.
 
-        What is kept then is every input of theirs, and what the other calls save; for each start a prefix sum of what
-        calls save says how many must go.
+        Recomputed calls keep all their inputs, and the other calls what they save. For each start, a prefix sum of the
+        saved bytes gives the number of calls to recompute.
         """
         most, capacity = self.most_recomputed[start, stop], self._capacity[stage]
         if self.problem.recompute == "full" or not most.any():
@@ -237,7 +241,7 @@ class StageTables:
         return np.where(self._whole(stage, start, stop) <= capacity, 0, np.minimum(count, most))
 
     def again(self, stage: int | Counts, start: Counts, recomputed: Counts) -> Table:
-        """Seconds of making the first ``recomputed`` calls from ``start`` on again whole."""
+        """Seconds of recomputing the first ``recomputed`` calls from ``start`` on whole."""
         prefix, pace = self._whole_again, self._pace_of[stage]
         stop = np.minimum(start + recomputed, prefix.shape[1] - 1)
         seconds: Table = prefix[pace, stop] - prefix[pace, start]
@@ -245,14 +249,14 @@ class StageTables:
 
     @cached_property
     def fixed_memory(self) -> Table:
-        """Bytes that do not depend on the microbatches in flight: states, buffers, and what works for a moment."""
+        """Bytes that do not depend on the microbatches in flight: states, buffers and working memory."""
         cut = self.segments
         return self.states + cut.largest_working + cut.boundary + self.problem.overhead.working_bytes
 
     @cached_property
     def _fixed(self) -> Table:
-        """As :attr:`fixed_memory`, where nothing is recomputed: of what comes late as much as there ever is more than
-        backward has given back by then."""
+        """:attr:`fixed_memory` without recomputation. Late gradients count only as far as they exceed the bytes that
+        backward has freed by then."""
         late = self.problem.late_bytes
         if not late:
             return self.fixed_memory
@@ -267,8 +271,8 @@ class StageTables:
 
     @cached_property
     def _fixed_again(self) -> Table:
-        """Bytes besides inputs where calls are recomputed: one at a time keeps what it saves. It may be one that is not
-        made again, whose gradients are as large."""
+        """Bytes besides inputs under recomputation: one call at a time holds its saved bytes. The peak may also be in a
+        call that is not recomputed, whose gradients are as large."""
         return self._rest + np.maximum(self.segments.largest_working, self.segments.largest_again)
 
     @cached_property
@@ -276,8 +280,11 @@ class StageTables:
         return self.segments.saved + self.segments.saved_inputs
 
     def _held(self, stage: int | Counts, whole: Table, half: Table, gone: Table | float = 0.0) -> Table:
-        """Bytes of the microbatches that a stage has at its fullest, of which those take ``whole`` whose backward has
-        not begun, and those ``half`` of which half has run; one of the first has ``gone`` less."""
+        """Greatest bytes of the microbatches that a stage holds at a time.
+
+        ``whole``: of a microbatch whose backward has not begun. ``half``: of one between the two backward halves. One
+        of the former has ``gone`` bytes less.
+        """
         held: Table = np.zeros(())
         for begun, (of_whole, of_half) in enumerate(self._counts):
             taken = of_whole[stage] * whole - np.minimum(of_whole[stage], 1.0) * gone
@@ -286,7 +293,7 @@ class StageTables:
         return held
 
     def _whole(self, stage: int | Counts, start: Counts, stop: Counts) -> Table:
-        """Peak bytes of segments of which no call is made again whole."""
+        """Peak bytes of segments without full recomputation."""
         inputs = self.segments.saved_inputs[start, stop]
         carried = self.segments.carried[start, stop] + inputs
         held = self.segments.saved[start, stop] + inputs, carried
@@ -296,7 +303,8 @@ class StageTables:
     def _closed(
         self, peak: Table, stage: int | Counts, start: Counts, stop: Counts, whole: Table, half: Table
     ) -> Table:
-        """``peak``, or what there is at the end of a backward, where gradients are sent and ``whole`` is gone."""
+        """The larger of ``peak`` and the bytes at the end of a backward, where gradients are sent and ``whole`` is
+        freed."""
         closing = self.segments.closing[start]
         if not closing.any():
             return peak
@@ -304,25 +312,26 @@ class StageTables:
 
     @cached_property
     def _rest(self) -> Table:
-        """:attr:`fixed_memory` without what works for a moment in calls."""
+        """:attr:`fixed_memory` without the working memory of calls."""
         return self.fixed_memory - self.segments.largest_working
 
     def _again(self, stage: int | Counts, start: Counts, stop: Counts) -> Table:
-        """The same of those of which all calls are, and that keep inputs alone."""
+        """Peak bytes of segments whose calls are all recomputed, so that only inputs are kept."""
         inputs = self.segments.all_inputs[start, stop]
         held = inputs, inputs + self.segments.carried[start, stop]
         peak: Table = self._fixed_again[start, stop] + self._held(stage, *held)
         return self._closed(peak, stage, start, stop, *held)
 
     def each(self, start: Counts, stop: Counts, recomputed: Counts) -> tuple[Table, Table]:
-        """Bytes of a microbatch whose backward has not begun, and of one of which half has run."""
+        """Bytes of a microbatch whose backward has not begun, and of one between the two backward halves."""
         cut, prefix = self.segments, self.segments.saved[0]
         made = prefix[np.minimum(start + recomputed, len(prefix) - 1)] - prefix[start]
         inputs = np.where(recomputed > 0, cut.all_inputs[start, stop], cut.saved_inputs[start, stop])
         return inputs + np.maximum(0.0, cut.saved[start, stop] - made), inputs + cut.carried[start, stop]
 
     def memory(self, stage: int | Counts, start: Counts, stop: Counts, recomputed: Counts) -> Table:
-        """Peak bytes of a rank that holds the segments ``[start, stop)``."""
+        """Peak bytes of a rank that holds the segments ``[start, stop)``, of which the first ``recomputed`` calls are
+        recomputed."""
         if not self.problem.train:
             return self.fixed_memory[start, stop]
         fixed = np.where(recomputed > 0, self._fixed_again[start, stop], self._fixed[start, stop])
@@ -333,14 +342,15 @@ class StageTables:
 
 @lru_cache(maxsize=8)
 def _runs_of(calls: int, most: int) -> tuple[Counts, Counts]:
-    """All segments that are not empty and have at most so many calls: where they start and stop."""
+    """Starts and stops of all non-empty segments of at most ``most`` calls."""
     start, stop = np.triu_indices(calls + 1, 1)
     short = stop - start <= most
     return start[short], stop[short]
 
 
 def _counts(held: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[Vector, Vector]]:
-    """What stages hold, by number: of each stage one of the pairs, the last again where it has no more."""
+    """The pairs of counts that stages hold, one array of shape ``[stages]`` each; the last pair of a stage is
+    repeated."""
     most = max(map(len, held))
     padded = np.array([[*pairs, *[pairs[-1]] * (most - len(pairs))] for pairs in held], dtype=np.float64)
     return [(pairs[:, 0].copy(), pairs[:, 1].copy()) for pairs in np.moveaxis(padded, 1, 0)]
@@ -353,7 +363,7 @@ def _message_times(num_bytes: Table, bandwidth: float, latency: float) -> Table:
 
 
 def min_max(tables: list[Table]) -> tuple[float, list[int]]:
-    """The split of the least maximum over the stages' ``tables``, and where it cuts."""
+    """The least maximum over the stages' ``tables``, and its cuts."""
     n = tables[0].shape[0] - 1
     reached = np.full(n + 1, np.inf)
     reached[0] = -np.inf

@@ -21,7 +21,7 @@ _EPSILON = 1e-12  # of a second: what is left of work that has ended
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds of a microbatch in a virtual stage: on a core of its own, and waiting for others."""
+    """Seconds of a microbatch in a virtual stage: of computing on a core of its own, and of waiting for others."""
 
     computing: Phases
     waiting: Phases

@@ -1,9 +1,9 @@
-"""Stages for the schedules that no formula describes: several virtual stages on a rank, backwards in two halves.
+"""Stages for schedules without a formula: several virtual stages on a rank, backwards in two halves.
 
-The calls are cut into as many stages as the schedule has. Where they are cut is chosen as if the largest of them paced
-all others, ``(m v - b) max t_k + b sum t_k``, exactly, each within a share of its rank's memory; the shares follow from
-what the stages need. What the cuts take is then found by following the schedule's order, action by action; better
-ones, and a bound on all of them, come from the paths through it (``cuts.py``).
+The calls are cut into as many stages as the schedule has. The first cuts are exact under the model that the largest
+stage paces all others, ``(m v - b) max t_k + b sum t_k``, each within a share of its rank's memory; the shares follow
+from the stages' needs. The time of the cuts is then found by simulating the schedule's order, action by action. Better
+cuts, and a lower bound on all cuts, come from the paths through the schedule (``cuts.py``).
 """
 
 from __future__ import annotations
@@ -42,14 +42,16 @@ def solve_virtual(
     improved: bool = True,
     enough_s: float = np.inf,
 ) -> StageSplit:
-    """The stages of ``problem``, which has one for each virtual stage, with the capacity of its rank, and their time;
-    ``proven``: and what none goes below; ``improved``: whether other cuts than those that are best for each stage by
-    itself are searched. ``enough_s``: pipelines that take as long are of no interest.
+    """The stages of ``problem`` and their time. The problem has one stage for each virtual stage, with the capacity of
+    its rank.
 
-    Where memory is short, cuts for the case that all stages make again what is quickly made, and whole calls, are tried
-    besides: those for nothing made again may fit worse.
+    ``proven``: also compute a lower bound on all cuts. ``improved``: search other cuts than those that are best by the
+    model of the largest stage. ``enough_s``: pipelines that take this long or longer are of no interest.
 
-    Raises :class:`PlanError` with more stages than calls, :class:`CapacityError` where none was found that fits.
+    If memory is short, cuts under selective recomputation and under full recomputation of all stages are tried, too:
+    cuts chosen without recomputation may fit worse.
+
+    Raises :class:`PlanError` with more stages than calls, :class:`CapacityError` if no cuts were found that fit.
     """
     lacking: CapacityError | None = None
     found: list[StageSplit] = []
@@ -79,7 +81,10 @@ def solve_virtual(
 
 @dataclass(frozen=True)
 class _Ranks:
-    """The virtual stages of ``problem`` on their ranks, under a schedule: ``chunks`` on each, ``own`` are which."""
+    """The virtual stages of ``problem`` on their ranks under a schedule.
+
+    ``chunks``: number of virtual stages on a rank. ``own``: the virtual stages of each rank.
+    """
 
     problem: StageProblem
     schedule: str | ScheduleTable
@@ -93,16 +98,16 @@ class _Ranks:
 
     @cached_property
     def flying(self) -> Held:
-        """The microbatches that each stage holds."""
+        """The numbers of microbatches that each stage holds."""
         return held_microbatches(self.schedule, len(self.own), self.problem.num_microbatches, self.chunks)
 
     @cached_property
     def capacity(self) -> list[float]:
-        """Bytes of each rank."""
+        """Usable bytes of each rank."""
         return [self.problem.capacity[stages[0]] for stages in self.own]
 
     def seconds(self, split: StageSplit) -> float:
-        """What the pipeline takes, followed action by action."""
+        """Seconds of the pipeline, simulated action by action."""
         problem = self.problem
         phases = [phases_of(problem, k, plan) for k, plan in enumerate(split.stages)]
         m, overlap = problem.num_microbatches, problem.overlap_steps
@@ -121,7 +126,8 @@ class _Ranks:
         )
 
     def taken(self, tables: StageTables, rank: int, plans: Sequence[StagePlan]) -> float:
-        """Peak bytes of a rank: its stages' own, less what they need at different times or have in common."""
+        """Peak bytes of a rank: the sum of its stages' peaks, without bytes that the stages need at different times or
+        share."""
         problem, stages = tables.problem, self.own[rank]
         ways = [tables.slim if plan.selective and tables.slim is not None else tables for plan in plans]
         places = [(np.array([plan.start]), np.array([plan.stop])) for plan in plans]
@@ -203,7 +209,7 @@ def followed(problem: StageProblem, schedule: str | ScheduleTable, num_ranks: in
 
 
 def _made_again(tables: StageTables, split: StageSplit, ranks: _Ranks) -> StageSplit | None:
-    """The same cuts, of which each rank makes so much again that it fits; ``None`` where one does not."""
+    """The cuts of ``split`` with enough recomputation on each rank to fit; ``None`` if some rank cannot fit."""
     stages = list(split.stages)
     for rank, (virtual, room) in enumerate(zip(ranks.own, ranks.capacity, strict=True)):
         taken = partial(ranks.taken, tables, rank)
@@ -219,7 +225,7 @@ def _made_again(tables: StageTables, split: StageSplit, ranks: _Ranks) -> StageS
 
 
 def _shares(needs: Sequence[float], own: Sequence[Sequence[int]], capacity: Sequence[float]) -> list[float]:
-    """Each rank's capacity, shared out by what its stages need."""
+    """Each rank's capacity, divided among its stages in proportion to ``needs``."""
     limits = [0.0] * len(needs)
     for stages, room in zip(own, capacity, strict=True):
         total = sum(needs[k] for k in stages)
@@ -229,16 +235,16 @@ def _shares(needs: Sequence[float], own: Sequence[Sequence[int]], capacity: Sequ
 
 
 def _held(counts: Counts, each: tuple[float, float]) -> float:
-    """Bytes of so many microbatches whose backward has not begun, and of which half has run."""
+    """Bytes of the microbatches in ``counts``: (backward not begun, between the two backward halves)."""
     return counts[0] * each[0] + counts[1] * each[1]
 
 
 def _improved(
     tables: StageTables, split: StageSplit, ranks: _Ranks, enough_s: float, quick: bool
 ) -> tuple[StageSplit, float]:
-    """The fastest cuts that fit, from those of ``split`` on, and the seconds that none goes below.
+    """The fastest cuts that fit, searched from those of ``split``, and a lower bound in seconds on all cuts.
 
-    ``tables``: of stages that may each have all of their rank's memory.
+    ``tables``: of stages that may each use all of their rank's memory.
     """
     problem, p = ranks.problem, len(ranks.own)
     table, more = shortened(ranks.schedule, p, problem.num_microbatches, ranks.chunks)
@@ -269,12 +275,12 @@ def _improved(
 
 
 def _cut_by_memory(problem: StageProblem, split: StageSplit) -> bool:
-    """Whether calls are made again so that they fit, which has a say that better cuts do not hear."""
+    """Whether calls are recomputed only to fit in memory, which the search for better cuts does not consider."""
     return problem.recompute is None and any(plan.recompute or plan.selective for plan in split.stages)
 
 
 def _joined(split: StageSplit, ranks: _Ranks, memory: Sequence[float], bound: float) -> StageSplit:
-    """The stages by rank, and the seconds that the schedule takes with them."""
+    """The stages by rank, and the seconds of the schedule with them."""
     seconds = ranks.seconds(split)
     stages = tuple(
         _together([split.stages[k] for k in virtual], round(taken))
@@ -301,9 +307,8 @@ def _together(parts: Sequence[StagePlan], memory: int) -> StagePlan:
 
 
 def phases_of(problem: StageProblem, stage: int, plan: StagePlan) -> Phases:
-    """What a microbatch takes in a virtual stage. Collectives, and what is recomputed, belong to the backward for
-    inputs. A stage waits for values before its forward, for gradients before its
-    backward."""
+    """Seconds of a microbatch in a virtual stage. Collectives and recomputation belong to the backward for inputs. A
+    stage waits for values before its forward and for gradients before its backward."""
     costs = problem.pace(stage).costs[plan.start : plan.stop]
     weights = sum(c.later_s for c in costs) if problem.train else 0.0
     ahead = plan.forward_wait_s

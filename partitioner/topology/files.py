@@ -44,7 +44,7 @@ _ALL = ("name", "types", "nodes", "levels", "overrides", "node_overrides", "link
 
 
 class _Decimal(yaml.SafeLoader):
-    """Numbers are decimal: YAML 1.1 would read ``4:1`` as minutes and seconds, and ``010`` as 8. They stay text."""
+    """Loader that keeps odd numbers as text: YAML 1.1 would read ``4:1`` as minutes and seconds, and ``010`` as 8."""
 
     def resolve(self, kind: type[yaml.Node], value: str | None, implicit: tuple[bool, bool] | bool) -> str:
         tag = str(super().resolve(kind, value, implicit))  # type: ignore[no-untyped-call]
@@ -65,7 +65,8 @@ def known_presets() -> tuple[str, ...]:
 
 
 def preset(name: str, nodes: int = 1) -> Topology:
-    """``nodes`` machines called ``name``. Raises :class:`TopologyError` for an unknown one or no nodes."""
+    """The topology of ``nodes`` machines called ``name``. Raises :class:`TopologyError` for an unknown name or no
+    nodes."""
     machines = catalogue("machines")
     if name not in machines:
         raise TopologyError(
@@ -78,12 +79,13 @@ def preset(name: str, nodes: int = 1) -> Topology:
 
 
 def topology_of(data: dict[str, Any], source: str) -> Topology:
-    """The topology that ``data``, as a YAML file has it, describes; ``source`` names it in errors."""
+    """The topology that ``data``, the content of a YAML file, describes. ``source`` names it in errors."""
     return Topology(**_expand({"name": source, **data}))
 
 
 def machine_fields(name: str, nodes: int, devices: int | None = None) -> dict[str, Any]:
-    """Nodes and levels of ``nodes`` machines ``name``, with ``devices`` in each in place of what it has."""
+    """Nodes and levels of ``nodes`` machines ``name``. ``devices``: number of devices in each, by default the machine's
+    own."""
     machine = dict(catalogue("machines")[name])
     levels = machine.pop("levels")
     group = {**machine, "count": nodes}
@@ -95,7 +97,7 @@ def machine_fields(name: str, nodes: int, devices: int | None = None) -> dict[st
 
 
 def needed_levels(levels: Sequence[Mapping[str, Any]], nodes: int, devices: int) -> list[Mapping[str, Any]]:
-    """Of ``levels`` those that join some of ``nodes`` times ``devices``, up to the first that joins all."""
+    """The ``levels`` that join some of ``nodes`` times ``devices`` devices, up to the first that joins all."""
     needed = []
     for level in levels:
         extent = min(level.get("nodes", nodes), nodes)
@@ -107,7 +109,7 @@ def needed_levels(levels: Sequence[Mapping[str, Any]], nodes: int, devices: int)
 
 
 def load(path: str | os.PathLike[str]) -> Topology:
-    """Read a YAML file. Raises :class:`TopologyError`: file and line of what is wrong."""
+    """Read a YAML file. Raises :class:`TopologyError` with the file and line of the mistake."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -118,7 +120,7 @@ def load(path: str | os.PathLike[str]) -> Topology:
 
 
 def loads(text: str, source: str = "topology") -> Topology:
-    """Read YAML text; ``source`` names it in errors."""
+    """Read YAML text. ``source`` names it in errors. Raises :class:`TopologyError` with the line of the mistake."""
     try:
         tree = yaml.compose(text, Loader=_Decimal)
         _refuse_odd(tree, source)
@@ -157,8 +159,8 @@ def dump(topology: Topology) -> str:
 
 
 def parse(text: str) -> Topology:
-    """``local:4``, ``detect``, a preset with or without ``:<nodes>``, or a path; any of these without devices, as
-    ``dgx-h100:2 without node1/3, node1/7``."""
+    """The topology of ``local:4``, ``detect``, a preset with or without ``:<nodes>``, or a path; any of these without
+    some devices: ``dgx-h100:2 without node1/3, node1/7``. Raises :class:`TopologyError` for other text."""
     whole, fewer, names = text.partition(" without ")
     if fewer:
         return parse(whole.strip()).without(*(name.strip() for name in names.split(",")))
@@ -180,7 +182,8 @@ def parse(text: str) -> Topology:
 
 
 def _resolve(entry: Any, entries: Mapping[str, Mapping[str, Any]], *path: int | str) -> Any:
-    """``entry``, found at ``path``, over the entry that it is ``like``; what is no mapping is left as it is."""
+    """``entry``, found at ``path``, merged over the catalogue entry that it is ``like``. An ``entry`` without ``like``
+    is returned unchanged."""
     if not isinstance(entry, Mapping) or "like" not in entry:
         return entry
     base = entry["like"]
@@ -202,9 +205,9 @@ def _expand_machine(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _expand(data: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a topology: what is ``like`` the catalogue and what the catalogue describes is filled in.
+    """The fields of a topology, with ``like`` resolved and missing parts taken from the catalogue.
 
-    Raises :class:`MisplacedError` for unknown keys and names; what has the wrong type is left for the model to refuse.
+    Raises :class:`MisplacedError` for unknown keys and names. Values of wrong types are left for the model to refuse.
     """
     unknown = sorted(str(key) for key in set(data) - set(_ALL))
     if unknown:
@@ -231,7 +234,7 @@ def _expand(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_kinds(fields: Mapping[str, Any]) -> None:
-    """Raises :class:`MisplacedError` for a type that neither the file nor the catalogue has."""
+    """Raise :class:`MisplacedError` for a device type that neither the file nor the catalogue describes."""
     known = [*map(str, {**fields["types"], **catalogue("devices")})]
     for key in ("nodes", "overrides"):
         given = fields.get(key)
@@ -245,18 +248,18 @@ def _check_kinds(fields: Mapping[str, Any]) -> None:
 
 
 def _listed(value: Any) -> list[Any]:
-    """The entries of a list or a mapping; none where it is neither."""
+    """The entries of a list or a mapping; empty for other values."""
     return list(value.values()) if isinstance(value, dict) else list(value) if isinstance(value, list | tuple) else []
 
 
 def _filled(own: dict[str, Any], kind: str, names: Sequence[Any]) -> dict[str, Any]:
-    """``own`` and what the catalogue has of the ``names`` that are not among them."""
+    """``own``, and the catalogue's entries for those of ``names`` that it lacks."""
     known = catalogue(kind)
     return own | {n: known[n] for n in names if isinstance(n, str) and n in known and n not in own}
 
 
 def _expand_level(level: Any, number: int) -> Any:
-    """A level that is ``like`` a link of the catalogue has its name, where it has none of its own."""
+    """The level with ``like`` resolved. A level without a name is called after the link that it is ``like``."""
     resolved = _resolve(level, catalogue("links"), "levels", number)
     return resolved if resolved is level else {"name": level["like"], **resolved}
 
@@ -269,7 +272,7 @@ def _expand_group(group: Any, number: int) -> Any:
 
 
 def _refuse_odd(node: Any, source: str, around: tuple[Any, ...] = ()) -> None:
-    """Refuses names that are given twice, and what contains itself: is one of the nodes ``around`` it."""
+    """Refuse names that are given twice, and a node that contains itself: that is one of the nodes ``around`` it."""
     if any(node is outer for outer in around):
         line = node.start_mark.line + 1
         raise TopologyError(f"{source}, line {line}: what stands here contains itself by its alias; write it out")
@@ -288,7 +291,7 @@ def _refuse_odd(node: Any, source: str, around: tuple[Any, ...] = ()) -> None:
 
 
 def _line(node: Any, path: Sequence[int | str]) -> int | None:
-    """The line in the file of the value at ``path``, or of the nearest that encloses it."""
+    """The line in the file of the value at ``path``, or of the nearest enclosing value."""
     for key in path:
         inner = None
         if isinstance(node, yaml.MappingNode):

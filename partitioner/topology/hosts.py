@@ -1,4 +1,4 @@
-"""What each rank has of its node's host: memory, and the way there."""
+"""Each rank's share of its node's host: memory, disk, and bandwidth to them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _UNKNOWN_MEMORY_BANDWIDTH = 100e9  # of a host that does not say: one socket wit
 
 @dataclass(frozen=True)
 class HostShare:
-    """What a rank has of its host. ``memory``: bytes; ``bandwidth``: bytes/s each way between its device and that
-    memory; ``update_bandwidth``: bytes/s at which an optimizer steps there; ``disk_bandwidth``: bytes/s of the node's
-    disks, of which each device has as much (where there are none, nothing is moved there)."""
+    """A rank's share of its host. ``bandwidth``: bytes/s each way between the device and host memory. ``memory``:
+    bytes. ``update_bandwidth``: bytes/s at which an optimizer step on the host reads and writes. ``disk_bandwidth``:
+    the rank's share of its node's disks in bytes/s; infinite without disks, which then hold nothing."""
 
     bandwidth: float = math.inf
     latency: float = 0.0
@@ -36,7 +36,8 @@ BOUNDLESS = HostShare()  # what no host beats
 
 
 def host_shares(topology: Topology) -> tuple[HostShare | None, ...]:
-    """Of every device, equal ones one and the same object; ``None`` where the host is not described."""
+    """The host share of every device, shape ``[num_devices]``; ``None`` if the host is not described. Equal shares are
+    one object."""
     on_node = Counter(device.node for device in topology.devices)
     by_node: dict[int, HostShare | None] = {}
     different: dict[HostShare, HostShare] = {}
@@ -54,7 +55,7 @@ def host_shares(topology: Topology) -> tuple[HostShare | None, ...]:
 
 
 def can_offload(topology: Topology) -> bool:
-    """Whether every device has a host whose memory is not its own."""
+    """Whether every device has a host whose memory is separate from its own."""
     hosts = [topology.host(node) for node in {device.node for device in topology.devices}]
     return all(host is not None and not host.shared for host in hosts)
 
@@ -66,7 +67,7 @@ def has_disks(topology: Topology) -> bool:
 
 
 def least_share(shares: Sequence[HostShare | None]) -> HostShare | None:
-    """What all of several ranks have."""
+    """The least share among several ranks, field by field; ``None`` if one of them is ``None``."""
     known = [share for share in shares if share is not None]
     if len(known) < len(shares):
         return None

@@ -1,4 +1,4 @@
-"""The group that some devices form: over levels from the inside out, and over links that single pairs have."""
+"""The communication group of some devices: over levels from the inside out, and over direct links of single pairs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOST_KEPT = 1 << 16  # groups with links of their own
 
 
 def group_of(topology: Topology, devices: Ints) -> Group:
-    """The group of ``devices``: by level or, where it is faster, over links that pairs of them have of their own."""
+    """The group of ``devices``: by level or, if that is faster, over direct links of single pairs."""
     if not topology.own_links:
         return _level_group(topology, devices)
     key = np.sort(devices).tobytes()
@@ -55,7 +55,7 @@ def _linked_group(topology: Topology, devices: Ints) -> Group:
 
 
 def _past_singles(group: Group, singles: Mapping[Pair, Single]) -> Group:
-    """``group`` by level, whose rings go over as few of the ``singles`` as can be, and the fastest."""
+    """``group`` by level, whose rings use as few of the ``singles`` as possible, and the fastest of them."""
     size, every = group.size, singles.values()
     group = replace(group, pair_cap=min(own.reached for own in every), pair_lag=max(own.more for own in every))
     if size > _RINGS_FOUND:
@@ -70,7 +70,8 @@ def _past_singles(group: Group, singles: Mapping[Pair, Single]) -> Group:
 
 
 def _over_singles(plain: Group, singles: Mapping[Pair, Single]) -> Group:
-    """Over the ``singles`` alone, which join all; as efficient as what they stand for in the group ``plain``."""
+    """The group over the ``singles`` alone, which join all devices; with the efficiency of the links in ``plain`` that
+    they replace."""
     size, every = plain.size, list(singles.values())
     step, latency = min(own.step for own in every), max(own.link.latency for own in every)
     if len(plain.tiers) == 1 and all(own.as_level for own in every):
@@ -92,7 +93,7 @@ def _over_singles(plain: Group, singles: Mapping[Pair, Single]) -> Group:
 
 
 def spread_of(ids: Ints) -> tuple[Ints, Ints, Ints]:
-    """Per row of group numbers: how many different ones, the fewest and the most members of one."""
+    """For each row of group numbers: the number of distinct groups, the fewest and the most members of one."""
     ordered = np.sort(ids, axis=1)
     place = np.arange(ids.shape[1])
     starts = np.ones(ids.shape, dtype=bool)
@@ -105,7 +106,7 @@ def spread_of(ids: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def _level_group(topology: Topology, devices: Ints) -> Group:
-    """Level by level from the inside out."""
+    """The group of ``devices``, level by level from the inside out."""
     size = len(devices)
     tiers: list[Tier] = []
     ring = math.inf
@@ -135,7 +136,7 @@ def _level_group(topology: Topology, devices: Ints) -> Group:
 
 
 def _storey_level(topology: Topology, storey: Storey, ranks: Ints) -> Level:
-    """Of the levels of ``storey`` that join some of ``ranks``, the slowest."""
+    """The slowest of the levels of ``storey`` that join some of ``ranks``."""
     if not storey.levels:
         (inside,) = inside_levels(topology, ranks[None])
         assert inside is not None

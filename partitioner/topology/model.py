@@ -56,7 +56,8 @@ if TYPE_CHECKING:
 
 
 class Topology(Part):
-    """Devices and the links between them; see the module's page. Raises :class:`TopologyError` for what cannot be."""
+    """Devices and the links between them; see the module's page. Raises :class:`TopologyError` for inconsistent
+    descriptions."""
 
     name: str
     nodes: tuple[NodeGroup, ...] = Field(min_length=1)
@@ -74,7 +75,7 @@ class Topology(Part):
             raise TopologyError(explain(error, Topology, f"topology {data.get('name', '')!r}")) from error
 
     def __eq__(self, other: object) -> bool:
-        """By what describes it; what was derived (arrays among it) does not count."""
+        """Compare the described fields; derived values (arrays among them) do not count."""
         if not isinstance(other, Topology):
             return NotImplemented
         return all(getattr(self, name) == getattr(other, name) for name in type(self).model_fields)
@@ -102,12 +103,12 @@ class Topology(Part):
         return (min(parts[0]), min(parts[1])) if len(parts) > 1 else None
 
     def changed(self, **fields: Any) -> Topology:
-        """The same with other ``fields``. Raises :class:`TopologyError` as a new one does."""
+        """A copy of this topology with other ``fields``. Raises :class:`TopologyError` if the copy is inconsistent."""
         return Topology(**({name: getattr(self, name) for name in type(self).model_fields} | fields))
 
     @cached_property
     def in_tf32(self) -> Topology:
-        """Its products in float32 at the rate of TF32."""
+        """This topology with products in float32 at the rate of TF32."""
         return self.changed(types={name: kind.in_tf32 for name, kind in self.types.items()})
 
     @property
@@ -120,7 +121,7 @@ class Topology(Part):
 
     @property
     def devices_per_node(self) -> int:
-        """Of the smallest node."""
+        """Number of devices of the smallest node."""
         return min(g.devices for g in self.nodes)
 
     @cached_property
@@ -150,7 +151,7 @@ class Topology(Part):
 
     @cached_property
     def concurrent(self) -> dict[int, float]:
-        """How many devices compute at a time, of each node where not all of them can."""
+        """Number of devices that can compute at a time, by node; only nodes where not all of them can."""
         found = [g.concurrent for g in self.nodes for _ in range(g.count)]
         return {n: limit for n, limit in enumerate(found) if limit is not None}
 
@@ -166,17 +167,18 @@ class Topology(Part):
 
     @property
     def network_share(self) -> Floats:
-        """What every device has of a network card when all talk at once, shape ``[num_devices]``."""
+        """Each device's share of a network card when all devices communicate, shape ``[num_devices]``."""
         return self.cards.share
 
     @cached_property
     def storeys(self) -> tuple[Storey, ...]:
-        """Who is joined, from the inside out."""
+        """The storeys of links from the inside out: which devices each joins."""
         return storeys(self)
 
     @cached_property
     def pattern_kinds(self) -> tuple[tuple[str, Floats], ...]:
-        """The patterns in use with their bandwidths, shape ``[devices, devices]`` of a node, 0 where there is none."""
+        """The patterns in use with their bandwidths in bytes/s, shape ``[devices, devices]`` of a node, 0 where there
+        is no link."""
         kinds = dict.fromkeys((g.pattern, g.devices) for g in self.nodes if g.pattern is not None)
         return tuple((name, pattern_matrix(self.patterns[name], devices)) for name, devices in kinds)
 
@@ -192,19 +194,20 @@ class Topology(Part):
         return {}
 
     def inside_level(self, kind: int, members: int) -> Level:
-        """The links among the places ``members`` (bits) of a node of pattern number ``kind``, as a level."""
+        """The links among some devices of a node of pattern number ``kind``, as a level. ``members``: bit mask of their
+        positions."""
         if (kind, members) not in self._inside:
             self._inside[kind, members] = inside_level(self, kind, members)
         return self._inside[kind, members]
 
     @cached_property
     def host_shares(self) -> tuple[HostShare | None, ...]:
-        """What each device has of its node's host, see :func:`partitioner.topology.hosts.host_shares`."""
+        """Each device's share of its node's host, see :func:`partitioner.topology.hosts.host_shares`."""
         return host_shares(self)
 
     @cached_property
     def different_host_shares(self) -> tuple[HostShare | None, ...]:
-        """Those of them that differ."""
+        """The distinct shares in :attr:`host_shares`."""
         return tuple({id(share): share for share in self.host_shares}.values())
 
     @cached_property
@@ -227,14 +230,15 @@ class Topology(Part):
 
     @cached_property
     def paces(self) -> tuple[tuple[tuple[str, float], ...], NDArray[np.int64]]:
-        """The different (kind, speed) of devices, in order, and for every device the number of its own."""
+        """The distinct (kind, speed) of devices, sorted, and for every device the index of its pair, shape
+        ``[num_devices]``."""
         own = [(device.kind, device.speed) for device in self.devices]
         known = tuple(sorted(set(own)))
         numbers = {pace: k for k, pace in enumerate(known)}
         return known, np.array([numbers[pace] for pace in own], dtype=np.int64)
 
     def paced_type(self, kind: str, speed: float) -> DeviceType:
-        """A kind of device at ``speed`` times its rates of compute and of memory."""
+        """A device type with ``speed`` times the compute rate and memory bandwidth of ``kind``."""
         plain = self.types[kind]
         if speed == 1.0:
             return plain
@@ -248,12 +252,12 @@ class Topology(Part):
 
     @cached_property
     def fused_attention(self) -> bool:
-        """Whether no device keeps an attention's scores."""
+        """Whether no device materialises an attention's scores."""
         return all(self.types[kind].fused_attention for kind, _ in self.paces[0])
 
     @cached_property
     def whole_scatter(self) -> bool:
-        """Whether what is scattered comes in whole somewhere, to be added up then."""
+        """Whether some device type receives whole buffers in a reduce-scatter before it sums them."""
         return any(self.types[kind].whole_scatter for kind, _ in self.paces[0])
 
     @cached_property
@@ -274,30 +278,30 @@ class Topology(Part):
 
     @property
     def price_per_hour(self) -> float | None:
-        """US dollars for all devices; ``None`` where the price of one is not known."""
+        """Price of all devices in US dollars per hour; ``None`` if the price of a device is not known."""
         counts = Counter(device.kind for device in self.devices)
         prices = [(self.types[kind].price, count) for kind, count in counts.items()]
         return None if any(price is None for price, _ in prices) else sum((p or 0.0) * count for p, count in prices)
 
     @cached_property
     def singles(self) -> dict[tuple[int, int], Single]:
-        """Links that single pairs of devices have, and what collectives make of them."""
+        """Direct links of single pairs of devices, with their collective parameters, by (smaller, larger) index."""
         return single_links(self)
 
     @cached_property
     def own_links(self) -> dict[tuple[int, int], Link]:
-        """Links that single pairs of devices have, by (smaller, larger) index."""
+        """Direct links of single pairs of devices, by (smaller, larger) index."""
         return {pair: single.link for pair, single in self.singles.items()}
 
     @cached_property
     def linked_groups(self) -> dict[bytes, Group]:
-        """Groups that were found among devices with such links, by the devices in order."""
+        """Cache of groups over direct links, by the sorted devices."""
         return {}
 
     def link(self, i: int, j: int) -> Link:
-        """What devices ``i`` and ``j`` talk over; over others, where nothing joins them directly.
+        """The link between devices ``i`` and ``j``; routed over other devices if no link joins them.
 
-        Raises :class:`TopologyError` for a device that is not there.
+        Raises :class:`TopologyError` for an index outside the topology.
         """
         for k in (i, j):
             if not 0 <= k < self.num_devices:
@@ -316,7 +320,7 @@ class Topology(Part):
         return self._routed(i, j)
 
     def _inside_node(self, i: int, j: int) -> Link | None:
-        """The direct link that the pattern of a node gives two of its devices."""
+        """The direct link between two devices that their node's pattern gives; ``None`` if there is none."""
         kind = int(self.pattern_of[i])
         if kind < 0 or self.node_of[i] != self.node_of[j]:
             return None
@@ -327,15 +331,15 @@ class Topology(Part):
         )
 
     def _routed(self, i: int, j: int) -> Link:
-        """Over other devices: the path of least latency, as fast as its slowest link."""
+        """The route over other devices: the path of least latency, as fast as its slowest link."""
         bandwidth, latency = routes(self.roads, self.names[i])[self.names[j]]
         return Link(name="routed", bandwidth=bandwidth, latency=latency, level=-1)
 
     def links_between(self, indices: Sequence[int] | NDArray[np.int64]) -> tuple[Floats, Floats]:
-        """Bytes/s and seconds of the links among the devices ``indices``, each of shape ``[n, n]``; as :meth:`link`.
+        """Bytes/s and seconds of the links among the devices ``indices``, each of shape ``[n, n]``; see :meth:`link`.
 
-        On the diagonal the device's own memory. Memory and time are quadratic in ``n``: for some thousand devices.
-        Raises :class:`TopologyError` for a device that is not there.
+        The diagonal has the device's own memory. Memory and time are quadratic in ``n``: meant for some thousand
+        devices. Raises :class:`TopologyError` for an index outside the topology.
         """
         chosen = np.asarray(indices, dtype=np.int64)
         outside = chosen[(chosen < 0) | (chosen >= self.num_devices)]
@@ -348,7 +352,7 @@ class Topology(Part):
 
     @cached_property
     def roads(self) -> nx.Graph[str]:
-        """:meth:`graph`, made once."""
+        """:meth:`graph`, computed once."""
         return self.graph()
 
     def graph(self) -> nx.Graph[str]:
@@ -371,7 +375,8 @@ class Topology(Part):
 
     @classmethod
     def preset(cls, name: str, nodes: int = 1) -> Topology:
-        """``nodes`` machines of a kind that the data files describe, like ``dgx-h100``."""
+        """The topology of ``nodes`` machines of a kind in the catalogue, like ``dgx-h100``. Raises
+        :class:`TopologyError` for an unknown name."""
         from partitioner.topology.files import preset
 
         expect("name", name, str)
@@ -379,7 +384,7 @@ class Topology(Part):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Topology:
-        """The topology that a YAML file describes. Raises :class:`TopologyError` with the line of what is wrong."""
+        """The topology that a YAML file describes. Raises :class:`TopologyError` with the line of the mistake."""
         from partitioner.topology.files import load
 
         expect("path", path, str | os.PathLike)

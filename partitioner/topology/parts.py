@@ -1,4 +1,4 @@
-"""What a topology is made of: kinds of devices, levels of links, and what single ones have of their own."""
+"""The parts of a topology: device types, levels of links, nodes, hosts, and overrides of single devices and links."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from partitioner.topology.quantities import (
 
 
 class Part(BaseModel):
-    """Frozen, strict about unknown keys."""
+    """Base model: frozen, and strict about unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -35,25 +35,27 @@ PRECISIONS = ("fp8", "fp16", "bf16", "tf32", "fp32", "fp64")
 
 
 class DeviceType(Part):
-    """What a kind of device can do. Peaks in FLOP/s by precision (``bf16``), bandwidth in bytes/s, times in seconds.
+    """Capabilities of a device type. Peaks in FLOP/s by precision (``bf16``), bandwidth in bytes/s, times in seconds.
 
     ``matmul_efficiency``: (smallest of M, N, K; fraction of peak), interpolated over the logarithm.
-    ``unaligned``: how many times that where rows of 16-bit matrices are not multiples of 16 bytes.
-    ``attention_efficiency``: of a fused attention over long sequences; ``attention_lengths``: (keys; fraction of that),
-    interpolated likewise, as below the first; empty: the same at all lengths; ``attention_widths``: (width of a head;
+    ``unaligned``: factor on it if rows of 16-bit matrices are not multiples of 16 bytes.
+    ``attention_efficiency``: of a fused attention over long sequences. ``attention_lengths``: (keys; fraction of it),
+    interpolated likewise, also below the first; empty: equal at all lengths. ``attention_widths``: (width of a head;
     fraction), likewise.
     ``memory_efficiency``: fraction of the memory bandwidth by kind of kernel, ``default`` for the others.
-    ``launch``: of a kernel on the device; ``dispatch``: of an operator on the host that issues it.
-    ``communicator``: what the communication library keeps for each group of ranks that a device is in.
-    ``matches``: the names under which the driver knows it. ``price``: US dollars per device and hour; ``power_busy``
-    and ``power_idle``: watts of one device. ``None``: not known. ``power_limit``: watts that it is held to, if to fewer
-    than ``power_busy``; its clock is lower then, see :attr:`clock`. ``torch``: the type by which torch knows it.
-    ``memory_sizes``: (bytes that a kernel moves; how many times the memory bandwidth it reaches at most), interpolated
-    over the logarithm: what fits in caches is faster, for kinds whose efficiency lets it be. Empty: no such bounds.
-    ``fused_attention``: whether its kernels keep no scores of any attention; those for CPUs keep them where heads of
-    queries and of values differ in width. ``whole_scatter``: whoever reduces to shards receives
-    every rank's part before it adds them up, as over Gloo. ``single_ring``: an all-reduce is one ring through all
-    ranks, as over Gloo, so that of a node one device at a time sends to the next node; NCCL's rings use all cards.
+    ``launch``: of a kernel on the device. ``dispatch``: of an operator on the host that issues it.
+    ``communicator``: bytes that the communication library keeps for each group of ranks that a device is in.
+    ``matches``: the names by which the driver reports the device. ``torch``: torch's device type.
+    ``price``: US dollars per device and hour. ``power_busy``, ``power_idle``: watts of one device; ``None``: not known.
+    ``power_limit``: power cap in watts; below ``power_busy`` it lowers the clock, see :attr:`clock`.
+    ``memory_sizes``: (bytes that a kernel moves; greatest multiple of the memory bandwidth that it reaches),
+    interpolated over the logarithm: data in caches is faster, for kinds of kernels whose efficiency allows it. Empty:
+    no such limits.
+    ``fused_attention``: whether no attention kernel materialises scores; kernels for CPUs do if heads of queries and of
+    values differ in width.
+    ``whole_scatter``: in a reduce-scatter a rank receives every rank's part before it sums them, as over Gloo.
+    ``single_ring``: an all-reduce is one ring through all ranks, as over Gloo, so that only one device of a node at a
+    time sends to the next node; NCCL's rings use all cards.
     """
 
     memory: Bytes
@@ -120,8 +122,8 @@ class DeviceType(Part):
 
     @property
     def clock(self) -> float:
-        """The part of its clock at which a device that is held to ``power_limit`` computes: beyond what it takes idle
-        its power goes with the cube of it, as voltage goes with frequency."""
+        """Fraction of the full clock at which a device runs under ``power_limit``: power above idle is proportional to
+        the cube of the clock, since voltage is proportional to frequency."""
         if self.power_limit is None or self.power_busy is None or self.power_limit >= self.power_busy:
             return 1.0
         idle = self.power_idle or 0.0
@@ -129,13 +131,13 @@ class DeviceType(Part):
 
     @property
     def has_fp8(self) -> bool:
-        """Whether it multiplies in fp8: its peak lists it. CPUs compute it slowly, to try things out."""
+        """Whether the device multiplies in fp8: its peaks list it. CPUs compute it slowly, for experiments."""
         return "fp8" in self.peak or self.torch == "cpu"
 
     @property
     def in_tf32(self) -> DeviceType:
-        """The same with its products in float32 at the rate of TF32, as far as it has that; fused attention in float32
-        takes no such operands (torch 2.11 on H200)."""
+        """This device type with products in float32 at the rate of TF32, if it has that. Fused attention in float32
+        does not use TF32 (torch 2.11 on H200)."""
         faster = self.peak_of("tf32") / self.peak_of("fp32")
         return self.model_copy(
             update={
@@ -145,7 +147,8 @@ class DeviceType(Part):
         )
 
     def peak_of(self, precision: str) -> float:
-        """FLOP/s in ``precision``; the nearest precision that the device lists stands in for one that it does not."""
+        """Peak FLOP/s in ``precision``; a precision that the device does not list is replaced by the nearest one that
+        it does."""
         for name in (precision, *_STAND_INS.get(precision, ())):
             if name in self.peak:
                 return self.peak[name]
@@ -171,13 +174,13 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")  # th
 
 class Level(Part):
     """Links of one level. ``bandwidth``: bytes/s per direction, of a device inside a node and of a network card beyond
-    it (:attr:`NodeGroup.nics`); ``latency``: seconds for one message.
+    it (:attr:`NodeGroup.nics`). ``latency``: seconds for one message.
 
-    ``step``: seconds per step of a collective (``None``: the latency), ``base``: seconds to start one, ``efficiency``:
-    the fraction of the bandwidth that large collectives reach, ``all_reduce``: (ranks, start-up seconds, bus
-    bandwidth) as measured inside one group; so are ``all_gather``, ``reduce_scatter`` and ``all_to_all``, which follow
-    from ``all_reduce`` and the bandwidth where they are not given. ``oversubscription``: what the bandwidth is divided
-    by when all talk at once (``4:1`` is 4). ``only``: the islands of nodes that have these links; none given: all.
+    ``step``: seconds per step of a collective (``None``: the latency). ``base``: seconds to start one. ``efficiency``:
+    the fraction of the bandwidth that large collectives reach. ``all_reduce``: (ranks, start-up seconds, bus
+    bandwidth) measured inside one group; likewise ``all_gather``, ``reduce_scatter`` and ``all_to_all``, which are
+    derived from ``all_reduce`` and the bandwidth if they are not given. ``oversubscription``: divisor of the bandwidth
+    when all devices communicate (``4:1`` is 4). ``only``: the islands of nodes that have these links; empty: all.
     """
 
     name: str
@@ -206,7 +209,7 @@ class Level(Part):
         return self.latency if self.step is None else self.step
 
     def shared(self, share: float = 1.0) -> Level:
-        """The level when all talk at once, over links that are left ``share`` of their bandwidth."""
+        """This level when all devices communicate, over links that have ``share`` of their bandwidth left."""
         share /= self.oversubscription
         if share == 1.0:
             return self
@@ -218,7 +221,7 @@ class Level(Part):
 
 
 class PatternLink(Part):
-    """Links of ``bandwidth`` bytes/s per direction between ``pairs`` of places in a node, or between ``all``."""
+    """Links of ``bandwidth`` bytes/s per direction between ``pairs`` of positions in a node, or between ``all``."""
 
     pairs: Literal["all"] | tuple[tuple[int, int], ...]
     bandwidth: Rate
@@ -233,10 +236,10 @@ class PatternLink(Part):
 
 
 class Pattern(Part):
-    """The direct links inside one node, where they are not alike for all pairs; written once for a kind of node.
+    """The direct links inside one node, if pairs of devices differ; described once for a kind of node.
 
-    A pair that is not listed talks over the levels. ``latency``, ``step``, ``base``, ``efficiency``: as of a level;
-    ``starts``: (ranks, seconds) of an all-reduce of nothing, as measured.
+    A pair that is not listed communicates over the levels. ``latency``, ``step``, ``base``, ``efficiency``: see
+    :class:`Level`. ``starts``: (ranks, seconds) of a measured all-reduce of no bytes.
     """
 
     links: tuple[PatternLink, ...] = Field(min_length=1)
@@ -252,12 +255,12 @@ class Pattern(Part):
 
 
 class Host(Part):
-    """What a node has beside its devices: memory and disk, in bytes per node.
+    """The host of a node: memory and disk, in bytes per node.
 
     ``bandwidth``: bytes/s between each device and the host's memory, per direction (PCIe, C2C). ``memory_bandwidth``:
-    bytes/s of that memory under the host's own processors (``None``: not known). ``shared``: it is the devices' own
-    memory: nothing is gained by moving anything there. ``disk_bandwidth``: bytes/s of the node's local disks together,
-    read and write alike.
+    bytes/s of host memory under the host's own processors (``None``: not known). ``shared``: host memory is the
+    devices' own memory, so offloading gains nothing. ``disk_bandwidth``: bytes/s of the node's local disks together,
+    for reads and for writes.
     """
 
     memory: Bytes
@@ -276,13 +279,13 @@ class Host(Part):
 
 
 class NodeGroup(Part):
-    """``count`` nodes of ``devices`` devices of kind ``type``; ``names``: of each device, else ``node<n>/<k>``.
+    """``count`` nodes of ``devices`` devices of type ``type``. ``names``: of each device; by default ``node<n>/<k>``.
 
-    ``island``: the name by which levels know these nodes, else the type. ``pattern``: of the links inside a node.
-    ``nics``: network cards of a node, each with the bandwidth of the levels that leave the node; its devices share
-    them evenly. ``None``: one for each device.
-    ``concurrent``: how many devices of a node can compute at a time, each as its kind says; more of them share that
-    evenly (ranks that compete for a machine's cores). ``None``: all.
+    ``island``: the name by which levels refer to these nodes; by default the type. ``pattern``: of the links inside a
+    node. ``nics``: number of network cards of a node, each with the bandwidth of the levels that leave the node; its
+    devices share them evenly. ``None``: one for each device. ``concurrent``: number of devices of a node that can
+    compute at full speed at a time; more devices share that capacity evenly (ranks that compete for a machine's cores).
+    ``None``: all.
     """
 
     type: str
@@ -301,7 +304,7 @@ class NodeGroup(Part):
 
     @property
     def num_cards(self) -> int:
-        """Network cards of a node."""
+        """Number of network cards of a node."""
         return self.nics or self.devices
 
     @model_validator(mode="after")
@@ -313,7 +316,8 @@ class NodeGroup(Part):
 
 
 class DeviceOverride(Part):
-    """How one device differs from its kind. ``speed``: relative to its kind, for compute and memory bandwidth."""
+    """Differences of one device from its type. ``speed``: factor on compute rate and memory bandwidth. ``memory``:
+    bytes."""
 
     type: str | None = None
     memory: Bytes | None = None
@@ -321,10 +325,10 @@ class DeviceOverride(Part):
 
 
 class NodeOverride(Part):
-    """How one node differs. ``network``: the fraction of the bandwidth between nodes that it is left with.
+    """Differences of one node. ``network``: the remaining fraction of its bandwidth to other nodes.
 
-    ``dead_nics``: how many of its network cards are gone (the last ones), or which, from 0; their devices share the
-    nearest living one. ``memory`` and ``speed``: of each of its devices.
+    ``dead_nics``: the number of failed network cards (counted from the last), or their indices from 0; their devices
+    share the nearest working card. ``memory`` and ``speed``: of each of its devices.
     """
 
     network: Factor = Field(default=1.0, le=1)
@@ -341,17 +345,17 @@ class NodeOverride(Part):
         return dead
 
     def dead(self, nics: int) -> frozenset[int]:
-        """The dead ones among ``nics`` cards."""
+        """The indices of the failed cards among ``nics`` cards."""
         if isinstance(self.dead_nics, int):
             return frozenset(range(nics - self.dead_nics, nics))
         return frozenset(self.dead_nics)
 
 
 class LinkOverride(Part):
-    """A link between two devices, by name, in place of what the levels give; both directions.
+    """A link between two devices, by name, which replaces the link of the levels; in both directions.
 
-    ``latency``: seconds for one message; ``efficiency``: the fraction of the bandwidth that large collectives reach.
-    ``None``: as of what it stands for, where something else joins the two; else none, and all of it.
+    ``latency``: seconds for one message. ``efficiency``: the fraction of the bandwidth that large collectives reach.
+    ``None``: the value of the replaced link, if there is one; else no latency, and the full bandwidth.
     """
 
     between: tuple[str, str]
@@ -361,7 +365,8 @@ class LinkOverride(Part):
 
 
 class Link(Part):
-    """What joins two devices: bytes/s and seconds. ``level``: its place from the inside out, -1 for one of its own."""
+    """The link between two devices: bytes/s and seconds. ``level``: its index from the inside out, -1 for a direct
+    link."""
 
     name: str
     bandwidth: float
@@ -374,19 +379,20 @@ class Link(Part):
 
 
 class Hop(NamedTuple):
-    """Messages of all ranks of a ring at the same time: seconds of messages of nothing, and bytes/s, of the slowest."""
+    """A hop in which all ranks of a ring send at the same time: latency in seconds and bytes/s of the slowest
+    message."""
 
     latency: float
     bandwidth: float
 
     def time(self, num_bytes: float) -> float:
-        """Seconds until messages of ``num_bytes`` are all there."""
+        """Seconds until all messages of ``num_bytes`` have arrived."""
         return self.latency + num_bytes / self.bandwidth if num_bytes else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device of a topology. ``speed``: relative to its kind."""
+    """One device of a topology. ``memory``, ``reserved``: bytes. ``speed``: relative to its type."""
 
     index: int
     name: str
@@ -398,5 +404,5 @@ class Device:
 
     @property
     def usable(self) -> int:
-        """Bytes that a program may use."""
+        """Usable bytes of the device."""
         return self.memory - self.reserved

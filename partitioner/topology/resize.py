@@ -1,4 +1,4 @@
-"""The same kind of cluster with another number of devices."""
+"""Resized clusters: a topology with another number of nodes, devices or bytes of memory."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from partitioner.topology.parts import Part
 
 
 def with_nodes(topology: Topology, num_nodes: int) -> Topology | None:
-    """``topology`` with this many nodes, more or fewer of its commonest kind; ``None`` where that says nothing.
+    """``topology`` with ``num_nodes`` nodes, by more or fewer of its most common kind; ``None`` if that is not
+    possible.
 
-    A single machine of a known kind gets the network of that kind; any other needs a level that joins all of its
-    nodes. Devices and links that are described one by one keep what they have.
+    A single machine of a known kind gets the network of that kind. Any other topology needs a level that joins all of
+    its nodes. Devices and links that are described one by one keep their descriptions.
     """
     more = num_nodes - topology.num_nodes
     largest = max(range(len(topology.nodes)), key=lambda k: topology.nodes[k].count)
@@ -34,7 +35,7 @@ def with_nodes(topology: Topology, num_nodes: int) -> Topology | None:
 
 
 def with_devices(topology: Topology, num_devices: int) -> Topology | None:
-    """A single node of another number of devices; ``None`` for other topologies."""
+    """A single node with ``num_devices`` devices; ``None`` for a topology that is not a single node."""
     group = topology.nodes[0]
     if topology.num_nodes > 1 or group.names or num_devices < 1:
         return None
@@ -46,7 +47,7 @@ def with_devices(topology: Topology, num_devices: int) -> Topology | None:
 
 
 def with_memory(topology: Topology, times: float) -> Topology | None:
-    """``topology`` with ``times`` the memory on every device; what is reserved stays the same."""
+    """``topology`` with ``times`` the memory on every device; reserved bytes do not change."""
 
     def grown(part: Part) -> Part:
         memory = getattr(part, "memory", None)
@@ -58,7 +59,7 @@ def with_memory(topology: Topology, times: float) -> Topology | None:
 
 
 def with_margin(topology: Topology, margin: float) -> Topology:
-    """``topology`` without this fraction of each device's usable memory; all else stays the same."""
+    """``topology`` without the fraction ``margin`` of each device's usable memory."""
     if not margin:
         return topology
 

@@ -26,7 +26,7 @@ from partitioner.topology.model import Topology
 from passes.errors import PartitionError
 from runtime.meshes import AXES
 
-_NEAR = 0.75  # of the best device's peak, that all have in the mean
+_NEAR = 0.75  # least mean peak, as a share of the best device's
 
 
 class Alike:
@@ -34,7 +34,7 @@ class Alike:
 
     def __init__(self, evaluator: Evaluator) -> None:
         self._evaluator = evaluator
-        self._costs: dict[int, SeatCosts] = {}  # by the identity of those on the cluster itself, which keeps them
+        self._costs: dict[int, SeatCosts] = {}  # by identity of the evaluator's own costs
         self._machines: dict[tuple[int, ...], list[Machine]] = {}
 
     def quickly(self, point: Point, enough_s: float) -> float:
@@ -56,7 +56,7 @@ class Alike:
         for floor, machine in floors:
             if floor >= least:
                 break
-            if least < stop_s:  # those that are left take no less than the next of them
+            if least < stop_s:  # the next floor bounds all remaining placements
                 return min(least, floor)
             if (told := judge.least(machine, least)) < least:
                 least = min(least, max(told, _judged(judge, machine)))

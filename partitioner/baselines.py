@@ -36,11 +36,11 @@ from passes.errors import PartitionError
 DATA_PARALLEL, FULLY_SHARDED, MEGATRON = "Plain data parallelism", "ZeRO-3 (fully sharded)", "Megatron's layout"
 _EXCLUDED = "excluded by the constraints"
 MOST_TRIED = 12  # points of one layout
-_MOST_OF_FAMILY, _MOST_ALIKE, _MOST_INTERLEAVED = 5, 2, 2  # layouts that are planned besides those that are known
-_MOST_EFFORT = 0.05  # of interleaved schedules together, but for the first, see :func:`partitioner.alternatives.effort`
-_FILLED = 7 / 8  # of a bubble, which virtual stages fill
-_MOST_CHUNKS = 2  # numbers of virtual stages of one, the second where the search has told of the first
-_MOST_FITTING, _MOST_BOUNDED = 4, 12  # for each way to divide the model: that fit, and whose bounds are asked for
+_MOST_OF_FAMILY, _MOST_ALIKE, _MOST_INTERLEAVED = 5, 2, 2  # layouts that are planned in addition to known ones
+_MOST_EFFORT = 0.05  # total effort of interleaved schedules after the first, see `alternatives.effort`
+_FILLED = 7 / 8  # share of a bubble that virtual stages fill
+_MOST_CHUNKS = 2  # numbers of virtual stages per layout; the second only if the search knows the first
+_MOST_FITTING, _MOST_BOUNDED = 4, 12  # per division of the model: points that fit, and points whose bounds are computed
 _OF_COLLECTIVES = 1.05  # by which bounds are too low for each doubling of tp and cp, for the order of tries alone
 _FEW = 8  # virtual stages: interleaved schedules with about as many are tried first
 _NONE: Mapping[str, Baseline] = {}
@@ -281,7 +281,7 @@ def _tuned(
                 tried.extend([found] if found.step_time is not None else [])
 
     every = frozenset(family.points)
-    if standard.name == MEGATRON:  # first, since what it finds leaves little else that may be better
+    if standard.name == MEGATRON:  # first, since a good plan here prunes most of the others
         shared = ((row, points[_key(row)]) for row in tried)
         lean = [(row, replace(p, zero=1) if replace(p, zero=1) in every else p) for row, p in shared]
         _fill(family, lean, lambda: _seconds(best), plan)

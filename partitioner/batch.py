@@ -31,7 +31,7 @@ _ALL_WORK = 1000.0
 _TOTAL = 1e-3  # a total over the batch that needs no gradient: computed in the prologue
 _SLICE = 1e-6  # taking a part of a value that is whole
 _MOVED = 10.0  # sums over samples that one move of samples is worth, or one slice of a weight, where norms add them up
-_WHOLE = 0.1  # an input that every rank has to be given whole though its samples can be told apart: a few totals' worth
+_WHOLE = 0.1  # an input with a batch dim that every rank reads whole: worth a few totals
 
 
 def batch_size(model: FoldedModel, global_batch: int | None) -> int:

@@ -278,7 +278,7 @@ def _signature(signature: CallSignature) -> SignatureData:
     )
 
 
-Lists = Sequence[tuple[tuple[Bucket, ...], Instructions]]  # of each stage
+Lists = Sequence[tuple[tuple[Bucket, ...], Instructions]]  # by stage
 
 
 def _grown(lists: Callable[[int], Lists], found: Steady | None, num_microbatches: int) -> Lists:

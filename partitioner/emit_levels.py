@@ -74,7 +74,7 @@ def with_turns(instructions: Sequence[Instruction], buckets: Sequence[PlannedBuc
     """``instructions`` with the remaining turns of every bucket whose first turn, or last SCATTER to shards, they
     contain."""
     started = {i.bucket: index for index, i in enumerate(instructions) if i.op in ("SCATTER", "REDUCE")}
-    waiting: list[deque[Instruction]] = []  # of each bucket, what is left
+    waiting: list[deque[Instruction]] = []  # the remaining turns of each bucket
     for index, i in enumerate(instructions):
         if i.op in ("SYNC", "STEP"):
             yield from (x for row in zip_longest(*waiting) for x in row if x is not None)

@@ -37,7 +37,7 @@ from passes.blocks import Block, FoldedModel
 from passes.errors import PartitionError, UnsupportedError
 from runtime.program import Offload
 
-_EXCHANGES_FOLLOWED = 8  # of a schedule that is followed for each of them
+_EXCHANGES_FOLLOWED = 8  # exchanges under simulated schedules
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class Solved:
     estimate: Estimate
     stage_of_call: tuple[int, ...]
     recompute: tuple[int, ...]
-    devices: tuple[int, ...]  # of each rank
-    selective: tuple[int, ...] = ()  # of which what is quickly made again is
-    offload: tuple[Offload, ...] = ()  # what is kept in host memory
+    devices: tuple[int, ...]  # by rank
+    selective: tuple[int, ...] = ()  # calls that recompute selectively
+    offload: tuple[Offload, ...] = ()  # data kept in host memory
     context_model: FoldedModel | None = None  # one microbatch, before its sequence is shared over cp
     reducing: Reducing = AT_ONCE  # how gradients are added up
-    data_shares: tuple[int, ...] = ()  # the microbatches of each rank of dp, where they do not have as many
-    least_s: float = 0.0  # what no plan of the candidate goes below, if that is less than was asked
+    data_shares: tuple[int, ...] = ()  # the microbatches of each rank of dp; empty: all ranks have equally many
+    least_s: float = 0.0  # lower bound in seconds on the candidate's plans, if below enough_s
 
 
 @dataclass
@@ -156,13 +156,13 @@ class Evaluator:
     def tries_all(self, point: Point) -> bool:
         """Whether plans of a point are tried on all placements, and with all shares of the batch for each rank."""
         complete, nested = self.placements.complete(point.grid), self.placements.nested(point.grid)
-        return complete and (nested or not self.job.goes_apart(point))  # nested replicas are all alike
+        return complete and (nested or not self.job.goes_apart(point))  # nested replicas are equal
 
     def is_in_vain(self, point: Point, enough_s: float) -> bool:
         """Whether none of the placements that :meth:`solve` tries is expected to take less than ``enough_s`` seconds.
         Raises the exceptions of :meth:`solve`."""
         if self.placements.complete(point.grid):
-            return False  # a bound says it
+            return False  # the bounds are exact enough
         judge = self._judge(point)
         return all(judge.expected(machine, enough_s) >= enough_s for machine in self.placements.candidates(point.grid))
 
@@ -210,7 +210,7 @@ class Evaluator:
     def _asked(self, point: Point, size: int) -> tuple[Hashable, tuple[Point, int, bool]]:
         """Key of the points with equal floors, and the arguments from which that floor is computed."""
         whole = self._is_whole(point, size)
-        if point.zero < 3:  # which take as long, but for who waits for whom
+        if point.zero < 3:  # equal times, except for waits between ranks
             point = replace(point, zero=point.zero if self._mixed and point.zero == 2 else 0, dp_shard=0)
         key = *point.grid.values(), point.ep, point.etp, point.zero, point.dp_shard, size, whole
         return key, (point, size, whole)

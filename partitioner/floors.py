@@ -24,7 +24,7 @@ from partitioner.solve.points import Space, hybrids
 from partitioner.solve.room import Needs, Ranks, least_of, most_held, needs_of
 from passes.errors import PartitionError
 
-_activations_kind = attrgetter("pp", "dp", "cp", "tp", "ep", "microbatch_size")  # what activations on a rank depend on
+_activations_kind = attrgetter("pp", "dp", "cp", "tp", "ep", "microbatch_size")  # activations depend on these
 
 
 class Floors:
@@ -130,7 +130,7 @@ class Floors:
             self.bounds.refine(point)
         except CapacityError as error:
             return error
-        except PartitionError:  # it lacks something else besides
+        except PartitionError:  # it has another problem, too
             return None
         return None
 
@@ -149,7 +149,7 @@ class Floors:
             return self._roomy(points, enough_s)
         if len(points) < 2:
             return 0.0
-        plain = self._shared.get(replace(key, schedule="1f1b"))  # which holds no more
+        plain = self._shared.get(replace(key, schedule="1f1b"))  # 1F1B holds no more microbatches
         if isinstance(plain, PartitionError):
             raise plain.with_traceback(None)
         if plain is not None and (bound := self.bounds.staged(points, plain)) >= enough_s:
@@ -167,7 +167,7 @@ class Floors:
     def _own_even(self, points: Sequence[Point], _: float) -> float:
         """Lower bound in seconds without ZeRO, which is never slower, by the family's own sharding."""
         if self._says_most(points[0]):
-            return 0.0  # said before
+            return 0.0  # an earlier bound included it
         floor = self.evaluator.floor(self.family(points[0]), points[0].microbatch_size)
         return self.bounds.with_floor(points, floor) if floor else 0.0
 
@@ -184,7 +184,7 @@ class Floors:
     def _gathered(self, point: Point, _: float) -> float:
         if point.zero == 2:
             return self._scattered(point)
-        floor = self._of_all(point) if point.zero == 3 else None  # of others the family's said it
+        floor = self._of_all(point) if point.zero == 3 else None  # for others the family's bound included it
         return self.bounds.with_floor([point], floor) if floor else 0.0
 
     def _scattered(self, point: Point) -> float:
@@ -192,7 +192,7 @@ class Floors:
         job, m = self.evaluator.job, int(self.bounds.rounds(point))
         if m == 1 or not job.train or job.constraints.grad_compression is not None or self.bounds.may_differ(point):
             return 0.0
-        if point.cp > 1:  # whose ranks may have some gradients whole, which fewer share then
+        if point.cp > 1:  # ranks of cp may have gradients whole, which fewer ranks share
             return 0.0
         floor = self._of_largest(self.family(point))
         known = self.bounds.with_floor([point], floor) if floor else float(self.bounds.times([point])[0])
@@ -202,7 +202,7 @@ class Floors:
         if not is_plain(point.schedule, point.virtual_stages):
             return self._roomy([point], enough_s)
         if self._has_room(point):
-            return 0.0  # the family's said it
+            return 0.0  # the family's bound included it
         quick = is_formula(point.schedule)  # others come when runs that make a step too long are known
         least = self.bounds.relaxed(point, self._of_all(point), enough_s=enough_s, quick=quick)
         if quick and not least.is_seen:
@@ -227,7 +227,7 @@ class Floors:
         if not job.train or point.pp == 1 or job.constraints.offload:
             return 0.0
         m = self.bounds.rounds(point)
-        least = 1.0 if self.bounds.may_differ(point) else m  # that a rank has, however they are shared
+        least = 1.0 if self.bounds.may_differ(point) else m  # least number of microbatches of a rank
         speed, speeds = self.bounds.speeds(point)
         ranks = Ranks(
             most_held(point.schedule, point.pp, int(least), point.virtual_stages),
@@ -236,7 +236,7 @@ class Floors:
         )
         floor, needs = self._of_largest(self.family(point)), self._needs_of(point)
         shared = partial(self.bounds.with_floor, points, floor) if floor else partial(self.bounds.times, points)
-        known = float(np.min(shared(shared=True)))  # what the largest call takes, that of others is not added to
+        known = float(np.min(shared(shared=True)))  # without the largest call's pace: not a sum
 
         def of_steps(limit_s: float) -> float:
             """Lower bound on the steps that take at most ``limit_s`` seconds."""
@@ -282,7 +282,7 @@ class Floors:
 
     def _own(self, point: Point, _: float) -> float:
         if self._says_most(point):
-            return 0.0  # said before
+            return 0.0  # an earlier bound included it
         floor = self.evaluator.floor(point, point.microbatch_size)
         return self.bounds.with_floor([point], floor) if floor else 0.0
 

@@ -37,7 +37,7 @@ class Job:
     constraints: Constraints
     train: bool
     optimizer: str
-    precision: str  # of most of the work: "bf16", "fp32", ...
+    precision: str  # type of most of the work: "bf16", "fp32", ...
     reserve: int = 0
     reserves: Mapping[Point, int] = field(default_factory=dict[Point, int])
     refused: Mapping[Point, CapacityError] = field(default_factory=dict[Point, CapacityError])

@@ -29,9 +29,9 @@ from partitioner.solve.stage_problem import StageProblem
 from partitioner.solve.stages import StageSplit, solve_stages
 from partitioner.solve.virtual import followed, solve_virtual
 
-_SHARES = 6  # of the batch that are tried on one placement
-_GAINED = 0.1  # of a step, by shares that follow the stages: 6 % have been seen
-_POOR, _SEEN = 1.03, 2  # times the step of the best shares; on so many placements, others are not tried further
+_SHARES = 6  # shares of the batch that are tried on one placement
+_GAINED = 0.1  # greatest gain of shares that follow the stages: 6 % have been measured
+_POOR, _SEEN = 1.03, 2  # shares are poor if slower than the best by this factor on this number of placements
 
 
 class Judged(NamedTuple):
@@ -199,7 +199,7 @@ class Judge:
             self.costs.at(self.reference, machine.spread),
             held,
             machine,
-            num_microbatches=max(shares, default=point.num_microbatches(job.global_batch)),  # of the longest list
+            num_microbatches=max(shares, default=point.num_microbatches(job.global_batch)),  # of the rank with the most
             microbatch_size=point.microbatch_size,
             schedule=point.schedule,
             ranks=virtual_ranks(point),
@@ -241,7 +241,7 @@ class Judge:
 
     def dressed(self, machine: Machine) -> Machine:
         """``machine`` with the other settings of the point; one object for each machine."""
-        if id(machine) not in self._dressed:  # with what keeps it alive
+        if id(machine) not in self._dressed:  # the machine keeps its identity valid
             self._dressed[id(machine)] = machine, self.job.dressed(machine, self.point)
         return self._dressed[id(machine)][1]
 

@@ -26,7 +26,7 @@ SUFFIX = ".csv"
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 _OVERLAP = re.compile(r"\((.*)\)\s*OVERLAP_F_B")
 _OTHER = re.compile(r"\d+\s*(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
-_HALVES = {"F": ("F",), "B": ("B", "I", "W"), "I": ("B", "I"), "W": ("B", "W")}  # what an action excludes
+_HALVES = {"F": ("F",), "B": ("B", "I", "W"), "I": ("B", "I"), "W": ("B", "W")}  # actions that exclude each other
 
 
 class _Cell(NamedTuple):

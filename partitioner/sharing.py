@@ -21,7 +21,7 @@ from partitioner.solve.shares import share_out
 
 _TOTALS = ("forward_total_s", "backward_total_s")
 _TINY_S = 1e-30
-Shares = tuple[int, ...]  # the microbatches of each rank of dp; empty: all have as many
+Shares = tuple[int, ...]  # the microbatches of each rank of dp; empty: all ranks have equally many
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Sharing:
     point: Point
     local: LocalModel
     costs: SeatCosts
-    _first: dict[int, tuple[Machine, Sequence[Shares]]] = field(default_factory=dict)  # with what keeps its key alive
+    _first: dict[int, tuple[Machine, Sequence[Shares]]] = field(default_factory=dict)  # by identity
     _least: dict[int, tuple[Machine, float]] = field(default_factory=dict)
 
     def is_free(self, machine: Machine) -> bool:

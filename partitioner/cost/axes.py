@@ -128,7 +128,7 @@ class TensorCosts:
             return math.inf
         sharded = target if target.is_shard else source
         strided = sharded.is_shard and math.prod(spec.shape[: sharded.dim]) > 1
-        seconds = self.device.launch  # also for what is free of communication: the simpler of equals wins
+        seconds = self.device.launch  # also without communication, so that the simpler of equal shardings wins
         for op in (change.forward, change.backward if differentiable and self.train else None):
             if op is not None:
                 seconds += exchange_time(op, spec.nbytes, self.group, self.device, strided)

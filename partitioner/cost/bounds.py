@@ -72,7 +72,7 @@ class ModelBounds:
         self.placements = placements or Placements(job.topology, job.precision)
         paces, of_device = job.topology.paces
         types = [job.topology.paced_type(kind, speed) for kind, speed in paces]
-        if job.constraints.graphs is not None:  # of which the host issues nothing
+        if job.constraints.graphs is not None:  # recorded graphs need no dispatch
             types = [kind.model_copy(update={"dispatch": 0.0}) for kind in types]
         self.device = best_type(types)
         how = job.train, job.precision == "fp8", bool(job.constraints.fused_casts), job.made_again
@@ -137,7 +137,7 @@ class ModelBounds:
         It is the sum of three terms: the pipeline, ``(m - 1) max + sum`` of an even split or (unless ``shared``) of the
         largest call; the reduction of gradients that the backward cannot hide (one stage); and the update.
         """
-        # where devices differ, microbatches are shared out by what is done with states
+        # where devices differ, the sharding of states decides how microbatches are divided
         alike, places = different(points, by_all if self._kinds.differ else BY_WORK)
         often, fastest = list(self._often.values()), self._kinds.fastest(alike)
         forward, backward = (seconds / fastest for seconds in self._kinds.seconds(self.blocks, alike))
@@ -404,12 +404,12 @@ class ModelBounds:
         ahead = sum(n * floor.seconds[block][0] for block, n in often.items())
         back = sum(n * floor.seconds[block][1] for block, n in often.items()) if self.train else 0.0
         largest = max((sum(floor.seconds[block][: 1 + self.train]) for block in often), default=0.0)
-        # as if all of it could hide reductions
+        # assume that the whole backward hides reductions
         after = float(self._after(points, np.full(len(points), ahead + back)).min())
         of_point = [np.array([seconds]) for seconds in (ahead, back, 0.0 if shared else largest)]
         least = min(points, key=self.rounds)
         bound = after + float(self._pipelines([least], *of_point)[0])
-        if floor.of_kind:  # of which the slowest may hide most
+        if floor.of_kind:  # the slowest type may hide most
             both = np.array([[sum(of[block][: 1 + self.train]) for block in often] for of in floor.of_kind])
             apart = list({self.may_differ(point): point for point in points}.values())
             hides = float((both @ np.array(list(often.values()))).max())

@@ -215,7 +215,7 @@ class CallWork:
     @cached_property
     def has_experts(self) -> bool:
         """Whether the cost depends on how experts are spread."""
-        found = expert_region(self.block)  # all else that is asked may never be, and takes long to find
+        found = expert_region(self.block)  # the full `asked` may never be needed, and takes long to compute
         return bool(found.entries or found.exits or found.products or found.states & set(self.block.states))
 
     def cost(self, device: DeviceType, groups: Mapping[str, Group], spread: Spread = NO_SPREAD) -> CallCost:

@@ -19,7 +19,7 @@ _SHOWN = 3  # products that a note names
 
 def products_in_fp8(block: Block, asked: bool, region: ExpertRegion) -> frozenset[fx.Node]:
     """The products of ``block`` that run in fp8: those already in fp8; if ``asked``, also those that will be converted,
-    and the products of experts."""
+    and the products of experts, which are planned in fp8 but not executed so."""
     found = {node for node in block.graph.nodes if node.target is ops.linear_fp8.default}
     if asked:
         found |= found_in(block).keys() | (region.products if region.known else set())
@@ -146,7 +146,7 @@ def notes_on_fp8(model: FoldedModel) -> tuple[str, ...]:
     if not others:
         return ()
     count = sum(short[call.block] for call in model.calls)
-    first: dict[str, str] = {}  # of those for the same reason
+    first: dict[str, str] = {}  # the first name for each reason
     for name, why in others:
         first.setdefault(why, name)
     shown = [f"{name} ({why})" for why, name in first.items()][:_SHOWN]

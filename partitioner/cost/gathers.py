@@ -54,7 +54,7 @@ class Gathers:
         self.placements, self.train, self.slowdown = placements, job.train, device.overlap_slowdown
         self.overlap, short = job.constraints.overlap is not False, bool(job.constraints.short_gradients)
         self._reads = {name: _read(job.model, name, job.experts, short) for name in job.model.blocks}
-        self._gradients = [0.0, 0.0]  # bytes that are scattered, what several calls read once: of others, of experts
+        self._gradients = [0.0, 0.0]  # scattered bytes, shared states once: (others, experts)
         placed = (call for call in job.model.calls if not call.shared and not call.prologue)
         for name in {name for call in placed for name in call.states}:
             state = job.model.states[name]
@@ -120,7 +120,7 @@ class Gathers:
         """
         again, idle = self._again(point) / point.pp, forward_s / point.pp
         hides, ahead = (2 - self.slowdown) * self.overlap * (m - 1), point.pp - 1
-        # where all is hidden, where nothing is left to wait for: a step is the least at one of these, or at once
+        # windows where all is hidden, and where no wait is left: the minimum is at one of them, or at the first window
         windows = [again, again * (m - 1) / max(hides + ahead, _TINY)]
         windows += [again * (m - 1) * (self.slowdown - 1) / ahead] if ahead else []
 

@@ -50,7 +50,7 @@ class Kinds:
         return found[0], found[1]
 
     def of_each(self, points: Sequence[Point]) -> NDArray[np.float64]:
-        """Forward and backward seconds of one microbatch on every device type: two summed arrays ``[kinds, blocks,
+        """Forward plus backward seconds of one microbatch in each block on every device type: ``[kinds, blocks,
         points]``."""
         return np.stack([sum(self.seconds(paced, points)) for paced in self.works.paced])
 

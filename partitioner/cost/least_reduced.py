@@ -46,7 +46,8 @@ class LeastReduced:
 
 
 def _over_data(states: Iterable[StateCost]) -> tuple[Sizes, dict[tuple[str, ...], bool]]:
-    """Reduced bytes by key, and the last levels by axes, if ``dp`` stands for all ranks with equal weights.
+    """Reduced bytes by key, and by axes whether scattering is the last step, if ``dp`` stands for all ranks with equal
+    weights.
 
     ``states`` contains few distinct objects: equal states share one.
     """

@@ -256,9 +256,9 @@ class Machine:
         sent = _SCATTERED.get(self.zero, 0)
         if not sent or not self.topology.whole_scatter:
             return Scattering(sent * bucket, bucket, self.topology.whole_scatter)
-        # what comes is there once the bucket's own gradients have gone: besides them only where another one fills
+        # the receive buffer replaces the bucket's gradients; it is additional only if another bucket fills
         fills = self.zero == 1 or num_microbatches > 1 or bucket < all_of_them
-        summed = 1 / self.replicas if self.zero == 1 else 0.0  # besides the pieces, which under 2 come with it
+        summed = 1 / self.replicas if self.zero == 1 else 0.0  # under ZeRO-2 the sum is the shard
         return Scattering((sent + fills + summed) * bucket, bucket, whole=True)
 
     @property

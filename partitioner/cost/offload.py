@@ -20,7 +20,7 @@ from partitioner.topology.hosts import HostShare
 from partitioner.topology.model import Topology
 from partitioner.units import bytes_text
 
-_AT_ONCE = 3  # calls whose activations the device has: one runs, what one kept leaves, what another kept comes
+_AT_ONCE = 3  # calls whose activations are on the device: one runs, one is sent away, one is fetched
 
 
 def hosted(
@@ -54,13 +54,13 @@ def _hosted_calls(
     """``costs``, one for each of ``calls``, on devices that keep the kinds of data named in ``offload`` in ``host``'s
     memory."""
     reads = Counter(name for call in calls for name in set(call.inputs))
-    made: dict[tuple[object, ...], CallCost] = {}  # calls that are alike have one and the same
+    made: dict[tuple[object, ...], CallCost] = {}  # equal calls share one object
     result = []
     for call, cost in zip(calls, costs, strict=True):
         once = tuple(reads[name] == 1 for name in call.inputs)
         held = [states[name] for name in call.states if name in states and states[name].passing]
         passing = sum(s.parameter / (s.replicas if s.stage == 3 else 1) for s in held)
-        whole = sum(s.parameter for s in held if s.stage < 3)  # what is gathered is counted with the gathers
+        whole = sum(s.parameter for s in held if s.stage < 3)  # gathered parameters are counted with the gathers
         key = id(cost), once, passing, whole
         if key not in made:
             made[key] = _hosted(cost, host, once if train and "activations" in offload else None, passing, whole)

@@ -19,7 +19,7 @@ Matrix = NDArray[np.float64]
 Counts = NDArray[np.int64]
 _ROUNDING = 1e-9
 _TINY_S = 1e-15
-ALONE = 0.5  # of its work, that a microbatch takes under any schedule: the half of its backward for weights may wait
+ALONE = 0.5  # least share of a microbatch's work on its path: its backward for weights may run later
 _STEPS = 64  # ends of microbatches that are looked at: fewer say less, but nothing wrong
 
 

@@ -35,7 +35,7 @@ def passing_bytes(
     largest = max(map(states.scattered.get, names), key=_gradient, default=None) if states.scattered else None
     if largest is None:
         return at(cost.gathered_bytes)
-    sent = 2.0 if scattering.whole else 1 + 1 / largest.replicas  # what comes is there besides
+    sent = 2.0 if scattering.whole else 1 + 1 / largest.replicas  # the receive buffer is additional
     if largest.stage == 3:
         return at(cost.gathered_bytes, 2 * cost.gathered_bytes.sent / sent)
     if largest.stage == 1:
@@ -48,7 +48,7 @@ def passing_bytes(
         return at(GatheredBytes())
     # where a stage has one bucket, that of the microbatch before is under way until this one's is full
     often = 1 + sent if several else 2
-    closing = often * (more + scattering.bucket) - scattering.num_bytes  # which are there in any case
+    closing = often * (more + scattering.bucket) - scattering.num_bytes  # less the buckets that always exist
     return at(GatheredBytes(more, 0.0, more * sent), closing)
 
 

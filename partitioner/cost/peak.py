@@ -71,7 +71,7 @@ def _peak(
         for call in calls:
             kept = zip(call.inputs, call.cost.input_bytes, call.cost.saved_inputs, strict=True)
             inputs |= {name: size for name, size, saved in kept if saved or again}
-        if stage.parts:  # as many microbatches of each as there are at the fullest moment: what is left
+        if stage.parts:  # the microbatches at the peak: the remainder of the memory
             parts["recomputed"] = max(call.cost.saved_bytes for call in calls) if again else 0.0
             parts["saved"] = max(0.0, stage.memory - sum(map(round, parts.values())))
         else:

@@ -14,13 +14,13 @@ from partitioner.topology.parts import DeviceType
 from runtime.buckets import Compression
 from runtime.compression import CODECS, wire_share
 
-# How often compressing and making again pass through memory what is compressed, kernel by kernel.
+# Passes through memory of compression and decompression together, summed over their kernels.
 _PASSES: dict[Compression, float] = {"bf16": 3.0, "int8": 14.0}
 
-# What the machine calls the axes inside a part of dp, and beyond it.
+# The machine's names of the axes inside a part of dp, and between parts.
 INNER = {"dp": "dp_shard", "cp": "cp", "experts": "edp_shard"}
 OUTER = {"dp": "dp_replicate", "experts": "edp_replicate"}
-_EXACT = frozenset({"tp"})  # axes that alone are no data's: what is added up over them stays as it is
+_EXACT = frozenset({"tp"})  # reductions over these axes alone are not over data, and are never compressed
 
 
 def coding_time(compression: Compression, num_bytes: float, device: DeviceType) -> float:

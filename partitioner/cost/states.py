@@ -41,7 +41,7 @@ class StateCost:
     gradient: float = 0.0
     optimizer: float = 0.0
     grad_axes: tuple[str, ...] = ()
-    stage: int = 0  # of ZeRO
+    stage: int = 0  # stage of ZeRO
     replicas: int = 1
     expert: bool = False
     hybrid: bool = False
@@ -98,7 +98,7 @@ class StateCost:
         share = self.replicas if self.stage else 1
         if self.hosted and self.gradient:
             states = 0.0 if self.disk else self.optimizer
-            return (states + self.gradient + self.parameter) / share  # as it is stepped, or as it is sent
+            return (states + self.gradient + self.parameter) / share  # the copy that is stepped, or sent
         return self.parameter / (self.replicas if self.stage == 3 else 1) if self.passing else 0.0
 
     @property
@@ -279,7 +279,7 @@ def state_costs(
             disk="disk" in offload and trained,
         )
 
-    costs = [find(*kind) for kind in kinds.kinds]  # states that are alike have one and the same object
+    costs = [find(*kind) for kind in kinds.kinds]  # equal states share one object
     return States((name, costs[number]) for name, number in kinds.of_state.items())
 
 

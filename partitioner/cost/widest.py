@@ -23,11 +23,11 @@ from partitioner.topology.groups import Group, Tier
 from partitioner.topology.model import Topology
 from partitioner.topology.parts import COLLECTIVES, Hop, Level
 
-_LARGE = 1e15  # bytes: what a collective takes is a start and a slope
+_LARGE = 1e15  # bytes, to measure the slope of a collective's time
 _ROUNDING = 1e-9
-_MOST_FORMS = 2000  # of a group that are gone through; of more, what no links allow is said
-_SINGLY = 8  # devices in the smallest part of a group, up to which every number is told apart
-_FEW = 100  # numbers of parts, of each of which that is done
+_MOST_FORMS = 2000  # forms of a group to enumerate; beyond that a bound from all links is used
+_SINGLY = 8  # devices in the smallest part of a group, up to which every number is a range of its own
+_FEW = 100  # numbers of parts up to which ranges are that fine
 _Range = tuple[int, int]
 
 

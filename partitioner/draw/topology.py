@@ -40,8 +40,8 @@ from partitioner.units import bytes_text, digits, percent, plural, ranges, secon
 if TYPE_CHECKING:
     from partitioner.plan import Plan
 
-MOST_CLUSTERS = 40  # with more, nodes that differ by their stages only are drawn once, too
-_MOST_DEVICES = 96  # of a node that are drawn one by one
+MOST_CLUSTERS = 40  # beyond this, nodes that differ only in their stages are drawn once, too
+_MOST_DEVICES = 96  # devices of a node that are drawn one by one
 _MOST_NOTES = 3
 _WIDTH, _LEAST_WIDTH, _MARGIN, _GAP, _PAD = 1320.0, 760.0, 24.0, 16.0, 12.0
 _BOX_WIDTH, _BOX_HEIGHT, _BOX_GAP = 42.0, 26.0, 6.0

@@ -27,7 +27,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 ROW = {"cpu": 256, "cuda": 2048}  # elements along the dim that is reduced, normalised or sorted
 _TABLE_ROWS = 4096
-_LARGEST = 3  # sizes of what a rank updates
+_LARGEST = 3  # sizes of optimizer steps
 _FOOTPRINT = {"cpu": 48 << 20, "cuda": 256 << 20}  # bytes: more than caches keep for one rank
 _MAX_COPIES = 128
 _ADAM_BYTES = 28  # per fp32 parameter: what partitioner/cost/states.py charges an update with

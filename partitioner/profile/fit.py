@@ -26,11 +26,11 @@ from partitioner.profile.samples import CollectiveSample, KernelSample, Measurem
 from partitioner.topology.parts import COLLECTIVES, DeviceType, Level
 
 _NEGLIGIBLE_BYTES = 4096  # a kernel that moves no more takes as long as its launch
-_LEAST_SHARE = 0.05  # of a time: what may be left of it without launch and memory
+_LEAST_SHARE = 0.05  # least share of a time that remains without launch and memory
 _LARGE_ERROR = 0.25
-_TOLD = 0.05  # of the time of the largest transfer: a slope that makes less of it is not told from noise
+_TOLD = 0.05  # share of the largest transfer's time; a slope below it is noise
 _ANY_PEAK = {"fp32": 1.0}  # until it is fitted
-_UNBOUNDED = {"default": 1e6}  # of the memory bandwidth: what memory itself bounds
+_UNBOUNDED = {"default": 1e6}  # of the memory bandwidth: only memory limits the rate
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def fit_memory(
     than ``dispatch``, the host's part, which hides shorter kernels.
     """
     rates: dict[str, list[tuple[float, float]]] = {}  # kind -> (bytes, rate)
-    seen: dict[str, list[tuple[float, float]]] = {}  # of those that the host does not hide
+    seen: dict[str, list[tuple[float, float]]] = {}  # samples that the host does not hide
     for s in samples:
         if s.kernel.num_bytes > _NEGLIGIBLE_BYTES:
             rate = s.kernel.num_bytes / max(s.seconds - launch, _LEAST_SHARE * s.seconds)

@@ -34,7 +34,7 @@ from partitioner.units import divisors
 from runtime.files import write_text
 from runtime.pool import LocalRanks
 
-Report = Callable[[str, int, int], None]  # what is measured now, steps done, steps in all
+Report = Callable[[str, int, int], None]  # current measurement, steps done, total steps
 
 
 @dataclass(frozen=True)

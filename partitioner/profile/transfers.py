@@ -24,9 +24,9 @@ from partitioner.profile.samples import CollectiveSample
 from runtime.communicator import TorchCommunicator
 from runtime.groups import Communicator, Group, Link, Pending
 
-_BETWEEN_S = 2e-3  # of computation between transfers; about what a layer's part takes
-_SIZE = {"cpu": 256, "cuda": 4096}  # of its square products
-_LEAST_SHARE = 0.1  # of the seconds of a transfer called back to back, which it takes at least
+_BETWEEN_S = 2e-3  # computation between transfers; about one layer's
+_SIZE = {"cpu": 256, "cuda": 4096}  # size of the square products
+_LEAST_SHARE = 0.1  # least share of the time of back-to-back transfers
 
 
 @dataclass(frozen=True)

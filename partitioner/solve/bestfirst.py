@@ -90,10 +90,10 @@ class _State:
     before: Mapping[Point, Row] = field(default_factory=dict)
     num_evaluated: int = 0
     num_bounded: int = 0
-    # of several virtual stages, since the best was found: families, and how much of the patience their points took
+    # since the last incumbent, of schedules with several virtual stages: evaluated families, and the effort spent
     in_vain: set[Hashable] = field(default_factory=set)
     spent: float = 0.0
-    told: float = field(default_factory=time.monotonic)  # when progress was told of last
+    told: float = field(default_factory=time.monotonic)  # time of the last progress report
 
     @property
     def best_time(self) -> float:
@@ -101,7 +101,7 @@ class _State:
         return found.step_time if found is not None else float("inf")
 
     @property
-    def limit(self) -> float:  # from which on a plan is of no interest
+    def limit(self) -> float:  # plans from here on are of no interest
         return min(self.best_time, self.enough_s)
 
 
@@ -146,7 +146,7 @@ def search(
         PlanError: no point has a plan for other reasons, or none takes less than ``enough_s``.
     """
     deadline = time.monotonic() + time_limit_s
-    first = bounds.times(points).tolist() if len(points) > 1 else [0.0] * len(points)  # where there is a choice
+    first = bounds.times(points).tolist() if len(points) > 1 else [0.0] * len(points)  # only if there is a choice
     state = _State({p: Row(p, b) for p, b in zip(points, first, strict=True)}, enough_s=enough_s, before=before or {})
     for which, old in state.before.items():
         if which in (left_out or {}):
@@ -199,7 +199,7 @@ def _best_first(
     estimates = bounds.times(unknown).tolist() if unknown else []
     first = {p: row.bound for p, row in rows.items()} | dict(zip(unknown, estimates, strict=True))
     least = [min(first[p] for p in members) for members in nodes]
-    # of equal bounds the first comes first, by its number, which is quick to compare; behind it the next step
+    # ties go to the lowest number, which is quick to compare; the last item is the next step
     heap = [(not is_formula(nodes[n][0].schedule), bound, n, 0) for n, bound in enumerate(least)]
     heapq.heapify(heap)
     while heap:
@@ -220,7 +220,7 @@ def _best_first(
                     nodes.append([member])
                     heapq.heappush(heap, (later, max(bound, row.bound), len(nodes) - 1, step))
             continue
-        last = state.limit == float("inf") and not heap  # which no bound can spare
+        last = state.limit == float("inf") and not heap  # no bound can prune the last one
         if alone and (last or step == shared + len(bounds.steps)):
             if several:
                 state.in_vain.add(bounds.family(members[0]))
@@ -345,7 +345,7 @@ def _tell(state: _State, point: Point, progress: Callable[[Progress], None] | No
 
 
 def _infeasible(row: Row, error: PartitionError) -> None:
-    row.status, row.error = "infeasible", error.with_traceback(None)  # which holds all tables
+    row.status, row.error = "infeasible", error.with_traceback(None)  # the traceback holds all tables
     row.reason = error.shortage if isinstance(error, CapacityError) else str(error)
 
 
@@ -353,7 +353,7 @@ def _nothing(state: _State, bounds: Bounds, interrupted: bool) -> InfeasibleErro
     """The error that explains why no point has a plan."""
     if any(row.is_open for row in state.rows.values()) and state.enough_s < float("inf"):
         return PlanError(f"no plan takes less than {state.enough_s:.3g} s a step")
-    if interrupted:  # those that were tried say nothing of the others
+    if interrupted:  # the other points may have plans
         return TimeLimitError(
             "the time limit passed before any plan was found; allow more time or fix more constraints"
         )

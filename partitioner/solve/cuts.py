@@ -25,11 +25,11 @@ from partitioner.solve.tables import TINY, StageTables
 
 Table = NDArray[np.float64]
 Places = NDArray[np.int64]
-_CLOSE = 0.005  # of what the cuts take: near enough
+_CLOSE = 0.005  # relative gap at which the search stops
 _MOST_TURNS = 40
 _ACTIONS = 200_000  # to follow, in all turns
-_MOVED, _ALL = 500_000, 2_000_000  # where cuts are moved besides, and where all are tried: many at once take less
-_KEPT = 1000  # cuts that are told, where all are tried
+_MOVED, _ALL = 500_000, 2_000_000  # actions of the local search, and of trying all cuts; many at once take less
+_KEPT = 1000  # cuts that are returned if all are tried
 _STEPS = (1, -1, 2, -2)  # calls that cuts are moved by
 
 
@@ -99,7 +99,7 @@ def _near(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 def _best_of_all(costs: _Costs, timetable: Timetable, how: Mapping[str, bool], calls: int, stages: int) -> Found:
     """All cuts, tried one by one."""
-    taken = costs.taken(timetable, _all_cuts(calls, stages), how, _KEPT)  # those of the start do fit
+    taken = costs.taken(timetable, _all_cuts(calls, stages), how, _KEPT)  # the cuts of the start fit
     order = tuple((seconds, cuts) for cuts, seconds in taken.items())
     return Found(order, order[0][0])
 

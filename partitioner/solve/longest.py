@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from partitioner.actions import Timetable
 
-PARTS = {"F": (0,), "I": (1,), "W": (2,), "B": (1, 2)}  # of a phase's seconds
+PARTS = {"F": (0,), "I": (1,), "W": (2,), "B": (1, 2)}  # indices into a phase's seconds
 _KINDS = tuple(PARTS)
-_MOST_STEPS, _SAME_PACE = 8, 1e-9  # that are followed until all ranks take as long for one, to such a share
+_MOST_STEPS, _SAME_PACE = 8, 1e-9  # steps until all ranks take equally long, and the tolerance
 _AT_ONCE = 1 << 18  # actions of which it is known at a time when they end
 
 
@@ -54,7 +54,7 @@ def follow_all(
     """:func:`follow` of ``n`` sets of phases: ``[n]`` seconds. ``phases``: ``[n, stages, 3]``, see :class:`Phases`."""
     waits = _waits(_Same(table), train)
     kinds = [phases[:, :, list(parts)].sum(axis=2) * (train or k == "F") for k, parts in PARTS.items()]
-    of_kinds = np.stack(kinds, axis=2).reshape(len(phases), -1).T.copy()  # as the list of :func:`_seconds`
+    of_kinds = np.stack(kinds, axis=2).reshape(len(phases), -1).T.copy()  # in the order of :func:`_seconds`
     most = max(1, _AT_ONCE // len(waits.before))
     taken = np.empty(len(phases))
     for first in range(0, len(phases), most):

@@ -19,7 +19,7 @@ from partitioner.schedules import timetable
 from partitioner.solve.longest import Phases, follow
 
 _FORMULAS = frozenset({"gpipe", "1f1b"})
-Counts = tuple[int, int]  # microbatches whose backward has not begun, and those of which the half for inputs has run
+Counts = tuple[int, int]  # microbatches: (backward not begun, backward for inputs done)
 
 
 def _zero_bubble(s: int, p: int, m: int, ahead: int) -> tuple[Counts, ...]:
@@ -30,8 +30,7 @@ def _zero_bubble(s: int, p: int, m: int, ahead: int) -> tuple[Counts, ...]:
     return tuple({(whole, most - whole): None, (most - half, half): None})
 
 
-# What stage ``s`` of ``p`` holds at a time, of ``m`` microbatches, one stage on each rank: the counts between which all
-# others are.
+# Extreme counts of microbatches that stage ``s`` of ``p`` holds at a time, of ``m`` in all; one stage on each rank.
 _IN_FLIGHT: dict[str | ScheduleTable, Callable[[int, int, int], tuple[Counts, ...]]] = {
     "gpipe": lambda s, p, m: ((m, 0),),
     "1f1b": lambda s, p, m: ((min(p - s, m), 0),),
@@ -39,9 +38,9 @@ _IN_FLIGHT: dict[str | ScheduleTable, Callable[[int, int, int], tuple[Counts, ..
     "zb-2p": partial(_zero_bubble, ahead=2),
 }
 _UNSPLIT = frozenset(("gpipe", "1f1b", "interleaved"))
-# Of forward and backward, to be divided by the virtual stages. The value of a game for the least of a step's longest
-# path, whoever cuts the calls; rounded down from those of two to six ranks. Interleaved: of as many microbatches as
-# ranks or fewer, and of whole rounds from the second on.
+# Least fill as shares of (forward, backward), to be divided by the number of virtual stages: the value of a game for
+# the least longest path of a step over all cuts, rounded down from the values of two to six ranks. Interleaved: valid
+# for at most as many microbatches as ranks, and for two and more whole rounds.
 _LEAST_FILL = {
     "interleaved": (0.5, 0.5),
     "zb-1p": (0.7, 0.0),
@@ -49,8 +48,8 @@ _LEAST_FILL = {
     "zb-v": (0.4, 0.0),
     "dualpipe-v": (0.3, 0.0),
 }
-_FEW = 0.7  # of that, ZB-1P with several virtual stages on a rank and fewer than two microbatches for each rank
-_MOST_ACTIONS = 30_000  # that are followed; a step of more microbatches goes on as it did
+_FEW = 0.7  # factor for ZB-1P with several virtual stages on a rank and less than two microbatches per rank
+_MOST_ACTIONS = 30_000  # actions to simulate; longer steps are extrapolated from the steady state
 
 
 def is_formula(schedule: str | ScheduleTable) -> bool:

@@ -11,7 +11,7 @@ from partitioner.schedules import ScheduleTable, schedule_name
 from passes.hashing import hashed_once
 from runtime.meshes import hybrid_mesh
 
-Split = Literal["", "rows", "within"]  # what of the experts' work is sharded over tp: as is cheapest, rows, each expert
+Split = Literal["", "rows", "within"]  # how tp shards the experts' work: as is cheapest, by rows, within each expert
 
 
 def split_of(tp: int, ep: int, etp: int) -> Split:

@@ -16,11 +16,11 @@ from partitioner.solve.presolve import Choices, Vector
 
 _WINDOWS = 128
 _START = 0.05
-_LOWER = 0.3  # of the present prices
+_LOWER = 0.3  # share of the present prices
 _STEP, _LEAST_RATE, _MOST_RATE = 0.02, 0.5, 40.0
 _FASTER, _SLOWER = 1.05, 0.7
-_NEAR, _FAR = (0.0, 0.1, 0.5), (0.0, 0.01, 0.05, 0.2, 1.0)  # of disturbed prices: spread, and more, in parts of a scale
-_MOST_DECAY = 0.7  # of a price in one step, else one per part of the limit that is left free in its row
+_NEAR, _FAR = (0.0, 0.1, 0.5), (0.0, 0.01, 0.05, 0.2, 1.0)  # disturbed prices: spread; increase as a share
+_MOST_DECAY = 0.7  # least factor of a price in one step; else one minus the free share of its row's limit
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from partitioner.solve.pipelines import held_microbatches
 from partitioner.units import bytes_text
 from passes.blocks import Call
 
-_ROUNDS = 64  # of the game below
+_ROUNDS = 64  # rounds of :func:`_least_mean`
 _STEP = 0.3
 _TINY_S = 1e-15
 _HALVINGS = 20
@@ -99,7 +99,7 @@ def needs_of(calls: Sequence[tuple[Call, CallCost]], split: bool = False) -> Nee
         sizes = list(zip(call.inputs, cost.input_bytes, cost.saved_inputs, strict=True))
         inputs.append(sum({n: size for n, size, _ in sizes if n not in seen}.values()))
         kept = {n: size for n, size, is_kept in sizes if is_kept and n not in kept_before}
-        saved = cost.saved_bytes - cost.selective_bytes  # the rest may be made again alone, in next to no time
+        saved = cost.saved_bytes - cost.selective_bytes  # the rest may be recomputed alone at almost no cost
         saved = min(saved, cost.carried_bytes) if split else saved
         whole.append(saved + sum(kept.values()))
         again += [(cost.forward_s / cost.saved_bytes, saved)] if saved > 0 else []

@@ -180,7 +180,7 @@ class _States:
                 self._known.clear()
             of_names = np.array([sizes.get(name, 0.0) for name in self._names], dtype=np.float64)
             table = _counted(self._places, of_names, self._calls)
-            self._known[id(sizes)] = sizes, table  # as long as these are here, no others have their id
+            self._known[id(sizes)] = sizes, table  # keeps the id valid
         return self._known[id(sizes)][1]
 
 

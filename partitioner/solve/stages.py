@@ -21,7 +21,7 @@ from partitioner.solve.shortage import capacity_error
 from partitioner.solve.stage_problem import StageProblem
 from partitioner.solve.tables import TINY, StageTables, min_max
 
-SLACK = 0.01  # of the optimum, spent on stages that are alike
+SLACK = 0.01  # share of the optimum that may be lost for equal stages
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class _Splitter:
             assert cuts is not None, limit
             if self.cost(cuts) < best_cost:
                 best, best_cost = cuts, self.cost(cuts)
-            # with a smaller maximum than this one's the sum is no smaller
+            # under a smaller limit the least sum does not fall
             least_sum = max(least_sum, self.total(cuts))
             ceiling = self.largest(cuts)
         return self.split(self.balanced(best), best_cost)

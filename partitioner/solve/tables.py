@@ -19,9 +19,9 @@ from partitioner.solve.stage_problem import StageProblem
 Table = NDArray[np.float64]
 Vector = NDArray[np.float64]
 Counts = NDArray[np.int64]
-TINY = 1e-12  # of sums of seconds
-ROUNDING_BYTES = 0.01  # of sums of sizes
-_MOST_ENTRIES = 1 << 21  # of tables that are made together
+TINY = 1e-12  # relative rounding of sums of seconds
+ROUNDING_BYTES = 0.01  # rounding of sums of sizes
+_MOST_ENTRIES = 1 << 21  # entries of tables that are made together
 
 
 class StageTables:
@@ -136,7 +136,7 @@ class StageTables:
         fits = allowed & (plain <= usable + ROUNDING_BYTES)
         if problem.train and self.most_recomputed.any():
             again = allowed & (self.most_recomputed[start, stop] > 0)
-            if problem.recompute != "full":  # only what does not fit as it is and may fit so
+            if problem.recompute != "full":  # only segments that do not fit without recomputation and may fit with it
                 least = self._again(stages[:, None], start, stop)
                 again &= ~(plain <= usable) & (least <= usable + ROUNDING_BYTES)
             here, run = np.nonzero(again)
@@ -228,11 +228,11 @@ class StageTables:
         cut, prefix = self.segments, self.segments.saved[0]
         inputs, saved, carried = (of[start, stop] for of in (cut.all_inputs, cut.saved, cut.carried))
         excess = np.full(most.shape, -np.inf)
-        for whole, half in self._counts:  # each microbatch whose backward has not begun is a byte less of what goes
+        for whole, half in self._counts:  # a recomputed byte frees one byte per microbatch not begun
             taken = whole[stage] * (saved + inputs) + half[stage] * (carried + inputs)
             over = taken + self._fixed_again[start, stop] - capacity
             excess = np.maximum(excess, over / np.maximum(whole[stage], TINY))
-            if cut.closing.any():  # when one of those has nothing any more
+            if cut.closing.any():  # when one of these microbatches is already freed
                 gone = np.minimum(whole[stage], 1.0)
                 over = taken - gone * (saved + inputs) + self._rest[start, stop] + cut.closing[start] - capacity
                 excess = np.maximum(excess, over / np.maximum(whole[stage] - gone, TINY))
@@ -263,7 +263,7 @@ class StageTables:
         calls = self.problem.calls
         change = [sum(late.get(name, 0.0) for name in call.states) - call.cost.saved_bytes for call in calls]
         after: Table = np.concatenate([[0.0], np.cumsum(change)])
-        # when call k runs backward, those behind it have: the most over all k of a segment
+        # when call k runs backward, later calls have run: the maximum over all k of a segment
         behind = np.where(np.arange(len(after))[None, :] > np.arange(len(after))[:, None], after[None, :], np.inf)
         grown = np.maximum(0.0, after[None, :] - np.minimum.accumulate(behind, axis=1))
         coming = self.segments.states_of(late)

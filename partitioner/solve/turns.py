@@ -15,8 +15,8 @@ from partitioner.schedule_table import ScheduleTable
 from partitioner.solve.longest import PARTS, Phases
 from partitioner.solve.pipelines import shortened
 
-_MOST_ACTIONS = 2000  # that are followed
-_EPSILON = 1e-12  # of a second: what is left of work that has ended
+_MOST_ACTIONS = 2000  # actions to simulate
+_EPSILON = 1e-12  # seconds; work below it has ended
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from partitioner.solve.stages import StagePlan, StageSplit, solve_stages, stage_
 from partitioner.solve.tables import StageTables
 from partitioner.units import bytes_text
 
-_ROUNDS = 6  # of sharing out a rank's memory anew
+_ROUNDS = 6  # rounds of dividing a rank's memory
 _ENOUGH = 1 << 60  # bytes
 
 
@@ -258,7 +258,7 @@ def _improved(
     rest = more[2] * steady if more is not None else 0.0
     found = better_cuts(tables, table, (0, *(plan.stop for plan in split.stages)), enough_s - rest, quick=quick)
     bound = found.bound + rest
-    # what is made again so that cuts fit, others that fit need not
+    # other cuts that fit may need no recomputation
     known = ranks.seconds(split) if _cut_by_memory(problem, split) else np.inf
     plan_of = cache(partial(stage_plan, tables))  # cuts have most runs of calls in common
     for seconds, cuts in found.cuts:

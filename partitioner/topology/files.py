@@ -91,7 +91,7 @@ def machine_fields(name: str, nodes: int, devices: int | None = None) -> dict[st
     group = {**machine, "count": nodes}
     if devices is not None:
         group["devices"] = devices
-    if nodes == 1 and "pattern" in group:  # which joins them
+    if nodes == 1 and "pattern" in group:  # the pattern joins them
         levels = [level for level in levels if level.get("nodes") == 1]
     return {"nodes": [group], "levels": needed_levels(levels, nodes, group["devices"])}
 

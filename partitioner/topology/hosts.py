@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from partitioner.topology.model import Topology
 
-_UPDATE_EFFICIENCY = 0.6  # of the host's memory bandwidth, as DeepSpeed's CPU Adam reaches with vector instructions
-_UNKNOWN_MEMORY_BANDWIDTH = 100e9  # of a host that does not say: one socket with four channels of DDR4
+_UPDATE_EFFICIENCY = 0.6  # share of the host's memory bandwidth: DeepSpeed's CPU Adam with vector instructions
+_UNKNOWN_MEMORY_BANDWIDTH = 100e9  # default: one socket with four channels of DDR4
 
 
 @dataclass(frozen=True)
 class HostShare:
     """A rank's share of its host. ``bandwidth``: bytes/s each way between the device and host memory. ``memory``:
     bytes. ``update_bandwidth``: bytes/s at which an optimizer step on the host reads and writes. ``disk_bandwidth``:
-    the rank's share of its node's disks in bytes/s; infinite without disks, which then hold nothing."""
+    the rank's share of its node's disks in bytes/s; infinite without a disk, since nothing is moved there."""
 
     bandwidth: float = math.inf
     latency: float = 0.0
@@ -32,7 +32,7 @@ class HostShare:
         return self.latency + num_bytes / self.bandwidth if num_bytes else 0.0
 
 
-BOUNDLESS = HostShare()  # what no host beats
+BOUNDLESS = HostShare()  # a host without limits
 
 
 def host_shares(topology: Topology) -> tuple[HostShare | None, ...]:

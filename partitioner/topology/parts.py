@@ -169,7 +169,7 @@ def _is_whole(value: Any) -> bool:
 
 
 Measured = Rising[tuple[tuple[Count, Seconds, Rate], ...]]
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")  # that a level may have measurements of
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")  # collectives with measured tables
 
 
 class Level(Part):

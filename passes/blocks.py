@@ -50,8 +50,8 @@ class TensorSpec:
 class State:
     """A parameter, buffer or constant that the model owns.
 
-    ``name`` is its canonical qualified name, ``aliases`` the other names of the same tensor (tied weights). ``parts``:
-    the model's own parameters of which it is a stack along dim 0.
+    ``name`` is its canonical qualified name, ``aliases`` the other names of the same tensor (tied weights). ``parts``
+    names the model's own parameters that this state stacks along dim 0; empty if the state is no stack.
     """
 
     name: str
@@ -80,8 +80,10 @@ Plain = bool | int | float | str | None  # values of arguments that are no tenso
 
 @dataclass(frozen=True)
 class Argument:
-    """A parameter of the model's ``forward``. ``default``: what it is where a caller leaves it out; ``required``:
-    it has none; ``plain``: the default is a :data:`Plain` value, which ``default`` holds."""
+    """An argument of the model's ``forward``.
+
+    ``required``: the argument has no default. ``plain``: its default is a :data:`Plain` value, held in ``default``.
+    """
 
     name: str
     default: Plain = None
@@ -91,11 +93,11 @@ class Argument:
 
 @dataclass(frozen=True)
 class CallSignature:
-    """How a model is called, and what of the call a plan takes as given.
+    """How a model is called, and which values of the call a plan assumes.
 
-    ``arguments``: of ``forward``, in order; ``None``: not known (an exported program). ``fixed``: by path, the leaves
-    of the planned batch that are no tensors: the plan holds for these values. ``guards``: decisions that the forward
-    took by numbers of the batch, which hold for other numbers or the plan does not.
+    ``arguments``: the arguments of ``forward``, in order; ``None`` if unknown (an exported program). ``fixed``: path ->
+    value of every leaf of the planned batch that is no tensor; the plan is valid for these values only. ``guards``:
+    conditions on numbers of the batch that the traced forward branched on; the plan is valid only where they hold.
     """
 
     arguments: tuple[Argument, ...] | None = None
@@ -131,7 +133,7 @@ class Block:
         return tuple(output.args[0])
 
     def copy(self) -> Block:
-        """The same block with a graph of its own."""
+        """Copy this block together with its graph."""
         graph = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}
         for node in self.graph.nodes:
@@ -145,12 +147,12 @@ class Block:
 
 @dataclass(frozen=True)
 class Call:
-    """One run of a block: which states and values it reads, which values it makes.
+    """One run of a block: the states and values that it reads, and the values that it produces.
 
-    ``shared``: a cheap function of the model's inputs and constants, needing no gradient; each pipeline stage that
-    reads it computes it anew.
-    ``prologue``: run on every microbatch before the pipeline starts; its outputs are added up over all microbatches and
-    data-parallel ranks, and every later call reads the totals.
+    ``shared``: the call is a cheap function of the model's inputs and constants and needs no gradient; each pipeline
+    stage that reads its outputs computes them itself.
+    ``prologue``: the call runs on every microbatch before the pipeline starts; its outputs are summed over all
+    microbatches and data-parallel ranks, and every later call reads the sums.
     """
 
     block: str
@@ -177,9 +179,9 @@ class FoldedModel:
     tree: str | None = None  # the result's pytree, as torch.utils._pytree.treespec_dumps writes it
     notes: tuple[str, ...] = ()  # what the user should know: operators left alone, caches dropped
     updates: dict[str, str] = field(default_factory=dict)  # buffer -> the value that it takes at the end of a step
-    # buffer -> how much of it stays, where that value is added up over microbatches and data-parallel ranks
+    # buffer -> the factor of its old value, for updates that are summed over microbatches and data-parallel ranks
     keeps: dict[str, float] = field(default_factory=dict)
-    initial: dict[str, Any] = field(default_factory=dict)  # buffer -> what it holds at first: a number, or lists
+    initial: dict[str, Any] = field(default_factory=dict)  # buffer -> its initial value: a number, or nested lists
     signature: CallSignature = field(default_factory=CallSignature)
 
     def with_(self, **changes: Any) -> FoldedModel:

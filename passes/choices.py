@@ -1,7 +1,7 @@
-"""Truth values that say of each place whether a certain number was chosen there.
+"""Recognise boolean masks that tell where a router chose a certain expert number.
 
-``chosen == 3``, a slice of ``one_hot(chosen)``, a slice of ``chosen[..., None] == arange(n)``: what loops over experts
-ask. Read off the graph, of exported operators and of those in normal form.
+Loops over experts build such masks as ``chosen == 3``, as a slice of ``one_hot(chosen)`` or as a slice of
+``chosen[..., None] == arange(n)``. The patterns match graphs of exported operators and graphs in normal form.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ ALIKE = (
     aten.clone.default,
     aten.contiguous.default,
     aten.detach.default,
-)  # the same numbers, or truth values
+)  # operators that keep numbers and masks as they are
 CASTS = (*ALIKE, *MARKS)
-_RANKED: dict[Any, int] = {  # which of their results are places along a dim, each once
+_RANKED: dict[Any, int] = {  # operator -> the result that has distinct positions along a dim
     aten.topk.default: 1,
     aten.sort.default: 1,
     aten.sort.stable: 1,
@@ -35,14 +35,17 @@ _BEST: dict[Any, int] = {aten.max.dim: 1, aten.min.dim: 1}
 RESHAPES = (aten.reshape.default, aten.view.default, aten.flatten.using_ints)
 SHAPED = (*RESHAPES, aten.squeeze.default, aten.squeeze.dim, aten.unsqueeze.default)
 _MOVED = (*CASTS, *SHAPED, aten.permute.default, aten.transpose.int, aten.select.int, aten.slice.Tensor)
-_OVER = (aten.any.dim, aten.sum.dim_IntList)  # dims of truth values, or of counts
-_WIDE = (torch.int32, torch.int64)  # in which numbers of places stay what they are
+_OVER = (aten.any.dim, aten.sum.dim_IntList)  # reductions over dims of masks, or of counts
+_WIDE = (torch.int32, torch.int64)  # types that hold every position without wrapping around
 _PLACES = (aten.argsort.default, aten.argsort.stable)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Of the whole numbers ``of``: where they are ``number``. Dim ``j`` of the truth values is dim ``dims[j]``."""
+    """A mask that is true where the integer tensor ``of`` equals ``number``.
+
+    Dim ``j`` of the mask is dim ``dims[j]`` of ``of``.
+    """
 
     of: fx.Node
     dims: tuple[int, ...]
@@ -51,7 +54,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class _Classes:
-    """The same for every number, which ``dim`` counts; ``dims``: of the other dims."""
+    """A stack along ``dim`` of one mask per number 0, 1, ..: mask ``n`` is true where ``of`` equals ``n``.
+
+    ``dims[j]`` is the dim of ``of`` that the ``j``-th other dim of the stack corresponds to.
+    """
 
     of: fx.Node
     dim: int
@@ -59,7 +65,7 @@ class _Classes:
 
 
 def choice_of(node: Any) -> Choice | None:
-    """What ``node`` says of numbers; ``None``: it is something else."""
+    """The choice that the mask ``node`` tests for; ``None`` if ``node`` is no such mask."""
     node = undone(node)
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
@@ -76,8 +82,9 @@ def choice_of(node: Any) -> Choice | None:
 
 
 def chosen_by_any(node: Any) -> tuple[fx.Node, int] | None:
-    """Numbers and one of them: ``node`` is true where it is among those of a place, which are all different and lie in
-    their last dim. ``None``: it is something else."""
+    """Numbers ``of`` and a ``number`` such that the mask ``node`` is true where ``number`` occurs along the last dim of
+    ``of``; all numbers along that dim are distinct (the k choices of a token). ``None`` if ``node`` is no such mask.
+    """
     while isinstance(node, fx.Node) and (_is_nonzero(node) or node.target in (*CASTS, *RESHAPES)):
         node = node.args[0]
     found, along = None, list[int]()
@@ -85,7 +92,7 @@ def chosen_by_any(node: Any) -> tuple[fx.Node, int] | None:
         found, along = choice_of(node.args[0]), dims_over(node)
     elif isinstance(node, fx.Node) and node.target is aten.select.int:
         whole: Any = node.args[0]
-        while whole.target in CASTS:  # of counts that are 0 or 1, if they are of what this looks for
+        while whole.target in CASTS:  # casts keep the counts, which are 0 or 1 if this is the pattern
             whole = whole.args[0]
         classes = classes_of(whole.args[0]) if whole.target in _OVER else None
         if classes is not None and len(dims_over(whole)) == 1 and not argument(whole, "keepdim", False):
@@ -100,7 +107,7 @@ def chosen_by_any(node: Any) -> tuple[fx.Node, int] | None:
 
 
 def undone(node: Any) -> Any:
-    """``node`` before a dim was put in and taken out again."""
+    """The operand of ``node`` before pairs of ``unsqueeze`` and ``squeeze`` that undo each other."""
     while isinstance(node, fx.Node) and node.target is aten.squeeze.dim and _is_widened(node.args[0], node.args[1]):
         node = node.args[0].args[0]  # type: ignore[union-attr]
     return node
@@ -111,14 +118,14 @@ def _is_widened(node: Any, dim: Any) -> bool:
 
 
 def before(node: Any, targets: tuple[Any, ...]) -> Any:
-    """What ``node`` was before operators of ``targets``."""
+    """The first node up the chain of first operands from ``node`` that is not an operator in ``targets``."""
     while node.target in targets:
         node = node.args[0]
     return node
 
 
 def is_count(node: Any) -> bool:
-    """Whether no number is below zero."""
+    """Whether every element of ``node`` is known to be at least zero."""
     if node.meta["val"].dtype == torch.bool or node.target is aten.one_hot.default:
         return True
     if node.target in _MOVED:
@@ -127,7 +134,7 @@ def is_count(node: Any) -> bool:
 
 
 def numbers_of(node: fx.Node) -> fx.Node:
-    """Whole numbers before they were marked and given other shapes and types."""
+    """The integer tensor that ``node`` had before marks, reshapes and casts to other integer types."""
     while True:
         before = node
         node = uncast(node)
@@ -138,7 +145,7 @@ def numbers_of(node: fx.Node) -> fx.Node:
 
 
 def is_distinct(of: fx.Node, dim: int) -> bool:
-    """Whether the numbers along ``dim`` are all different: places in the order of what stood there."""
+    """Whether the numbers of ``of`` along ``dim`` are distinct, as the indices of ``topk``, ``sort`` or ``argsort``."""
     node: Any = uncast(of)
     while node.target in RESHAPES and dim % _rank(of) == _rank(of) - 1 and _keeps_last(node):
         of, dim, node = node.args[0], -1, uncast(node.args[0])
@@ -152,7 +159,7 @@ def is_distinct(of: fx.Node, dim: int) -> bool:
 
 
 def num_choices(of: fx.Node) -> int | None:
-    """How many places there were to choose from; ``None``: this is not a choice of places."""
+    """Size of the dim that the indices ``of`` choose from; ``None`` if no ``topk``, ``sort`` or ``max`` made them."""
     node: Any = uncast(of)
     while node.target in (*RESHAPES, aten.permute.default):
         node = uncast(node.args[0])
@@ -200,7 +207,7 @@ def classes_of(node: Any) -> _Classes | None:
 
 
 def _widened(node: Any) -> fx.Node | None:
-    """What ``node`` has one dim more than, the last, of size 1."""
+    """The integer operand to which ``node`` adds a last dim of size 1; ``None`` if ``node`` does not do that."""
     if not isinstance(node, fx.Node) or node.target not in (
         aten.unsqueeze.default,
         aten.reshape.default,
@@ -213,7 +220,7 @@ def _widened(node: Any) -> fx.Node | None:
 
 
 def _counts(node: Any) -> int | None:
-    """How many numbers 0, 1, .. ``node`` has, if it has these and no other dim that matters."""
+    """The ``n`` for which ``node`` is ``arange(n)``, up to dims of size 1 in front; ``None`` if there is none."""
     node = uncast(node) if isinstance(node, fx.Node) else node
     while isinstance(node, fx.Node) and node.target in (
         aten.reshape.default,
@@ -235,14 +242,14 @@ def _is_nonzero(node: fx.Node) -> bool:
 
 
 def uncast(node: fx.Node) -> fx.Node:
-    """The same numbers, of another type at most: not truth values of them, nor what wraps around."""
+    """``node`` before casts and marks whose results are int32 or int64, so that the numbers stay what they are."""
     while node.target in CASTS and node.meta["val"].dtype in _WIDE:
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def dims_over(node: Any) -> list[int]:
-    """The dims over which ``node`` sums or looks."""
+    """The dims that ``node`` (a sum, or ``any``) reduces, as non-negative numbers."""
     dims: Any = node.args[1]
     rank = _rank(node.args[0])
     return [d % rank for d in (dims if isinstance(dims, list | tuple) else [dims])]
@@ -260,7 +267,7 @@ def _swapped(rank: int, a: int, b: int) -> list[int]:
 
 
 def _has(node: Any, number: int) -> bool:
-    """Whether ``number`` is one that whole numbers of the type of ``node`` can be."""
+    """Whether ``node`` has an integer or boolean type that can represent ``number``."""
     dtype = node.meta["val"].dtype
     if dtype == torch.bool or not (dtype.is_floating_point or dtype.is_complex):
         low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)

@@ -65,12 +65,12 @@ def strategies(
 ) -> list[Strategy]:
     """All ways to run ``node`` on an axis of ``num_ranks``, "whole" first.
 
-    ``wanted`` has layouts in sections that neighbours would like: key ``i`` for operand ``i``, ``~k`` for result ``k``.
-    Each that the operator can carry through gives a further strategy. A factor that the operator itself cuts (the
+    ``wanted`` has layouts in sections that neighbours prefer: key ``i`` for operand ``i``, ``~k`` for result ``k``.
+    Each wanted layout that the operator can keep gives a further strategy. A factor that the operator itself cuts (the
     pieces of ``split``, ``slice``, ``cat``) is always sharded in those sections or finer ones.
 
-    ``lengths``: of sequences that the axis shards: factors of these sizes may be sharded zigzag, too, and operators in
-    their further forms.
+    ``lengths``: lengths of the sequences that the axis shards. Factors of these sizes may also be sharded zigzag, and
+    an operator's further forms become available.
 
     Raises :class:`passes.errors.RuleError` where a user's rule does not fit the operator's tensors.
     """
@@ -100,7 +100,7 @@ def strategies(
         if any(i >= len(nodes) for i in positions):
             continue  # the operand is a number
         if not all(differentiable(v) for v in (*(nodes[i].meta["val"] for i in positions), *results_of(node))):
-            continue  # truth values do not add up, and a whole number has no n-th; a cast to them rounds
+            continue  # booleans do not add up, integers cannot be divided by n, and a cast to either rounds
         operands = tuple(PARTIAL if i in positions else layout for i, layout in enumerate(reads))
         found.append(Strategy(None, (), operands, (PARTIAL,) * len(makes)))
     return found
@@ -109,10 +109,10 @@ def strategies(
 def local_call(
     node: fx.Node, strategy: Strategy, axis: str, num_ranks: int, operands: Sequence[fx.Node], graph: fx.Graph
 ) -> fx.Node:
-    """Append to ``graph`` what one rank runs for ``node`` under ``strategy``; the node that has the result.
+    """Append to ``graph`` the nodes that one rank runs for ``node`` under ``strategy``. Returns the result's node.
 
-    ``operands`` are the local operands, with the layouts ``strategy.operands``; their values and those of the new nodes
-    are local ones.
+    ``operands`` are the local operands, in the layouts ``strategy.operands``; ``meta["val"]`` of these and of the new
+    nodes is the local tensor.
     """
     if strategy.factor is not None:
         factors = factors_of(node)
@@ -133,7 +133,7 @@ Place = tuple[int, int, tuple[str, ...]]  # operand i or result ~k; dim; the fac
 
 
 def _places(factors: OpFactors) -> dict[str, list[Place]]:
-    """Where each factor stands."""
+    """Map each factor to all operand and result dims that it is part of."""
     found: dict[str, list[Place]] = {}
     for i, dims in enumerate(factors.operands):
         for dim, names in enumerate(dims):
@@ -147,7 +147,7 @@ def _places(factors: OpFactors) -> dict[str, list[Place]]:
 
 
 def _zigzags(factors: OpFactors, factor: str, sections: Sections, lengths: Collection[int], num_ranks: int) -> bool:
-    """Whether ``factor`` may be sharded zigzag: it is a sequence, and no rank reckons with the place of its part."""
+    """Whether ``factor`` may be sharded zigzag: it is a sequence, and no rank needs the position of its own part."""
     size, lowering = factors.sizes[factor], factors.lower.get(factor)
     is_sequence = all(any(s % n == 0 for n in lengths) for s in sections) if sections else size in lengths
     if not is_sequence or (lowering is not None and not lowering.sections):
@@ -162,7 +162,7 @@ def _in_forms(
     reads: tuple[Layout, ...],
     num_ranks: int,
 ) -> list[Strategy]:
-    """The strategies of an operator's further forms; all operands are sharded plainly, or all zigzag."""
+    """The strategies of an operator's further forms; either all operands are sharded zigzag, or none is."""
     found = []
     for name, form in factors.forms.items():
         sizes = [shape_of(n)[d] for n, d in zip(nodes, form.operands, strict=True) if d is not None]
@@ -185,7 +185,7 @@ def _sharded(
     places: Sequence[Place],
     zigzag: bool = False,
 ) -> Strategy | None:
-    """The strategy that shards ``factor``, which stands at ``places``; ``None`` where a tensor cannot follow."""
+    """The strategy that shards ``factor`` in all dims ``places``; ``None`` if some tensor cannot be sharded so."""
     spans = factors.spans if factors.spans is not None and factors.spans.factor == factor else None
     lowering = factors.lower.get(factor)
     operands = list(reads)
@@ -208,7 +208,7 @@ def _sharded(
 
 
 def _around(names: tuple[str, ...], factor: str, sizes: Mapping[str, int]) -> tuple[int, int]:
-    """How many times ``factor`` recurs in a dim of these factors, and how many elements one step of it spans."""
+    """How often ``factor`` repeats in a dim (product of the sizes before it), and how many elements one step spans."""
     outer = inner = 1
     at = names.index(factor)
     for name in names[:at]:
@@ -222,7 +222,7 @@ def _around(names: tuple[str, ...], factor: str, sizes: Mapping[str, int]) -> tu
 
 
 def within(sections: Sections, span: tuple[int, int]) -> Sections:
-    """Of a factor's sections, those in the part (start, length) of it; the part's ends are section borders."""
+    """Select the sections that lie in the part (start, length) of a factor; both ends of it are section borders."""
     start, length = span
     ends = accumulate(sections)
     return tuple(s for s, end in zip(sections, ends, strict=True) if start < end <= start + length)
@@ -256,7 +256,7 @@ def _choices(factors: OpFactors, factor: str, wanted: Iterable[Sections], num_ra
 
 
 def _wanted_sections(factors: OpFactors, wanted: Wanted) -> dict[str, list[Sections]]:
-    """The sections of factors that realise the wanted layouts, as far as there are any."""
+    """Map each factor to the sections that give the wanted layouts; layouts that no sections give are left out."""
     found: dict[str, list[Sections]] = {}
     for position, layouts in wanted.items():
         dims = factors.operands[position] if position >= 0 else factors.results[~position]
@@ -280,7 +280,7 @@ def _wanted_sections(factors: OpFactors, wanted: Wanted) -> dict[str, list[Secti
 
 
 def _realised(names: tuple[str, ...], factor: str, sizes: Mapping[str, int], sections: Sections) -> Sections:
-    """The sections of ``factor`` by which a dim of factors ``names`` is cut into ``sections``, ``()`` if none are."""
+    """The sections of ``factor`` that cut a dim with the factors ``names`` into ``sections``; ``()`` if none do."""
     if len(names) == 1:
         return sections
     outer, inner = _around(names, factor, sizes)

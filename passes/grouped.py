@@ -1,7 +1,8 @@
-"""Products group by group, of rows that stand sorted by expert, and the moves into that order and back.
+"""Grouped matrix products: rows sorted by expert, each expert's rows times its own matrix.
 
-Four operators, each with its gradient: ``sort_rows`` and ``unsort_rows`` are each other's, ``grouped_mm`` has itself
-and ``grouped_mm_weight``. ``sort_experts`` finds the order.
+``sort_experts`` computes the order, ``sort_rows`` and ``unsort_rows`` apply and undo it (each is the gradient of the
+other), ``grouped_mm`` multiplies. The gradients of ``grouped_mm`` are ``grouped_mm`` itself (for the rows) and
+``grouped_mm_weight`` (for the weight).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from passes.collectives import NAMESPACE, _library
 
-_ALIGNED_BYTES = 16  # what torch's grouped products ask of the strides of their operands
+_ALIGNED_BYTES = 16  # torch._grouped_mm requires strides that are multiples of this
 _KERNELS = {
     "cpu": frozenset((torch.float32, torch.bfloat16, torch.float16)),
     "cuda": frozenset((torch.bfloat16,)),
@@ -23,8 +24,11 @@ _KERNELS = {
 
 
 def sort_experts(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Of the expert ``[t]`` of each row: the order ``[t]`` that brings the experts' rows together, and where the rows
-    of each end, ``[num_experts]``. Rows of no expert come last."""
+    """Sort rows by expert, stably. ``expert`` ``[t]`` has the expert number of each row.
+
+    Returns the order ``[t]`` (int64 row indices) and the end of each expert's rows in that order, ``[num_experts]``
+    (int32). Rows whose number is outside ``[0, num_experts)`` come last.
+    """
     others = (expert < 0) | (expert >= num_experts)
     experts, order = expert.masked_fill(others, num_experts).sort(stable=True)
     ends = torch.searchsorted(experts, torch.arange(num_experts, device=expert.device, dtype=experts.dtype), right=True)
@@ -32,19 +36,19 @@ def sort_experts(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
 
 def sort_rows(x: Tensor, order: Tensor) -> Tensor:
-    """``x[order]``: rows ``[t, ...]`` in ``order``, which has each once."""
+    """``x[order]`` for rows ``x`` ``[t, ...]`` and a permutation ``order`` ``[t]``."""
     return x.index_select(0, order)
 
 
 def unsort_rows(x: Tensor, order: Tensor) -> Tensor:
-    """Rows ``[t, ...]`` in ``order``, where they were: ``sort_rows(made, order)`` is ``x``."""
+    """Inverse of :func:`sort_rows`: move the sorted rows ``x`` ``[t, ...]`` back to their original positions."""
     return torch.empty_like(x, memory_format=torch.contiguous_format).index_copy_(0, order, x)
 
 
 def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Rows ``[t, k]``, those of each expert up to its end, times its matrix in ``weight`` ``[e, k, n]``: ``[t, n]``.
+    """Multiply the rows of expert ``i``, ``rows[ends[i - 1]:ends[i]]``, by its matrix ``weight[i]``.
 
-    Zero behind the last end.
+    ``rows`` ``[t, k]``, ``weight`` ``[e, k, n]``, ``ends`` ``[e]``; returns ``[t, n]``, with zeros behind the last end.
     """
     if _has_kernel(rows, weight):
         made = torch._grouped_mm(rows.contiguous(), weight, offs=ends)
@@ -69,7 +73,10 @@ def grouped_mm_weight(rows: Tensor, grads: Tensor, ends: Tensor) -> Tensor:
 
 
 def add_weight_gradient(total: Tensor, rows: Tensor, grads: Tensor, ends: Tensor, fresh: bool) -> None:
-    """Add what ``grouped_mm_weight`` gives to ``total`` ``[e, k, n]``, or put it there, with nothing made besides."""
+    """Add the result of :func:`grouped_mm_weight` to ``total`` ``[e, k, n]`` in place, without a temporary tensor.
+
+    ``fresh``: overwrite ``total`` instead.
+    """
     for e, (start, end) in enumerate(_groups(ends)):
         if fresh:
             torch.mm(rows[start:end].t(), grads[start:end], out=total[e])

@@ -1,9 +1,9 @@
-"""Decisions by whether some row has chosen an expert, taken as if some had.
+"""Trace branches on whether some row has chosen an expert, as if every expert had rows.
 
-``if mask.any():``, ``if rows.numel() == 0: continue`` pass over experts without rows, which no trace can know. Inside
-:func:`guards_traced` they find rows. What the model then would not do comes to nothing where no rows are; that it does
-is shown afterwards (``passes/likewise.py``), from traces in which every other expert has none: for that the masks and
-numbers that decide are marked by ``partition::hit``.
+``if mask.any():`` and ``if rows.numel() == 0: continue`` skip experts without rows; their outcome depends on the data,
+so a trace cannot know it. Inside :func:`guards_traced` every such condition finds rows. The traced branch must
+therefore have no effect for an expert without rows. ``passes/likewise.py`` proves this afterwards, from traces in which
+every other expert has no rows; for these proofs, ``partition::hit`` marks the masks and numbers that decide.
 """
 
 from __future__ import annotations
@@ -52,14 +52,17 @@ _MANY = 1 << 20  # rows
 
 @dataclass
 class Guards:
-    """What a trace found of such decisions. ``leaves_out``: the experts that have no rows, even ones (0) or odd (1)."""
+    """The data-dependent branches on experts that one trace met.
+
+    ``leaves_out``: the trace treats experts with even (0) or odd (1) numbers as having no rows; ``None``: no expert.
+    """
 
     leaves_out: int | None = None
     seen: int = 0
-    changed: bool = False  # masks, since their rows were counted
-    marked: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)  # what is marked, and its mark
-    counted: dict[Any, tuple[SymInt, int, int]] = field(default_factory=dict)  # by symbol: rows, listing, expert
-    decided: set[int] = field(default_factory=set)  # listings by which it was decided
+    changed: bool = False  # whether a marked mask was written in place afterwards
+    marked: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)  # pairs of a marked node and its mark
+    counted: dict[Any, tuple[SymInt, int, int]] = field(default_factory=dict)  # symbol -> (rows, listing, expert)
+    decided: set[int] = field(default_factory=set)  # listings that some branch depended on
     num_listings: int = 0
 
     def listing(self) -> int:
@@ -67,18 +70,21 @@ class Guards:
         return self.num_listings
 
     def has_rows(self, number: int, listing: int) -> bool:
-        """The answer that a decision gets."""
+        """Whether the trace treats expert ``number`` as having rows; records that ``listing`` decided a branch."""
         self.seen += 1
         self.decided.add(listing)
         return number % 2 != self.leaves_out
 
     def count(self, rows: Any, listing: int, number: int) -> None:
-        """It may be decided by how many rows there are."""
+        """Register the symbolic row count ``rows`` of expert ``number``, so that branches on it can be answered."""
         if isinstance(rows, SymInt):
             self.counted[rows.node.expr] = rows, listing, number
 
     def decides(self, question: Any) -> bool:
-        """Answer what is asked of a number of rows, if it is whether there are any."""
+        """Fix the outcome of ``question`` if it only asks whether a registered row count is zero.
+
+        Returns whether the question was of that kind.
+        """
         symbols = [s for s in question.free_symbols if s in self.counted]
         if len(symbols) != 1 or len(question.free_symbols) != 1:
             return False
@@ -90,14 +96,14 @@ class Guards:
         return True
 
     def look_back(self) -> None:
-        """At the end of a trace: whether what is marked was changed in place."""
+        """At the end of a trace, set ``changed`` if a marked node was written in place, and forget the marks."""
         self.changed |= any(is_written(mark, {memory_of(of), mark}) for of, mark in self.marked)
         self.marked = []
 
 
 @contextmanager
 def guards_traced(guards: Guards) -> Iterator[None]:
-    """Inside, such decisions can be traced; ``guards`` takes what was found."""
+    """Inside the context, branches on whether an expert has rows can be traced; ``guards`` records them."""
     plain: Callable[[SymBool], bool] = SymBool.__bool__
 
     def decided(self: SymBool) -> bool:
@@ -114,7 +120,7 @@ def guards_traced(guards: Guards) -> Iterator[None]:
 
 
 class _Guarded(TorchFunctionMode):
-    """What lists rows, counts them, and asks whether there are any."""
+    """Intercept functions that list the rows of a mask, count them, or ask whether there are any."""
 
     def __init__(self, guards: Guards) -> None:
         super().__init__()
@@ -144,7 +150,7 @@ class _Guarded(TorchFunctionMode):
         return made
 
     def _listed(self, func: Callable[..., Any], mask: Tensor, kwargs: dict[str, Any]) -> Any:
-        """Rows of a mask."""
+        """Run ``func``, which lists the rows of ``mask``, on the marked mask, and register the number of rows."""
         number = _number_of(node_of(mask))
         if number is None:
             return func(mask, **kwargs)
@@ -154,8 +160,10 @@ class _Guarded(TorchFunctionMode):
         return made
 
     def _marked(self, asked: _Asked) -> int:
-        """A listing, as which from here on the trace reads the mask that is asked about, and the numbers that were
-        chosen, by way of marks."""
+        """Replace the mask and the chosen numbers behind ``asked`` by marks in the rest of the trace.
+
+        Returns the number of the new listing.
+        """
         mode = get_proxy_mode()
         assert mode is not None
         tracker, listing = mode.tracer.tensor_tracker, self.guards.listing()
@@ -171,8 +179,11 @@ class _Guarded(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class _Asked:
-    """Whether, or how many, rows have chosen the expert ``number``; ``some``: ``True`` where there are any. ``masks``
-    (one, in several types) say where, or among the numbers ``of`` its own are; or both."""
+    """The question whether any row, or how many rows, chose the expert ``number``.
+
+    ``some``: the answer ``True`` means that there are rows, otherwise that there are none. ``masks``: the nodes of one
+    mask, in several types, that tells the rows. ``of``: the chosen numbers. At least one of the two is known.
+    """
 
     number: int
     some: bool
@@ -181,14 +192,15 @@ class _Asked:
 
 
 def node_of(value: Any) -> Any:
-    """The node of a value in the trace that runs; ``None``: it has none."""
+    """The FX node of ``value`` in the running trace; ``None`` if there is none."""
     mode = get_proxy_mode()
     slot = get_proxy_slot(value, mode.tracer, None) if mode is not None and isinstance(value, Tensor) else None
     return None if slot is None else slot.proxy.node
 
 
 def _counts(numbers: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor | None:
-    """How often each number comes, of places of which there are no more than are counted; ``None``: they may be."""
+    """``bincount`` with the fixed size ``minlength``, ``[minlength]``; ``None`` if larger numbers may occur, or weights
+    are given."""
     node = node_of(numbers)
     places = None if node is None else num_choices(numbers_of(node))
     if weights is not None or places is None or places > minlength:
@@ -198,7 +210,7 @@ def _counts(numbers: Tensor, weights: Tensor | None = None, minlength: int = 0) 
 
 
 def _asked(node: Any) -> _Asked | None:
-    """What ``node`` says; ``None``: another thing."""
+    """The question that ``node`` answers; ``None`` if it answers none about the rows of an expert."""
     some = True
     while isinstance(node, fx.Node):
         args: Any = node.args
@@ -221,7 +233,7 @@ def _asked(node: Any) -> _Asked | None:
 
 
 def _of_table(node: Any, dim: int, index: Any, some: bool) -> _Asked | None:
-    """Of counts of all experts, the element ``index``."""
+    """The question that element ``index`` of ``node`` answers, if ``node`` is a table of row counts of all experts."""
     node = before(node, CASTS)
     if node.target is not aten.sum.dim_IntList or argument(node, "keepdim", False) or not isinstance(index, int):
         return None
@@ -234,7 +246,7 @@ def _of_table(node: Any, dim: int, index: Any, some: bool) -> _Asked | None:
 
 
 def _number_of(node: Any) -> int | None:
-    """The expert of which ``node`` says where it was chosen."""
+    """The number of the expert that the mask ``node`` belongs to; ``None`` if it is no mask of an expert."""
     found = _chosen(node)
     if found is not None:
         return found[1]
@@ -247,19 +259,22 @@ def _number_of(node: Any) -> int | None:
 
 
 def _chosen(node: Any) -> tuple[fx.Node, int] | None:
-    """Numbers that were chosen, and the one for which ``node`` is true where it, or any of a place, is."""
+    """The chosen numbers and the expert number that the mask ``node`` looks for in them; ``None`` if it is no mask."""
     choice = choice_of(node)
     return chosen_by_any(node) if choice is None else (choice.of, choice.number)
 
 
 def _is_chosen(node: fx.Node, of: fx.Node) -> bool:
-    """Whether ``node`` is the numbers ``of``, or has their marks."""
+    """Whether ``node`` is the node ``of``, or a mark of it."""
     return before(node, (HIT,)) is of
 
 
 def emptied(nodes: Sequence[fx.Node], parity: int, decided: Collection[int]) -> frozenset[fx.Node]:
-    """The first of ``nodes``, those of an exported graph, that say where experts were chosen that no row has, as it is
-    decided: those with even numbers (``parity`` 0), or odd ones (1). ``decided``: listings by which that was."""
+    """The masks of experts that the trace treats as having no rows, among the ``nodes`` of an exported graph.
+
+    ``parity``: the experts without rows have even (0) or odd (1) numbers. ``decided``: listings that some branch
+    depended on; masks of other experts do not count. A mask that only derives from another such mask is left out.
+    """
     marks: list[Any] = [n for n in nodes if n.target is HIT and n.args[2] in decided]
     if not marks:
         return frozenset()
@@ -277,5 +292,5 @@ def emptied(nodes: Sequence[fx.Node], parity: int, decided: Collection[int]) -> 
             pair = _chosen(node)
             if node in masks if pair is None else pair[1] % 2 == parity and key(*pair) in asked:
                 tell.add(node)
-                first |= {node} if node.args[0] not in tell else set()  # or it is of what is empty already
+                first |= {node} if node.args[0] not in tell else set()  # else it derives from a mask found before
     return frozenset(first)

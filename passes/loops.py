@@ -1,6 +1,7 @@
-"""Where loops over experts end: parts of each expert that are zero, or not looked at, in all rows but its own.
+"""Find the ends of loops over experts: sums and ``where`` chains that combine one part per expert.
 
-Requires values on every node, and normal form. See ``passes/looped.py``.
+The part of an expert is zero, or not selected, in all rows but the expert's own. Requires values on every node, and
+normal form. See ``passes/looped.py``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from passes.stacked import addends_of, is_inner, is_sum
 aten = torch.ops.aten
 RESHAPES = (aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default)
 SCALED = (aten.mul.Tensor, aten.div.Tensor)
-LINEAR = {  # in their first operand
+LINEAR = {  # operators that are linear in their first operand
     *RESHAPES, *SCALED, aten.permute.default, aten.transpose.int, aten.sum.dim_IntList, aten.to.dtype,
 }  # fmt: skip
 _LEAST = 2  # experts in a loop
@@ -29,8 +30,11 @@ _LEAST = 2  # experts in a loop
 
 @dataclass(frozen=True)
 class Loop:
-    """Rows that are added up, or chosen between, in ``chain``: ``parts`` of each expert, by the numbers from ``first``
-    on among ``of``, and what ``others`` give."""
+    """A loop over experts whose ``chain`` of nodes sums one part per expert, or selects between them row by row.
+
+    ``parts[i]`` holds the rows of expert ``first + i``: the rows whose chosen number in ``of`` is that; dim ``j`` of
+    the masks is dim ``dims[j]`` of ``of``. ``others``: further operands of the chain. ``adds``: the chain is a sum.
+    """
 
     parts: tuple[fx.Node, ...]
     of: fx.Node
@@ -39,11 +43,11 @@ class Loop:
     others: tuple[fx.Node, ...]
     chain: frozenset[fx.Node]
     adds: bool
-    where: tuple[int, ...] = ()  # the shape of the truth values that choose
+    where: tuple[int, ...] = ()  # shape of the masks that select; empty for a sum
 
 
 def loops_at(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
-    """The loops whose last sum or choice is ``head``."""
+    """The loops whose last addition or ``where`` is ``head``."""
     if is_sum(head) and not is_inner(head):
         yield from _sums(head, numbers)
     elif _is_choice(head) and not any(_is_choice(u) and u.args[2] is head for u in head.users):
@@ -51,14 +55,14 @@ def loops_at(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
 
 
 def _sums(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
-    """Parts that are zero in all rows but the expert's own, added up."""
+    """The loops that ``head`` sums: each addend is zero in all rows but its expert's own."""
     addends, chain = addends_of(head)
     found = {n: choice for n in addends if addends.count(n) == 1 and (choice := _own_rows(n)) is not None}
     yield from _loops(found, lambda parts: [n for n in addends if n not in parts], chain, numbers, adds=True)
 
 
 def _own_rows(addend: fx.Node) -> Choice | None:
-    """The rows of ``addend`` that are not zero."""
+    """The mask outside of which ``addend`` is zero; ``None`` if no mask of an expert tells."""
     node: Any = addend
     while isinstance(node, fx.Node) and node.target in LINEAR and len(node.users) == 1:
         node = node.args[0]
@@ -69,7 +73,8 @@ def _own_rows(addend: fx.Node) -> Choice | None:
 
 
 def _choices(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
-    """A choice for every expert: its part in its own rows, and what the others made elsewhere."""
+    """The loops of a ``where`` chain: each ``where`` takes its expert's part in its own rows, else the rest of the
+    chain."""
     found: dict[fx.Node, Choice] = {}
     chain: set[fx.Node] = set()
     where = _spots(head)
@@ -89,7 +94,7 @@ def _choices(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
 
 
 def _spots(node: fx.Node) -> tuple[int, ...]:
-    """The shape in which the condition of a choice has each of its truth values once, beside the dims of the choice."""
+    """Shape of the condition of a ``where`` before expansion, with 1 in front up to the rank of the ``where``."""
     condition: Any = node.args[0]
     while condition.target is aten.expand.default:
         condition = condition.args[0]
@@ -109,7 +114,10 @@ def _loops(
     *,
     adds: bool,
 ) -> Iterator[Loop]:
-    """Those of the parts that are of the same choice, by consecutive numbers."""
+    """Group the parts whose masks test the same chosen numbers into one loop each; expert numbers are consecutive.
+
+    ``found``: part -> its mask. ``others``: returns the chain's remaining operands for the parts of a loop.
+    """
     by_source: dict[Any, dict[int, list[fx.Node]]] = {}
     for node, choice in found.items():
         by_source.setdefault((numbers(choice.of), choice.dims), {}).setdefault(choice.number, []).append(node)
@@ -127,7 +135,7 @@ def _loops(
 
 
 def _mask(node: Any) -> tuple[Choice | None, bool]:
-    """Which choice truth values are, in whatever shape, and whether they are its opposite."""
+    """The choice that the mask ``node`` tests for, through reshapes, and whether the mask is negated."""
     negated = False
     while isinstance(node, fx.Node):
         choice = choice_of(node)
@@ -142,7 +150,7 @@ def _mask(node: Any) -> tuple[Choice | None, bool]:
 
 
 def is_opposite(node: Any) -> bool:
-    """Whether truth values, in whatever shape, are the opposite of others."""
+    """Whether the mask ``node`` is the ``logical_not`` of another, through reshapes."""
     while isinstance(node, fx.Node) and node.target in RESHAPES:
         node = node.args[0]
     return isinstance(node, fx.Node) and node.target is aten.logical_not.default

@@ -1,7 +1,6 @@
-"""Marks that a trace leaves in a graph: on masks, and on numbers that were chosen, by which it is decided what forward
-does.
+"""Marker operators that a trace inserts behind the masks and chosen expert numbers that decide a branch of forward.
 
-They change nothing, and are gone from what :func:`passes.capture.capture` gives.
+Markers return a copy of their operand. :func:`passes.capture.capture` removes them from its result.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ _library.define("hit(Tensor x, int number, int listing, bool numbers) -> Tensor"
 for _name in ("hits", "hit"):
     torch.library.impl(f"partition::{_name}", "CompositeExplicitAutograd", lambda x, *_: x.clone(), lib=_library)
     torch.library.register_fake(f"partition::{_name}", lambda x, *_: torch.empty_like(x), lib=_library)
-HITS = torch.ops.partition.hits.default  # a table of masks, of which ``dim`` counts the experts
-# The mask of the expert ``number``, or the ``numbers`` that were chosen, its own among them; ``listing``: the count of
-# its rows by which it may be decided whether it has any.
+HITS = torch.ops.partition.hits.default  # marks a stack of masks, one per expert along ``dim``
+# Marks the mask of the expert ``number`` or, with ``numbers``, the chosen numbers that contain it; ``listing``: the
+# number of the listing of its rows that a branch may depend on.
 HIT = torch.ops.partition.hit.default
 MARKS = (HITS, HIT)

@@ -1,4 +1,4 @@
-"""What the parts of all experts in a loop become, walked together. See ``passes/looped.py``."""
+"""What the corresponding nodes of all experts of a loop are merged into. See ``passes/looped.py``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from passes.columns import Column
 
 @dataclass(frozen=True)
 class Mask:
-    """Truth values that say which rows are the expert's own, or the opposite; ``dim`` has the rows, ``None``: they are
-    not in one dim yet. ``plain``: they have the dims of the numbers that were chosen."""
+    """Each expert's mask of its own rows, or of all other rows if ``negated``.
+
+    ``dim`` is the dim of the rows; ``None`` if they are not in one dim yet. ``plain``: the mask has the dims of the
+    chosen numbers.
+    """
 
     dim: int | None
     negated: bool
@@ -21,7 +24,10 @@ class Mask:
 
 @dataclass(frozen=True)
 class Rows:
-    """``node`` has in ``dim`` for every row what its own expert's has there; the others have zero, if ``zeroed``."""
+    """A merged value whose rows, along ``dim`` of ``node``, each have the value that the row's own expert computes.
+
+    ``zeroed``: in each expert's separate value, the rows of other experts are zero.
+    """
 
     node: fx.Node
     dim: int
@@ -30,7 +36,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Several:
-    """The same of an operator that has several results; ``dims``: of each, the one of the rows."""
+    """Merged rows of an operator with several results. ``dims[k]`` is the dim of the rows in result ``k``."""
 
     node: fx.Node
     dims: tuple[int, ...]
@@ -38,15 +44,17 @@ class Several:
 
 @dataclass(frozen=True)
 class Added:
-    """What the experts' parts add up to, each zero where another is not."""
+    """The sum of all experts' parts, of which at most one is non-zero in each row."""
 
     node: fx.Node
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Every row of its own expert, in their order, and their dim taken apart; ``where``: its shape, with 1 in the dims
-    that are not of the rows."""
+    """Merged rows in their order, with the dim of the rows unflattened.
+
+    ``where``: shape of the row dims within the value, with 1 for every other dim.
+    """
 
     node: fx.Node
     where: tuple[int, ...]
@@ -54,14 +62,14 @@ class Placed:
 
 @dataclass(frozen=True)
 class Stack:
-    """A parameter of each expert."""
+    """The corresponding parameters of all experts, one node each."""
 
     nodes: tuple[fx.Node, ...]
 
 
 @dataclass(frozen=True)
 class Packed:
-    """The same of all experts, which the first dim of ``node`` counts."""
+    """One parameter that stacks those of all experts along dim 0 of ``node``."""
 
     node: fx.Node
 

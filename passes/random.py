@@ -1,8 +1,8 @@
-"""Random numbers by place: the same seed draws the same numbers for every plan.
+"""Counter-based random numbers: the same seed draws the same numbers under every plan.
 
-An element's number is a hash of the step's seed, of the operator's stream and of the element's index in the whole
-tensor. The index is written as sums of ``arange``, which the factor rules shard like any other operator, so each rank
-draws just the numbers of its part. The hash is splitmix64 (Steele, Lea and Flood, OOPSLA 2014).
+An element's number is a hash of the step's seed, the operator's stream and the element's index in the whole tensor. The
+index is computed from sums of ``arange``, which the factor rules shard like any other operator, so each rank draws just
+the numbers of its own shard. The hash is splitmix64 (Steele, Lea and Flood, OOPSLA 2014).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 
 from passes.collectives import NAMESPACE, _library
 
-SEED = "random.seed"  # the state that every random operator reads; the engine sets it anew each step
+SEED = "random.seed"  # the state that every random operator reads; the engine sets it before each step
 _GOLDEN, _MIX1, _MIX2 = (c - (1 << 64) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _STREAM_STRIDE = 1 << 40
-_BITS = 24  # of a number, as many as a float32 holds
+_BITS = 24  # random bits per number: the significand of a float32
 
 
 def stream_name(index: int) -> str:
-    """The constant that holds the stream of the model's ``index``-th random operator."""
+    """Name of the constant that holds the stream number of the model's ``index``-th random operator."""
     return f"random.stream.{index}"
 
 
@@ -48,17 +48,20 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def uniform(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
-    """Numbers in [0, 1) of float32, one for each of ``index`` (int64, any shape); ``seed`` and ``stream`` are 0-d."""
+    """Draw uniform float32 numbers in [0, 1), one per element of ``index``.
+
+    ``index`` (int64, any shape): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-d int64 tensors.
+    """
     return _shifted(_hash(index, seed, stream), 64 - _BITS).to(torch.float32).mul_(2.0**-_BITS)
 
 
 def _between(bits: Tensor, count: int = _BITS) -> Tensor:
-    """Numbers in (0, 1), neither end among them, of float64; ``count``: how many bits each has."""
+    """Map integers of ``count`` bits to float64 numbers in the open interval (0, 1)."""
     return bits.to(torch.float64).add_(0.5).mul_(2.0**-count)
 
 
 def normal(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
-    """As :func:`uniform`, of the standard normal distribution (Box and Muller 1958)."""
+    """Draw float32 numbers of the standard normal distribution (Box and Muller 1958); operands as :func:`uniform`."""
     x = _hash(index, seed, stream)
     radius = _between(_shifted(x, 64 - _BITS)).log_().mul_(-2.0).sqrt_()
     angle = _between(_shifted(x, 64 - 2 * _BITS).bitwise_and_((1 << _BITS) - 1)).mul_(2 * math.pi)
@@ -66,7 +69,7 @@ def normal(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
 
 
 def exponential(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
-    """As :func:`uniform`, of the exponential distribution with rate 1."""
+    """Draw float32 numbers of the exponential distribution with rate 1; operands as for :func:`uniform`."""
     return _between(_shifted(_hash(index, seed, stream), 64 - _BITS)).log_().neg_().to(torch.float32)
 
 
@@ -75,12 +78,12 @@ def _like_index(index: Tensor, seed: Tensor, stream: Tensor, *, dtype: torch.dty
 
 
 def bits(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
-    """As :func:`uniform`, whole numbers (int64) in [0, ``MOST_BITS``)."""
+    """Draw uniform integers (int64) in [0, ``MOST_BITS``); operands as for :func:`uniform`."""
     return _shifted(_hash(index, seed, stream), 1)
 
 
 def fraction(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
-    """Numbers in (0, 1), neither end among them, of float64 and 52 bits: for inverse distribution functions."""
+    """Draw uniform float64 numbers of 52 bits in the open interval (0, 1), for inverse distribution functions."""
     return _fraction(_hash(index, seed, stream))
 
 
@@ -89,7 +92,7 @@ def _fraction(hashed: Tensor) -> Tensor:
 
 
 class _Sequence:
-    """Further numbers of each element: those of a splitmix64 generator whose state its hash is."""
+    """A splitmix64 generator per element, seeded by the element's hash, for samplers that need several numbers."""
 
     def __init__(self, index: Tensor, seed: Tensor, stream: Tensor) -> None:
         self.state = _hash(index, seed, stream)
@@ -105,16 +108,20 @@ class _Sequence:
 
 
 def _all_done(left: Tensor) -> bool:
-    """Whether a round is left out, which changes no number; accelerators run all rather than wait for the answer."""
+    """Whether no element of ``left`` is true, so that further rounds can be skipped; always ``False`` on accelerators.
+
+    Skipping changes no result. Reading the answer would make an accelerator synchronise with the host.
+    """
     return left.device.type == "cpu" and not bool(left.any())
 
 
 def gamma(index: Tensor, seed: Tensor, stream: Tensor, concentration: Tensor) -> Tensor:
-    """Numbers of the gamma distribution with rate 1, of the type of ``concentration``.
+    """Draw numbers of the gamma distribution with rate 1, in the type of ``concentration``.
 
-    The method of Marsaglia and Tsang (2000) in float64, in ``ROUNDS`` rounds: of each element the first candidate that
-    is accepted. A round accepts at least 95 of 100, so that none is accepted with a probability below 1e-40; the
-    element is then ``concentration - 1/3``. Below 1, a number of ``concentration + 1`` times a power of a uniform one.
+    Uses the rejection method of Marsaglia and Tsang (2000) in float64 with ``ROUNDS`` rounds; each element takes its
+    first accepted candidate. A round accepts at least 95 of 100 candidates, so an element is left without one with a
+    probability below 1e-40; it is then ``concentration - 1/3``. For a concentration below 1, the number is drawn for
+    ``concentration + 1`` and multiplied by ``u ** (1 / concentration)`` with a uniform ``u``.
     """
     own = _Sequence(index, seed, stream)
     alpha = concentration.to(torch.float64)
@@ -128,19 +135,19 @@ def gamma(index: Tensor, seed: Tensor, stream: Tensor, concentration: Tensor) ->
         found, left = torch.where(accepted, d * v, found), left & ~accepted
         if _all_done(left):
             break
-    # A number of the sequence that no round has: rounds that are left out must not change which one it is.
+    # Use a number that no round draws, so that skipped rounds do not change it.
     own.step = 3 * ROUNDS
     found = torch.where(small, found * own.fraction() ** (1 / alpha), found)
     return found.to(concentration.dtype).clamp_(min=torch.finfo(concentration.dtype).tiny)
 
 
 def poisson(index: Tensor, seed: Tensor, stream: Tensor, rate: Tensor) -> Tensor:
-    """Numbers of the Poisson distribution, of the type of ``rate``.
+    """Draw numbers of the Poisson distribution, in the type of ``rate``.
 
-    The inverse of the distribution function, which is the upper incomplete gamma function, by bisection in float64.
+    Inverts the distribution function, a regularised upper incomplete gamma function, by bisection in float64.
     """
     u, mean = fraction(index, seed, stream), rate.to(torch.float64)
-    # Outside of the interval are less than 2**-53 of all numbers (Chernoff's bound).
+    # The probability outside of the interval is below 2**-53 (Chernoff's bound).
     low = (mean - 9 * mean.sqrt()).floor().sub_(1).clamp_(min=-1).expand(u.shape)
     high = (mean + 12 * mean.sqrt() + 40).ceil().expand(u.shape)
     for _ in range(_BISECTIONS):
@@ -153,11 +160,11 @@ def poisson(index: Tensor, seed: Tensor, stream: Tensor, rate: Tensor) -> Tensor
 
 
 def binomial(index: Tensor, seed: Tensor, stream: Tensor, count: Tensor, prob: Tensor) -> Tensor:
-    """Numbers of the binomial distribution, of the type of ``count``, in float64.
+    """Draw numbers of the binomial distribution, in the type of ``count``; computed in float64.
 
-    Where fewer than 10 successes are expected, the inverse of the distribution function, term by term. Elsewhere BTRS
-    (Hormann 1993) in ``ROUNDS`` rounds: of each element the first candidate that is accepted. A round accepts at least
-    3 of 4, so that none is accepted with a probability below 1e-19; the element is then the mode.
+    If fewer than 10 successes are expected, inverts the distribution function term by term. Otherwise uses BTRS
+    (Hormann 1993) with ``ROUNDS`` rounds; each element takes its first accepted candidate. A round accepts at least 3
+    of 4 candidates, so an element is left without one with a probability below 1e-19; it is then the mode.
     """
     own = _Sequence(index, seed, stream)
     n, p = count.to(torch.float64).expand(index.shape), prob.to(torch.float64).expand(index.shape)
@@ -185,7 +192,10 @@ def binomial(index: Tensor, seed: Tensor, stream: Tensor, count: Tensor, prob: T
 
 
 def _few_successes(u: Tensor, n: Tensor, p: Tensor) -> Tensor:
-    """The inverse of the distribution function of ``n`` trials, where fewer than ``_FEW`` successes are expected."""
+    """Invert the binomial distribution function at ``u`` for ``n`` trials with success probability ``p``.
+
+    Valid if fewer than ``_FEW`` successes are expected: at most ``_MOST_SUCCESSES`` terms are summed.
+    """
     term = (n * torch.log1p(-p)).exp()
     total, k, ratio = term, torch.zeros_like(u), p / (1 - p)
     for step in range(_MOST_SUCCESSES):
@@ -199,12 +209,12 @@ def _few_successes(u: Tensor, n: Tensor, p: Tensor) -> Tensor:
 
 
 def gamma_grad(concentration: Tensor, sample: Tensor) -> Tensor:
-    """How a number of the gamma distribution changes with its concentration, by torch's implicit differentiation."""
+    """Derivative of a gamma sample with respect to its concentration, by torch's implicit differentiation."""
     return torch._standard_gamma_grad(concentration, sample)
 
 
 def dirichlet_grad(sample: Tensor, concentration: Tensor, total: Tensor) -> Tensor:
-    """How a number of a Dirichlet distribution changes with its concentration; ``total``: of all concentrations."""
+    """Derivative of a Dirichlet sample with respect to its concentration; ``total``: sum of all concentrations."""
     return torch._dirichlet_grad(sample, concentration, total.expand_as(sample))
 
 
@@ -217,10 +227,10 @@ def _like_sample(*operands: Tensor) -> Tensor:
 
 
 MOST_BITS = 1 << 63
-ROUNDS = 32  # of a method that rejects candidates
+ROUNDS = 32  # rounds of a rejection method
 _FINE_BITS = 52
 _BISECTIONS = 40  # for means up to 1e15, beyond which a float64 has no whole numbers
-_FEW, _MOST_SUCCESSES = 10, 96  # beyond so many are less than 2**-53 of all numbers
+_FEW, _MOST_SUCCESSES = 10, 96  # with fewer than 10 expected, more than 96 have a probability below 2**-53
 _NUMBERS = {
     uniform: torch.float32,
     normal: torch.float32,
@@ -244,14 +254,14 @@ for _function, _arguments, _fake in _OPERATORS:
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
 
 ops = torch.ops.partition
-# What is drawn by place, first of all by the index of each element.
+# The operators that draw numbers; their first operand is the index of each element.
 DRAWS = frozenset(
     getattr(ops, name).default for name in (*(f.__name__ for f in _NUMBERS), "gamma", "poisson", "binomial")
 )
 
 
 def element_index(shape: tuple[int, ...], device: torch.device, group: int = 0) -> Tensor:
-    """The index of every element of a whole tensor; of one ``group``, behind those of the groups before it."""
+    """The int64 index of every element of a whole tensor of ``shape``, counted on from all earlier groups' elements."""
     count = torch.Size(shape).numel()
     return torch.arange(group * count, (group + 1) * count, device=device).view(shape)
 
@@ -264,13 +274,16 @@ def drawn(
     group: int = 0,
     parameters: Sequence[Tensor] = (),
 ) -> Tensor:
-    """The numbers of a whole tensor from one of ``DRAWS``; ``at``: seed and stream; ``group``: of samples."""
+    """Draw the numbers of a whole tensor of ``shape`` by ``distribution``, one of ``DRAWS``.
+
+    ``at``: seed and stream. ``group``: number of the group of samples. ``parameters``: the distribution's own operands.
+    """
     places = (torch.tensor(v, device=device) for v in at)
     numbers: Tensor = distribution(element_index(shape, device, group), *places, *parameters)
     return numbers
 
 
 def dropout(x: Tensor, p: float, seed: int, stream: int, group: int = 0) -> Tensor:
-    """Dropout of a whole tensor, scaled by ``1 / (1 - p)``."""
+    """Apply dropout to a whole tensor; elements that are kept are scaled by ``1 / (1 - p)``."""
     kept = drawn(ops.uniform.default, tuple(x.shape), x.device, [seed, stream], group) >= p
     return torch.where(kept, x * (1.0 / (1.0 - p) if p < 1 else 0.0), torch.zeros_like(x))

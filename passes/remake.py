@@ -1,8 +1,8 @@
-"""Which saved values of a joint graph are made again in backward, from what is saved besides.
+"""Selective recomputation: choose which values of a joint graph are saved, and which backward recomputes.
 
-Requires: a joint graph's nodes in order, and which of its forward nodes are to be made again. Provides: what is then
-saved, and the nodes that backward runs once more. What is made again reads values that are saved, parameters, and views
-of these, which cost nothing; anything else that it reads is saved with them.
+Requires: a joint graph's nodes in order, and the forward nodes that should be recomputed. Provides: the saved nodes,
+and the nodes that backward runs again. Recomputed nodes read saved values, parameters, and views of these, which cost
+nothing; every other operand of theirs is saved.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from passes.collectives import collective_name
 def slimmed(
     saved: Sequence[fx.Node], again: set[fx.Node], nodes: Sequence[fx.Node], results: Collection[fx.Node | None] = ()
 ) -> tuple[list[fx.Node], set[fx.Node]]:
-    """What is saved instead of ``saved``, in the order of ``nodes``, and the nodes that are run once more.
+    """Choose the nodes to save instead of ``saved``, in the order of ``nodes``, and the nodes to recompute.
 
-    ``results`` are kept where they are saved. ``again``: what is not to be saved; nor are views and copies of it, as
-    products make them of their operands.
+    ``again``: nodes that should be recomputed rather than saved; their views and copies, which matrix products make of
+    their operands, are not saved either. ``results``: outputs of the forward, never recomputed.
     """
     again = again.difference(n for n in results if n is not None)
     for node in nodes:
@@ -45,7 +45,10 @@ def slimmed(
 
 
 def woven(body: Sequence[fx.Node], remade: set[fx.Node], order: Sequence[fx.Node]) -> list[fx.Node]:
-    """``body`` with those of ``remade`` that it reads, each right before it is first read: none is there for long."""
+    """``body`` with the recomputed nodes that it reads, each right before its first reader, so that it is short-lived.
+
+    ``remade``: all recomputed nodes. ``order``: the nodes of the joint graph.
+    """
     place = {n: i for i, n in enumerate(order)}
     result: list[fx.Node] = []
     there: set[fx.Node] = set()
@@ -58,7 +61,7 @@ def woven(body: Sequence[fx.Node], remade: set[fx.Node], order: Sequence[fx.Node
 
 
 def needed(readers: Iterable[fx.Node], remade: set[fx.Node]) -> set[fx.Node]:
-    """Those of ``remade`` that ``readers`` are computed from, with nothing else in between."""
+    """The recomputed nodes (in ``remade``) that ``readers`` depend on through recomputed nodes alone."""
     found: set[fx.Node] = set()
     stack = [o for n in readers for o in n.all_input_nodes if o in remade]
     while stack:
@@ -70,7 +73,7 @@ def needed(readers: Iterable[fx.Node], remade: set[fx.Node]) -> set[fx.Node]:
 
 
 def _remakable(node: fx.Node, again: set[fx.Node]) -> bool:
-    """One of several results is made again with all the others or not at all."""
+    """Whether ``node`` may be recomputed; one of several results only if its operator is recomputed as well."""
     if node.target is operator.getitem:
         source = node.args[0]
         return node in again and isinstance(source, fx.Node) and source in again
@@ -78,7 +81,7 @@ def _remakable(node: fx.Node, again: set[fx.Node]) -> bool:
 
 
 def _views_kept(node: fx.Node, kept: set[fx.Node]) -> bool:
-    """Whether ``node``, which is not kept, looks at what is there anyway: a saved value, or a placeholder."""
+    """Whether ``node``, which is not saved, is a view of a saved value or of a placeholder."""
     if node in kept or node.op == "placeholder":
         return False
     while node not in kept and node.op == "call_function" and _is_view(node):

@@ -1,6 +1,6 @@
-"""Operators that select rows by their places or put them back there, with every row kept and a mask beside it.
+"""Rewrite operators that select rows by index or write rows back, so that they keep all rows next to a mask.
 
-Requires and provides: see ``passes/selected.py``.
+For what the rewrite requires and provides see ``passes/selected.py``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PRODUCT = (
     "it multiplies rows that a mask selects with each other, of which there is no fixed number; expected a fixed "
     "number of rows: keep all, and leave out products of the others, as scores.masked_fill(~mask, -torch.inf)"
 )
-# Operators that cannot leave rows out -> what to do instead.
+# Operator that cannot skip unselected rows -> advice for the user.
 INSTEAD: dict[Any, str] = {
     **dict.fromkeys((aten.sort, aten.argsort, aten.topk, aten.kthvalue, aten.msort), _ORDER),
     **dict.fromkeys((aten.median, aten.mode, aten.quantile), _MIDDLE),
@@ -48,7 +48,7 @@ INSTEAD: dict[Any, str] = {
 
 @dataclass(frozen=True)
 class Rows:
-    """Dim ``dim`` of a value has all rows; those of which ``mask`` (bool, one per row) is true are the model's."""
+    """A value with all rows in dim ``dim``; the model selects the rows where ``mask`` (bool, one per row) is true."""
 
     mask: fx.Node
     dim: int
@@ -56,7 +56,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Place:
-    """Coordinate ``dim`` of the ones of ``mask``, of truth values of ``shape``, which are those of ``condition``."""
+    """Coordinate ``dim`` of the true elements of ``condition``, of shape ``shape``. ``mask``: ``condition``, flat."""
 
     mask: fx.Node
     dim: int
@@ -75,7 +75,7 @@ class Size:
 
 
 class Unselectable(Exception):
-    """An operator that cannot work on rows with a mask beside them; its text, if any: why, and what to do."""
+    """An operator cannot work on all rows with a mask. The text, if any, says why and what to do instead."""
 
 
 def find_rows(build: SelectedRows, condition: fx.Node, as_tuple: bool = True) -> Any:
@@ -92,7 +92,7 @@ def find_rows(build: SelectedRows, condition: fx.Node, as_tuple: bool = True) ->
 
 
 def _ones(build: SelectedRows, condition: fx.Node, mask: fx.Node) -> list[fx.Node]:
-    """The coordinates of the ones of ``condition``, one by one; ``mask``: the same, flat."""
+    """One node per dim: that coordinate of every element of ``condition``. ``mask``: the flat ``condition``."""
     shape = tuple(condition.meta["val"].shape)
     inner = number = int(mask.meta["val"].shape[0])
     every = build.call(aten.arange.default, number, dtype=torch.int64, device=META)
@@ -108,10 +108,13 @@ def _ones(build: SelectedRows, condition: fx.Node, mask: fx.Node) -> list[fx.Nod
 
 
 def _pairs(build: SelectedRows, condition: fx.Node) -> list[fx.Node]:
-    """The same where numbers were chosen and ``condition`` asks for one of them, in the order of the numbers: the
-    choices of a token lie together however the condition is turned, as what is cut by tokens has them. Of a place that
-    any of several numbers chooses, one of each number that chooses it: they are all different, so that every place
-    comes once, and in the same order. Empty: it asks for something else, or in that order already."""
+    """Coordinates of the true elements of ``condition``, in the memory order of the chosen numbers that it tests.
+
+    In that order the choices of a token are adjacent even if ``condition`` is transposed, so that the rows can be
+    sharded by tokens. If ``condition`` tells whether any of a token's k choices is a number, there is a row for each of
+    the k choices; these are distinct, so every token is selected once at most, and in the same order. Empty if
+    ``condition`` tests no chosen numbers, or is in this order already.
+    """
     found, along = chosen_by_any(condition), list[int]()
     if found is not None:
         along = list(range(condition.meta["val"].dim()))
@@ -172,7 +175,7 @@ def take_rows(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
 
 
 def _take_of_rows(build: SelectedRows, x: fx.Node, given: list[tuple[int, fx.Node]]) -> fx.Node:
-    """The rows for which a further condition holds, or an element of each row."""
+    """Index the selected rows ``x`` by a further mask, or take one element of dim 1 from each row."""
     rows = build.rows[x]
     dim, index = given[0]
     if any(i not in build.rows or build.rows[i] != Rows(rows.mask, 0) for _, i in given) or rows.dim != dim:
@@ -194,7 +197,7 @@ def _take_of_rows(build: SelectedRows, x: fx.Node, given: list[tuple[int, fx.Nod
 
 
 def _take_by_both(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
-    """``x[mask, numbers[mask]]``: the places of a mask, and rows that it selects."""
+    """``x[mask, numbers[mask]]``: index ``x`` by a mask and by rows that the same mask selects."""
     spread: list[Any] = []
     for i in indices:
         if i is not None and i.meta["val"].dtype == torch.bool and i not in build.rows:
@@ -208,7 +211,7 @@ def _take_by_both(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
 
 
 def take_where(build: SelectedRows, x: fx.Node, mask: fx.Node) -> Any:
-    """``masked_select``: both broadcast, and what is selected in one dim."""
+    """``masked_select``: broadcast ``x`` and ``mask``, and select elements into one dim."""
     if x in build.rows or mask in build.rows:
         if x.meta["val"].shape != mask.meta["val"].shape or x.meta["val"].dim() != 1:
             raise Unselectable
@@ -225,7 +228,7 @@ def take_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node) -> Any
 
 
 def put_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, values: Any) -> Any:
-    """``index_copy``, and ``index_fill`` with one number."""
+    """``index_copy``, or ``index_fill`` with one number."""
     if index.meta["val"].dim() != 1 or not x.meta["val"].dim():
         return None
     dim %= x.meta["val"].dim()
@@ -243,15 +246,18 @@ def put_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, values:
 
 
 def _guarded(build: SelectedRows, indices: Any) -> list[Any]:
-    """Indices that there are, also in rows that are not selected."""
+    """Replace the indices of unselected rows by 0, so that every index is valid."""
     return [build.harmless(i, 0) if i in build.rows else i for i in indices]
 
 
 def _coordinates(
     build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node]
 ) -> tuple[tuple[int, ...], list[int]]:
-    """The shape of the mask whose coordinates ``indices`` are, and which they are, if they cover dims of ``x`` from
-    ``first`` on: then each row has its own place, which needs no index. Empty: they do not."""
+    """The shape of the mask that ``indices`` are coordinates of, and which of its coordinates they are.
+
+    Both are empty unless these coordinates match the sizes of ``x`` from dim ``first`` on. If they match, each row has
+    a fixed position, and no index is needed.
+    """
     places = [build.places.get(i) for i in indices]
     known = [place for place in places if place is not None]
     if len(known) < len(places) or len({(place.mask, place.shape) for place in known}) != 1:
@@ -262,7 +268,8 @@ def _coordinates(
 
 
 def _spread(build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node]) -> fx.Node | None:
-    """``x`` at every place of a mask of which ``indices`` are coordinates; ``None``: they are not."""
+    """Broadcast ``x`` to one row per element of the mask that ``indices`` are coordinates of; ``None`` if there is no
+    such mask."""
     covered, along = _coordinates(build, x, first, indices)
     if not along:
         return None
@@ -336,8 +343,10 @@ def add_rows(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, source: 
 def _at_places(
     build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node], source: fx.Node, *, chosen: bool = False
 ) -> fx.Node | None:
-    """What the rows of ``source`` add up to at each place of ``x``; ``None`` where an index is needed to tell.
-    ``chosen``: only places are looked at that some row is of."""
+    """Sum the rows of ``source`` at each position of ``x``; ``None`` if that needs an index operator.
+
+    ``chosen``: the caller reads only positions that some selected row has.
+    """
     covered, along = _coordinates(build, x, first, indices)
     sizes = list(source.meta["val"].shape)
     if not along or sizes[first + 1 :] != list(x.meta["val"].shape[first + len(along) :]):
@@ -346,14 +355,16 @@ def _at_places(
     source = source if chosen and not others else build.zeroed(source)
     apart = build.call(aten.reshape.default, source, [*sizes[:first], *covered, *sizes[first + 1 :]])
     dtype = source.meta["val"].dtype
-    kept = {} if dtype.is_floating_point or dtype.is_complex else {"dtype": dtype}  # which a sum would widen
+    kept = {} if dtype.is_floating_point or dtype.is_complex else {"dtype": dtype}  # sums of integers widen the type
     total = build.call(aten.sum.dim_IntList, apart, others, **kept) if others else apart
     return _turned(build, total, first, along)
 
 
 def _turned(build: SelectedRows, value: fx.Node, first: int, along: list[int], *, back: bool = False) -> fx.Node:
-    """``value``, whose dims from ``first`` on are the coordinates ``along`` in their own order, with them as given; or
-    ``back``."""
+    """Permute the dims of ``value`` from ``first`` on from sorted coordinates into the order ``along``.
+
+    ``back``: permute from the order ``along`` into sorted coordinates instead.
+    """
     if along == sorted(along):
         return value
     order = [sorted(along).index(i) for i in along]
@@ -361,13 +372,13 @@ def _turned(build: SelectedRows, value: fx.Node, first: int, along: list[int], *
     order = [*range(first), *(first + i for i in order), *range(first + len(along), value.meta["val"].dim())]
     args: Any = value.args
     if value.target is aten.permute.default and [args[1][i] for i in order] == list(range(len(order))):
-        source: fx.Node = args[0]  # where a loop left it
+        source: fx.Node = args[0]  # the two permutations cancel, as between the iterations of a loop
         return source
     return build.call(aten.permute.default, value, order)
 
 
 def _put_once(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: fx.Node) -> fx.Node | None:
-    """``x[indices] = values`` where no place is selected twice; ``None``: it is not that."""
+    """``x[indices] = values`` without an index operator; ``None`` unless each position is selected once at most."""
     covered, along = _coordinates(build, x, 0, indices)
     if not along:
         return None
@@ -379,7 +390,7 @@ def _put_once(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: f
     if more is not None:
         added = _at_places(build, x, 0, indices, more)
         return None if added is None else build.call(aten.add.Tensor, x, added)
-    order = sorted(along)  # in which all is chosen that a loop puts, one after the other
+    order = sorted(along)  # one order for all writes of a loop
     straight = _turned(build, x, 0, along, back=True)
     put = _at_places(build, straight, 0, [indices[along.index(i)] for i in order], values, chosen=True)
     if put is None:
@@ -392,7 +403,7 @@ def _put_once(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: f
 
 
 def _at_most_one(condition: fx.Node, dim: int) -> bool:
-    """Whether truth values are true once at most along ``dim``."""
+    """Whether ``condition`` is known to have at most one true element along ``dim``."""
     if condition.target is aten.full.default:
         return not condition.args[1]
     choice = choice_of(condition)
@@ -404,7 +415,7 @@ def _at_most_one(condition: fx.Node, dim: int) -> bool:
 
 
 def _more(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: fx.Node) -> fx.Node | None:
-    """What ``values`` are more than ``x[indices]``, if they are a sum with it: then that is added."""
+    """The other addend if ``values`` is ``x[indices]`` plus something: it can be added to ``x``. Else ``None``."""
     args: Any = values.args
     if values.target is not aten.add.Tensor or len(args) != 2 or values.kwargs:
         return None

@@ -1,4 +1,4 @@
-"""Tensors from nothing: each rank makes its own part. What is random is whole."""
+"""Operators that create tensors: each rank creates its own shard. Random tensors are not sharded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 @family("full", "zeros", "ones", "empty", "new_full", "new_zeros", "new_ones", "new_empty", "scalar_tensor")
 def filled(node: fx.Node) -> OpFactors:
-    """Of a given size; of an operand only the type is read."""
+    """A constant tensor of a given size: every dim may be sharded. Operands give the type only."""
     unread = [[None] * len(shape(o)) for o in operands_of(node)]
     return named(node, unread, [NAMES[: len(node.meta["val"].shape)]], local=_local_filled)
 
@@ -35,14 +35,14 @@ def _local_filled(local: Local) -> fx.Node:
 
 @family("full_like", "zeros_like", "ones_like", "empty_like")
 def like(node: fx.Node) -> OpFactors:
-    """Of an operand's size, of which nothing else is read."""
+    """A constant tensor of the operand's size: each dim may be sharded as the operand's. Its elements are not read."""
     names = NAMES[: len(node.meta["val"].shape)]
     return named(node, [names], [names])
 
 
 @family("arange")
 def arange(node: fx.Node) -> OpFactors:
-    """A rank's part of a sequence is the local sequence, moved by what comes before it."""
+    """A sequence may be sharded: a rank creates a sequence of local length and adds the offset of its shard."""
     return named(node, [], [NAMES[:1]], local=_local_arange)
 
 
@@ -75,5 +75,5 @@ def _local_arange(local: Local) -> fx.Node:
     "uniform", "rrelu", "rrelu_with_noise",
 )  # fmt: skip
 def whole(node: fx.Node) -> OpFactors:
-    """What depends on all of its elements, or on a generator that every rank must find in the same state."""
+    """No dim may be sharded: elements depend on each other, or on a generator that must be equal on all ranks."""
     return everything_whole(node)

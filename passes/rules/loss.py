@@ -1,4 +1,4 @@
-"""Losses that normal form has left as they are."""
+"""Factor rules of losses that normal form does not decompose."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _NONE, _MEAN, _SUM = 0, 1, 2  # the values of ``reduction``
     "kl_div", "soft_margin_loss", "poisson_nll_loss", "hinge_embedding_loss",
 )  # fmt: skip
 def elementwise_loss(node: fx.Node) -> OpFactors:
-    """A number per element, summed or averaged over all of them."""
+    """One loss per element, or their sum or mean: every dim may be sharded; a sharded sum or mean is partial."""
     if argument(node, "reduction") == _NONE:
         return elementwise(node)
     rank = max(len(shape(o)) for o in operands_of(node))
@@ -54,7 +54,8 @@ def elementwise_loss(node: fx.Node) -> OpFactors:
 
 @family("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
 def classification_loss(node: fx.Node) -> OpFactors:
-    """Classes are whole; samples pass through or are summed, but a mean counts those that are not ignored."""
+    """The dim of the classes is whole. Sample dims may be sharded, except under a mean, which divides by the number of
+    samples that are not ignored."""
     scores, target, *weight = operands_of(node)
     names = NAMES[: len(shape(scores))]
     class_dim = min(1, len(names) - 1)
@@ -69,7 +70,8 @@ def classification_loss(node: fx.Node) -> OpFactors:
 
 @family("nll_loss_forward", "nll_loss2d_forward")
 def classification_loss_and_weight(node: fx.Node) -> OpFactors:
-    """As above, with the sum of the samples' weights beside it."""
+    """A classification loss with a second result, the sum of the samples' weights: sample dims may be sharded only
+    under ``reduction="sum"``."""
     scores, _target, *weight = operands_of(node)
     names = NAMES[: len(shape(scores))]
     class_dim = min(1, len(names) - 1)
@@ -82,7 +84,7 @@ def classification_loss_and_weight(node: fx.Node) -> OpFactors:
 
 @family("multi_margin_loss", "multilabel_margin_loss_forward")
 def margin_loss(node: fx.Node) -> OpFactors:
-    """A number for each sample, of all its classes; or, of all samples, their sum or mean."""
+    """One loss per sample over all of its classes: samples may be sharded unless the loss is a sum or mean of them."""
     scores, target, *weight = operands_of(node)
     names = NAMES[: len(shape(scores))]
     if len(names) < 2:
@@ -105,9 +107,10 @@ def cosine_similarity(node: fx.Node) -> OpFactors:
 
 @family("partition::cross_entropy")
 def cross_entropy(node: fx.Node) -> OpFactors:
-    """A number for each row of all its classes; over sharded ones every rank brings the sum and the target of its own.
+    """One loss per row over all classes. If the classes are sharded, each rank computes the target logit and the
+    logsumexp of its own classes by ``partition::target_and_logsumexp``, and an all-gather combines them.
 
-    ``partition::target_and_logsumexp`` is what such a rank computes: a graph has it after sharding alone.
+    Only sharded graphs contain ``partition::target_and_logsumexp``.
     """
     logits, _ = operands_of(node)
     names = NAMES[: len(shape(logits))]
@@ -127,7 +130,7 @@ def _cross_entropy_sharded(local: Local) -> fx.Node:
     target, logsumexp = (local.call(operator.getitem, both, place) for place in range(2))
     target = local.call(aten.masked_fill.Scalar, target, elsewhere, 0.0)
     pair = local.call(aten.stack.default, [target, logsumexp])
-    # Every rank goes on with the numbers of all, so each has the whole gradient of its own.
+    # Every rank computes the same loss from the gathered numbers, so it has the whole gradient of its own: slice it.
     alike = local.call(aten.unsqueeze.default, pair, 0)
     alike = local.call(collective.all_gather.default, alike, 0, local.axis, local.num_ranks, "slice")
     targets, sums = (local.call(aten.select.int, alike, 1, place) for place in range(2))

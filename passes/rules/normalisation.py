@@ -1,4 +1,4 @@
-"""Normalisations: what is averaged over is whole, samples and channels pass through."""
+"""Factor rules of normalisations: dims that are averaged over stay whole; the other dims may be sharded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from passes.rules.registry import family
 
 @family("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm")
 def layer_norm(node: fx.Node) -> OpFactors:
-    """Over the last dims; the statistics that some of them return have these with size 1."""
+    """The last dims, which are normalised over, are whole; in returned statistics they have size 1."""
     x, *affine = operands_of(node)
     names = NAMES[: len(shape(x))]
     count = len(argument(node, "normalized_shape"))
@@ -34,7 +34,8 @@ def layer_norm(node: fx.Node) -> OpFactors:
 
 @family("group_norm")
 def group_norm(node: fx.Node) -> OpFactors:
-    """Channels are (g c): each of g groups is normalised over its c channels and all places."""
+    """The channel dim has the factors (g c): each of g groups is normalised over its c channels and all positions, so
+    samples and groups may be sharded."""
     x, *affine = operands_of(node)
     groups = argument(node, "num_groups")
     channels = ("g", "c")
@@ -50,7 +51,8 @@ def _local_group_norm(local: Local) -> fx.Node:
 
 @family("native_group_norm")
 def native_group_norm(node: fx.Node) -> OpFactors:
-    """As :func:`group_norm`, with its sizes spelt out, and the statistics of each group."""
+    """Group normalisation with explicit sizes, which also returns mean and rstd per sample and group: samples and
+    groups may be sharded, as in :func:`group_norm`."""
     x, *affine = operands_of(node)
     groups = argument(node, "group")
     channels = ("g", "c")
@@ -72,7 +74,8 @@ def _local_native_group_norm(local: Local) -> fx.Node:
     "_native_batch_norm_legit_no_training", "cudnn_batch_norm", "_batch_norm_with_update_functional",
 )  # fmt: skip
 def batch_norm(node: fx.Node) -> OpFactors:
-    """Over samples and places in training, by given statistics otherwise; channels are independent of each other."""
+    """Channels may be sharded. Samples and positions may be sharded only outside of training, where running statistics
+    are used; in training the statistics are computed over them."""
     x, *channelwise = operands_of(node)
     if len(shape(x)) < 2:
         return everything_whole(node)
@@ -84,13 +87,13 @@ def batch_norm(node: fx.Node) -> OpFactors:
 
 
 def _statistics(size: tuple[int, ...]) -> list[str | None]:
-    """Of every channel, or, where there is nothing to keep, empty."""
+    """Factors of a statistics tensor: one element per channel, or no factor for an empty tensor."""
     return ["c" if s else None for s in size]
 
 
 @family("_weight_norm", "_weight_norm_interface")
 def weight_norm(node: fx.Node) -> OpFactors:
-    """Directions times lengths, one for each place of a dim; a direction's other dims are whole."""
+    """Direction times length per index of the argument ``dim``: that dim may be sharded; the other dims are whole."""
     directions, _ = operands_of(node)
     names = NAMES[: len(shape(directions))]
     dim = as_dim(argument(node, "dim"), len(names))
@@ -103,7 +106,7 @@ def weight_norm(node: fx.Node) -> OpFactors:
 
 @family("instance_norm")
 def instance_norm(node: fx.Node) -> OpFactors:
-    """Each channel of each sample over its places."""
+    """Each channel of each sample is normalised over its positions: samples and channels may be sharded."""
     x, *channelwise = operands_of(node)
     places = NAMES[: len(shape(x)) - 2]
     whole = frozenset(places) if argument(node, "use_input_stats") else frozenset()

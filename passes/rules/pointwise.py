@@ -1,4 +1,4 @@
-"""Operators on each element alone: any factor of a result dim passes through, operands broadcast."""
+"""Factor rules of elementwise operators: every result dim may be sharded; operands broadcast."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NONLINEAR = """
     threshold_backward
 """.split()
 
-# Linear in their (first) operand.
+# Operators that are linear in their (first) operand.
 LINEAR = """
     neg negative positive clone contiguous alias detach lift_fresh_copy lift_fresh conj real imag deg2rad rad2deg
     _conj _neg_view resolve_conj resolve_neg
@@ -64,7 +64,7 @@ def linear(node: fx.Node) -> OpFactors:
 
 @family("add", "sub", "subtract", "rsub")
 def add(node: fx.Node) -> OpFactors:
-    """Linear in both operands together; a number that is added would be added by every rank."""
+    """Linear in both operands together. Adding a number is not linear: every rank would add it to its partial sum."""
     return elementwise(node, together(2) if len(operands_of(node)) == 2 else ())
 
 
@@ -82,8 +82,8 @@ def div(node: fx.Node) -> OpFactors:
 
 @family("to", "_to_copy", "type_as")
 def to(node: fx.Node) -> OpFactors:
-    """A change of type is linear if it ends in a type with fractions, or changes nothing; of a second operand only the
-    type is read."""
+    """A cast is linear if its result is a floating-point or complex type, or if it changes nothing. A second operand
+    gives the type only."""
     source, *others = operands_of(node)
     names = NAMES[: len(shape(source))]
     keeps = differentiable(node.meta["val"]) or node.meta["val"].dtype == source.meta["val"].dtype
@@ -93,7 +93,7 @@ def to(node: fx.Node) -> OpFactors:
 
 @family("copy")
 def copy(node: fx.Node) -> OpFactors:
-    """The second operand's elements, in the first one's shape and type."""
+    """Copies the second operand's elements into the first one's shape and type: linear in the second operand."""
     return elementwise(node, each(1) if differentiable(node.meta["val"]) else ())
 
 
@@ -101,7 +101,7 @@ def copy(node: fx.Node) -> OpFactors:
 def where(node: fx.Node) -> OpFactors | None:
     """Linear in both branches together, where both are tensors."""
     if str(node.target).endswith(".default"):
-        return None  # the indices of what is true
+        return None  # ``where(condition)`` lists the indices of true elements
     return elementwise(node, (frozenset((1, 2)),) if len(operands_of(node)) == 3 else ())
 
 
@@ -112,7 +112,8 @@ def masked_fill(node: fx.Node) -> OpFactors:
 
 @family("dropout", "native_dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 def dropout(node: fx.Node) -> OpFactors:
-    """Nothing is dropped outside of training; what is random must be the same on every rank."""
+    """Outside of training, or with p = 0, dropout is the identity and may be sharded. Otherwise no dim may be sharded:
+    the random mask must be the same on every rank."""
     if argument(node, "train") is False or argument(node, "p") == 0:
         return elementwise(node, FIRST)
     return everything_whole(node)
@@ -120,7 +121,7 @@ def dropout(node: fx.Node) -> OpFactors:
 
 @family("prelu", "_prelu_kernel")
 def prelu(node: fx.Node) -> OpFactors:
-    """One slope for all, or one for each element of dim 1."""
+    """PReLU with one slope for all elements, or one slope per index of dim 1, which is sharded along with that dim."""
     x, weight = operands_of(node)
     if not shape(x):
         return everything_whole(node)
@@ -131,14 +132,14 @@ def prelu(node: fx.Node) -> OpFactors:
 
 @family("fill")
 def fill(node: fx.Node) -> OpFactors:
-    """One value for all elements; of the first operand only shape and type are read."""
+    """Fills a tensor with one value: every dim may be sharded. The first operand gives shape and type only."""
     names = NAMES[: len(node.meta["val"].shape)]
     return named(node, [names, *([] for _ in operands_of(node)[1:])], [names])
 
 
 @family("bucketize", "isin")
 def looked_up(node: fx.Node) -> OpFactors | None:
-    """Where, or whether, each element is among others, which are whole."""
+    """Looks up each element in a second tensor (position, or membership): the second tensor is whole."""
     if not isinstance(node.args[0], fx.Node):
         return None
     elements, *others = operands_of(node)
@@ -148,7 +149,8 @@ def looked_up(node: fx.Node) -> OpFactors | None:
 
 @family("searchsorted")
 def searchsorted(node: fx.Node) -> OpFactors | None:
-    """As above, the sorted ones in front: one row for all elements, or one for each of theirs."""
+    """Looks up each element in a sorted row: the last dim of the sorted operand is whole. That operand is one row for
+    all elements, or has a row for each row of elements."""
     if len(node.args) < 2 or not isinstance(node.args[1], fx.Node):
         return None
     ordered, elements, *sorter = operands_of(node)
@@ -159,7 +161,8 @@ def searchsorted(node: fx.Node) -> OpFactors | None:
 
 @family("glu")
 def glu(node: fx.Node) -> OpFactors:
-    """The two halves of a dim are gate and value of one: it is (2 f), and f is sharded in two sections."""
+    """The halves of the argument ``dim`` are value and gate: the dim has the factors (2 f), and f is sharded in two
+    sections."""
     (x,) = operands_of(node)
     rank = len(shape(x))
     dim = argument(node, "dim", -1) % rank
@@ -175,5 +178,5 @@ def glu(node: fx.Node) -> OpFactors:
     *(f"partition::{name}" for name in ("gamma", "poisson", "binomial", "gamma_grad", "dirichlet_grad")),
 )
 def drawn(node: fx.Node) -> OpFactors:
-    """Numbers by place are a function of each element's index, and of its parameters, alone."""
+    """Counter-based random numbers depend only on each element's index and parameters, so every dim may be sharded."""
     return elementwise(node)

@@ -1,4 +1,4 @@
-"""Reductions, and operators that couple the elements of a dim."""
+"""Factor rules of reductions and of operators that couple the elements of a dim."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ Linear = tuple[frozenset[int], ...]
 
 
 def reduced(node: fx.Node, linear: Linear = ()) -> OpFactors:
-    """A sum over the argument ``dim``, all dims without it: sharding a summed factor gives a partial sum."""
+    """The rule of a sum over the argument ``dim`` (all dims if it is absent): sharding a summed factor gives a partial
+    sum."""
     dims = dims_of(node)
     names = NAMES[: len(shape(operands_of(node)[0]))]
     left = [None if d in dims else n for d, n in enumerate(names)]
@@ -41,12 +42,12 @@ def reduced(node: fx.Node, linear: Linear = ()) -> OpFactors:
 def dims_of(node: fx.Node) -> tuple[int, ...]:
     given, sizes = argument(node, "dim"), shape(operands_of(node)[0])
     if isinstance(given, list | tuple) and not given and tuple(results_of(node)[0].shape) == sizes:
-        return ()  # to some operators no dims are none, to others all
+        return ()  # some operators read an empty list of dims as no dim, others as all dims
     return as_dims(given, len(sizes))
 
 
 def _numel(node: fx.Node) -> int:
-    """Elements of the first result."""
+    """Number of elements of the first result."""
     return math.prod(results_of(node)[0].shape)
 
 
@@ -67,7 +68,7 @@ family("nansum", "count_nonzero")(reduced)
     "var", "var_mean", "linalg_vector_norm", "aminmax", "kthvalue",
 )  # fmt: skip
 def over_whole_dims(node: fx.Node) -> OpFactors:
-    """A reduction other than a sum: what it reduces is whole."""
+    """A reduction other than a sum: the reduced dims are whole."""
     return replace(reduced(node), whole=factors_along(node))
 
 
@@ -76,21 +77,21 @@ def over_whole_dims(node: fx.Node) -> OpFactors:
     "sort",
 )  # fmt: skip
 def along_whole_dim(node: fx.Node) -> OpFactors:
-    """Each element of the results depends on all of the operand's along the dim."""
+    """Each element of the results depends on all of the operand's elements along the dim, which is therefore whole."""
     names = NAMES[: len(shape(operands_of(node)[0]))]
     return named(node, [names], [names for _ in results_of(node)], whole=factors_along(node))
 
 
 @family("_softmax_backward_data", "_log_softmax_backward_data")
 def softmax_gradient(node: fx.Node) -> OpFactors:
-    """The same of two operands, a gradient and a result."""
+    """Backward of softmax, which reads the gradient and the result: the dim of the softmax is whole."""
     names = NAMES[: len(node.meta["val"].shape)]
     return named(node, [names, names], [names], whole=factors_along(node))
 
 
 @family("softmax", "log_softmax")
 def softmax(node: fx.Node) -> OpFactors:
-    """Along a sharded dim: the ranks agree on the largest, and add up their exponentials."""
+    """Along a sharded dim, the ranks all-reduce the maximum and the sum of the exponentials."""
     build = _softmax_sharded if node.target == aten.softmax.int else _log_softmax_sharded
     rows = _numel(node) // max(1, math.prod(shape(operands_of(node)[0])[d] for d in dims_of(node)))
     sent = [("all_reduce_max", rows), ("all_reduce", rows)]
@@ -105,7 +106,7 @@ def softmax(node: fx.Node) -> OpFactors:
     "fft_irfft", "fft_rfft",
 )  # fmt: skip
 def fourier(node: fx.Node) -> OpFactors:
-    """Along whole dims, of which the result may have another size."""
+    """The transformed dims are whole, and may have another size in the result; the other dims may be sharded."""
     rank = len(shape(operands_of(node)[0]))
     dims = argument(node, "dim")
     sizes = argument(node, "s")
@@ -116,7 +117,7 @@ def fourier(node: fx.Node) -> OpFactors:
 
 @family("stft")
 def stft(node: fx.Node) -> OpFactors:
-    """Spectra of pieces of a signal, which is whole; signals pass through."""
+    """Short-time Fourier transform: the time dim is whole; the dim of the signals may be sharded."""
     signals = [*NAMES[: len(shape(operands_of(node)[0])) - 1], None]
     others: list[list[None]] = [[None] for _ in operands_of(node)[1:]]
     rank = len(results_of(node)[0].shape)
@@ -137,7 +138,7 @@ def topk(node: fx.Node) -> OpFactors:
 
 @family("mean")
 def mean(node: fx.Node) -> OpFactors:
-    """The mean of a shard, divided by the number of shards, is an addend of the whole mean."""
+    """A sharded mean is partial: each rank contributes the mean of its shard divided by the number of shards."""
     lowering = Lowering(divided_by_ranks, PARTIAL, sections=True)
     return replace(reduced(node, FIRST), lower=dict.fromkeys(factors_along(node), lowering))
 
@@ -148,8 +149,8 @@ def divided_by_ranks(local: Local) -> fx.Node:
 
 @family("amax", "amin")
 def amax(node: fx.Node) -> OpFactors:
-    """Over a sharded dim: the largest of the ranks' largest, where no gradient has to find its way back."""
-    ordered = node.target == aten.amax.default or node.meta["val"].dtype.is_signed  # the smallest is less the largest
+    """Over a sharded dim, the ranks all-reduce the maximum. With a gradient, the dim is whole."""
+    ordered = node.target == aten.amax.default or node.meta["val"].dtype.is_signed  # amin(x) = -amax(-x)
     if node.meta.get("grad", True) or not ordered:
         return over_whole_dims(node)
     lowering = Lowering(_largest_of_ranks, REPLICATED, (("all_reduce_max", _numel(node)),), sections=True)
@@ -166,23 +167,23 @@ def _largest_of_ranks(local: Local) -> fx.Node:
 
 @family("logsumexp")
 def logsumexp(node: fx.Node) -> OpFactors:
-    """Over a sharded dim: the ranks agree on the largest, and add up their exponentials."""
+    """Over a sharded dim, the ranks all-reduce the maximum and the sum of the exponentials."""
     if not operands_of(node)[0].meta["val"].dtype.is_floating_point:
-        return over_whole_dims(node)  # complex numbers have no largest, others no infinity
+        return over_whole_dims(node)  # complex numbers have no maximum, integers no infinity
     sent = (("all_reduce_max", _numel(node)), ("all_reduce", _numel(node)))
     lowering = Lowering(_logsumexp_sharded, REPLICATED, sent, sections=True)
     return replace(reduced(node), lower=dict.fromkeys(factors_along(node), lowering))
 
 
 def _logsumexp_sharded(local: Local) -> fx.Node:
-    # Every rank goes on with the whole sum, so each has the whole gradient of its own addend.
+    # Every rank continues with the whole sum, so it has the whole gradient of its own addend.
     _, largest, _, total = _exponentials(local, local.operands[0], "copy")
     found = local.call(aten.add.Tensor, local.call(aten.log.default, total), largest)
     return local.call(aten.reshape.default, found, list(local.result_shape()))
 
 
 def _softmax_sharded(local: Local) -> fx.Node:
-    # Each rank goes on with its own part, so the gradient of the sum is what all of them add to it.
+    # Each rank continues with its own shard, so the gradient of the sum is reduced over all ranks.
     _, _, powers, total = _exponentials(local, _softmax_operand(local), "reduce")
     return local.call(aten.div.Tensor, powers, total)
 
@@ -199,7 +200,10 @@ def _softmax_operand(local: Local) -> fx.Node:
 
 
 def _exponentials(local: Local, x: fx.Node, grad: str) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node]:
-    """``x`` less the largest element over all ranks, that element, the exponentials, and their sum over all ranks."""
+    """Shifted exponentials of ``x`` along the reduced dims.
+
+    Returns ``x`` minus its maximum over all ranks, that maximum, the exponentials, and their sum over all ranks.
+    """
     axis, size = local.axis, local.num_ranks
     dims = list(dims_of(local.node))
     largest = local.call(aten.amax.default, local.call(aten.detach.default, x), dims, True)

@@ -1,11 +1,12 @@
-"""Whether ranks still agree: gradients that a script scaled otherwise on each, replicas of a parameter that differ.
+"""Check that ranks agree: on the scaling of gradients, on the replicas of parameters, and on their batches.
 
-A rank has a part of the gradients. ``torch.nn.utils.clip_grad_norm_`` takes its norm for that of the whole model's, and
-divides by another number on every rank: replicas part, and what is on one rank alone learns at another rate, silently.
-So does whatever else a script does to one rank's parameters. Ranks that compute one result of different samples learn
-nothing, as silently; of global batches that are not the same on all ranks each rank takes a part, and the rest of what
-it was given is lost. All three are looked for before the second, third, fifth, ninth step and so on, batches before the
-first one too, at the cost of reading the parameters and a batch once and of adding up a few numbers over all ranks.
+A rank holds a part of the gradients. ``torch.nn.utils.clip_grad_norm_`` computes the norm of that part alone and scales
+by a different factor on every rank: replicas diverge silently, and parameters that are on one rank only learn at a
+different rate. Any other change that a script makes to the parameters of one rank has a similar effect. Ranks that
+compute one result from different samples learn nothing. If the global batch differs between ranks, each rank takes its
+part of its own batch, and the other samples are lost. All three checks run before the second, third, fifth, ninth step
+and so on, the check of batches before the first step too. A check reads the parameters and a batch once and
+all-reduces a few numbers over all ranks.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from runtime.groups import Communicator, all_ranks
 from runtime.meshes import axes_beside
 from runtime.program import RankProgram
 
-EVERY = 1024  # steps, once powers of two are farther apart
-_PROBES = 8  # gradients that are looked at
-_SAME, _OTHER = 1e-4, 1e-3  # relative differences: of what rounding makes, and of factors that are not the same
+EVERY = 1024  # steps between checks, once powers of two are farther apart
+_PROBES = 8  # number of gradients that are probed
+_SAME, _OTHER = 1e-4, 1e-3  # relative differences: rounding stays below the first, different factors exceed the second
 _MASK = (1 << 62) - 1
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SKETCH = 16
-_CHUNK = 1 << 20  # numbers of a batch that are looked at at a time
-_APART = 1e-3  # of a parameter's norm: more than kernels that add up in any order make of it
+_CHUNK = 1 << 20  # numbers of a batch that are hashed at a time
+_APART = 1e-3  # distance of replicas over the norm; kernels with a non-deterministic order of sums stay below it
 
 _GLOBAL = (
     "expected the same global batch on all ranks, in the same order, of which each takes its part: draw it from a "
@@ -49,7 +50,7 @@ _Kind = tuple[tuple[str, ...], tuple[int, ...]]
 
 
 class _Probe(NamedTuple):
-    """The largest element of a gradient when it was made: where it is, and what it was."""
+    """The largest element of a gradient right after backward: its position and its value then."""
 
     gradient: Tensor
     place: Tensor
@@ -57,7 +58,10 @@ class _Probe(NamedTuple):
 
 
 class Agreement:
-    """That of one rank with the others. ``parameters``: what optimizers step; ``gradients``: what they see."""
+    """Checks that one rank agrees with the others.
+
+    ``parameters``: the parameters that optimizers step; ``gradients``: the gradients that optimizers read.
+    """
 
     def __init__(
         self,
@@ -77,9 +81,11 @@ class Agreement:
         self._probes: list[_Probe] = []
 
     def before_step(self, batch: Any, local: bool) -> None:
-        """Look, if it is time; all ranks call it. Raises :class:`AgreementError` or, for their batches,
-        :class:`BatchError` on all of them, and :class:`LaunchError` where a script wants gradients that the plan has
-        not."""
+        """Run the checks if they are due before this step. All ranks call it.
+
+        Raises :class:`AgreementError` or, for batches, :class:`BatchError` on all ranks, and :class:`LaunchError` if
+        the script enables gradients of parameters that were frozen when the plan was made.
+        """
         thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
         if thawed:
             raise LaunchError(
@@ -96,11 +102,11 @@ class Agreement:
         self._probes = list(self._probed()) if self.active and self._is_time(self._steps) else []
 
     def forget(self) -> None:
-        """What parameters and gradients are now is none of a step's doing."""
+        """Drop the probes: parameters or gradients are about to change outside of a step (loading, ``zero_grad``)."""
         self._probes = []
 
     def check(self) -> None:
-        """Look now; all ranks call it. Raises :class:`AgreementError` on all of them."""
+        """Check scaling and replicas now. All ranks call it. Raises :class:`AgreementError` on all of them."""
         self._check_scaling()
         self._check_replicas()
 
@@ -116,7 +122,8 @@ class Agreement:
             yield _Probe(flat, place, flat[place].clone())
 
     def _check_scaling(self) -> None:
-        """Whether every rank's gradients were scaled to a norm that is that of none but its own."""
+        """Raise :class:`AgreementError` if ranks scaled their gradients by different factors, each by its own norm;
+        warn if some ranks scaled by one factor and the others not at all."""
         factor = self._factor()
         told = torch.zeros(self.rank.program.world_size, 2, dtype=torch.float64, device=self.communicator.device)
         if factor is not None:
@@ -144,7 +151,8 @@ class Agreement:
         self._warn(f"{text}, unless this was meant")  # one factor on some ranks, none on others
 
     def _factor(self) -> float | None:
-        """By what all of this rank's gradients were multiplied since they were made; ``None``: by nothing in common."""
+        """The factor by which all of this rank's gradients were multiplied since backward; ``None`` if they have no
+        common factor."""
         ratios = [
             float(gradient[place]) / float(value) for gradient, place, value in self._probes if torch.is_nonzero(value)
         ]
@@ -153,7 +161,7 @@ class Agreement:
         return ratios[0] if all(abs(r - ratios[0]) <= _SAME * ratios[0] for r in ratios) else None
 
     def _check_replicas(self) -> None:
-        """Whether ranks that hold the same part of a parameter hold the same numbers."""
+        """Raise :class:`AgreementError` if replicas of a parameter's shard differ between ranks."""
         world, kinds = self.rank.program.world_size, self._kinds()
         sums = {kind: _hash(self._parameters[n] for n in names) for kind, names in self._held(kinds).items()}
         high, low = self._extremes(
@@ -166,8 +174,11 @@ class Agreement:
             self._tell(order, first, kinds)
 
     def _check_batch(self, batch: Any, local: bool) -> None:
-        """Whether ranks were given the same samples: of a global batch all ranks all of them, with ``local`` those of
-        one place on ``dp`` that read an input."""
+        """Raise :class:`BatchError` if ranks were given different samples.
+
+        All ranks must have the same global batch. With ``local``, all ranks with the same ``dp`` coordinate that read
+        an input must have the same samples of it.
+        """
         program, share = self.rank.program, share_of(self.rank)
         paths = [data.path for data in program.inputs]
         if local:
@@ -198,7 +209,8 @@ class Agreement:
         )
 
     def _tell(self, order: int, first: int, kinds: list[_Kind]) -> None:
-        """Name the parameter and the ranks: raise, or, where it is about what sums in another order make, warn."""
+        """Find the parameter and the ranks whose replicas differ, and raise :class:`AgreementError`; only warn if the
+        difference is as small as a different order of sums makes."""
         kind, program = kinds[order], self.rank.program
         mine = self._held(kinds).get(kind, []) if self._first_holder(kind) == first else []
         names = [*program.states]
@@ -230,7 +242,7 @@ class Agreement:
         )
 
     def _kinds(self) -> list[_Kind]:
-        """The axes over which parameters have replicas, and, of tied ones, the stages; the same on all ranks."""
+        """All pairs (axes with replicas, stages of a tied parameter) of the trained parameters; equal on all ranks."""
         return sorted({self._kind(n) for n, s in self.rank.program.states.items() if s.requires_grad})
 
     def _kind(self, name: str) -> _Kind:
@@ -248,7 +260,7 @@ class Agreement:
         return {kind: found[kind] for kind in kinds if kind in found}
 
     def _first_holder(self, kind: _Kind) -> int:
-        """Of the ranks that hold the same as this one: the first, which stands for all of them."""
+        """The lowest rank that holds the same shards as this rank; it identifies the group of replicas."""
         axes, stages = kind
         first = min(self.rank.group(*axes))
         return first + (stages[0] - self.rank.stage_index) * self.rank.program.strides["pp"] if stages else first
@@ -261,7 +273,10 @@ class Agreement:
         return all_ranks(self.communicator, self.rank.program.world_size).all_reduce(numbers).wait()
 
     def _extremes(self, numbers: Mapping[int, int], length: int) -> tuple[Tensor, Tensor]:
-        """The largest and the smallest number of all ranks in each of ``length`` places; alike where none has any."""
+        """Element-wise maximum and minimum over all ranks of sparse vectors of ``length`` numbers.
+
+        ``numbers``: position -> number of this rank. Both results are equal where no rank has a number.
+        """
         bounds = torch.full((2, length), -_MASK - 1, dtype=torch.int64, device=self.communicator.device)
         for place, number in numbers.items():
             bounds[0, place], bounds[1, place] = number, -number
@@ -271,7 +286,7 @@ class Agreement:
 
 
 def _hash(tensors: Iterator[Tensor] | list[Tensor]) -> int:
-    """A number that the bits of ``tensors`` give, in their order."""
+    """Hash the bits of ``tensors``. The order of the tensors matters, the order of elements in a tensor does not."""
     found = 0
     for tensor in tensors:
         data = tensor.detach().contiguous().reshape(-1)
@@ -283,7 +298,7 @@ def _hash(tensors: Iterator[Tensor] | list[Tensor]) -> int:
 
 
 def _hash_in_order(tensor: Tensor) -> int:
-    """As :func:`_hash`, of a few numbers: another one where they are in another order."""
+    """Hash the bits of ``tensor``, for which the order of the elements matters, unlike for :func:`_hash`."""
     data = tensor.detach().cpu().contiguous().reshape(-1)
     data = torch.view_as_real(data).reshape(-1) if data.is_complex() else data
     found = 0
@@ -294,8 +309,11 @@ def _hash_in_order(tensor: Tensor) -> int:
 
 
 def _sketch(tensor: Tensor) -> Tensor:
-    """1, the norm, and sums of the elements with signs drawn by chance, the same on all ranks: of two tensors these are
-    as far apart, in the mean of squares, as the tensors are."""
+    """A vector of 1, the norm of ``tensor``, and ``_SKETCH`` sums of its elements with random signs.
+
+    The signs are the same on all ranks.
+    The expected mean square difference between the sums of two tensors is the square of the tensors' distance.
+    """
     data = tensor.detach().cpu().double().reshape(-1)
     generator = torch.Generator().manual_seed(0)
     signs = (torch.randint(0, 2, data.shape, generator=generator).double() * 2 - 1 for _ in range(_SKETCH))

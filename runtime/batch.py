@@ -1,4 +1,4 @@
-"""The batch that a step runs on: found by path, checked against the plan, and which part of it a rank reads."""
+"""The batch of a step: look up its tensors by path, check them against the plan, and select the rows of a rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from runtime.program import InputData, PlainValue, Program, RankProgram
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank reads of a global batch: the inputs at ``paths``, and of their rows these ``parts`` of ``count``.
+    """The part of a global batch that a rank reads: of the inputs at ``paths``, the ``parts`` of ``count`` equal parts
+    of their rows.
 
     Inputs without a batch dim are read whole. Ranks that differ only on ``tp`` or ``cp`` have the same share.
     """
@@ -32,23 +33,23 @@ class Share:
     count: int
 
     def rows(self, length: int) -> range:
-        """Its rows of ``length``, one run; none where it reads no inputs."""
+        """The rows of this share in an input of ``length`` rows, as one range; empty if the rank reads no inputs."""
         each = length // self.count
         return range(self.parts.start * each, self.parts.stop * each) if self.paths else range(0)
 
 
 def share_of(rank: RankProgram) -> Share:
-    """The inputs that a rank's program loads, and its rows of them: those of its place on ``dp``."""
+    """The share of ``rank``: the inputs that its program loads, and the rows of its ``dp`` coordinate."""
     loaded = {name for i in rank.instructions if i.op == "LOAD" for name in i.values}
     paths = frozenset(i.path for i in rank.program.inputs if i.value in loaded)
-    if not rank.program.data_shares:  # a batch need not split into microbatches here, as long as it does into these
+    if not rank.program.data_shares:  # the batch need only be divisible by dp here, not by the microbatches
         at = rank.coordinates["dp"]
         return Share(paths, range(at, at + 1), rank.program.mesh.get("dp", 1))
     return Share(paths, rank.share, rank.program.batch_microbatches)
 
 
 def leaves_by_path(batch: Any) -> dict[str, Any]:
-    """The leaves of a batch by their place in it: ``input_ids``, ``0``, ``past.0.key``."""
+    """The leaves of a batch by their path: ``input_ids``, ``0``, ``past.0.key``."""
     if isinstance(batch, Tensor):
         batch = (batch,)
     if isinstance(batch, Mapping):
@@ -67,8 +68,8 @@ def _key(key: Any) -> Any:
 def batch_values(program: Program, batch: Any) -> dict[str, Tensor]:
     """The tensors of ``batch`` by value name, in the planned types.
 
-    Raises :class:`BatchError`: a tensor is missing, has another shape or kind of type than the plan was made for, or
-    the batch has an entry that the program does not read and that is not what the plan was made with.
+    Raises :class:`BatchError` if a tensor is missing, if its shape or kind of type differs from the plan's, or if the
+    batch has an entry that the program does not read and whose value differs from the planned one.
     """
     entries = BatchEntries(program, batch)
     entries.check_fixed(whole=True)
@@ -76,7 +77,7 @@ def batch_values(program: Program, batch: Any) -> dict[str, Tensor]:
 
 
 def batch_by_path(program: Program, batch: Any) -> dict[str, Any]:
-    """All that a rank needs of ``batch``, as a dict that is a batch itself: checked tensors, and the fixed values.
+    """``batch`` as a dict by path of its checked tensors and fixed values; the dict can be passed as a batch itself.
 
     Raises :class:`BatchError`, as :func:`batch_values` does.
     """
@@ -86,9 +87,9 @@ def batch_by_path(program: Program, batch: Any) -> dict[str, Any]:
 
 
 def own_values(program: Program, share: Share, batch: Any, local: bool = False) -> dict[str, Tensor]:
-    """What a rank reads of ``batch``, by value name, in the planned types: its rows of a global batch.
+    """The tensors that a rank reads, by value name, in the planned types: its rows of the global ``batch``.
 
-    ``local``: ``batch`` has these rows alone, and need not have what the rank does not read. Raises
+    ``local``: ``batch`` has the rank's rows only, and may lack inputs that the rank does not read. Raises
     :class:`BatchError`, as :func:`batch_values` does.
     """
     read = [i for i in program.inputs if i.path in share.paths]
@@ -110,8 +111,11 @@ def _rows(data: InputData, whole: Tensor, share: Share) -> Tensor:
 
 
 class BatchEntries:
-    """The entries of one batch, by their place in the call of the model. Positional and keyword arguments are one:
-    the first argument of ``forward(x, mask=None)`` is ``x`` for a tuple and for a dict."""
+    """The entries of one batch, by their path in the call of the model.
+
+    Positional and keyword arguments have the same path: the first argument of ``forward(x, mask=None)`` is ``x`` in a
+    tuple and in a dict.
+    """
 
     def __init__(self, program: Program, batch: Any) -> None:
         if not isinstance(batch, Tensor | Mapping | tuple | list):
@@ -128,7 +132,7 @@ class BatchEntries:
             self.leaves[self._place(path)] = leaf.item() if isinstance(leaf, np.number | np.bool_) else leaf
 
     def _place(self, path: str) -> str:
-        """``path`` with the argument's name for its position."""
+        """``path`` with the position of a positional argument replaced by the argument's name."""
         first, dot, rest = path.partition(".")
         known = first.isdigit() and int(first) < len(self.names)
         return f"{self.names[int(first)]}{dot}{rest}" if known else path
@@ -136,8 +140,10 @@ class BatchEntries:
     # -- entries that the program does not read
 
     def check_fixed(self, whole: bool) -> None:
-        """Raise :class:`BatchError` for an entry that the program does not read, unless it is what the plan was made
-        with. ``whole``: entries that are left out have the defaults of ``forward``, which must be that, too."""
+        """Raise :class:`BatchError` if an entry that the program does not read differs from its planned value.
+
+        ``whole``: also check entries that the batch leaves out; their value is the default in ``forward``.
+        """
         for path, leaf in self.leaves.items():
             if path not in self.inputs:
                 self._check_entry(path, leaf)
@@ -166,7 +172,7 @@ class BatchEntries:
             )
 
     def _default(self, path: str) -> PlainValue | None:
-        """The default of the argument that ``path`` is; absent where it has none, or one that is no plain value."""
+        """The default of the argument at ``path``; ``None`` if it has none, or one that is no plain value."""
         return next((a.default for a in self.signature.arguments or () if a.name == path), None)
 
     def _unknown(self, path: str, leaf: Any) -> str:
@@ -178,7 +184,7 @@ class BatchEntries:
                 f"not read it; leave it out, or plan again with {first!r} in the inputs"
             )
         known = [*self.inputs, *self.fixed, *self.names]
-        nested = first in known  # an argument that is known, of which an entry is not
+        nested = first in known  # the argument is known, but not this entry of it
         close = difflib.get_close_matches(path if nested else first, list(self.inputs) if nested else known, n=1)
         meant = f"; did you mean {close[0]!r}?" if close else ""
         takes = f"; forward takes ({', '.join(self.names)})" if self.names and first not in self.names else ""
@@ -204,7 +210,11 @@ class BatchEntries:
     # -- entries that the program reads
 
     def checked(self, data: InputData, share: Share | None = None) -> Tensor:
-        """An input of the planned shape and type; of a ``share`` alone where one is given."""
+        """The tensor of an input, checked and converted to the planned type.
+
+        With ``share``, the tensor must have the rows of that share only. Raises :class:`BatchError` if the input is
+        missing, or has another shape or kind of type than planned.
+        """
         expected, dim = data.shape, data.batch_dim
         if share is not None and dim is not None:
             expected = (*expected[:dim], expected[dim] // share.count * len(share.parts), *expected[dim + 1 :])
@@ -233,13 +243,16 @@ class BatchEntries:
         return tensor.resolve_conj().resolve_neg()
 
     def _left_out(self, place: str, data: InputData) -> Any:
-        """The default of a number that the batch leaves out."""
+        """The default in ``forward`` of a number input that the batch leaves out; ``None`` if there is none."""
         default = self._default(place)
         return None if data.number is None or default is None else default.value
 
 
 def _number_tensor(data: InputData, value: Any) -> Any:
-    """A Python number, or a 0-dimensional tensor, as the program reads it. Raises :class:`BatchError` for another."""
+    """Convert a Python number or a 0-dimensional tensor to the 0-dimensional tensor that the program reads.
+
+    Raises :class:`BatchError` if ``value`` is neither, or has a fraction where the plan has an integer.
+    """
     whole, real = type(value) is int, type(value) is float
     if isinstance(value, Tensor) and value.dim() == 0:
         whole, real = _kind(value.dtype) == "integer", value.is_floating_point()

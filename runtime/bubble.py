@@ -1,14 +1,14 @@
-"""How long a rank of a running program computes, and how long it waits for others: its bubble, measured.
+"""Measure how long a rank of a running program computes and how long it waits for others (its pipeline bubble).
 
 ::
 
     with runtime.timed(engine) as times:
         for batch in batches:
             engine.step(batch)
-    times.bubble  # the share of its steps in which the rank computed nothing
+    times.bubble  # the fraction of the step time in which the rank computed nothing
 
-Waiting is what passes in receives, and in TOTAL, SYNC, UPDATE and STEP; computing what passes in F, B, I, W and
-TOTAL_F. On a GPU, where instructions only start kernels, the times are those of the host.
+Receives, TOTAL, SYNC, UPDATE and STEP count as waiting; F, B, I, W and TOTAL_F as computing. On a GPU, instructions
+only launch kernels, so the times are those of the host.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from runtime.simulate import COMPUTE
 from runtime.transfers import SENDING, Receive
 
 _MEETING = frozenset({"TOTAL", "SYNC", "UPDATE", "STEP"})
-Way = tuple[int, str]  # a stage that is sent to or received from, and the channel
+Way = tuple[int, str]  # (peer stage, channel) of a send or receive
 
 
 @dataclass
 class StepTimes:
-    """One step of one rank, in seconds.
+    """Times of one step on one rank, in seconds.
 
-    ``work``: by instruction that computes, in order, how long it did. ``posted``: by instruction that starts or ends
-    something else, what that took, waiting left out. ``sent``, ``received``: by the stage that it goes to or comes
-    from and channel, in order, when a send was started; when a receive began to wait, and when it was done: by a clock
-    that processes of one machine share.
+    ``begun``: start of the step. ``whole``, ``computing``, ``waiting``: durations. ``work``: (instruction index,
+    duration) of every computation, in order. ``posted``: instruction index -> time spent in its other actions (starting
+    or ending transfers), without waiting. ``sent``: (peer stage, channel) -> start time of each send, in order.
+    ``received``: (peer stage, channel) -> (start of waiting, end) of each receive, in order. Points in time are
+    ``time.perf_counter``, which processes of one machine share.
     """
 
     begun: float = 0.0
@@ -47,31 +48,31 @@ class StepTimes:
 
     @property
     def bubble(self) -> float:
-        """The share in which nothing was computed."""
+        """The fraction of the step in which the rank computed nothing."""
         return 1 - self.computing / self.whole
 
 
 @dataclass
 class Times:
-    """Of one rank's timed steps."""
+    """The times of all timed steps of one rank."""
 
     steps: list[StepTimes] = field(default_factory=list)
 
     @property
     def bubbles(self) -> list[float]:
-        """For each step the share in which nothing was computed."""
+        """For each step, the fraction in which the rank computed nothing."""
         return [step.bubble for step in self.steps]
 
     @property
     def bubble(self) -> float:
-        """That of all steps together."""
+        """The fraction of all steps together in which the rank computed nothing; 0 without steps."""
         whole = sum(step.whole for step in self.steps)
         return 1 - sum(step.computing for step in self.steps) / whole if whole else 0.0
 
 
 @contextmanager
 def timed(engine: Engine) -> Iterator[Times]:
-    """Time what ``engine`` does in its steps until the end of the block; it costs a microsecond an instruction."""
+    """Time the steps of ``engine`` inside the ``with`` block. Overhead: about one microsecond per instruction."""
     executor, times = engine._executor, Times()
     instructions, actions = executor.rank.instructions, executor.actions
     clock = time.perf_counter

@@ -1,4 +1,4 @@
-"""Tensors as backends take them: dense, part by part, of real numbers."""
+"""Convert tensors to the form that communication backends accept: dense, one part after the other, real numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def parts_of(x: Tensor, dim: int, size: int) -> Tensor:
-    """``x`` as ``[size, ...]``, dense, part by part along ``dim``."""
+    """Split ``x`` into ``size`` equal parts along ``dim``; returns a dense tensor ``[size, ...]`` of these parts."""
     split: Tensor = x.unflatten(dim, (size, x.shape[dim] // size))
     return split.movedim(dim, 0).contiguous()
 
@@ -22,12 +22,12 @@ def total(parts: Tensor, dim: int) -> Tensor:
 
 
 def resolved(x: Tensor) -> Tensor:
-    """``x`` with its numbers as they are in memory, not to be conjugated when they are read."""
+    """``x`` with pending conjugation and negation applied, so that its memory holds its values."""
     return x.resolve_conj().resolve_neg() if x.is_complex() else x
 
 
 def as_real(x: Tensor) -> Tensor:
-    """The same memory as real numbers: backends know no complex ones."""
+    """View a complex tensor as real numbers, in the same memory; backends do not support complex types."""
     return torch.view_as_real(x) if x.is_complex() else x
 
 
@@ -37,8 +37,10 @@ def share_memory(x: Tensor, other: Tensor) -> bool:
 
 
 def give_back(x: Tensor) -> None:
-    """Let go of the memory of ``x`` now, whoever still refers to it: nobody reads it any more. What NumPy was shown, as
-    hashes of a step are, torch keeps until the last reference goes."""
+    """Free the memory of ``x`` now, even if other tensors refer to it; nobody may read it afterwards.
+
+    Memory that NumPy shares (when a step is hashed) cannot be resized; torch frees it with the last reference.
+    """
     storage = x.untyped_storage()
     if storage.resizable():
         storage.resize_(0)

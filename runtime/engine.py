@@ -1,4 +1,4 @@
-"""The engine: one rank of a program, with its weights, as a thing that trains.
+"""The engine: runs the training steps of one rank of a program, and holds its weights.
 
 In a ``torchrun`` worker::
 
@@ -72,30 +72,31 @@ class Engine:
             reads its own slices; ``None``: small random values, and buffers as the model had them when it was planned
             (then :meth:`load` a checkpoint, or train from scratch).
         device: of this rank; by default the local rank's GPU under NCCL, the CPU otherwise.
-        seed: of the model's random operators; the same seed gives the same masks for every plan.
+        seed: seed of the model's random operators; the same seed gives the same masks under every plan.
         keep_outputs: collect the model's results of each step in :attr:`outputs`.
-        loss_scale: a factor that keeps gradients in float16 from vanishing: ``dynamic``, a number, ``None``; ``auto``:
-            dynamic where parameters in float16 are trained. Gradients come without it.
-        offload_folder: where a plan that keeps optimizer states on disk keeps them, see :meth:`on_disk`: a folder of
-            this node's disk, the same for all ranks or one for each; by default what ``PARTITION_OFFLOAD_FOLDER`` in
-            the environment says.
+        loss_scale: a factor that prevents gradients in float16 from underflowing: ``dynamic``, a number, ``None``;
+            ``auto``: dynamic if parameters in float16 are trained. Gradients are returned unscaled.
+        offload_folder: folder for the optimizer states of a plan that keeps them on disk, see :meth:`on_disk`: on a
+            disk of this node, one for all ranks or one for each; by default the environment variable
+            ``PARTITION_OFFLOAD_FOLDER``.
         compile: run blocks through ``torch.compile``: with Inductor (``True``; operator by operator where it cannot
             work), or with another of torch's backends by its name.
 
     Attributes:
-        steps: the batches of the run, one for each call of :meth:`step`, accumulated or not; :meth:`load` sets it to
-            that of the checkpoint. The numbers that the model draws, checkpoints' names, metrics and errors go by it.
-        optimizer_steps: the calls of :meth:`Checkpoints.after_step`, of the whole run likewise: with accumulation there
-            are fewer than ``steps``.
-        steps_run: the batches that this engine has run itself, whatever was loaded.
+        steps: number of batches of the whole run, one per call of :meth:`step`, accumulated or not; :meth:`load` sets
+            it to the checkpoint's number. Random numbers, names of checkpoints, metrics and errors are based on it.
+        optimizer_steps: number of calls of :meth:`Checkpoints.after_step` in the whole run; fewer than ``steps`` if
+            gradients are accumulated.
+        steps_run: number of batches that this engine has run itself; loading does not change it.
 
-    Parameters that are trained in bfloat16 or float16 have copies in float32: these are what :meth:`parameters` gives,
-    the optimizer steps and checkpoints hold; their gradients are added up and reduced in float32. Under a plan that
-    offloads the optimizer, :meth:`parameters` are in host memory, and an ordinary optimizer of torch steps them there.
+    Parameters that are trained in bfloat16 or float16 have float32 copies. :meth:`parameters` returns these copies, the
+    optimizer updates them and checkpoints store them; their gradients are accumulated and reduced in float32. Under a
+    plan that offloads the optimizer, :meth:`parameters` are in host memory, where an ordinary torch optimizer updates
+    them.
 
-    Raises :class:`LaunchError` where the process group does not fit the program, :class:`OffloadError` where there is
-    no folder, or no room in it, for what is on disk, and :class:`WeightsError` where the weights are not the plan's,
-    before anything is communicated.
+    Raises :class:`LaunchError` if the process group does not fit the program, :class:`OffloadError` if there is no
+    folder, or too little space in it, for states on disk, and :class:`WeightsError` if the weights do not match the
+    plan. All are raised before any communication.
     """
 
     @typed_errors("Engine()", passing=is_of_ranks)
@@ -181,21 +182,23 @@ class Engine:
 
     @property
     def overflowed(self) -> bool:
-        """Whether the last step's gradients, scaled, were beyond float16: it has none, and the optimizer skips it."""
+        """Whether the last step's scaled gradients overflowed float16. If so, parameters have no gradients, and the
+        optimizer skips the step."""
         return self._scale is not None and self._scale.overflowed
 
     @typed_errors("Engine.step()", passing=is_of_ranks)
     def step(self, batch: Any, *, local: bool = False, accumulate: bool = False) -> Tensor | None:
-        """Forward and backward on the whole global ``batch``, given alike on all ranks; gradients are whole afterwards.
+        """Run forward and backward on a global batch; afterwards gradients are reduced over all ranks.
 
-        With ``local`` each rank gives only what it reads, :attr:`share` (a :class:`runtime.Loader` does): of inputs
-        ``[batch, ...]`` its ``[batch / dp, ...]``, or ``{}`` where it reads none.
-        Gradients are those of this batch: they replace the last step's, or with ``accumulate`` are added to them, as
-        far as no ``zero_grad`` has taken them away; a sum of which a part has overflowed is lost (:attr:`overflowed`).
+        ``batch`` is the whole global batch, the same on all ranks. With ``local``, each rank passes only its
+        :attr:`share` of it (as :class:`runtime.Loader` does): ``[batch / dp, ...]`` for an input ``[batch, ...]``, or
+        ``{}`` if it reads no inputs.
+        The gradients of this batch replace those of the last step. With ``accumulate`` they are added to them, unless
+        ``zero_grad`` has cleared them; a sum with an overflowed addend is lost (:attr:`overflowed`).
         Returns the loss of the whole batch, a 0-d tensor without a graph (see :attr:`loss`), the same on all ranks;
         ``None`` if the program has no loss.
-        Raises :class:`BatchError` where the batch is not what was planned, :class:`InstructionError` where an
-        instruction fails, :class:`AgreementError` where ranks have parted since the last step (now and then it looks),
+        Raises :class:`BatchError` if the batch does not match the plan, :class:`InstructionError` if an instruction
+        fails, :class:`AgreementError` if ranks have diverged since the last step (checked now and then), and
         :class:`LaunchError` inside a region of ``torch.autocast``.
         """
         if torch.is_autocast_enabled(self.device.type):
@@ -237,7 +240,7 @@ class Engine:
             torch._foreach_add_([owned[name] for name in before], [*before.values()])
         for name, gradient in owned.items():
             parameter = self._parameters[name]
-            if not parameter.requires_grad:  # frozen by the script since
+            if not parameter.requires_grad:  # the script has frozen it in the meantime
                 gradient.zero_()
             if self.overflowed or not parameter.requires_grad:
                 parameter.grad = None
@@ -251,46 +254,46 @@ class Engine:
         return self.loss
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's shards by the model's names; a tied parameter once; copies in float32 of what is shorter.
-
-        See :meth:`parameters`.
-        """
+        """This rank's shards by the model's names; a tied parameter occurs once. See :meth:`parameters`."""
         yield from self._parameters.items()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's shards, for any optimizer of torch.
+        """This rank's shards of the parameters, for any torch optimizer. Parameters trained in bfloat16 or float16 are
+        represented by float32 copies.
 
-        Under tensor and expert parallelism a parameter is cut along its dims; under ZeRO what is left is shared flat,
-        and the parameter is this rank's elements, of shape ``[elements]``, none at all perhaps. What an optimizer
-        computes element by element (SGD, Adam, AdamW, Lion, RMSprop) is then what it would be for the whole. One that
-        looks at a parameter as a whole, at its rows or its norm (Muon, Shampoo, Adafactor, LAMB), would see the shard
-        alone and compute something else: before its first step it is tried on small tensors, and refused with
-        :class:`OptimizerError` where its updates of parts are others. With plans that cut none of its parameters it
-        is used as it is. Under pipeline parallelism an optimizer that looks at all parameters at once (LBFGS, SAM) is
-        refused likewise. :meth:`trust_optimizer` leaves the trial out.
+        Under tensor and expert parallelism a parameter is sharded along its dims. Under ZeRO that shard is flattened
+        and divided, and the parameter has this rank's elements only, of shape ``[elements]``, possibly none. An
+        optimizer that computes each element by itself (SGD, Adam, AdamW, Lion, RMSprop) gives the same result as for
+        the whole parameter. An optimizer that reads a whole parameter, its rows or its norm (Muon, Shampoo, Adafactor,
+        LAMB) would give another result: before its first step it is tried on small tensors, and refused with
+        :class:`OptimizerError` if its updates of shards differ from those of whole tensors. It is accepted if the plan
+        shards none of its parameters. Under pipeline parallelism, an optimizer that reads all parameters at once
+        (LBFGS, SAM) is refused as well. :meth:`trust_optimizer` skips the trial.
 
-        What is frozen by ``requires_grad_(False)`` has no gradient from then on, on all ranks or none. What was frozen
-        when the plan was made cannot be trained under it.
+        A parameter frozen by ``requires_grad_(False)`` has no gradient from then on; freeze it on all ranks or none. A
+        parameter that was frozen when the plan was made cannot be trained under it.
 
-        Where a rank of a plan that trains has nothing to train, an empty parameter comes last: torch's optimizers
-        refuse to have none.
+        If a rank of a training plan has no trainable parameter, the last one is an empty parameter, because torch
+        optimizers refuse an empty list.
         """
         yield from self._parameters.values()
         if self._nothing is not None:
             yield self._nothing
 
     def trust_optimizer(self, optimizer: AnOptimizer) -> AnOptimizer:
-        """``optimizer``, which is not tried before its first step: what it does to this rank's parts of parameters is
-        what is meant. All ranks call it."""
+        """Accept ``optimizer`` without the trial before its first step (see :meth:`parameters`), and return it.
+
+        The caller vouches that its updates of this rank's shards are as intended. All ranks call it.
+        """
         self._optimizers.trust(optimizer)
         return optimizer
 
     @typed_errors("Engine.on_disk()", passing=is_of_ranks)
     def on_disk(self, optimizer: AnOptimizer) -> AnOptimizer:
-        """``optimizer``, made of :meth:`parameters`, with its states on disk, where the plan keeps them there; else as
-        it is. It is called before the first step, and before a learning-rate scheduler is made.
+        """Move the states of ``optimizer`` to disk if the plan keeps them there, and return ``optimizer``.
 
-        Raises :class:`OffloadError` for one that does not update each parameter by itself.
+        ``optimizer`` is made of :meth:`parameters`. Call this before its first step, and before creating a
+        learning-rate scheduler. Raises :class:`OffloadError` if it does not update each parameter by itself.
         """
         if self._disk is not None:
             keep_on_disk(optimizer, self._disk, self._saver.wait_until_copied)
@@ -298,21 +301,26 @@ class Engine:
 
     @typed_errors("Engine.dtensors()", passing=is_of_ranks)
     def dtensors(self, *, strict: bool = True) -> dict[str, DTensor]:
-        """The parameters of :meth:`named_parameters` as torch's own tools see whole ones: in the same memory, with
-        their gradients of now on ``grad``. All ranks call it.
+        """The parameters of :meth:`named_parameters` as DTensors of the whole tensors, for torch's own tools.
 
-        Raises :class:`DTensorError`, on all ranks, where a layout is no DTensor's; without ``strict`` these parameters
-        are left out. Raises :class:`LaunchError` where there can be no mesh of all ranks.
+        They share the parameters' memory and have the current gradients in ``grad``. All ranks call it. Raises
+        :class:`DTensorError` on all ranks if a DTensor cannot express a layout; without ``strict`` these parameters are
+        left out. Raises :class:`LaunchError` if no device mesh of all ranks can be made.
         """
         return self._viewed(strict).of_parameters(self._parameters)
 
     @typed_errors("Engine.optimizer_dtensors()", passing=is_of_ranks)
     def optimizer_dtensors(self, optimizer: torch.optim.Optimizer, *, strict: bool = True) -> dict[str, dict[str, Any]]:
-        """What ``optimizer`` holds for each parameter, by its own names, laid out as :meth:`dtensors` are."""
+        """The states of ``optimizer``: parameter name -> state name -> DTensor, laid out as in :meth:`dtensors`.
+
+        States without the parameter's shape (step counts) are returned as they are. Takes ``strict`` and raises
+        exceptions as :meth:`dtensors` does, and :class:`CheckpointError` if the optimizer has other parameters. All
+        ranks call it.
+        """
         return self._viewed(strict).of_optimizer(self._parameters, optimizer)
 
     def _viewed(self, strict: bool) -> Views:
-        from runtime.dtensors import Views, check  # what it imports of torch takes a while, and few need it
+        from runtime.dtensors import Views, check  # its imports from torch are slow, and few callers need them
 
         if strict:
             check(self.program)
@@ -324,7 +332,7 @@ class Engine:
         return self._views
 
     def zero_grad(self) -> None:
-        """Set all gradients to zero. A step does not need it, unless with ``accumulate``: it starts anew."""
+        """Set all gradients to zero. Only needed before steps with ``accumulate``: other steps replace gradients."""
         self._agreement.forget()
         for name, gradient in self._gradients.owned.items():
             gradient.zero_()
@@ -334,18 +342,21 @@ class Engine:
 
     @typed_errors("Engine.clip_grad_norm_()", passing=is_of_ranks)
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradients so that the norm of the whole model's is at most ``max_norm``; the norm before.
+        """Scale the gradients so that their norm over the whole model is at most ``max_norm``. Returns the norm before.
 
-        Not ``torch.nn.utils.clip_grad_norm_``, which sees this rank's part alone: :meth:`step` refuses to go on then.
-
-        Raises :class:`LaunchError` for a norm that cannot be.
+        Use it instead of ``torch.nn.utils.clip_grad_norm_``, which reads this rank's part only; a later :meth:`step`
+        detects that and raises :class:`AgreementError`. Raises :class:`LaunchError` if ``max_norm`` is negative or no
+        number.
         """
         return norms.clip_(self.rank_program, self._gradients, self.communicator, max_norm)
 
     @typed_errors("Engine.state_dict()", passing=is_of_ranks)
     def state_dict(self, *, full: bool = False) -> dict[str, Tensor]:
-        """This rank's shards; with ``full``, on the first process, every whole tensor on the CPU under all of its names
-        (the others take part and get nothing)."""
+        """This rank's shards of parameters and buffers by name.
+
+        With ``full``, the first process gets every whole tensor, on the CPU, under all of its names; the other
+        processes take part and get an empty dict.
+        """
         shards = self._masters.current()
         if full:
             return export.gather_all(self.rank_program, shards, self.communicator)
@@ -353,8 +364,10 @@ class Engine:
 
     @typed_errors("Engine.export_weights()", passing=is_of_ranks)
     def export_weights(self, directory: str | Path) -> None:
-        """Write the weights, whole, as a safetensors folder by the model's names, as published models are; all ranks
-        call it. The folder appears complete or not at all. What it held besides weights stays."""
+        """Write the whole weights as a safetensors folder under the model's names, in the format of published models.
+
+        All ranks call it. The folder appears complete or not at all. Other files in an existing folder are kept.
+        """
         export.export(Path(directory), self.rank_program, self._masters.current(), self.communicator)
 
     @typed_errors("Engine.save()", passing=is_of_ranks)
@@ -367,17 +380,17 @@ class Engine:
         wait: bool = True,
         then: Callable[[Path], None] | None = None,
     ) -> Saving:
-        """Write a checkpoint that any plan of the model may load; all ranks call it, and see the same file system.
+        """Write a checkpoint that any plan of the model can load. All ranks call it, and see the same file system.
 
-        The folder appears complete or not at all; one that it replaces stays until then, and what else that held stays
-        for good. It holds the weights, the steps, the state of random generators, with ``optimizer`` (one, or several
-        in a list, in the same order on all ranks; ``None`` for one of which this rank has no parameters) its state and
-        hyperparameters, and the state of what ``extra`` names. With ``wait=False`` the state is copied to host memory,
-        and written, while training goes on; the step of ``optimizer`` waits until what it changes is copied. An error
-        is then raised by the result's ``wait``, or by the next save. ``then``: called on the first rank with the
-        folder, when it is complete.
+        The folder appears complete or not at all. A checkpoint that it replaces stays until then; other files in that
+        folder are kept. A checkpoint holds the weights, the number of steps, the state of random generators, the state
+        and hyperparameters of ``optimizer``, and the states of the objects in ``extra``. ``optimizer`` is one optimizer
+        or a list of several, in the same order on all ranks, with ``None`` for one that has no parameters on this rank.
+        With ``wait=False`` the state is copied to host memory and written while training continues; the step of
+        ``optimizer`` waits until the tensors that it changes are copied. Errors are then raised by the result's
+        ``wait``, or by the next save. ``then``: called on the first rank with the folder once it is complete.
 
-        Raises :class:`CheckpointError`: it could not be written here or on another rank, or the save before could not.
+        Raises :class:`CheckpointError` if this save, or the previous one, failed on any rank.
         """
         with self.doing("saving"):
             return self._saver.save(
@@ -385,11 +398,11 @@ class Engine:
             )
 
     def wait_for_save(self) -> None:
-        """Until the last :meth:`save` is complete. Raises :class:`CheckpointError` where it failed."""
+        """Wait until the last :meth:`save` is complete. Raises :class:`CheckpointError` if it failed."""
         self._saver.wait()
 
     def settle_saves(self) -> None:
-        """As :meth:`wait_for_save`, on all ranks, which all call it: it is complete, or has failed, on each."""
+        """Wait until the last :meth:`save` is complete, or has failed, on every rank. All ranks call it."""
         self._saver.settle()
 
     @typed_errors("Engine.load()", passing=is_of_ranks)
@@ -401,15 +414,15 @@ class Engine:
         extra: Mapping[str, Stateful] | None = None,
         verify: bool = True,
     ) -> int | None:
-        """Go on from what :meth:`save` wrote under this plan or another one, or from a safetensors folder; all ranks
-        call it.
+        """Load a checkpoint that :meth:`save` wrote under this or another plan, or a safetensors folder.
 
-        ``directory``: a checkpoint, or a folder of many, of which the latest is taken. ``verify``: compare all files
-        with their checksums first. A save there that is under way, of any engine or process, is waited for.
+        All ranks call it. ``directory``: a checkpoint, or a folder of checkpoints, of which the latest is loaded.
+        ``verify``: first compare all files with their checksums. If a save to that folder is in progress, in any engine
+        or process, waits for it.
 
-        Returns the step that was loaded, which is :attr:`steps` then; ``None`` where there are weights alone. Raises
-        :class:`CheckpointError`, naming the file and the checkpoint before, where one is damaged, and
-        :class:`WeightsError` where it is another model's.
+        Returns the loaded step, which :attr:`steps` is set to; ``None`` if the folder has weights only. Raises
+        :class:`CheckpointError`, which names the file and the previous checkpoint, if a file is damaged, and
+        :class:`WeightsError` if the weights are of another model.
         """
         directory = Path(directory)
         self._saver.rest(directory.resolve())
@@ -424,12 +437,12 @@ class Engine:
         return self.steps
 
     def count_optimizer_step(self) -> None:
-        """The optimizer has stepped; once for all calls between two of :meth:`step`. :class:`Checkpoints` calls it."""
+        """Count an optimizer step, at most one between two calls of :meth:`step`. :class:`Checkpoints` calls it."""
         self.optimizer_steps += int(self._counted_at != self.steps_run)
         self._counted_at = self.steps_run
 
     def doing(self, phase: Phase) -> AbstractContextManager[None]:
-        """Tells who watches what is done outside of steps."""
+        """A context in which this rank reports ``phase`` (saving, loading) to the watch, if there is one."""
         recorder = self._executor.recorder
         return nullcontext() if recorder is None else recorder.phase(phase)
 

@@ -1,7 +1,6 @@
-"""What a program's calls do, read off their graphs: gradients, collectives, and what is kept for backward.
+"""Facts about the calls of a program, derived from their graphs: gradients, collectives, bytes saved for backward.
 
-Shared by the prover and the simulator. A block is parsed and differentiated once, however many calls run it and however
-often it is asked for.
+The prover and the simulator share them. A block is parsed and differentiated once for all calls that run it.
 """
 
 from __future__ import annotations
@@ -33,14 +32,16 @@ Flags = tuple[bool, ...]
 
 @dataclass(frozen=True)
 class CallFacts:
-    """One call on one stage.
+    """Facts about one call on one stage.
 
-    ``takes``: the outputs whose gradients its backward takes; ``gives`` and ``adds``: the input values and the states
-    to whose gradients it adds. The collectives are those of each part of it, in order. ``keeps``: the values, inputs or
-    outputs, that are held for backward; ``kept_bytes``: what is held besides; ``moves``: those of ``keeps`` that an
-    OFFLOAD takes with the rest: no other call of the stage reads them. ``recomputed_bytes``: what backward computes
-    again, and holds while it runs, of all of a call (``recomputed``) or its block's ``again`` (``slim``). ``carries``,
-    ``carried_bytes``: what is held between the two halves of a backward, once the first has run.
+    ``takes``: outputs whose gradients its backward reads. ``gives``, ``adds``: input values and states to whose
+    gradients its backward adds. ``forward``, ``backward``, ``input_backward``, ``weight_backward``: the collectives of
+    each of these graphs, in order. ``keeps``: inputs and outputs that are saved for backward; ``kept_bytes``: bytes of
+    all other saved tensors. ``moves``: the values of ``keeps`` that an OFFLOAD of the call moves, because no other call
+    of the stage reads them. ``recomputed``: backward recomputes the whole call; ``slim``: it recomputes only its
+    block's ``again`` nodes; ``recomputed_bytes``: bytes of the recomputed tensors, held while backward runs.
+    ``carries``, ``carried_bytes``: values, and bytes of other tensors, that are held from the input half of the
+    backward to the weight half.
     """
 
     data: CallData
@@ -65,7 +66,7 @@ class CallFacts:
         return bool(self.gives or self.adds)
 
     def collectives(self, op: str) -> tuple[CollectiveUse, ...]:
-        """Those that an F, B, I or W of this call enters."""
+        """The collectives, in order, that an F, B, I or W instruction executes for this call."""
         again = self.forward if self.recomputed else ()
         parts = {
             "F": self.forward,
@@ -77,15 +78,16 @@ class CallFacts:
 
 
 class ProgramFacts:
-    """The facts of every call of a program whose names and shapes are consistent (``runtime/proof/structure.py``)."""
+    """The facts of all calls of a program. Its names and shapes must be consistent (``runtime/proof/structure.py``)."""
 
     def __init__(self, program: Program, passes_over: bool = False) -> None:
         self.program = program
-        self.passes_over = passes_over  # microbatches that other ranks have: it shares and reduces with them, in vain
+        self.passes_over = passes_over  # the rank has fewer microbatches than others, whose collectives it joins
         self._sizes: dict[str, StateSizes] = {}
 
     def grown(self, steps: int) -> ProgramFacts:
-        """The facts of this program with lists, all of them listings, that have grown ``steps`` times."""
+        """The facts of this program after its instruction lists, which must all be listings, have grown ``steps``
+        times."""
         stages, microbatches = [], self.program.num_microbatches
         for stage in self.program.stages:
             instructions = stage.instructions
@@ -95,7 +97,7 @@ class ProgramFacts:
         return self._with(stages=tuple(stages), num_microbatches=microbatches)
 
     def of_share(self, num_microbatches: int) -> ProgramFacts:
-        """The facts of this program as ranks see it that have the first ``num_microbatches`` alone."""
+        """The facts of this program for ranks that run the first ``num_microbatches`` only."""
         if num_microbatches == self.program.num_microbatches:
             return self
         return self._with(
@@ -120,7 +122,8 @@ class ProgramFacts:
 
     @cached_property
     def order(self) -> list[tuple[int, int]]:
-        """All (stage, position), each after the calls whose outputs it reads; those that cannot run are left out."""
+        """All calls as (stage, position), each after the calls whose outputs it reads; calls that lack an input are
+        left out."""
         made = {i.value for i in self.program.inputs}
         pending = [(s, p) for s, stage in enumerate(self.program.stages) for p in range(len(stage.calls))]
         order: list[tuple[int, int]] = []
@@ -143,7 +146,7 @@ class ProgramFacts:
 
     @cached_property
     def trainable(self) -> frozenset[str]:
-        """The states that get a gradient if the loss depends on them."""
+        """The trainable parameters: states that get a gradient if the loss depends on them."""
         if self.program.objective != "train":
             return frozenset()
         states = self.program.states.items()
@@ -151,7 +154,7 @@ class ProgramFacts:
 
     @cached_property
     def flow(self) -> GradientFlow:
-        """The gradients of the calls in :attr:`order`."""
+        """The gradient flow through the calls in :attr:`order`."""
         paths = {name: gradient_paths(block) for name, block in self.blocks.items()}
         return gradient_flow([self.call(p) for p in self.order], paths, self.trainable, self.program.loss)
 
@@ -162,36 +165,37 @@ class ProgramFacts:
 
     @cached_property
     def _staying(self) -> tuple[frozenset[str], ...]:
-        """By stage, the values that an OFFLOAD leaves on the device."""
+        """For each stage, the values that an OFFLOAD leaves on the device."""
         return tuple(map(staying_values, self.program.stages))
 
     @cached_property
     def with_gradient(self) -> frozenset[str]:
-        """The states that some backward adds to."""
+        """The states to whose gradients some backward adds."""
         return frozenset(s for added in self.flow.states for s in added)
 
     def state_bytes(self, name: str) -> int:
-        """The bytes of one rank's part of a state."""
+        """The bytes of one rank's shard of a state, before ZeRO divides it."""
         return self._sizes_of(name).part
 
     def gradient_bytes(self, name: str) -> int:
-        """The bytes of the gradient of one rank's part of a state."""
+        """The bytes of the gradient of one rank's shard of a state, before ZeRO divides it."""
         return self._sizes_of(name).gradient
 
     def piece_bytes(self, name: str) -> int:
-        """The bytes of one rank's piece of a state that ranks share, padding included; of all of it where none do."""
+        """The bytes of one rank's ZeRO piece of a state, with padding; of its whole shard if no ranks share it."""
         return self._sizes_of(name).piece
 
     def gradient_piece_bytes(self, name: str) -> int:
-        """As :meth:`piece_bytes`, of the gradient."""
+        """The bytes of the gradient of one rank's ZeRO piece of a state, with padding; of its whole shard if no ranks
+        share it."""
         return self._sizes_of(name).gradient_piece
 
     def bucket_bytes(self, bucket: Bucket) -> int:
-        """Of the gradients of a bucket that a rank has added up for itself, or of its shards of them."""
+        """The bytes of a bucket's gradients on one rank: its ZeRO pieces of them, or whole shards without ZeRO."""
         return sum(map(self.gradient_piece_bytes, bucket.states))
 
     def wire_share(self, bucket: Bucket) -> float:
-        """The part of a bucket's bytes that is sent where it is compressed."""
+        """Bytes sent per byte of a bucket's gradients: below 1 if the bucket is compressed, else 1."""
         if bucket.compression is None:
             return 1.0
         dtype = accumulated_in(dtype_of(self.program.states[bucket.states[0]].dtype))
@@ -203,12 +207,12 @@ class ProgramFacts:
         return self._sizes[name]
 
     def moved_bytes(self, call: CallFacts) -> int:
-        """The bytes that an OFFLOAD moves of a call: what forward keeps of it, but for what others read too."""
+        """The bytes that an OFFLOAD moves for a call: its saved tensors, except values that other calls read too."""
         values = self.program.values
         return call.kept_bytes + sum(value_bytes(values[v]) for v in call.moves) if call.has_backward else 0
 
     def needs(self, call: CallData) -> tuple[Flags, Flags, Flags]:
-        """Which of a call's inputs and states get a gradient, and which of its outputs have one."""
+        """Flags for a call: inputs that get a gradient, states that get a gradient, outputs that have a gradient."""
         return (
             tuple(v in self.flow.values for v in call.inputs),
             tuple(s in self.trainable for s in call.states),
@@ -258,19 +262,21 @@ class ProgramFacts:
 
 
 def _kept(block: Block, call: CallData, pieces: Differentiated) -> tuple[tuple[str, ...], int]:
-    """The values among what a call saves, and the bytes of the rest; states are held in any case."""
+    """The call's inputs and outputs that it saves for backward, and the bytes of all other saved tensors but states."""
     return _memory_of(block, call, pieces, _results(pieces)[pieces.num_outputs :])
 
 
 def _carried(block: Block, call: CallData, pieces: Differentiated) -> tuple[tuple[str, ...], int]:
-    """The values among what the half of a backward for weights reads, and the bytes of the rest."""
+    """The call's inputs and outputs that the weight half of its backward reads, and the bytes of all other tensors that
+    this half reads, except states."""
     return _memory_of(block, call, pieces, pieces.backward_weight.graph.find_nodes(op="placeholder"))
 
 
 def _memory_of(
     block: Block, call: CallData, pieces: Differentiated, nodes: Iterable[Node]
 ) -> tuple[tuple[str, ...], int]:
-    """The call's inputs and outputs among ``nodes``, and the bytes of the rest: views have those of what they view."""
+    """The call's inputs and outputs among ``nodes``, and the bytes of the other nodes' storages, except states. A view
+    counts as the tensor that it views."""
     placeholders = pieces.forward.graph.find_nodes(op="placeholder")
     given = [*placeholders[len(block.states) :], *_results(pieces)[: pieces.num_outputs]]
     named = {_storage(node): value for node, value in zip(given, (*call.inputs, *call.outputs), strict=True)}
@@ -281,7 +287,7 @@ def _memory_of(
 
 
 def _results(pieces: Differentiated) -> tuple[Node, ...]:
-    """What the forward gives: the block's outputs, and what is saved."""
+    """The results of the forward graph: the block's outputs, then the saved tensors."""
     return cast(tuple[Node, ...], pieces.forward.graph.output_node().args[0])
 
 
@@ -291,13 +297,16 @@ def _storage(node: Node) -> int:
 
 
 def load_block(program: Program, name: str) -> Block:
-    """A block of the program as a graph. Raises ``GraphFormatError``."""
+    """Parse a block of the program into a graph. Raises ``GraphFormatError`` if it is malformed."""
     graph = program.blocks[name]
     return _block(_key(graph.nodes), name, graph.states, graph.inputs)
 
 
 def graph_fault(program: Program, name: str, axes: Mapping[str, int]) -> tuple[str, str] | None:
-    """What is wrong with a block's graph and at which node, or ``None``. ``axes``: the ranks on each mesh axis."""
+    """The first fault of a block's graph, as (message, node name); ``None`` if it has none.
+
+    ``axes``: number of ranks on each mesh axis.
+    """
     graph = program.blocks[name]
     return _fault(_key(graph.nodes), name, graph.states, graph.inputs, tuple(axes.items()))
 
@@ -343,5 +352,5 @@ def _differentiated(
 def _joint(
     nodes: str, name: str, states: tuple[str, ...], inputs: tuple[str, ...], fused: bool, *needs: Flags
 ) -> Joint:
-    """What is cut with and without recomputation, traced once."""
+    """The joint graph of forward and backward, traced once; it is cut with and without recomputation."""
     return joint_of(_block(nodes, name, states, inputs), torch.device("cpu"), *needs, fused=fused)

@@ -1,4 +1,4 @@
-"""Files that are complete or absent: written under a temporary name, then renamed."""
+"""Write files atomically: under a temporary name first, then renamed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> Path:
-    """Write ``content`` to ``path``; a reader sees the old file or the new one, never a part.
+    """Write ``content`` to ``path`` atomically: a reader sees the old file or the new one, never a part of it.
 
-    ``durable``: also after the machine has lost power.
+    ``durable``: flush the file to disk, so that this also holds after a loss of power. Returns ``path``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -29,12 +29,12 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = True) -> Path:
 
 
 def write_text(path: Path, content: str, *, durable: bool = True) -> Path:
-    """As :func:`write_bytes`, in UTF-8."""
+    """Write ``content`` to ``path`` in UTF-8, atomically like :func:`write_bytes`. Returns ``path``."""
     return write_bytes(path, content.encode(), durable=durable)
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder last; a no-op where folders cannot be synced."""
+    """Flush the entries of a folder to disk; does nothing if the system cannot sync folders."""
     try:
         handle = os.open(path, os.O_RDONLY)
     except OSError:

@@ -1,11 +1,11 @@
-"""Gradients that are reduced level by level, each over links of its own: what comes when, and over which axes.
+"""Hierarchical reduction of gradients: the order of its collectives, and the mesh axes of each.
 
-Inside a node, say, a bucket is scattered: every rank adds up a part. Ranks of different nodes with the same part add
-that up, and it is gathered inside. So what passes between nodes is a node's gradients once, over the links of all of
-its ranks; one all-reduce over all ranks is as good only where the library does it so.
+For example, a bucket is reduce-scattered inside each node, its shards are all-reduced between nodes, and the sums are
+all-gathered inside each node. The links between nodes then carry a node's gradients once, spread over all of its ranks.
+A single all-reduce over all ranks is as fast only if the library does the same internally.
 
-What is compressed is exchanged: a sum of numbers in a short type would be rounded at each addition. Every rank sends
-each part of its gradients, compressed, to the rank that adds that part up, and gathers the sums, compressed.
+Compressed gradients are exchanged instead, because a sum in a short type would be rounded at each addition. Every rank
+sends each shard of its gradients, compressed, to the rank that sums that shard, and all-gathers the compressed sums.
 """
 
 from __future__ import annotations
@@ -19,30 +19,33 @@ from runtime.meshes import axes_beside
 from runtime.program import Program
 from runtime.zero import zero_axes
 
-GATHERING = 1  # gatherings of sums that are under way at a time: each takes memory
+GATHERING = 1  # all-gathers of sums in flight at a time: each takes memory
 
 Levels = Sequence[tuple[str, ...]]
 Turn = tuple[Literal["SCATTER", "REDUCE", "GATHER"], tuple[str, ...]]
 
 
 def rest_axes(program: Program, bucket: Bucket) -> tuple[str, ...]:
-    """The axes over which a bucket's gradients are added up by REDUCE: those over which nothing scatters them."""
+    """The axes over which REDUCE sums a bucket's gradients: the axes of the bucket over which nothing scatters them."""
     return left_of(bucket.axes, zero_axes(program, bucket.states), bucket.levels, program.size)
 
 
 def left_of(axes: Sequence[str], shared: Sequence[str], levels: Levels, size: Callable[[str], int]) -> tuple[str, ...]:
-    """What of ``axes`` is neither ``shared`` nor among ``levels``."""
+    """The axes among ``axes``, or split from them, that are neither in ``shared`` nor in ``levels``; axes with one rank
+    are left out."""
     scattered = {*shared, *(axis for level in levels for axis in level)}
     return tuple(a for a in axes_beside(axes, scattered) if a not in scattered and size(a) > 1)
 
 
 def turns(program: Program, bucket: Bucket) -> tuple[Turn, ...]:
-    """What reduces a bucket once its gradients are there, or once SCATTER has made their shards; with the axes."""
+    """The collectives, as (instruction, axes), that reduce a bucket once its gradients, or its ZeRO shards of them, are
+    computed."""
     return turns_of(bucket.levels, rest_axes(program, bucket))
 
 
 def turns_of(levels: Levels, rest: tuple[str, ...]) -> tuple[Turn, ...]:
-    """The same of any levels, and the axes that these leave."""
+    """The collectives, as (instruction, axes), of a reduction: SCATTER over each of ``levels``, REDUCE over the axes
+    ``rest``, and GATHER over the levels in reverse order."""
     return (
         *(("SCATTER", level) for level in levels),
         *((("REDUCE", rest),) if rest else ()),
@@ -51,12 +54,12 @@ def turns_of(levels: Levels, rest: tuple[str, ...]) -> tuple[Turn, ...]:
 
 
 def parts(program: Program, bucket: Bucket, level: int) -> int:
-    """How many parts there are of what a rank has of a bucket's gradients, after ``level`` levels."""
+    """The number of shards into which the first ``level`` levels scatter a rank's gradients of a bucket."""
     return math.prod(program.size(axis) for axes in bucket.levels[:level] for axis in axes)
 
 
 def level_problem(program: Program, bucket: Bucket) -> str:
-    """Why a bucket's levels do not add up its gradients over its axes, once; nothing where they do."""
+    """Why a bucket's levels do not sum its gradients exactly once over its axes; an empty text if they do."""
     named = [axis for level in bucket.levels for axis in level]
     shared = zero_axes(program, bucket.states)
     if bucket.levels and not all(bucket.levels):
@@ -77,6 +80,6 @@ def level_problem(program: Program, bucket: Bucket) -> str:
 
 
 def _split(axes: Sequence[str]) -> Iterator[str]:
-    """``axes`` and what they are split into."""
+    """``axes`` and, after each, the two axes that hybrid sharding splits it into."""
     for axis in axes:
         yield from (axis, f"{axis}_shard", f"{axis}_replicate")

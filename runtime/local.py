@@ -1,4 +1,4 @@
-"""Run a plan on this machine: real processes over Gloo, or all ranks as threads of this process."""
+"""Run a plan on this machine: every rank as a process over Gloo, or as a thread of this process."""
 
 from __future__ import annotations
 
@@ -49,18 +49,20 @@ def run_local(
     seed: int = 0,
     ranks: LocalRanks | None = None,
 ) -> Run:
-    """One step of ``plan`` with every rank a process of this machine, over Gloo.
+    """Run one step of ``plan`` with every rank as a process of this machine, over Gloo.
 
     Args:
         model: the weights: a module, a dict of tensors, or a safetensors file or folder.
         inputs: the whole global batch, as the model takes it.
-        precision: run in another floating type than planned: ``fp64`` to compare.
-        timeout: seconds, after which all ranks are ended.
-        outputs, grads: whether to collect them.
-        ranks: processes to use, and to leave running; by default new ones.
+        precision: floating type to run in instead of the planned one: ``fp64`` to compare.
+        timeout: seconds after which all ranks are ended.
+        outputs, grads: whether to collect the model's results, and the gradients.
+        seed: seed of the model's random operators.
+        ranks: running processes to use, which stay alive; by default new ones are started and ended.
 
-    Raises :class:`RankError` when a rank fails (the others are taken down within a second; its message ends with the
-    first cause), :class:`RankTimeout`, :class:`WeightsError`, :class:`BatchError`.
+    Raises :class:`RankError` if a rank fails (the others are ended within a second; the message ends with the first
+    cause), :class:`RankTimeout` after ``timeout``, :class:`WeightsError` or :class:`BatchError` if ``model`` or
+    ``inputs`` do not match the plan, and :class:`LaunchError` if ``ranks`` has too few processes.
     """
     program = with_precision(program_of(plan), precision)
     if ranks is not None and ranks.num_ranks < program.world_size:
@@ -99,7 +101,12 @@ def run_threads(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> Run:
-    """As :func:`run_local`, with every rank a thread of this process: exact in the same way, and needing nothing."""
+    """Run one step of ``plan`` with every rank as a thread of this process, on ``device``.
+
+    Takes the arguments of :func:`run_local` and computes the same numbers, but starts no processes. Raises
+    :class:`RankError` if a rank fails, :class:`WeightsError` or :class:`BatchError` if ``model`` or ``inputs`` do not
+    match the plan.
+    """
     device = torch.device(device)
     program = with_precision(program_of(plan), precision)
     weights = weights_of(model, names_read(program))
@@ -150,7 +157,7 @@ def _ranks(program: Program, ranks: LocalRanks | None) -> Any:
 
 
 def _scratch(program: Program) -> Path | None:
-    """A folder in memory where there is room for the weights and the results twice over, else the usual one."""
+    """``/dev/shm`` if it has room for twice the weights and results; ``None``, the default temporary folder, if not."""
     needed = 4 * sum(torch.Size(s.shape).numel() * 8 for s in program.states.values())
     if _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > needed:
         return _SHARED_MEMORY
@@ -158,7 +165,8 @@ def _scratch(program: Program) -> Path | None:
 
 
 def _written(program: Program, weights: Weights, path: Path) -> Path:
-    """A file of the weights that the program reads, which all ranks map into memory."""
+    """The file of the weights that the program reads, written to ``path`` unless they are a file already. All ranks
+    map it into memory."""
     if isinstance(weights, FileWeights):
         return Path(weights.origin)
     assert isinstance(weights, TensorWeights)

@@ -1,8 +1,8 @@
-"""What a rank holds while it runs its instructions, in bytes.
+"""Memory of a rank, in bytes, while it runs its instructions.
 
-Counted: states, the gradients of parameters (from the start), of those that ranks share their pieces and, while it is
-there, the whole, values and their gradients from when they are made until they are freed, and what each call keeps for
-its backward. What an operator needs while it runs, and optimizer state, are not: they are to be given as extra.
+Counted are states; gradients of parameters (from the start; under ZeRO the rank's pieces, and whole gradients while
+they exist); values and their gradients from creation until they are freed; and tensors that calls save for backward.
+Not counted are temporary tensors of operators and optimizer states: callers add them as extra bytes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ Key = tuple[str, int | None]
 
 
 class Moment(NamedTuple):
-    """What a rank holds besides its states, in bytes, at the fullest of an instruction or of one of its calls.
+    """Bytes that a rank holds besides its states, at the peak of an instruction or of one of its calls.
 
-    ``saved``: values, and what calls keep for backward; ``gradients``: of values; ``recomputed``: what a backward holds
-    while it runs. ``gathered``: parameters that are gathered for a while, and gradients that are to be, or being,
-    scattered, or were. ``host``: in host memory. ``call``: which of the stage's calls, ``None``: no single one.
+    ``call``: position of the call on its stage; ``None`` for a whole instruction. ``saved``: values, and tensors saved
+    for backward. ``gradients``: gradients of values. ``recomputed``: recomputed tensors of a running backward.
+    ``gathered``: gathered parameters, and sharded parameters' gradients before, during and after their reduce-scatter.
+    ``host``: bytes in host memory.
     """
 
     call: int | None
@@ -37,22 +38,25 @@ class Moment(NamedTuple):
 
 
 def state_bytes(facts: ProgramFacts, stage: int) -> int:
-    """The bytes of a stage's states, of their gradients and of what was lost in sending these, on one rank."""
+    """The bytes of a stage's states, their gradients and the residuals of gradient compression, on one rank."""
     held = [name for name, state in facts.program.states.items() if stage in state.stages]
     residuals = sum(residual_bytes(facts, bucket) for bucket in facts.program.stages[stage].buckets)
     return sum(parameter_bytes(facts, name) + gradient_bytes(facts, name) for name in held) + residuals
 
 
 def parameter_bytes(facts: ProgramFacts, state: str) -> int:
-    """The bytes of a state that a rank's device holds all the time."""
+    """The bytes of a state that a rank's device holds permanently."""
     if "parameters" in facts.program.offload and facts.program.states[state].kind == "parameter":
         return 0
     return facts.piece_bytes(state) if facts.program.zero == 3 else facts.state_bytes(state)
 
 
 def gradient_bytes(facts: ProgramFacts, state: str) -> int:
-    """The bytes of a state's gradient that a rank holds all the time; under ZeRO 1 the whole and its piece; under 2 and
-    3 none, since the piece comes with the first SCATTER."""
+    """The bytes of a state's gradient that a rank holds permanently.
+
+    Under ZeRO 1 these are the whole gradient and the rank's piece; under ZeRO 2 and 3 there are none, since the first
+    SCATTER creates the piece.
+    """
     if state not in facts.with_gradient:
         return 0
     if not facts.program.states[state].zero_axes:
@@ -61,9 +65,9 @@ def gradient_bytes(facts: ProgramFacts, state: str) -> int:
 
 
 def memory_steps(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction]) -> Iterator[tuple[int, int]]:
-    """For each instruction the bytes held at its fullest, and after it, states included.
+    """For each instruction, the peak bytes while it runs and the bytes held after it, both with states.
 
-    The list must be one that the prover accepts. A value that is also kept for backward is counted once.
+    The prover must accept ``instructions``. A value that is also saved for backward is counted once.
     """
     holder = _Holder(facts, stage)
     for instruction in instructions:
@@ -73,13 +77,13 @@ def memory_steps(facts: ProgramFacts, stage: int, instructions: Sequence[Instruc
 def memory_moments(
     facts: ProgramFacts, stage: int, instructions: Sequence[Instruction]
 ) -> Iterator[tuple[list[Moment], Moment]]:
-    """For each instruction the moments that it goes through, call by call, and what is held after it."""
+    """For each instruction, its memory moments call by call, and the moment after it."""
     holder = _Holder(facts, stage)
     for instruction in instructions:
         holder.moments = []
         peak, held = holder.run(instruction)
         after = holder.moment()
-        if not holder.moments and peak > held:  # what is sent as a copy is there twice
+        if not holder.moments and peak > held:  # a copy is sent, so the data exists twice
             holder.moments = [after._replace(gathered=after.gathered + peak - held)]
         yield holder.moments, after
 
@@ -87,7 +91,7 @@ def memory_moments(
 def peak_bytes(
     facts: ProgramFacts, stage: int, instructions: Sequence[Instruction], extra_bytes: int = 0
 ) -> tuple[int, int]:
-    """The most bytes that a rank holds, and the instruction at which it first does."""
+    """The peak bytes of a rank, with ``extra_bytes``, and the index of the first instruction that reaches the peak."""
     peaks = [peak for peak, _ in memory_steps(facts, stage, instructions)]
     if not peaks:
         return state_bytes(facts, stage) + extra_bytes, 0
@@ -96,8 +100,10 @@ def peak_bytes(
 
 
 def host_bytes(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction]) -> int:
-    """The most bytes that a rank holds in host memory: activations, parameters or copies of them, and their gradients.
-    As on the device, optimizer states are not counted."""
+    """The peak bytes of a rank in host memory: activations, parameters or copies of them, and their gradients.
+
+    Optimizer states are not counted, as on the device.
+    """
     holder = _Holder(facts, stage)
     most = 0
     for instruction in instructions:
@@ -107,12 +113,12 @@ def host_bytes(facts: ProgramFacts, stage: int, instructions: Sequence[Instructi
 
 
 def master_bytes(facts: ProgramFacts, state: str) -> int:
-    """The bytes of a state in host memory: what an optimizer steps, unless that is on disk, its gradient, and what is
-    sent if it is shorter."""
+    """The bytes of an offloaded state in host memory: the parameter, its gradient and, unless it is on disk, the
+    copy in a wider type that the optimizer updates."""
     data = facts.program.states[state]
     if facts.program.objective != "train" or not data.requires_grad:
         return facts.piece_bytes(state)
-    wide, short = facts.gradient_piece_bytes(state), facts.piece_bytes(state)  # one is stepped in its gradient's type
+    wide, short = facts.gradient_piece_bytes(state), facts.piece_bytes(state)  # updates run in the gradient's type
     return wide + short + _copy_bytes(facts, state) * ("disk" not in facts.program.offload)
 
 
@@ -123,7 +129,7 @@ def disk_bytes(facts: ProgramFacts, stage: int) -> int:
 
 
 def _copy_bytes(facts: ProgramFacts, state: str) -> int:
-    """Of the copy of a state that an optimizer steps, where that is in a wider type."""
+    """The bytes of the copy in a wider type that the optimizer updates for ``state``; 0 if there is no copy."""
     wide, short = facts.gradient_piece_bytes(state), facts.piece_bytes(state)
     return wide if short < wide else 0
 
@@ -134,21 +140,21 @@ class _Holder:
         self.calls = facts.stages[stage]
         self.sizes = {name: value_bytes(value) for name, value in facts.program.values.items()}
         self.states = state_bytes(facts, stage)
-        self.saved = self.flowing = 0  # what is held for backward or to be read, and gradients of values
+        self.saved = self.flowing = 0  # bytes of values and saved tensors; bytes of gradients of values
         self.moments: list[Moment] | None = None
-        self.values: Counter[Key] = Counter()  # how many hold the value: the table, and calls that keep it
+        self.values: Counter[Key] = Counter()  # value -> references: the table of values, and calls that save it
         self.gradients: set[Key] = set()
         buckets = facts.program.stages[stage].buckets
         self.shared = [b.states if zero_axes(facts.program, b.states) else () for b in buckets]
         self.passing = {s for states in self.shared for s in states} if facts.program.zero >= 2 else set()
         self.gathered = 0
-        self.added: set[str] = set()  # states whose whole gradient is there
-        self.scattering = ScatterQueue[tuple[int, int]]()  # buckets on their way to their shards, and their bytes
-        self.scattered: set[int] = set()  # buckets of which this rank's pieces are there, where they are not always
-        self.pieces = 0  # their bytes
+        self.added: set[str] = set()  # states whose whole gradient is held
+        self.scattering = ScatterQueue[tuple[int, int]]()  # (bucket, bytes) of reduce-scatters in flight
+        self.scattered: set[int] = set()  # buckets whose gradient pieces are held, under ZeRO 2 and 3
+        self.pieces = 0  # bytes of these pieces
         self.turning = Turning(facts, stage)
         self.host = 0
-        self.leaving = 0  # what is on its way to host memory while the next computation runs
+        self.leaving = 0  # bytes on their way to host memory while the next computation runs
         self.totals = {v for c in self.calls if c.data.prologue for v in c.data.outputs}
 
     @property
@@ -232,25 +238,29 @@ class _Holder:
         return peak, self.held
 
     def scatter(self, i: Instruction) -> int:
-        """Send a bucket's gradients, once there is one less on its way; the most bytes meanwhile."""
+        """Start the reduce-scatter of a bucket's gradients, after ending the earlier ones that must end first.
+
+        Returns the peak bytes meanwhile.
+        """
         assert i.bucket is not None
         peak = self.held
         for _ in self.scattering.before_next():
             peak = max(peak, self.collect())
         states = self.shared[i.bucket]
         whole = sum(map(self.facts.gradient_bytes, states))
-        peak = max(peak, self.held + whole)  # what is sent is a copy
+        peak = max(peak, self.held + whole)  # a copy of the gradients is sent
         comes = whole if self.facts.program.whole_scatter else sum(map(self.facts.gradient_piece_bytes, states))
         bucket = self.facts.program.stages[self.stage].buckets[i.bucket]
         if bucket.compression is not None and not bucket.levels:
-            comes = int(2 * whole * self.facts.wire_share(bucket))  # what goes, too, in other bytes
+            comes = int(2 * whole * self.facts.wire_share(bucket))  # compressed bytes, sent and received
             peak += int(WORKING[bucket.compression] * whole)
         self.scattering.begin((i.bucket, whole + comes))
         self.added.difference_update(states)
         return peak
 
     def collect(self) -> int:
-        """Add what came of the first bucket on its way to this rank's pieces; the most bytes meanwhile."""
+        """End the oldest reduce-scatter in flight and add its result to this rank's pieces. Returns the peak bytes
+        meanwhile."""
         number = next(iter(self.scattering))[0]
         pieces = sum(map(self.facts.gradient_piece_bytes, self.shared[number]))
         peak = self.held + (pieces if self.facts.program.whole_scatter else 0)  # the sum of the parts
@@ -261,19 +271,19 @@ class _Holder:
         return peak
 
     def settle(self, states: Sequence[str]) -> None:
-        """SYNC makes the pieces of tied states to which nothing is added here."""
+        """Count gradient pieces that SYNC creates: of tied ``states`` whose buckets this stage has not scattered."""
         for number, held in enumerate(self.shared):
             if self.facts.program.zero >= 2 and number not in self.scattered and not set(held).isdisjoint(states):
                 self.scattered.add(number)
                 self.pieces += sum(map(self.facts.gradient_piece_bytes, held))
 
     def fetched(self, states: Sequence[str]) -> int:
-        """What a FETCH of parameters brings."""
+        """The bytes that a FETCH copies to the device for the parameters ``states``; 0 unless they are offloaded."""
         hosted = "parameters" in self.facts.program.offload
         return sum(self.facts.piece_bytes(s) for s in states) if hosted else 0
 
     def moved(self, i: Instruction) -> list[CallFacts]:
-        """The calls whose activations move."""
+        """The calls of an OFFLOAD or FETCH whose activations are moved: all that have a backward."""
         assert i.calls is not None
         return [call for call in self.calls[slice(*i.calls)] if call.has_backward]
 
@@ -331,7 +341,7 @@ class _Holder:
                 for value in call.gives:
                     self.hold_gradient(value, i.microbatch)
             new = [s for s in call.adds if s in self.passing] if i.op != "I" else []
-            # the others come while what the call keeps goes
+            # the other gradients are created while the call's saved tensors are freed
             self.added.update(sorted(new, key=self.facts.gradient_bytes)[-1:])
             first = self.held + call.recomputed_bytes
             self.note(position, call.recomputed_bytes)
@@ -343,7 +353,7 @@ class _Holder:
                 for value in call.carries:
                     self.hold(value, i.microbatch)
                 self.saved += call.carried_bytes
-                self.note(position)  # what it carries is there until its W
+                self.note(position)  # the carried tensors are held until the call's W
             if i.op == "W":
                 for value in call.carries:
                     self.release(value, i.microbatch)

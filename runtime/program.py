@@ -1,8 +1,8 @@
 """A program: everything that the ranks need in order to run, as data.
 
 One :class:`Program` describes all ranks. Ranks with the same pipeline coordinate share one :class:`Stage`, and thus one
-instruction list; :meth:`Program.rank` derives what one rank does. A program is read, proven, simulated, drawn and run
-from here alone: the model's class is not needed.
+instruction list; :meth:`Program.rank` derives the program of one rank. A program is enough to prove, simulate, draw and
+run a plan: the model's class is not needed.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ class Value(Data):
     dtype: str
     requires_grad: bool = False
     layout: str = "R"  # over tp
-    context: str = "R"  # over cp, of which tp shards what each rank has
+    context: str = "R"  # over cp; tp shards the part that each cp rank has
 
 
 class BlockGraph(Data):
     """A block type's local graph with its collectives; ``nodes`` as ``passes/serialize.py`` writes them.
 
-    ``again``: names of nodes whose results are quickly made again: what selective recomputation does not keep.
+    ``again``: names of nodes that are cheap to recompute; selective recomputation does not save their results.
     """
 
     nodes: tuple[dict[str, Any], ...]
@@ -84,7 +84,7 @@ class BlockGraph(Data):
 
 
 class CallData(Data):
-    """One call of a block on a stage: which states and values it reads, which values it makes."""
+    """One call of a block on a stage: the states and input values that it reads, and the values that it produces."""
 
     block: str
     path: str
@@ -95,14 +95,15 @@ class CallData(Data):
 
 
 class StateData(Data):
-    """A parameter, buffer or constant: global shape, how it is sharded, on which stages it is read.
+    """A parameter, buffer or constant: its global shape, its layouts, and the stages that read it.
 
-    ``parts``: the model's own parameters of which it is a stack along dim 0; what goes in and out is under their names.
+    ``parts``: the model's own parameters that it stacks along dim 0; weights are read and written under their names.
     ``grad_axes``: the mesh axes over which its gradient is a partial sum after the last backward.
-    ``zero_axes``: the mesh axes whose ranks share it, or what is kept for it, under the program's ``zero``: what the
-    cuts over ``ep`` and ``tp`` leave is taken flat, in equal pieces but for the last (see ``runtime/pieces.py``).
-    ``update``: the value that a buffer takes at the end of a step, laid out as it is; with ``keeps`` the buffer takes
-    the sum of this value over microbatches and ranks of ``dp``, and ``keeps`` times what it held.
+    ``zero_axes``: the mesh axes whose ranks share it under the program's ``zero`` (its optimizer states, gradient or
+    elements): its shard over ``ep`` and ``tp`` is flattened and cut into equal pieces, the last ones shorter (see
+    ``runtime/pieces.py``).
+    ``update``: the value that a buffer takes at the end of a step, in the same layout. With ``keeps`` the buffer
+    becomes ``keeps`` times its old value plus the sum of that value over microbatches and ``dp`` ranks.
     """
 
     shape: tuple[int, ...]
@@ -135,7 +136,7 @@ class InputData(Data):
 
 
 class PlainValue(Data):
-    """A value of an argument that is no tensor: its type, and how Python writes it."""
+    """An argument value that is no tensor: its type, and its ``repr`` (a string: the text itself)."""
 
     kind: Literal["bool", "int", "float", "str", "NoneType"]
     text: str
@@ -146,7 +147,7 @@ class PlainValue(Data):
 
     @property
     def value(self) -> bool | int | float | str | None:
-        """The value itself."""
+        """The Python value."""
         if self.kind in ("int", "float"):
             return int(self.text) if self.kind == "int" else float(self.text)
         return {"str": self.text, "NoneType": None}.get(self.kind, self.text == "True")
@@ -156,7 +157,7 @@ class PlainValue(Data):
 
 
 class ArgumentData(Data):
-    """A parameter of the model's ``forward``; ``default``: absent where it has none, or one that is no plain value."""
+    """An argument of the model's ``forward``. ``default`` is absent if it has none, or one that is no plain value."""
 
     name: str
     required: bool = False
@@ -164,9 +165,12 @@ class ArgumentData(Data):
 
 
 class GuardData(Data):
-    """A decision that the forward took by numbers of the batch: ``expression``, as JSON of the nested lists that
-    ``passes/lifted_numbers.py`` evaluates, had this ``outcome`` at ``where`` (``file:line``). The program holds for
-    numbers of which that is true."""
+    """A condition on numbers of the batch that the traced forward branched on.
+
+    ``expression``: the condition, as JSON of the nested lists that ``passes/lifted_numbers.py`` evaluates; ``outcome``:
+    its result; ``where``: its place in the source (``file:line``). The program is valid only for batches with this
+    outcome.
+    """
 
     expression: str
     outcome: bool
@@ -174,8 +178,11 @@ class GuardData(Data):
 
 
 class SignatureData(Data):
-    """How the model is called. ``arguments``: of its ``forward``, in order; absent where they are not known. ``fixed``:
-    by path, values of the planned batch that are no tensors, for which alone the program holds."""
+    """How the model is called.
+
+    ``arguments``: the arguments of ``forward``, in order; absent if unknown. ``fixed``: path -> value of every leaf of
+    the planned batch that is no tensor; the program is valid for these values only.
+    """
 
     arguments: tuple[ArgumentData, ...] | None = None
     fixed: dict[str, PlainValue] = Field(default_factory=dict)
@@ -183,7 +190,10 @@ class SignatureData(Data):
 
 
 class OutputData(Data):
-    """A leaf of the model's result. ``batch``: ``S<dim>`` joined, ``P`` added up, ``R`` alike in every microbatch."""
+    """A leaf of the model's result.
+
+    ``batch`` says how to combine microbatches: ``S<dim>`` concatenate along a dim, ``P`` sum, ``R`` take any one.
+    """
 
     path: str
     value: str | None = None
@@ -195,27 +205,30 @@ class OutputData(Data):
 
 
 class Stage(Data):
-    """What the ranks of one pipeline coordinate hold and do."""
+    """The calls, instructions and gradient buckets of one pipeline stage, which all ranks of that stage share."""
 
     calls: tuple[CallData, ...]
     instructions: Instructions
     buckets: tuple[Bucket, ...] = ()
     checkpoint_calls: tuple[int, ...] = ()  # calls that are recomputed in backward rather than saved
-    selective_calls: tuple[int, ...] = ()  # calls of which only their block's ``again`` is
+    selective_calls: tuple[int, ...] = ()  # calls of which only the block's ``again`` nodes are recomputed
 
 
 class Program(Data):
-    """The programs of all ranks. ``fingerprint`` is that of the weights' names, shapes and types.
+    """The programs of all ranks. ``fingerprint``: hash of the names, shapes and types of the weights.
 
-    ``mesh["ep"]`` ranks of dp x cp x tp share the experts, each expert over ``etp`` of them (0: as many as ``tp``).
-    Experts see the ranks of a stage as the axes ``edp`` (replicas of an expert), ``ep`` and ``etp``, outermost first.
+    ``mesh["ep"]``: expert-parallel size, over ranks of dp x cp x tp. Each expert is sharded over ``etp`` ranks (0: as
+    many as ``tp``). For experts, the ranks of a stage form the axes ``edp`` (replicas of an expert), ``ep`` and
+    ``etp``, outermost first.
 
-    ``zero``: what the ranks of a state's ``zero_axes`` share: optimizer states (1), gradients too (2), and parameters
-    too (3). ``dp_shard``: the ranks of ``dp`` that do, neighbours (0: all); the rest, ``dp_replicate``, has replicas.
-    Without ``zero``: those over which gradients are scattered first, where they are reduced level by level.
+    ``zero``: ZeRO stage; the ranks of a state's ``zero_axes`` share optimizer states (1), also gradients (2), also
+    parameters (3). ``dp_shard``: number of neighbouring ``dp`` ranks that share states (0: all); along
+    ``dp_replicate`` there are replicas. Without ``zero``, a hierarchical reduction scatters gradients over ``dp_shard``
+    first.
 
-    ``data_shares``: how many microbatches each rank of ``dp`` has, in the order of the batch, where that is not
-    ``num_microbatches``, the most of them, for all. A rank that has fewer passes over what its stage does for the rest.
+    ``data_shares``: number of microbatches of each ``dp`` rank, in the order of the batch; empty if every rank has
+    ``num_microbatches``. Otherwise ``num_microbatches`` is their maximum, and a rank with fewer microbatches skips the
+    instructions of the others.
     """
 
     mesh: dict[str, int]
@@ -231,17 +244,17 @@ class Program(Data):
     loss: str | None
     stages: tuple[Stage, ...]
     fingerprint: str
-    constants: dict[str, Any] = Field(default_factory=dict)  # name -> nested lists: what no checkpoint has
-    initial: dict[str, Any] = Field(default_factory=dict)  # buffer -> a number, or nested lists: without any weights
+    constants: dict[str, Any] = Field(default_factory=dict)  # name -> nested lists; checkpoints have no constants
+    initial: dict[str, Any] = Field(default_factory=dict)  # buffer -> initial number or nested lists, without weights
     tree: str | None = None
     signature: SignatureData = Field(default_factory=SignatureData)
     etp: int = 0
     zero: Literal[0, 1, 2, 3] = 0
     dp_shard: int = 0
-    fused_attention: bool = True  # kernels keep no scores, whatever the widths of heads
-    tf32: bool = False  # products in float32 take the rounded operands of GPUs' tensor cores
-    whole_scatter: bool = False  # scattering gradients receives all parts of them, which takes memory (Gloo)
-    # what is kept in host memory, and whether the optimizer's states are on disk instead
+    fused_attention: bool = True  # attention kernels save no scores, for any head width
+    tf32: bool = False  # float32 matrix products round their operands to TF32, for GPUs' tensor cores
+    whole_scatter: bool = False  # a reduce-scatter receives all ranks' parts before it sums them (Gloo): more memory
+    # states kept in host memory; "disk": optimizer states are kept on disk instead
     offload: tuple[Offload, ...] = ()
 
     @property
@@ -249,7 +262,7 @@ class Program(Data):
         return num_ranks(self.mesh)
 
     def share(self, place: int) -> range:
-        """The microbatches of the batch, in its order, that the ranks at ``place`` of ``dp`` have."""
+        """The microbatches, numbered in the order of the batch, of the ranks with ``dp`` coordinate ``place``."""
         if not self.data_shares:
             return range(place * self.num_microbatches, (place + 1) * self.num_microbatches)
         start = sum(self.data_shares[:place])
@@ -257,29 +270,30 @@ class Program(Data):
 
     @property
     def batch_microbatches(self) -> int:
-        """All microbatches of the batch."""
+        """The number of microbatches of the whole batch, over all ``dp`` ranks."""
         return sum(self.data_shares) if self.data_shares else self.num_microbatches * self.mesh.get("dp", 1)
 
     @cached_property
     def expert_mesh(self) -> dict[str, int]:
-        """The same ranks as the experts see them."""
+        """The mesh of the ranks for experts, axis -> size: ``edp``, ``ep`` and ``etp`` replace dp, cp and tp."""
         return expert_mesh(self.mesh, self.etp)
 
     @cached_property
     def hybrid_mesh(self) -> dict[str, int]:
-        """``dp`` and ``edp`` in two: ranks that share states, and replicas of all these."""
+        """``dp`` and ``edp`` each split into the axis of ranks that share states and the axis of replicas: axis ->
+        size."""
         return hybrid_mesh(self.mesh, self.etp, self.dp_shard)
 
     def size(self, axis: str) -> int:
-        """The ranks along an axis of the mesh, of the experts' mesh, or of what either is split into."""
+        """The number of ranks along an axis of the mesh, of the experts' mesh or of the hybrid mesh."""
         if axis in HYBRID_AXES:
             return self.hybrid_mesh[axis]
         return self.expert_mesh[axis] if axis in EXPERT_AXES else self.mesh.get(axis, 1)
 
     def grid(self, axes: Collection[str]) -> dict[str, int]:
-        """The axes, with their sizes, among which ``axes`` are; their sizes multiply to the number of ranks.
+        """A mesh of all ranks (axis -> size, outermost first) that contains ``axes``.
 
-        Of axes with one rank, which change no group, it may leave out any.
+        Axes with one rank, which change no group, may be missing.
         """
         many = {axis for axis in axes if self.size(axis) > 1}
         return next(grid for grid in self._grids if many <= grid.keys())
@@ -300,7 +314,7 @@ class Program(Data):
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """How far apart neighbouring ranks on each axis are."""
+        """For each mesh axis, the difference of the numbers of neighbouring ranks."""
         strides, step = {}, 1
         for axis in reversed(AXES):
             strides[axis] = step
@@ -308,7 +322,7 @@ class Program(Data):
         return strides
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """A rank's place on each mesh axis."""
+        """A rank's coordinate on each mesh axis. Raises ``ValueError`` if the rank is outside the mesh."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside the mesh of {self.world_size} ranks {self.mesh}")
         return {axis: rank // self.strides[axis] % self.mesh.get(axis, 1) for axis in AXES}
@@ -317,7 +331,10 @@ class Program(Data):
         return sum(self.strides[axis] * coordinates.get(axis, 0) for axis in AXES)
 
     def group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """The ranks that share all of ``rank``'s coordinates but those on ``axes``, of any mesh, by rank."""
+        """The ranks, in ascending order, whose coordinates equal those of ``rank`` except on ``axes``.
+
+        ``axes`` are axes of the mesh, of the experts' mesh or of the hybrid mesh.
+        """
         grid, step = self.grid(axes), 1
         ranks = [rank]
         for axis in reversed(grid):
@@ -328,16 +345,16 @@ class Program(Data):
         return tuple(ranks)
 
     def place(self, rank: int, axis: str) -> int:
-        """A rank's place on an axis of the mesh, of the experts' mesh, or of what either is split into."""
+        """A rank's coordinate on an axis of the mesh, of the experts' mesh or of the hybrid mesh."""
         grid = self.grid((axis,))
         sizes = [*grid.values()]
-        if axis not in grid:  # of one rank
+        if axis not in grid:  # an axis with one rank
             return 0
         at = [*grid].index(axis)
         return rank // math.prod(sizes[at + 1 :]) % sizes[at]
 
     def expert_coordinates(self, rank: int) -> dict[str, int]:
-        """A rank's place on each axis of the experts' mesh."""
+        """A rank's coordinate on each axis of the experts' mesh."""
         places, step = {}, 1
         for axis in reversed(self.expert_mesh):
             places[axis] = rank // step % self.expert_mesh[axis]
@@ -355,7 +372,7 @@ def weights_fingerprint(states: dict[str, StateData]) -> str:
 
 
 def shards_of(program: Program, state: str, rank: int) -> tuple[Shard, ...]:
-    """The cuts of a state on ``rank``: over ``ep`` first, then over ``tp``; none where it is whole."""
+    """The cuts that give the shard of a state on ``rank``: first over ``ep``, then over ``tp``; empty without cuts."""
     data = program.states[state]
     cuts = (
         (data.expert_layout, "ep", program.expert_coordinates(rank)),
@@ -366,7 +383,10 @@ def shards_of(program: Program, state: str, rank: int) -> tuple[Shard, ...]:
 
 
 def shard_shape(program: Program, state: str) -> tuple[int, ...]:
-    """The shape of one rank's part of a state. Raises ``ValueError`` where its layouts are malformed."""
+    """The shape of one rank's shard of a state, before ZeRO divides it.
+
+    Raises ``ValueError`` if a layout is malformed.
+    """
     data = program.states[state]
     shape = data.shape
     for text, axis in ((data.expert_layout, "ep"), (data.layout, "tp")):
@@ -375,14 +395,14 @@ def shard_shape(program: Program, state: str) -> tuple[int, ...]:
 
 
 def updated_states(program: Program) -> list[str]:
-    """The buffers that a step changes."""
+    """The names of the buffers that a step updates."""
     return [name for name, state in program.states.items() if state.update is not None]
 
 
 def shortened(instructions: Instructions, program: Program, num_microbatches: int) -> Instructions:
-    """What is left of a stage's list for a rank that has only the first ``num_microbatches``.
+    """The instructions of a stage for a rank that has only the first ``num_microbatches`` microbatches.
 
-    What is done once a step is left: reductions are entered by all ranks.
+    Instructions that run once per step stay: all ranks take part in reductions.
     """
     if num_microbatches >= program.num_microbatches:
         return instructions
@@ -390,11 +410,12 @@ def shortened(instructions: Instructions, program: Program, num_microbatches: in
 
 
 class RankProgram(Data):
-    """One rank's program: its stage's instructions, its shards, its groups. Derived, and self-contained as JSON."""
+    """One rank's program: its instructions, shards and groups, derived from the program of all ranks, which it
+    contains."""
 
     program: Program
     rank: int
-    own: tuple[Instruction, ...] | None = None  # instead of the stage's, where a rank's list was edited
+    own: tuple[Instruction, ...] | None = None  # an edited instruction list that replaces the stage's
 
     @cached_property
     def coordinates(self) -> dict[str, int]:
@@ -410,7 +431,7 @@ class RankProgram(Data):
 
     @cached_property
     def share(self) -> range:
-        """The microbatches of the batch that this rank has."""
+        """The microbatches of this rank, numbered in the order of the batch."""
         return self.program.share(self.coordinates["dp"])
 
     @cached_property
@@ -419,7 +440,7 @@ class RankProgram(Data):
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Where its instructions are in its stage's list, of which other ranks may have more; empty where none has."""
+        """The indices of this rank's instructions in its stage's list; empty if every rank has as many microbatches."""
         kept, every = len(self.share), enumerate(self.stage.instructions if self.program.data_shares else ())
         return tuple(k for k, i in every if i.microbatch is None or i.microbatch < kept)
 
@@ -427,7 +448,7 @@ class RankProgram(Data):
         return self.program.group(self.rank, axes)
 
     def peer(self, stage: int) -> int:
-        """The rank of ``stage`` that shares this rank's other coordinates."""
+        """The rank of ``stage`` whose other coordinates equal this rank's."""
         return self.rank + (stage - self.stage_index) * self.program.strides["pp"]
 
     @cached_property
@@ -436,7 +457,7 @@ class RankProgram(Data):
         return {name: Layout.parse(s.layout) for name, s in self.program.states.items() if self.stage_index in s.stages}
 
     def shards(self, state: str) -> tuple[Shard, ...]:
-        """How this rank's part of a state is cut out of the whole, one cut after the other."""
+        """The cuts, applied one after the other, that give this rank's shard of a state."""
         return shards_of(self.program, state, self.rank)
 
     @cached_property
@@ -444,18 +465,18 @@ class RankProgram(Data):
         return self.program.expert_coordinates(self.rank)
 
     def is_first_holder(self, state: str) -> bool:
-        """Whether no other rank of its stage has the same part of a state and comes before this one."""
+        """Whether this rank is the lowest rank of its stage that holds its part of a state."""
         data = self.program.states[state]
         experts = Layout.parse(data.expert_layout).is_shard
         alike = ["edp", "etp"] if experts else ["dp", "cp", "tp"]
         if Layout.parse(data.layout).is_shard:
             alike.pop()
-        # ranks that share a state have pieces of their own; only replicas of all these have the same
+        # ranks that share a state hold different pieces; only replicas hold the same piece
         same = axes_beside(alike, data.zero_axes)
         return all(self.program.place(self.rank, axis) == 0 for axis in same)
 
     def zero_group(self, state: str) -> tuple[int, ...]:
-        """The ranks that share a state with this one; this one alone where it is not sharded."""
+        """The ranks that share a state with this rank under ZeRO; this rank alone if the state is not shared."""
         return self.group(*self.program.states[state].zero_axes)
 
     def with_instructions(self, instructions: tuple[Instruction, ...]) -> Self:

@@ -1,7 +1,7 @@
-"""Parameters that the ranks of a group share: a piece on each, the whole of them between GATHER and FREE.
+"""Parameters sharded by ZeRO: each rank of a group holds a piece; whole parameters exist between GATHER and FREE.
 
-The whole of a parameter is one tensor all the time, of which FREE takes the memory away and GATHER gives it anew: what
-a call's forward kept of it for its backward (the parameter, a view of it) reads it when it is there again.
+A whole parameter is one tensor object for the entire run. FREE releases its memory and GATHER allocates it again, so
+that tensors saved for backward (the parameter, or a view of it) are valid again after the GATHER.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from runtime.zero import pieces_of, zero_axes
 
 
 class Flat:
-    """Padded pieces of several states, one after the other: ``piece(i)`` is a view without the padding.
+    """A flat buffer with the padded pieces of several states, one after the other.
 
-    ``grain``, ``whole``: what the place of each, and the length of all, are multiples of.
+    ``piece(i)`` is a view of one piece without its padding. Pieces start at multiples of ``grain`` elements, and the
+    length of the buffer is a multiple of ``whole`` elements.
     """
 
     def __init__(
@@ -39,11 +40,11 @@ class Flat:
 
     @property
     def given(self) -> bool:
-        """Whether its memory is given away."""
+        """Whether the memory of the buffer is released."""
         return self._storage.nbytes() != self._nbytes
 
     def take(self) -> None:
-        """Take back the memory that :meth:`give` gave away."""
+        """Allocate the memory of the buffer again after :meth:`give`; its contents are undefined."""
         if self.given:
             self._storage.resize_(self._nbytes)
 
@@ -54,13 +55,14 @@ class Flat:
         return self.buffer[self.starts[i] : self.starts[i] + self.pieces[i].size]
 
     def rows(self, whole: Tensor, i: int) -> Tensor:
-        """State ``i`` in ``whole``, the pieces of all ranks, flat: of shape ``[ranks, length]``."""
+        """The pieces of state ``i`` in ``whole``, the concatenated buffers of all ranks; a view ``[ranks, length]``."""
         start = self.starts[i]
         return whole.view(self.pieces[i].ranks, self.length)[:, start : start + self.pieces[i].length]
 
 
 class Room:
-    """A tensor of ``shape`` at the start of room for all of its pieces; the room may be given away and taken back."""
+    """A tensor of ``shape`` in a buffer that has room for all of its padded pieces; the memory can be released and
+    allocated again."""
 
     def __init__(self, piece: Piece, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self.padded = torch.zeros(piece.ranks * piece.length, dtype=dtype, device=device)
@@ -72,14 +74,17 @@ class Room:
 
     @property
     def rows(self) -> Tensor:
-        """Of shape ``[ranks, length]``. What is written here counts as no change of the parameter: it has its value
-        from the optimizer's step, or is having it copied for a checkpoint."""
+        """The padded pieces of all ranks, a view ``[ranks, length]``.
+
+        Writes through this view do not raise the version counter of the parameter: a GATHER writes the values that the
+        optimizer's step has set already, which is no change to autograd or to a checkpoint that is being copied.
+        """
         return self.padded.data.view(self._rows)
 
     def take(self) -> None:
         if self._storage.nbytes() != self._nbytes:
             self._storage.resize_(self._nbytes)
-            if self._padding.numel():  # what is sent with the rest is no matter what was there before
+            if self._padding.numel():  # padding is sent too, and must not depend on the memory's earlier contents
                 self._padding.data.zero_()
 
     def give(self) -> None:
@@ -87,8 +92,11 @@ class Room:
 
 
 class GatheredBucket:
-    """The parameters of one bucket. ``keep``: the whole of them stays (ZeRO 1 and 2). ``hosted``: the rank's pieces are
-    in host memory, and here from a FETCH to the end of the GATHER."""
+    """The sharded parameters of one bucket, and their all-gather.
+
+    ``keep``: whole parameters are never freed (ZeRO 1 and 2). ``hosted``: the rank's pieces are in host memory, and on
+    the device only from a FETCH to the end of the GATHER.
+    """
 
     def __init__(
         self, rank: RankProgram, number: int, group: Group, held: Mapping[str, Tensor], keep: bool, hosted: bool = False
@@ -103,7 +111,7 @@ class GatheredBucket:
         ]
         self.whole = {s: room.tensor for s, room in zip(states, self.rooms, strict=True)}
         self.pieces = {s: self.flat.piece(i) for i, s in enumerate(states)}
-        if keep:  # a rank's piece is where it is in the whole, once
+        if keep:  # a rank's piece is a view of the whole parameter, so it is stored once
             self.pieces = {
                 s: room.padded[p.start : p.start + p.size]
                 for s, room, p in zip(states, self.rooms, self.flat.pieces, strict=True)
@@ -120,20 +128,20 @@ class GatheredBucket:
         self._pending = self.group.all_gather(self._mine(), 0)
 
     def _mine(self) -> Tensor:
-        """This rank's pieces, padded, one after the other."""
+        """This rank's padded pieces, concatenated: the operand of the all-gather."""
         if not self.keep:
             return self.flat.buffer
         return torch.cat([room.rows[self.group.index] for room in self.rooms])
 
     def wait(self) -> None:
-        """Be sure that the parameters are there."""
+        """Wait for the all-gather, if one was started, and copy its result into the whole parameters."""
         if self._pending is None:
             return
         whole = self._pending.wait()
         for i, room in enumerate(self.rooms):
             room.take()
             rows, own = self.flat.rows(whole, i), self.group.index
-            others = (slice(own), slice(own + 1, None)) if self.keep else (slice(None),)  # its own is where it is
+            others = (slice(own), slice(own + 1, None)) if self.keep else (slice(None),)  # its own piece is in place
             for part in others:
                 room.rows[part].copy_(rows[part])
         self._pending.release()
@@ -147,10 +155,11 @@ class GatheredBucket:
 
 
 class ShardedParameters:
-    """A rank's sharded parameters. ``held``: what :func:`runtime.state.load_states` gave, whose pieces are copied.
+    """All sharded parameters of a rank.
 
-    ``pieces``: this rank's piece of each, which an optimizer updates; ``whole``: the tensors that calls read;
-    ``leaving``: of which of them the memory is given away between calls.
+    ``held``: the result of :func:`runtime.state.load_states`; its pieces are copied. ``pieces``: state -> this rank's
+    piece, which an optimizer updates. ``whole``: state -> the whole parameter, which calls read. ``leaving``: names of
+    the states whose whole parameter is freed between calls.
     """
 
     def __init__(self, rank: RankProgram, held: Mapping[str, Tensor], communicator: Communicator) -> None:

@@ -1,8 +1,9 @@
-"""An optimizer whose states are on disk: it steps some parameters at a time, whose states alone are in memory then.
+"""Keep the states of an optimizer on disk: it updates one window of parameters at a time, whose states are in memory.
 
-Its own ``step`` runs once for every window, on groups that have the window's parameters alone. That is the same step
-for optimizers that update each parameter from itself, its gradient and its state; others are refused, as far as they
-show. While one window is stepped the next one is read, and the one before written.
+The optimizer's own ``step`` runs once per window, on parameter groups that have the window's parameters only. The
+result is the same for optimizers that update each parameter from itself, its gradient and its state; others are
+refused, as far as they can be detected. While one window is updated, the next one is read and the previous one is
+written.
 """
 
 from __future__ import annotations
@@ -22,20 +23,19 @@ from runtime.errors import OffloadError
 WINDOW = 64 << 20  # bytes of parameters; their states under Adam are twice that
 KEEPER = "_window_keeper"
 
-_Part = tuple[int, list[nn.Parameter]]  # a group, and which of its parameters
+_Part = tuple[int, list[nn.Parameter]]  # index of a parameter group, and some of its parameters
 _Check = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]
 
 
 def keeper_of(optimizer: torch.optim.Optimizer | None) -> Windows | None:
-    """What keeps an optimizer's states on disk; ``None`` where nothing does."""
+    """The :class:`Windows` of ``optimizer``; ``None`` if its states are not on disk."""
     return getattr(optimizer, KEEPER, None)
 
 
 def keep_on_disk(optimizer: torch.optim.Optimizer, disk: Disk, ready: Callable[[], None]) -> None:
-    """Let ``optimizer`` have its states on ``disk``, those that it has and those that it makes. ``ready``: called
-    before every step.
+    """Move the states of ``optimizer`` to ``disk``, and make its later steps keep them there.
 
-    Raises :class:`OffloadError` for one that cannot be stepped in windows.
+    ``ready`` is called before every step. Raises :class:`OffloadError` if the optimizer cannot run window by window.
     """
     kind = type(optimizer)
     if keeper_of(optimizer) is not None:
@@ -61,7 +61,10 @@ def keep_on_disk(optimizer: torch.optim.Optimizer, disk: Disk, ready: Callable[[
 
 
 def expect_on_disk(engine: object, parameters: Iterable[nn.Parameter]) -> None:
-    """As long as ``engine`` is there, let no optimizer step ``parameters`` whose states would be in memory."""
+    """Refuse steps of optimizers of ``parameters`` that keep their states in memory, as long as ``engine`` exists.
+
+    Such a step raises :class:`OffloadError`.
+    """
     own = {id(parameter) for parameter in parameters}
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -75,10 +78,10 @@ def expect_on_disk(engine: object, parameters: Iterable[nn.Parameter]) -> None:
 
 
 class StepHook:
-    """Checks before every step of any optimizer, each as long as its engine is there.
+    """Checks that run before every step of any optimizer, each as long as its engine exists.
 
-    By one hook of torch's, which stays once there is a check: torch iterates over its hooks while a step runs, and an
-    engine may go meanwhile.
+    One global torch hook runs all checks and is never removed: torch iterates over its hooks during a step, and an
+    engine may be garbage-collected meanwhile.
     """
 
     def __init__(self) -> None:
@@ -87,7 +90,8 @@ class StepHook:
         self._is_registered = False
 
     def add(self, engine: object, check: _Check) -> None:
-        """``check`` gets the optimizer and the arguments of its step, and does not refer to ``engine``."""
+        """Run ``check`` with the optimizer and the arguments of its step before every step, as long as ``engine``
+        exists. ``check`` must not refer to ``engine``."""
         with self._changing:
             self._checks.setdefault(engine, []).append(check)
             if not self._is_registered:
@@ -105,27 +109,30 @@ step_hook = StepHook()
 
 
 class Windows:
-    """The states of one optimizer, on disk: ``raw`` is its own step."""
+    """The states of one optimizer on disk, and its step window by window. ``raw``: the optimizer's own step."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, raw: Callable[..., Any], disk: Disk, ready: Callable[[], None]
     ) -> None:
         self._optimizer, self._raw, self._disk, self._ready = optimizer, raw, disk, ready
-        self._slots: dict[tuple[int, str], Tensor] = {}  # by parameter and name: where each state is
+        self._slots: dict[tuple[int, str], Tensor] = {}  # (id of parameter, state name) -> its tensor on disk
         for window in self._windows():
             self._settle([p for _, parameters in window for p in parameters])
         self._disk.wait()
 
     def room(self, parameter: nn.Parameter, key: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Where a state of a parameter is on disk."""
+        """The tensor on disk for state ``key`` of ``parameter``; allocated if there is none of this shape and type."""
         slot = self._slots.get((id(parameter), key))
         if slot is None or slot.shape != torch.Size(shape) or slot.dtype != dtype:
             slot = self._slots[id(parameter), key] = self._disk.empty(shape, dtype)
         return slot
 
     def step(self, closure: Callable[[], Any] | None, more: dict[str, Any]) -> Any:
-        """The optimizer's step, window by window. Raises :class:`OffloadError` where it is not one of each parameter
-        by itself; ``OSError`` where the disk fails."""
+        """Run the optimizer's step window by window, and return the loss of ``closure``.
+
+        Raises :class:`OffloadError` if the step does not update each parameter by itself, and ``OSError`` if the disk
+        fails.
+        """
         optimizer, loss = self._optimizer, None
         self._ready()
         if closure is not None:
@@ -148,7 +155,7 @@ class Windows:
         return loss
 
     def _windows(self) -> Iterator[list[_Part]]:
-        """The parameters of all groups, a window at a time."""
+        """Divide the parameters of all groups into windows of about ``WINDOW`` bytes."""
         window: list[_Part] = []
         room = WINDOW
         for index, group in enumerate(self._optimizer.param_groups):
@@ -165,13 +172,13 @@ class Windows:
             yield window
 
     def _read(self, window: Sequence[_Part]) -> Iterator[Tensor]:
-        """What a step of a window reads from the disk."""
+        """The tensors that the step of a window reads: parameters with gradients, and their states."""
         for parameter in (p for _, parameters in window for p in parameters if p.grad is not None):
             yield parameter.data
             yield from (held[key] for held, key, _ in _tensors(self._optimizer.state.get(parameter, {})))
 
     def _settle(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Move the states of ``parameters`` to where they are on disk, and let these leave memory."""
+        """Copy the states of ``parameters`` to their tensors on disk, and let the disk write back and evict them."""
         used: list[Tensor] = []
         moved = False
         for parameter in parameters:
@@ -190,7 +197,8 @@ class Windows:
         self._disk.behind(used)
 
     def _check(self, parts: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]], before: dict[str, Any]) -> None:
-        """Raise :class:`OffloadError` where a step kept something that is not of one parameter."""
+        """Raise :class:`OffloadError` if a step changed a state that does not belong to a single parameter: an entry of
+        a group, a number of the optimizer, or a state under another key."""
         for part, group in zip(parts, groups, strict=True):
             changed = [k for k in part if k != "params" and part[k] is not group.get(k) and _differ(part[k], group, k)]
             if changed:
@@ -204,8 +212,10 @@ class Windows:
 
 
 def _tensors(holder: Any, prefix: str = "") -> Iterator[tuple[Any, Any, str]]:
-    """The tensors in a parameter's state that go to disk: what holds each, where, and its name. Numbers stay; so does
-    what is of another kind, or not in host memory."""
+    """The tensors of a parameter's state that are moved to disk, as (container, key, name).
+
+    Numbers, tensor subclasses and tensors outside of host memory stay where they are.
+    """
     for key, value in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
         if isinstance(value, dict | list):
             yield from _tensors(value, f"{prefix}{key}.")
@@ -218,7 +228,7 @@ def _differ(value: Any, group: dict[str, Any], key: str) -> bool:
 
 
 def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an optimizer counts or adds up by itself."""
+    """The number attributes of an optimizer, which a step may count or add up."""
     return {name: value for name, value in vars(optimizer).items() if type(value) in (int, float)}
 
 

@@ -1,7 +1,7 @@
-"""Which boxes of the model's tensors a rank holds, and which of them it writes.
+"""Compute which boxes of the model's tensors a rank holds, and which of them it writes to a checkpoint.
 
-Whatever a rank holds of a tensor is a list of boxes: offsets and sizes in the whole tensor, as
-``torch.distributed.checkpoint`` describes chunks. A checkpoint knows nothing else of a plan.
+A rank's part of a tensor is a list of boxes: offsets and sizes in the whole tensor, as ``torch.distributed.checkpoint``
+describes chunks. A checkpoint stores nothing else about the plan.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Range = tuple[int, int]  # start, length
 
 
 class Box(NamedTuple):
-    """A part of a tensor: ``offsets`` in the whole, ``sizes``, and ``local``, where it starts in the rank's shard."""
+    """A box of a tensor: ``offsets`` in the whole tensor, ``sizes``, and ``local``, its offsets in the rank's shard."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -30,9 +30,10 @@ class Box(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a rank holds of a state: what cut upon cut leaves, and of that (flat) the elements of its ``piece``.
+    """The part of a state that a rank holds: a shard, and under ZeRO only the ``piece`` of the flattened shard.
 
-    ``first``: of those that have the pieces; which elements that are does not tell where there are none.
+    ``shards``: the cuts, applied one after the other. ``first``: the rank is the first of the group that shares the
+    shard; an empty piece would not tell.
     """
 
     shards: tuple[Shard, ...]
@@ -41,7 +42,7 @@ class Held(NamedTuple):
 
 
 def held_by(program: Program, state: str, rank: int) -> Held:
-    """What ``rank`` holds of ``state``."""
+    """The part of ``state`` that ``rank`` holds."""
     shards = shards_of(program, state, rank)
     if not program.states[state].zero_axes:
         return Held(shards)
@@ -52,7 +53,7 @@ def held_by(program: Program, state: str, rank: int) -> Held:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of the tensor ``key`` of global ``shape``; ``tensor`` is a view of what the rank holds of it."""
+    """A box at ``offsets`` of the tensor ``key`` of global ``shape``; ``tensor`` is a view of the rank's data."""
 
     key: str
     shape: tuple[int, ...]
@@ -61,9 +62,9 @@ class Piece:
 
 
 def boxes(shape: Sequence[int], shards: Sequence[Shard], within: Box | None = None) -> list[Box]:
-    """The boxes of a tensor of global ``shape`` that cut upon cut leaves to a rank, in the order of its shard.
+    """The boxes that make up a rank's shard of a tensor of global ``shape``, in the order of the shard.
 
-    ``within``: only what is in this box of the shard.
+    ``shards``: the cuts, applied one after the other. ``within``: return only the parts inside this box of the shard.
     """
     ranges: list[list[Range]] = [[(0, size)] for size in shape]
     for layout, num_ranks, index in shards:
@@ -81,7 +82,7 @@ def boxes(shape: Sequence[int], shards: Sequence[Shard], within: Box | None = No
 
 
 def _within(held: Sequence[Range], piece: Range) -> Iterator[Range]:
-    """The parts of the whole that ``piece`` of what is held stands for."""
+    """The ranges of the whole dim that correspond to ``piece``, a range of the concatenated ranges ``held``."""
     start, stop = piece[0], piece[0] + piece[1]
     for (first, length), at in zip(held, _starts(held), strict=True):
         low, high = max(start, at), min(stop, at + length)
@@ -108,9 +109,9 @@ def _starts(held: Sequence[Range]) -> list[int]:
 
 
 def runs(shape: Sequence[int], start: int, size: int) -> Iterator[Box]:
-    """The boxes that ``size`` elements from ``start`` are of a tensor of ``shape``, taken row by row, in their order.
+    """Cut the elements ``[start, start + size)`` of a row-major tensor of ``shape`` into boxes, in order.
 
-    ``local``: where a box's elements start among these.
+    ``local`` of each box is the offset of its first element from ``start``.
     """
     if not shape:
         if size:
@@ -130,14 +131,14 @@ def runs(shape: Sequence[int], start: int, size: int) -> Iterator[Box]:
 
 
 def _views(state: StateData, held: Held, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
-    """The boxes that a rank holds, and a view of what it holds of each."""
+    """The boxes that a rank holds of a state, each with a view of its data in ``tensor``."""
     if held.piece is None or not tensor.dim():
         yield from ((box, _part(tensor, box)) for box in boxes(state.shape, held.shards))
         return
     shape = state.shape
     for layout, num_ranks, _ in held.shards:
         shape = local_shape(layout, shape, num_ranks)
-    if not math.prod(shape):  # of nothing the first one has all
+    if not math.prod(shape):  # an empty shard has no pieces: the first rank of the group holds its boxes
         yield from ((box, tensor.view(box.sizes)) for box in boxes(state.shape, held.shards) if held.first)
         return
     for run in runs(shape, *held.piece):
@@ -154,13 +155,14 @@ def _part(tensor: Tensor, box: Box) -> Tensor:
 
 
 def pieces(prefix: str, name: str, state: StateData, held: Held, tensor: Tensor, suffix: str = "") -> list[Piece]:
-    """What a rank holds of a state, or of the optimizer's for it, by the model's names: a stack is its parts.
+    """The checkpoint pieces of a rank's part of a state, or of an optimizer state for it, under the model's own names.
 
-    A number (a 0-d ``tensor``, of a state that is none) belongs to the box at the tensor's origin.
+    A stacked state gives the pieces of its parts. A number (a 0-d ``tensor`` for a state with dims) is written by the
+    holder of the box at the tensor's origin.
     """
     found = []
     if state.shape and not tensor.dim() and not held.first:
-        return []  # of those that share a state the first one has its numbers
+        return []  # the first rank of the group that shares a state writes its numbers
     for box, view in _views(state, held, tensor):
         if not state.parts:
             named = [(name, box.offsets)]
@@ -175,26 +177,26 @@ def pieces(prefix: str, name: str, state: StateData, held: Held, tensor: Tensor,
 
 
 def whole_piece(prefix: str, name: str, tensor: Tensor, suffix: str) -> Piece:
-    """All of a tensor that has a shape of its own."""
+    """The piece that covers all of ``tensor``, whose shape differs from its state's."""
     return Piece(f"{prefix}{name}{suffix}", tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
 
 def number(prefix: str, name: str, state: StateData, tensor: Tensor, suffix: str = "") -> Piece:
-    """Where every rank reads a number from: the parts of a stack have the same."""
+    """The piece from which every rank reads a number; all parts of a stack have the same number."""
     return Piece(f"{prefix}{(state.parts or (name,))[0]}{suffix}", (), (), tensor)
 
 
 def written_by(rank: RankProgram, states: Iterable[str]) -> set[str]:
-    """Those of ``states`` of which this rank writes its part.
+    """The names of the ``states`` whose part on this rank this rank writes.
 
-    Every part is written once, on the first stage that reads it; ranks that hold the same parts share them out by size.
-    All ranks find the same without a word to each other.
+    Every part is written once, by a rank of the first stage that reads it. Replicas divide the states among themselves
+    so that their sizes are balanced. All ranks compute the same division without communication.
     """
     alike: dict[tuple[Any, ...], list[str]] = {}
     for name in states:
         data = rank.program.states[name]
         if rank.stage_index == min(data.stages):
-            # of states that are shared alike, pieces of the same index are on the same ranks
+            # if states are sharded the same way, the same ranks hold their pieces of the same index
             index = rank.zero_group(name).index(rank.rank)
             cut = data.layout, data.expert_layout, rank.shards(name), data.zero_axes, index
             alike.setdefault(cut, []).append(name)
@@ -214,7 +216,7 @@ def written_by(rank: RankProgram, states: Iterable[str]) -> set[str]:
 
 
 def _shared_out(names: Sequence[str], num_holders: int, rank: RankProgram) -> Mapping[str, int]:
-    """The largest first, each to the holder with the least so far."""
+    """Assign states to holders greedily: the largest state first, each to the holder with the least bytes so far."""
     sizes = {name: math.prod(rank.program.states[name].shape) for name in names}
     loads = [0] * num_holders
     places = {}

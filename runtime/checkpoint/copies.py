@@ -1,12 +1,13 @@
-"""Copies of the training state in the memory of the nodes, which outlives the ranks (Wang et al. 2023, Gemini).
+"""Checkpoints in host memory, which outlive the ranks: copies of the training state (Wang et al. 2023, Gemini).
 
-Every rank writes all that it holds into a file in its node's memory, which takes what moving the bytes takes. While
-training goes on it sends them to a rank of another node, which keeps them there. Of both kinds there are two, so that
-one step is complete everywhere at any moment: a file is overwritten once all ranks have said that a later one is.
+Every rank writes its whole state into a file in its node's memory, at the cost of a memory copy. While training
+continues, it sends the state to a rank of another node, which keeps a second copy there. Each copy has two files, so
+that one step is complete everywhere at any moment: a file is overwritten only after all ranks have confirmed that the
+copy in the other one is complete.
 
-A run that is started anew finds the newest step of which every rank's state is in some node's memory, and each rank
-reads it there, or has it sent. Copies are of one line of a run, named by a token beside the checkpoints: a run that
-goes on from the disk, or under another plan, begins a new line, and never takes what an abandoned one has left.
+A restarted run finds the newest step for which every rank's state is in some node's memory; each rank reads it there,
+or receives it. Copies belong to one line of a run, named by a token next to the checkpoints. A run that continues from
+disk, or under another plan, begins a new line and never reads the copies of an abandoned one.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ from runtime.checkpoint.training import Optimizers, Stateful, random_state
 from runtime.errors import CheckpointError
 from runtime.files import write_text
 
-LINE = "copies"  # beside the checkpoints: the token of the line whose copies may be taken
+LINE = "copies"  # file next to the checkpoints with the token of the line whose copies may be restored
 SHARED_MEMORY = Path("/dev/shm")
 _Extra = Mapping[str, Stateful]
 
 
 class Copies:
-    """The copies of one run, for one rank; all ranks make one and call the same methods.
+    """The in-memory checkpoints of one run, on one rank. All ranks create one and call the same methods.
 
     Args:
         checkpoints: the run's folder of checkpoints, which all ranks see.
-        memory: a folder in the memory of this rank's node.
+        memory: a folder in the memory of this rank's node; by default ``/dev/shm``.
 
-    Raises :class:`CheckpointError` on all ranks where one has no such folder, and of a plan that keeps states on disk.
+    Raises :class:`CheckpointError` on all ranks if a rank has no such folder, or if the plan keeps states on disk.
     """
 
     def __init__(self, checkpoints: Path, engine: CheckpointedEngine, memory: Path | None = None) -> None:
@@ -69,27 +70,29 @@ class Copies:
         self._begin()
 
     def _begin(self) -> None:
-        """As before the first copy, whatever is on the nodes."""
-        self.step: int | None = None  # of the copy that is complete on all ranks
-        self._written: int | None = None  # of the copy that is being sent
+        """Reset to the state before the first copy; files on the nodes are not touched."""
+        self.step: int | None = None  # step of the copy that is complete on all ranks
+        self._written: int | None = None  # step of the copy that is being sent
         self._identity = ""
-        self._slots: dict[int, list[Slot]] = {}  # this rank's own, and those that it keeps
-        self._room: list[list[int]] = [[], []]  # of which sizes the ranks' two files are, the same on all ranks
+        self._slots: dict[int, list[Slot]] = {}  # rank -> its two files: for this rank, and for ranks that it keeps
+        self._room: list[list[int]] = [[], []]  # for both files, their size in bytes for each rank; equal on all ranks
         self._restored = False
 
     @property
     def nbytes(self) -> int:
-        """The memory that copies take on this rank's node; 0 before the first one."""
+        """The bytes of memory that copies take on this rank's node; 0 before the first copy."""
         return 2 * sum(self._room[1][r] for r in self._ranks_here()) if self._room[1] else 0
 
     def save(self, optimizer: Optimizers, extra: _Extra) -> None:
-        """Copy the state as it is. Raises :class:`CheckpointError` on all ranks where this copy, or sending the one
-        before, has failed on one."""
+        """Copy the current training state into memory, and start sending it to the keeper.
+
+        Raises :class:`CheckpointError` on all ranks if this copy, or sending the previous one, has failed on a rank.
+        """
         state = self._peers.together("the copy in memory was not made", lambda: self._state(optimizer, extra))
         self._complete()
         sizes = self._peers.each(state.nbytes)
         if self.step is not None and self.engine.steps <= self.step:
-            self._begin()  # the run was gone back in: what is there is of steps that are done again
+            self._begin()  # the run was rewound: the existing copies are of steps that are repeated
         if not self._identity:
             self._begin_line()
         if not self._slots:
@@ -103,13 +106,16 @@ class Copies:
         self.engine._saver.saved_at = self.engine.steps
 
     def wait(self) -> None:
-        """Until the last copy is complete on all ranks. Raises :class:`CheckpointError` where it failed."""
+        """Wait until the last copy is complete on all ranks. Raises :class:`CheckpointError` if it failed."""
         self._peers.together("the copy in memory was not made", self._join)
         self._complete()
 
     def restore(self, optimizer: Optimizers, extra: _Extra) -> int | None:
-        """Go on from the newest step that is in memory for every rank; ``None``, and nothing is changed, where there is
-        none, or a newer checkpoint. Returns the step."""
+        """Restore the newest step that is in memory for every rank, and return it.
+
+        Returns ``None`` and changes nothing if there is no such step, if a checkpoint on disk is newer, or (with a
+        warning) if the copies cannot be read.
+        """
         self._peers.together("the copy in memory was not made", self._join)
         self._begin()
         token, disk = self._peers.total(_line(self.checkpoints) if self.rank == 0 else [0, 0])
@@ -142,14 +148,14 @@ class Copies:
         go_on(self.engine, run, run["random"], extra, f"the copy in memory of step {step}")
         if self._leads():
             for name, path in slots_in(self.folder):
-                if name.identity != identity or name.step != step:  # of steps that are done again now
+                if name.identity != identity or name.step != step:  # copies of steps that are repeated now
                     remove(path)
         self._identity, self.step, self._restored = identity, step, True
-        self._peers.total([0])  # nobody opens what another one removes
+        self._peers.total([0])  # a barrier: nobody opens a file that another rank removes
         return step
 
     def remove(self) -> None:
-        """Give the memory back: where the run has ended, and its last step is on the disk."""
+        """Delete all copies of the run: it has ended, and its last step is on disk."""
         self.wait()
         self._slots.clear()
         if self._leads():
@@ -157,7 +163,7 @@ class Copies:
         forget(self.checkpoints, self.rank)
 
     def _leads(self) -> bool:
-        """Whether this rank is the first of its node."""
+        """Whether this rank is the lowest rank of its node."""
         return self._nodes.index(self._nodes[self.rank]) == self.rank
 
     def _make_folder(self) -> None:
@@ -180,7 +186,7 @@ class Copies:
         self._identity = self._identity_of(token)
 
     def _open(self) -> None:
-        """The files that this rank writes; what an earlier line has left goes."""
+        """Open two files for this rank and two for each rank whose copy it keeps; remove files of earlier lines."""
         if self._leads():
             for name, path in slots_in(self.folder):
                 if name.identity != self._identity:
@@ -195,7 +201,10 @@ class Copies:
             self._slots[rank] = slots
 
     def _make_room(self, sizes: list[int]) -> None:
-        """Files of these ``sizes``, where they hold nothing that is needed. Raises :class:`CheckpointError`."""
+        """Resize the files that may be overwritten to ``sizes`` (bytes, for each rank).
+
+        Raises :class:`CheckpointError` on all ranks if a node has too little free memory.
+        """
         wanted = {
             slot: sizes[r]
             for r, slots in self._slots.items()
@@ -218,7 +227,7 @@ class Copies:
             )
 
     def _free(self, rank: int) -> Slot:
-        """The one of a rank's two files that may be overwritten."""
+        """The file, of the two of ``rank``, that may be overwritten."""
         return next(slot for slot in self._slots[rank] if self.step is None or slot.name.step != self.step)
 
     def _write(self, slot: Slot, state: State) -> None:
@@ -232,30 +241,31 @@ class Copies:
         return State.of(own_tensors(self.engine, optimizer), run | {"random": random_state(self.engine.device)})
 
     def _join(self) -> None:
-        """Until what was sent has come. Raises what that raised."""
+        """Wait for the sending thread. Raises the exception that it raised, if any."""
         if self._sending is not None:
             self._sending.join()
         if self._error is not None:
             raise self._error
 
     def _complete(self) -> None:
-        """All ranks have said that the last copy is complete."""
+        """Mark the last copy as complete; called once all ranks have confirmed that it is."""
         if self._written is None or self._written == self.step:
             return
         self.step = self._written
         if self._restored and self._leads():
             for name, path in slots_in(self.folder):
-                if name.rank not in self._ranks_here():  # it was, before the restart
+                if name.rank not in self._ranks_here():  # its copy was kept here before the restart
                     remove(path)
         self._restored = False
 
     def _ranks_here(self) -> list[int]:
-        """The ranks whose copies are on this node: its own, and those that it keeps; some twice perhaps."""
+        """The ranks whose copies are on this node: the ranks of this node, and the ranks that they keep copies of. A
+        rank may occur twice."""
         here = [r for r, node in enumerate(self._nodes) if node == self._nodes[self.rank]]
         return here + [r for r, keeper in enumerate(self._keepers) if keeper in here]
 
     def _send(self, slot: Slot, step: int) -> None:
-        """Send this rank's bytes to its keeper, and keep what comes; in a thread."""
+        """Send this rank's copy to its keeper, and receive the copies that this rank keeps. Runs in a thread."""
         try:
             keeper = self._keepers[self.rank]
             works = [] if keeper is None else self._peers.send(slot.bytes, keeper)
@@ -271,8 +281,9 @@ class Copies:
             self._error = error
 
     def _content(self, identity: str, step: int, holders: Mapping[int, Mapping[int, int]]) -> Tensor:
-        """This rank's state, from this node or from another; what others lack is sent."""
-        sources = {}  # of the ranks whose node has nothing, each from another process
+        """This rank's state, read from this node or received from another one; also sends the states that other ranks
+        receive from here."""
+        sources = {}  # rank without a copy on its node -> process that sends it
         for rank, sizes in holders.items():
             if rank not in sizes:
                 sources[rank] = sorted(sizes)[rank % len(sizes)]
@@ -291,7 +302,10 @@ class Copies:
         return contents[self.rank]
 
     def _checked(self, content: Tensor, optimizer: Optimizers) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What ``content`` holds. Raises :class:`CheckpointError` unless all is there that is to be filled."""
+        """Parse ``content`` into tensors by name and the state of the run.
+
+        Raises :class:`CheckpointError` unless it has every tensor of the engine and, if needed, the optimizer's state.
+        """
         tensors, run = read(content)
         for name, held in own_tensors(self.engine, None).items():
             got = list(tensors[name].shape) if name in tensors else "nothing"
@@ -303,13 +317,13 @@ class Copies:
 
 
 def folder_of(checkpoints: Path, memory: Path) -> Path:
-    """Where the copies of a run are on each node."""
+    """The folder inside ``memory`` that holds the copies of a run, on every node."""
     told = f"{os.getuid()} {os.path.realpath(checkpoints)}"
     return memory / f"copies-{hashlib.sha256(told.encode()).hexdigest()[:12]}"
 
 
 def forget(checkpoints: Path, rank: int) -> None:
-    """No copies of this run may be taken any more."""
+    """Remove the token, so that no copies of this run are restored any more. Only rank 0 removes it."""
     if rank == 0:
         (checkpoints / LINE).unlink(missing_ok=True)
 
@@ -320,8 +334,10 @@ def _resize(wanted: Mapping[Slot, int]) -> None:
 
 
 def _line(checkpoints: Path) -> list[int]:
-    """The token of the line, 0 where there is none, and the newest step on the disk that was written in it: one that
-    was there before is of steps that are done again."""
+    """The token of the current line (0 if there is none) and its newest checkpoint on disk (step; 0 if there is none).
+
+    Checkpoints from before the line do not count: their steps are repeated.
+    """
     try:
         token = int((checkpoints / LINE).read_text(), 16)
         begun = (checkpoints / LINE).stat().st_mtime_ns

@@ -1,4 +1,4 @@
-"""A file of hashes: what every operator of every instruction gave, so that two runs can be compared bit by bit."""
+"""Write hashes of the operands and results of every operator to a file, to compare two runs bit by bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SIZE = 8  # bytes of a hash
 
 
 def hash_of(x: Tensor) -> str:
-    """Of type, shape and bits."""
+    """Hash the type, shape and bits of ``x`` into a hexadecimal string."""
     x = x.detach()
     digest = hashlib.blake2b(f"{x.dtype}{list(x.shape)}".encode(), digest_size=_SIZE)
     if x.numel():
@@ -29,9 +29,10 @@ def hash_of(x: Tensor) -> str:
 
 @contextmanager
 def record_hashes(engine: Engine, folder: str | Path) -> Iterator[None]:
-    """Write ``rank-3.hashes`` to ``folder``: a line of JSON per operator of the steps in the block. All ranks call it.
+    """Write ``rank-<rank>.hashes`` to ``folder``: a line of JSON per operator of the steps in the ``with`` block.
 
-    A step takes many times as long. :func:`runtime.debug.compare_runs` names the first operator that differs.
+    All ranks call it. A step takes many times as long. :func:`runtime.debug.compare_runs` names the first operator that
+    differs between two folders.
     """
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)

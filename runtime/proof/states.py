@@ -1,4 +1,4 @@
-"""Parameters, buffers and constants: their layouts, their stages, and the buckets of their gradients."""
+"""Check parameters, buffers and constants: their layouts, their stages, and the buckets of their gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from runtime.proof.errors import Refusal
 
 
 def check_state(facts: ProgramFacts, name: str) -> None:
-    """Raise :class:`Refusal` unless the state can be held and its gradient added up as the program says."""
+    """Raise :class:`Refusal` unless the state's layouts, stages and ZeRO axes are valid and its gradient is summed over
+    the right axes."""
     problem = _state_problem(facts, name)
     if problem:
         stages = [s for s in facts.program.states[name].stages if 0 <= s < len(facts.program.stages)]
@@ -56,7 +57,10 @@ def _state_problem(facts: ProgramFacts, name: str) -> str:
 
 
 def _zero_problem(facts: ProgramFacts, name: str) -> str:
-    """What is wrong with how ranks share a state: those that share it have the same of it, and the whole gradient."""
+    """The fault in how ranks share a state under ZeRO; an empty text if there is none.
+
+    Ranks that share a state must hold the same shard of it and sum its gradient over their axes.
+    """
     program, state = facts.program, facts.program.states[name]
     if not state.zero_axes:
         return ""
@@ -80,8 +84,11 @@ def _zero_problem(facts: ProgramFacts, name: str) -> str:
 
 
 def _is_added_up(program: Program, state: StateData, layout: Layout, over_ep: Layout) -> bool:
-    """Whether a gradient is added up over ``tp`` where it is a partial sum there. Experts see ``tp`` as ``etp``, and
-    the ranks that have the same of them as ``edp``: over these their gradients are added up, over no other axis."""
+    """Whether a gradient is summed over ``tp`` exactly if it is a partial sum there.
+
+    The gradient of an expert must be summed over its replicas, ``edp``, and over ``etp`` if it is a partial sum there,
+    and over no other axis.
+    """
     axes = split_axes(program, state.grad_axes)
     partial = layout.kind == "R'"
     if over_ep.is_shard and program.size("ep") > 1:
@@ -90,7 +97,7 @@ def _is_added_up(program: Program, state: StateData, layout: Layout, over_ep: La
 
 
 def nested_shape(data: object) -> tuple[int, ...] | None:
-    """The shape of nested lists, by their first elements; ``None`` where there are none."""
+    """The shape of nested lists, judged by their first elements; ``None`` if ``data`` is ``None``."""
     shape: list[int] = []
     while isinstance(data, list | tuple):
         shape.append(len(data))
@@ -99,10 +106,10 @@ def nested_shape(data: object) -> tuple[int, ...] | None:
 
 
 def check_buckets(facts: ProgramFacts, stage: int) -> None:
-    """Each gradient that is a partial sum over mesh axes is in one bucket of each of its stages, with those axes; and
-    each parameter that is shared, with others that are shared over the same axes.
+    """Check the gradient buckets and the recomputed calls of a stage. Raises :class:`Refusal` if one is wrong.
 
-    Raises :class:`Refusal`.
+    Each gradient that is a partial sum over mesh axes must be in exactly one bucket, with those axes. Each parameter
+    that ranks share must be in exactly one bucket, together with states that are shared over the same axes.
     """
     program, here = facts.program, facts.program.stages[stage]
     wanted: dict[str, tuple[str, ...]] = {}
@@ -157,5 +164,5 @@ def _nodes(program: Program, stage: int, position: int) -> set[str]:
 
 
 def split_axes(program: Program, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of ``axes`` that have more than one rank, in the mesh's order: they name a group."""
+    """The axes among ``axes`` with more than one rank, in the order of the mesh, as they name a group."""
     return tuple(a for a in ALL_AXES if a in axes and program.size(a) > 1)

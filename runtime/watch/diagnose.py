@@ -1,10 +1,10 @@
-"""From what is known of all ranks to the one that is the cause.
+"""Find the rank that caused a run to fail, from the known states of all ranks.
 
-A rank that says that it failed, and not in consequence of another one's failure, is the cause; the first of several.
-Else one whose process has ended. Else, where nothing has moved for as long as the user has patience, ranks are followed
-along whom they wait for, and the cause is the one that others wait for and that itself waits for nobody, or is silent.
-Else, where ranks only tell of connections lost, one of another host that has fallen silent, or the one that most have
-lost.
+The cause is the first rank that reports a failure of its own, one that is no consequence of another rank's failure. If
+there is none, it is a rank whose process has ended. If ranks report lost connections only, it is a lost rank on another
+host that has gone silent, a lost rank that has left, or the rank that most others have lost. If no rank has made
+progress for the patience of the user, the cause is the rank that others wait for, directly or indirectly, and that
+itself waits for nobody or is silent.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from dataclasses import replace
 from runtime.errors import DIED, LEFT, LOST, STALLED, Failure
 from runtime.watch.board import RankState
 
-_SETTLE_S = 1.0  # a rank that lost another is no cause before that one had the time to say why
-SILENT_S = 3.0  # without a heartbeat: the process is stopped, or its host is
-HOST_SETTLE_S = SILENT_S + 2.0  # until a host that was lost is known to be silent
+_SETTLE_S = 1.0  # seconds that a lost rank has to report why, before the rank that lost it may be the cause
+SILENT_S = 3.0  # seconds without a heartbeat after which a process, or its host, counts as stopped
+HOST_SETTLE_S = SILENT_S + 2.0  # seconds until a lost host is known to be silent
 
 
 def cause_of(
     states: Sequence[RankState], patience_s: float, now: float, died: int | None = None, world_size: int = 0
 ) -> Failure | None:
-    """Why the run cannot go on; ``None`` while it may.
+    """The failure because of which the run cannot continue; ``None`` while it can.
 
-    ``now``: on the clock of :attr:`RankState.failed_at`; ``died``: the rank that was seen to end first, where all have;
-    ``world_size``: how many ranks there should be.
+    ``patience_s``: if no rank makes progress for so many seconds, the run counts as stalled. ``now``: current time on
+    the clock of :attr:`RankState.failed_at`. ``died``: the rank whose process was seen to end first, if known.
+    ``world_size``: the number of ranks of the run.
     """
     told = sorted((s for s in states if s.failure is not None), key=lambda s: s.failed_at)
     primary = [s.failure for s in told if s.failure is not None and not s.failure.secondary]
@@ -43,7 +44,7 @@ def cause_of(
         if silent:
             return _host_lost(_most_blamed(silent, states), told)
         if away and now - told[0].failed_at < HOST_SETTLE_S:
-            return None  # it may be its host that has ended, or it is yet to say why
+            return None  # its host may have ended, or it may still report why
         return _left(told, states) or _lost(told)
     running = [s for s in states if s.failure is None and s.moment.phase != "gone"]
     if running and min(s.idle_s for s in running) >= patience_s:
@@ -52,7 +53,7 @@ def cause_of(
 
 
 def failure_at(state: RankState, kind: str, error: str) -> Failure:
-    """A failure where ``state`` stands: its node where it is known, else where its instruction's calls start."""
+    """A failure at the current position of a rank: its graph node if known, else the calls of its instruction."""
     place, spot = state.place, state.spot
     source = f"from {spot.source}" if spot is not None and spot.source else ""
     inside = state.moment.phase == "step"
@@ -73,7 +74,11 @@ def failure_at(state: RankState, kind: str, error: str) -> Failure:
 
 
 def waits_for(states: Sequence[RankState]) -> dict[int, set[int]]:
-    """Whom each rank waits for. Who is in the same collective is no reason to wait; who is silent says nothing."""
+    """For each rank, the ranks that it waits for.
+
+    A rank does not wait for responsive ranks that are in the same collective already. A silent rank counts as waiting
+    for nobody, since its last report may be outdated.
+    """
     found: dict[int, set[int]] = {}
     for s in states:
         place = s.place
@@ -92,13 +97,13 @@ def waits_for(states: Sequence[RankState]) -> dict[int, set[int]]:
 
 
 def _mute(state: RankState) -> bool:
-    """Whether a rank's last words cannot be trusted any more."""
+    """Whether a rank's last report may be outdated: its process is stopped, dead or silent."""
     return state.stopped or not state.alive or state.silent_s > SILENT_S
 
 
 def _stalled(states: Sequence[RankState], patience_s: float) -> Failure:
     edges = waits_for(states)
-    free = [s for s in states if not edges[s.rank]] or list(states)  # a cycle: whoever is least far
+    free = [s for s in states if not edges[s.rank]] or list(states)  # in a cycle, any rank may be the cause
     waited_for = _reach(edges)
     cause = min(free, key=lambda s: (not _mute(s), -waited_for[s.rank], s.progress, s.rank))
     others = [s for s in states if cause.rank in edges[s.rank]]
@@ -113,7 +118,7 @@ def _stalled(states: Sequence[RankState], patience_s: float) -> Failure:
 
 
 def _reach(edges: Mapping[int, set[int]]) -> Counter[int]:
-    """How many ranks wait for each rank, directly or for one that does."""
+    """For each rank, the number of ranks that wait for it, directly or indirectly."""
     found: Counter[int] = Counter()
     for start in edges:
         seen, todo = {start}, [start]
@@ -127,19 +132,19 @@ def _reach(edges: Mapping[int, set[int]]) -> Counter[int]:
 
 
 def _most_blamed(dead: Sequence[RankState], states: Sequence[RankState]) -> RankState:
-    """Of several that are gone: the one that others lost, else the one that has been still the longest."""
+    """The rank of ``dead`` that most other ranks have lost; among equals, the one idle for the longest time."""
     blamed = Counter(rank for s in states for rank in s.lost)
     return max(dead, key=lambda s: (blamed[s.rank], s.idle_s))
 
 
 def _blamed(told: Sequence[RankState], states: Sequence[RankState]) -> list[RankState]:
-    """The ranks that others have lost."""
+    """The ranks to which some rank of ``told`` has lost its connection."""
     lost = {rank for s in told for rank in s.lost}
     return [s for s in states if s.rank in lost]
 
 
 def _host_lost(state: RankState, told: Sequence[RankState]) -> Failure:
-    """A rank of another host of which nothing is heard any more."""
+    """The failure of a lost rank on another host that sends no heartbeats any more."""
     losers = [s for s in told if state.rank in s.lost]
     who = "; ".join(f"rank {s.rank} lost it at {s.doing}" for s in losers[:4])
     text = f"its host has given no sign of life for {state.silent_s:.1f} s (it has ended, or its network); {who}"
@@ -147,7 +152,8 @@ def _host_lost(state: RankState, told: Sequence[RankState]) -> Failure:
 
 
 def _left(told: Sequence[RankState], states: Sequence[RankState]) -> Failure | None:
-    """A rank that others have lost because it has left: its script has ended early, or was interrupted."""
+    """The failure of a rank that others have lost because its script ended early or was interrupted; ``None`` if there
+    is no such rank."""
     gone = [s for s in states if s.moment.phase == "gone" and s.failure is None]
     for state in gone:
         losers = [s for s in told if state.rank in s.lost]
@@ -159,8 +165,10 @@ def _left(told: Sequence[RankState], states: Sequence[RankState]) -> Failure | N
 
 
 def _lost(told: Sequence[RankState]) -> Failure:
-    """Connections broke, and all processes live: the rank that most others have lost; of two, the one that told first
-    stands for the link between them."""
+    """The failure when connections broke but no process is known to have ended.
+
+    It is reported for the rank that most others have lost or, if no rank stands out, for the rank that reported first.
+    """
     blamed = Counter(rank for s in told for rank in set(s.lost))
     order = {s.rank: place for place, s in enumerate(told)}
     ranks = {s.rank: s for s in told}

@@ -1,7 +1,7 @@
-"""Where a rank's main thread is, read off its stack: the graph's node, and the ranks that it waits for.
+"""Find out where a rank's main thread is from its stack: the graph node, and the ranks that it waits for.
 
-Nothing is noted while the rank runs: a thread of the same process looks at the frames when somebody wants to know, and
-an error brings its own.
+The rank records nothing while it runs. A thread of the same process reads the frames on request; an exception carries
+its own frames.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from runtime.execute import Executor
 from runtime.losses import LossSum
 from runtime.transfers import Receive, Sender
 
-_COMPILED = "<partition "  # how runtime/codegen.py calls its files
+_COMPILED = "<partition "  # prefix of the file names of code that runtime/codegen.py compiles
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is. ``waits``: the ranks without which it cannot go on, and ``meeting`` those of the collective
-    that it is in; both empty where it waits for nobody."""
+    """The position of a rank in its program.
+
+    ``waits``: the ranks that it waits for; ``meeting``: the members of the collective that it is in. Both are empty if
+    it waits for nobody.
+    """
 
     call: str = ""
     node: str = ""
@@ -34,7 +37,7 @@ class Place:
     source: str = ""
     waits: tuple[int, ...] = ()
     meeting: tuple[int, ...] = ()
-    line: str = ""  # the innermost line of Python: what it does outside of its program
+    line: str = ""  # the innermost line of Python, for a rank outside of its program
 
     def to_data(self) -> dict[str, Any]:
         return asdict(self)
@@ -45,13 +48,13 @@ class Place:
 
 
 def place_of(frames: Iterator[tuple[FrameType, int]], executor: Executor) -> Place:
-    """The place from the stack ``frames``, the innermost first, each with its line."""
+    """The position of a rank from its stack ``frames``: pairs of frame and line number, the innermost first."""
     found: dict[str, Any] = {}
     files = {c.filename: c.nodes for c in executor.binder.compiled}
     for frame, line in frames:
         code = frame.f_code
         found.setdefault("line", f"{code.co_name} ({code.co_filename}:{line})")
-        if code.co_filename.startswith(_COMPILED):  # its locals would keep what it has let go of
+        if code.co_filename.startswith(_COMPILED):  # reading its locals would keep freed tensors alive
             node = files.get(code.co_filename, {}).get(line)
             if node is not None and "node" not in found:
                 found.update(_node(node))
@@ -61,7 +64,7 @@ def place_of(frames: Iterator[tuple[FrameType, int]], executor: Executor) -> Pla
             waiting = _WAITING.get((type(owner), code.co_name))
             if waiting is not None:
                 found.update(waiting(owner, frame.f_locals, executor))
-            elif isinstance(owner, TorchGroup):  # fails to start a collective
+            elif isinstance(owner, TorchGroup):  # starting a collective failed
                 found.update(_members(owner, executor))
         if isinstance(owner, BoundCall):
             found.setdefault("call", owner.call.path or owner.call.block)
@@ -71,14 +74,14 @@ def place_of(frames: Iterator[tuple[FrameType, int]], executor: Executor) -> Pla
 
 
 def stack(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
-    """The frames of a running thread, the innermost first."""
+    """The frames of a running thread with their line numbers, the innermost first."""
     while frame is not None:
         yield frame, frame.f_lineno
         frame = frame.f_back
 
 
 def raised(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
-    """The frames that an error passed through, the innermost first."""
+    """The frames that an exception passed through with their line numbers, the innermost first."""
     found = []
     while traceback is not None:
         found.append((traceback.tb_frame, traceback.tb_lineno))
@@ -95,7 +98,7 @@ def _node(node: fx.Node) -> dict[str, str]:
     }
 
 
-# Whom each of the methods that wait waits for.
+# For each method that waits: the ranks that it waits for.
 
 _Locals = Mapping[str, Any]
 
@@ -120,7 +123,7 @@ def _peer(communicator: TorchCommunicator, names: _Locals, executor: Executor) -
 
 
 def _send(sender: Sender, names: _Locals, executor: Executor) -> dict[str, tuple[int, ...]]:
-    """Of all that is under way, the queue at hand; Gloo's sends end when they have been read."""
+    """The receiver of the queue of sends that ``sender`` waits for; a Gloo send ends when the receiver has read it."""
     queue = names.get("under_way")
     stages = [stage for (stage, _), waiting in sender._under_way.items() if waiting is queue]
     return {"waits": tuple(sender.rank.peer(stage) for stage in stages)}

@@ -1,11 +1,11 @@
-"""A rank that is slower than the others: named from its own work, without what it waits.
+"""Detect ranks that are slower than the others, from the time that they compute, without waiting times.
 
-In a step all ranks take the same time, and the slow one is the one that does not wait. Ranks of one stage that have as
-many microbatches do the same work and are compared with each other; a rank that is alone with what it took before, in
-proportion to what has become of the others. Medians throughout: a step that was disturbed changes nothing. On a machine
-that others use, work takes now this, now that long on every rank, and some medians are far apart by chance: so nearly
-every step of the slow rank has to take longer than nearly every other one, which chance does to one in ten thousand
-windows.
+All ranks take the same time for a step, and the slow rank is the one that does not wait. Ranks of one stage with the
+same number of microbatches do the same work and are compared with each other. A rank without such peers is compared
+with its own past, scaled by how the other ranks have changed. All comparisons use medians, so a single disturbed step
+has no effect. On a machine that is shared with other programs, times vary on every rank, and medians may be far apart
+by chance. Therefore nearly every step of the slow rank must take longer than nearly every step of its peers, which
+happens by chance in one of ten thousand windows.
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ from statistics import median
 from runtime.recorder import About, Spot
 from runtime.watch.board import Board, instruction_words
 
-_WINDOW = 10  # steps that are looked at together
-_BEFORE = 4  # steps that say what a rank took before, at the least
-_KEPT = 64
-_SPREADS = 4.0  # median deviations by which it must be more, too
-_SURE = 0.96  # of the pairs of one of its steps and another one, in how many its own takes longer
+_WINDOW = 10  # recent steps that are compared
+_BEFORE = 4  # least number of steps before the window that describe a rank's past
+_KEPT = 64  # steps that are kept per rank
+_SPREADS = 4.0  # the excess of a slow rank must also be more than this many median deviations
+_SURE = 0.96  # fraction of pairs (step of the slow rank, step of a peer) in which the slow rank's takes longer
 
 
 @dataclass(frozen=True)
 class SlowRank:
-    """``seconds``: of work in a step; ``expected``: from its peers, or from its own past; ``index``: the instruction
-    with the largest excess."""
+    """A rank that is slower than expected.
+
+    ``seconds``: its computation time per step. ``expected``: the time per step according to its peers, or to its own
+    past. ``index``, ``spot``: the instruction with the largest excess. ``against``: words for the comparison.
+    """
 
     rank: int
     seconds: float
@@ -48,7 +51,10 @@ class SlowRank:
 
 
 class SlowRanks:
-    """Looks at the last step of every rank now and then. ``factor``: by how much work must be slower to be told."""
+    """Samples the last step of every rank and reports slow ranks.
+
+    ``factor``: a rank is slow if its computation time exceeds ``factor`` times the expected time.
+    """
 
     def __init__(self, board: Board, factor: float = 1.5) -> None:
         self.board = board
@@ -58,12 +64,12 @@ class SlowRanks:
         self._told: set[int] = set()
 
     def look(self) -> list[SlowRank]:
-        """Ranks that have become slow since the last look; each is told once until it is as fast as others again."""
+        """The ranks that have become slow since the last call. A rank is reported again only after it has recovered."""
         self.board.states()
         recordings = self.board.recordings()
         for rank, recording in recordings.items():
             step = recording.last_step()
-            if step is not None and step.step > self._last.get(rank, 0):  # not the first, which warms up
+            if step is not None and step.step > self._last.get(rank, 0):  # skips the first step, a warm-up
                 self._last[rank] = step.step
                 self.samples.setdefault(rank, deque(maxlen=_KEPT)).append(step.busy())
         about = {rank: r.about for rank, r in recordings.items()}
@@ -80,7 +86,11 @@ def slow_ranks(
     factor: float,
     spreads: float = _SPREADS,
 ) -> list[SlowRank]:
-    """The ranks that are slow now, the worst first; ``samples`` are seconds of work by instruction, for each step."""
+    """The ranks that are slow now, the slowest (relative to its expected time) first.
+
+    ``samples``: rank -> for each step, instruction index -> seconds of computation. ``factor``: see
+    :class:`SlowRanks`. ``spreads``: median deviations that the excess must exceed; 0: also skip the test of pairs.
+    """
     if any(len(samples.get(rank, ())) < _WINDOW for rank in about):
         return []
     now = {rank: _typical(list(samples[rank])[-_WINDOW:]) for rank in about}
@@ -106,7 +116,10 @@ def slow_ranks(
 def _own_past(
     rank: int, samples: Mapping[int, Sequence[Mapping[int, float]]], now: Mapping[int, Mapping[int, float]]
 ) -> dict[int, float] | None:
-    """What ``rank`` took before, times what the others take now for what they took before."""
+    """The expected seconds per instruction of ``rank``: its own past, scaled by the change of the other ranks.
+
+    The change is the median of their ratios of present to past. ``None`` if some rank has too short a past.
+    """
     before = {r: list(samples[r])[:-_WINDOW] for r in now}
     if any(len(steps) < _BEFORE for steps in before.values()):
         return None
@@ -117,26 +130,31 @@ def _own_past(
 
 
 def _sure(rank: int, peers: Sequence[int], samples: Mapping[int, Sequence[Mapping[int, float]]], past: float) -> bool:
-    """Whether nearly all steps of ``rank`` now take longer than nearly all of most peers'; or, alone, than its own
-    before, whose median is made ``past``."""
+    """Whether nearly all recent steps of ``rank`` take longer than nearly all recent steps of most ``peers``.
+
+    Without peers, compares with its own earlier steps, scaled so that their median is ``past`` seconds.
+    """
     totals = {r: [sum(step.values()) for step in samples[r]] for r in (rank, *peers)}
     now = totals[rank][-_WINDOW:]
     if peers:
         return median(_longer(now, totals[peer][-_WINDOW:]) for peer in peers) >= _SURE
     took = sum(_typical(list(samples[rank])[:-_WINDOW]).values())
     scale = past / took if took else 1.0
-    before = totals[rank][: -2 * _WINDOW]  # it may have been slow for a while
+    before = totals[rank][: -2 * _WINDOW]  # leave out steps in which it may have been slow already
     before = before if len(before) >= _BEFORE else totals[rank][:-_WINDOW]
     return _longer(now, [scale * seconds for seconds in before]) >= _SURE
 
 
 def _longer(some: Sequence[float], others: Sequence[float]) -> float:
-    """Of all pairs of one of each, in how many the first is larger (Mann and Whitney's statistic)."""
+    """The fraction of pairs (one of ``some``, one of ``others``) whose first number is larger; ties count half.
+
+    This is the Mann-Whitney U statistic divided by the number of pairs.
+    """
     return sum((a > b) + (a == b) / 2 for a in some for b in others) / (len(some) * len(others))
 
 
 def _spread(ranks: Sequence[int], samples: Mapping[int, Sequence[Mapping[int, float]]]) -> float:
-    """By how much a step's work differs from the rank's median now: the median of that, of the most restless rank."""
+    """The largest median absolute deviation of ``ranks``, in seconds: of the computation time of their recent steps."""
     spreads = []
     for rank in ranks:
         totals = [sum(step.values()) for step in list(samples[rank])[-_WINDOW:]]
@@ -146,5 +164,5 @@ def _spread(ranks: Sequence[int], samples: Mapping[int, Sequence[Mapping[int, fl
 
 
 def _typical(steps: Sequence[Mapping[int, float]]) -> dict[int, float]:
-    """The median of each instruction."""
+    """For each instruction index, the median of its seconds over ``steps``."""
     return {index: median(step.get(index, 0.0) for step in steps) for index in steps[0]}

@@ -1,4 +1,4 @@
-"""A rank's watchdog: gives signs of life, says where the rank is while it waits, and ends a run that stands still."""
+"""The watchdog of a rank: sends heartbeats, reports where the rank waits, and ends a run that has failed or stalled."""
 
 from __future__ import annotations
 
@@ -37,35 +37,36 @@ from runtime.watch.slow import SlowRank, SlowRanks
 if TYPE_CHECKING:
     from runtime.engine import Engine
 
-FOLDER = "PARTITION_WATCH"  # where the ranks of a run write, where the environment says so
+FOLDER = "PARTITION_WATCH"  # environment variable: the folder in which the ranks of a run write their states
 _ATTEMPT = "attempt-"
 _SETTLE_S = 2.0
 _SLOW_LOOK_S = 1.0
 _MIRROR_S = 1.0
-_LEAVE_S = 3.0  # for the launcher to end a rank that only lost another one
+_LEAVE_S = 3.0  # time for the launcher to end a rank that only lost another one
 
 
 class Watch:
-    """Watches the rank of ``engine`` while the block runs; all ranks enter it together::
+    """Watches the rank of ``engine`` inside a ``with`` block, which all ranks enter together::
 
         with runtime.Watch(engine, patience_s=120):
             for batch in batches:
                 engine.step(batch)
 
-    A rank that fails, is killed, or stands still is named by one line on the standard error, from one of the ranks: its
-    instruction, graph node, module and source line. All ranks leave then, with exit status 1: a ``torchrun`` that may
-    restart them does.
+    If a rank fails, is killed or stalls, one of the ranks prints one line to the standard error with the rank's
+    instruction, graph node, module and source line. Then all ranks exit with status 1, so that a ``torchrun`` with
+    restarts left restarts them.
 
     Args:
-        folder: where ranks write, seen by all of them, in memory if possible; by default one on each host, copied
-            between hosts through the store of the process group, once a second.
-        patience_s: for how long nothing may move in any rank.
-        beat_s: seconds between signs of life.
-        slow_factor: by how much more work a step must take a rank than its peers for the first rank to say so on the
-            standard error; ``None``: never. Also in :attr:`slow`.
-        leave: end the process where the run has failed; otherwise only say why in ``folder``, and pass the error on.
+        folder: the folder that all ranks see and write their states to, in memory if possible; by default one on each
+            host, copied between hosts through the store of the process group once a second.
+        patience_s: if no rank makes progress for so many seconds, the run counts as stalled.
+        beat_s: seconds between heartbeats.
+        slow_factor: a rank whose computation in a step takes more than this factor times its peers' is reported by the
+            first rank on the standard error and in :attr:`slow`; ``None``: never.
+        leave: end the process if the run has failed; otherwise only write the cause to ``folder``, and let the
+            exception propagate.
 
-    Raises :class:`LaunchError` within a watch of the same engine, or in the same folder.
+    Raises :class:`LaunchError` inside another watch of the same engine, or of the same folder.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class Watch:
             raise
 
     def _check_alone(self) -> None:
-        """Raise :class:`LaunchError` where another watch has the engine or writes the same files."""
+        """Raise :class:`LaunchError` if another watch has this engine or writes to the same files."""
         self._key = self.folder.absolute(), self.rank
         if self.executor.recorder is not None or self._key in _open:
             what = "this engine is" if self.executor.recorder is not None else f"in {self.folder} this rank is"
@@ -120,7 +121,7 @@ class Watch:
     def _begin(self) -> Self:
         if self.leave:
             if self._mirror is not None or self._is_first():
-                shutil.rmtree(self.folder, ignore_errors=True)  # what an earlier run has left
+                shutil.rmtree(self.folder, ignore_errors=True)  # files of an earlier run
             self.engine.barrier()
         actions = [index for index, _ in self.executor.actions]
         self.recorder = self.executor.recorder = Recorder(self.folder, self.engine.rank_program, actions)
@@ -141,10 +142,10 @@ class Watch:
             failure = self.failed(error)
             if self.leave:
                 self._leave(failure, error)
-        else:  # at its end, or of its own accord: sys.exit, Ctrl-C
+        else:  # the block has ended, or was left by sys.exit or Ctrl-C
             self.recorder.enter("gone")
             if self._mirror is not None:
-                self._mirror.exchange()  # others see it gone
+                self._mirror.exchange()  # tells the other hosts that this rank has left
                 self._mirror.close()
             if self._own_folder and error is None:
                 self._thread.join()
@@ -152,7 +153,7 @@ class Watch:
         self.executor.recorder = None
 
     def _tidy(self) -> None:
-        """Leave nothing in a folder that nobody asked for; the last rank removes it."""
+        """Remove this rank's files from the default folder; the last rank removes the folder."""
         for path in self.folder.glob(f"rank-{self.rank}.*"):
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
@@ -160,7 +161,7 @@ class Watch:
             self.folder.parent.rmdir()
 
     def failed(self, error: Exception) -> Failure:
-        """Say on the board why this rank has failed."""
+        """Post the failure of this rank, caused by ``error``, on the board, and return it."""
         origin = error.__cause__ if isinstance(error, InstructionError) and error.__cause__ else error
         place = place_of(raised(origin.__traceback__), self.executor)
         moment = self._recording.moment()
@@ -177,12 +178,13 @@ class Watch:
                 traceback="".join(traceback.format_exception(error)),
                 secondary=is_secondary(error),
             )
-        with contextlib.suppress(OSError):  # the disk may be what is full
+        with contextlib.suppress(OSError):  # the failure may be a full disk
             self.board.post_failure(self.rank, failure, place.waits)
         return failure
 
     def _watch(self) -> None:
-        """The thread: beats, and looks after a run that does not move."""
+        """The body of the watch thread: sends heartbeats, posts the rank's position while it makes no progress, and
+        looks for the cause of a stalled run."""
         looked = 0.0
         slow_looked = 0.0
         seen = (0, "")
@@ -199,10 +201,10 @@ class Watch:
             frame = sys._current_frames().get(self._main)
             place = place_of(stack(frame), self.executor)
             seen, last = (waited.ns, place.line), seen
-            # a checkpoint is under way, a block is compiled: it proceeds
+            # a checkpoint or a compilation is in progress: its stack changes, which counts as progress
             if seen != last and (moment.phase != "step" or not place.waits):
                 self.recorder.moved()
-            if self._recording.moment().action == moment.action:  # else it has moved on meanwhile
+            if self._recording.moment().action == moment.action:  # else the rank has made progress meanwhile
                 with contextlib.suppress(OSError):
                     self.board.post_place(self.rank, moment, place)
             if self.leave and time.monotonic() - looked > pause:
@@ -210,11 +212,11 @@ class Watch:
                 self._judge()
 
     def _spread(self) -> None:
-        """Let other hosts know the cause before its consequences reach them."""
+        """Send the cause to other hosts before its consequences reach them."""
         if self._mirror is not None:
             self._mirror.exchange()
         elif self._several:
-            time.sleep(1.5 * _MIRROR_S)  # the rank that mirrors does it meanwhile
+            time.sleep(1.5 * _MIRROR_S)  # the rank with the mirror of this host sends it meanwhile
 
     def _is_first(self) -> bool:
         return self.rank == self.engine.communicator.home
@@ -233,7 +235,7 @@ class Watch:
             self._leave(cause, None)
 
     def _leave(self, failure: Failure, error: BaseException | None) -> None:
-        """Tell the cause, once for all ranks, and end the process."""
+        """Report the cause, once for all ranks, and end the process with status 1."""
         with self._leaving:
             settle_s = HOST_SETTLE_S + _MIRROR_S if self._several else _SETTLE_S
             cause = failure if not failure.secondary else self.monitor.settle(settle_s) or failure
@@ -253,7 +255,10 @@ class Watch:
 
 
 def _end_stalled(state: RankState, host: str, board: Board) -> None:
-    """A process that was stopped does not hear its launcher, which would wait half a minute for it."""
+    """Kill the process of a stalled rank if it runs on this host.
+
+    A stopped process does not react to its launcher, which would wait half a minute for it.
+    """
     about = board.recordings()[state.rank].about
     if about.host == host == socket.gethostname() and state.alive:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -261,7 +266,7 @@ def _end_stalled(state: RankState, host: str, board: Board) -> None:
 
 
 def default_folder() -> Path:
-    """One of this run, attempt and host."""
+    """The folder of this run and attempt: inside ``PARTITION_WATCH`` if that is set, else a temporary one per host."""
     env = os.environ
     attempt = f"{_ATTEMPT}{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if FOLDER in env:
@@ -273,7 +278,10 @@ def default_folder() -> Path:
 
 
 def newest_attempt(folder: Path) -> Path:
-    """Of a folder that ``PARTITION_WATCH`` named, that of the last attempt; a folder that ranks wrote in is its own."""
+    """The folder of the last attempt inside ``folder``, which ``PARTITION_WATCH`` named.
+
+    Returns ``folder`` itself if ranks wrote into it directly, or if it has no attempts.
+    """
     attempts = [path for path in folder.glob(f"{_ATTEMPT}*") if path.name.removeprefix(_ATTEMPT).isdecimal()]
     if any(folder.glob("rank-*")) or not attempts:
         return folder
@@ -281,16 +289,17 @@ def newest_attempt(folder: Path) -> Path:
 
 
 def num_mirrored() -> int:
-    """The hosts that torchrun has started ranks on, where no folder is given that all of them see; else 1."""
+    """The number of hosts between which states are mirrored: all hosts of torchrun, or 1 if ``PARTITION_WATCH`` names a
+    shared folder."""
     return 1 if FOLDER in os.environ else int(os.environ.get("GROUP_WORLD_SIZE", "1"))
 
 
-_open: set[tuple[Path, int]] = set()  # folders, and whose files in them a watch of this process writes
+_open: set[tuple[Path, int]] = set()  # (folder, rank) of every open watch of this process
 _watches = itertools.count()  # the same on all ranks: they enter each watch together
 
 
 def _mirror_of(engine: Engine, folder: Path) -> Mirror | None:
-    """That of this host, in the one rank that does it."""
+    """The mirror of this host's folder, on the rank with ``LOCAL_RANK`` 0; ``None`` on the other ranks."""
     env, number = os.environ, next(_watches)
     if env.get("LOCAL_RANK") != "0":
         return None

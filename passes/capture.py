@@ -167,7 +167,7 @@ def _decided(captured: Captured, asked: set[str]) -> tuple[str, ...]:
 
 
 def _other_losses(captured: Captured, loss: Callable[[Any], Tensor] | None) -> tuple[str, ...]:
-    """That a loss which the model itself returns is not the one that counts."""
+    """A note for the user if the model returns a loss of its own that the argument ``loss`` replaces; else empty."""
     returned = [output.value for output in captured.outputs if output.path == "loss"]
     if loss is None or not set(returned) - {None, captured.loss}:
         return ()

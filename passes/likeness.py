@@ -126,7 +126,10 @@ def describe(module: nn.Module) -> Description:
 
 
 def state_of(module: nn.Module, texts: dict[tuple[str, str], Any] | None = None) -> Any:
-    """All that ``module`` holds, as a hashable value; tensors by shape. ``texts`` takes numbers and texts out of it."""
+    """The state of ``module`` as a hashable value, with tensors represented by their specs.
+
+    ``texts``: if given, integer and string attributes are moved there, by (path, name), and only their types remain.
+    """
     parts = list(module.named_modules(remove_duplicate=False))
     inside = {id(m): name for name, m in reversed(parts)}  # by the first of a module's names
     tensors: dict[int, int] = {}

@@ -360,7 +360,7 @@ def _drop_seeds(made: fx.GraphModule, num_seeds: int) -> None:
 
 
 def _read_by(node: fx.Node) -> set[fx.Node]:
-    """All that ``node`` is computed from."""
+    """All nodes that ``node`` depends on, including itself."""
     seen = {node}
     waiting = [node]
     while waiting:

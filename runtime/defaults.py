@@ -24,7 +24,10 @@ _BETWEEN = 512  # bytes between what one parameter has on disk, at most
 def default_communicator(
     program: Program, device: torch.device | str | None, placement: tuple[int, ...]
 ) -> Communicator:
-    """That of the process group, or of one rank without one. Raises :class:`LaunchError` where it does not fit."""
+    """The communicator of the current process group; without a process group, one for a single rank.
+
+    Raises :class:`LaunchError` if the number of processes differs from the program's number of ranks.
+    """
     if not dist.is_initialized():
         if program.world_size > 1:
             raise LaunchError(

@@ -141,7 +141,7 @@ class Disk:
             self._behind.start()
 
     def wait(self) -> None:
-        """Until what :meth:`behind` started is written."""
+        """Wait until the write that :meth:`behind` started is complete. Raises ``OSError`` if the disk failed."""
         if self._behind is not None:
             self._behind.join()
             self._behind = None

@@ -402,7 +402,10 @@ class Engine:
         self._saver.wait()
 
     def settle_saves(self) -> None:
-        """Wait until the last :meth:`save` is complete, or has failed, on every rank. All ranks call it."""
+        """Wait until the last :meth:`save` is complete, or has failed, on every rank. All ranks call it.
+
+        Raises :class:`CheckpointError` on all ranks if it failed on any.
+        """
         self._saver.settle()
 
     @typed_errors("Engine.load()", passing=is_of_ranks)

@@ -235,7 +235,7 @@ class MeasuredStep:
 
 
 def recordings(folder: Path) -> dict[int, Recording]:
-    """All that there are, by rank."""
+    """All recordings in ``folder``, by rank in ascending order."""
     found = {}
     for path in folder.glob("rank-*.times"):
         rank = int(path.stem.split("-")[1])

@@ -163,19 +163,20 @@ class Target:
 
 
 def recover(final: Path) -> None:
-    """Put back what a replacement was cut short of replacing. All ranks may call it."""
+    """Restore the checkpoint that an interrupted save had moved aside to replace it. All ranks may call it."""
     if not final.exists():
         with contextlib.suppress(FileNotFoundError):  # there is nothing to put back, or another rank has done it
             os.rename(Target(final, "").old, final)
 
 
 def wait_for_writers(directory: Path, timeout: float) -> None:
-    """Until nobody writes what is to be ``directory``, or a folder in it, any more. What a process has left that has
-    ended is not waited for, nor what has not changed for a while where that cannot be known: on another host.
+    """Wait until no process writes the checkpoint ``directory``, or a checkpoint inside it.
 
-    Raises :class:`CheckpointError` where that takes more than ``timeout`` seconds.
+    Partial folders of processes that have ended are ignored. For a writer on another host, whose process cannot be
+    checked, a partial folder is ignored once it has not changed for a while. Raises :class:`CheckpointError` after
+    ``timeout`` seconds.
     """
-    changed: dict[Path, tuple[int, float]] = {}  # of each folder: what it looked like, and since when
+    changed: dict[Path, tuple[int, float]] = {}  # folder -> (hash of its contents, time of the last change)
     writing: list[Path] = []
     for _ in _moments(timeout):
         found = [*directory.parent.glob(f".{directory.name}.*.partial"), *directory.glob(".*.partial")]

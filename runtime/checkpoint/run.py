@@ -158,7 +158,8 @@ def go_on(
 
 
 def own_tensors(engine: CheckpointedEngine, optimizer: Optimizers) -> dict[str, Tensor]:
-    """All that this rank holds: of the model, what compressing gradients lost, and what ``optimizer`` holds."""
+    """All tensors that this rank must save, by prefixed name: its shards of the model, the residuals of gradient
+    compression, and the states of ``optimizer``."""
     held, parameters = engine._masters.held, engine._parameters
     tensors = {f"{MODEL}{n}": held[n].detach() for n in saved_states(engine.program) if n in held}
     tensors |= {f"{RESIDUAL}{place}": tensor for place, tensor in engine._gradients.residuals.items()}
@@ -169,7 +170,7 @@ def own_tensors(engine: CheckpointedEngine, optimizer: Optimizers) -> dict[str, 
 
 
 def take_tensors(engine: CheckpointedEngine, tensors: Mapping[str, Tensor], optimizer: Optimizers) -> None:
-    """Make a rank hold what :func:`own_tensors` gave under the same plan."""
+    """Restore the ``tensors`` that :func:`own_tensors` returned on this rank under the same plan."""
     with torch.no_grad():
         for name, held in own_tensors(engine, None).items():
             held.copy_(tensors[name])

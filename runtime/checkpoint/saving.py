@@ -84,11 +84,15 @@ class Saving:
         return self._thread is None or not self._thread.is_alive()
 
     def wait_until_copied(self) -> None:
-        """Until the state may change in other ways than by the optimizer's step, which waits by itself."""
+        """Wait until the state is copied and may change. The optimizer's step waits by itself; other changes need this
+        call."""
         self._copied.wait()
 
     def wait(self) -> None:
-        """Until it is complete. Raises :class:`CheckpointError` where any rank failed; what was there before stays."""
+        """Wait until the checkpoint is complete.
+
+        Raises :class:`CheckpointError` if any rank failed; the previous checkpoint in the folder then stays.
+        """
         self.join()
         error, self.error = self.error, None
         if error is not None:
@@ -125,11 +129,11 @@ class Saver:
         wait: bool,
         then: Callable[[Path], None] | None = None,
     ) -> Saving:
-        """All ranks call it. ``made`` gives what is to be saved. ``then`` is called on the first rank when the
-        checkpoint is complete; with ``wait`` all ranks wait for it.
+        """Save a checkpoint to ``directory``. All ranks call it.
 
-        Raises :class:`CheckpointError` on all ranks where the save before failed on any, or ``made`` does: before
-        anything is done.
+        ``made`` returns the content to save. ``then`` is called on the first rank once the checkpoint is complete. With
+        ``wait``, all ranks wait for both. Raises :class:`CheckpointError` on all ranks, before anything is written, if
+        the previous save, or ``made``, failed on any rank.
         """
         contents: list[Content] = []
 
@@ -159,19 +163,19 @@ class Saver:
         return self.last
 
     def wait(self) -> None:
-        """Until the last save is complete. Raises as :meth:`Saving.wait` does."""
+        """Wait until the last save is complete. Raises :class:`CheckpointError` if it failed."""
         if self.last is not None:
             self.last.wait()
 
     def settle(self) -> None:
-        """Until the last save is complete on all ranks, what comes ``then`` included; all ranks call it.
+        """Wait until the last save, with its call of ``then``, is complete on all ranks. All ranks call it.
 
-        Raises :class:`CheckpointError` on all of them where it failed on any.
+        Raises :class:`CheckpointError` on all ranks if it failed on any.
         """
         _all_well(self.wait, self.communicator, self.world_size, "the checkpoint was not written")
 
     def check_between(self, steps: int, gradients: Iterable[Tensor]) -> None:
-        """Warn where what was saved after ``steps`` lacks ``gradients``, which are added to now."""
+        """Warn if the state was saved after ``steps`` steps without ``gradients``, to which the next step adds."""
         if self.saved_at == steps and self.communicator.rank == 0 and any(bool(g.any()) for g in gradients):
             warnings.warn(
                 f"step {steps} was saved, and the next one adds to its gradients, which no checkpoint holds: a run "
@@ -181,10 +185,10 @@ class Saver:
         self.saved_at = None
 
     def rest(self, directory: Path | None = None) -> None:
-        """Until no save is under way on any rank, whether it went well or not; all ranks call it. ``directory``: nor
-        one of anybody else's there, or in there, in this process or in others.
+        """Wait until no save of this engine is in progress on any rank, successful or not. All ranks call it.
 
-        Raises :class:`CheckpointError` where another process's does not end.
+        ``directory``: also wait for saves to this folder, or to folders in it, by other engines and processes. Raises
+        :class:`CheckpointError` if the save of another process does not end in time.
         """
 
         def wait() -> None:

@@ -109,7 +109,7 @@ class Checkpoints:
         return saving
 
     def wait(self) -> None:
-        """Until the last save is complete. Raises :class:`CheckpointError` if it failed."""
+        """Wait until the last save is complete. Raises :class:`CheckpointError` if it failed."""
         self.engine.wait_for_save()
 
     def close(self) -> None:

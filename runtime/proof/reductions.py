@@ -28,7 +28,7 @@ class Reductions:
         return waits, what
 
     def computed(self) -> None:
-        """A backward has run."""
+        """Record that a backward has run: the next SCATTER belongs to its gradients."""
         self._scattering.computed()
 
     def turn(self, number: int, bucket: Bucket, turn: Turn) -> tuple[list[Hashable], Hashable]:
@@ -43,7 +43,7 @@ class Reductions:
         return waits, what
 
     def ended(self, number: int) -> Iterator[Hashable]:
-        """All that was started for a bucket; and the SCATTERs before its own."""
+        """End the collectives in flight for a bucket, and the SCATTERs started before its own; yields each of them."""
         while any(bucket == number for bucket, _ in self._scattering):
             yield self._scattering.end_first()[1]
         yield from self._turned(number)

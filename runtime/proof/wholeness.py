@@ -46,7 +46,7 @@ def _over(axis: str, facts: ProgramFacts) -> None:
 
 
 def _key(facts: ProgramFacts, call: CallData) -> object:
-    """All that the answer for a call depends on."""
+    """A cache key for the check of a call: everything that the result depends on."""
     program = facts.program
     kept = [program.states[n] for n in call.states]
     states = tuple((s.layout, s.expert_layout, s.grad_axes) for s in kept)

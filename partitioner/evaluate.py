@@ -110,6 +110,7 @@ class Evaluator:
         problem, split, expected, shares = found.result
         if point in job.simulated:
             expected = with_step_time(expected, max(expected.step_time, job.simulated[point]))
+        order = point.schedule, point.virtual_stages if split.virtual else None
         stage_of_call = [0] * len(local.model.calls)
         recompute: list[int] = []
         selective: list[int] = []
@@ -130,7 +131,7 @@ class Evaluator:
             tuple(selective),
             job.constraints.offload or (),
             self._split_of(point) if point.cp > 1 else None,
-            how_reduced(problem, split, states, judge.dressed(found.machine), job.constraints)[1],
+            how_reduced(problem, split, states, judge.dressed(found.machine), job.constraints, *order)[1],
             shares,
             min(expected.step_time, *judge.leasts),
         )

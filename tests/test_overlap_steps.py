@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import astuple
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -53,7 +54,8 @@ def pace_of(table: Timetable, phases: list[Phases], steps: int) -> float:
                     phase = phases[k]
                     took = {"F": phase.forward, "I": phase.inputs, "W": phase.weights}
                     seconds = took.get(action.kind, phase.inputs + phase.weights)
-                    free[rank] = max(free[rank], 0.0 if is_first else done[needed]) + seconds
+                    sent = phase.values_sent if action.kind == "F" else phase.gradients_sent
+                    free[rank] = max(free[rank], 0.0 if is_first else done[needed] + sent) + seconds
                     if action.kind != "W":
                         done["F" if action.kind == "F" else "B", i, k] = free[rank]
                     left.pop(0)
@@ -65,7 +67,8 @@ def pace_of(table: Timetable, phases: list[Phases], steps: int) -> float:
 def random_phases(seed: int, count: int) -> list[Phases]:
     rng = np.random.default_rng(seed)
     sizes = rng.choice([0.2, 1.0, 1.1], (count, 3)) * rng.uniform(0.5, 1.5)
-    return [Phases(f, i + w, w) for f, i, w in sizes.tolist()]
+    sent = rng.choice([0.0, 0.1, 0.7], (count, 2)).tolist()
+    return [Phases(f, i + w, w, *of) for (f, i, w), of in zip(sizes.tolist(), sent, strict=True)]
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 3), (4, 7), (4, 12), (8, 24)])
@@ -99,7 +102,7 @@ def test_a_longest_cycle_holds_wherever_calls_are_cut(kind: tuple[str, int], p: 
     seconds, often = longest_path(table, phases, overlap_steps=True)
 
     def along(stages: list[Phases]) -> float:
-        parts = np.array([[s.forward, s.inputs, s.weights] for s in stages])
+        parts = np.array([astuple(s) for s in stages])
         return float((often * parts).sum())
 
     assert along(phases) <= seconds * (1 + 1e-9)
@@ -157,7 +160,7 @@ def test_many_at_once_take_what_each_takes(
     (schedule, v), m = kind, rounds * p
     table = timetable(schedule, p, m, v)
     every = [random_phases(seed + k, p * v) for k in range(7)]
-    sizes = np.array([[(x.forward, x.inputs, x.weights) for x in phases] for phases in every])
+    sizes = np.array([[astuple(x) for x in phases] for phases in every])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(longest, "_AT_ONCE", 300)  # a few at a time
         found = follow_all(table, sizes, train, overlap_steps=overlap)

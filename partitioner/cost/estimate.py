@@ -11,6 +11,7 @@ from partitioner.constraints import Constraints, pinned_calls
 from partitioner.constraints import Recompute as Asked
 from partitioner.cost.calls import CallCost
 from partitioner.cost.collectives import collective_time, link_of_parts
+from partitioner.cost.followed_ends import RankEnds, seconds_added
 from partitioner.cost.levels import reducer_of, ways
 from partitioner.cost.machine import HERE, NOTHING_SENT, Machine, Scattering
 from partitioner.cost.offload import exchanged_seconds, hosted, update_seconds
@@ -80,6 +81,8 @@ def stage_problem(
         for (i, call), gathered, (_, at_ends) in zip(placed, beside, passing, strict=True)
     )
     paces = _paces(by_stage, [c.block for _, c in placed], [c.block for c in everywhere])
+    if ranks and overhead.forward_total_s:
+        paces = _once_a_rank(paces or (Pace(tuple(call.cost for call in calls), overhead),) * len(at), ranks)
     if offload:
         hosts = [machine.host(rank) or BOUNDLESS for rank in at]  # whether there are hosts is asked before
         alike = (Pace(tuple(call.cost for call in calls), overhead),) * len(at)
@@ -136,6 +139,14 @@ def _paces(
     return tuple(made[id(costs)] for costs in by_stage)
 
 
+def _once_a_rank(paces: Sequence[Pace], ranks: Sequence[int]) -> tuple[Pace, ...]:
+    """``paces`` by virtual stage where only the first one of each of ``ranks`` runs the calls that all stages read."""
+    without = {id(pace): replace(pace, overhead=CallCost()) for pace in paces}
+    first = {rank: k for k, rank in reversed([*enumerate(ranks)])}
+    every = enumerate(zip(paces, ranks, strict=True))
+    return tuple(pace if first[rank] == k else without[id(pace)] for k, (pace, rank) in every)
+
+
 def _together(costs: Sequence[CallCost]) -> CallCost:
     """Small calls run one after the other."""
     return CallCost(
@@ -169,11 +180,13 @@ def estimate(
     and host, as far as nothing hides it.
     """
     m = problem.num_microbatches
-    slowest = max(range(len(split.stages)), key=lambda s: split.stages[s].time_s)
+    hidden = problem.chunks > 1  # a rank that waits for one virtual stage's values computes for another
+    times = [plan.time_s - (plan.transfer_s if hidden else 0.0) for plan in split.stages]
+    slowest = max(range(len(times)), key=times.__getitem__)
     stage = split.stages[slowest]
     names = [_held(problem, plan, states) for plan in split.stages]
     held = [summed(states[name] for name in of_stage) for of_stage in names]
-    reduced = how_reduced(problem, split, states, machine, constraints or Constraints())[0]
+    reduced = how_reduced(problem, split, states, machine, constraints or Constraints(), schedule, chunks)[0]
     reduced += _tied(problem, names, states, machine)
     updates = [
         max(update_time(held[s], device) for device in machine.devices_of(s))
@@ -266,10 +279,11 @@ def _work(problem: StageProblem, stage: int, plan: StagePlan) -> Work:
     """What of a microbatch's time in a virtual stage its ranks compute, and what they wait."""
     phases, pace = phases_of(problem, stage, plan), problem.pace(stage)
     costs = [pace.costs[place] for place in plan.places]
+    forward, inputs = phases.forward + phases.values_sent, phases.inputs + phases.gradients_sent
     ahead = sum(c.forward_comm_s for c in costs) + pace.overhead.forward_comm_s + plan.forward_wait_s
     back = sum(c.backward_comm_s for c in costs) + plan.transfer_s - plan.forward_wait_s if problem.train else 0.0
-    waiting = Phases(min(ahead, phases.forward), min(back, phases.inputs))
-    computing = Phases(phases.forward - waiting.forward, phases.inputs - waiting.inputs, phases.weights)
+    waiting = Phases(min(ahead, forward), min(back, inputs))
+    computing = Phases(forward - waiting.forward, inputs - waiting.inputs, phases.weights)
     return Work(computing, waiting)
 
 
@@ -293,20 +307,51 @@ def how_reduced(
     states: Mapping[str, StateCost],
     machine: Machine,
     constraints: Constraints,
+    schedule: str | ScheduleTable = "1f1b",
+    chunks: int | None = None,
 ) -> tuple[float, Reducing]:
     """Seconds by which the reductions of gradients end after the pipeline does, in the best way, and that way."""
     names = [_held(problem, plan, states) for plan in split.stages]
     held = [summed(states[name] for name in of_stage) for of_stage in names]
     owned = [_owned(of_stage, states) for of_stage in names] if constraints.gather == "owner" else []
-    found = [
-        (_reduction_tail(problem, split, states, held, machine, how, owned), how) for how in ways(machine, constraints)
-    ]
+    if problem.chunks > 1 and problem.train and machine.overlap and not owned and not problem.overlap_steps:
+        each = ways(machine, constraints)
+        found = [(_followed_tail(problem, split, states, held, machine, how, schedule, chunks), how) for how in each]
+    else:
+        found = [
+            (_reduction_tail(problem, split, states, held, machine, how, owned), how)
+            for how in ways(machine, constraints)
+        ]
     return min(found, key=lambda way: way[0])  # of those that are as good, the plainest
 
 
 def _owned(names: Sequence[str], states: Mapping[str, StateCost]) -> Counter[tuple[str, ...]]:
     """How many of a stage's states are shared over the same axes."""
     return Counter(states[n].scatter_axes for n in names if states[n].gradient and states[n].scatter_axes)
+
+
+def _followed_tail(
+    problem: StageProblem,
+    split: StageSplit,
+    states: Mapping[str, StateCost],
+    held: Sequence[Sequence[StateCost]],
+    machine: Machine,
+    how: Reducing,
+    schedule: str | ScheduleTable,
+    chunks: int | None,
+) -> float:
+    """:func:`_reduction_tail` of several virtual stages on each rank, whose schedule is followed."""
+    phases = [phases_of(problem, k, plan) for k, plan in enumerate(split.virtual)]
+    ranks = []
+    for s, (stage, costs) in enumerate(zip(split.stages, held, strict=True)):
+        levels = {axes: level for cost in costs for axes, level in last_levels(cost).items()}
+        buckets = stage_buckets(problem, stage, states, reducer_of(machine, s, how), levels)
+        slowdown = max(device.overlap_slowdown for device in machine.devices_of(s))
+        reads_totals = any(run.stop == len(problem.calls) for run in stage.runs)
+        first_s = _totals_seconds(problem, machine) if reads_totals else 0.0
+        every = machine.zero == 2 and problem.num_microbatches > 1
+        ranks.append(RankEnds(problem, stage, buckets, slowdown, first_s, every))
+    return seconds_added(schedule, problem.num_microbatches, chunks, phases, ranks)
 
 
 def _reduction_tail(
@@ -319,7 +364,7 @@ def _reduction_tail(
     owned: Sequence[Mapping[tuple[str, ...], int]] = (),
 ) -> float:
     """Seconds by which gathers of updated parameters delay the pipeline, and by which the reductions of gradients end
-    after it; ``held``: each stage's states, ``owned``: how many of them by the axes that share them, where each is on
+    after it. ``held``: each stage's states, ``owned``: how many of them by the axes that share them, where each is on
     one rank.
 
     Stage ``s`` reduces behind its last backward, which ends before those of the stages ahead of it; not where it begins
@@ -330,7 +375,7 @@ def _reduction_tail(
         return first_s
     waits = not (problem.overlap_steps and is_split(problem.schedule))
     split_backwards = is_split(problem.schedule)  # gradients of inputs are sent before those of weights are there
-    tail = ahead = delay = filling = before = 0.0
+    tail = ahead = delay = filling = 0.0
     again, m = machine.zero == 2, problem.num_microbatches
     for s, (stage, costs) in enumerate(zip(split.stages, held, strict=True)):
         reducer = reducer_of(machine, s, how)
@@ -348,7 +393,6 @@ def _reduction_tail(
             buckets = stage_buckets(problem, stage, states, reducer, levels)
             delays = reduction_delays(problem, stage, buckets, slowdown, by_halves=split_backwards and s > 0)
             exposed = delays.whole_s
-            before = max(before, 0.0 if split_backwards else delays.before_s)  # all ranks at about the same time
             delay = max(delay, gathered_seconds(problem, stage, buckets, slowdown, filling, first_s))
             if again and m > 1:
                 sent = [bucket.scatter for bucket in buckets]
@@ -359,13 +403,17 @@ def _reduction_tail(
         tail = max(tail, exposed - ahead)
         ahead += window * (waits and not split_backwards)  # which end at about the same time
         filling += (last.forward_s + last.transfer_s / 2) * waits
-    return delay + before + tail
+    return delay + tail
 
 
 def _added_up(problem: StageProblem, machine: Machine) -> float:
     """Seconds of adding up what the first forward reads of the whole batch; the last of several stages has nothing else
     to do then."""
-    if problem.num_stages > 1 or not problem.total_bytes:
+    return 0.0 if problem.num_stages > 1 else _totals_seconds(problem, machine)
+
+
+def _totals_seconds(problem: StageProblem, machine: Machine) -> float:
+    if not problem.total_bytes:
         return 0.0
     return collective_time("all_reduce", problem.total_bytes, slowest(machine.stage_groups("dp", "cp")))
 

@@ -81,6 +81,8 @@ def _filled(
             if not cost.gradient or not (cost.scatter_axes or cost.rest_axes):
                 continue
             by_call = place if cost.stage == 3 and cost.scatter_axes else -1
+            if cost.stage == 2 and cost.scatter_axes:  # scattered behind each backward of one virtual stage
+                by_call = next(run.start for run in plan.runs if run.start <= place < run.stop)
             key = cost.scatter_axes, cost.rest_axes, cost.stage, cost.expert, by_call
             together.setdefault(key, []).append((place, cost))
     for members in together.values():
@@ -134,17 +136,52 @@ def gathered_seconds(
     return max(0.0, clock.clock - idle_s - run.forward_s)
 
 
+class Reductions:
+    """The reductions of one rank, beside what its ``clock`` computes."""
+
+    def __init__(self, clock: RankClock) -> None:
+        self.clock = clock
+        self._sent: list[OverlappedCollective] = []  # scatters of the backward before
+        self._left: list[tuple[OverlappedCollective, GradientBucket]] = []  # to add up when these have ended
+
+    def begin(self, buckets: Sequence[GradientBucket], *, whole: bool = True) -> None:
+        """Reduce ``buckets``, whose backward has run; not ``whole``: to shards only, since more backwards follow."""
+        self.settle()
+        if any(bucket.scatter is not _NOTHING for bucket in buckets):
+            for scatter in self._sent:
+                self.clock.wait_for(scatter)
+            self._sent.clear()
+        for bucket in buckets:
+            if bucket.scatter is not _NOTHING:
+                self._sent.append(self._begin(bucket.scatter))
+                if bucket.rest is not _NOTHING and whole:
+                    self._left.append((self._sent[-1], bucket))
+            elif whole:
+                self._begin(bucket.rest)
+
+    def settle(self) -> None:
+        """Begin to add up what is left when scatters have ended."""
+        for scatter, bucket in self._left:
+            self.clock.wait_for(scatter)
+            self._begin(bucket.rest)
+        self._left.clear()
+
+    def _begin(self, part: Sent) -> OverlappedCollective:
+        collective = OverlappedCollective(0.0, part.seconds)
+        self.clock.compute(part.coding_s)
+        self.clock.begin(collective)
+        return collective
+
+
 class Delays(NamedTuple):
     """What reductions beside a stage's last backward add, in seconds.
 
     ``backward_s``: by how much later the backward ends than without them. ``whole_s``: the time from the end that it
-    would have had without them until all gradients are whole. ``before_s``: by how much later it begins, since the
-    gradients of the rank's other virtual stages are reduced beside backwards ahead of it.
+    would have had without them until all gradients are whole.
     """
 
     backward_s: float
     whole_s: float
-    before_s: float = 0.0
 
 
 def reduction_delays(
@@ -169,55 +206,24 @@ def reduction_delays(
     at: dict[int, list[GradientBucket]] = {}
     for bucket in buckets:
         at.setdefault(bucket.place if bucket.place in work else -1, []).append(bucket)
-    sent: list[
-        OverlappedCollective
-    ] = []  # scatters of the backward before, and what is left to add up when they have ended
-    left: list[tuple[OverlappedCollective, GradientBucket]] = []
-
-    def begin(part: Sent) -> OverlappedCollective:
-        collective = OverlappedCollective(0.0, part.seconds)
-        clock.compute(part.coding_s)
-        clock.begin(collective)
-        return collective
-
-    def settle() -> None:
-        for scatter, bucket in left:
-            clock.wait_for(scatter)
-            begin(bucket.rest)
-        left.clear()
-
-    def reduce(bucket: GradientBucket) -> None:
-        if bucket.scatter is _NOTHING:
-            begin(bucket.rest)
-            return
-        scatter = begin(bucket.scatter)
-        sent.append(scatter)
-        if bucket.rest is not _NOTHING:
-            left.append((scatter, bucket))
-
-    begun = before = 0.0
+    reductions = Reductions(clock)
+    begun = 0.0
     for place in (-1, *sorted(work, reverse=True)):
         clock.compute(work.get(place, 0.0) * scale)
         if place in at:
-            settle()
-            if any(bucket.scatter is not _NOTHING for bucket in at[place]):
-                for scatter in sent:
-                    clock.wait_for(scatter)
-                sent.clear()
-            for bucket in at[place]:
-                reduce(bucket)
+            reductions.begin(at[place])
         if place < 0 and at.get(
             place
         ):  # of other virtual stages, each as often as there are ranks behind the one before
             ahead = (len(plan.runs) - 1 if not by_halves else 1) * (problem.num_stages // problem.chunks) - 1
             clock.compute(ahead * window)
-            settle()
-            begun, before = clock.clock, clock.clock - ahead * window
+            reductions.settle()
+            begun = clock.clock
     window += begun
     delayed = clock.clock - window
-    settle()
+    reductions.settle()
     clock.wait_for_all()
-    return Delays(delayed, clock.clock - window, 0.0 if by_halves else before)
+    return Delays(delayed, clock.clock - window)
 
 
 def _backward_seconds(problem: StageProblem, plan: StagePlan, run: StagePlan) -> dict[int, float]:

@@ -51,7 +51,7 @@ def better_cuts(
     costs = _Costs(tables)
     how = {"train": tables.problem.train, "overlap_steps": tables.problem.overlap_steps}
     seen: dict[tuple[int, ...], float] = {}
-    paths = np.zeros((tables.problem.num_stages, 3))
+    paths = np.zeros((tables.problem.num_stages, 5))
     bound, cuts = 0.0, tuple(start)
     actions = sum(map(len, timetable.orders))
     calls, stages = len(tables.problem.calls), tables.problem.num_stages
@@ -111,18 +111,23 @@ def _all_cuts(calls: int, stages: int) -> Places:
 
 
 class _Costs:
-    """Seconds of every run of calls on every virtual stage, shape ``[stages, 3, calls + 1, calls + 1]``: forward,
-    backward for inputs, backward for weights, each with its waits; infinite if a run does not fit."""
+    """Seconds of every run of calls on every virtual stage, by :class:`Phases`, shape
+    ``[stages, 5, calls + 1, calls + 1]``; the backward for inputs is infinite where a run does not fit."""
 
     def __init__(self, tables: StageTables) -> None:
         problem = tables.problem
         made = []
         for k in range(problem.num_stages):
             pace = problem.pace(k)
-            forward = tables.seconds(k)[0] + pace.overhead.forward_total_s + tables.transfers(k)[0]
+            forward, times = tables.seconds(k)[0] + pace.overhead.forward_total_s, tables.times[k]
             later = [c.later_s if problem.train else 0.0 for c in pace.costs]
             weights = tables.segments.sums(later)
-            made.append(np.stack([forward, tables.times[k] - forward - weights, weights]))
+            values, gradients = (np.broadcast_to(waits, times.shape) for waits in tables.transfers(k))
+            inputs = times - forward - values - gradients - weights
+            if problem.chunks == 1:  # see :func:`partitioner.solve.virtual.phases_of`
+                forward, inputs = forward + values, inputs + gradients
+                values = gradients = np.zeros_like(times)
+            made.append(np.stack([forward, inputs, weights, values, gradients]))
         self.of_stage = made
 
     def phases(self, cuts: Sequence[int]) -> list[Phases]:
@@ -147,7 +152,7 @@ class _Costs:
     def bands(self, most: float) -> _Bands:
         """The runs of calls that take at most ``most`` seconds."""
         size = self.of_stage[0].shape[-1]
-        total = np.stack([table.sum(axis=0) for table in self.of_stage])
+        total = np.stack([table[:3].sum(axis=0) for table in self.of_stage])
         length = np.arange(size)[None, :] - np.arange(size)[:, None]
         fits = np.isfinite(total) & (total <= most * (1 + TINY)) & (length > 0)
         width = int(length[fits.any(axis=0)].max())
@@ -161,8 +166,8 @@ class _Costs:
 
 @dataclass(frozen=True)
 class _Bands:
-    """Runs of calls by their end and their length minus one. ``seconds``: shape ``[stages, 3, calls + 1, width]``.
-    ``barred``: shape ``[stages, calls + 1, width]``, infinite for entries that are no run."""
+    """``seconds`` by the end of a run and its length less one, shape ``[stages, 5, calls + 1, width]``; ``barred``,
+    ``[stages, calls + 1, width]``: infinite for what is no run."""
 
     seconds: Table
     barred: Table

@@ -1,9 +1,9 @@
 """Time of a schedule: every action runs in its rank's order, as soon as its inputs are ready.
 
-This is the longest path through the actions, each of which depends on the previous action of its rank and on one action
-of another rank. Dependencies are computed once for a timetable; then one pass over the actions gives their ends. If
-steps overlap, a rank begins the next step when it has ended its own part of this one. A step then takes the time
-between two ends on one rank, which is the longest cycle of such paths, from a rank's first action on.
+That is the longest path through the actions, each of which waits for the one before it on its rank and for one of
+another, and for what that sends. Who waits for whom is found once for a timetable; then one pass over the actions says
+when each ends. Where steps overlap, a rank begins the next one when it has ended its own part of this one: a step takes
+what lies between two ends on one rank, which is the longest cycle of such paths, from a rank's first action on.
 """
 
 from __future__ import annotations
@@ -19,19 +19,26 @@ from numpy.typing import NDArray
 
 from partitioner.actions import Timetable
 
-PARTS = {"F": (0,), "I": (1,), "W": (2,), "B": (1, 2)}  # indices into a phase's seconds
-_KINDS = tuple(PARTS)
-_MOST_STEPS, _SAME_PACE = 8, 1e-9  # steps until all ranks take equally long, and the tolerance
+PARTS = {"F": (0,), "I": (1,), "W": (2,), "B": (1, 2)}  # of a phase's seconds
+KINDS = tuple(PARTS)
+_PHASES = "forward", "inputs", "weights", "values_sent", "gradients_sent"
+_MOST_STEPS, _SAME_PACE = 8, 1e-9  # that are followed until all ranks take as long for one, to such a share
 _AT_ONCE = 1 << 18  # actions of which it is known at a time when they end
 
 
 @dataclass(frozen=True)
 class Phases:
-    """Seconds of a microbatch in a virtual stage: forward, backward for inputs, backward for weights."""
+    """Seconds of a microbatch in a virtual stage: forward, backward for inputs, backward for weights.
+
+    ``values_sent``, ``gradients_sent``: until what the forward and the backward read is there, once the rank that sends
+    it has computed it. The stage's rank may compute meanwhile.
+    """
 
     forward: float = 0.0
     inputs: float = 0.0
     weights: float = 0.0
+    values_sent: float = 0.0
+    gradients_sent: float = 0.0
 
     @property
     def total(self) -> float:
@@ -39,29 +46,31 @@ class Phases:
 
 
 def follow(table: Timetable, phases: Sequence[Phases], train: bool = True, *, overlap_steps: bool = False) -> float:
-    """Seconds until all ranks have ended their orders. ``overlap_steps``: seconds between the ends of two steps in
-    steady state."""
-    waits, seconds = _waits(_Same(table), train), _seconds(phases, train)
+    """Seconds until all ranks have ended their orders; ``overlap_steps``: between two ends, of many steps."""
+    waits, seconds, sent = waits_of(table, train), seconds_of(phases, train), sent_of(phases)
     if overlap_steps:
-        return max(_steady(waits, seconds))
-    done = _ends(waits, seconds)
+        return max(_steady(waits, seconds, sent))
+    done = _ends(waits, seconds, sent)
     return max(done[place] for place in waits.last)
 
 
 def follow_all(
     table: Timetable, phases: NDArray[np.float64], train: bool = True, *, overlap_steps: bool = False
 ) -> NDArray[np.float64]:
-    """:func:`follow` of ``n`` sets of phases: ``[n]`` seconds. ``phases``: ``[n, stages, 3]``, see :class:`Phases`."""
-    waits = _waits(_Same(table), train)
+    """:func:`follow` of many at once, ``[n]`` seconds; ``phases``: ``[n, stages, 5]``, as :class:`Phases` has them, or
+    the first three."""
+    waits = waits_of(table, train)
     kinds = [phases[:, :, list(parts)].sum(axis=2) * (train or k == "F") for k, parts in PARTS.items()]
-    of_kinds = np.stack(kinds, axis=2).reshape(len(phases), -1).T.copy()  # in the order of :func:`_seconds`
+    of_kinds = np.stack(kinds, axis=2).reshape(len(phases), -1).T.copy()  # as the list of :func:`seconds_of`
+    sent = phases[:, :, len(_PHASES) - 2 :].reshape(len(phases), -1).T
+    sent = np.concatenate([sent, np.zeros((1, len(phases)))]) if sent.any() else sent[:0]
     most = max(1, _AT_ONCE // len(waits.before))
     taken = np.empty(len(phases))
     for first in range(0, len(phases), most):
         some = of_kinds[:, first : first + most]
         begun = np.zeros((len(waits.last), some.shape[1]))
         for _ in range(_MOST_STEPS if overlap_steps else 1):
-            ended = _ends_of_all(waits, some, begun)[waits.last]
+            ended = _ends_of_all(waits, some, sent[:, first : first + most], begun)[waits.last]
             paces, begun = ended - begun, ended
             if np.ptp(paces, axis=0).max() <= _SAME_PACE * paces.max():
                 break
@@ -72,43 +81,50 @@ def follow_all(
 def longest_path(
     table: Timetable, phases: Sequence[Phases], train: bool = True, *, overlap_steps: bool = False
 ) -> tuple[float, NDArray[np.float64]]:
-    """Seconds of the longest path, and the number of each virtual stage's forwards, backwards for inputs and backwards
-    for weights on it, shape ``[stages, 3]``. ``overlap_steps``: the path from one rank's first action to its own last,
-    which may take less than the seconds."""
-    waits, of_kinds = _waits(_Same(table), train), _seconds(phases, train)
+    """The seconds, and the actions that no time lies between: how often each of a virtual stage's :class:`Phases` is
+    among them, shape ``[stages, 5]``. ``overlap_steps``: those of one rank's first
+    action to its own last one, which may take less than the seconds."""
+    waits, of_kinds, sent = waits_of(table, train), seconds_of(phases, train), sent_of(phases)
     if overlap_steps:
-        paces = _steady(waits, of_kinds)
+        paces = _steady(waits, of_kinds, sent)
         seconds, rank = max(paces), paces.index(max(paces))
-        done = _ends(waits, of_kinds, [0.0 if r == rank else -math.inf for r in range(len(paces))])
+        done = _ends(waits, of_kinds, sent, [0.0 if r == rank else -math.inf for r in range(len(paces))])
         place = waits.last[rank]
     else:
-        done = _ends(waits, of_kinds)
+        done = _ends(waits, of_kinds, sent)
         place = max(waits.last, key=done.__getitem__)
         seconds = done[place]
-    often = [0] * len(of_kinds)
+    often, messages = [0] * len(of_kinds), [0] * len(sent)
     while place >= len(waits.last):
         often[waits.what[place]] += 1
         before, needed = waits.before[place], waits.needed[place]
-        place = needed if done[needed] > done[before] else before
-    counts = np.zeros((len(phases), 3))
-    for of_kind, (kind, parts) in zip(np.reshape(often, (-1, len(_KINDS))).T, PARTS.items(), strict=True):
+        message = waits.message[place]
+        place = before
+        if done[needed] + sent[message] > done[before]:
+            place = needed
+            messages[message] += 1
+    counts = np.zeros((len(phases), len(_PHASES)))
+    counts[:, -2:] = np.reshape(messages[:-1], (-1, 2))
+    for of_kind, (kind, parts) in zip(np.reshape(often, (-1, len(KINDS))).T, PARTS.items(), strict=True):
         for part in parts if train or kind == "F" else ():
             counts[:, part] += of_kind
     return seconds, counts
 
 
-class _Waits(NamedTuple):
-    """Dependencies of the actions of all ranks, in topological order; the first entries stand for the ranks' starts of
-    the step.
+class Waits(NamedTuple):
+    """The actions of all ranks, each behind those that it waits for; the first stand for the ranks' starts of the step.
 
-    ``before``: the previous action of the rank. ``needed``: the action of another rank. ``what``: four times the
-    virtual stage, plus the kind. ``last``: the last action of each rank.
+    ``before``: the one before it on its rank; ``needed``: the one of another rank; ``what``: four for each virtual
+    stage, and the kind; ``message``: two for each virtual stage, forward and backward, and one for nothing, which is
+    what comes from the other action; ``last``: of each rank; ``rank``: that of each action.
     """
 
     before: list[int]
     needed: list[int]
     what: list[int]
+    message: list[int]
     last: list[int]
+    rank: list[int]
 
 
 class _Same:
@@ -124,11 +140,17 @@ class _Same:
         return isinstance(other, _Same) and self.table is other.table
 
 
+def waits_of(table: Timetable, train: bool = True) -> Waits:
+    """Who waits for whom, in an order in which each action is behind those that it waits for."""
+    return _waits(_Same(table), train)
+
+
 @lru_cache(maxsize=32)
-def _waits(same: _Same, train: bool) -> _Waits:
+def _waits(same: _Same, train: bool) -> Waits:
     table, last = same.table, len(same.table.ranks) - 1
     starts = range(len(table.orders))
-    found = _Waits([*starts], [*starts], [0 for _ in starts], [*starts])
+    nothing = 2 * len(table.ranks)
+    found = Waits([*starts], [*starts], [0 for _ in starts], [nothing for _ in starts], [*starts], [*starts])
     place: dict[tuple[str, int, int], int] = {}  # where a microbatch leaves a virtual stage
     at = [0] * len(table.orders)
     moved = True
@@ -144,7 +166,9 @@ def _waits(same: _Same, train: bool) -> _Waits:
                     break
                 found.before.append(found.last[rank])
                 found.needed.append(place[needed] if needed is not None else rank)
-                found.what.append(k * len(_KINDS) + _KINDS.index(kind))
+                found.rank.append(rank)
+                found.what.append(k * len(KINDS) + KINDS.index(kind))
+                found.message.append(2 * k + (kind != "F") if needed is not None else nothing)
                 found.last[rank] = len(found.before) - 1
                 if kind != "W":
                     place["F" if kind == "F" else "B", i, k] = found.last[rank]
@@ -153,8 +177,8 @@ def _waits(same: _Same, train: bool) -> _Waits:
     return found
 
 
-def _seconds(phases: Sequence[Phases], train: bool) -> list[float]:
-    """Seconds of each kind of action in each virtual stage."""
+def seconds_of(phases: Sequence[Phases], train: bool) -> list[float]:
+    """Of each kind of action in each virtual stage."""
     seconds: list[float] = []
     for phase in phases:
         of_parts = phase.forward, phase.inputs, phase.weights
@@ -162,35 +186,45 @@ def _seconds(phases: Sequence[Phases], train: bool) -> list[float]:
     return seconds
 
 
-def _ends(waits: _Waits, seconds: Sequence[float], begun: Sequence[float] | None = None) -> list[float]:
-    """The end of each action. ``begun``: start of each rank; ``None``: all start at 0."""
+def sent_of(phases: Sequence[Phases]) -> list[float]:
+    """Of what each virtual stage receives, forward and backward, and at last of nothing."""
+    return [*(seconds for phase in phases for seconds in (phase.values_sent, phase.gradients_sent)), 0.0]
+
+
+def _ends(
+    waits: Waits, seconds: Sequence[float], sent: Sequence[float], begun: Sequence[float] | None = None
+) -> list[float]:
+    """When each action ends, where ranks have ``begun`` then; ``None``: all at 0."""
     first = len(waits.last)
     done = [0.0] * first if begun is None else [*begun]
-    for before, needed, what in zip(waits.before[first:], waits.needed[first:], waits.what[first:], strict=True):
-        now, there = done[before], done[needed]
+    every = zip(waits.before[first:], waits.needed[first:], waits.what[first:], waits.message[first:], strict=True)
+    for before, needed, what, message in every:
+        now, there = done[before], done[needed] + sent[message]
         done.append((now if now >= there else there) + seconds[what])
     return done
 
 
-def _ends_of_all(waits: _Waits, seconds: NDArray[np.float64], begun: NDArray[np.float64]) -> NDArray[np.float64]:
-    """:func:`_ends` of ``n`` sets at once, shape ``[actions, n]``. ``seconds``: ``[kinds, n]``. ``begun``: ``[ranks,
-    n]``."""
+def _ends_of_all(
+    waits: Waits, seconds: NDArray[np.float64], sent: NDArray[np.float64], begun: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """:func:`_ends` of many at once, shape ``[actions, n]``; ``seconds`` by kind and ``begun`` by rank are alike, and
+    ``sent`` by message, empty where nothing takes time."""
     first = len(waits.last)
     done = np.empty((len(waits.before), seconds.shape[1]))
     done[:first] = begun
-    for place, (before, needed, what) in enumerate(
-        zip(waits.before[first:], waits.needed[first:], waits.what[first:], strict=True), first
-    ):
-        np.maximum(done[before], done[needed], out=done[place])
+    every = zip(waits.before[first:], waits.needed[first:], waits.what[first:], waits.message[first:], strict=True)
+    for place, (before, needed, what, message) in enumerate(every, first):
+        there = done[needed] + sent[message] if len(sent) else done[needed]
+        np.maximum(done[before], there, out=done[place])
         done[place] += seconds[what]
     return done
 
 
-def _steady(waits: _Waits, seconds: Sequence[float]) -> list[float]:
-    """Seconds of a step on each rank after some steps. Their maximum is at least the steady-state time of a step."""
+def _steady(waits: Waits, seconds: Sequence[float], sent: Sequence[float]) -> list[float]:
+    """What a step takes on each rank after some steps: the most of these is no less than it is in the end."""
     begun = [0.0] * len(waits.last)
     for _ in range(_MOST_STEPS):
-        done = _ends(waits, seconds, begun)
+        done = _ends(waits, seconds, sent, begun)
         ended = [done[place] for place in waits.last]
         paces = [end - start for end, start in zip(ended, begun, strict=True)]
         if max(paces) - min(paces) <= _SAME_PACE * max(paces):

@@ -307,13 +307,16 @@ def _together(parts: Sequence[StagePlan], memory: int) -> StagePlan:
 
 
 def phases_of(problem: StageProblem, stage: int, plan: StagePlan) -> Phases:
-    """Seconds of a microbatch in a virtual stage. Collectives and recomputation belong to the backward for inputs. A
-    stage waits for values before its forward and for gradients before its backward."""
+    """What a microbatch takes in a virtual stage. Collectives, and what is recomputed, belong to the backward for
+    inputs.
+
+    A stage waits for values before its forward, for gradients before its backward. A rank of one stage has nothing else
+    to do then; a rank of several computes for another one.
+    """
     costs = problem.pace(stage).costs[plan.start : plan.stop]
     weights = sum(c.later_s for c in costs) if problem.train else 0.0
-    ahead = plan.forward_wait_s
-    return Phases(
-        forward=plan.forward_s + ahead,
-        inputs=plan.backward_s + plan.recompute_s + plan.transfer_s - ahead - weights,
-        weights=weights,
-    )
+    values, gradients = plan.forward_wait_s, plan.transfer_s - plan.forward_wait_s
+    inputs = plan.backward_s + plan.recompute_s - weights
+    if problem.chunks > 1:
+        return Phases(plan.forward_s, inputs, weights, values, gradients)
+    return Phases(plan.forward_s + values, inputs + gradients, weights)

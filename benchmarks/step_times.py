@@ -20,10 +20,18 @@ except ImportError:  # run as a script
     from planning import JOBS, _model, _topology  # type: ignore[no-redef]
 
 VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "llama-405b-16384": [
+        {"pp": 8, "schedule": "interleaved"},
+        {"tp": 8, "pp": 16, "schedule": "interleaved", "virtual_stages": 8},
+        {"context": "ring"},
+        {"context": "all_gather"},
+        {"context": "ulysses"},
+    ],
     "llama-8b-64": [
         {"tp": 8, "pp": 1},
         {"pp": 4, "tp": 2, "schedule": "1f1b"},
         {"pp": 4, "tp": 2, "schedule": "interleaved"},
+        {"pp": 8, "tp": 8, "schedule": "interleaved", "virtual_stages": 4},
         {"pp": 8, "tp": 1, "schedule": "zb-1p"},
         {"pp": 4, "tp": 1, "schedule": "gpipe"},
         {"zero": 0, "pp": 2},

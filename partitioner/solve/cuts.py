@@ -166,8 +166,8 @@ class _Costs:
 
 @dataclass(frozen=True)
 class _Bands:
-    """``seconds`` by the end of a run and its length less one, shape ``[stages, 5, calls + 1, width]``; ``barred``,
-    ``[stages, calls + 1, width]``: infinite for what is no run."""
+    """Runs of calls by their end and their length minus one. ``seconds``: shape ``[stages, 5, calls + 1, width]``.
+    ``barred``: shape ``[stages, calls + 1, width]``, infinite for entries that are no run."""
 
     seconds: Table
     barred: Table

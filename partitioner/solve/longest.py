@@ -1,9 +1,9 @@
 """Time of a schedule: every action runs in its rank's order, as soon as its inputs are ready.
 
-That is the longest path through the actions, each of which waits for the one before it on its rank and for one of
-another, and for what that sends. Who waits for whom is found once for a timetable; then one pass over the actions says
-when each ends. Where steps overlap, a rank begins the next one when it has ended its own part of this one: a step takes
-what lies between two ends on one rank, which is the longest cycle of such paths, from a rank's first action on.
+This is the longest path through the actions, each of which depends on the previous action of its rank and on one action
+of another rank and its message. Dependencies are computed once for a timetable; then one pass over the actions gives
+their ends. If steps overlap, a rank begins the next step when it has ended its own part of this one. A step then takes
+the time between two ends on one rank, which is the longest cycle of such paths, from a rank's first action on.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from partitioner.actions import Timetable
 
-PARTS = {"F": (0,), "I": (1,), "W": (2,), "B": (1, 2)}  # of a phase's seconds
+PARTS = {"F": (0,), "I": (1,), "W": (2,), "B": (1, 2)}  # indices into a phase's seconds
 KINDS = tuple(PARTS)
 _PHASES = "forward", "inputs", "weights", "values_sent", "gradients_sent"
-_MOST_STEPS, _SAME_PACE = 8, 1e-9  # that are followed until all ranks take as long for one, to such a share
+_MOST_STEPS, _SAME_PACE = 8, 1e-9  # steps until all ranks take equally long, and the tolerance
 _AT_ONCE = 1 << 18  # actions of which it is known at a time when they end
 
 
@@ -46,7 +46,8 @@ class Phases:
 
 
 def follow(table: Timetable, phases: Sequence[Phases], train: bool = True, *, overlap_steps: bool = False) -> float:
-    """Seconds until all ranks have ended their orders; ``overlap_steps``: between two ends, of many steps."""
+    """Seconds until all ranks have ended their orders. ``overlap_steps``: seconds between the ends of two steps in
+    steady state."""
     waits, seconds, sent = waits_of(table, train), seconds_of(phases, train), sent_of(phases)
     if overlap_steps:
         return max(_steady(waits, seconds, sent))
@@ -57,8 +58,7 @@ def follow(table: Timetable, phases: Sequence[Phases], train: bool = True, *, ov
 def follow_all(
     table: Timetable, phases: NDArray[np.float64], train: bool = True, *, overlap_steps: bool = False
 ) -> NDArray[np.float64]:
-    """:func:`follow` of many at once, ``[n]`` seconds; ``phases``: ``[n, stages, 5]``, as :class:`Phases` has them, or
-    the first three."""
+    """:func:`follow` of ``n`` sets of phases: ``[n]`` seconds. ``phases``: ``[n, stages, 5]``, see :class:`Phases`."""
     waits = waits_of(table, train)
     kinds = [phases[:, :, list(parts)].sum(axis=2) * (train or k == "F") for k, parts in PARTS.items()]
     of_kinds = np.stack(kinds, axis=2).reshape(len(phases), -1).T.copy()  # as the list of :func:`seconds_of`
@@ -81,9 +81,9 @@ def follow_all(
 def longest_path(
     table: Timetable, phases: Sequence[Phases], train: bool = True, *, overlap_steps: bool = False
 ) -> tuple[float, NDArray[np.float64]]:
-    """The seconds, and the actions that no time lies between: how often each of a virtual stage's :class:`Phases` is
-    among them, shape ``[stages, 5]``. ``overlap_steps``: those of one rank's first
-    action to its own last one, which may take less than the seconds."""
+    """Seconds of the longest path, and how often each of a virtual stage's :class:`Phases` is on it, shape
+    ``[stages, 5]``. ``overlap_steps``: the path from one rank's first action to its own last, which may take less than
+    the seconds."""
     waits, of_kinds, sent = waits_of(table, train), seconds_of(phases, train), sent_of(phases)
     if overlap_steps:
         paces = _steady(waits, of_kinds, sent)
@@ -112,11 +112,12 @@ def longest_path(
 
 
 class Waits(NamedTuple):
-    """The actions of all ranks, each behind those that it waits for; the first stand for the ranks' starts of the step.
+    """Dependencies of the actions of all ranks, in topological order; the first entries stand for the ranks' starts of
+    the step.
 
-    ``before``: the one before it on its rank; ``needed``: the one of another rank; ``what``: four for each virtual
-    stage, and the kind; ``message``: two for each virtual stage, forward and backward, and one for nothing, which is
-    what comes from the other action; ``last``: of each rank; ``rank``: that of each action.
+    ``before``: the previous action of the rank. ``needed``: the action of another rank. ``what``: four times the
+    virtual stage, plus the kind. ``message``: what the needed action sends: twice the virtual stage, plus 1 for
+    gradients; twice the number of stages if nothing. ``last``: the last action of each rank. ``rank``: of each action.
     """
 
     before: list[int]
@@ -178,7 +179,7 @@ def _waits(same: _Same, train: bool) -> Waits:
 
 
 def seconds_of(phases: Sequence[Phases], train: bool) -> list[float]:
-    """Of each kind of action in each virtual stage."""
+    """Seconds of each kind of action in each virtual stage."""
     seconds: list[float] = []
     for phase in phases:
         of_parts = phase.forward, phase.inputs, phase.weights
@@ -187,14 +188,14 @@ def seconds_of(phases: Sequence[Phases], train: bool) -> list[float]:
 
 
 def sent_of(phases: Sequence[Phases]) -> list[float]:
-    """Of what each virtual stage receives, forward and backward, and at last of nothing."""
+    """Seconds of the messages that each virtual stage receives, forward and backward, and a zero for no message."""
     return [*(seconds for phase in phases for seconds in (phase.values_sent, phase.gradients_sent)), 0.0]
 
 
 def _ends(
     waits: Waits, seconds: Sequence[float], sent: Sequence[float], begun: Sequence[float] | None = None
 ) -> list[float]:
-    """When each action ends, where ranks have ``begun`` then; ``None``: all at 0."""
+    """The end of each action. ``begun``: start of each rank; ``None``: all start at 0."""
     first = len(waits.last)
     done = [0.0] * first if begun is None else [*begun]
     every = zip(waits.before[first:], waits.needed[first:], waits.what[first:], waits.message[first:], strict=True)

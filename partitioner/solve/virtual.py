@@ -307,12 +307,9 @@ def _together(parts: Sequence[StagePlan], memory: int) -> StagePlan:
 
 
 def phases_of(problem: StageProblem, stage: int, plan: StagePlan) -> Phases:
-    """What a microbatch takes in a virtual stage. Collectives, and what is recomputed, belong to the backward for
-    inputs.
-
-    A stage waits for values before its forward, for gradients before its backward. A rank of one stage has nothing else
-    to do then; a rank of several computes for another one.
-    """
+    """Seconds of a microbatch in a virtual stage. Collectives and recomputation belong to the backward for inputs. A
+    stage waits for values before its forward and for gradients before its backward. A rank with one stage is idle
+    then; a rank with several virtual stages computes for another one."""
     costs = problem.pace(stage).costs[plan.start : plan.stop]
     weights = sum(c.later_s for c in costs) if problem.train else 0.0
     values, gradients = plan.forward_wait_s, plan.transfer_s - plan.forward_wait_s

@@ -29,11 +29,11 @@ from rich.table import Table
 import runtime
 from benchmarks import common, peers
 from partitioner import Constraints, Plan, Topology, partition
-from partitioner.timing import PlanDurations
-from runtime.bubble import StepTimes, Times, timed
-from runtime.facts import ProgramFacts
-from runtime.simulate import Part, simulate
-from runtime.transfers import SENDING
+from partitioner.simulate.program_time import PlanDurations
+from runtime.execute.transfers import SENDING
+from runtime.observe.measured_bubble import StepTimes, Times, timed
+from runtime.program.analysis import ProgramFacts
+from runtime.program.simulate import Part, simulate
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-1p": 1, "zb-2p": 1, "zb-v": 2, "dualpipe-v": 2}
 ALLOWED = 0.1  # of the simulator's

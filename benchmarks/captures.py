@@ -23,14 +23,19 @@ from published_models import Shape, build
 from torch import fx
 
 from partitioner import PreparedModel, prepare
-from passes.blocks import FoldedModel
+from passes.ir.model import FoldedModel
 from runtime.files import write_bytes
 
 _LAYERS = 4  # as many are alike before capture traces fewer than all
 _KNOWN_AT_A_TIME = 8
 _ROOT = Path(__file__).resolve().parents[1]
 # What decides how a decoder is captured: its code, and every pass.
-_SOURCES = ("passes/**/*.py", "partitioner/prepared.py", "benchmarks/published_models.py", "benchmarks/captures.py")
+_SOURCES = (
+    "passes/**/*.py",
+    "partitioner/solve/evaluate/prepared_model.py",
+    "benchmarks/published_models.py",
+    "benchmarks/captures.py",
+)
 FILES = Path(tempfile.gettempdir()) / "partitioner-captures"
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from partitioner import Topology, partition
 from runtime import Engine
-from runtime.threads import ThreadWorld
+from runtime.comm.thread_backend import ThreadWorld
 
 WIDTH = 1024
 

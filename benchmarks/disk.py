@@ -26,8 +26,8 @@ from torch import nn
 
 from partitioner import Constraints, Topology, partition
 from runtime import Engine
-from runtime.disk import Disk, trim
-from runtime.threads import ThreadWorld
+from runtime.comm.thread_backend import ThreadWorld
+from runtime.state.disk_offload import Disk, trim
 
 WIDTH = 2048
 _MIB = 2**20

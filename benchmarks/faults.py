@@ -42,12 +42,12 @@ from benchmarks.faults_inject import KINDS, Fault, wipe
 from benchmarks.faults_worker import EVERY, SLOW_STEPS, STEPS, Data, Model, train
 from partitioner import Constraints, Topology, partition
 from runtime import LocalRanks, Monitor, RankError, RankTimeout
-from runtime.checkpoint.boxes import written_by
-from runtime.checkpoint.saving import saved_states
+from runtime.checkpoint.save import saved_states
+from runtime.checkpoint.shards import written_by
 from runtime.errors import LOST, Failure
-from runtime.program import Program
-from runtime.watch import SlowRank, SlowRanks
-from runtime.watch.board import Board
+from runtime.program.program import Program
+from runtime.watch.status_board import Board
+from runtime.watch.stragglers import SlowRank, SlowRanks
 
 MESHES = [
     {"pp": 2}, {"dp": 2}, {"tp": 2}, {"pp": 3}, {"dp": 3}, {"tp": 3}, {"pp": 4}, {"dp": 4}, {"tp": 4},

@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from partitioner import Constraints, Plan, partition
-from partitioner.compare import time_changes
-from partitioner.draw.figures import mesh_text
+from partitioner.explain.diff import time_changes
+from partitioner.plans.figures import mesh_text
 from passes.errors import PartitionError
 
 _SOFTWARE = (

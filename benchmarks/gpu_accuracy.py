@@ -33,7 +33,7 @@ import runtime
 from benchmarks import local_steps
 from benchmarks.local_accuracy import pinned, spearman, written
 from partitioner import Plan, Topology, partition, prepare
-from partitioner.profile import profile
+from partitioner.profile.profile import profile
 from runtime.files import write_text
 
 Form = tuple[int, str, str]  # microbatch size, recomputation, precision

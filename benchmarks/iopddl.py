@@ -21,9 +21,9 @@ from pathlib import Path  # noqa: E402
 
 import numpy as np  # noqa: E402
 
-from partitioner.solve.assignment import AssignmentProblem  # noqa: E402
-from partitioner.solve.memory import Memory  # noqa: E402
-from partitioner.solve.within_memory import solve_within_memory  # noqa: E402
+from benchmarks.iopddl_solver.solve import solve_within_memory  # noqa: E402
+from partitioner.solve.pairwise.assignment import AssignmentProblem  # noqa: E402
+from partitioner.solve.pairwise.live_memory import Memory  # noqa: E402
 
 FORBIDDEN = 1e18  # costs from here on mean that a choice is not allowed
 

@@ -38,7 +38,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import runtime
 from benchmarks import local_steps
 from partitioner import Constraints, Plan, Topology, partition
-from partitioner.profile import profile
+from partitioner.profile.profile import profile
 
 MIN_CORRELATION = 0.8
 MAX_MEMORY_ERROR = 0.15

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from benchmarks.memory import peak_bytes
 from runtime import Engine, Program
-from runtime.communicator import TorchCommunicator
-from runtime.planfile import program_of
+from runtime.comm.torch_backend import TorchCommunicator
+from runtime.program.load import program_of
 
 
 @dataclass(frozen=True)

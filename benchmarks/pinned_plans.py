@@ -22,7 +22,7 @@ import torch
 from planning import JOBS, _model, _topology
 
 from partitioner import Constraints, Plan, partition
-from partitioner.prepared import PreparedModel, prepare
+from partitioner.solve.evaluate.prepared_model import PreparedModel, prepare
 from passes.errors import PartitionError
 
 VARIANTS: tuple[dict[str, Any], ...] = (

@@ -132,7 +132,7 @@ def _processor_s() -> float:
 
 def measure(name: str) -> Result:
     """Plan one job in this process."""
-    import partitioner.prepared as prepared
+    import partitioner.solve.evaluate.prepared_model as prepared
     from partitioner import partition
     from passes.errors import PartitionError
 

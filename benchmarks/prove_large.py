@@ -12,13 +12,13 @@ import time
 import torch
 from torch import fx
 
-from partitioner.emit import Layouts, emit
-from passes.blocks import Block, Call, FoldedModel, ModelInput, ModelOutput, State, TensorSpec
-from passes.collectives import ops
-from passes.infer import call
-from passes.layouts import shard
-from runtime.program import Program
-from runtime.prove import prove
+from partitioner.emit.program import Layouts, emit
+from passes.ir.collectives import ops
+from passes.ir.interpret import call
+from passes.ir.layouts import shard
+from passes.ir.model import Block, Call, FoldedModel, ModelInput, ModelOutput, State, TensorSpec
+from runtime.program.program import Program
+from runtime.prove.prove import prove
 
 aten = torch.ops.aten
 B, H, F, WIDTH = 1, 64, 256, 8

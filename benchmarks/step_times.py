@@ -63,7 +63,7 @@ def _jobs(names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
 def measure(name: str, fixed: dict[str, Any]) -> dict[str, Any]:
     """Plan one job in this process."""
     from partitioner import Constraints, partition
-    from partitioner.timing import plan_timeline
+    from partitioner.simulate.program_time import plan_timeline
     from passes.errors import PartitionError
 
     job = JOBS[name]

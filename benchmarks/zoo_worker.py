@@ -16,13 +16,15 @@ import torch
 
 from benchmarks.zoo_attention import FusedCalls, fused, masks_of
 from benchmarks.zoo_models import Sample, ZooError, build, without_labels
-from partitioner import Constraints, Topology, explore, partition, prepared
-from partitioner.reference import Reference, run_reference
-from partitioner.verify import TOLERANCE, compare
-from passes.assemble import Captured
+from partitioner import Constraints, Topology, partition
+from partitioner.plans.reference import Reference, run_reference
+from partitioner.plans.verify import TOLERANCE, compare
+from partitioner.solve.evaluate import prepared_model
+from partitioner.solve.search import search
 from passes.errors import PartitionError
-from passes.normalize import normalize
-from runtime.local import run_threads
+from passes.ir.model import Captured
+from passes.normalize.pipeline import normalize
+from runtime.launch.local import run_threads
 
 Mesh = tuple[int, int, int]  # ranks of pp, dp, tp
 _GROUPED = torch.ops.aten._grouped_mm.default
@@ -64,7 +66,7 @@ class _Subject:
     def __init__(self, sample: Sample, note: str = "") -> None:
         self.sample = sample
         self.seen: dict[str, Any] = {"note": note} if note else {}
-        self.prepared = prepared.prepare(sample.model, sample.inputs, loss=sample.loss)
+        self.prepared = prepared_model.prepare(sample.model, sample.inputs, loss=sample.loss)
 
     @functools.cached_property
     def reference(self) -> Reference:
@@ -119,9 +121,9 @@ def _refusal(sample: Sample, error: PartitionError) -> dict[str, Any]:
 def _plan_and_verify(subject: _Subject, mesh: Mesh) -> dict[str, Any]:
     pp, dp, tp = mesh
     with (  # what others would plan is not looked for
-        mock.patch.object(prepared, "normalize", subject.normalize),
-        mock.patch.object(explore, "standards", return_value=[]),
-        mock.patch.object(explore, "compared", return_value=()),
+        mock.patch.object(prepared_model, "normalize", subject.normalize),
+        mock.patch.object(search, "standards", return_value=[]),
+        mock.patch.object(search, "compared", return_value=()),
     ):
         pinned = Constraints(pp=pp, dp=dp, tp=tp, zero=0, schedule="1f1b")
         plan = partition(subject.prepared, Topology.local(math.prod(mesh)), constraints=pinned)

@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import runtime
 from partitioner import Constraints, Plan, Topology, partition
-from partitioner.cli_target import constraints_of
+from partitioner.cli.options import constraints_of
 
 SEQ, VOCAB = 128, 256
 BATCH = 4

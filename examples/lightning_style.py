@@ -36,7 +36,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import runtime
 from partitioner import Constraints, Topology, partition
-from partitioner.cli_target import constraints_of
+from partitioner.cli.options import constraints_of
 
 BATCH, SEQ, VOCAB = 8, 32, 128
 LEARNING_RATE, WARMUP, CLIP = 3e-3, 4, 1.0

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 import runtime
 from partitioner import Constraints, Plan, Topology, partition
-from partitioner.cli_target import constraints_of
+from partitioner.cli.options import constraints_of
 
 BATCH, DIM, CLASSES = 32, 64, 8
 LEARNING_RATE, CLIP = 3e-3, 1.0

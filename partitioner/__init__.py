@@ -6,19 +6,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from partitioner.actions import ScheduleError
     from partitioner.api import partition
     from partitioner.constraints import Constraints
     from partitioner.errors import CapacityError, ConstraintError, PlanError, TopologyError
-    from partitioner.largest import Largest, largest_that_fits
     from partitioner.plan import Candidate, Certificate, Estimate, Plan
-    from partitioner.planfile import PlanFileError
-    from partitioner.prepared import PreparedModel, prepare
-    from partitioner.reference import Reference, run_reference
-    from partitioner.schedule_table import ScheduleTable
-    from partitioner.sizing import Size, SizeError, Sizing, size_cluster
+    from partitioner.plans.files import PlanFileError
+    from partitioner.plans.reference import Reference, run_reference
+    from partitioner.plans.verify import Verification
+    from partitioner.schedules.actions import ScheduleError
+    from partitioner.schedules.csv_table import ScheduleTable
+    from partitioner.size_cluster import Largest, Size, SizeError, Sizing, largest_that_fits, size_cluster
+    from partitioner.solve.evaluate.prepared_model import PreparedModel, prepare
     from partitioner.topology import Topology
-    from partitioner.verify import Verification
     from passes.errors import (
         CaptureError,
         InputsError,
@@ -71,16 +70,15 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "partitioner.api": ("partition",),
     "partitioner.constraints": ("Constraints",),
     "partitioner.errors": ("CapacityError", "ConstraintError", "PlanError", "TopologyError"),
-    "partitioner.largest": ("Largest", "largest_that_fits"),
+    "partitioner.size_cluster": ("Largest", "Size", "SizeError", "Sizing", "largest_that_fits", "size_cluster"),
     "partitioner.plan": ("Candidate", "Certificate", "Estimate", "Plan"),
-    "partitioner.planfile": ("PlanFileError",),
-    "partitioner.prepared": ("PreparedModel", "prepare"),
-    "partitioner.reference": ("Reference", "run_reference"),
-    "partitioner.actions": ("ScheduleError",),
-    "partitioner.schedule_table": ("ScheduleTable",),
-    "partitioner.sizing": ("Size", "SizeError", "Sizing", "size_cluster"),
+    "partitioner.plans.files": ("PlanFileError",),
+    "partitioner.solve.evaluate.prepared_model": ("PreparedModel", "prepare"),
+    "partitioner.plans.reference": ("Reference", "run_reference"),
+    "partitioner.schedules.actions": ("ScheduleError",),
+    "partitioner.schedules.csv_table": ("ScheduleTable",),
     "partitioner.topology": ("Topology",),
-    "partitioner.verify": ("Verification",),
+    "partitioner.plans.verify": ("Verification",),
     "passes.errors": (
         "CaptureError",
         "InputsError",

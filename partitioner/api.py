@@ -9,19 +9,18 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from partitioner.changes import advised
+from partitioner.advise.suggest import advised
+from partitioner.advise.variants import Asked
 from partitioner.constraints import Constraints
-from partitioner.explain_precision import notes_on_precision
-from partitioner.explore import explore
-from partitioner.finish import plan_to_fit
-from partitioner.garbage import rare_collections
-from partitioner.job import Job
+from partitioner.explain.tables import notes_on_precision
 from partitioner.plan import Plan, operator_share
-from partitioner.prepared import PreparedModel, modes_of_a_new_process, prepare
-from partitioner.requests import check_options, check_precision, check_request, precision_of, rated, torch_device
-from partitioner.solve.bestfirst import Progress
+from partitioner.solve.evaluate.job import Job
+from partitioner.solve.evaluate.prepared_model import PreparedModel, modes_of_a_new_process, prepare, rare_collections
+from partitioner.solve.search.best_first import Progress
+from partitioner.solve.search.fit_memory import plan_to_fit
+from partitioner.solve.search.search import explore
 from partitioner.topology import Topology
-from partitioner.variants import Asked
+from partitioner.validate import check_options, check_precision, check_request, precision_of, rated, torch_device
 from passes.faults import typed_errors
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from passes.errors import PartitionError
 
 if TYPE_CHECKING:
-    from partitioner.changes import Advice, Change
+    from partitioner.advise.suggest import Advice, Change
 
 
 class TopologyError(PartitionError):

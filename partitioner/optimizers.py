@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from partitioner.errors import ConstraintError
-from partitioner.topology.wording import nearest
+from partitioner.topology.validate import nearest
 
 
 @dataclass(frozen=True)

@@ -12,18 +12,20 @@ from partitioner.errors import PlanError
 from partitioner.topology import Topology
 from passes.faults import typed_errors
 from runtime.files import write_text
-from runtime.program import Data, Program, RankProgram
+from runtime.program.instructions import Data
+from runtime.program.program import Program, RankProgram
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from partitioner.solve.sharding import ShardingSolution
-    from partitioner.training_run import TrainingRun
-    from partitioner.verify import Verification
-    from partitioner.whynot import WhyNot
-    from runtime.prove import Proof
+    from partitioner.advise.why_not import WhyNot
+    from partitioner.plans.training_run import TrainingRun
+    from partitioner.plans.verify import Verification
+    from partitioner.solve.sharding.sharding import ShardingSolution
+    from runtime.prove.prove import Proof
 
 NEAR = 0.05  # of a device's memory: a plan may exceed it by less, where nothing else was found
+
 WITHOUT = "Without"  # begins the name of a baseline that leaves devices out
 OPEN = "open"  # among what a certificate leaves out: bounded, and its bound below the plan's cost
 _ROUNDING = 1e-9  # of a step: no difference
@@ -110,7 +112,7 @@ class Baseline(Data):
 class Limits(Data):
     """What of a model limits the candidates. ``calls``: that stages can hold; ``dims``: sizes of weights' dims;
     ``experts``: ranks that share them are a divisor of it; ``length``: a sample's tokens, 0 without attention;
-    ``repeated``, ``even``: see :class:`partitioner.solve.points.Space`."""
+    ``repeated``, ``even``: see :class:`partitioner.solve.search.space.Space`."""
 
     calls: int
     dims: tuple[int, ...]
@@ -265,14 +267,14 @@ class Plan(Data):
     @typed_errors("Plan.summary()")
     def summary(self) -> str:
         """The plan in a table or two, for a terminal."""
-        from partitioner.explain import summary
+        from partitioner.explain.explain import summary
 
         return summary(self)
 
     @typed_errors("Plan.explain()")
     def explain(self) -> str:
         """The plan in plain words: what binds, where the time goes, what else was considered."""
-        from partitioner.explain import explain
+        from partitioner.explain.explain import explain
 
         return explain(self)
 
@@ -284,14 +286,14 @@ class Plan(Data):
 
         ``model``, with ``inputs`` and ``loss`` as for ``partition``: to plan again where the certificate does not say.
         """
-        from partitioner.whynot import why_not
+        from partitioner.advise.why_not import why_not
 
         return why_not(self, constraints, model, inputs, loss)
 
     @typed_errors("Plan.diff()")
     def diff(self, other: Plan) -> str:
         """What ``other`` does otherwise, and what that changes in time and memory, for a terminal."""
-        from partitioner.compare import diff
+        from partitioner.explain.diff import diff
 
         if not isinstance(other, Plan):
             raise PlanError(f"expected a plan to compare with, got {type(other).__name__}")
@@ -308,21 +310,21 @@ class Plan(Data):
     ) -> TrainingRun:
         """Steps, days, device hours, money and energy of a run over so many ``tokens``, ``samples`` or ``steps``;
         ``price``: US dollars for one device and hour, in place of the hardware file's."""
-        from partitioner.training_run import training_run
+        from partitioner.plans.training_run import training_run
 
         return training_run(self, tokens=tokens, samples=samples, steps=steps, price=price)
 
     @typed_errors("Plan.prove()")
     def prove(self) -> Proof:
         """Prove the programs of all ranks. Raises :class:`runtime.ProofError` with rank, instruction and graph node."""
-        from runtime.prove import prove
+        from runtime.prove.prove import prove
 
         return prove(self.program)
 
     @typed_errors("Plan.verify()")
     def verify(self, model: nn.Module, inputs: Any, loss: Any = None) -> Verification:
         """Run all ranks on this machine in float64 against the unmodified ``model``."""
-        from partitioner.verify import verify
+        from partitioner.plans.verify import verify
 
         return verify(self, model, inputs, loss)
 
@@ -336,7 +338,7 @@ class Plan(Data):
     @typed_errors("Plan.save()")
     def save(self, path: str | Path) -> Path:
         """Write the plan as JSON; the file is complete or absent."""
-        from partitioner.planfile import save_plan
+        from partitioner.plans.files import save_plan
 
         return save_plan(self, Path(path))
 
@@ -344,14 +346,14 @@ class Plan(Data):
     @typed_errors("Plan.load()")
     def load(path: str | Path) -> Plan:
         """The plan that :meth:`save` wrote. Raises :class:`PlanFileError` on any other file."""
-        from partitioner.planfile import load_plan
+        from partitioner.plans.files import load_plan
 
         return load_plan(Path(path))
 
     @typed_errors("Plan.export_ranks()")
     def export_ranks(self, folder: str | Path) -> list[Path]:
         """Write one self-contained JSON file per rank to ``folder``."""
-        from partitioner.planfile import export_ranks
+        from partitioner.plans.files import export_ranks
 
         return export_ranks(self, Path(folder))
 

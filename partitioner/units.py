@@ -1,12 +1,23 @@
-"""Numbers as people read them: three significant digits and a unit; and what divides them."""
+"""Numbers as people read them: three significant digits and a unit; and what divides them.
+
+Text for people: as a string, or written to a stream.
+
+Every console of the package is made here. rich writes HTML to the notebook instead of to the console's file where it
+runs in a Jupyter kernel, on Colab or on Databricks; a function that returns a text would then return nothing.
+"""
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
+from typing import IO, Any
+
+from rich.console import Console, RenderableType
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 _COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
@@ -79,3 +90,20 @@ def _divisors(number: int) -> tuple[int, ...]:
     import sympy  # where it is used: it takes half a second
 
     return tuple(map(int, sympy.divisors(number)))
+
+
+WIDTH = 110  # columns of the plain text
+
+
+def text_console(file: IO[str], **options: Any) -> Console:
+    """A console that writes to ``file``, in notebooks too. ``options``: of :class:`rich.console.Console`."""
+    return Console(file=file, highlight=False, force_jupyter=False, **options)
+
+
+def plain(parts: Iterable[RenderableType]) -> str:
+    """``parts`` as text without colour, ``WIDTH`` columns wide, no spaces at the ends of lines."""
+    written = io.StringIO()
+    console = text_console(written, width=WIDTH, color_system=None, legacy_windows=False)
+    for part in parts:
+        console.print(part)
+    return "\n".join(line.rstrip() for line in written.getvalue().rstrip().splitlines())

@@ -1,0 +1,1 @@
+"""Passes over FX graphs: capture, normalise, fold, shard and differentiate a model."""

@@ -24,6 +24,7 @@ from typing import Any
 from passes.errors import InputsError, InternalError, PartitionError, ResourceError, UserCodeError
 
 _ROOT = Path(__file__).parent.parent
+
 _OURS = tuple(f"{_ROOT / package}/" for package in ("passes", "runtime", "partitioner"))
 FRAME = re.compile(r'File "(.+?)", line (\d+)')  # of a traceback that is text
 _PYTHON = str(Path(traceback.__file__).parent)
@@ -31,25 +32,25 @@ _PYTHON = str(Path(traceback.__file__).parent)
 _LIBRARIES = ("torch", "ortools", "networkx", "pydantic", "safetensors", "numpy", "sympy", "yaml", "rich", "typer")
 # The function that a phase begins with -> its name; the innermost one of a traceback is told.
 PHASES = {
-    ("passes/inputs.py", "bind_inputs"): "reading the inputs",
-    ("passes/export.py", "make_twin"): "copying the model without its numbers",
-    ("passes/capture.py", "capture"): "capturing the model",
-    ("passes/functionalize.py", "flatten_program"): "making the graph functional",
-    ("passes/normalize.py", "normalize"): "normalizing the graph",
-    ("passes/fold.py", "fold"): "folding layers into blocks",
-    ("passes/gradients.py", "mark_gradients"): "marking gradients",
-    ("passes/shard.py", "shard_block"): "sharding a block",
-    ("passes/differentiate.py", "joint_of"): "differentiating a block",
-    ("partitioner/batch.py", "shard_batch"): "splitting the batch",
-    ("partitioner/explore.py", "explore"): "searching for a layout",
-    ("partitioner/emit.py", "emit"): "emitting the programs",
-    ("partitioner/reference.py", "run_reference"): "running the unmodified model",
-    ("runtime/prove.py", "prove"): "proving the programs",
-    ("runtime/batch.py", "batch_values"): "reading the batch",
-    ("runtime/state.py", "check_weights"): "checking the weights",
-    ("runtime/state.py", "load_states"): "loading the weights",
+    ("passes/capture/inputs.py", "bind_inputs"): "reading the inputs",
+    ("passes/capture/export.py", "make_twin"): "copying the model without its numbers",
+    ("passes/capture/capture.py", "capture"): "capturing the model",
+    ("passes/capture/functionalize.py", "flatten_program"): "making the graph functional",
+    ("passes/normalize/pipeline.py", "normalize"): "normalizing the graph",
+    ("passes/shard/fold.py", "fold"): "folding layers into blocks",
+    ("passes/ir/gradient_flow.py", "mark_gradients"): "marking gradients",
+    ("passes/shard/shard_block.py", "shard_block"): "sharding a block",
+    ("passes/shard/differentiate.py", "joint_of"): "differentiating a block",
+    ("partitioner/solve/sharding/batch.py", "shard_batch"): "splitting the batch",
+    ("partitioner/solve/search/search.py", "explore"): "searching for a layout",
+    ("partitioner/emit/program.py", "emit"): "emitting the programs",
+    ("partitioner/plans/reference.py", "run_reference"): "running the unmodified model",
+    ("runtime/prove/prove.py", "prove"): "proving the programs",
+    ("runtime/engine/batches.py", "batch_values"): "reading the batch",
+    ("runtime/state/parameters.py", "check_weights"): "checking the weights",
+    ("runtime/state/parameters.py", "load_states"): "loading the weights",
 }
-_REPORTS_PROGRESS = ("partitioner/solve/bestfirst.py", "_tell")
+_REPORTS_PROGRESS = ("partitioner/solve/search/best_first.py", "_tell")
 _OF_ARGUMENTS = (TypeError, AttributeError, ValueError, RuntimeError)  # where an entry point itself raises them
 _BEFORE_GRAPHS = ("reading the inputs", "copying the model without its numbers", "capturing the model")
 _NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
@@ -136,7 +137,7 @@ def _operator_text(error: Exception) -> str:
 
 
 def _place(error: Exception) -> str:
-    """``passes/shard.py:112 (operator)`` of the innermost frame of this project."""
+    """``passes/shard/shard_block.py:112 (operator)`` of the innermost frame of this project."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if is_ours(f.filename)]
     if not frames:
         return "no line of the partitioner"
@@ -181,13 +182,11 @@ def _is_of_progress(error: Exception) -> bool:
 
 
 def _inside(file: str) -> str:
-    """``passes/shard.py`` for a file of this project."""
+    """``passes/shard/shard_block.py`` for a file of this project."""
     return Path(file).relative_to(_ROOT).as_posix()
 
 
 # --- whose a source file is -------------------------------------------------------------------------------------------
-
-
 def is_ours(file: str) -> bool:
     """Whether a source file is of this project's packages."""
     return file.startswith(_OURS)

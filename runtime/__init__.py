@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from runtime import debug
-    from runtime.bubble import timed
     from runtime.checkpoint.series import Checkpoints
-    from runtime.collect import Run
-    from runtime.data import Loader
-    from runtime.engine import Engine
+    from runtime.comm.rendezvous import init_process_group
+    from runtime.engine.data_loader import Loader
+    from runtime.engine.engine import Engine
     from runtime.errors import (
         AgreementError,
         BackwardError,
@@ -30,13 +29,13 @@ if TYPE_CHECKING:
         RankTimeout,
         WeightsError,
     )
-    from runtime.local import run_local, run_threads
-    from runtime.metrics import StepLog
-    from runtime.pool import LocalRanks
-    from runtime.program import Program, RankProgram
-    from runtime.restarts import init_process_group
-    from runtime.spikes import LossSpikes
-    from runtime.watch import Monitor, Watch
+    from runtime.launch.local import run_local, run_threads
+    from runtime.launch.process_pool import LocalRanks, Run
+    from runtime.observe.measured_bubble import timed
+    from runtime.observe.metrics import LossSpikes, StepLog
+    from runtime.program.program import Program, RankProgram
+    from runtime.watch.stragglers import Monitor
+    from runtime.watch.watchdog import Watch
 
 __all__ = [
     "AgreementError",
@@ -72,11 +71,11 @@ __all__ = [
 
 # A name is imported when it is first used: the planner reads what a program is without loading what executes it.
 _HOMES: dict[str, tuple[str, ...]] = {
-    "runtime.bubble": ("timed",),
+    "runtime.observe.measured_bubble": ("timed",),
     "runtime.checkpoint.series": ("Checkpoints",),
-    "runtime.collect": ("Run",),
-    "runtime.data": ("Loader",),
-    "runtime.engine": ("Engine",),
+    "runtime.launch.process_pool": ("LocalRanks", "Run"),
+    "runtime.engine.data_loader": ("Loader",),
+    "runtime.engine.engine": ("Engine",),
     "runtime.errors": (
         "AgreementError",
         "BackwardError",
@@ -92,13 +91,12 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "RankTimeout",
         "WeightsError",
     ),
-    "runtime.local": ("run_local", "run_threads"),
-    "runtime.metrics": ("StepLog",),
-    "runtime.pool": ("LocalRanks",),
-    "runtime.program": ("Program", "RankProgram"),
-    "runtime.restarts": ("init_process_group",),
-    "runtime.spikes": ("LossSpikes",),
-    "runtime.watch": ("Monitor", "Watch"),
+    "runtime.launch.local": ("run_local", "run_threads"),
+    "runtime.observe.metrics": ("LossSpikes", "StepLog"),
+    "runtime.program.program": ("Program", "RankProgram"),
+    "runtime.comm.rendezvous": ("init_process_group",),
+    "runtime.watch.stragglers": ("Monitor",),
+    "runtime.watch.watchdog": ("Watch",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

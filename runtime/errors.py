@@ -8,6 +8,7 @@ from typing import Any, Self
 from passes.errors import PartitionError
 
 DIED = "ProcessDied"  # the kinds of failure that no exception of a rank tells
+
 STALLED = "Stalled"
 LOST = "ConnectionLost"
 LEFT = "LeftEarly"

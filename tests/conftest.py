@@ -18,8 +18,9 @@ import pytest
 import sympy  # noqa: F401  # deadline of an example in tests by hypothesis
 import torch
 
-from partitioner import explore, local_models
-from partitioner.solve import aside
+from partitioner import background
+from partitioner.solve.evaluate import local_model_cache
+from partitioner.solve.search import search
 
 torch.set_num_threads(1)
 gc.set_threshold(50_000, 20, 20)
@@ -29,7 +30,7 @@ def pytest_configure() -> None:
     """Where each processor has a worker, plans are made by one process: a second one would take another's time."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")) >= processors:
-        for module in (local_models, aside):
+        for module in (local_model_cache, background):
             module.can_help = lambda: False
 
 
@@ -43,5 +44,5 @@ def without_baselines() -> Iterator[None]:
     """For tests of what plans compute: the search is complete, but a report has nothing to compare the plan with."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("compared", "without_laggards", "faster_batches"):
-            patch.setattr(explore, name, lambda *_, **__: ())
+            patch.setattr(search, name, lambda *_, **__: ())
         yield

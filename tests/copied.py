@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 from runtime import Checkpoints, Engine
-from runtime.checkpoint.peers import Peers
-from runtime.checkpoint.run import own_tensors
-from runtime.checkpoint.slots import State
-from runtime.worker import preload
+from runtime.checkpoint.memory_copies import State
+from runtime.checkpoint.ranks import Peers
+from runtime.checkpoint.run_state import own_tensors
+from runtime.launch.process_pool import preload
 from tests.runtime_programs import Net, net_inputs, program_of_net
 
 PATIENCE_S = 60.0

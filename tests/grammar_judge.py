@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import runtime
 from partitioner import Plan, Topology, partition
-from partitioner.reference import find_loss, run_reference
+from partitioner.plans.reference import find_loss, run_reference
 from passes.errors import PartitionError
 from runtime import LocalRanks, RankError
 from tests.grammar_batches import KEEPING, changed_batch

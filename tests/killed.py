@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from runtime import Checkpoints, Engine
-from runtime.worker import preload
+from runtime.launch.process_pool import preload
 from tests.runtime_programs import Net, net_inputs, program_of_net
 
 

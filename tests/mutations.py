@@ -6,7 +6,8 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.program import Instruction, Program, RankProgram
+from runtime.program.instructions import Instruction
+from runtime.program.program import Program, RankProgram
 
 Lists = dict[int, tuple[Instruction, ...]]
 AXES = ["dp", "tp", "ep", "pp"]

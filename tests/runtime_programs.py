@@ -15,16 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from passes.blocks import Block
-from passes.collectives import ops
-from passes.infer import call
-from passes.serialize import block_to_data
-from runtime.program import (
+from passes.ir.collectives import ops
+from passes.ir.interpret import call
+from passes.ir.model import Block
+from passes.ir.serialize import block_to_data
+from runtime.program.buckets import Bucket
+from runtime.program.instructions import Instruction
+from runtime.program.program import (
     BlockGraph,
-    Bucket,
     CallData,
     InputData,
-    Instruction,
     OutputData,
     Program,
     Stage,

@@ -7,19 +7,10 @@ from typing import Any
 from partitioner.constraints import Constraints
 from partitioner.plan import Baseline, Candidate, Certificate, Estimate, OperatorShare, Plan
 from partitioner.topology import Topology
-from runtime.meshes import AXES
-from runtime.program import (
-    BlockGraph,
-    Bucket,
-    CallData,
-    InputData,
-    Instruction,
-    OutputData,
-    Program,
-    Stage,
-    StateData,
-    Value,
-)
+from runtime.program.buckets import Bucket
+from runtime.program.instructions import Instruction
+from runtime.program.mesh import AXES
+from runtime.program.program import BlockGraph, CallData, InputData, OutputData, Program, Stage, StateData, Value
 
 BF16 = "bfloat16"
 

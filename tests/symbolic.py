@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from passes.differentiate import collectives_of, differentiate
-from passes.serialize import block_from_data
-from runtime.program import Instruction, Program
+from passes.ir.serialize import block_from_data
+from passes.shard.differentiate import collectives_of, differentiate
+from runtime.program.instructions import Instruction
+from runtime.program.program import Program
 
 Term = int
 Sum = Counter[Term]

@@ -13,9 +13,9 @@ import torch
 from published_models import Experts, Shape, build
 
 from partitioner import prepare
-from partitioner.cost.eight_bits import products_in_fp8
-from partitioner.cost.operators import is_product
-from partitioner.cost.spread import expert_region
+from partitioner.cost.call.expert_parallel import expert_region
+from partitioner.cost.call.fp8 import products_in_fp8
+from partitioner.cost.call.operators import is_product
 
 SHAPE = Shape(layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=64, vocab=128, gated=True, tied=False)
 

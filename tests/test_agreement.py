@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from runtime import AgreementError, BatchError, Engine, LocalRanks
-from runtime.agreement import _hash_in_order
-from runtime.precision import with_precision
-from runtime.program import Program
+from runtime.engine.consistency import _hash_in_order
+from runtime.program.precision import with_precision
+from runtime.program.program import Program
 from tests.runtime_programs import BATCH, Net, net_inputs, program_of_net
 from tests.test_runtime_state import on_every_rank
 from tests.test_zero import planned, tied_inputs

@@ -10,14 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partitioner.alike import Alike
-from partitioner.cost.bounds import ModelBounds
-from partitioner.cost.evened import BEST, evened
-from partitioner.evaluate import Evaluator
-from partitioner.explore import explore, space_of
-from partitioner.floors import Floors
-from partitioner.solve.point import Point
-from partitioner.solve.stages import SLACK
+from partitioner.candidate import Point
+from partitioner.solve.bounds.model_bounds import ModelBounds
+from partitioner.solve.evaluate.evaluator import Evaluator
+from partitioner.solve.search.bound_steps import Floors
+from partitioner.solve.search.search import explore, space_of
+from partitioner.solve.search.uniform_cluster import BEST, Alike, evened
+from partitioner.solve.stages.split import SLACK
 from partitioner.topology import loads
 from passes.errors import PartitionError
 from tests.test_placement import clusters, described, grid, job, times_of_all

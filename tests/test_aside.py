@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from partitioner import Constraints, Topology, local_models, partition, prepare
-from partitioner.evaluate import Evaluator
-from partitioner.job import Job
-from partitioner.requests import precision_of
-from partitioner.solve import aside
-from partitioner.solve.aside import Aside, Later
-from partitioner.solve.helper import Helper, can_help, check_threads, shared
-from partitioner.solve.point import Point
+from partitioner import Constraints, Topology, background, partition, prepare
+from partitioner.background import Aside, Helper, Later, can_help, check_threads, shared
+from partitioner.candidate import Point
+from partitioner.solve.evaluate import local_model_cache
+from partitioner.solve.evaluate.evaluator import Evaluator
+from partitioner.solve.evaluate.job import Job
+from partitioner.validate import precision_of
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="a second process is a fork, which is not there")
 
@@ -31,7 +30,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="a second proces
 @pytest.fixture(autouse=True)
 def _second_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """These tests need the second process, which parallel workers of the other tests do without (conftest.py)."""
-    for module in (local_models, aside):
+    for module in (local_model_cache, background):
         monkeypatch.setattr(module, "can_help", can_help)
 
 
@@ -165,7 +164,7 @@ def test_bounds_are_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [alone.floor(point, 2) for point in points]
     assert None not in expected and expected[0] != expected[1]
 
-    monkeypatch.setattr(local_models, "_WORTH_S", -1.0)
+    monkeypatch.setattr(local_model_cache, "_WORTH_S", -1.0)
     helped = Evaluator(work)
     helped.expect([(point, 2) for point in points], [(point, 2) for point in points])
     first = replace(points[0], dp=4, tp=1)
@@ -238,8 +237,8 @@ def test_plans_are_the_same(
     take = Aside.take
     monkeypatch.setattr(Aside, "take", counted)
     for helped in (False, True):
-        monkeypatch.setattr(local_models, "_WORTH_S", -1.0)
-        for module in (local_models, aside):
+        monkeypatch.setattr(local_model_cache, "_WORTH_S", -1.0)
+        for module in (local_model_cache, background):
             monkeypatch.setattr(module, "can_help", lambda helped=helped: helped)
         plans.append(partition(prepared, topology, constraints=Constraints(**constraints)))
         assert helped or not taken

@@ -16,16 +16,16 @@ import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from partitioner.solve import assignment, large, within_memory
-from partitioner.solve.assignment import AssignmentProblem, Row, TimeLimitError, live_rows, solve_assignment
-from partitioner.solve.contract import Contraction
-from partitioner.solve.cutset import conditioned_order
-from partitioner.solve.elimination import eliminate
-from partitioner.solve.flat import Flat
-from partitioner.solve.memory import Memory, Usage, stretches
-from partitioner.solve.presolve import InfeasibleError, Reduction
-from partitioner.solve.search import Search
-from partitioner.solve.within_memory import solve_within_memory
+from benchmarks.iopddl_solver import large, solve
+from benchmarks.iopddl_solver.contract import Contraction
+from benchmarks.iopddl_solver.search import Search, conditioned_order
+from benchmarks.iopddl_solver.solve import solve_within_memory
+from benchmarks.iopddl_solver.state import Flat
+from partitioner.solve.pairwise import assignment
+from partitioner.solve.pairwise.assignment import AssignmentProblem, Row, TimeLimitError, live_rows, solve_assignment
+from partitioner.solve.pairwise.dynamic_programming import eliminate
+from partitioner.solve.pairwise.live_memory import Memory, Usage, stretches
+from partitioner.solve.pairwise.presolve import InfeasibleError, Reduction
 
 INSTANCES = Path(__file__).parents[2] / "shared" / "iopddl"
 
@@ -105,7 +105,7 @@ def memory_problems(draw: st.DrawFn) -> AssignmentProblem:
 def test_the_method_for_large_problems_is_bracketed_by_the_optimum(problem: AssignmentProblem, whole: int) -> None:
     expected = brute_force(problem)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(within_memory, "MANY_ENTRIES", -1)
+        patch.setattr(solve, "MANY_ENTRIES", -1)
         patch.setattr(large, "WHOLE_ENTRIES", whole)
         try:
             answer = solve_within_memory(problem, time_limit_s=0.5)
@@ -125,7 +125,7 @@ def test_a_large_problem_is_answered_within_its_limit_wherever_that_can_be(probl
     problem = replace(problem, rows=())
     expected = brute_force(problem)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(within_memory, "MANY_ENTRIES", -1)
+        patch.setattr(solve, "MANY_ENTRIES", -1)
         if math.isinf(expected):
             with pytest.raises((InfeasibleError, TimeLimitError)):
                 solve_within_memory(problem, time_limit_s=0.2)

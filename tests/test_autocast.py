@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from partitioner import Constraints, Topology, partition, prepare
-from partitioner.requests import torch_device
-from passes.capture import capture
+from partitioner.validate import torch_device
+from passes.capture.capture import capture
 from passes.errors import InputsError, UnsupportedError
 from runtime import Engine, LaunchError
-from runtime.local import run_threads
-from runtime.threads import ThreadWorld
+from runtime.comm.thread_backend import ThreadWorld
+from runtime.launch.local import run_threads
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from partitioner import Constraints, Plan, partition
-from partitioner.batches_nearby import batches_near
-from partitioner.explain_tables import other_batch_text
+from partitioner.explain.tables import other_batch_text
+from partitioner.solve.search.smaller_clusters import batches_near
 from partitioner.units import seconds_text
 from tests.test_infeasible import cluster
 from tests.test_largest import Tokens

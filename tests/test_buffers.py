@@ -13,13 +13,15 @@ from torch import Tensor, nn
 
 import runtime
 from partitioner import Constraints, Plan, Topology, partition
-from passes.capture import capture
+from passes.capture.capture import capture
 from passes.errors import PartitionError, UnsupportedError
 from runtime import Checkpoints, Engine, LocalRanks
-from runtime.communicator import TorchCommunicator
+from runtime.comm.torch_backend import TorchCommunicator
 from runtime.debug import NonFiniteError, check_finite
-from runtime.program import Instruction, Program, weights_fingerprint
-from runtime.prove import ProofError, prove
+from runtime.program.instructions import Instruction
+from runtime.program.program import Program, weights_fingerprint
+from runtime.prove.errors import ProofError
+from runtime.prove.prove import prove
 from tests.buffer_models import ALONE, TOGETHER, Across, Around, Counter, Deep, FunctionalNorm, ResNet, Steps, inputs_of
 from tests.mutations import with_stage
 from tests.test_runtime_state import on_every_rank

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from passes.capture import capture
+from passes.capture.capture import capture
 from passes.errors import CaptureError, InputsError, UnsupportedError
 from tests.folding import assert_equal_to_model
 from tests.models import CASES

@@ -12,11 +12,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from partitioner import Constraints, Plan, Topology, partition, prepare
-from partitioner.cost.carried import carried_bytes
-from partitioner.prepared import PreparedModel
-from passes.blocks import Block
-from passes.gradients import mark_block
-from runtime.facts import CallFacts, ProgramFacts
+from partitioner.cost.call.saved_activations import carried_bytes
+from partitioner.solve.evaluate.prepared_model import PreparedModel
+from passes.ir.gradient_flow import mark_block
+from passes.ir.model import Block
+from runtime.program.analysis import CallFacts, ProgramFacts
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import runtime
 from partitioner import Constraints, Plan, Topology, partition
-from passes.capture import capture
+from passes.capture.capture import capture
 from passes.errors import PartitionError, UnsupportedError
 from runtime import Engine, LocalRanks
-from runtime.communicator import TorchCommunicator
-from runtime.program import Program
+from runtime.comm.torch_backend import TorchCommunicator
+from runtime.program.program import Program
 from tests.state_models import BATCH, DIM, OTHERS, SUMS, UPDATES, Contrast, Experts, Scheduled, Summing, Teacher
 from tests.test_runtime_state import on_every_rank
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import fx
 
-from passes.blocks import Block, TensorSpec
-from passes.check import GraphError, check_block, check_model
-from passes.collectives import ops
-from passes.variance import misuse, sameness
+from passes.ir.collectives import ops
+from passes.ir.model import Block, TensorSpec
+from passes.ir.verify import GraphError, check_block, check_model, misuse, sameness
 from tests.tiny_programs import Graph, layer_block, tiny_model
 
 aten = torch.ops.aten

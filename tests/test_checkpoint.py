@@ -25,14 +25,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from partitioner import Constraints, Topology, partition
-from passes.layouts import Layout, Shard, local_shape, take_shards
+from passes.ir.layouts import Layout, Shard, local_shape, take_shards
 from runtime import CheckpointError, Checkpoints, DamagedCheckpointError, Engine
-from runtime.checkpoint import boxes, folders, saving, staging, storage
-from runtime.checkpoint.boxes import Piece, written_by
-from runtime.checkpoint.folders import Target
-from runtime.checkpoint.writers import has_ended
-from runtime.failures import is_secondary
-from runtime.program import Program
+from runtime.checkpoint import atomic_folder, dcp_files, save
+from runtime.checkpoint import save as staging
+from runtime.checkpoint import shards as boxes
+from runtime.checkpoint.atomic_folder import Target, has_ended
+from runtime.checkpoint.shards import Piece, written_by
+from runtime.comm.failure_origin import is_secondary
+from runtime.program.program import Program
 from tests.runtime_programs import Net, net_inputs, program_of_net
 from tests.test_runtime_state import on_every_rank, train
 
@@ -53,7 +54,7 @@ PAIRS = [(a, b) for a in range(len(PLANS)) for b in range(len(PLANS))]
 def whole(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """This rank's parts of weights and moments, by name and offsets in the whole."""
     found = {}
-    held = saving.OptimizerState(optimizer, dict(engine.named_parameters()))
+    held = save.OptimizerState(optimizer, dict(engine.named_parameters()))
     rank = engine.rank_program
     for name, tensor in engine.state_dict().items():
         state, parts_of = engine.program.states[name], boxes.held_by(rank.program, name, rank.rank)
@@ -198,13 +199,13 @@ def test_torch_reads_a_checkpoint_as_its_own(tmp_path: Path):
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """What is written is the state when it was asked for, whatever training does meanwhile."""
-    trained, write = threading.Event(), storage.write_shards
+    trained, write = threading.Event(), dcp_files.write_shards
 
-    def late(*arguments: Any) -> storage.Written:
+    def late(*arguments: Any) -> dcp_files.Written:
         assert trained.wait(20)
         return write(*arguments)
 
-    monkeypatch.setattr(storage, "write_shards", late)
+    monkeypatch.setattr(dcp_files, "write_shards", late)
     engine, optimizer, checkpoints = one_rank(tmp_path)
     run(engine, optimizer, checkpoints, 2)
     expected = whole(engine, optimizer)
@@ -417,7 +418,7 @@ def test_a_checkpoint_of_another_format_is_refused(tmp_path: Path):
 
 
 def full_disk(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    real = storage._HashingStream.write
+    real = dcp_files._HashingStream.write
 
     def write(self: Any, data: Any) -> int:
         if self.file.name.endswith(f"__{rank}_0.distcp") and self.nbytes > 2000:
@@ -426,7 +427,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
             raise error
         return real(self, data)
 
-    monkeypatch.setattr(storage._HashingStream, "write", write)
+    monkeypatch.setattr(dcp_files._HashingStream, "write", write)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -491,7 +492,7 @@ def test_a_rank_that_ended_while_it_wrote_is_not_waited_for(tmp_path: Path):
     target.record(0).write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"rank 1 did not write its part within 0\.1 s"):
         target.wait_for_records(2, timeout=0.1)
-    other = "from runtime.checkpoint.writers import this_process; print(this_process())"
+    other = "from runtime.checkpoint.atomic_folder import this_process; print(this_process())"
     ended = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True, check=True).stdout.strip()
     target.writer(1).write_text(ended)
     with pytest.raises(CheckpointError, match="the process of rank 1 ended while it wrote its part"):
@@ -518,7 +519,7 @@ def test_a_replacement_that_was_cut_short_is_undone(tmp_path: Path, monkeypatch:
     """Killed between the two renames: what was there comes back."""
     folder = tmp_path / "out"
     expected = saved_under({}, folder)
-    target = folders.Target(folder, "")
+    target = atomic_folder.Target(folder, "")
     folder.rename(target.old)
     got = loaded_under({}, folder)
     assert all(torch.equal(got[k], expected[k]) for k in expected)
@@ -527,7 +528,7 @@ def test_a_replacement_that_was_cut_short_is_undone(tmp_path: Path, monkeypatch:
 def test_an_export_that_was_cut_short_is_undone_and_another_folder_is_left_alone(tmp_path: Path):
     engine, *_ = one_rank(tmp_path)
     engine.export_weights(tmp_path / "out.v2")
-    (tmp_path / "out.v2").rename(folders.Target(tmp_path / "out.v2", "").old)  # killed between the two renames
+    (tmp_path / "out.v2").rename(atomic_folder.Target(tmp_path / "out.v2", "").old)  # killed between the two renames
     for _ in range(2):
         engine.export_weights(tmp_path / "out")
     engine.load(tmp_path / "out")
@@ -536,9 +537,9 @@ def test_an_export_that_was_cut_short_is_undone_and_another_folder_is_left_alone
 
 
 def test_chunks_that_do_not_make_up_a_tensor_are_refused(tmp_path: Path):
-    written = storage.write_shards(tmp_path, 0, [Piece("w", (4, 4), (0, 0), torch.zeros(2, 4))])
+    written = dcp_files.write_shards(tmp_path, 0, [Piece("w", (4, 4), (0, 0), torch.zeros(2, 4))])
     with pytest.raises(ValueError, match="w: 16 elements, 8 were written"):
-        storage.write_metadata(tmp_path, [written])
+        dcp_files.write_metadata(tmp_path, [written])
 
 
 def test_a_folder_copied_elsewhere_loads(tmp_path: Path):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from runtime import CheckpointError
-from runtime.checkpoint import folders
+from runtime.checkpoint import atomic_folder
 from tests.test_checkpoint import one_rank, run
 
 ROOT = Path(__file__).parent.parent
@@ -37,11 +37,11 @@ def test_what_others_have_put_into_a_folder_stays_where_replacing_it_was_cut_sho
     (tmp_path / "out" / "notes.txt").write_text("of mine")
     with monkeypatch.context() as patched:
 
-        def cut_short(target: folders.Target) -> None:
+        def cut_short(target: atomic_folder.Target) -> None:
             if target.old.exists():
                 raise OSError("lost the disk")
 
-        patched.setattr(folders.Target, "_keep_others", cut_short)
+        patched.setattr(atomic_folder.Target, "_keep_others", cut_short)
         with pytest.raises(CheckpointError, match="lost the disk"):
             engine.save(tmp_path / "out", optimizer)
     assert not (tmp_path / "out" / "notes.txt").exists()
@@ -79,7 +79,7 @@ def test_a_link_to_a_folder_stays_one(tmp_path: Path):
 
 def test_a_script_that_has_ended_does_not_wait_for_a_first_rank_that_may_be_gone(tmp_path: Path):
     script = (
-        "import sys, threading\nfrom pathlib import Path\nfrom runtime.checkpoint.folders import Target\n"
+        "import sys, threading\nfrom pathlib import Path\nfrom runtime.checkpoint.atomic_folder import Target\n"
         "target = Target(Path(sys.argv[1]), 'f' * 15)\n"
         "threading.Thread(target=target.wait_until_complete, args=(1800.0,)).start()\n"
         "raise SystemExit(3)\n"

@@ -15,13 +15,12 @@ import pytest
 import torch
 
 from runtime import CheckpointError, Checkpoints, Engine
-from runtime.checkpoint import folders, storage
-from runtime.checkpoint.folders import wait_for_writers
-from runtime.checkpoint.loading import complete_in
-from runtime.checkpoint.plain import packed, unpacked
-from runtime.checkpoint.writers import this_process
-from runtime.program import Program
-from runtime.threads import ThreadWorld
+from runtime.checkpoint import atomic_folder, dcp_files
+from runtime.checkpoint.atomic_folder import this_process, wait_for_writers
+from runtime.checkpoint.load import complete_in
+from runtime.checkpoint.training_state import packed, unpacked
+from runtime.comm.thread_backend import ThreadWorld
+from runtime.program.program import Program
 from tests.runtime_programs import Net, net_inputs, program_of_net
 
 
@@ -114,13 +113,13 @@ def test_two_series_of_checkpoints_count_a_step_once(tmp_path: Path):
 
 @pytest.fixture
 def slow_writing(monkeypatch: pytest.MonkeyPatch) -> None:
-    write = storage.write_shards
+    write = dcp_files.write_shards
 
     def slowly(*args: Any) -> Any:
         time.sleep(0.3)
         return write(*args)
 
-    monkeypatch.setattr(storage, "write_shards", slowly)
+    monkeypatch.setattr(dcp_files, "write_shards", slowly)
 
 
 def on_ranks(program: Program, work: Callable[[Any], Any]) -> list[Any]:
@@ -192,7 +191,7 @@ def test_a_save_of_another_process_is_waited_for(tmp_path: Path):
 
 @pytest.mark.parametrize("what", ["ended", "failed", "another host's", "nobody's"])
 def test_what_nobody_writes_any_more_is_not_waited_for(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(folders, "_QUIET_S", 0.2)
+    monkeypatch.setattr(atomic_folder, "_QUIET_S", 0.2)
     saved(tmp_path / "step-0000000000")
     partial = tmp_path / ".step-0000000005.0123456789abcde.partial"
     partial.mkdir()

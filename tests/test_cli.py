@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from partitioner import Plan
-from partitioner.cli import app
-from partitioner.cli_target import TargetError, load_target
+from partitioner.cli.app import app
+from partitioner.cli.options import TargetError, load_target
 from runtime.errors import Failure, RankError
 from tests.sample_programs import llama, plan_of
 
@@ -232,7 +232,7 @@ def test_panels_have_the_first_cause_and_no_traceback():
 
 
 def test_commands_start_without_torch():
-    code = "import sys, partitioner.cli; sys.exit('torch' in sys.modules)"
+    code = "import sys, partitioner.cli.app; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from partitioner import Constraints, Plan, Topology, partition
-from partitioner.cli import app
-from partitioner.compare import in_words, relative
+from partitioner.cli.app import app
 from partitioner.errors import ConstraintError
+from partitioner.explain.diff import in_words, relative
 from partitioner.plan import Candidate
 from partitioner.units import bytes_text
 from passes.errors import PartitionError

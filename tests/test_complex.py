@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import runtime
 from partitioner import Constraints, Plan, Topology, partition
-from partitioner.reference import run_reference
-from partitioner.verify import compare, relative_error
+from partitioner.plans.reference import run_reference
+from partitioner.plans.verify import compare, relative_error
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from passes.blocks import Block
-from passes.factors import Strategy, operands_of, strategies
-from passes.gradients import mark_block
-from passes.infer import META, call
-from passes.layouts import REPLICATED, Layout, join_shards, shard, take_shard
-from passes.rules.lockstep import Ranks, groups, run_ranks
-from passes.rules.verify import differences, gradients
-from passes.shard import RESHARDS, BlockSharding, shard_block
+from passes.ir.gradient_flow import mark_block
+from passes.ir.interpret import META, call
+from passes.ir.layouts import REPLICATED, Layout, join_shards, shard, take_shard
+from passes.ir.model import Block
+from passes.rules.factors import Strategy, operands_of
+from passes.rules.strategies import strategies
+from passes.rules.verify import Ranks, differences, gradients, groups, run_ranks
+from passes.shard.shard_block import RESHARDS, BlockSharding, shard_block
 
 aten = torch.ops.aten
 B, S, H, D, F, V = 4, 8, 4, 4, 24, 12  # batch, sequence, heads, head size, feed-forward, vocabulary

@@ -14,16 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import passes.band  # noqa: F401 - defines the operator
+import passes.ops.attention  # noqa: F401 - defines the operator
 import runtime
 from partitioner import Constraints, Plan, PlanError, Topology, partition, run_reference
-from partitioner.verify import TOLERANCE, compare
-from passes.layouts import Layout, join_shards, shard, shard_slices, take_shard
-from passes.tiles import Band, most_pairs, ring_steps
-from runtime.calls import BoundCall
-from runtime.context import ContextAttention
-from runtime.execute import _BACKWARD
-from runtime.threads import ThreadWorld
+from partitioner.plans.verify import TOLERANCE, compare
+from passes.ir.layouts import Layout, join_shards, shard, shard_slices, take_shard
+from passes.ops.attention import Band, most_pairs, ring_steps
+from runtime.comm.thread_backend import ThreadWorld
+from runtime.execute.calls import BoundCall
+from runtime.execute.collective_ops import ContextAttention
+from runtime.execute.executor import _BACKWARD
 from tests.context_models import BANDS, MASKS, SEQ, VOCAB, Decoder, Mixed, NextToken, inputs
 
 pytestmark = pytest.mark.usefixtures("without_baselines")

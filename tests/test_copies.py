@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from runtime import CheckpointError, Checkpoints, Engine
-from runtime.checkpoint import copies, slots
-from runtime.checkpoint.peers import keepers
-from runtime.checkpoint.slots import Name, Slot, State
+from runtime.checkpoint import memory_copies
+from runtime.checkpoint import memory_copies as slots
+from runtime.checkpoint.memory_copies import Name, Slot, State
+from runtime.checkpoint.ranks import keepers
 from tests.runtime_programs import Net, net_inputs, program_of_net
 from tests.test_runtime_launch import SCRIPT, plan_file, supervised
 
@@ -162,7 +163,7 @@ def test_the_command_line_tells_what_copies_take_and_what_they_need(tmp_path: Pa
     assert "--copies-every expects --checkpoints" in told[0][1]
     assert told[1][0] == 0, told[1][1]
     assert "copies of the state: 0.00 GiB of this node's memory, in /dev/shm/copies-" in told[1][1]
-    assert not copies.folder_of(tmp_path / "run", Path("/dev/shm")).exists()
+    assert not memory_copies.folder_of(tmp_path / "run", Path("/dev/shm")).exists()
 
 
 def one_rank(tmp_path: Path, **options: Any) -> tuple[Engine, torch.optim.Optimizer, Checkpoints]:
@@ -182,7 +183,7 @@ def test_a_newer_checkpoint_is_preferred_and_a_damaged_copy_is_told(tmp_path: Pa
     engine, optimizer, checkpoints = one_rank(tmp_path, copies_every=2, every=3, behind=False)
     train(engine, optimizer, checkpoints, 4)
     assert one_rank(tmp_path, copies_every=2)[2].restore() == 4
-    [newest] = [p for p in copies.folder_of(tmp_path / "run", tmp_path).iterdir() if p.name.endswith(".4")]
+    [newest] = [p for p in memory_copies.folder_of(tmp_path / "run", tmp_path).iterdir() if p.name.endswith(".4")]
     newest.write_bytes(bytes(newest.stat().st_size))
     with pytest.warns(UserWarning, match="step 4 cannot be taken.*going on from the disk"):
         assert one_rank(tmp_path, copies_every=2)[2].restore() == 3
@@ -195,13 +196,13 @@ def test_a_newer_checkpoint_is_preferred_and_a_damaged_copy_is_told(tmp_path: Pa
 def test_too_little_room_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     engine, optimizer, checkpoints = one_rank(tmp_path, copies_every=1)
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(copies.shutil, "disk_usage", lambda _: usage(2**30, 2**30, 100))
+    monkeypatch.setattr(memory_copies.shutil, "disk_usage", lambda _: usage(2**30, 2**30, 100))
     with pytest.raises(CheckpointError, match=r"needs 0\.00 GiB more for the ranks of this node, and has .* copies_in"):
         train(engine, optimizer, checkpoints, 1)
     monkeypatch.undo()
     train(engine, optimizer, checkpoints, 1)
     assert checkpoints.copies is not None
-    files = [*copies.folder_of(tmp_path / "run", tmp_path).iterdir()]
+    files = [*memory_copies.folder_of(tmp_path / "run", tmp_path).iterdir()]
     assert checkpoints.copies.nbytes == sum(p.stat().st_size for p in files) > 0
     with pytest.raises(CheckpointError, match="expected a folder in this node's memory"):
         Checkpoints(tmp_path / "run", engine, copies_every=1, copies_in=tmp_path / "nothing")

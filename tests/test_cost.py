@@ -14,34 +14,33 @@ from hypothesis import strategies as st
 from models import CASES
 from torch import Tensor, fx
 
-from partitioner.cost.asked import asked_by
-from partitioner.cost.axes import TensorCosts
-from partitioner.cost.blockwork import block_work
-from partitioner.cost.calls import call_costs
-from partitioner.cost.collectives import collective_time
-from partitioner.cost.compute import kernels_time, matmul_efficiency
-from partitioner.cost.operators import Kernel, Operand, backward_kernels, forward_kernels
-from partitioner.cost.reducer import Reducer
-from partitioner.cost.reductions import Reduction, reduction, reduction_of
-from partitioner.cost.relaxed import best_type
-from partitioner.cost.saved import kept_by
-from partitioner.cost.states import StateCost, kinds_of, state_costs
-from partitioner.emit_levels import AT_ONCE
+from partitioner.cost.call.block_profile import asked_by
+from partitioner.cost.call.call_cost import call_costs
+from partitioner.cost.call.collectives import collective_time
+from partitioner.cost.call.operators import Kernel, Operand, backward_kernels, forward_kernels
+from partitioner.cost.call.roofline import kernels_time, matmul_efficiency
+from partitioner.cost.call.saved_activations import kept_by
+from partitioner.cost.call.states import StateCost, kinds_of, state_costs
+from partitioner.cost.step.gradient_reduction import Reducer, Reduction, reduction, reduction_of
+from partitioner.cost.step.relaxed_mesh import best_type
+from partitioner.emit.buckets import AT_ONCE
 from partitioner.errors import ConstraintError, TopologyError
-from partitioner.localize import unmark_stopped
 from partitioner.optimizers import optimizer_bytes
+from partitioner.solve.bounds.block_work import block_work
+from partitioner.solve.sharding.costs import TensorCosts
+from partitioner.solve.sharding.local_model import unmark_stopped
 from partitioner.topology import Topology, axis_group
 from partitioner.topology.groups import stage_capacity
-from passes.blocks import Block, State, TensorSpec
-from passes.capture import capture
-from passes.collectives import ops
-from passes.differentiate import differentiate
-from passes.factors import Strategy
-from passes.fold import fold
-from passes.gradients import mark_block, mark_gradients
-from passes.infer import META, call
-from passes.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, shard
-from passes.normalize import normalize
+from passes.capture.capture import capture
+from passes.ir.collectives import ops
+from passes.ir.gradient_flow import mark_block, mark_gradients
+from passes.ir.interpret import META, call
+from passes.ir.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, shard
+from passes.ir.model import Block, State, TensorSpec
+from passes.normalize.pipeline import normalize
+from passes.rules.factors import Strategy
+from passes.shard.differentiate import differentiate
+from passes.shard.fold import fold
 
 aten = torch.ops.aten
 H100 = Topology.preset("dgx-h100", nodes=2)

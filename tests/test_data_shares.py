@@ -18,13 +18,14 @@ from torch import Tensor, nn
 
 import runtime
 from partitioner import Constraints, Plan, Topology, partition
-from partitioner.solve.shares import share_out
-from partitioner.solve.stages import SLACK
-from partitioner.timing import follow, plan_timeline
+from partitioner.simulate.program_time import follow, plan_timeline
+from partitioner.solve.evaluate.batch_shares import share_out
+from partitioner.solve.stages.split import SLACK
 from partitioner.topology import loads
 from runtime import Engine, LocalRanks, RankError
-from runtime.batch import Share
-from runtime.prove import ProofError, prove
+from runtime.engine.batches import Share
+from runtime.prove.errors import ProofError
+from runtime.prove.prove import prove
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from partitioner.cli import app
+from partitioner.cli.app import app
 from runtime import Engine, LaunchError, LocalRanks, run_local, run_threads
-from runtime.buffers import give_back
+from runtime.comm.torch_backend import give_back
 from runtime.debug import NonFiniteError, check_finite, compare_runs, record_hashes
-from runtime.precision import with_precision
-from runtime.scaling import BACKOFF
+from runtime.program.precision import with_precision
+from runtime.state.loss import BACKOFF
 from tests.runtime_programs import Net, net_inputs, program_of_net
 from tests.test_runtime_execute import in_threads
 

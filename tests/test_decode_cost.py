@@ -6,12 +6,12 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from partitioner import Constraints, Topology, partition
-from partitioner.cost.asked import node_operands
-from partitioner.cost.blockwork import block_work
-from partitioner.cost.calls import call_costs
-from partitioner.cost.operators import Kernel, forward_kernels
-from passes.blocks import Block
-from passes.infer import call
+from partitioner.cost.call.block_profile import node_operands
+from partitioner.cost.call.call_cost import call_costs
+from partitioner.cost.call.operators import Kernel, forward_kernels
+from partitioner.solve.bounds.block_work import block_work
+from passes.ir.interpret import call
+from passes.ir.model import Block
 
 aten = torch.ops.aten
 BF16 = torch.bfloat16

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from partitioner.errors import TopologyError
-from partitioner.topology import Topology, axis_group, loads, smi
-from partitioner.topology.smi import read_wiring
+from partitioner.topology import Topology, axis_group, detect, loads
+from partitioner.topology.detect import read_wiring
 
 A100, V100, H100 = "NVIDIA A100-SXM4-80GB", "Tesla V100-SXM2-32GB", "NVIDIA H100 80GB HBM3"
 LEGEND = """
@@ -94,11 +94,11 @@ def machine(monkeypatch: pytest.MonkeyPatch):
         seen = [
             SimpleNamespace(name=n, total_memory=80 * 2**30, uuid=uuid(i)) for n, i in zip(names, places, strict=True)
         ]
-        answers = {"topo": topo, "nvlink": nvlink, smi.QUERY[0]: cards}
+        answers = {"topo": topo, "nvlink": nvlink, detect.QUERY[0]: cards}
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: seen[i])
-        monkeypatch.setattr(smi, "ask", lambda *arguments: answers[arguments[0]])
+        monkeypatch.setattr(detect, "ask", lambda *arguments: answers[arguments[0]])
         for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
             monkeypatch.delenv(name, raising=False)
 
@@ -204,4 +204,4 @@ def test_without_devices_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch):
 
 def test_no_tool_is_no_answer(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", "")
-    assert smi.ask("topo", "-m") == ""
+    assert detect.ask("topo", "-m") == ""

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import fx
 
-from passes.blocks import Block
-from passes.collectives import ops
-from passes.differentiate import collectives_of, differentiate
-from passes.infer import call
-from passes.serialize import GraphFormatError, block_from_data, block_to_data
+from passes.ir.collectives import ops
+from passes.ir.interpret import call
+from passes.ir.model import Block
+from passes.ir.serialize import GraphFormatError, block_from_data, block_to_data
+from passes.shard.differentiate import collectives_of, differentiate
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")

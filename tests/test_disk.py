@@ -22,17 +22,19 @@ from torch import Tensor, nn
 
 import runtime
 from partitioner import Constraints, Plan, Topology, partition
-from runtime import agreement, windows
-from runtime.checkpoint import storage
-from runtime.disk import Disk, is_mapped
-from runtime.engine import Engine
+from runtime.checkpoint import dcp_files
+from runtime.comm.thread_backend import ThreadWorld
+from runtime.engine import consistency
+from runtime.engine.engine import Engine
 from runtime.errors import CheckpointError, OffloadError
-from runtime.planfile import disk_of
-from runtime.pool import LocalRanks
-from runtime.precision import with_precision
-from runtime.program import Program
-from runtime.prove import ProofError, prove
-from runtime.threads import ThreadWorld
+from runtime.launch.process_pool import LocalRanks
+from runtime.program.load import disk_of
+from runtime.program.precision import with_precision
+from runtime.program.program import Program
+from runtime.prove.errors import ProofError
+from runtime.prove.prove import prove
+from runtime.state import disk_offload
+from runtime.state.disk_offload import Disk, is_mapped
 from tests.test_offload import ALL, Wide, planned
 from tests.test_runtime_state import on_every_rank
 from tests.test_zero import MESHES, MODELS, STEPS, errors, tied_inputs, tied_model
@@ -56,7 +58,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(windows, "WINDOW", 512)  # bytes: of a few parameters of the tests' models
+    monkeypatch.setattr(disk_offload, "WINDOW", 512)  # bytes: of a few parameters of the tests' models
     return
 
 
@@ -402,7 +404,7 @@ def test_what_the_disk_cannot_write_is_told(tmp_path: Path, monkeypatch: pytest.
     def fails(*_: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr("runtime.disk._call", fails)
+    monkeypatch.setattr("runtime.state.disk_offload._call", fails)
     disk.behind([tensor])
     with pytest.raises(OSError, match="Input/output error"):
         disk.wait()
@@ -485,13 +487,13 @@ def test_a_step_waits_until_what_is_on_disk_is_saved(tmp_path: Path, monkeypatch
     optimizer = adam(engine)
     step(engine, optimizer)
     expected = {n: p.detach().clone() for n, p in engine.named_parameters()}
-    may_write, write = threading.Event(), storage.write_shards
+    may_write, write = threading.Event(), dcp_files.write_shards
 
     def slow(*arguments: Any) -> Any:
         assert may_write.wait(20)
         return write(*arguments)
 
-    monkeypatch.setattr(storage, "write_shards", slow)
+    monkeypatch.setattr(dcp_files, "write_shards", slow)
     under_way = engine.save(tmp_path / "out", optimizer, wait=False)
     assert not any(key.startswith("optimizer") for key, _ in engine._saver._staging._buffers if "step" not in key)
     engine.step(batch(engine, 1))  # which does not wait
@@ -516,7 +518,7 @@ def test_a_save_that_fails_lets_the_step_go_on(tmp_path: Path, monkeypatch: pyte
     def fails(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(storage, "write_shards", fails)
+    monkeypatch.setattr(dcp_files, "write_shards", fails)
     under_way = engine.save(tmp_path / "out", optimizer, wait=False)
     step(engine, optimizer)
     with pytest.raises(CheckpointError, match="No space left"):
@@ -527,13 +529,13 @@ def test_a_change_while_it_is_saved_is_told(tmp_path: Path, monkeypatch: pytest.
     engine = alone(tmp_path)
     optimizer = adam(engine)
     step(engine, optimizer)
-    write = storage.write_shards
+    write = dcp_files.write_shards
 
     def meddling(*arguments: Any) -> Any:
         states_of(optimizer)[0].add_(1)
         return write(*arguments)
 
-    monkeypatch.setattr(storage, "write_shards", meddling)
+    monkeypatch.setattr(dcp_files, "write_shards", meddling)
     with pytest.raises(CheckpointError, match=r"exp_avg was changed while it was copied"):
         engine.save(tmp_path / "out", optimizer, wait=False).wait()
 
@@ -555,7 +557,7 @@ def test_a_program_with_states_on_disk_steps_in_host_memory():
 def train_rank(program: str, folder: str, out: str) -> list[float]:
     """Two steps and a checkpoint, on a process of its own."""
     parsed = Program.model_validate_json(Path(program).read_text())
-    windows.WINDOW = 512
+    disk_offload.WINDOW = 512
     engine = Engine(parsed, tied_model(), offload_folder=folder)
     optimizer = engine.on_disk(torch.optim.AdamW(engine.parameters(), lr=0.01))
     for number in range(2):
@@ -610,10 +612,10 @@ def test_the_command_line_trains_such_plans(tmp_path: Path):
 MEASURED = """
 import pathlib, sys, threading, torch
 from runtime import windows
-from runtime.disk import trim
-from runtime.engine import Engine
-from runtime.program import Program
-from runtime.threads import ThreadWorld
+from runtime.state.disk_offload import trim
+from runtime.engine.engine import Engine
+from runtime.program.program import Program
+from runtime.comm.thread_backend import ThreadWorld
 
 windows.WINDOW = 2 << 20
 
@@ -693,7 +695,7 @@ def test_who_reads_all_of_it_lets_go_of_it(tmp_path: Path):
     parameters = [nn.Parameter(disk.empty((1 << 20,), torch.float32).fill_(1)) for _ in range(16)]
     disk.forget()
     before = mapped()
-    agreement._hash([*parameters])
+    consistency._hash([*parameters])
     assert mapped() - before < 16  # MiB, of 64
     assert sum(float(p.detach().sum()) for p in parameters) == 16 << 20
     assert mapped() - before > 60

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from partitioner import Constraints, Plan, Topology, partition
-from partitioner.cost.offload import disk_seconds, update_seconds
-from partitioner.cost.states import kinds_of, state_costs
+from partitioner.cost.call.states import kinds_of, state_costs
+from partitioner.cost.step.offload import disk_seconds, update_seconds
 from partitioner.errors import CapacityError, ConstraintError
-from partitioner.finish import _check_hosts
-from partitioner.timing import plan_timeline
+from partitioner.simulate.program_time import plan_timeline
+from partitioner.solve.search.fit_memory import _check_hosts
 from partitioner.topology.hosts import HostShare, has_disks, host_shares
-from passes.blocks import State, TensorSpec
-from runtime.facts import ProgramFacts
-from runtime.memory import disk_bytes, host_bytes
+from passes.ir.model import State, TensorSpec
+from runtime.program.analysis import ProgramFacts
+from runtime.program.memory import disk_bytes, host_bytes
 from tests.test_infeasible import cluster
 from tests.test_offload import Wide, with_host
 
@@ -157,7 +157,7 @@ def test_it_is_tried_where_a_host_is_too_small():
 
 
 def test_the_device_is_no_reason_for_a_disk(monkeypatch: pytest.MonkeyPatch):
-    import partitioner.explore as explore
+    import partitioner.solve.search.search as explore
 
     asked: list[tuple[str, ...]] = []
     kept = explore._with_offload

@@ -12,12 +12,12 @@ from test_cost import H100
 from torch import Tensor, nn
 
 from partitioner import Constraints, Plan, Topology, partition
-from partitioner.cost.collectives import collective_time, dispatch_time
+from partitioner.cost.call.collectives import collective_time, dispatch_time
 from partitioner.topology import axis_group
-from passes.capture import capture
-from passes.fold import fold
-from passes.normalize import normalize
-from passes.regions import find_regions
+from passes.capture.capture import capture
+from passes.experts.regions import find_regions
+from passes.normalize.pipeline import normalize
+from passes.shard.fold import fold
 
 # Microseconds of sending 4,096 rows of 7,168 numbers in bfloat16 to 8 of 256 experts over so many ranks: by all-to-all,
 # and once for each node and rank (HybridEP). Published in the report on Megatron-Core's mixtures of experts

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from partitioner import Constraints, Plan, PlanError, Topology, partition
-from partitioner.reference import run_reference
+from partitioner.plans.reference import run_reference
 from passes.errors import CaptureError, UnsupportedError
-from passes.random import drawn, ops
+from passes.ops.random import drawn, ops
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 

@@ -14,13 +14,12 @@ from torch import nn
 
 from partitioner import Constraints, Topology, partition
 from partitioner.draw import VIEWS, DrawError, draw
-from partitioner.draw.dot import lay_out
-from partitioner.draw.folds import Fold, TimeScale, find_folds
-from partitioner.draw.lanes import Box, Lanes, Wire
+from partitioner.draw.graph_layout import Box, Lanes, Wire, lay_out
 from partitioner.draw.svg import PALETTE, Header, draw_header, picture, text_width
 from partitioner.draw.timeline import Bar, draw_timeline, idle_shares, join, merge, tick_step
-from partitioner.outline import chunk_starts, fold_runs, outline, path_range
-from runtime.program import Instruction
+from partitioner.draw.timeline_folds import Fold, TimeScale, find_folds
+from partitioner.plans.outline import chunk_starts, fold_runs, outline, path_range
+from runtime.program.instructions import Instruction
 from tests.sample_programs import llama, plan_of
 
 SVG = "{http://www.w3.org/2000/svg}"

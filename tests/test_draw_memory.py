@@ -16,13 +16,13 @@ from partitioner import Constraints, Plan, Topology, partition
 from partitioner.draw import draw
 from partitioner.draw.memory import KINDS, byte_step, stage_levels
 from partitioner.draw.svg import PALETTE
-from partitioner.explain_tables import host_text
-from partitioner.held import fixed_sizes
-from partitioner.timing import PlanDurations
+from partitioner.explain.tables import host_text
+from partitioner.simulate.program_memory import fixed_sizes
+from partitioner.simulate.program_time import PlanDurations
 from partitioner.units import seconds_text
-from runtime.facts import ProgramFacts
-from runtime.memory import memory_moments, memory_steps, state_bytes
-from runtime.simulate import simulate
+from runtime.program.analysis import ProgramFacts
+from runtime.program.memory import memory_moments, memory_steps, state_bytes
+from runtime.program.simulate import simulate
 from tests.sample_programs import llama, plan_of
 from tests.test_compare import Tower
 

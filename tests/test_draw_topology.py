@@ -6,8 +6,7 @@ import re
 from xml.etree import ElementTree as ET
 
 from partitioner.draw import draw
-from partitioner.draw.axes import link_table
-from partitioner.draw.topology import MOST_CLUSTERS, draw_topology
+from partitioner.draw.topology import MOST_CLUSTERS, draw_topology, link_table
 from partitioner.plan import Plan
 from partitioner.topology import Topology, loads
 from tests.sample_programs import llama, plan_of

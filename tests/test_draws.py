@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from partitioner import Constraints, Topology, partition
-from partitioner.reference import run_reference
-from passes.random import MOST_BITS, drawn, ops
+from partitioner.plans.reference import run_reference
+from passes.ops.random import MOST_BITS, drawn, ops
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 

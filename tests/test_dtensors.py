@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from partitioner import Constraints, Topology, partition
-from passes.layouts import Layout
+from passes.ir.layouts import Layout
 from runtime import DTensorError, Engine, LaunchError, LocalRanks
-from runtime.communicator import TorchCommunicator
-from runtime.dtensors import placements
-from runtime.parts import stacked
-from runtime.precision import with_precision
-from runtime.program import Program, shard_shape
-from runtime.weights import weights_of
+from runtime.comm.torch_backend import TorchCommunicator
+from runtime.engine.export import placements
+from runtime.program.precision import with_precision
+from runtime.program.program import Program, shard_shape
+from runtime.state.parameters import stacked
+from runtime.state.weights import weights_of
 from tests.experts_zoo import plain, plain_inputs
 from tests.test_zero import tied_inputs, tied_model
 

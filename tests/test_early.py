@@ -9,17 +9,16 @@ from dataclasses import replace
 
 import pytest
 
-from partitioner.baselines import Standard, standards
+from partitioner.candidate import Point
 from partitioner.constraints import Constraints
-from partitioner.cost.bounds import ModelBounds
-from partitioner.cost.least_reduced import LeastReduced
-from partitioner.cost.levels import best_reducers
-from partitioner.cost.reductions import reduction
-from partitioner.early import Early
+from partitioner.cost.step.gradient_reduction import best_reducers, reduction
 from partitioner.errors import CapacityError
-from partitioner.explore import space_of
-from partitioner.solve.point import Point
-from partitioner.solve.points import Space, points
+from partitioner.solve.bounds.model_bounds import ModelBounds
+from partitioner.solve.bounds.zero_and_reduction import LeastReduced
+from partitioner.solve.search.baselines import Standard, standards
+from partitioner.solve.search.search import space_of
+from partitioner.solve.search.space import Space, points
+from partitioner.solve.search.warm_start import Early
 from partitioner.topology import Topology
 from passes.errors import PartitionError
 from tests.test_search import job

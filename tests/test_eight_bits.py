@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 import runtime
 from partitioner import Constraints, Plan, Topology, partition
-from passes.eight_bits import linear_fp8, linear_fp8_input, linear_fp8_weight
-from runtime.precision import check_fp8
+from passes.ops.fp8 import linear_fp8, linear_fp8_input, linear_fp8_weight
+from runtime.program.precision import check_fp8
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partitioner.emit import emit
-from partitioner.emit_routes import EmitError
-from partitioner.schedules import SCHEDULES, Action, Schedule
-from runtime.program import Program
-from runtime.prove import prove
+from partitioner.emit.program import emit
+from partitioner.emit.routes import EmitError
+from partitioner.schedules.actions import Action
+from partitioner.schedules.registry import SCHEDULES, Schedule
+from runtime.program.program import Program
+from runtime.prove.prove import prove
 from tests.symbolic import Term, run_symbolic
 from tests.tiny_programs import even_stages, listing, tiny_model, tiny_program
 

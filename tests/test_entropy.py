@@ -13,10 +13,10 @@ from test_normalize import assert_same, normal_form, numbers, operators
 from torch import Tensor, nn
 
 from partitioner import Constraints, Topology, partition
-from partitioner.cost.saved import kept_by
-from partitioner.prepared import prepare
-from passes import entropy
-from passes.gradients import accumulated_in
+from partitioner.cost.call.saved_activations import kept_by
+from partitioner.solve.evaluate.prepared_model import prepare
+from passes.ir.gradient_flow import accumulated_in
+from passes.ops import cross_entropy
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 
@@ -36,10 +36,10 @@ def test_numbers_and_gradients_are_those_of_its_parts(data):
     logits = (torch.randn(sizes, generator=generator, dtype=torch.float64) * 4).to(dtype)
     logits = logits.permute(order).contiguous().permute([order.index(d) for d in range(len(sizes))]).requires_grad_()
     index = torch.randint(sizes[dim], [1 if d == dim % len(sizes) else s for d, s in enumerate(sizes)])
-    result = torch.float32 if dtype in entropy.NARROW else None
+    result = torch.float32 if dtype in cross_entropy.NARROW else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(entropy, "_PIECE_CPU", data.draw(st.sampled_from([1, 7, 1 << 17])))
-        terms = entropy.CROSS_ENTROPY(logits, index, dim, result)
+        patch.setattr(cross_entropy, "_PIECE_CPU", data.draw(st.sampled_from([1, 7, 1 << 17])))
+        terms = cross_entropy.CROSS_ENTROPY(logits, index, dim, result)
         grad = torch.randn(terms.shape, generator=generator, dtype=torch.float64)
         terms.backward(grad.to(terms.dtype))
     exact = logits.detach().double().requires_grad_()
@@ -56,7 +56,7 @@ def test_numbers_and_gradients_are_those_of_its_parts(data):
 def test_rows_of_minus_infinity_alone_have_no_gradient():
     logits = torch.full((2, 3), -torch.inf).index_put((torch.tensor(1), torch.tensor(2)), torch.tensor(0.5))
     logits.requires_grad_()
-    target, logsumexp = entropy.ops.target_and_logsumexp(logits, torch.tensor([[0], [2]]), 1)
+    target, logsumexp = cross_entropy.ops.target_and_logsumexp(logits, torch.tensor([[0], [2]]), 1)
     assert logsumexp.flatten().tolist() == [-torch.inf, 0.5]
     (target[1] - logsumexp.exp().sum()).sum().backward()
     assert logits.grad is not None
@@ -66,17 +66,17 @@ def test_rows_of_minus_infinity_alone_have_no_gradient():
 
 def test_what_is_no_number_is_told():
     logits = torch.tensor([[0.0, torch.nan], [torch.inf, 0.0]])
-    assert entropy.cross_entropy(logits, torch.tensor([[0], [1]]), 1).isfinite().sum() == 0
+    assert cross_entropy.cross_entropy(logits, torch.tensor([[0], [1]]), 1).isfinite().sum() == 0
 
 
 def test_a_target_that_is_no_class_is_refused():
     with pytest.raises(RuntimeError, match="out of bounds"):
-        entropy.cross_entropy(torch.zeros(2, 3), torch.tensor([[0], [3]]), 1)
+        cross_entropy.cross_entropy(torch.zeros(2, 3), torch.tensor([[0], [3]]), 1)
 
 
 def test_the_operator_keeps_torchs_rules():
     inputs = torch.randn(4, 6, requires_grad=True), torch.zeros(4, 1, dtype=torch.long), 1
-    torch.library.opcheck(entropy.ops.target_and_logsumexp.default, inputs)
+    torch.library.opcheck(cross_entropy.ops.target_and_logsumexp.default, inputs)
 
 
 TOKENS = torch.tensor([[0, 3, 4], [1, 1, 2]])
@@ -118,7 +118,7 @@ def test_logits_are_read_in_the_type_that_they_have(dtype: torch.dtype):
     form = normal_form(lambda x: F.cross_entropy(x.float().view(-1, 5), TOKENS.view(-1)), numbers(2, 3, 5).to(dtype))
     casts = [n for n in form.graph.nodes if n.target is torch.ops.aten.to.dtype and n.meta["val"].numel() > 1]
     assert len(casts) == (dtype == torch.float64)
-    (node,) = (n for n in form.graph.nodes if n.target is entropy.CROSS_ENTROPY)
+    (node,) = (n for n in form.graph.nodes if n.target is cross_entropy.CROSS_ENTROPY)
     assert node.meta["val"].dtype == torch.float32
 
 
@@ -156,7 +156,9 @@ def test_nothing_of_the_logits_size_is_kept_besides_them():
     model = Head(4096, 4096).bfloat16()
     tokens = torch.randint(8, (4, 64))
     folded = prepare(model, (tokens, tokens)).at(4)[0]
-    (block,) = (b for b in folded.blocks.values() if any(n.target is entropy.CROSS_ENTROPY for n in b.graph.nodes))
+    (block,) = (
+        b for b in folded.blocks.values() if any(n.target is cross_entropy.CROSS_ENTROPY for n in b.graph.nodes)
+    )
     logits = 4 * 64 * 4096 * 2
     assert logits < kept_by(block).inside < 1.1 * logits
     assert kept_by(block).working < 2.3 * logits

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import runtime
 from partitioner import Constraints, Plan, Reference, Topology, partition, run_reference
-from partitioner.verify import TOLERANCE, compare
+from partitioner.plans.verify import TOLERANCE, compare
 from passes.errors import InputsError
 from tests.models import CASES
 

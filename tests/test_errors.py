@@ -26,7 +26,7 @@ from partitioner import (
     TopologyError,
     partition,
 )
-from partitioner.changes import Advice
+from partitioner.advise.suggest import Advice
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 

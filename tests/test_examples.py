@@ -21,9 +21,9 @@ from torch.utils.data import default_collate
 
 from examples.train import LEARNING_RATE, WARMUP, batch, build
 from partitioner import Constraints, Topology, partition
-from passes.layouts import Layout
-from runtime.data import SampleOrder, Samples
-from runtime.weights import FileWeights
+from passes.ir.layouts import Layout
+from runtime.engine.data_loader import SampleOrder, Samples
+from runtime.state.weights import FileWeights
 
 ROOT = Path(__file__).parent.parent
 SNIPPET = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)

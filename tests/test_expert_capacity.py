@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from partitioner import Constraints, PlanError, Topology, partition
-from partitioner.experts import spread_batch, spread_over_ranks, spreads
-from partitioner.prepared import prepare
-from passes.microbatch import split_batch
+from partitioner.solve.evaluate.prepared_model import prepare
+from partitioner.solve.sharding.expert_parallel import spread_batch, spread_over_ranks, spreads
+from passes.shard.split_batch import split_batch
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 

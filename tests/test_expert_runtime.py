@@ -13,12 +13,13 @@ from torch import Tensor
 import runtime
 from partitioner import Constraints, Plan, PlanError, Topology, partition
 from partitioner.errors import ConstraintError
-from partitioner.reference import run_reference
-from partitioner.verify import compare
-from runtime.engine import Engine
-from runtime.meshes import expert_mesh
-from runtime.program import Program
-from runtime.prove import ProofError, prove
+from partitioner.plans.reference import run_reference
+from partitioner.plans.verify import compare
+from runtime.engine.engine import Engine
+from runtime.program.mesh import expert_mesh
+from runtime.program.program import Program
+from runtime.prove.errors import ProofError
+from runtime.prove.prove import prove
 from tests.experts_zoo import PlainExperts, plain, plain_inputs
 from tests.test_runtime_state import on_every_rank
 

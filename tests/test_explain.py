@@ -14,19 +14,20 @@ from hypothesis import strategies as st
 from rich.console import Console
 from torch import nn
 
-from partitioner import Topology, outline_shared, partition
+from partitioner import Topology, partition
+from partitioner.candidate import Point
 from partitioner.constraints import Constraints
-from partitioner.evaluate import Evaluator
-from partitioner.explain import explain, summary
-from partitioner.explain_tables import bars, candidate_counts, fate
-from partitioner.outline import outline
+from partitioner.explain.explain import explain, summary
+from partitioner.explain.tables import bars, candidate_counts, fate
 from partitioner.plan import Candidate, Certificate, Plan
-from partitioner.prepared import prepare
-from partitioner.solve.point import Point
-from partitioner.timing import plan_timeline, stage_seconds
+from partitioner.plans import outline as outline_shared
+from partitioner.plans.outline import outline
+from partitioner.simulate.program_time import plan_timeline, stage_seconds
+from partitioner.solve.evaluate.evaluator import Evaluator
+from partitioner.solve.evaluate.prepared_model import prepare
 from partitioner.units import bytes_text, count_text, digits, percent, plural, ranges, seconds_text
 from passes.errors import InputsError
-from runtime.program import Program
+from runtime.program.program import Program
 from tests.sample_programs import llama, plan_of
 
 

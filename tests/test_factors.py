@@ -10,10 +10,10 @@ import torch
 from rule_cases import META, aten, f, i, operator
 
 from passes.errors import RuleError
-from passes.factors import factors_of, strategies
-from passes.layouts import shard
-from passes.rules import registry, rule
+from passes.ir.layouts import shard
+from passes.rules import factors_of, registry, rule
 from passes.rules.reshape import walk
+from passes.rules.strategies import strategies
 from passes.rules.verify import check_strategies, node_of
 
 

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from partitioner import Constraints, Plan, Topology, UnsupportedError, partition, prepare
-from partitioner.cli import app
-from passes import differentiate, fold, shard
+from partitioner.cli.app import app
 from passes.errors import InternalError, PartitionError, ResourceError, UserCodeError
 from passes.faults import PHASES, typed_errors
-from runtime import Engine, RankError, run_threads, state
-from runtime.threads import ThreadWorld
+from passes.shard import differentiate, fold, shard_block
+from runtime import Engine, RankError, run_threads
+from runtime.comm.thread_backend import ThreadWorld
+from runtime.state import parameters
 
 
 class Net(nn.Module):
@@ -61,7 +62,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, error: Excep
 
 
 def test_an_internal_error_names_phase_operator_and_line(monkeypatch: pytest.MonkeyPatch):
-    broken(monkeypatch, shard._Rewriter, "operator", KeyError("x"))
+    broken(monkeypatch, shard_block._Rewriter, "operator", KeyError("x"))
     with pytest.raises(InternalError) as caught:
         make_plan()
     error = caught.value
@@ -70,7 +71,8 @@ def test_an_internal_error_names_phase_operator_and_line(monkeypatch: pytest.Mon
     text = str(error)
     for part in (
         r"internal error of the partitioner in partition(), sharding a block at the operator",
-        "aten.linear.default", "test_faults.py:", "KeyError: 'x'", "passes/shard.py:", "fault of the partitioner",
+        "aten.linear.default", "test_faults.py:", "KeyError: 'x'", "passes/shard/shard_block.py:",
+        "fault of the partitioner",
         "Try other constraints", "Please report it", f"torch {torch.__version__}", "Python 3.",
     ):  # fmt: skip
         assert part in text
@@ -79,7 +81,7 @@ def test_an_internal_error_names_phase_operator_and_line(monkeypatch: pytest.Mon
 INSIDE: dict[str, tuple[Any, str, Callable[[Plan], Any]]] = {
     "folding layers into blocks": (fold, "_join_results", lambda plan: make_plan()),
     "differentiating a block": (differentiate, "_simplify", lambda plan: plan.verify(Net(), batch())),
-    "checking the weights": (state, "_differences", lambda plan: run_threads(plan, Net(), batch())),
+    "checking the weights": (parameters, "_differences", lambda plan: run_threads(plan, Net(), batch())),
 }
 
 
@@ -111,10 +113,10 @@ def test_a_failing_instruction_names_the_models_line():
 def test_an_engine_gives_typed_errors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     plan = partition(Net(), Topology.local(1), batch())
     engine = engine_of(plan)
-    broken(monkeypatch, importlib.import_module("runtime.engine"), "content_of", LookupError("lost"))
+    broken(monkeypatch, importlib.import_module("runtime.engine.engine"), "content_of", LookupError("lost"))
     with pytest.raises(PartitionError, match="lost"):
         engine.save(tmp_path / "checkpoint")
-    broken(monkeypatch, importlib.import_module("runtime.engine"), "own_values", LookupError("lost"))
+    broken(monkeypatch, importlib.import_module("runtime.engine.engine"), "own_values", LookupError("lost"))
     with pytest.raises(InternalError, match=r"in Engine.step\(\).*LookupError: lost"):
         engine.step(batch())
 
@@ -157,7 +159,7 @@ def test_typed_errors_pass_as_they_are():
     "error", [MemoryError(), OSError(28, "No space left on device"), RuntimeError("out of memory")]
 )
 def test_a_machine_without_room_is_not_a_fault(error: Exception, plan: Plan, monkeypatch: pytest.MonkeyPatch):
-    broken(monkeypatch, importlib.import_module("partitioner.planfile"), "_wrap", error)
+    broken(monkeypatch, importlib.import_module("partitioner.plans.files"), "_wrap", error)
     with pytest.raises(ResourceError, match=r"Plan.save\(\) failed( for want of memory)?: "):
         plan.save("plan.json")
 
@@ -169,7 +171,7 @@ def test_phases_are_functions_that_exist():
 
 
 def test_the_command_line_says_that_it_is_at_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    broken(monkeypatch, importlib.import_module("partitioner.planfile"), "_unwrap", KeyError("inside"))
+    broken(monkeypatch, importlib.import_module("partitioner.plans.files"), "_unwrap", KeyError("inside"))
     result = CliRunner().invoke(app, ["show", str(tmp_path / "plan.json")])
     assert result.exit_code == 3
     assert "Internal error" in result.output + result.stderr

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from partitioner import Constraints, Plan, Topology, partition
-from partitioner.cli_rank import rank_parts
-from partitioner.compare import in_words
-from partitioner.consoles import plain
-from partitioner.explain_tables import fullest_bytes, sharing_text
-from partitioner.outline import outline
+from partitioner.advise.why_not import why_not
+from partitioner.cli.show import rank_parts
+from partitioner.explain.diff import in_words
+from partitioner.explain.tables import fullest_bytes, sharing_text
 from partitioner.plan import Candidate
-from partitioner.units import bytes_text
-from partitioner.whynot import why_not
+from partitioner.plans.outline import outline
+from partitioner.units import bytes_text, plain
 from tests.sample_programs import llama, plan_of
 from tests.test_infeasible import cluster
 

@@ -11,12 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ortools.linear_solver import pywraplp
 
-from partitioner.actions import halves_in_flight, held
 from partitioner.errors import CapacityError
-from partitioner.schedules import ranks_of
-from partitioner.solve.least import LeastTime, least_time
-from partitioner.solve.longest import Phases, longest_path
-from partitioner.solve.pipelines import (
+from partitioner.schedules.actions import halves_in_flight, held
+from partitioner.schedules.formulas import (
     held_microbatches,
     is_split,
     least_alone,
@@ -25,9 +22,12 @@ from partitioner.solve.pipelines import (
     shortened,
     stage_in_flight,
 )
-from partitioner.solve.room import Ranks, most_held, needs_of
-from partitioner.solve.stage_problem import StageProblem
-from partitioner.solve.virtual import solve_virtual
+from partitioner.schedules.makespan import Phases, longest_path
+from partitioner.schedules.registry import ranks_of
+from partitioner.solve.bounds.schedule_memory import Ranks, most_held, needs_of
+from partitioner.solve.stages.lower_bound import LeastTime, least_time
+from partitioner.solve.stages.problem import StageProblem
+from partitioner.solve.stages.virtual_stages import solve_virtual
 from tests.test_stages import call, problem, problems
 
 _TURNS = 300

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from partitioner.solve import assignment
-from partitioner.solve.assignment import AssignmentProblem, TimeLimitError, solve_assignment
-from partitioner.solve.fixing import Dual, fixed
+from partitioner.solve.pairwise import assignment
+from partitioner.solve.pairwise.assignment import AssignmentProblem, TimeLimitError, solve_assignment
+from partitioner.solve.pairwise.dual_bound import Dual, fixed
 
 
 def problem(seed: int, num_nodes: int, most: int, forbidden: float) -> AssignmentProblem:

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from partitioner.cost.calls import CallCost
-from partitioner.cost.followed_ends import RankEnds, seconds_added
-from partitioner.cost.reducer import Sent
-from partitioner.cost.step_ends import GradientBucket
-from partitioner.solve.longest import Phases
-from partitioner.solve.pipelines import pipeline_seconds
-from partitioner.solve.stage_problem import StageCall, StageProblem
-from partitioner.solve.stages import StagePlan
+from partitioner.cost.call.call_cost import CallCost
+from partitioner.cost.step.gradient_reduction import Sent
+from partitioner.cost.step.schedule_ends import RankEnds, seconds_added
+from partitioner.cost.step.step_ends import GradientBucket
+from partitioner.schedules.formulas import pipeline_seconds
+from partitioner.schedules.makespan import Phases
+from partitioner.solve.stages.problem import StageCall, StageProblem
+from partitioner.solve.stages.split import StagePlan
 
 FORWARD, BACKWARD = 1.0, 2.0
 PHASES = [Phases(FORWARD, BACKWARD / 2, BACKWARD / 2)] * 4

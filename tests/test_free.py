@@ -10,7 +10,7 @@ import torch
 
 from partitioner import Constraints, Topology, partition, prepare
 from partitioner.errors import PlanError
-from partitioner.prepared import PreparedModel
+from partitioner.solve.evaluate.prepared_model import PreparedModel
 
 
 def llama() -> PreparedModel:

@@ -3,8 +3,8 @@ import weakref
 
 import pytest
 
-from partitioner import garbage
-from partitioner.garbage import rare_collections
+from partitioner.solve.evaluate import prepared_model
+from partitioner.solve.evaluate.prepared_model import rare_collections
 
 
 def test_the_users_threshold_comes_back_also_after_an_error():
@@ -40,7 +40,7 @@ def _leave(many: int) -> weakref.ref:
 
 @pytest.fixture
 def _nothing_put_off(monkeypatch):
-    monkeypatch.setattr(garbage, "_put_off", 0)
+    monkeypatch.setattr(prepared_model, "_put_off", 0)
     gc.unfreeze()  # as for users: tests freeze what was imported
     gc.collect()
     yield
@@ -50,7 +50,7 @@ def _nothing_put_off(monkeypatch):
 
 @pytest.mark.usefixtures("_nothing_put_off")
 def test_what_is_left_is_collected_with_a_later_plan(monkeypatch):
-    monkeypatch.setattr(garbage, "_TOO_MANY", 150_000)
+    monkeypatch.setattr(prepared_model, "_TOO_MANY", 150_000)
     before = [each["collections"] for each in gc.get_stats()]
     first = _leave(80_000)
     assert [each["collections"] for each in gc.get_stats()] == before, "no pass at the end"

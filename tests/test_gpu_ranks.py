@@ -11,10 +11,13 @@ import torch
 import torch.distributed as dist
 
 from partitioner import Constraints, Topology, partition
-from runtime import defaults, launch, losses, restarts
+from runtime.comm import rendezvous
+from runtime.engine import defaults
 from runtime.errors import LaunchError
-from runtime.local import run_threads
-from runtime.transfers import early_starts
+from runtime.execute.transfers import early_starts
+from runtime.launch import cli
+from runtime.launch.local import run_threads
+from runtime.state import loss
 from tests.models import CASES
 from tests.test_runtime_transfers import line
 
@@ -84,7 +87,7 @@ def test_ranks_without_a_gpu_each_are_told_that_they_run_on_the_cpu(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert launch._has_gpu() is expected
+    assert cli._has_gpu() is expected
     assert ("they run on the CPU" in capsys.readouterr().err) is not expected
 
 
@@ -97,8 +100,8 @@ def test_a_group_of_gpus_alone_says_how_long_ranks_on_the_cpu_wait(monkeypatch: 
         return backend
 
     group = SimpleNamespace(_device_types=[torch.device("cuda")], _get_backend=backend_of)
-    monkeypatch.setattr(restarts.c10d, "_get_default_group", lambda: group)
-    assert restarts.timeout_of_all(torch.device("cpu")) == timedelta(seconds=7)
+    monkeypatch.setattr(rendezvous.c10d, "_get_default_group", lambda: group)
+    assert rendezvous.timeout_of_all(torch.device("cpu")) == timedelta(seconds=7)
 
 
 def test_nothing_is_received_before_what_it_comes_of_is_computed():
@@ -115,12 +118,12 @@ def test_the_loss_may_come_at_the_end_of_a_step(monkeypatch: pytest.MonkeyPatch)
         pins = Constraints(pp=2, dp=dp, tp=1, microbatch_size=1)
         plan = partition(model, Topology.local(2 * dp), inputs, loss=case.loss, constraints=pins)
         soon = run_threads(plan, model, inputs).loss
-        made = losses.LossSum.__init__
+        made = loss.LossSum.__init__
 
-        def late(self: losses.LossSum, *args: Any, made: Any = made) -> None:
+        def late(self: loss.LossSum, *args: Any, made: Any = made) -> None:
             made(self, *args)
             self.late = True
 
         with monkeypatch.context() as patch:
-            patch.setattr(losses.LossSum, "__init__", late)
+            patch.setattr(loss.LossSum, "__init__", late)
             assert torch.equal(run_threads(plan, model, inputs).loss, soon)

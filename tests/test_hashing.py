@@ -3,8 +3,8 @@
 import pickle
 from dataclasses import dataclass, replace
 
-from passes.hashing import hashed_once
-from passes.layouts import REPLICATED, shard
+from passes.ir.hashing import hashed_once
+from passes.ir.layouts import REPLICATED, shard
 
 
 @hashed_once

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from partitioner import Constraints, Plan, Topology, partition
-from partitioner.launch import job_of, slurm_script, torchrun_commands
+from partitioner.plans.launch import job_of, slurm_script, torchrun_commands
 from tests.hosts import ROOT, Command, Host, Hosts, has_throttle, why_not
 from tests.hosts_model import RATE, STEPS, Net, batch
 from tests.test_launch import SCONTROL
@@ -221,7 +221,7 @@ class Run:
             "--rdzv-id=run",
         ]
         options += [f"--rdzv-endpoint={meeting}:29500", "--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=3"]
-        launcher = [sys.executable, "-m", "runtime.torchrun", *options]
+        launcher = [sys.executable, "-m", "runtime.launch.torchrun", *options]
         return host.start(*launcher, str(self.folder / "script.py"), *self.arguments, **environment)
 
     def ranks_on(self, host: int) -> list[int]:

@@ -12,8 +12,8 @@ import torch
 
 from partitioner import Constraints, Topology, partition
 from passes.dtypes import FLOATING, OTHERS, is_floating, itemsize, sum_type
-from passes.gradients import accumulated_in
-from passes.serialize import GraphFormatError, dtype_of
+from passes.ir.gradient_flow import accumulated_in
+from passes.ir.serialize import GraphFormatError, dtype_of
 
 HEAVY = (
     "torch", "transformers", "ortools", "sympy", "pygraphviz", "graphviz", "networkx", "scipy", "pandas", "matplotlib",
@@ -43,7 +43,7 @@ def run_all(codes: list[str], folder: Path) -> list[tuple[str, list[str]]]:
 
 def commands(lines: list[str]) -> list[str]:
     """Lines of the command line as code."""
-    return [f"from partitioner.cli import app\napp({line.split()!r})" for line in lines]
+    return [f"from partitioner.cli.app import app\napp({line.split()!r})" for line in lines]
 
 
 def test_names_topologies_and_constraints_load_nothing_heavy(tmp_path: Path):

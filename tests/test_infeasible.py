@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from partitioner import CapacityError, ConstraintError, Constraints, Plan, PlanError, Topology, finish, partition
-from partitioner.changes import _Search
+from partitioner import CapacityError, ConstraintError, Constraints, Plan, PlanError, Topology, partition
+from partitioner.advise.suggest import _Search
+from partitioner.advise.variants import Variant, pins_of
 from partitioner.errors import InfeasibleError
-from partitioner.pins import pins_of
 from partitioner.plan import Estimate
-from partitioner.variants import Variant
-from runtime.facts import ProgramFacts
+from partitioner.solve.search import fit_memory
+from runtime.program.analysis import ProgramFacts
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 
@@ -236,7 +236,7 @@ JOBS: dict[str, Infeasible] = {
 @pytest.fixture(autouse=True)
 def _time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is found is to be the same on machines that are busy."""
-    monkeypatch.setattr("partitioner.changes._LEAST_S", 600.0)
+    monkeypatch.setattr("partitioner.advise.suggest._LEAST_S", 600.0)
 
 
 def test_no_longer_is_looked_for_changes_than_for_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +248,7 @@ def test_no_longer_is_looked_for_changes_than_for_the_plan(monkeypatch: pytest.M
         time.sleep(0.5)
         return points(search, variant, pins)
 
-    monkeypatch.setattr("partitioner.changes._LEAST_S", 0.0)
+    monkeypatch.setattr("partitioner.advise.suggest._LEAST_S", 0.0)
     monkeypatch.setattr(_Search, "_points", slow)
     job, begun = JOBS["states: all of the mesh is pinned"], time.monotonic()
     with pytest.raises(CapacityError) as caught:
@@ -299,7 +299,7 @@ def test_so_does_every_other_change(name: str) -> None:
 @pytest.mark.parametrize("name", ["states: all of the mesh is pinned", "pins: cp does not divide"])
 def test_where_the_tries_end_pins_are_left_free(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many pins that are all wrong have more changes than can be tried."""
-    monkeypatch.setattr("partitioner.changes._MOST_TRIED", 1)
+    monkeypatch.setattr("partitioner.advise.suggest._MOST_TRIED", 1)
     job = JOBS[name]
     with pytest.raises(InfeasibleError) as caught:
         job.plan(job.topology, Constraints(**job.pins))
@@ -336,7 +336,7 @@ def test_more_devices_do_not_mend_what_contradicts_itself() -> None:
 
 def test_where_the_program_of_the_best_point_does_not_fit_others_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if programs under one stage of ZeRO took more than tables say: that is left free for no others."""
-    told = finish.followed
+    told = fit_memory.followed
     pins = Constraints(pp=1, dp=4, tp=1)
 
     def planned(pins: Constraints) -> Plan:
@@ -350,7 +350,7 @@ def test_where_the_program_of_the_best_point_does_not_fit_others_are_tried(monke
         return found.model_copy(update={"memory": tuple(m + extra for m in found.memory)})
 
     best = planned(pins)
-    monkeypatch.setattr(finish, "followed", more)
+    monkeypatch.setattr(fit_memory, "followed", more)
     plan = planned(pins)
     assert plan.chosen.zero != best.chosen.zero and max(plan.estimate.memory) <= 500 * MIB
     alone = planned(pins.model_copy(update={"zero": plan.chosen.zero}))
@@ -360,7 +360,7 @@ def test_where_the_program_of_the_best_point_does_not_fit_others_are_tried(monke
 
 def test_a_bound_holds_where_memory_had_to_be_left_free_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if programs that recompute nothing took more than tables say: what is left out then is no part of a proof."""
-    told = finish.followed
+    told = fit_memory.followed
 
     def more(estimate: Estimate, *rest: Any) -> Estimate:
         found = told(estimate, *rest)
@@ -371,8 +371,8 @@ def test_a_bound_holds_where_memory_had_to_be_left_free_for_all(monkeypatch: pyt
     with torch.device("meta"):
         model, x = Tower(1024, 8), torch.zeros(32768, 1024)
         best = partition(model, cluster(900), (x,), constraints=pins)
-        monkeypatch.setattr(finish, "_TURNS", 1)
-        monkeypatch.setattr(finish, "followed", more)
+        monkeypatch.setattr(fit_memory, "_TURNS", 1)
+        monkeypatch.setattr(fit_memory, "followed", more)
         plan = partition(model, cluster(900), (x,), constraints=pins)
     assert best.certificate.gap == 0 and best.estimate.breakdown["recompute"] == 0
     assert plan.estimate.breakdown["recompute"] > 0 and max(plan.estimate.memory) <= 900 * MIB

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from runtime import CheckpointError, Checkpoints, Engine, LocalRanks
-from runtime.program import Program
+from runtime.program.program import Program
 from tests.runtime_programs import Net, net_inputs, program_of_net
 from tests.test_runtime_launch import ROOT, plan_file
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from partitioner import Constraints, PlanError, Topology, partition, prepare
-from partitioner import judge as judge_module
-from partitioner.solve.joint import cut_for_step
-from partitioner.solve.stage_problem import StageProblem
-from partitioner.solve.stages import SLACK, StageSplit, solve_stages
-from partitioner.solve.tables import Table
+from partitioner.solve.evaluate import evaluate_placement as judge_module
+from partitioner.solve.stages.problem import StageProblem
+from partitioner.solve.stages.split import SLACK, StageSplit, solve_stages
+from partitioner.solve.stages.split_for_step import cut_for_step
+from partitioner.solve.stages.tables import Table
 from partitioner.topology.files import loads
 from tests.test_stages import by_hand, problems
 

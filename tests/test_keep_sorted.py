@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
-from passes import grouped
-from passes.blocks import Block
-from passes.capture import capture
-from passes.differentiate import differentiate
-from passes.experts import ops
-from passes.fold import fold
-from passes.interpret import run_graph
-from passes.keep_sorted import kept_sorted
-from passes.normalize import normalize
+from passes.capture.capture import capture
+from passes.experts.sorted_rows import kept_sorted
+from passes.ir.interpret import run_graph
+from passes.ir.model import Block
+from passes.normalize.pipeline import normalize
+from passes.ops import experts
+from passes.ops.experts import ops
+from passes.shard.differentiate import differentiate
+from passes.shard.fold import fold
 
 E, K, N = 4, 8, 12
 
@@ -111,10 +111,10 @@ def test_grouped_products_are_those_of_each_row(expert: list[int], sizes: tuple[
     torch.manual_seed(0)
     keys = torch.tensor(expert, dtype=torch.int64)
     x, weight = torch.randn(len(expert), sizes[0]).to(dtype), torch.randn(5, *sizes).to(dtype)
-    order, ends = grouped.sort_experts(keys, 5)
-    made = grouped.unsort_rows(grouped.grouped_mm(grouped.sort_rows(x, order), weight, ends), order)
+    order, ends = experts.sort_experts(keys, 5)
+    made = experts.unsort_rows(experts.grouped_mm(experts.sort_rows(x, order), weight, ends), order)
     grad = torch.randn_like(made)
-    of_weight = grouped.grouped_mm_weight(*(grouped.sort_rows(t, order) for t in (x, grad)), ends)
+    of_weight = experts.grouped_mm_weight(*(experts.sort_rows(t, order) for t in (x, grad)), ends)
     close = dict(rtol=2e-2, atol=2e-1) if dtype == torch.bfloat16 else dict(rtol=1e-5, atol=1e-5)
     for i, e in enumerate(expert):
         plain = x[i] @ weight[e] if 0 <= e < 5 else torch.zeros(sizes[1], dtype=dtype)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from partitioner import Constraints, Topology, partition
-from passes.capture import capture
+from passes.capture.capture import capture
 from passes.errors import CaptureError, UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("without_baselines")

@@ -16,19 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import partitioner
-from partitioner.solve import large, within_memory
-from partitioner.solve.assignment import AssignmentProblem, Row, TimeLimitError, solve_assignment
-from partitioner.solve.beliefs import Beliefs
-from partitioner.solve.flat import Flat
-from partitioner.solve.helper import Finding, Helper, Slot, can_help
-from partitioner.solve.localsearch import State
-from partitioner.solve.memory import Memory, Usage, stretches
-from partitioner.solve.neighbourhood import Exact
-from partitioner.solve.parts import Parts
-from partitioner.solve.presolve import InfeasibleError
-from partitioner.solve.prices import Prices
-from partitioner.solve.regions import Regions
-from partitioner.solve.within_memory import solve_within_memory
+from benchmarks.iopddl_solver import large, solve
+from benchmarks.iopddl_solver.beliefs import Beliefs, Prices
+from benchmarks.iopddl_solver.moves import Exact, Parts, Regions
+from benchmarks.iopddl_solver.solve import solve_within_memory
+from benchmarks.iopddl_solver.state import Flat, State
+from partitioner.background import Finding, Helper, Slot, can_help
+from partitioner.solve.pairwise.assignment import AssignmentProblem, Row, TimeLimitError, solve_assignment
+from partitioner.solve.pairwise.live_memory import Memory, Usage, stretches
+from partitioner.solve.pairwise.presolve import InfeasibleError
 from tests.test_assignment import brute_force, flat_of, memory_problems
 
 seeds = st.integers(0, 2**32 - 1)
@@ -226,7 +222,7 @@ def test_two_processes_are_bracketed_by_the_optimum(problem: AssignmentProblem) 
     problem = replace(problem, rows=())
     expected = brute_force(problem)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(within_memory, "MANY_ENTRIES", -1)
+        patch.setattr(solve, "MANY_ENTRIES", -1)
         patch.setattr(large, "WHOLE_ENTRIES", -1)
         patch.setattr(large, "_HELPED_S", 0.0)
         patch.setattr(large, "can_help", lambda: hasattr(os, "fork"))
@@ -245,7 +241,7 @@ def test_a_second_process_needs_a_second_processor(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_solver_starts_without_pytorch() -> None:
-    code = "import sys, partitioner.solve.assignment; sys.exit('torch' in sys.modules)"
+    code = "import sys, partitioner.solve.pairwise.assignment; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from partitioner import CapacityError, ConstraintError, Constraints, largest_that_fits, partition
-from partitioner.cli import app
-from partitioner.largest import length_of, longer
+from partitioner.cli.app import app
+from partitioner.size_cluster import length_of, longer
 from passes.errors import InputsError
 from tests.test_infeasible import cluster
 

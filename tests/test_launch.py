@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from partitioner import Plan, PlanError, Topology
-from partitioner.launch import Job, job_of, slurm_script, torchrun_commands
+from partitioner.plans.launch import Job, job_of, slurm_script, torchrun_commands
 from tests.runtime_programs import program_of_net
 from tests.sample_programs import llama, plan_of
 from tests.test_cli import invoke
@@ -147,7 +147,7 @@ def test_a_job_starts_torchrun_once_on_each_node(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     first = cluster.said("node0")
     assert first == cluster.said("node1")
-    assert first[:2] == ["-m", "runtime.torchrun"]
+    assert first[:2] == ["-m", "runtime.launch.torchrun"]
     assert "--rdzv-endpoint=node0:29734" in first
     assert "--rdzv-id=1234.0" in first
     assert {"--nnodes=2", "--nproc-per-node=8", "--max-restarts=2"} <= set(first)

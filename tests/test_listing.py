@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partitioner import emit as emitting
-from partitioner.schedules import SCHEDULES, Schedule
-from partitioner.steady import grown, growth, steady
-from runtime.listing import Listing, repetitions
-from runtime.program import Program, Stage
-from runtime.prove import ProofError, prove
+from partitioner.emit import program as emitting
+from partitioner.schedules.registry import SCHEDULES, Schedule
+from partitioner.schedules.steady_state import grown, growth, steady
+from runtime.program.instructions import Listing, repetitions
+from runtime.program.program import Program, Stage
+from runtime.prove.errors import ProofError
+from runtime.prove.prove import prove
 from tests.mutations import with_stage
 from tests.test_emit import two_chunks, zero_bubble
 from tests.tiny_programs import tiny_program

@@ -17,7 +17,7 @@ from benchmarks.long_run_single import single
 from examples.corpus import CLIP, SEQ, Corpus, build, optimizer_of
 from partitioner import Constraints, Topology, partition
 from runtime import Engine, Loader
-from runtime.program import Program
+from runtime.program.program import Program
 from tests.test_examples import ROOT, execute
 from tests.test_runtime_state import on_every_rank
 

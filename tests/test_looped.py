@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from partitioner import Constraints, Topology, partition
-from passes.assemble import Captured
-from passes.capture import capture
-from passes.interpret import run_graph
-from passes.normalize import normalize
+from passes.capture.capture import capture
+from passes.ir.interpret import run_graph
+from passes.ir.model import Captured
+from passes.normalize.pipeline import normalize
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 

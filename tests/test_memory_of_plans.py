@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from partitioner import CapacityError, Constraints, Plan, Topology, api, finish, partition, prepare
-from partitioner.topology.resize import with_margin
+from partitioner import CapacityError, Constraints, Plan, Topology, api, partition, prepare
+from partitioner.solve.search import fit_memory
+from partitioner.topology.files import with_margin
 from tests.test_infeasible import MARGIN, Infeasible, Tower, cluster
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
@@ -110,13 +111,13 @@ def _planned_with(
     extra: int, monkeypatch: pytest.MonkeyPatch, memory: float, pins: dict[str, Any] | None = None, **options: Any
 ) -> Plan:
     """As if every program took ``extra`` bytes more than the tables know of."""
-    followed = finish.followed
+    followed = fit_memory.followed
 
     def more(*arguments: Any) -> Any:
         estimate = followed(*arguments)
         return estimate.model_copy(update={"memory": tuple(m + extra for m in estimate.memory)})
 
-    monkeypatch.setattr(finish, "followed", more)
+    monkeypatch.setattr(fit_memory, "followed", more)
     model, x = Tower(256, 8), torch.zeros(64, 256)
     return partition(model, cluster(memory), (x,), constraints=Constraints(dp=4, **(pins or {})), **options)
 
@@ -194,10 +195,10 @@ def test_the_time_limit_is_for_all_tries_together(monkeypatch: pytest.MonkeyPatc
     def slow(job: Any, left: float, **options: Any) -> Any:
         asked.append(left)
         found = explore(job, left, **options)
-        monkeypatch.setattr(finish.time, "monotonic", lambda: start + 90.0 * len(asked))
+        monkeypatch.setattr(fit_memory.time, "monotonic", lambda: start + 90.0 * len(asked))
         return found
 
-    start = finish.time.monotonic()
+    start = fit_memory.time.monotonic()
     monkeypatch.setattr(api, "explore", slow)
     with pytest.raises(CapacityError, match="the program of stage 0 takes"):
         _planned_with(2**27, monkeypatch, 64, time_limit_s=120.0)

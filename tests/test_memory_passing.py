@@ -11,8 +11,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from partitioner import Constraints, PlanError, Topology, partition, prepare
-from partitioner.draw.figures import capacities
-from partitioner.prepared import PreparedModel
+from partitioner.plans.figures import capacities
+from partitioner.solve.evaluate.prepared_model import PreparedModel
 from partitioner.topology.groups import stage_capacity
 from tests.experts_zoo import PlainExperts, plain_inputs
 

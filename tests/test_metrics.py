@@ -13,16 +13,17 @@ import torch
 from typer.testing import CliRunner
 
 from partitioner import Constraints, Plan, Topology, partition
-from partitioner.cli import app
+from partitioner.cli.app import app
 from partitioner.errors import PlanError
-from partitioner.trace import compare_steps
+from partitioner.explain.measured import compare_steps
 from runtime import Engine, LaunchError, LocalRanks, LossSpikes, StepLog, Watch
-from runtime.communicator import TorchCommunicator
-from runtime.metrics import StepMetrics, batch_size
-from runtime.planfile import program_of
-from runtime.recorder import About, Spot
-from runtime.traces import read_spans
-from runtime.watch.slow import slow_ranks
+from runtime.comm.torch_backend import TorchCommunicator
+from runtime.engine.batches import batch_size
+from runtime.execute.flight_recorder import About, Spot
+from runtime.observe.metrics import StepMetrics
+from runtime.observe.trace_events import read_spans
+from runtime.program.load import program_of
+from runtime.watch.stragglers import slow_ranks
 from tests.runtime_programs import Net, net_inputs, program_of_net
 
 

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from partitioner import Constraints, Plan, Topology, partition, size_cluster
-from partitioner.cli_rank import rank_parts, topology_parts
-from partitioner.cli_report import output, print_parts
-from partitioner.consoles import plain
+from partitioner.cli.console import output, print_parts
+from partitioner.cli.show import rank_parts, topology_parts
+from partitioner.units import plain
 
 ROOT = Path(__file__).parent.parent
 

@@ -27,7 +27,7 @@ from partitioner import (
     partition,
 )
 from runtime import BatchError, Engine, WeightsError, run_local, run_threads
-from runtime.threads import ThreadWorld
+from runtime.comm.thread_backend import ThreadWorld
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),

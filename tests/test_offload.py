@@ -13,17 +13,19 @@ from torch import nn
 
 import runtime
 from partitioner import Constraints, Plan, PlanError, Topology, partition
-from partitioner.cost.states import kinds_of, state_costs
+from partitioner.cost.call.states import kinds_of, state_costs
 from partitioner.errors import CapacityError, ConstraintError
-from partitioner.timing import plan_timeline
-from partitioner.verify import relative_error
-from passes.blocks import State, TensorSpec
-from runtime.engine import Engine
-from runtime.facts import ProgramFacts
-from runtime.memory import host_bytes, parameter_bytes, peak_bytes
-from runtime.program import Instruction, Program
-from runtime.prove import ProofError, prove
-from runtime.threads import ThreadWorld
+from partitioner.plans.verify import relative_error
+from partitioner.simulate.program_time import plan_timeline
+from passes.ir.model import State, TensorSpec
+from runtime.comm.thread_backend import ThreadWorld
+from runtime.engine.engine import Engine
+from runtime.program.analysis import ProgramFacts
+from runtime.program.instructions import Instruction
+from runtime.program.memory import host_bytes, parameter_bytes, peak_bytes
+from runtime.program.program import Program
+from runtime.prove.errors import ProofError
+from runtime.prove.prove import prove
 from tests.test_infeasible import Infeasible, cluster
 from tests.test_selective import inputs as eager_inputs
 from tests.test_selective import model as eager_model

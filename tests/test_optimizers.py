@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn, optim
 
 from runtime import Engine, OptimizerError
-from runtime.program import Program
-from runtime.threads import ThreadWorld
-from runtime.trials import ParameterCut, Sample, StepCall, try_on_parts
+from runtime.comm.thread_backend import ThreadWorld
+from runtime.engine.optimizer_trials import ParameterCut, Sample, StepCall, try_on_parts
+from runtime.program.program import Program
 from tests.runtime_programs import Net, net_inputs, program_of_net
 
 Made = Callable[[list[Any]], optim.Optimizer]
@@ -514,7 +514,7 @@ def test_lbfgs_is_refused_within_its_first_step():
 
 def test_a_trial_is_made_once_and_is_quick(monkeypatch: pytest.MonkeyPatch):
     calls: list[float] = []
-    from runtime import optimizers
+    from runtime.engine import optimizer_checks
 
     def timed(*args: Any) -> Any:
         start = time.thread_time()
@@ -523,7 +523,7 @@ def test_a_trial_is_made_once_and_is_quick(monkeypatch: pytest.MonkeyPatch):
         finally:
             calls.append(time.thread_time() - start)
 
-    monkeypatch.setattr(optimizers, "try_on_parts", timed)
+    monkeypatch.setattr(optimizer_checks, "try_on_parts", timed)
 
     def work(engine: Engine) -> bool:
         optimizer = optim.AdamW(engine.parameters())

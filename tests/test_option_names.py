@@ -11,9 +11,9 @@ from torch import nn
 from typer.testing import CliRunner
 
 from partitioner import Constraints, Topology, partition
-from partitioner.cli import app
+from partitioner.cli.app import app
+from partitioner.constraints import _BY_NAME, _stems
 from partitioner.errors import ConstraintError
-from partitioner.explain_constraints import _BY_NAME, _stems
 
 # Another library's option -> what to write, of the value 2.
 NUMBERS = {

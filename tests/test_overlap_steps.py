@@ -17,18 +17,18 @@ from torch import nn
 
 import runtime
 from partitioner import Constraints, Topology, partition
-from partitioner.actions import Timetable
-from partitioner.schedules import ranks_of, timetable
-from partitioner.solve import cuts as cutting
-from partitioner.solve import longest
-from partitioner.solve.cuts import better_cuts
-from partitioner.solve.least import least_time
-from partitioner.solve.longest import Phases, follow, follow_all, longest_path
-from partitioner.solve.pipelines import is_formula, is_split, least_fill, pipeline_seconds
-from partitioner.solve.stages import stage_plan
-from partitioner.solve.tables import StageTables
-from partitioner.solve.virtual import followed, phases_of, solve_virtual
-from runtime.program import Program
+from partitioner.schedules import makespan
+from partitioner.schedules.actions import Timetable
+from partitioner.schedules.formulas import is_formula, is_split, least_fill, pipeline_seconds
+from partitioner.schedules.makespan import Phases, follow, follow_all, longest_path
+from partitioner.schedules.registry import ranks_of, timetable
+from partitioner.solve.stages import improve_cuts as cutting
+from partitioner.solve.stages.improve_cuts import better_cuts
+from partitioner.solve.stages.lower_bound import least_time
+from partitioner.solve.stages.split import stage_plan
+from partitioner.solve.stages.tables import StageTables
+from partitioner.solve.stages.virtual_stages import followed, phases_of, solve_virtual
+from runtime.program.program import Program
 from tests.test_infeasible import cluster
 from tests.test_stages import call, problem
 
@@ -162,7 +162,7 @@ def test_many_at_once_take_what_each_takes(
     every = [random_phases(seed + k, p * v) for k in range(7)]
     sizes = np.array([[astuple(x) for x in phases] for phases in every])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(longest, "_AT_ONCE", 300)  # a few at a time
+        patch.setattr(makespan, "_AT_ONCE", 300)  # a few at a time
         found = follow_all(table, sizes, train, overlap_steps=overlap)
     alone = [follow(table, phases, train, overlap_steps=overlap) for phases in every]
     assert found.tolist() == pytest.approx(alone)

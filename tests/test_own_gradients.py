@@ -16,12 +16,13 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from partitioner import Constraints, Topology, partition, prepare
-from passes import own_gradients
 from passes.errors import UnsupportedError
-from passes.transpose import NotAffine, transpose
+from passes.ir.linearity import NotAffine
+from passes.trace import autograd_functions
+from passes.trace.transpose import transpose
 from runtime import Engine
-from runtime.facts import ProgramFacts
-from runtime.threads import ThreadWorld
+from runtime.comm.thread_backend import ThreadWorld
+from runtime.program.analysis import ProgramFacts
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 
@@ -601,7 +602,7 @@ def test_layers_that_are_alike_each_inject_a_loss_and_are_traced_once(monkeypatc
         traced.append(args)
         return transpose(*args, **options)
 
-    monkeypatch.setattr(own_gradients, "transpose", counted)
+    monkeypatch.setattr(autograd_functions, "transpose", counted)
     torch.manual_seed(0)
     check(GatedLayers(6), meshes=MESHES)
     assert len(traced) < 6

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partitioner.cost.bounds import ModelBounds
-from partitioner.cost.paces import Pipelines, pool_of, work_and_speeds
-from partitioner.evaluate import Evaluator
-from partitioner.explore import explore, space_of
-from partitioner.floors import Floors
-from partitioner.solve.points import points
+from partitioner.cost.step.device_speeds import Pipelines, pool_of, work_and_speeds
+from partitioner.solve.bounds.model_bounds import ModelBounds
+from partitioner.solve.evaluate.evaluator import Evaluator
+from partitioner.solve.search.bound_steps import Floors
+from partitioner.solve.search.search import explore, space_of
+from partitioner.solve.search.space import points
 from partitioner.topology.files import loads
 from passes.errors import PartitionError
 from tests.test_placement import job

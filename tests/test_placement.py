@@ -26,30 +26,31 @@ from torch import Tensor, nn
 
 import runtime
 from partitioner import Constraints, Plan, Topology, partition
-from partitioner.batch import shard_batch
-from partitioner.cost.bounds import ModelBounds
-from partitioner.cost.machine import Machine
+from partitioner.candidate import Point
+from partitioner.cost.step.placed_mesh import Machine
 from partitioner.errors import PlanError
-from partitioner.evaluate import Evaluator
-from partitioner.explore import explore
-from partitioner.job import Job
-from partitioner.solve.arrangement import arrangements
-from partitioner.solve.linked import aligned, linked_groups
-from partitioner.solve.placement import Found, Placements, signature
-from partitioner.solve.point import Point
-from partitioner.solve.stages import SLACK
-from partitioner.timing import plan_timeline
+from partitioner.simulate.program_time import plan_timeline
+from partitioner.solve.bounds.model_bounds import ModelBounds
+from partitioner.solve.evaluate.evaluator import Evaluator
+from partitioner.solve.evaluate.job import Job
+from partitioner.solve.placement.irregular import arrangements
+from partitioner.solve.placement.placement import Found, Placements, signature
+from partitioner.solve.placement.set_partition import aligned, linked_groups
+from partitioner.solve.search.search import explore
+from partitioner.solve.sharding.batch import shard_batch
+from partitioner.solve.stages.split import SLACK
 from partitioner.topology import loads
-from partitioner.topology.groups import group_of, rank_grid
-from passes.blocks import FoldedModel
-from passes.capture import capture
+from partitioner.topology.groups import rank_grid
+from partitioner.topology.pair_links import group_of
+from passes.capture.capture import capture
 from passes.errors import PartitionError
-from passes.fold import fold
-from passes.gradients import mark_gradients
-from passes.normalize import normalize
+from passes.ir.gradient_flow import mark_gradients
+from passes.ir.model import FoldedModel
+from passes.normalize.pipeline import normalize
+from passes.shard.fold import fold
 from runtime import Engine, LaunchError, LocalRanks
-from runtime.communicator import TorchCommunicator, processes_of
-from runtime.planfile import placement_of
+from runtime.comm.torch_backend import TorchCommunicator, processes_of
+from runtime.program.load import placement_of
 from tests.runtime_programs import Net, net_inputs, program_of_net
 from tests.test_runtime_execute import check, reference
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import runtime
 from partitioner import Constraints, Plan, PlanError, Topology, partition
-from partitioner.cli import app
+from partitioner.cli.app import app
 from tests.test_errors import Tower, inputs
 
 pytestmark = pytest.mark.usefixtures("without_baselines")

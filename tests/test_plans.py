@@ -14,8 +14,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import runtime
 from partitioner import Constraints, Plan, Topology, partition
-from partitioner.planfile import plan_schema
-from passes.layouts import Layout
+from partitioner.plans.files import plan_schema
+from passes.ir.layouts import Layout
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 

@@ -8,18 +8,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partitioner.cost.collectives import collective_time, message_time
-from partitioner.cost.context import exchange_seconds
-from partitioner.cost.machine import Machine
-from partitioner.cost.operators import Operand
-from partitioner.cost.widest import best_group, no_slower
-from partitioner.draw.axes import rate_rows
-from partitioner.solve.nesting import equal_levels, nestings
+from partitioner.cost.call.collectives import collective_time, exchange_seconds, message_time
+from partitioner.cost.call.operators import Operand
+from partitioner.cost.step.placed_mesh import Machine
+from partitioner.cost.step.relaxed_mesh import best_group, no_slower
+from partitioner.plans.mesh_axes import rate_rows
+from partitioner.solve.placement.regular import equal_levels, nestings
 from partitioner.topology import Topology, axis_group, loads, stage_links
-from partitioner.topology.groups import group_of, kinds_of
-from partitioner.topology.parts import NodeOverride
-from passes.tiles import Band
-from runtime.meshes import AXES
+from partitioner.topology.groups import kinds_of
+from partitioner.topology.hardware import NodeOverride
+from partitioner.topology.pair_links import group_of
+from passes.ops.attention import Band
+from runtime.program.mesh import AXES
 
 MIB = 2**20
 ETHERNET = """

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from partitioner import Constraints, InputsError, PlanError, Topology, partition, prepare
-from partitioner import prepared as module
 from partitioner.plan import Estimate
+from partitioner.solve.evaluate import prepared_model as module
 
 
 def _model() -> nn.Module:

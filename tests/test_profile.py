@@ -18,22 +18,30 @@ from torch import nn
 from typer.testing import CliRunner
 
 from partitioner import Constraints, Topology, partition
-from partitioner.cli import app
-from partitioner.cost.collectives import collective_time, moved_share
-from partitioner.cost.compute import kernel_time, matmul_efficiency, memory_rate
-from partitioner.cost.operators import Kernel
+from partitioner.cli.app import app
+from partitioner.cost.call.collectives import collective_time, moved_share
+from partitioner.cost.call.operators import Kernel
+from partitioner.cost.call.roofline import kernel_time, matmul_efficiency, memory_rate
 from partitioner.errors import TopologyError
-from partitioner.profile import profile, transfers
-from partitioner.profile.cases import SIZES, attentions, build, on_rows, products
-from partitioner.profile.fit import FitError, device_errors, fit_concurrent, fit_device, fit_level, fit_overlap
-from partitioner.profile.issuing import issuing, time_issuing
-from partitioner.profile.lines import fit_line
-from partitioner.profile.samples import CollectiveSample, KernelSample, Measurements, Overlap
-from partitioner.profile.text import machine_yaml, profile_parts
+from partitioner.profile import transfers
+from partitioner.profile.fit import (
+    FitError,
+    device_errors,
+    fit_concurrent,
+    fit_device,
+    fit_level,
+    fit_line,
+    fit_overlap,
+)
+from partitioner.profile.host_overhead import issuing, time_issuing
+from partitioner.profile.kernels import SIZES, attentions, build, on_rows, products
+from partitioner.profile.profile import profile
+from partitioner.profile.report import machine_yaml, profile_parts
+from partitioner.profile.timer import CollectiveSample, KernelSample, Measurements, Overlap
 from partitioner.topology import axis_group
-from partitioner.topology.parts import COLLECTIVES, DeviceType, Level
-from runtime.groups import SoloGroup
-from runtime.pool import LocalRanks
+from partitioner.topology.hardware import COLLECTIVES, DeviceType, Level
+from runtime.comm.group import SoloGroup
+from runtime.launch.process_pool import LocalRanks
 
 positive = st.floats(0.1, 10.0)
 SIZES_BYTES = [2.0**k for k in range(14, 27, 2)]

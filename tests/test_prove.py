@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from partitioner.emit_levels import Reducing
-from runtime.program import Instruction, Program, RankProgram
-from runtime.prove import ProofError, prove
+from partitioner.emit.buckets import Reducing
+from runtime.program.instructions import Instruction
+from runtime.program.program import Program, RankProgram
+from runtime.prove.errors import ProofError
+from runtime.prove.prove import prove
 from tests.mutations import Mutant, change, mutate, with_stage
 from tests.symbolic import Crash, Hang, run_symbolic
 from tests.tiny_programs import tiny_program
@@ -124,7 +126,7 @@ def attempt(mutant: Mutant) -> ProofError | None:
 
 
 def is_documented(error: ProofError) -> bool:
-    """Whether ``runtime/prove.py`` says that such programs are refused although they may run."""
+    """Whether ``runtime/prove/prove.py`` says that such programs are refused although they may run."""
     if error.fault in ("structure", "fields", "twice", "leak"):
         return True
     adding = ("STEP", "REDUCE", "SYNC", "SCATTER", "GATHER")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from partitioner import Constraints, Plan, Topology, partition
 from passes.errors import UnsupportedError
 from runtime import Engine, run_local, run_threads
-from runtime.local import LocalRanks
+from runtime.launch.process_pool import LocalRanks
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 

@@ -14,7 +14,7 @@ from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantiz
 
 from partitioner import Constraints, Topology, partition
 from passes.errors import PartitionError
-from passes.quantize import FORMULAS
+from passes.ops.fake_quantize import FORMULAS
 
 WIDTH = 8
 pytestmark = [

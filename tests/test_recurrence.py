@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from partitioner import Constraints, Plan, Topology, partition
 from passes.errors import UnsupportedError
 from runtime import Engine
-from runtime.prove import ProofError, prove
+from runtime.prove.errors import ProofError
+from runtime.prove.prove import prove
 from tests.mutations import with_stage
 from tests.test_runtime_state import on_every_rank
 

@@ -15,18 +15,21 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import runtime
-from partitioner import Constraints, Plan, Topology, finish, partition
-from partitioner.emit_levels import Reducing
+from partitioner import Constraints, Plan, Topology, partition
+from partitioner.emit.buckets import Reducing
 from partitioner.errors import ConstraintError
-from partitioner.reference import run_reference
-from partitioner.timing import plan_timeline
-from partitioner.verify import compare, relative_error
-from runtime.compression import CODECS, Int8, Sender, wire_share
-from runtime.engine import Engine
-from runtime.listing import Listing
-from runtime.precision import with_precision
-from runtime.program import Instruction, Program
-from runtime.prove import ProofError, prove
+from partitioner.plans.reference import run_reference
+from partitioner.plans.verify import compare, relative_error
+from partitioner.simulate.program_time import plan_timeline
+from partitioner.solve.search import fit_memory
+from runtime.comm.compression import Sender
+from runtime.engine.engine import Engine
+from runtime.program.codecs import CODECS, Int8, wire_share
+from runtime.program.instructions import Instruction, Listing
+from runtime.program.precision import with_precision
+from runtime.program.program import Program
+from runtime.prove.errors import ProofError
+from runtime.prove.prove import prove
 from tests.context_models import Decoder
 from tests.context_models import inputs as decoder_inputs
 from tests.test_runtime_state import on_every_rank
@@ -543,7 +546,7 @@ def test_what_is_kept_is_what_was_planned(case: str):
 @pytest.mark.parametrize("case", ["dp4", "dp4 in turns", "dp4 pp2 in turns", "dp4 zero1", "dp4 hybrid2", "dp2 tp2"])
 def test_the_search_counts_what_is_kept_as_programs_do(case: str, monkeypatch: pytest.MonkeyPatch):
     """Level by level it is a part of that: what just fits is not refused."""
-    monkeypatch.setattr(finish, "SAME_TIME", math.inf)  # the same plan, whatever its program takes
+    monkeypatch.setattr(fit_memory, "SAME_TIME", math.inf)  # the same plan, whatever its program takes
     name, topology, pins = CASES[case]
     topology = nodes(2, topology.devices_per_node, single_ring=False)  # where levels are for those who ask
     constraints = Constraints(**{"zero": 0} | pins, grad_compression="int8")

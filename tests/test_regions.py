@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from partitioner import Constraints, PlanError, Topology, partition
-from passes.blocks import Block
-from passes.capture import capture
-from passes.check import check_block
-from passes.dispatch import spread_experts
+from passes.capture.capture import capture
 from passes.errors import UnsupportedError
-from passes.fold import fold
-from passes.gradients import mark_gradients
-from passes.interpret import run_graph
-from passes.normalize import normalize
-from passes.regions import ExpertRegion, find_regions
+from passes.experts.dispatch import spread_experts
+from passes.experts.regions import ExpertRegion, find_regions
+from passes.ir.gradient_flow import mark_gradients
+from passes.ir.interpret import run_graph
+from passes.ir.model import Block
+from passes.ir.verify import check_block
+from passes.normalize.pipeline import normalize
 from passes.rules import by_expert, by_group, rule
+from passes.shard.fold import fold
 from tests.experts_zoo import HIDDEN, PlainExperts, build, inputs, plain, plain_inputs
 
 pytestmark = pytest.mark.usefixtures("without_baselines")

@@ -14,18 +14,18 @@ from torch import Tensor, fx, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from partitioner import Constraints, Plan, Topology, partition
-from partitioner.cost.asked import node_operands
-from partitioner.cost.operators import forward_kernels
-from partitioner.cost.remade import remade
-from partitioner.cost.saved import kept_by, needed, size_of
-from passes.blocks import Block
-from passes.capture import capture
-from passes.factors import needs_gradient
-from passes.fold import fold
-from passes.gradients import mark_block, mark_gradients
-from passes.infer import call
-from passes.normalize import normalize
-from runtime.facts import ProgramFacts
+from partitioner.cost.call.block_profile import node_operands
+from partitioner.cost.call.operators import forward_kernels
+from partitioner.cost.call.recomputation import remade
+from partitioner.cost.call.saved_activations import kept_by, needed, size_of
+from passes.capture.capture import capture
+from passes.ir.gradient_flow import mark_block, mark_gradients
+from passes.ir.interpret import call
+from passes.ir.model import Block
+from passes.normalize.pipeline import normalize
+from passes.rules.strategies import needs_gradient
+from passes.shard.fold import fold
+from runtime.program.analysis import ProgramFacts
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 

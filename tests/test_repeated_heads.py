@@ -13,13 +13,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import runtime
 from partitioner import Constraints, Plan, Topology, partition, run_reference
-from partitioner.cost.blockwork import block_work
-from partitioner.cost.calls import call_costs
-from partitioner.cost.context import context_exchanges
-from partitioner.cost.machine import Machine
-from partitioner.verify import TOLERANCE, compare
-from passes.repeated_heads import exchanged_times, repeated_heads
-from passes.serialize import block_from_data
+from partitioner.cost.call.call_cost import call_costs
+from partitioner.cost.call.collectives import context_exchanges
+from partitioner.cost.step.placed_mesh import Machine
+from partitioner.plans.verify import TOLERANCE, compare
+from partitioner.solve.bounds.block_work import block_work
+from passes.ir.serialize import block_from_data
+from passes.shard.repeated_heads import exchanged_times, repeated_heads
 from tests.context_models import SEQ, Decoder, inputs, repeat_kv
 
 pytestmark = pytest.mark.usefixtures("without_baselines")

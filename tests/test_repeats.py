@@ -13,12 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from passes import tracing
-from passes.blocks import FoldedModel
+from passes.capture import tracing
 from passes.errors import UnsupportedError
-from passes.journal import Journal
-from passes.likeness import alike, state_of
-from passes.repeats import Repeats
+from passes.ir.model import FoldedModel
+from passes.trace.layer_equality import alike, state_of
+from passes.trace.layer_reuse import Journal, Repeats
 from tests.folding import folded
 from tests.models import CASES, Case
 

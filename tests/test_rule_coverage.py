@@ -10,14 +10,14 @@ from rule_cases import CASES, META, case, f, operator
 from rule_cases_more import MORE
 from torch import Tensor, fx
 
-from passes.collectives import ops as collective
-from passes.factors import Strategy, factors_of, local_call, strategies
-from passes.infer import call
-from passes.layouts import divides, local_shape
-from passes.rules import registry
-from passes.rules.lockstep import Ranks, run_ranks
+from passes.ir.collectives import ops as collective
+from passes.ir.interpret import call
+from passes.ir.layouts import divides, local_shape
+from passes.rules import factors_of, registry
+from passes.rules.factors import Strategy
 from passes.rules.pointwise import LINEAR, NONLINEAR
-from passes.rules.verify import AXIS, cut, differences, gradients, node_of
+from passes.rules.strategies import local_call, strategies
+from passes.rules.verify import AXIS, Ranks, cut, differences, gradients, node_of, run_ranks
 
 OTHER, SIZE = "other", 2  # an axis that collectives are over, while AXIS shards
 x = f(4, 6)

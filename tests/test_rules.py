@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from rule_cases import CASES, aten, f, i, operator, positive
 from rule_cases_more import MORE
 
-from passes.factors import factors_of, strategies
-from passes.layouts import PARTIAL, REPLICATED, Layout
-from passes.rules import registry, rule
+from passes.ir.layouts import PARTIAL, REPLICATED, Layout
+from passes.rules import factors_of, registry, rule
 from passes.rules.pointwise import LINEAR, NONLINEAR
+from passes.rules.strategies import strategies
 from passes.rules.verify import Judge, check_strategies, node_of
 
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from runtime.codegen import Alias, Compiled, Constant, Direct, Started, compile_graph
-from runtime.fastpath import FAST
-from runtime.sinks import Sink, WideSink
+from runtime.execute.codegen import FAST, Alias, Compiled, Constant, Direct, Started, compile_graph
+from runtime.state.gradients import Sink, WideSink
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")

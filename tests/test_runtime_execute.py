@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from runtime import BackwardError, BatchError, Engine, InstructionError, LaunchError, RankError, run_threads
-from runtime.program import Instruction, Program, Stage
-from runtime.threads import ThreadWorld
+from runtime.comm.thread_backend import ThreadWorld
+from runtime.program.instructions import Instruction
+from runtime.program.program import Program, Stage
 from tests.runtime_programs import Net, net_inputs, program_of_net
 
 SHAPES: list[dict[str, Any]] = [
@@ -233,12 +234,12 @@ def test_ranks_that_enter_different_collectives_are_told_apart():
     errors: list[InstructionError] = []
 
     def work(rank: int) -> None:
-        from runtime.batch import own_values, share_of
-        from runtime.bind import Library
-        from runtime.execute import Executor
-        from runtime.gradients import Gradients
-        from runtime.state import load_states
-        from runtime.weights import weights_of
+        from runtime.engine.batches import own_values, share_of
+        from runtime.execute.bind import Library
+        from runtime.execute.executor import Executor
+        from runtime.state.gradients import Gradients
+        from runtime.state.parameters import load_states
+        from runtime.state.weights import weights_of
 
         mine = program.rank(rank).with_instructions(lists[0] if rank == 0 else other)
         communicator = world.communicator(rank)

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.backends import GlooGroup
-from runtime.bind import _spend
-from runtime.communicator import TorchCommunicator
+from runtime.comm.group import Communicator, SoloGroup
+from runtime.comm.thread_backend import ThreadWorld
+from runtime.comm.torch_backend import GlooGroup, TorchCommunicator
 from runtime.errors import CommunicationError
-from runtime.groups import Communicator, Link, SoloGroup
-from runtime.pool import LocalRanks
-from runtime.threads import ThreadWorld
+from runtime.execute.bind import _spend
+from runtime.launch.process_pool import LocalRanks
+from runtime.program.membership import Link
 
 RANKS = (0, 1)
 
@@ -202,7 +202,7 @@ def test_a_failure_releases_those_that_wait():
 ALONE = """
 import os, sys, torch, runtime
 from datetime import timedelta
-from runtime.communicator import TorchCommunicator
+from runtime.comm.torch_backend import TorchCommunicator
 runtime.init_process_group("gloo", timedelta(seconds=3))
 communicator = TorchCommunicator(2, torch.device("cpu"))
 communicator.prepare([(0, 1)], [])

@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 
 from partitioner import Constraints, Topology, partition
 from runtime import Engine, LaunchError
+from runtime.comm.rendezvous import tell_torchrun
 from runtime.errors import Failure, InstructionError
-from runtime.launch import _parser, random_batch
-from runtime.planfile import program_of
-from runtime.program import Program
-from runtime.restarts import tell_torchrun
+from runtime.launch.cli import _parser, random_batch
+from runtime.program.load import program_of
+from runtime.program.program import Program
 from tests.runtime_programs import Net, net_inputs, program_of_net
 from tests.test_runtime_execute import broken, infer_only
 
@@ -161,7 +161,7 @@ def test_what_ends_a_script_that_nobody_watches_is_the_logs_last_line(tmp_path: 
     script = tmp_path / "ends.py"
     script.write_text(ENDS.format(early=early))
     done = subprocess.run(
-        [sys.executable, "-m", "runtime.torchrun", "--standalone", "--nproc-per-node", "2", str(script)],
+        [sys.executable, "-m", "runtime.launch.torchrun", "--standalone", "--nproc-per-node", "2", str(script)],
         capture_output=True,
         text=True,
         timeout=300,
@@ -188,7 +188,7 @@ def test_a_random_batch_fits_the_program():
     assert torch.isfinite(Engine(program, Net()).step(batch))
 
 
-def supervised(*arguments: str, launcher: str = "runtime.torchrun") -> subprocess.CompletedProcess[str]:
+def supervised(*arguments: str, launcher: str = "runtime.launch.torchrun") -> subprocess.CompletedProcess[str]:
     """As :func:`torchrun` of two ranks, by the launcher whose last line is the cause."""
     command = [sys.executable, "-m", launcher, "--standalone", "--nproc-per-node", "2", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -247,7 +247,7 @@ def test_a_rank_that_is_killed_or_stopped_is_the_logs_last_line(tmp_path: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torch.distributed.run", "runtime.torchrun"])
+@pytest.mark.parametrize("launcher", ["torch.distributed.run", "runtime.launch.torchrun"])
 def test_what_torchrun_starts_anew_goes_on_and_ends_as_if_nothing_had_been(tmp_path: Path, launcher: str):
     plan_file(tmp_path, program_of_net(pp=2, num_microbatches=2))
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from runtime import BatchError, LaunchError, LocalRanks, RankError, RankTimeout, WeightsError, run_local
-from runtime.forkserver import ForkServer
-from runtime.program import Program
+from runtime.launch.forkserver import ForkServer
+from runtime.program.program import Program
 from tests.runtime_programs import Net, net_inputs, program_of_net
 from tests.test_runtime_execute import broken, check, infer_only, reference
 

@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from partitioner import Constraints, Plan, Topology, partition
-from passes.layouts import Layout, take_shard, take_shards
+from passes.ir.layouts import Layout, take_shard, take_shards
 from runtime import Engine, LaunchError, WeightsError, run_threads
-from runtime.program import Program
-from runtime.state import check_weights, load_states
-from runtime.threads import ThreadWorld
-from runtime.weights import FileWeights, weights_of
+from runtime.comm.thread_backend import ThreadWorld
+from runtime.program.program import Program
+from runtime.state.parameters import check_weights, load_states
+from runtime.state.weights import FileWeights, weights_of
 from tests.runtime_programs import Net, net_inputs, program_of_net
 
 pytestmark = pytest.mark.usefixtures("without_baselines")

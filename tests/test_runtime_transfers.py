@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from runtime.program import Instruction, RankProgram
-from runtime.transfers import arrivals, early_starts
+from runtime.execute.transfers import arrivals, early_starts
+from runtime.program.instructions import Instruction
+from runtime.program.program import RankProgram
 from tests.runtime_programs import program_of_net
 
 

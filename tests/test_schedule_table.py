@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from partitioner import ConstraintError, Constraints, PlanError, ScheduleTable, Topology, partition
-from partitioner.actions import Action, ScheduleError, in_flight
-from partitioner.schedules import SCHEDULES, timetable
+from partitioner.schedules.actions import Action, ScheduleError, in_flight
+from partitioner.schedules.registry import SCHEDULES, timetable
 from tests.models import CASES
 from tests.test_emit import result
 from tests.tiny_programs import tiny_program

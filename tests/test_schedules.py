@@ -6,14 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from partitioner.actions import Timetable, check_timetable
-from partitioner.schedules import (
-    SCHEDULES,
-    Action,
-    ScheduleError,
-    peak_in_flight,
-    schedule_orders,
-)
+from partitioner.schedules.actions import Action, ScheduleError, Timetable, check_timetable, peak_in_flight
+from partitioner.schedules.registry import SCHEDULES, schedule_orders
 
 SIZES = {"p": st.integers(1, 9), "m": st.integers(1, 12)}
 

@@ -19,29 +19,28 @@ from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from partitioner import partition, prepare
-from partitioner.alternatives import schedules_of_several
-from partitioner.batch import shard_batch
+from partitioner.candidate import Point
 from partitioner.constraints import Constraints
-from partitioner.cost.bounds import ModelBounds
-from partitioner.cost.gathers import Floor, Gathers
-from partitioner.cost.reductions import Reduction
+from partitioner.cost.step.gradient_reduction import Reduction
 from partitioner.errors import CapacityError, ConstraintError, PlanError, TimeLimitError
-from partitioner.evaluate import Evaluator
-from partitioner.explore import explore
-from partitioner.floors import Floors
-from partitioner.job import Job
-from partitioner.solve.bestfirst import Evaluated, Progress, SearchResult, search
-from partitioner.solve.pipelines import is_formula, is_plain
-from partitioner.solve.point import Point
-from partitioner.solve.points import Space, baselines, even_chunks, hybrids, left_out, points, several_stages
-from partitioner.solve.rows import Row
-from partitioner.solve.siblings import Siblings
+from partitioner.schedules.formulas import is_formula, is_plain
+from partitioner.solve.bounds.model_bounds import ModelBounds
+from partitioner.solve.bounds.zero_and_reduction import Floor, Gathers
+from partitioner.solve.evaluate.evaluator import Evaluator
+from partitioner.solve.evaluate.job import Job
+from partitioner.solve.search.best_first import Progress, SearchResult, Siblings, search
+from partitioner.solve.search.bound_steps import Floors
+from partitioner.solve.search.interleaved import schedules_of_several
+from partitioner.solve.search.outcomes import Evaluated, Row
+from partitioner.solve.search.search import explore
+from partitioner.solve.search.space import Space, baselines, even_chunks, hybrids, left_out, points, several_stages
+from partitioner.solve.sharding.batch import shard_batch
 from partitioner.topology import Topology
-from passes.capture import capture
+from passes.capture.capture import capture
 from passes.errors import InputsError
-from passes.fold import fold
-from passes.gradients import mark_gradients
-from passes.normalize import normalize
+from passes.ir.gradient_flow import mark_gradients
+from passes.normalize.pipeline import normalize
+from passes.shard.fold import fold
 
 
 class Table:

@@ -12,15 +12,16 @@ from torch import Tensor, nn
 
 import runtime
 from partitioner import Constraints, Plan, Topology, partition
-from partitioner.cost.remade import remade
-from partitioner.cost.saved import kept_by
-from partitioner.verify import relative_error
-from passes.gradients import mark_block
-from passes.serialize import block_from_data
-from runtime.facts import ProgramFacts
-from runtime.memory import peak_bytes
-from runtime.program import Program
-from runtime.prove import ProofError, prove
+from partitioner.cost.call.recomputation import remade
+from partitioner.cost.call.saved_activations import kept_by
+from partitioner.plans.verify import relative_error
+from passes.ir.gradient_flow import mark_block
+from passes.ir.serialize import block_from_data
+from runtime.program.analysis import ProgramFacts
+from runtime.program.memory import peak_bytes
+from runtime.program.program import Program
+from runtime.prove.errors import ProofError
+from runtime.prove.prove import prove
 from tests.test_infeasible import cluster
 
 pytestmark = pytest.mark.usefixtures("without_baselines")

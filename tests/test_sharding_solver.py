@@ -13,19 +13,20 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from partitioner.solve import availability
-from partitioner.solve.options import ShardingError
-from partitioner.solve.ports import values_of
-from partitioner.solve.sharding import ShardingCosts, ShardingSolution, solve_sharding
-from partitioner.solve.share import matmul_flops
-from passes.blocks import Block, FoldedModel, TensorSpec
-from passes.capture import capture
-from passes.factors import Strategy, factors_of, operands_of, results_of, strategies
-from passes.fold import fold
-from passes.gradients import mark_gradients
-from passes.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, local_shape, shard
-from passes.normalize import normalize
-from passes.shard import RESHARDS, BlockSharding, shard_block
+from partitioner.solve.sharding import reshard_graph
+from partitioner.solve.sharding.choices import ShardingError, matmul_flops
+from partitioner.solve.sharding.layout_ties import values_of
+from partitioner.solve.sharding.sharding import ShardingCosts, ShardingSolution, solve_sharding
+from passes.capture.capture import capture
+from passes.ir.gradient_flow import mark_gradients
+from passes.ir.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, local_shape, shard
+from passes.ir.model import Block, FoldedModel, TensorSpec
+from passes.normalize.pipeline import normalize
+from passes.rules import factors_of
+from passes.rules.factors import Strategy, operands_of, results_of
+from passes.rules.strategies import strategies
+from passes.shard.fold import fold
+from passes.shard.shard_block import RESHARDS, BlockSharding, shard_block
 
 VIEWS = {"view", "reshape", "transpose", "permute", "t", "unsqueeze", "expand", "split", "split_with_sizes", "slice"}
 
@@ -411,7 +412,7 @@ def test_the_objective_is_what_the_sharding_costs(family: str) -> None:
 def test_both_forms_of_a_value_with_many_readers_have_one_optimum(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = tower(), {i.value: (REPLICATED, shard(0), shard(1)) for i in tower().inputs}
     by_set = [solve_sharding(model, "tp", 2, Random(seed), input_layouts=inputs).objective for seed in range(8)]
-    monkeypatch.setattr(availability, "MAX_SETS", 0)
+    monkeypatch.setattr(reshard_graph, "MAX_SETS", 0)
     by_target = [solve_sharding(model, "tp", 2, Random(seed), input_layouts=inputs).objective for seed in range(8)]
     assert by_target == pytest.approx(by_set)
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from partitioner import Constraints, Topology, partition
 from runtime import run_threads
-from runtime.overlap import aliases
+from runtime.execute.overlap import aliases
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 

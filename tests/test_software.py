@@ -10,16 +10,16 @@ from test_cost import ACROSS, BF16, DEVICE, NVLINK, block
 from torch import fx
 
 from partitioner import ConstraintError, Constraints, partition
-from partitioner.cost.calls import CallCost, call_costs
-from partitioner.cost.collectives import collective_time, link_of_parts, message_time
-from partitioner.cost.compute import kernels_time, memory_rate
-from partitioner.cost.operators import Kernel
-from partitioner.cost.saved import gathered, kept_by
-from partitioner.cost.spread import Software, Spread, in_pieces
-from partitioner.emit_buckets import bucket_limit
-from partitioner.topology.parts import Link
-from passes.blocks import Block
-from passes.collectives import ops
+from partitioner.cost.call.call_cost import CallCost, call_costs
+from partitioner.cost.call.collectives import collective_time, link_of_parts, message_time
+from partitioner.cost.call.expert_parallel import Software, Spread, in_pieces
+from partitioner.cost.call.operators import Kernel
+from partitioner.cost.call.roofline import kernels_time, memory_rate
+from partitioner.cost.call.saved_activations import gathered, kept_by
+from partitioner.emit.buckets import bucket_limit
+from partitioner.topology.hardware import Link
+from passes.ir.collectives import ops
+from passes.ir.model import Block
 from tests.test_infeasible import cluster
 
 aten = torch.ops.aten

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 import runtime
 from partitioner import Constraints, Plan, Topology, partition
-from partitioner.reference import run_reference
-from partitioner.verify import compare
-from passes.capture import capture
-from passes.interpret import run_graph
-from passes.normalize import normalize
-from runtime.engine import Engine
+from partitioner.plans.reference import run_reference
+from partitioner.plans.verify import compare
+from passes.capture.capture import capture
+from passes.ir.interpret import run_graph
+from passes.normalize.pipeline import normalize
+from runtime.engine.engine import Engine
 from tests.experts_zoo import HIDDEN, ListedExperts, listed, plain_inputs
 from tests.test_runtime_state import on_every_rank
 

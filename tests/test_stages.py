@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partitioner.constraints import pinned_calls
-from partitioner.cost.calls import CallCost
+from partitioner.cost.call.call_cost import CallCost
 from partitioner.errors import CapacityError, ConstraintError, PlanError
-from partitioner.solve.least import least_time
-from partitioner.solve.longest import Phases
-from partitioner.solve.pipelines import held_microbatches, pipeline_seconds
-from partitioner.solve.segments import segments_of
-from partitioner.solve.stage_problem import Pace, StageCall, StageProblem
-from partitioner.solve.stages import SLACK, StageSplit, solve_stages
-from partitioner.topology.parts import Link
+from partitioner.schedules.formulas import held_microbatches, pipeline_seconds
+from partitioner.schedules.makespan import Phases
+from partitioner.solve.stages.lower_bound import least_time
+from partitioner.solve.stages.problem import Pace, StageCall, StageProblem
+from partitioner.solve.stages.range_sums import segments_of
+from partitioner.solve.stages.split import SLACK, StageSplit, solve_stages
+from partitioner.topology.hardware import Link
 
 WIRE = Link(name="wire", bandwidth=100.0, latency=0.01, level=0)
 

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from partitioner import Constraints, Plan, Topology, partition
-from partitioner.cost.compute import kernel_time
-from partitioner.cost.operators import Kernel
-from partitioner.timing import plan_timeline
+from partitioner.cost.call.operators import Kernel
+from partitioner.cost.call.roofline import kernel_time
+from partitioner.simulate.program_time import plan_timeline
 from partitioner.topology.detect import describe
-from runtime.precision import products_of
+from runtime.program.precision import products_of
 
 
 @pytest.fixture(scope="module")

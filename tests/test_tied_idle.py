@@ -12,16 +12,17 @@ from torch import Tensor, nn
 
 import runtime
 from partitioner import Constraints, Plan, Topology, partition
-from partitioner.reference import run_reference
-from partitioner.verify import compare, relative_error
-from runtime.checkpoint.boxes import Piece
-from runtime.checkpoint.storage import ShardReader
-from runtime.engine import Engine
-from runtime.facts import ProgramFacts
-from runtime.memory import memory_steps, state_bytes
-from runtime.precision import with_precision
-from runtime.program import Instruction
-from runtime.prove import ProofError, prove
+from partitioner.plans.reference import run_reference
+from partitioner.plans.verify import compare, relative_error
+from runtime.checkpoint.dcp_files import ShardReader
+from runtime.checkpoint.shards import Piece
+from runtime.engine.engine import Engine
+from runtime.program.analysis import ProgramFacts
+from runtime.program.instructions import Instruction
+from runtime.program.memory import memory_steps, state_bytes
+from runtime.program.precision import with_precision
+from runtime.prove.errors import ProofError
+from runtime.prove.prove import prove
 from tests.test_runtime_state import on_every_rank
 
 pytestmark = pytest.mark.usefixtures("without_baselines")

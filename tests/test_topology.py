@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from partitioner.errors import TopologyError
 from partitioner.topology import Topology, axis_group, axis_groups, known_presets, loads, stage_links
+from partitioner.topology.files import with_devices
 from partitioner.topology.groups import rank_grid, stage_capacity, stage_paces
 from partitioner.topology.quantities import quantity
-from partitioner.topology.resize import with_devices
 
 LAB = """
 name: lab

@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partitioner.cost.collectives import collective_time
+from partitioner.cost.call.collectives import collective_time
 from partitioner.topology import Topology, axis_group, axis_groups, loads, stage_links
-from partitioner.topology.cards import card_shares
 from partitioner.topology.fabric import least_cut, least_share
-from partitioner.topology.groups import group_of, rank_grid, stage_capacity, stage_paces, stage_ranks
-from partitioner.topology.parts import COLLECTIVES
+from partitioner.topology.groups import rank_grid, stage_capacity, stage_paces, stage_ranks
+from partitioner.topology.hardware import COLLECTIVES
+from partitioner.topology.network_cards import card_shares
+from partitioner.topology.pair_links import group_of
 
 ISLANDS = """
 name: islands

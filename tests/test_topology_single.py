@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from partitioner import Constraints, PreparedModel, partition, prepare
-from partitioner.cost.collectives import collective_time
+from partitioner.cost.call.collectives import collective_time
 from partitioner.topology import Topology, axis_group, axis_groups, loads, stage_links
 from partitioner.topology.files import catalogue
-from partitioner.topology.group import Group
-from partitioner.topology.groups import between, group_of
-from partitioner.topology.single import round_lag
+from partitioner.topology.group import Group, round_lag
+from partitioner.topology.groups import between
+from partitioner.topology.pair_links import group_of
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 RINGED = {"tp": 2, "dp": 2}

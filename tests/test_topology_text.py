@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from partitioner import Topology
-from partitioner.cli import app
+from partitioner.cli.app import app
 from partitioner.errors import TopologyError
 from partitioner.topology import loads
 

@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from partitioner import Plan, PlanError
-from partitioner.cli import app
-from partitioner.explain_tables import throughput_text
+from partitioner.cli.app import app
+from partitioner.explain.tables import throughput_text
 from partitioner.plan import Limits
-from partitioner.training_run import parse_count
+from partitioner.plans.training_run import parse_count
 from passes.errors import InputsError
 from tests.sample_programs import llama, plan_of
 

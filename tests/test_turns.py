@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from partitioner.schedules import ranks_of
-from partitioner.solve.longest import Phases
-from partitioner.solve.pipelines import pipeline_seconds
-from partitioner.solve.turns import Cores, Work, seconds_in_turns
+from partitioner.schedules.core_contention import Cores, Work, seconds_in_turns
+from partitioner.schedules.formulas import pipeline_seconds
+from partitioner.schedules.makespan import Phases
+from partitioner.schedules.registry import ranks_of
 
 NONE = Phases()
 SCHEDULES = [("1f1b", None), ("gpipe", None), ("interleaved", 2), ("zb-1p", None), ("zb-v", 2), ("dualpipe-v", 2)]

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from passes import experts
-from passes.capture import capture
-from passes.factors import factors_of, strategies
-from passes.interpret import run_graph
-from passes.normalize import normalize
+from passes.capture.capture import capture
+from passes.ir.interpret import run_graph
+from passes.normalize.pipeline import normalize
+from passes.ops import experts
+from passes.rules import factors_of
+from passes.rules.strategies import strategies
 
 T, K, E, H, F = 6, 2, 4, 8, 12  # tokens, choices of each, experts, hidden, feed-forward
 

@@ -16,17 +16,16 @@ import torch
 import torch.distributed as dist
 
 from runtime import Engine, LaunchError, LocalRanks, Monitor, RankError, Watch
-from runtime.communicator import TorchCommunicator
+from runtime.comm.failure_origin import is_secondary, users_line
+from runtime.comm.torch_backend import TorchCommunicator
+from runtime.comm.wait_clock import wait_for
 from runtime.errors import Failure
-from runtime.failures import is_secondary, users_line
-from runtime.program import Program
-from runtime.recorder import Moment, Recorder, Recording, Spot
-from runtime.waiting import wait_for
-from runtime.watch.addresses import ranks_named
-from runtime.watch.board import Board, RankState
-from runtime.watch.diagnose import cause_of
-from runtime.watch.mirror import Mirror
-from runtime.watch.place import Place
+from runtime.execute.flight_recorder import Moment, Recorder, Recording, Spot
+from runtime.execute.stack_location import Place
+from runtime.program.program import Program
+from runtime.watch.host_mirror import Mirror, ranks_named
+from runtime.watch.root_cause import cause_of
+from runtime.watch.status_board import Board, RankState
 from tests.runtime_programs import Net, net_inputs, program_of_net
 
 PATIENCE_S = 5.0

@@ -11,17 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partitioner import Topology, partition
-from partitioner.cost.bounds import ModelBounds
-from partitioner.cost.collectives import collective_time
-from partitioner.cost.widest import best_group, no_slower
-from partitioner.evaluate import Evaluator
-from partitioner.floors import Floors
-from partitioner.solve.point import Point
-from partitioner.solve.points import Space
-from partitioner.solve.stages import SLACK
+from partitioner.candidate import Point
+from partitioner.cost.call.collectives import collective_time
+from partitioner.cost.step.relaxed_mesh import best_group, no_slower
+from partitioner.solve.bounds.model_bounds import ModelBounds
+from partitioner.solve.evaluate.evaluator import Evaluator
+from partitioner.solve.search.bound_steps import Floors
+from partitioner.solve.search.space import Space
+from partitioner.solve.stages.split import SLACK
 from partitioner.topology import loads
 from partitioner.topology.group import slowest
-from partitioner.topology.groups import group_of
+from partitioner.topology.pair_links import group_of
 from tests.test_compare import Tower
 from tests.test_placement import grid, job, times_of_all
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from partitioner import Constraints, Plan, Topology, partition
 from partitioner.errors import InfeasibleError, TopologyError
-from partitioner.explain_tables import fewer_text
-from partitioner.laggards import is_even, rounder_clusters, smaller_clusters
+from partitioner.explain.tables import fewer_text
 from partitioner.plan import Baseline, Candidate
+from partitioner.solve.search.smaller_clusters import is_even, rounder_clusters, smaller_clusters
 from partitioner.topology import loads
 from partitioner.units import seconds_text
 from tests.sample_programs import llama, plan_of

@@ -33,8 +33,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import runtime
 from partitioner import Constraints, Plan, Topology, partition, size_cluster
-from partitioner.cli_run import train
-from partitioner.cli_target import Target
+from partitioner.cli.options import Target
+from partitioner.cli.train import train
 from passes.errors import CaptureError, UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("without_baselines")

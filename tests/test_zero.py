@@ -19,25 +19,26 @@ from torch import Tensor, nn
 import runtime
 from partitioner import Constraints, Plan, PlanError, Topology, partition
 from partitioner.errors import ConstraintError
-from partitioner.outline import outline
-from partitioner.reference import run_reference
-from partitioner.timing import PlanDurations
-from partitioner.verify import compare, relative_error
+from partitioner.plans.outline import outline
+from partitioner.plans.reference import run_reference
+from partitioner.plans.verify import compare, relative_error
+from partitioner.simulate.program_time import PlanDurations
 from passes.errors import PartitionError
-from runtime.calls import _copied
-from runtime.checkpoint.boxes import Piece
-from runtime.checkpoint.storage import ShardReader
-from runtime.engine import Engine
+from runtime.checkpoint.dcp_files import ShardReader
+from runtime.checkpoint.shards import Piece
+from runtime.engine.engine import Engine
 from runtime.errors import InstructionError
-from runtime.facts import ProgramFacts
-from runtime.listing import Listing
-from runtime.memory import peak_bytes, state_bytes
-from runtime.meshes import hybrid_mesh
-from runtime.pieces import join_pieces, padded_piece, take_piece
-from runtime.precision import with_precision
-from runtime.program import Instruction, Program
-from runtime.prove import ProofError, prove
-from runtime.simulate import simulate
+from runtime.execute.calls import _copied
+from runtime.program.analysis import ProgramFacts
+from runtime.program.instructions import Instruction, Listing
+from runtime.program.memory import peak_bytes, state_bytes
+from runtime.program.mesh import hybrid_mesh
+from runtime.program.precision import with_precision
+from runtime.program.program import Program
+from runtime.program.simulate import simulate
+from runtime.prove.errors import ProofError
+from runtime.prove.prove import prove
+from runtime.state.parameters import join_pieces, padded_piece, take_piece
 from tests.context_models import Decoder
 from tests.context_models import inputs as decoder_inputs
 from tests.experts_zoo import plain, plain_inputs

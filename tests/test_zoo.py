@@ -21,10 +21,10 @@ from benchmarks.zoo_configs import attempts, repaired, tiny_config
 from benchmarks.zoo_models import ZooError, architectures, build, without_labels
 from benchmarks.zoo_report import summary, write_docs
 from partitioner import Constraints, Topology, partition, run_reference
-from partitioner.verify import TOLERANCE, compare
-from passes.capture import capture
+from partitioner.plans.verify import TOLERANCE, compare
+from passes.capture.capture import capture
 from passes.errors import CaptureError
-from passes.normalize import normalize
+from passes.normalize.pipeline import normalize
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 

@@ -15,13 +15,13 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from partitioner.emit import Layouts, emit
-from partitioner.schedules import timetable
-from passes.blocks import Block, Call, FoldedModel, ModelInput, ModelOutput, State, TensorSpec
-from passes.collectives import ops
-from passes.infer import call
-from passes.layouts import READ_SHARDED, shard
-from runtime.program import Program
+from partitioner.emit.program import Layouts, emit
+from partitioner.schedules.registry import timetable
+from passes.ir.collectives import ops
+from passes.ir.interpret import call
+from passes.ir.layouts import READ_SHARDED, shard
+from passes.ir.model import Block, Call, FoldedModel, ModelInput, ModelOutput, State, TensorSpec
+from runtime.program.program import Program
 
 aten = torch.ops.aten
 B, H, F = 2, 4, 8

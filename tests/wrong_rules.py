@@ -16,10 +16,10 @@ from rule_cases_more import MORE
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from passes.factors import Strategy, factors_of, strategies
-from passes.layouts import PARTIAL, REPLICATED, Layout, join_shards, take_shard
-from passes.rules import OpFactors, registry
-from passes.rules.algebra import Dims
+from passes.ir.layouts import PARTIAL, REPLICATED, Layout, join_shards, take_shard
+from passes.rules import OpFactors, factors_of, registry
+from passes.rules.factors import Dims, Strategy
+from passes.rules.strategies import strategies
 from passes.rules.verify import node_of
 
 NUM_RANKS = 2

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from xml.etree import ElementTree as ET
 
-from partitioner.draw.figures import capacities, key_figures, picture_title, simulated_seconds
 from partitioner.draw.svg import (
     PALETTE,
     Header,
@@ -27,15 +26,16 @@ from partitioner.draw.svg import (
     to_text,
 )
 from partitioner.draw.timeline import tick_step
-from partitioner.explain import MEMORY_KINDS, memory_words
-from partitioner.explain_tables import disk_text, host_text
-from partitioner.held import fixed_sizes, moving_sizes
+from partitioner.explain.explain import MEMORY_KINDS, memory_words
+from partitioner.explain.tables import disk_text, host_text
 from partitioner.plan import Plan
-from partitioner.timing import PlanDurations, follow
+from partitioner.plans.figures import capacities, key_figures, picture_title, simulated_seconds
+from partitioner.simulate.program_memory import fixed_sizes, moving_sizes
+from partitioner.simulate.program_time import PlanDurations, follow
 from partitioner.units import bytes_text, percent, ranges, seconds_text
-from runtime.facts import ProgramFacts
-from runtime.memory import Moment, memory_moments
-from runtime.simulate import Span, Timeline
+from runtime.program.analysis import ProgramFacts
+from runtime.program.memory import Moment, memory_moments
+from runtime.program.simulate import Span, Timeline
 
 KINDS: dict[str, tuple[str, str]] = {
     kind: (f"held_{kind}", MEMORY_KINDS[kind])
@@ -45,6 +45,7 @@ KINDS: dict[str, tuple[str, str]] = {
 }  # fmt: skip  # from the ground up: kind -> (colour, meaning)
 
 _MARGIN, _RIGHT, _WIDTH, _COLUMN, _HIT = 20.0, 128.0, 900.0, 2.0, 15.0
+
 _TALL, _LOW, _MANY = (
     (118.0, 30.0),
     (66.0, 16.0),

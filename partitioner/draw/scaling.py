@@ -12,6 +12,7 @@ from partitioner.draw.svg import Header, draw_header, group, line, picture, rect
 from partitioner.units import count_text, percent, seconds_text
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _GAP, _FOOT = 720.0, 210.0, 96.0, 36.0, 46.0, 44.0
+
 _DOT = 7.0
 
 

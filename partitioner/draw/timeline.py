@@ -15,17 +15,17 @@ from dataclasses import dataclass, replace
 from typing import Literal
 from xml.etree import ElementTree as ET
 
-from partitioner.draw.figures import key_figures, picture_title, simulated_seconds
-from partitioner.draw.folds import Fold, TimeScale, find_folds
 from partitioner.draw.svg import Header, draw_header, group, later, line, picture, rect, text, text_width, to_text
-from partitioner.outline import chunk_starts
+from partitioner.draw.timeline_folds import Fold, TimeScale, find_folds
 from partitioner.plan import Plan
-from partitioner.timing import plan_timeline
+from partitioner.plans.figures import key_figures, picture_title, simulated_seconds
+from partitioner.plans.outline import chunk_starts
+from partitioner.simulate.program_time import plan_timeline
 from partitioner.units import percent, ranges, seconds_text
-from runtime.levels import rest_axes
-from runtime.program import Instruction, Program
-from runtime.simulate import Timeline
-from runtime.zero import zero_axes
+from runtime.program.instructions import Instruction
+from runtime.program.program import Program
+from runtime.program.sharded_buckets import rest_axes, zero_axes
+from runtime.program.simulate import Timeline
 
 Lane = Literal["compute", "exchange", "reduce", "gather", "host"]
 
@@ -68,6 +68,7 @@ def look_of(instruction: Instruction) -> Look | None:
 
 
 _LANE_HEIGHTS: dict[Lane, float] = {"compute": 27.0, "exchange": 7.0, "reduce": 12.0, "gather": 12.0, "host": 9.0}
+
 _LANE_GAP, _ROW_GAP, _MARGIN = 3.0, 13.0, 20.0
 _NARROWEST, _LEAST_WIDTH, _MOST_WIDTH, _FOLDED_WIDTH = 19.0, 860.0, 3000.0, 1500.0
 _MOST_SENDS = 4000  # beyond which they are left out: the picture would be megabytes of hairlines

@@ -2,6 +2,8 @@
 
 Equal nodes with equal stages are drawn once with their count, so that the size of the picture depends on the number of
 distinct nodes, not on the number of ranks.
+
+Levels of links from the inside out, and over which of them the groups of each mesh axis talk.
 """
 
 from __future__ import annotations
@@ -17,8 +19,6 @@ from xml.etree import ElementTree as ET
 import numpy as np
 from numpy.typing import NDArray
 
-from partitioner.draw.axes import LinkTable, draw_links, link_table
-from partitioner.draw.figures import mesh_text, picture_title
 from partitioner.draw.svg import (
     NUM_STAGE_COLOURS,
     Header,
@@ -32,15 +32,99 @@ from partitioner.draw.svg import (
     text_width,
     to_text,
 )
+from partitioner.plans.figures import mesh_text, picture_title
+from partitioner.plans.mesh_axes import Cell, _uses, link_rows
 from partitioner.topology.groups import stage_ranks
-from partitioner.topology.model import Topology
-from partitioner.topology.parts import Device
+from partitioner.topology.hardware import Device
+from partitioner.topology.topology import Topology
 from partitioner.units import bytes_text, digits, percent, plural, ranges, seconds_text
 
 if TYPE_CHECKING:
     from partitioner.plan import Plan
 
+_ROW, _TABLE_HEAD, _COLUMN_SPACE = 26.0, 40.0, 26.0
+
+_HEADS = ("links", "join", "a device gets", "latency")
+
+
+@dataclass(frozen=True)
+class LinkTable:
+    """``rows``: name, what it joins, what a device gets, latency; ``axes``: (head, subhead) of each mesh axis.
+
+    ``cells``: by (row, axis), for the levels that the axis's groups span.
+    """
+
+    rows: tuple[tuple[str, str, str, str], ...]
+    axes: tuple[tuple[str, str], ...]
+    cells: dict[tuple[int, int], Cell]
+
+    @property
+    def columns(self) -> list[float]:
+        """Widths of the first four columns and of the axes'."""
+        fixed = [
+            max([text_width(head, 11), *(text_width(row[i], 11, i == 0) for row in self.rows)]) + _COLUMN_SPACE
+            for i, head in enumerate(_HEADS)
+        ]
+        return fixed + [
+            max(
+                [
+                    text_width(head, 12, True),
+                    text_width(sub, 10),
+                    *(text_width(c.label, 10.5) + 18 for (_, k), c in self.cells.items() if k == i),
+                ]
+            )
+            + 12
+            for i, (head, sub) in enumerate(self.axes)
+        ]
+
+    @property
+    def width(self) -> float:
+        return sum(self.columns)
+
+    @property
+    def height(self) -> float:
+        return _TABLE_HEAD + _ROW * len(self.rows)
+
+
+def link_table(topology: Topology, plan: Plan | None) -> LinkTable:
+    """The links of ``topology`` and, with a plan, the axes of its mesh that have more than one rank."""
+    rows = link_rows(topology)
+    used = {} if plan is None else _uses(plan)
+    names = [row[0] for row in rows]
+    for uses in used.values():
+        for name in uses.cells:
+            if name not in names:  # over other devices, or links of single pairs
+                names.append(name)
+                rows.append((name, "some pairs", "", ""))
+    cells = {(names.index(name), k): cell for k, uses in enumerate(used.values()) for name, cell in uses.cells.items()}
+    heads = tuple((f"{axis} {plan.mesh[axis]}" if plan else axis, uses.summary) for axis, uses in used.items())
+    return LinkTable(tuple(rows), heads, cells)
+
+
+def draw_links(root: ET.Element, table: LinkTable, x: float, y: float) -> None:
+    """Draw ``table`` with its corner at ``x``, ``y``."""
+    widths = table.columns
+    lefts = [x + sum(widths[:i]) for i in range(len(widths))]
+    for left, head in zip(lefts, _HEADS, strict=False):
+        text(root, left, y + 28, head, size=11, fill="muted")
+    for left, (head, sub) in zip(lefts[4:], table.axes, strict=True):
+        text(root, left, y + 14, head, size=12, bold=True)
+        text(root, left, y + 28, sub, size=10, fill="muted")
+    line(root, x, y + _TABLE_HEAD - 5, x + table.width, y + _TABLE_HEAD - 5, "line")
+    for number, row in enumerate(table.rows):
+        base = y + _TABLE_HEAD + number * _ROW + 15
+        for i, words in enumerate(row):
+            text(root, lefts[i], base, words, size=11, bold=i == 0, fill="ink" if i in (0, 2) else "muted")
+        for k in range(len(table.axes)):
+            cell = table.cells.get((number, k))
+            if cell is not None:
+                mark = group(root, cell.tooltip, "hit")
+                rect(mark, lefts[4 + k], base - 13, widths[4 + k] - 12, 19, "memory", radius=9)
+                text(mark, lefts[4 + k] + 9, base, cell.label, size=10.5, fill="on_forward")
+
+
 MOST_CLUSTERS = 40  # beyond this, nodes that differ only in their stages are drawn once, too
+
 _MOST_DEVICES = 96  # devices of a node that are drawn one by one
 _MOST_NOTES = 3
 _WIDTH, _LEAST_WIDTH, _MARGIN, _GAP, _PAD = 1320.0, 760.0, 24.0, 16.0, 12.0

@@ -1,9 +1,11 @@
 """Fit the fields of :class:`DeviceType` and :class:`Level` to measured times; nothing here measures.
 
 The fits invert the cost model: seconds of a kernel are ``launch + flops / (efficiency peak) + bytes / rate``
-(``partitioner/cost/compute.py``), of a collective ``start + share bytes / bandwidth``
-(``partitioner/cost/collectives.py``). All fits are medians or least absolute errors, so that single disturbed times do
-not count.
+(``partitioner/cost/call/roofline.py``), of a collective ``start + share bytes / bandwidth``
+(``partitioner/cost/call/collectives.py``). All fits are medians or least absolute errors, so that single disturbed
+times do not count.
+
+Robust fits of few parameters to noisy times.
 """
 
 from __future__ import annotations
@@ -12,20 +14,50 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, combinations
 from typing import Any
 
 import numpy as np
 
-from partitioner.cost.collectives import moved_share
-from partitioner.cost.compute import attention_factor, kernel_time, matmul_efficiency, memory_rate
-from partitioner.cost.operators import Kernel
+from partitioner.cost.call.collectives import moved_share
+from partitioner.cost.call.operators import Kernel
+from partitioner.cost.call.roofline import attention_factor, kernel_time, matmul_efficiency, memory_rate
 from partitioner.errors import TopologyError
-from partitioner.profile.lines import fit_line, median_error
-from partitioner.profile.samples import CollectiveSample, KernelSample, Measurements, Overlap
-from partitioner.topology.parts import COLLECTIVES, DeviceType, Level
+from partitioner.profile.timer import CollectiveSample, KernelSample, Measurements, Overlap
+from partitioner.topology.hardware import COLLECTIVES, DeviceType, Level
+
+
+def fit_line(sizes: Sequence[float], seconds: Sequence[float], least: float = 0.0) -> tuple[float, float]:
+    """``(start, per)`` of ``seconds = start + per * size`` with the least sum of relative errors; ``start`` is not
+    negative and ``per`` at ``least`` what is said.
+
+    An optimum of least absolute errors passes through two of the points, or through one where a bound holds, so that
+    trying all of them is exact; up to a good third of the points may be far off without moving it.
+
+    >>> fit_line([1, 2, 3, 4], [3.0, 5.0, 7.0, 90.0])
+    (1.0, 2.0)
+    """
+    x, y = np.asarray(sizes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
+    assert len(x) == len(y) > 0, (x, y)
+    assert (y > 0).all(), y
+    found = [(max(0.0, float(b - least * a)), least) for a, b in zip(x, y, strict=True)]
+    found += [(0.0, float(b / a)) for a, b in zip(x, y, strict=True) if a > 0 and b / a >= least]
+    for i, j in combinations(range(len(x)), 2):
+        if x[i] != x[j]:
+            per = (y[j] - y[i]) / (x[j] - x[i])
+            start = y[i] - per * x[i]
+            if per >= least and start >= 0:
+                found.append((float(start), float(per)))
+    return min(found, key=lambda line: float(np.abs((line[0] + line[1] * x) / y - 1).sum()))
+
+
+def median_error(predicted: Sequence[float], measured: Sequence[float]) -> float:
+    """The median of ``|predicted / measured - 1|``; 0 for nothing."""
+    return statistics.median([abs(p / m - 1) for p, m in zip(predicted, measured, strict=True)] or [0.0])
+
 
 _NEGLIGIBLE_BYTES = 4096  # a kernel that moves no more takes as long as its launch
+
 _LEAST_SHARE = 0.05  # least share of a time that remains without launch and memory
 _LARGE_ERROR = 0.25
 _TOLD = 0.05  # share of the largest transfer's time; a slope below it is noise

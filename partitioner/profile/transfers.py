@@ -18,13 +18,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from partitioner.profile.clock import synchronize
-from partitioner.profile.ranks import open_device
-from partitioner.profile.samples import CollectiveSample
-from runtime.communicator import TorchCommunicator
-from runtime.groups import Communicator, Group, Link, Pending
+from partitioner.profile.rank import open_device
+from partitioner.profile.timer import CollectiveSample, synchronize
+from runtime.comm.group import Communicator, Group, Pending
+from runtime.comm.torch_backend import TorchCommunicator
+from runtime.program.membership import Link
 
 _BETWEEN_S = 2e-3  # computation between transfers; about one layer's
+
 _SIZE = {"cpu": 256, "cuda": 4096}  # size of the square products
 _LEAST_SHARE = 0.1  # least share of the time of back-to-back transfers
 

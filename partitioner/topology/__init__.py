@@ -1,9 +1,12 @@
 """Devices, links and the groups of ranks that talk over them."""
 
+from __future__ import annotations
+
 from partitioner.topology.files import catalogue, known_presets, loads
-from partitioner.topology.groups import Group, Tier, axis_group, axis_groups, stage_links
-from partitioner.topology.model import Topology
-from partitioner.topology.parts import Device, DeviceType, Level, Link
+from partitioner.topology.group import Group, Tier
+from partitioner.topology.groups import axis_group, axis_groups, stage_links
+from partitioner.topology.hardware import Device, DeviceType, Level, Link
+from partitioner.topology.topology import Topology
 
 __all__ = [
     "Device",

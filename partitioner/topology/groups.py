@@ -1,32 +1,35 @@
 """Which links the ranks of a mesh talk over.
 
-Ranks are numbered along the mesh's axes, nested in the order of ``runtime.program.AXES``, outermost first; a placement
-says on which device each sits (without one: rank ``i`` on device ``i``). All groups of an axis work at the same time,
-and the slowest one is what a stage waits for.
+Ranks are numbered along the mesh's axes, nested in the order of ``runtime.program.mesh.AXES``, outermost first; a
+placement says on which device each sits (without one: rank ``i`` on device ``i``). All groups of an axis work at the
+same time, and the slowest one is what a stage waits for.
+
+Groups where ranks are nested in levels that are all alike: of those over the same axes one stands for all.
+
+A nesting gives every level a factor of every axis (``solve/nesting.py``). Its steps are the numbers of ranks behind
+which another axis, or another level's part of an axis, begins, from the inside out.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
+from operator import mul
 
 import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.errors import TopologyError
-from partitioner.topology.fabric import inside_levels, least_share
-from partitioner.topology.group import Group as Group  # for those who import it from here
-from partitioner.topology.group import Tier as Tier
-from partitioner.topology.group import slowest
-from partitioner.topology.hops import hops_of, ring_hops
-from partitioner.topology.joined import group_of as group_of
-from partitioner.topology.joined import spread_of
-from partitioner.topology.model import Topology
-from partitioner.topology.pairs import links_at_once
-from partitioner.topology.parts import Link
-from runtime.meshes import AXES, expert_mesh, num_ranks
+from partitioner.topology.fabric import inside_levels, least_share, links_at_once
+from partitioner.topology.group import Group, slowest
+from partitioner.topology.hardware import Link
+from partitioner.topology.pair_links import group_of, hops_of, near, ring_hops, spread_of
+from partitioner.topology.topology import Topology
+from runtime.program.mesh import AXES, expert_mesh, num_ranks
 
 Devices = NDArray[np.int64] | Sequence[int] | None  # by rank; None: each rank on its namesake
 
@@ -234,3 +237,26 @@ def reference_type(topology: Topology) -> str:
     for (kind, _), count in zip(paces, np.bincount(of_device, minlength=len(paces)).tolist(), strict=True):
         counts[kind] += count
     return min(counts, key=lambda kind: (-counts[kind], kind))
+
+
+def is_nested(sizes: Iterable[int], steps: Sequence[int]) -> bool:
+    """Whether all groups over the same axes are alike of a mesh whose ``sizes``, the innermost first, part the ranks of
+    a nesting of these ``steps`` otherwise: where no axis has a part of a level's factor and something else."""
+    for product in accumulate(sizes, mul):
+        above = bisect_left(steps, product)
+        if above == len(steps) or steps[above] % product or product % steps[max(above - 1, 0)]:
+            return False
+    return True
+
+
+def first_group(
+    topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None, ring: bool = False
+) -> Group:
+    """The group over ``axes`` of the first rank; ``ring``: with its hops."""
+    on = placed(topology, mesh, devices).reshape(-1)
+    if ring:
+        rows = near(topology, on[rank_grid(mesh, *axes)])
+        kinds, groups = kinds_of(topology, rows, ring=True)
+        return groups[int(kinds[0])]
+    grid = on.reshape([mesh.get(axis, 1) for axis in AXES])
+    return group_of(topology, grid[tuple(slice(None) if axis in axes else 0 for axis in AXES)].reshape(-1))

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from partitioner.topology.model import Topology
+    from partitioner.topology.topology import Topology
 
 _UPDATE_EFFICIENCY = 0.6  # share of the host's memory bandwidth: DeepSpeed's CPU Adam with vector instructions
+
 _UNKNOWN_MEMORY_BANDWIDTH = 100e9  # default: one socket with four channels of DDR4
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field
 
 _PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 
 # What is measured -> its units, and how it is written.
@@ -116,6 +117,7 @@ def _far(value: float, least: float) -> str:
 
 
 _POSITIVE, _NOT_NEGATIVE = Field(gt=0, allow_inf_nan=False), Field(ge=0, allow_inf_nan=False)
+
 Count = Annotated[int, BeforeValidator(whole), Field(gt=0)]
 Number = Annotated[float, _of("a number"), _POSITIVE]
 Ratio = Annotated[float, BeforeValidator(ratio), Field(ge=1, allow_inf_nan=False)]

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from passes.collectives import ops as collective
-from passes.layouts import PARTIAL
-from passes.rules.algebra import (
+from passes.ir.collectives import ops as collective
+from passes.ir.layouts import PARTIAL
+from passes.rules.factors import (
     FIRST,
     NAMES,
     Local,

@@ -9,10 +9,10 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from passes.collectives import ops as collective
-from passes.gradients import accumulated_in
-from passes.layouts import PARTIAL, REPLICATED
-from passes.rules.algebra import (
+from passes.ir.collectives import ops as collective
+from passes.ir.gradient_flow import accumulated_in
+from passes.ir.layouts import PARTIAL, REPLICATED
+from passes.rules.factors import (
     NAMES,
     Local,
     Lowering,
@@ -32,6 +32,7 @@ from passes.rules.reduction import divided_by_ranks
 from passes.rules.registry import family
 
 aten = torch.ops.aten
+
 _NONE, _MEAN, _SUM = 0, 1, 2  # the values of ``reduction``
 
 

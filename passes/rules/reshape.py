@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from passes.rules.algebra import (
+from passes.rules.factors import (
     FIRST,
     NAMES,
     Dims,

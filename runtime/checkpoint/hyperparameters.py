@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runtime.checkpoint.plain import alike
-from runtime.checkpoint.training import Optimizers, optimizers_of
+from runtime.checkpoint.training_state import Optimizers, alike, optimizers_of
 from runtime.errors import CheckpointError
-from runtime.parts import model_names
-from runtime.program import Program
+from runtime.program.program import Program
+from runtime.state.parameters import model_names
 
 _PLAIN = (bool, int, float, str, type(None), list, tuple, Tensor)
 

@@ -1,24 +1,74 @@
-"""One folder of many checkpoints: written every so many steps, old ones removed, gone on from after a crash.
+"""Checkpoints for training: every rank writes its own shards, any plan of the model reads them.
+
+``boxes``: which part of which tensor a rank has, and which rank writes it; ``storage``: the files, in the format of
+``torch.distributed.checkpoint``; ``saving``: at once or behind training, complete or not at all; ``loading``: checked,
+under any plan; ``series``: one folder of many checkpoints, old ones removed; ``interrupts``: a run that is asked to
+end; ``copies``: in the memory of the nodes, in ``slots``, agreed upon and sent by ``peers``.
+
+One folder of many checkpoints: written every so many steps, old ones removed, gone on from after a crash.
 
 ``latest`` names the last complete one. It is written after that is in its place, and before an older one is removed.
+
+A run that is asked to end: by a queue whose time is over, by a machine that is taken away, by hand.
+
+The signal comes to some ranks, at some moment of a step. After each step all ranks ask each other, over Gloo and in
+host memory, so that they stop behind the same one and save it together.
 """
 
 from __future__ import annotations
 
 import importlib
+import signal
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
-from runtime.checkpoint.copies import Copies, forget
-from runtime.checkpoint.folders import remove
-from runtime.checkpoint.interrupts import Interrupts
-from runtime.checkpoint.loading import LATEST, STEP, check_alike, complete_in, to_go_on_from
-from runtime.checkpoint.run import CheckpointedEngine
-from runtime.checkpoint.saving import Saving
-from runtime.checkpoint.training import Optimizers, Stateful
+from runtime.checkpoint.atomic_folder import remove
+from runtime.checkpoint.load import LATEST, STEP, check_alike, complete_in, to_go_on_from
+from runtime.checkpoint.memory_copies import Copies, forget
+from runtime.checkpoint.ranks import Peers
+from runtime.checkpoint.run_state import CheckpointedEngine
+from runtime.checkpoint.save import Saving
+from runtime.checkpoint.training_state import Optimizers, Stateful
 from runtime.errors import CheckpointError, DamagedCheckpointError
 from runtime.files import write_text
+
+
+class Interrupts:
+    """Listens to ``signals`` on this rank, until one has come; another one ends the process as it would without.
+
+    Raises :class:`CheckpointError` where Python cannot listen: outside of the main thread.
+    """
+
+    def __init__(self, rank: int, world_size: int, signals: Iterable[int]) -> None:
+        self._peers = Peers(rank, world_size)
+        self._asked = False
+        self._before: dict[int, Any] = {}
+        try:
+            for number in signals:
+                self._before[number] = signal.signal(number, self._ask)
+        except ValueError as error:
+            self.close()
+            raise CheckpointError(
+                f"signals={list(signals)} cannot be listened to ({error}): make Checkpoints in the main thread, of "
+                "signals that a process may catch, or leave signals= out"
+            ) from None
+
+    def asked(self) -> bool:
+        """Whether any rank was; all ranks call it."""
+        return bool(self._peers.total([int(self._asked)])[0])
+
+    def close(self) -> None:
+        """Listen no more."""
+        for number, before in self._before.items():
+            signal.signal(number, signal.SIG_DFL if before is None else before)
+        self._before = {}
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self._asked = True
+        self.close()
 
 
 class Checkpoints:
@@ -67,7 +117,7 @@ class Checkpoints:
         ):
             if value is not None and value < least:
                 raise CheckpointError(f"{name} must be at least {least}, got {value}")
-        importlib.import_module("runtime.checkpoint.storage")  # takes a second, and the first save is beside training
+        importlib.import_module("runtime.checkpoint.dcp_files")  # takes a second, and the first save is beside training
         self.folder = Path(folder)
         self.engine = engine
         self.optimizer = optimizer

@@ -1,4 +1,7 @@
-"""The watchdog of a rank: sends heartbeats, reports where the rank waits, and ends a run that has failed or stalled."""
+"""Watching a run: who is where, who waits for whom, who is the cause.
+
+The watchdog of a rank: sends heartbeats, reports where the rank waits, and ends a run that has failed or stalled.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +23,23 @@ from typing import TYPE_CHECKING, Any, Self
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
-from runtime.communicator import TorchCommunicator
+from runtime.comm.failure_origin import is_secondary, users_line
+from runtime.comm.rendezvous import tell_torchrun
+from runtime.comm.torch_backend import TorchCommunicator
+from runtime.comm.wait_clock import waited
 from runtime.errors import STALLED, Failure, InstructionError, LaunchError
-from runtime.failures import is_secondary, users_line
-from runtime.recorder import Recorder, Recording
-from runtime.restarts import tell_torchrun
-from runtime.waiting import waited
-from runtime.watch.addresses import own_addresses
-from runtime.watch.board import Board, RankState
-from runtime.watch.diagnose import HOST_SETTLE_S
-from runtime.watch.mirror import Mirror
-from runtime.watch.monitor import Monitor
-from runtime.watch.place import place_of, raised, stack
-from runtime.watch.slow import SlowRank, SlowRanks
+from runtime.execute.flight_recorder import Recorder, Recording
+from runtime.execute.stack_location import place_of, raised, stack
+from runtime.watch.host_mirror import Mirror, own_addresses
+from runtime.watch.root_cause import HOST_SETTLE_S
+from runtime.watch.status_board import Board, RankState
+from runtime.watch.stragglers import Monitor, SlowRank, SlowRanks
 
 if TYPE_CHECKING:
-    from runtime.engine import Engine
+    from runtime.engine.engine import Engine
 
 FOLDER = "PARTITION_WATCH"  # environment variable: the folder in which the ranks of a run write their states
+
 _ATTEMPT = "attempt-"
 _SETTLE_S = 2.0
 _SLOW_LOOK_S = 1.0
@@ -295,6 +297,7 @@ def num_mirrored() -> int:
 
 
 _open: set[tuple[Path, int]] = set()  # (folder, rank) of every open watch of this process
+
 _watches = itertools.count()  # the same on all ranks: they enter each watch together
 
 

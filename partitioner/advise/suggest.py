@@ -1,0 +1,419 @@
+"""A job that has no plan: which of its requirements conflict, and the nearest changes that give it one.
+
+Requirements are the user's constraints, the batch and the cluster. Changes are tried nearest first: fewer and smaller
+ones before more and larger, all of them before what this version plans but does not execute. Every one that is
+reported has been planned: its sharding and its stages are solved under the memory of the devices, and where memory was
+what was lacking its program is made and fits.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
+from typing import Any
+
+from partitioner.advise.variants import (
+    Asked,
+    Variant,
+    differs,
+    distance,
+    effort,
+    far_variants,
+    fixed_of,
+    instead,
+    kinds_text,
+    pins_of,
+    shown,
+    subsets,
+    variants,
+    without,
+)
+from partitioner.candidate import Point
+from partitioner.constraints import OF_POINT, Constraints
+from partitioner.errors import CapacityError, InfeasibleError, TimeLimitError
+from partitioner.solve.bounds.model_bounds import ModelBounds
+from partitioner.solve.evaluate.evaluator import Evaluator, Solved
+from partitioner.solve.evaluate.job import Job
+from partitioner.solve.search.fit_memory import fits, planned_only
+from partitioner.solve.search.search import best, rooms, space_of
+from partitioner.solve.search.space import Space, points, several_stages
+from partitioner.topology import Topology
+from partitioner.units import divisors, seconds_text
+from partitioner.validate import check_request
+from passes.errors import PartitionError
+
+_MOST_CHANGES, _MOST_SOLVED, _MOST_OF_ONE, _MOST_TRIED = 3, 36, 8, 4000
+
+_LEAST_S = 30.0  # seconds in which changes are looked for; longer where finding that there is no plan took longer
+_OF_CONFLICT = 0.3  # of them: for what conflicts
+_LEANEST = 4  # of one, where those that need least memory are tried first
+_ZERO_IS_FREE = ("etp", "dp_shard")  # in points
+
+
+@dataclass(frozen=True)
+class Change:
+    """What to ask for instead: give these to ``partition``. ``global_batch`` is ``None`` where it stays the inputs'.
+
+    ``planned_only``: what of it this version plans but does not execute.
+    """
+
+    text: str
+    constraints: Constraints
+    topology: Topology
+    global_batch: int | None = None
+    planned_only: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Advice:
+    """``conflict``: a least set of constraints that cannot hold together; ``changes``: nearest first."""
+
+    conflict: tuple[str, ...] = ()
+    changes: tuple[Change, ...] = ()
+
+
+@contextmanager
+def advised(asked: Asked) -> Iterator[None]:
+    """Gives an error of the block that says that there is no plan the advice, to be looked for when it is read, for as
+    long as the block took."""
+    begun = time.monotonic()
+    try:
+        yield
+    except InfeasibleError as error:
+        if isinstance(error, CapacityError) and (margin := asked.constraints.memory_margin):
+            error.message += f" ({100 * margin:g}% of a device's memory is kept free: memory_margin)"
+        if error.advise is None and not isinstance(error, TimeLimitError):  # a plan may be near: it takes time
+            seconds = max(_LEAST_S, time.monotonic() - begun)
+            error.advise = partial(advice, asked, isinstance(error, CapacityError), seconds=seconds)
+        raise
+
+
+def advice(asked: Asked, short_of_memory: bool, seconds: float = math.inf) -> Advice:
+    """What conflicts, and the nearest changes, of a job that has no plan: what is found in about so many seconds."""
+    begun = time.monotonic()
+    try:
+        _check(asked.prepare(asked.topology, asked.constraints.meaning, asked.global_batch))
+    except PartitionError:
+        return Advice()
+    search = _Search(asked, short_of_memory, begun + _OF_CONFLICT * seconds)
+    conflict = search.conflict()
+    search.until = begun + seconds
+    return Advice(conflict, search.changes())
+
+
+_Basis = tuple[Hashable, ...]  # what bounds, or what is solved of points, is of, but for the points
+
+_OF_POINTS = (*OF_POINT, "stage_of", "recompute")
+
+
+def _basis(job: Job) -> _Basis:
+    ways = (getattr(job.constraints, name) for name in Constraints.model_fields if name not in _OF_POINTS)
+    return job.topology, job.global_batch, job.remade, *ways
+
+
+@dataclass
+class _Search:
+    asked: Asked
+    short_of_memory: bool
+    until: float = math.inf  # on the monotonic clock: what is found by then is what there is
+    _longest: float = 0.0  # seconds of one try
+    _bounds: dict[_Basis, ModelBounds] = field(default_factory=dict)
+    _evaluators: dict[_Basis, Evaluator] = field(default_factory=dict)
+    _lacking: list[tuple[Variant, tuple[str, ...], Point]] = field(default_factory=list)  # memory alone, nearest first
+
+    @property
+    def late(self) -> bool:
+        """Whether another try may end after there is time."""
+        return time.monotonic() + self._longest > self.until
+
+    def conflict(self) -> tuple[str, ...]:
+        """A least set of constraints without a plan, by bounds; empty where the bounds allow one, none is needed, or
+        time does not suffice to know that it is the least."""
+        given = self.asked.constraints
+        every = kept = fixed_of(given)
+        if self._possible(given) or not self._possible(without(given, every)):
+            return ()
+        for pin in every:
+            if self.late:
+                return ()
+            rest = [p for p in kept if p != pin]
+            if not self._possible(without(given, [p for p in every if p not in rest])):
+                kept = rest
+        return tuple(shown(given, pin) for pin in kept)
+
+    def changes(self) -> tuple[Change, ...]:
+        """The nearest changes with which there is a plan."""
+        found = self._nearest(variants(self.asked, self.short_of_memory))
+        if not found and self.short_of_memory:
+            found = self._nearest(far_variants(self.asked), all_pins=True)
+        return found or self._then_memory() or self._freed()
+
+    def _nearest(self, several: Iterable[Variant], *, all_pins: bool = False) -> tuple[Change, ...]:
+        """The nearest of ``several`` variants with a plan, with all pins or without some of them."""
+        ticket = count()
+        heap: list[tuple[float, float, int, Variant, tuple[str, ...], Point | None]] = []
+        for variant in several:
+            for pins in [()] if all_pins else subsets(pins_of(variant.constraints)):
+                if variant.texts or pins:
+                    cost = variant.cost + effort(pins)
+                    heapq.heappush(heap, (cost, 0.0, next(ticket), variant, pins, None))
+        done: list[frozenset[str]] = []
+        found: list[Change] = []
+        solved: Counter[tuple[tuple[str, ...], tuple[str, ...]]] = Counter()
+        values: defaultdict[tuple[tuple[str, ...], tuple[str, ...]], set[tuple[Any, ...]]] = defaultdict(set)
+        for _ in range(_MOST_TRIED):
+            if not heap or len(found) == _MOST_CHANGES or solved.total() >= _MOST_SOLVED or self.late:
+                break
+            cost, _, _, variant, pins, point = heapq.heappop(heap)
+            given_up = variant.kinds | set(pins)
+            if any(other <= given_up for other in done):
+                continue  # more than what was enough already
+            begun = time.monotonic()
+            if point is None:
+                for more, seconds, choice in self._points(variant, pins):
+                    heapq.heappush(heap, (cost + more, seconds, next(ticket), variant, pins, choice))
+                self._longest = max(self._longest, time.monotonic() - begun)
+                continue
+            key, value = (variant.texts, pins), tuple(_new(pins, point).values())
+            few = solved[key] < (_LEANEST if self.short_of_memory else _MOST_OF_ONE)
+            other = value not in values[key] and len(values[key]) < _MOST_OF_ONE  # which the nearer ones hide
+            if (few or other) and self._allowed(variant, pins, point):
+                solved[key] += 1
+                values[key].add(value)
+                if (plan := self._plan(variant, pins, point)) is not None:
+                    done.append(given_up)
+                    found.append(self._change(variant, pins, point, plan))
+            self._longest = max(self._longest, time.monotonic() - begun)
+        return tuple(found)
+
+    def _then_memory(self) -> tuple[Change, ...]:
+        """Where what was asked for could not be, and no near change of it fits: the nearest that could, and what its
+        memory then takes."""
+        for variant, pins, point in [] if self.short_of_memory else self._lacking[:_MOST_CHANGES]:
+            if self.late:
+                break
+            first = self._change(variant, pins, point)
+            asked = replace(
+                self.asked,
+                topology=first.topology,
+                constraints=first.constraints,
+                global_batch=first.global_batch,
+            )
+            if found := _and_then(first.text, _Search(asked, True, self.until)):
+                return found
+        return ()
+
+    def _freed(self) -> tuple[Change, ...]:
+        """Where nothing near was found in so many tries: of all pins as many given up as what has a plan differs in."""
+        base = next(iter(variants(self.asked, self.short_of_memory)))
+        every = tuple(pins_of(base.constraints))
+        if not every or self.late:
+            return ()
+        try:
+            job = self._job(base, every)
+            bounds, least = self._bound(job), self._bound(_roomiest(job))
+            choices = self._choices(job, bounds, every)
+        except PartitionError:
+            return ()
+        ranked = sorted(choices, key=lambda p: (least.state_bytes(p) + least.layer_bytes(p), p))
+        for point in ranked[:_MOST_OF_ONE]:
+            if self.late:
+                return ()
+            pins = [pin for pin in every if differs(base.constraints, pin, point)]
+            possible = _is_possible(replace(job, constraints=self._constraints(base, pins, point)))
+            if possible and self._allowed(base, every, point) and self._plan(base, every, point) is not None:
+                return (self._change(base, pins, point),)
+        # not even without them: what else it takes
+        free = _Search(
+            replace(self.asked, constraints=without(base.constraints, every)), self.short_of_memory, self.until
+        )
+        return _and_then(f"{', '.join(shown(base.constraints, pin) for pin in every)} left free", free)
+
+    def _job(self, variant: Variant, pins: Sequence[str]) -> Job:
+        return self.asked.prepare(variant.topology, without(variant.constraints, pins), variant.global_batch)
+
+    def _bound(self, job: Job) -> ModelBounds:
+        key = (*_basis(job), job.made_again)
+        if key not in self._bounds:
+            self._bounds[key] = ModelBounds(job)
+        return self._bounds[key].with_job(job)
+
+    def _points(self, variant: Variant, pins: tuple[str, ...]) -> list[tuple[float, float, Point]]:
+        """Points without ``pins`` that differ in each: what that costs, their bound in seconds, and they."""
+        try:
+            job = self._job(variant, pins)
+            _check(job)
+            bounds, least = self._bound(job), self._bound(_roomiest(job))
+            choices = self._choices(job, bounds, pins)
+        except PartitionError:
+            return []
+        changed = [p for p in choices if all(differs(variant.constraints, pin, p) for pin in pins)]
+        news = [tuple(_new(pins, p).items()) for p in changed]
+        possible = {new: _is_possible(replace(job, constraints=_with(job.constraints, new))) for new in set(news)}
+        changed = [p for p, new in zip(changed, news, strict=True) if possible[new]]
+        if not changed:
+            return []
+        far = [sum(distance(variant.constraints, pin, p) for pin in pins) for p in changed]
+        needs = [least.state_bytes(p) + least.layer_bytes(p) for p in changed]  # what has least is a plan, if any is
+        first = needs if self.short_of_memory else bounds.times(changed).tolist()
+        ranked = sorted(zip(far, first, changed, strict=True))
+        room = max(d.usable for d in job.topology.devices)
+        fitting = [choice for choice in ranked if least.state_bytes(choice[2]) <= room]
+        if not fitting:
+            self._lacking.append((variant, pins, ranked[0][2]))
+        return fitting
+
+    def _choices(self, job: Job, bounds: ModelBounds, given_up: Sequence[str]) -> list[Point]:
+        """The points of a job, of those that are alike the plainest: one that is better is found when it is planned."""
+        plainest = self._plainest(job, bounds, given_up)
+        least = min(point.zero for point in plainest)
+        return [p for p in plainest if self.short_of_memory or p.zero == least]
+
+    def _plainest(self, job: Job, bounds: ModelBounds, given_up: Sequence[str]) -> list[Point]:
+        """The points of a job, where schedules are left free under 1F1B, which takes least memory of those searched."""
+        space = space_of(job, bounds)
+        asked = self.asked.constraints
+        choices = _with_wider(space, {name: getattr(asked, name) for name in given_up if hasattr(asked, name)})
+        free = job.constraints.schedule is None and not job.constraints.ahead
+        plain = [p for p in choices if p.schedule == "1f1b"] if free else []
+        if "virtual_stages" in given_up and job.train:
+            plain += [other for p in plain if p.pp > 1 for other in several_stages(space, p)]
+        return plain or choices
+
+    def _allowed(self, variant: Variant, pins: tuple[str, ...], point: Point) -> bool:
+        """Whether the bounds allow a plan at ``point``."""
+        try:
+            self._bound(_roomiest(self._job(variant, pins))).refine(point)
+        except CapacityError:
+            self._lacking.append((variant, pins, point))
+            return False
+        except PartitionError:
+            return False
+        return True
+
+    def _plan(self, variant: Variant, pins: Sequence[str], point: Point) -> Solved | None:
+        """The plan of ``point``, with what ``partition`` keeps in host memory; ``None`` where it does not fit."""
+        lacking: list[Evaluator] = []
+        changed = replace(self._job(variant, pins), constraints=self._constraints(variant, pins, point))
+        for job in rooms(changed, lambda: any(e.host_lacks for e in lacking)):  # as partition does
+            if point.zero in (1, 2) and "parameters" in (job.constraints.offload or ()):
+                continue  # which that keeps whole
+            key = _basis(job)
+            if key not in self._evaluators:
+                self._evaluators[key] = Evaluator(job)
+            try:
+                self._bound(job).refine(point)
+                lacking.append(replace(self._evaluators[key], job=job, host_lacks=False))
+                solved = lacking[-1].solve(point)
+                if not self.short_of_memory or fits(job, solved):
+                    return solved
+            except CapacityError:
+                continue
+            except PartitionError:
+                return None
+        return None
+
+    def _possible(self, constraints: Constraints) -> bool:
+        """Whether the bounds allow a plan."""
+        try:
+            job = self.asked.prepare(self.asked.topology, constraints, self.asked.global_batch)
+            _check(job)
+            bounds = self._bound(_roomiest(job))
+            choices = self._plainest(job, bounds, ())
+        except PartitionError:
+            return False
+        room = max(d.usable for d in job.topology.devices)
+        for point in sorted(choices, key=lambda point: -point.zero if self.short_of_memory else point.zero):
+            if bounds.state_bytes(point) > room:
+                continue
+            try:
+                bounds.refine(point)
+            except PartitionError:
+                continue
+            return True
+        return False
+
+    def _constraints(self, variant: Variant, pins: Sequence[str], point: Point) -> Constraints:
+        """What to ask for, to have ``point`` instead of the ``pins``."""
+        return _with(without(variant.constraints, pins), _new(pins, point).items())
+
+    def _step_time(self, variant: Variant, constraints: Constraints, known_s: float) -> float:
+        """Seconds of the best plan under ``constraints``, of which one that takes ``known_s`` is known: that one's
+        where there is no time to search."""
+        job = self.asked.prepare(variant.topology, constraints, variant.global_batch)
+        try:
+            return best(min(_LEAST_S, self.until - time.monotonic()), job, math.inf).step_time or known_s
+        except PartitionError:
+            return known_s
+
+    def _change(self, variant: Variant, pins: Sequence[str], point: Point, plan: Solved | None = None) -> Change:
+        new, constraints = _new(pins, point), self._constraints(variant, pins, point)
+        texts = [*variant.texts, *(instead(variant.constraints, pin, new.get(pin)) for pin in pins)]
+        found = planned_only(self._job(variant, pins), point, constraints)
+        beyond = [what for what in found if what not in self.asked.constraints.planned_only]
+        marked = " (planned, but not executed by this version)" if beyond else ""
+        if plan is not None and plan.offload and plan.offload != self.asked.constraints.offload:
+            unsaid = "" if "offload" in variant.kinds else f"with offload={kinds_text(plan.offload)} "
+            seconds = self._step_time(variant, constraints, plan.estimate.step_time)
+            marked += f" ({unsaid}a step then takes {seconds_text(seconds)})"
+        return Change(", ".join(texts) + marked, constraints, variant.topology, variant.global_batch, tuple(beyond))
+
+
+def _with_wider(space: Space, given_up: Mapping[str, Any]) -> list[Point]:
+    """The points that are searched. Where an axis is ``given_up`` that was wider than those, others as wide too, which
+    are tried only where they are fixed."""
+    sizes = divisors(space.world_size)[1:]
+    shared = [size for size in sizes if space.length and space.length % (2 * size) == 0]  # two pieces for each rank
+    wider = [{"tp": size} for size in sizes if size > space.widest] if given_up.get("tp", 1) > space.widest else []
+    wider += [{"cp": size} for size in shared] if given_up.get("cp", 1) > 1 else []
+    found: dict[Point, None] = {}
+    lacking: PartitionError | None = None
+    for pinned in ({}, *wider):
+        try:
+            asked = space.constraints.model_copy(update=pinned)
+            found |= dict.fromkeys(points(replace(space, constraints=asked)))
+        except PartitionError as error:
+            lacking = lacking or error
+    if not found and lacking is not None:
+        raise lacking
+    return list(found)
+
+
+def _and_then(text: str, search: _Search) -> tuple[Change, ...]:
+    """The nearest change that ``search`` finds, behind what ``text`` says."""
+    return tuple(replace(change, text=f"{text}, {change.text}") for change in search.changes()[:1])
+
+
+def _new(pins: Sequence[str], point: Point) -> dict[str, Any]:
+    """What ``point`` has for those of the ``pins`` that it fixes otherwise."""
+    new = {pin: getattr(point, pin) for pin in pins if pin in Point.__dataclass_fields__}
+    return {pin: size for pin, size in new.items() if size or pin not in _ZERO_IS_FREE}
+
+
+def _with(constraints: Constraints, new: Iterable[tuple[str, Any]]) -> Constraints:
+    return constraints.model_copy(update=dict(new))
+
+
+def _check(job: Job) -> None:
+    """Raise what ``partition`` does for what is asked for in a ``job``."""
+    check_request(job.topology, job.constraints, job.optimizer, job.train)
+
+
+def _is_possible(job: Job) -> bool:
+    try:
+        _check(job)
+    except PartitionError:
+        return False
+    return True
+
+
+def _roomiest(job: Job) -> Job:
+    """``job`` with as much in host memory as ``partition`` would try: what its bounds refuse has no plan."""
+    return list(rooms(job))[-1]

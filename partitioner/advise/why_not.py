@@ -1,0 +1,392 @@
+"""Why not otherwise? The best plan under other constraints, next to the plan that was chosen.
+
+The certificate answers where its rows suffice. Where it has only bounds, or the search did not look, the answer takes
+planning again, for which the model is needed.
+
+In words, why a search did not look at what somebody asks about, as far as a plan says without its model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from partitioner.candidate import Point
+from partitioner.constraints import OF_POINT, Constraints
+from partitioner.errors import ConstraintError, InfeasibleError
+from partitioner.explain.diff import relative, time_changes
+from partitioner.explain.tables import cut_off, disk_text, fullest_bytes, host_text, unhosted
+from partitioner.plan import OPEN, Candidate, Limits, Plan
+from partitioner.plans.figures import candidate_text
+from partitioner.schedules.registry import schedule_name
+from partitioner.solve.search.space import SEARCHED, Space, points, widest_searched
+from partitioner.units import bytes_text, plural, seconds_text
+from partitioner.validate import check_request
+from passes.errors import InputsError, PartitionError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from partitioner.advise.suggest import Change
+
+
+def shown(asked: Mapping[str, Any]) -> str:
+    """``tp=8, pp=2``."""
+    return ", ".join(f"{name}={value}" for name, value in asked.items())
+
+
+def check_asked(plan: Plan, merged: Constraints) -> None:
+    """Raise what ``partition`` does where ``merged``, the plan's constraints with others in their place, leave nothing
+    to search."""
+    train = plan.objective == "train"
+    check_request(plan.topology, merged, plan.optimizer, train)
+    merged.check(plan.world_size, plan.global_batch or None)
+    limits = plan.certificate.limits
+    calls = limits.calls if limits is not None else sum(stage.num_calls for stage in plan.estimate.stages)
+    if calls and (merged.pp or 1) > calls:
+        raise ConstraintError(f"the model has {calls} calls that stages can hold, each at least one")
+    if limits is not None and plan.global_batch:
+        points(_space(plan, limits, merged))
+
+
+def without_row(plan: Plan, asked: Mapping[str, Any]) -> bool:
+    """Whether the search had candidates that are as ``asked``, of those that the certificate only counts."""
+    pinned = {name: value for name, value in asked.items() if name in OF_POINT}
+    if not plan.certificate.left or pinned != asked:
+        return False
+    return any(all(_of(point, name) == value for name, value in pinned.items()) for point in _searched(plan))
+
+
+def _of(point: Point, name: str) -> Any:
+    if name == "schedule":
+        return schedule_name(point.schedule)
+    return point.expert_tp if name == "etp" else getattr(point, name)
+
+
+def _searched(plan: Plan) -> list[Point]:
+    """The points that the search began with; none where the plan does not say of what."""
+    limits = plan.certificate.limits
+    if limits is None or not plan.global_batch:
+        return []
+    try:
+        return points(_space(plan, limits, plan.constraints))
+    except PartitionError:
+        return []
+
+
+def _space(plan: Plan, limits: Limits, constraints: Constraints) -> Space:
+    return Space(
+        plan.topology,
+        plan.global_batch,
+        limits.calls,
+        frozenset(limits.dims),
+        constraints,
+        plan.objective == "train",
+        limits.experts,
+        limits.length,
+        limits.repeated,
+        limits.even,
+    )
+
+
+def why_unseen(plan: Plan, asked: Mapping[str, Any], merged: Constraints) -> str:
+    """Why no candidate is as ``asked``, though some could be."""
+    fixed = {n: v for n, v in plan.constraints.given.items() if n != "ahead"}
+    against = {n: v for n, v in fixed.items() if n in asked and v != asked[n]}
+    beyond = merged.planned_only
+    if against:
+        return f"you fixed {shown(against)}"
+    if (alone := _only_where_fixed(plan, asked)) is not None:
+        return alone
+    if "schedule" in asked and plan.constraints.schedule is None and not plan.constraints.ahead:
+        if plan.objective != "train":
+            return "for inference, which has no backward, it tries 1f1b alone, and others where they are fixed"
+        searched = " and ".join(SEARCHED)
+        return f"of the schedules with one stage on each rank it tries {searched}, and others where they are fixed"
+    if beyond and not plan.constraints.ahead:
+        return f"this version plans but does not execute {', '.join(beyond)}, and was not told to look ahead"
+    beside = {n: v for n, v in asked.items() if n not in OF_POINT}
+    if beside:
+        return f"it does not vary {', '.join(beside)}: every layout has the best choice, or the one that you fixed"
+    return f"with {shown(fixed)} fixed, no layout has it" if fixed else "it tries that only where it is fixed"
+
+
+def _only_where_fixed(plan: Plan, asked: Mapping[str, Any]) -> str | None:
+    """What of ``asked`` is tried only for those who fix it."""
+    pinned, limits = plan.constraints, plan.certificate.limits
+    widest = widest_searched(plan.topology, pinned)
+    if pinned.tp is None and asked.get("tp", 1) > widest:
+        return f"tp of more than {widest} ranks is tried only where it is fixed"
+    if limits is not None and pinned.cp is None and asked.get("cp", 1) not in {p.cp for p in _searched(plan)}:
+        if not limits.length:
+            return "cp shares sequences, and no attention was found in the model's graph"
+        return f"for sequences of {limits.length:,} tokens cp={asked['cp']} is tried only where it is fixed"
+    if pinned.leaves_schedule and (asked.get("virtual_stages") or 1) > 1:
+        return "several virtual stages on a rank are tried for the best meshes alone, where that may be faster"
+    if pinned.dp_shard is None and asked.get("dp_shard"):
+        return "states are shared by all ranks of dp, or by as many as fill nodes; others only where dp_shard is fixed"
+    return None
+
+
+_SHOWN = 3  # parameters that a message lists
+
+Verdict = Literal["chosen", "slower", "faster", "bounded", "infeasible", "unknown"]
+
+
+@dataclass(frozen=True)
+class WhyNot:
+    """An answer; ``str()`` of it is for people.
+
+    ``verdict``: ``chosen``, the plan is so; ``slower``, ``faster``: the best plan so is ``candidate``; ``bounded``: no
+    plan so takes less than ``bound`` seconds, which is no less than the chosen one's; ``infeasible``: there is no plan
+    so; ``unknown``: it takes the model to say, ``bound`` is known or not. ``changes``: what would make the
+    infeasible feasible. ``with_model``: what can be said if the model is given, too; empty: nothing more.
+    """
+
+    asked: Mapping[str, Any]
+    verdict: Verdict
+    lines: tuple[str, ...]
+    candidate: Candidate | None = None
+    bound: float | None = None
+    changes: tuple[Change, ...] = field(default=())
+    with_model: str = ""
+
+    def __str__(self) -> str:
+        return self.told("why_not(model=..., ...)")
+
+    def told(self, how: str) -> str:
+        """The answer, for those who give the model as ``how`` says."""
+        return "\n".join([*self.lines, *([f"{self.with_model}: {how}."] if self.with_model else [])])
+
+
+def why_not(
+    plan: Plan,
+    asked: Mapping[str, Any],
+    model: nn.Module | None = None,
+    inputs: Any = None,
+    loss: Callable[..., Any] | None = None,
+) -> WhyNot:
+    """Why ``plan`` is not as ``asked`` (constraints by name).
+
+    Raises :class:`ConstraintError` for unknown ones, :class:`InputsError` for a model that is not the plan's.
+    """
+    if not asked:
+        raise ConstraintError("why not what? Name constraints, like tp=8 or pp=2, schedule='gpipe'")
+    Constraints(**asked)
+    answer = _from_rows(plan, asked)
+    if answer is not None and (model is None or answer.verdict == "chosen"):
+        return answer
+    if answer is not None and not answer.with_model and not _is_beside(plan, asked):
+        return answer
+    if model is not None:
+        return _planned(plan, asked, model, inputs, loss)
+    return _unseen(plan, asked)
+
+
+def _from_rows(plan: Plan, asked: Mapping[str, Any]) -> WhyNot | None:
+    """The certificate's answer, if it has one."""
+    if not set(asked) <= set(OF_POINT):
+        return None
+    rows = [c for c in plan.certificate.candidates if _is(c, asked)]
+    rows = [c for c in rows if c.status != "infeasible" or not c.reason.startswith("excluded")]
+    if not rows:
+        return None
+    if any(c.status == "chosen" for c in rows):
+        return WhyNot(asked, "chosen", (f"The plan has {shown(asked)}.",), plan.chosen)
+    solved = min((c for c in rows if c.step_time is not None), key=lambda c: c.step_time or 0.0, default=None)
+    least = min((c.bound for c in rows if c.status == "bounded"), default=None)
+    if solved is not None and (least is None or least >= (solved.step_time or 0.0)):
+        return _slower(plan, asked, solved)
+    if solved is not None or least is not None:
+        return _bounded(plan, asked, rows, solved, least or 0.0)
+    return _no_plan(plan, asked, rows)
+
+
+def _is(candidate: Candidate, asked: Mapping[str, Any]) -> bool:
+    return all(_has(candidate, name, value) for name, value in asked.items())
+
+
+def _has(candidate: Candidate, name: str, value: Any) -> bool:
+    """Whether a candidate is so; where nobody shares states, or experts, in any way of sharing them."""
+    mesh = candidate.mesh
+    alone = {"zero": mesh.get("dp", 1) * mesh.get("cp", 1) == 1, "etp": mesh.get("ep", 1) == 1 and value in (1, None)}
+    return alone.get(name, False) or (mesh[name] if name in mesh else getattr(candidate, name)) == value
+
+
+def _is_beside(plan: Plan, asked: Mapping[str, Any]) -> bool:
+    """Whether what is asked for was tried for the best meshes alone."""
+    several = asked.get("schedule", "1f1b") not in SEARCHED or (asked.get("virtual_stages") or 1) > 1
+    return several and plan.constraints.leaves_schedule
+
+
+def _slower(
+    plan: Plan, asked: Mapping[str, Any], best: Candidate, marks: tuple[str, ...] = (), other: Plan | None = None
+) -> WhyNot:
+    """``other``: what was planned now, of which ``best`` is the candidate."""
+    assert best.step_time is not None
+    chosen = plan.estimate
+    slower = best.step_time >= chosen.step_time
+    which = "plan found" if other is None and _is_beside(plan, asked) else "plan"
+    lines = [
+        f"The best {which} with {shown(asked)} ({candidate_text(best)}, microbatches of {best.microbatch_size}, "
+        f"{best.schedule}) takes {seconds_text(best.step_time)}, {relative(chosen.step_time, best.step_time)} "
+        f"the chosen plan's {seconds_text(chosen.step_time)}."
+    ]
+    if best.breakdown:
+        changes = list(time_changes(chosen.breakdown, best.breakdown))
+        where = "Where the extra time goes:" if slower else "Where it saves time:"
+        lines += [where, *(f"  {line}" for line in changes)] if changes else []
+    its = fullest_bytes(other) if other is not None else best.memory
+    the_plans = fullest_bytes(plan)
+    if its is not None and the_plans is not None:
+        tables = "" if other is not None else " as the search estimates it, which is more than a program takes"
+        lines.append(
+            f"Its fullest rank needs {bytes_text(its)}{tables}; that of the chosen plan needs {bytes_text(the_plans)}."
+        )
+    lines += marks
+    if not slower:
+        fixed = shown(plan.constraints.given)
+        lines.append(f"It was not chosen because you fixed {fixed}." if fixed else "The search did not try it.")
+    return WhyNot(asked, "slower" if slower else "faster", tuple(lines), best, best.bound)
+
+
+def _bounded(
+    plan: Plan, asked: Mapping[str, Any], rows: list[Candidate], solved: Candidate | None, least: float
+) -> WhyNot:
+    chosen, certificate = plan.estimate.step_time, plan.certificate
+    bound = min(b for b in (least, solved.step_time if solved else None) if b is not None)
+    bounded = f"{_layouts(sum(c.status == 'bounded' for c in rows))} given a lower bound and not worked out"
+    lines = [
+        f"Every plan with {shown(asked)} takes {seconds_text(bound)} or more, {relative(chosen, bound)} the chosen "
+        f"plan's {seconds_text(chosen)}: {bounded}."
+    ]
+    if solved is None:
+        lines.append("That is a lower bound and not the time of a plan: the best of these plans may take longer.")
+    still_open = sum(map(certificate.is_open, rows))
+    if still_open:
+        ended = f"the search was {cut_off(certificate)}" if certificate.cut_off else "no faster plan of them was found"
+        lines.append(f"{still_open} of these may be faster: {ended}.")
+    if solved is not None and solved.step_time is not None:
+        worked_out = f"The best of these that was worked out is {candidate_text(solved)}"
+        lines.append(f"{worked_out}. It takes {seconds_text(solved.step_time)}, beside the chosen plan:")
+        lines += [f"  {line}" for line in time_changes(plan.estimate.breakdown, solved.breakdown or {})]
+    more = "To work out the best of these plans, give the model"
+    return WhyNot(asked, "unknown" if still_open else "bounded", tuple(lines), solved, bound, with_model=more)
+
+
+def _layouts(count: int) -> str:
+    return f"{plural(count, 'layout')} {'was' if count == 1 else 'were'}"
+
+
+def _no_plan(plan: Plan, asked: Mapping[str, Any], rows: list[Candidate]) -> WhyNot:
+    ranked = sorted(rows, key=lambda c: c.missing or 0)
+    nearest = next((c for c in ranked if c.missing), ranked[0])
+    limit = unhosted(plan) if nearest.missing else ""
+    asks = bool(limit) and _merged(plan, asked).fixes_mesh(plan.world_size)  # for offload, which is not tried unasked
+    lines = [f"No plan with {shown(asked)} fits {limit}." if limit else f"There is no plan with {shown(asked)}."]
+    if nearest.missing:
+        lines.append(
+            f"The nearest ({candidate_text(nearest)}, microbatches of {nearest.microbatch_size}) lacks "
+            f"{bytes_text(nearest.missing)}: {nearest.reason}."
+        )
+    else:
+        lines += list(dict.fromkeys(c.reason for c in ranked if c.reason))[:3]
+    more = "To plan it with more offload, give the model" if limit else ""
+    if asks:
+        more = "With this mesh fixed, offload is used only where it is asked for. To see what offload would give, "
+        more += "give the model"
+    verdict: Verdict = "unknown" if limit and not asks else "infeasible"
+    return WhyNot(asked, verdict, tuple(lines), nearest, with_model=more)
+
+
+def _merged(plan: Plan, asked: Mapping[str, Any]) -> Constraints:
+    """The plan's constraints with ``asked`` in their place."""
+    given = plan.constraints.given
+    places = {**given.get("stage_of", {}), **asked.get("stage_of", {})}
+    return Constraints(**{**given, **asked, **({"stage_of": places} if places else {})})
+
+
+def _planned(
+    plan: Plan, asked: Mapping[str, Any], model: nn.Module, inputs: Any, loss: Callable[..., Any] | None
+) -> WhyNot:
+    """The answer by planning again."""
+    from partitioner.api import partition
+
+    try:
+        other = partition(
+            model,
+            plan.topology,
+            inputs,
+            global_batch=plan.global_batch or None,
+            loss=loss,
+            objective=plan.objective,
+            constraints=_merged(plan, asked),
+            precision=plan.precision,
+            optimizer=plan.optimizer,
+        )
+    except InfeasibleError as error:
+        lines = (f"There is no plan with {shown(asked)}: {error}.",)
+        return WhyNot(asked, "infeasible", lines, changes=error.changes)
+    except PartitionError as error:
+        return WhyNot(asked, "infeasible", (f"There is no plan with {shown(asked)}: {error}.",))
+    if differing := _different(plan, other):
+        raise InputsError(
+            f"the model is not the one that the plan was made for: {', '.join(differing[:_SHOWN])} differ; expected "
+            "the same model, or compare two plans with diff"
+        )
+    only = ", ".join(other.planned_only)
+    marks: tuple[str, ...] = (f"This version plans {only}, but does not execute it.",) if only else ()
+    hosted = {"In host memory": host_text(other), "On disk": disk_text(other)}
+    if other.offload != plan.offload:
+        marks += tuple(f"{where}: {what}." for where, what in hosted.items() if what)
+    if other.constraints.group_size != plan.constraints.group_size:
+        marks += ("It computes another step: samples meet within other groups (couple, microbatch_size).",)
+    best = other.chosen.model_copy(update={"breakdown": other.estimate.breakdown})
+    return _slower(plan, asked, best, marks, other)
+
+
+def _different(plan: Plan, other: Plan) -> list[str]:
+    """The parameters that only one of two plans has, or that have another shape; none where one has no program."""
+    if plan.written is None or other.written is None:
+        return []
+    mine, theirs = (
+        {name: state.shape for name, state in program.states.items() if state.kind == "parameter"}
+        for program in (plan.written, other.written)
+    )
+    return sorted(name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name))
+
+
+def _counted(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
+    """What can be said of candidates without a row: they come behind all that have one."""
+    left = plan.certificate.left
+    count = f"{sum(left.values()):,}"
+    worst = f"Layouts with {shown(asked)} are among the {count} worst, which the report only counts"
+    if left.get(OPEN):
+        return WhyNot(asked, "unknown", (f"{worst}; {left[OPEN]:,} of these were not worked out and may be faster.",))
+    lines = (f"{worst}: each of these either cannot be faster than the plan or does not fit in memory.",)
+    return WhyNot(asked, "bounded", lines, bound=plan.certificate.objective)
+
+
+def _unseen(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
+    """What can be said of what the search did not look at, without the model."""
+    merged = _merged(plan, asked)
+    try:
+        check_asked(plan, merged)
+    except PartitionError as error:
+        return WhyNot(asked, "infeasible", (f"There is no plan with {shown(asked)}: {error}.",))
+    if without_row(plan, asked):
+        return _counted(plan, asked)
+    lines = [f"The search did not try {shown(asked)}: {why_unseen(plan, asked, merged)}."]
+    for baseline in plan.certificate.baselines:
+        best = baseline.candidate
+        if (
+            best is not None
+            and not baseline.global_batch
+            and set(asked) <= set(OF_POINT)
+            and _is(best, asked)
+            and best.step_time is not None
+        ):
+            takes = f"{seconds_text(best.step_time)}, {relative(plan.estimate.step_time, best.step_time)} the plan's"
+            lines.append(f"One such layout, {baseline.name} ({candidate_text(best)}), takes {takes}.")
+    return WhyNot(asked, "unknown", tuple(lines), with_model="To plan it, give the model")

@@ -1,0 +1,259 @@
+"""Work that will be asked for, done ahead in a second process: the first takes what is ready and does the rest itself.
+
+Both go through one list. Each marks in shared memory what it begins, so that nothing is done twice but where both begin
+at the same moment; results lie in a file that no folder lists. Nothing depends on the second process: what it fails at
+or has not begun the first does, which waits only for what is being done, and not for long.
+
+A second process that searches beside the first: what both found lies in shared memory.
+
+The helper is a fork, so that the problem is neither built nor sent again. Each of the two writes to a slot of its own,
+between two changes of a counter that is odd meanwhile: nobody ever waits for the other, and a helper that is killed
+holds nothing. Where there is no fork or no second processor the search goes on alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import math
+import mmap
+import os
+import pickle
+import signal
+import tempfile
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Container, Hashable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from typing import IO, Any, Generic, Self, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partitioner.solve.pairwise.presolve import Choices
+
+_HELPER_PAUSE_S = 0.01
+
+_is_fork = False
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An assignment, its cost, how much it exceeds the limit by, and a lower bound of all costs."""
+
+    choice: Choices
+    cost: float
+    overflow: float
+    bound: float
+
+
+class Slot:
+    """Shared memory for the latest finding of one process."""
+
+    def __init__(self, num_nodes: int) -> None:
+        self._numbers = shared(4, np.float64)  # counter, cost, overflow, bound
+        self._choice = shared(num_nodes, np.int64)
+        self._read = 0.0
+
+    def write(self, finding: Finding) -> None:
+        self._numbers[0] += 1.0
+        self._choice[:] = finding.choice
+        self._numbers[1:] = finding.cost, finding.overflow, finding.bound
+        self._numbers[0] += 1.0
+
+    def read(self) -> Finding | None:
+        """The latest finding, unless it was read before or is being written."""
+        count = float(self._numbers[0])
+        if count == self._read or count % 2:
+            return None
+        finding = Finding(self._choice.astype(np.intp), *map(float, self._numbers[1:]))
+        if float(self._numbers[0]) != count:
+            return None
+        self._read = count
+        return finding
+
+
+def shared(size: int, dtype: type) -> NDArray[np.generic]:
+    """Zeros that a fork sees changing."""
+    return np.frombuffer(mmap.mmap(-1, max(1, size) * np.dtype(dtype).itemsize), dtype)[:size]
+
+
+def can_help() -> bool:
+    """Whether this process may fork and has a second processor."""
+    return hasattr(os, "fork") and hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) > 1
+
+
+class Helper:
+    """Runs ``work`` in a fork of this process, ``pid``; its errors go nowhere, as it is only ever a help."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        global _is_fork
+        with warnings.catch_warnings():
+            # Python warns of locks that other threads hold: the work must need none but numpy's
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.pid = os.fork()
+        self._ended = False
+        if self.pid:
+            return
+        try:
+            _is_fork = True
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted as well, and ends this process
+            work()
+        finally:
+            os._exit(0)  # leaves the parent's files and threads alone
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has not ended."""
+        if not self._ended:
+            try:
+                self._ended = os.waitpid(self.pid, os.WNOHANG)[0] != 0
+            except ChildProcessError:  # whoever ignores SIGCHLD is not told
+                self._ended = True
+        return not self._ended
+
+    def end(self, until: float) -> None:
+        """Waits for its end, at most until ``until`` of ``time.perf_counter``; then ends it."""
+        while self.runs:
+            if time.perf_counter() > until:
+                os.kill(self.pid, signal.SIGKILL)
+                until = math.inf
+            time.sleep(_HELPER_PAUSE_S)
+
+
+def check_threads() -> None:
+    """Raise :class:`RuntimeError` in a helper, which lacks the threads that an exact solver may have started."""
+    if _is_fork:
+        raise RuntimeError("the exact solver is for the first process")
+
+
+K = TypeVar("K", bound=Hashable)
+
+R = TypeVar("R")
+C = TypeVar("C")
+
+_FREE, _MINE, _BEGUN, _DONE, _FAILED = range(5)
+
+_PATIENCE_S = 10.0  # with a process that is at something: it may hang for reasons that are not ours
+_PAUSE_S = 0.002
+
+
+class Aside(Generic[K, R]):
+    """Does ``work`` for each of ``keys``, in this order but for what is wished for, in a fork; results are pickled.
+    ``end()`` ends the fork and forgets what it has done. ``patience_s``: with it, while it is at what is asked for."""
+
+    def __init__(self, keys: Sequence[K], work: Callable[[K], R], patience_s: float = _PATIENCE_S) -> None:
+        self._patience_s = patience_s
+        self._places = {key: place for place, key in enumerate(keys)}
+        self._keys = keys
+        self._marks = shared(len(keys), np.int8)
+        self._wishes = shared(len(keys), np.int64)  # the earlier one is, the farther below zero
+        self._turns = count(-len(keys))
+        self._spans = shared(2 * len(keys), np.int64).reshape(-1, 2)  # of results in the file
+        self._file: IO[bytes] = io.BytesIO()
+        self._helper: Helper | None = None
+        parent = os.getpid()
+
+        def go_through() -> None:
+            end = 0
+            while os.getppid() == parent and (place := self._next()) is not None:
+                self._marks[place] = _BEGUN
+                try:
+                    found = pickle.dumps(work(keys[place]))
+                    if os.pwrite(self._file.fileno(), found, end) < len(found):
+                        raise OSError(errno.ENOSPC, "no room for results")
+                except Exception:
+                    self._marks[place] = _FAILED  # for the same reason the first process will fail, and say so
+                else:
+                    self._spans[place] = end, end + len(found)
+                    end += len(found)
+                    self._marks[place] = _DONE
+
+        with suppress(OSError):  # no room for results, or for another process
+            self._file = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as this
+            self._helper = Helper(go_through)
+        self.end = weakref.finalize(self, _end, self._helper, self._file)
+
+    def take(self, key: K) -> R | None:
+        """What ``work`` gives for ``key``; ``None``: it is for the caller to do."""
+        place = self._places.get(key)
+        if place is None:
+            return None
+        if self._marks[place] == _FREE:
+            self._marks[place] = _MINE
+        until = time.perf_counter() + self._patience_s
+        while self.works_on(key):
+            if time.perf_counter() > until:
+                self._stop()
+            time.sleep(_PAUSE_S)
+        if self._marks[place] != _DONE or self._file.closed:
+            return None
+        start, end = self._spans[place].tolist()
+        found: R = pickle.loads(os.pread(self._file.fileno(), end - start, start))
+        return found
+
+    def works_on(self, key: K) -> bool:
+        """Whether the second process is doing it."""
+        place = self._places.get(key)
+        return place is not None and self._marks[place] == _BEGUN and self._helper is not None and self._helper.runs
+
+    def wish(self, key: K) -> None:
+        """``key`` will be asked for: it comes before all that was not wished for, and after what was before."""
+        place = self._places.get(key)
+        if place is not None and not self._wishes[place]:
+            self._wishes[place] = next(self._turns)
+
+    def claim(self, among: Container[C]) -> C | None:
+        """The next one of these that nobody has begun, which is the caller's now."""
+        place = self._next(among)
+        if place is None:
+            return None
+        self._marks[place] = _MINE
+        key: Any = self._keys[place]
+        return cast(C, key)
+
+    def _next(self, among: Container[Any] | None = None) -> int | None:
+        """The place of the next one that nobody has begun."""
+        free = np.flatnonzero(self._marks == _FREE)
+        ordered = free[np.argsort(self._wishes[free], kind="stable")].tolist()
+        return next((place for place in ordered if among is None or self._keys[place] in among), None)
+
+    def _stop(self) -> None:
+        if self._helper is not None:
+            self._helper.end(time.perf_counter())
+            self._helper = None
+
+
+def _end(helper: Helper | None, file: IO[bytes]) -> None:
+    if helper is not None:
+        helper.end(time.perf_counter())
+    file.close()
+
+
+class Later(Generic[R]):
+    """What ``work`` gives, which a second process does meanwhile where there is one and it is ``worth_it``; ``most_s``:
+    seconds that it may take."""
+
+    def __init__(self, work: Callable[[], R], *, worth_it: bool = True, most_s: float = 0.0) -> None:
+        self._work = work
+        help_s = most_s + _PATIENCE_S
+        self._aside = Aside([None], lambda _: work(), help_s) if worth_it and can_help() else None
+
+    def result(self) -> R:
+        """Waits for it. Raises what ``work`` raises."""
+        found = None if self._aside is None else self._aside.take(None)
+        return self._work() if found is None else found
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """It is not asked for any more."""
+        if self._aside is not None:
+            self._aside.end()

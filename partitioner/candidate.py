@@ -1,0 +1,129 @@
+"""One point of the search: a mesh, a microbatch, a schedule, and how states are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, fields
+from operator import attrgetter
+from typing import Literal
+
+from partitioner.schedules.csv_table import ScheduleTable
+from partitioner.schedules.registry import schedule_name
+from passes.ir.hashing import hashed_once
+from runtime.program.mesh import hybrid_mesh
+
+Split = Literal["", "rows", "within"]  # how tp shards the experts' work: as is cheapest, by rows, within each expert
+
+
+def split_of(tp: int, ep: int, etp: int) -> Split:
+    """How the experts' work is sharded over ``tp``: ``"rows"`` or ``"within"`` each expert. ``etp`` of 0 is ``tp``.
+    ``""`` if it does not matter, or is not executed."""
+    if ep == 1 or tp == 1:
+        return ""
+    return "within" if etp in (0, tp) else "rows" if etp == 1 else ""
+
+
+@hashed_once
+@dataclass(frozen=True, order=True)
+class Point:
+    """One combination. ``recompute`` is left to the stages unless it is pinned.
+
+    ``ep`` ranks of dp x cp x tp share the experts, each over ``etp`` of them (0: ``tp``); ``zero``: the stage of state
+    sharding, over ``dp_shard`` of the ``dp`` ranks (0: all), each of ``cp``.
+    """
+
+    pp: int
+    dp: int
+    tp: int
+    microbatch_size: int
+    schedule: str | ScheduleTable = "1f1b"
+    cp: int = 1
+    ep: int = 1
+    etp: int = 0
+    zero: int = 0
+    virtual_stages: int = 1
+    dp_shard: int = 0
+
+    def sharing(self, zero: int, dp_shard: int = 0) -> Point:
+        """This point with states sharded at stage ``zero`` over ``dp_shard`` ranks of ``dp``."""
+        axes = self.pp, self.dp, self.tp, self.microbatch_size, self.schedule, self.cp, self.ep, self.etp
+        return Point(*axes, zero, self.virtual_stages, dp_shard)
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        return {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp, "ep": self.ep}
+
+    @property
+    def grid(self) -> dict[str, int]:
+        """The axes whose sizes multiply to the number of ranks; experts are folded over them."""
+        return {**self.mesh, "ep": 1}
+
+    @property
+    def expert_tp(self) -> int:
+        """Ranks that share one expert."""
+        return self.etp or self.tp
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.dp * self.cp * self.tp // (self.ep * self.expert_tp)
+
+    @property
+    def replicas(self) -> int:
+        """Number of ranks that have the same weights, except experts."""
+        return self.dp * self.cp
+
+    @property
+    def sharers(self) -> int:
+        """Number of ranks with the same weights that share them under ZeRO, except experts."""
+        return (self.dp_shard or self.dp) * self.cp
+
+    @property
+    def expert_sharers(self) -> int:
+        """Number of ranks with the same experts that share them under ZeRO."""
+        return hybrid_mesh(self.mesh, self.etp, self.dp_shard)["edp_shard"]
+
+    def parts(self, global_batch: int) -> int:
+        """Number of microbatches of the whole batch."""
+        return global_batch // self.microbatch_size
+
+    @property
+    def shares_out(self) -> bool:
+        """Whether a rank of ``dp`` may have fewer microbatches than another: no call exchanges rows of experts over
+        ``dp``, and the schedule is not a table for a fixed number of microbatches."""
+        inside = self.cp * self.tp % (self.ep * self.expert_tp) == 0
+        return inside and isinstance(self.schedule, str)
+
+    def num_microbatches(self, global_batch: int) -> int:
+        """Number of microbatches of the rank with the most if devices are alike. In every division some rank has at
+        least as many."""
+        return -(-self.parts(global_batch) // self.dp)
+
+    def data_shares(self, global_batch: int) -> tuple[int, ...]:
+        """The number of microbatches of each rank of ``dp`` if devices are alike; empty if all ranks have equally
+        many."""
+        each, more = divmod(self.parts(global_batch), self.dp)
+        return (each + 1,) * more + (each,) * (self.dp - more) if more else ()
+
+    def __str__(self) -> str:
+        more = [f"{n}={v}" for n, v, one in self._more if v != one]
+        mesh = f"pp={self.pp} dp={self.dp} tp={self.tp}"
+        return " ".join([mesh, *more, f"microbatch={self.microbatch_size}", schedule_name(self.schedule)])
+
+    @property
+    def kind(self) -> tuple[Hashable, ...]:
+        """Key of the points that run the same local graphs and differ only in microbatches and stages."""
+        return self.tp, self.cp, self.ep, self.etp, (self.dp, self.dp_shard) if self.zero == 3 else 1
+
+    @property
+    def states_kind(self) -> tuple[Hashable, ...]:
+        """Key of the points that shard their states in the same way."""
+        return self.tp, self.ep, self.expert_tp, self.zero, self.zero and (self.sharers, self.expert_sharers)
+
+    @property
+    def _more(self) -> list[tuple[str, int, int]]:
+        shard = ("dp_shard", self.dp_shard, 0)
+        return [("cp", self.cp, 1), ("ep", self.ep, 1), ("zero", self.zero, 0), shard, ("v", self.virtual_stages, 1)]
+
+
+in_order = attrgetter(*(f.name for f in fields(Point)))  # a key, which is built once where a comparison builds two

@@ -1,0 +1,1 @@
+"""The command line: one command for each function of the public interface."""

@@ -1,0 +1,403 @@
+"""The command line: ``partitioner plan | show | explain | diff | prove | verify | run | trace | compare | ...``.
+
+It mirrors the public interface and calls nothing else. Results go to the standard output, errors and progress to the
+standard error; the exit code is 0, 1 where a plan does not do what its model does, 2 for what the user has to mend,
+3 for a fault of the partitioner.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from partitioner.cli.console import Commands, check_outputs, output, print_parts, progress, steps
+from partitioner.cli.options import (
+    Chart,
+    GlobalBatch,
+    Layout,
+    Memory,
+    Meta,
+    ModelFunction,
+    Optimizer,
+    Picture,
+    PlanFile,
+    Precision,
+    all_constraints,
+    constraints_of,
+    examples,
+    load_target,
+)
+from partitioner.cli.run import add_launch_commands, add_watch_commands
+from partitioner.cli.size import add_budget_command, add_largest_command, add_size_command
+from partitioner.units import plural, seconds_text
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    help="Partition an unmodified PyTorch model: plan it for a cluster, look at the plan, prove, verify and run it.",
+    epilog="Errors are short; `--debug`, anywhere on the line, shows their traceback.",
+)
+
+
+@app.command(
+    epilog=examples(
+        "partitioner plan model.py:make --topology local:4 -o plan.json --svg plan.svg",
+        "partitioner plan model.py:make --topology dgx-h100:4 --global-batch 512 --tp 8 --precision bf16",
+        "partitioner plan model.py:make --topology cluster.yaml --pp 2 --microbatch 1 --schedule gpipe",
+        "partitioner plan model.py:make --topology dgx-h100:8 --meta --ahead",
+    )
+)
+def plan(
+    function: ModelFunction,
+    topology: Annotated[
+        str,
+        typer.Option(
+            "--topology", "-t", help="`local:4`, a preset like `dgx-h100:2` (nodes), `detect` or a YAML file."
+        ),
+    ] = "detect",
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write the plan to this JSON file.", show_default=False)
+    ] = None,
+    pp: Annotated[int | None, typer.Option(help="Pipeline stages.", show_default=False)] = None,
+    dp: Annotated[int | None, typer.Option(help="Data-parallel ranks.", show_default=False)] = None,
+    tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks.", show_default=False)] = None,
+    microbatch: Annotated[int | None, typer.Option(help="Samples per rank and microbatch.", show_default=False)] = None,
+    cp: Annotated[int | None, typer.Option(help="Ranks that share each sequence.", show_default=False)] = None,
+    context: Annotated[
+        str | None,
+        typer.Option(help="Attention over cp: `ring`, `all_gather` or `ulysses`.", show_default=False),
+    ] = None,
+    ep: Annotated[int | None, typer.Option(help="Ranks that share the experts.", show_default=False)] = None,
+    etp: Annotated[int | None, typer.Option(help="Ranks per expert: 1, or as many as tp.", show_default=False)] = None,
+    zero: Annotated[
+        int | None, typer.Option(help="Stage of state sharding (ZeRO), 0 to 3.", show_default=False)
+    ] = None,
+    dp_shard: Annotated[
+        int | None, typer.Option(help="Data-parallel ranks that share states; else all.", show_default=False)
+    ] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            help="`1f1b`, `gpipe`, `interleaved`, `zb-1p`, `zb-2p`, `zb-v`, `dualpipe-v`, or a CSV file.",
+            show_default=False,
+        ),
+    ] = None,
+    virtual_stages: Annotated[int | None, typer.Option(help="Stages per pipeline rank.", show_default=False)] = None,
+    recompute: Annotated[
+        str | None,
+        typer.Option(
+            help="Recompute: `none`, `scores`, `selective` (what is quick), `alternate`, `full`.", show_default=False
+        ),
+    ] = None,
+    sequence_parallel: Annotated[
+        bool | None, typer.Option(help="Shard values between blocks over tp where cheaper.", show_default=False)
+    ] = None,
+    overlap: Annotated[
+        bool | None, typer.Option(help="Reduce gradients behind computation.", show_default=False)
+    ] = None,
+    more: Annotated[
+        str | None,
+        typer.Option(
+            "--constraints",
+            metavar="NAME=VALUE,...",
+            help="Any other constraint; what has several values: A+B.",
+            show_default=False,
+        ),
+    ] = None,
+    ahead: Annotated[
+        bool, typer.Option("--ahead", help="Search also what is planned but not executed by this version.")
+    ] = False,
+    precision: Precision = None,
+    global_batch: GlobalBatch = None,
+    objective: Annotated[str, typer.Option(help="`train` or `infer`.")] = "train",
+    optimizer: Optimizer = "adamw",
+    meta: Meta = False,
+    time_limit: Annotated[float | None, typer.Option(help="Seconds; then the best plan so far is taken.")] = None,
+    svg: Picture = None,
+    timeline: Chart = None,
+    memory: Memory = None,
+) -> None:
+    """Find the best plan for a model on a cluster, and print its summary.
+
+    What is not given (mesh, microbatch, schedule) is chosen.
+    """
+    from partitioner import Constraints, Topology
+
+    given = {
+        "pp": pp, "dp": dp, "cp": cp, "tp": tp, "ep": ep, "etp": etp, "zero": zero, "dp_shard": dp_shard,
+        "microbatch_size": microbatch, "schedule": schedule, "virtual_stages": virtual_stages, "recompute": recompute,
+        "overlap": overlap, "sequence_parallel": sequence_parallel, "context": context, "ahead": ahead or None,
+    }  # fmt: skip
+    constraints = Constraints(**all_constraints(given, more))
+    check_outputs(out, svg, timeline, memory)
+    where = Topology.parse(topology)
+    with progress(f"Loading {function}"):
+        target = load_target(function, meta=meta)
+    from partitioner import partition  # the search and PyTorch: what is named wrong is told before they are loaded
+
+    doing = f"Planning {target.name} for {plural(where.num_devices, 'device')}"
+    with progress(doing) as say:
+        found = partition(
+            target.model,
+            where,
+            inputs=target.inputs,
+            global_batch=global_batch,
+            loss=target.loss,
+            objective=objective,  # type: ignore[arg-type]  # partition says what it may be
+            constraints=constraints,
+            precision=precision,
+            optimizer=optimizer,
+            time_limit_s=time_limit,
+            progress=lambda seen: say(f"{doing}: {_so_far(seen)}"),
+        )
+    _print_summary(found)
+    if out:
+        _wrote("plan", found.save(out))
+    _draw(found, svg, timeline, memory)
+
+
+@app.command(
+    epilog=examples(
+        "partitioner show plan.json", "partitioner show plan.json --rank 3", "partitioner show plan.json --svg plan.svg"
+    )
+)
+def show(
+    plan_file: PlanFile,
+    rank: Annotated[int | None, typer.Option(help="Show the program of this rank.", show_default=False)] = None,
+    svg: Picture = None,
+    timeline: Chart = None,
+    topology: Layout = None,
+    memory: Memory = None,
+) -> None:
+    """Print a plan's summary, or one rank's program; draw pictures."""
+    from partitioner import Plan
+    from partitioner.cli.show import rank_parts
+
+    loaded = Plan.load(plan_file)
+    if rank is None:
+        _print_summary(loaded)
+    else:
+        print_parts(rank_parts(loaded, rank))
+    _draw(loaded, svg, timeline, memory)
+    if topology:
+        _wrote("topology", loaded.to_svg(topology, view="topology"))
+
+
+@app.command(
+    epilog=examples(
+        "partitioner explain plan.json",
+        "partitioner explain plan.json --why-not tp=8",
+        "partitioner explain plan.json --why-not tp=8,schedule=gpipe --model model.py:make",
+    )
+)
+def explain(
+    plan_file: PlanFile,
+    why_not: Annotated[
+        str | None,
+        typer.Option("--why-not", metavar="NAME=VALUE,...", help="Why the plan is not so.", show_default=False),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.py:FUNCTION", help="To plan again where the plan's file has no answer.", show_default=False
+        ),
+    ] = None,
+    meta: Meta = False,
+) -> None:
+    """Say in plain words why a plan is as it is: what binds, where the time goes, what lost and why."""
+    from partitioner import Plan
+    from partitioner.explain.explain import explain_parts
+
+    loaded = Plan.load(plan_file)
+    if why_not is None:
+        print_parts(explain_parts(loaded))
+        return
+    asked = constraints_of(why_not)
+    target = load_target(model, meta=meta) if model is not None else None
+    with progress(f"Looking for a plan with {why_not}"):
+        answer = (
+            loaded.why_not(**asked)
+            if target is None
+            else loaded.why_not(model=target.model, inputs=target.inputs, loss=target.loss, **asked)
+        )
+    output().print(Text(answer.told("--model FILE.py:FUNCTION")))
+
+
+@app.command(epilog=examples("partitioner diff before.json after.json"))
+def diff(
+    plan_file: PlanFile,
+    other: Annotated[Path, typer.Argument(help="The plan to compare it with.", show_default=False)],
+) -> None:
+    """Say what one plan does otherwise than another, and what that changes in time and memory."""
+    from partitioner import Plan
+    from partitioner.explain.diff import diff_parts
+
+    print_parts(diff_parts(Plan.load(plan_file), Plan.load(other), (plan_file.name, other.name)))
+
+
+@app.command(epilog=examples("partitioner prove plan.json"))
+def prove(plan_file: PlanFile) -> None:
+    """Prove that no rank of a plan can block another, and that every value is there when it is used."""
+    from partitioner import Plan
+
+    proof = Plan.load(plan_file).prove()
+    output().print(Text.assemble(("Proven: ", "bold green"), str(proof)))
+
+
+@app.command(epilog=examples("partitioner verify plan.json model.py:make"))
+def verify(
+    plan_file: PlanFile,
+    function: ModelFunction,
+    rows: Annotated[int, typer.Option(help="How many of the largest errors to list.")] = 5,
+) -> None:
+    """Run all ranks on this machine in float64, and compare outputs, loss and every gradient with the model's.
+
+    Exit code 1 where they differ.
+    """
+    from partitioner import Plan
+
+    loaded = Plan.load(plan_file)
+    target = load_target(function)
+    with progress(f"Running {loaded.program.world_size} ranks and the model"):
+        result = loaded.verify(target.model, target.inputs, target.loss)
+    worst = sorted(result.errors.items(), key=lambda item: -item[1])[:rows]
+    table = Table("largest errors", "relative error", box=None, pad_edge=False, header_style="dim")
+    for name, error in worst:
+        table.add_row(Text(name), f"{error:.2e}")
+    console = output()
+    console.print(table)
+    word = ("Equal: ", "bold green") if result.ok else ("Different: ", "bold red")
+    console.print(Text.assemble(word, f"{len(result.errors)} tensors compared, largest error {result.max_error:.2e}"))
+    if not result.ok:
+        raise typer.Exit(1)
+
+
+@app.command(epilog=examples("partitioner run plan.json model.py:make --steps 20 --lr 1e-3"))
+def run(
+    plan_file: PlanFile,
+    function: ModelFunction,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps, all on the function's inputs.")] = 10,
+    lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-3,
+) -> None:
+    """Train on this machine, a process per rank, and print the losses."""
+    from partitioner import Plan
+    from partitioner.cli.train import train
+
+    loaded = Plan.load(plan_file)
+    console = output()
+    for step, loss in enumerate(train(loaded, load_target(function), steps, lr)):
+        console.print(f"step {step:>4}  loss {loss:.6f}")
+
+
+@app.command(
+    epilog=examples(
+        "partitioner topology local:4",
+        "partitioner topology dgx-h100:2 --yaml > cluster.yaml",
+        "partitioner topology cluster.yaml --svg cluster.svg",
+    )
+)
+def topology(
+    name: Annotated[str, typer.Argument(help="`local:4`, a preset like `dgx-h100:2`, `detect` or a YAML file.")],
+    yaml: Annotated[bool, typer.Option("--yaml", help="Print it as YAML, to be changed and given to `plan`.")] = False,
+    svg: Annotated[Path | None, typer.Option(help="Draw it to this SVG file.", show_default=False)] = None,
+) -> None:
+    """Show the devices and links that a name stands for."""
+    from partitioner import Topology
+    from partitioner.cli.show import topology_parts
+
+    where = Topology.parse(name)
+    if svg:
+        from partitioner.draw.topology import draw_topology
+        from runtime.files import write_text
+
+        write_text(svg, draw_topology(where))
+    if yaml:
+        typer.echo(where.to_yaml(), nl=False)
+        return
+    print_parts(topology_parts(where))
+    if svg:
+        _wrote("picture", svg)
+
+
+@app.command(
+    epilog=examples(
+        "partitioner profile -o machine.yaml --ranks 4",
+        "partitioner plan model.py:make --topology machine.yaml -o plan.json",
+    )
+)
+def profile(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Write the topology to this YAML file.")] = Path(
+        "machine.yaml"
+    ),
+    ranks: Annotated[
+        int | None,
+        typer.Option(help="Ranks that share the machine; default: one per GPU, or per core.", show_default=False),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="`cuda` or `cpu`; default: what there is.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure for some seconds only; less exact.")] = False,
+) -> None:
+    """Measure this machine, and write a topology file that `plan --topology` reads.
+
+    Close what else runs on the machine first. Ctrl-C ends it and writes nothing.
+    """
+    from partitioner.cli.show import topology_parts
+    from partitioner.profile.profile import profile as measure
+    from partitioner.profile.report import profile_parts
+
+    check_outputs(out)
+    with steps("Starting ranks") as report:
+        found = measure(ranks, device=device, quick=quick, progress=report)
+    _wrote("topology", found.save(out))
+    print_parts([*topology_parts(found.topology), *profile_parts(found.topology, found.errors)])
+
+
+@app.command(epilog=examples("partitioner schema > plan.schema.json"))
+def schema() -> None:
+    """Print the JSON schema of plan files."""
+    from partitioner.plans.files import plan_schema
+
+    typer.echo(json.dumps(plan_schema(), indent=2))
+
+
+def _print_summary(found: Any) -> None:
+    from partitioner.explain.explain import summary_parts
+
+    print_parts(summary_parts(found))
+
+
+def _so_far(seen: Any) -> str:
+    """How far the search is: a ``Progress``."""
+    best = f", best so far {seconds_text(seen.best)}" if seen.best is not None else ""
+    return f"{plural(seen.num_evaluated, 'candidate')} solved, {seen.num_bounded} bounds, {seen.num_open} open{best}"
+
+
+def _draw(found: Any, svg: Path | None, timeline: Path | None, memory: Path | None) -> None:
+    if svg:
+        _wrote("picture", found.to_svg(svg))
+    if timeline:
+        _wrote("timeline", found.to_svg(timeline, view="timeline"))
+    if memory:
+        _wrote("memory", found.to_svg(memory, view="memory"))
+
+
+def _wrote(what: str, path: Path) -> None:
+    output().print(Text.assemble((f"{what}: ", "dim"), str(path)))
+
+
+add_watch_commands(app)
+
+add_launch_commands(app)
+add_size_command(app)
+add_budget_command(app)
+add_largest_command(app)
+
+if __name__ == "__main__":
+    app()

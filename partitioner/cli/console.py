@@ -1,0 +1,155 @@
+"""How commands speak: errors as short panels, progress on a terminal, exit codes.
+
+Modules of commands import what imports PyTorch inside of the commands, so that help is there at once and Ctrl-C is
+heard while it loads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+from typer import BadParameter
+from typer.core import TyperGroup
+
+from partitioner.units import WIDTH, plain, text_console
+from passes.errors import InternalError, PartitionError
+from passes.faults import typed_errors
+
+USER_ERROR, INTERNAL_ERROR, INTERRUPTED = 2, 3, 130
+
+UsageError: type[Exception] = BadParameter.__mro__[1]  # of click, or of typer's own copy of it
+
+
+class Commands(TyperGroup):
+    """Commands whose user errors end in a panel and exit code 2, faults of the partitioner in 3, and Ctrl-C in 130.
+
+    ``--debug`` may stand anywhere on the line, but for what is passed on behind ``--``: then errors come with their
+    traceback.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        end = args.index("--") if "--" in args else len(args)
+        ours, passed_on = args[:end], args[end:]
+        ctx.meta["debug"] = "--debug" in ours
+        return super().parse_args(ctx, [*(a for a in ours if a != "--debug"), *passed_on])
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            with typed_errors("the command", passing=_is_of_the_command_line):
+                return super().invoke(ctx)
+        except KeyboardInterrupt:
+            errors().print("Interrupted.", style="dim")
+            ctx.exit(INTERRUPTED)
+        except PartitionError as error:
+            if ctx.meta["debug"]:
+                raise
+            show_error(error)
+            ctx.exit(INTERNAL_ERROR if isinstance(error, InternalError) else USER_ERROR)
+        except UsageError as error:
+            from partitioner.constraints import written_here
+
+            unknown = getattr(error, "option_name", "").lstrip("-")
+            here = written_here(unknown, "N")
+            if not here or not takes_constraints(getattr(error, "ctx", None)):
+                raise
+            how = "as --constraints NAME=VALUE or as an option of its own, see --help"
+            show_error(OptionError(f"there is no option --{unknown}; here it is {here}: {how}"))
+            ctx.exit(USER_ERROR)
+        except OSError as error:
+            if ctx.meta["debug"] or error.filename is None:  # a pipe that was closed has no name
+                raise
+            show_error(FileError(f"{error.filename2 or error.filename}: {error.strerror}; give another file or folder"))
+            ctx.exit(USER_ERROR)
+
+
+def takes_constraints(ctx: Any) -> bool:
+    """Whether the command of a context of typer's can be given constraints."""
+    options = [option for each in getattr(getattr(ctx, "command", None), "params", ()) for option in each.opts]
+    return "--constraints" in options
+
+
+def _is_of_the_command_line(error: Exception) -> bool:
+    """Whether an exception ends a command on purpose, or is of a file or pipe that is told below."""
+    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in ("click", "typer")
+
+
+class OptionError(PartitionError):
+    """A command has no such option, and another that is meant by it."""
+
+
+class FileError(PartitionError):
+    """A file cannot be written, or read."""
+
+
+def check_outputs(*paths: Path | None) -> None:
+    """Raise :class:`FileError` where a result could not be written in the end: before it is worked for."""
+    for path in filter(None, paths):
+        if path.is_dir():
+            raise FileError(f"{path} is a folder; expected the name of a file to write")
+        there = next(folder for folder in path.absolute().parents if folder.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            kind = "cannot be written to" if there.is_dir() else "is no folder"
+            raise FileError(f"cannot write {path}: {there} {kind}; give a file in another folder")
+
+
+def show_error(error: PartitionError) -> None:
+    title = "".join(f" {c.lower()}" if c.isupper() else c for c in type(error).__name__).strip()
+    note = Text("\nRun again with --debug for the traceback.", style="dim")
+    errors().print(Panel(Text(error.brief) + note, title=title.capitalize(), title_align="left", border_style="red"))
+
+
+def output() -> Console:
+    """For results. Made anew for each use, since tests replace the streams."""
+    console = text_console(sys.stdout)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = WIDTH
+    return console
+
+
+def print_parts(parts: Iterable[RenderableType]) -> None:
+    """Tables and text in colour on a terminal, plain elsewhere."""
+    console = output()
+    if not console.is_terminal:
+        console.out(plain(parts))
+        return
+    for part in parts:
+        console.print(part)
+
+
+def errors() -> Console:
+    """For errors and progress."""
+    return text_console(sys.stderr)
+
+
+@contextlib.contextmanager
+def progress(doing: str) -> Iterator[Callable[[str], None]]:
+    """``doing`` with a spinner while the block runs, on terminals only; the block may call for other words."""
+    console = errors()
+    if console.is_terminal:
+        with console.status(doing) as status:
+            yield status.update
+    else:
+        yield lambda words: None
+
+
+@contextlib.contextmanager
+def steps(doing: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar while the block runs, on terminals only; the block calls ``(doing, steps done, steps in all)``."""
+    console = errors()
+    if not console.is_terminal:
+        yield lambda words, done, total: None
+        return
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console, transient=True
+    ) as bar:
+        task = bar.add_task(doing, total=None)
+        yield lambda words, done, total: bar.update(task, description=words, completed=done, total=total)

@@ -1,0 +1,207 @@
+"""Arguments and options that several commands have.
+
+The model that a command names: ``FILE.py:FUNCTION`` or ``package.module:function``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from passes.errors import PartitionError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+PlanFile = Annotated[Path, typer.Argument(help="A plan, as `partitioner plan -o` writes it.", show_default=False)]
+
+ModelFunction = Annotated[
+    str,
+    typer.Argument(
+        metavar="FILE.py:FUNCTION",
+        help="A function without arguments that returns a model, (model, inputs) or (model, inputs, loss). "
+        "`package.module:function` will do as well.",
+        show_default=False,
+    ),
+]
+Picture = Annotated[Path | None, typer.Option(help="Draw the stages to this SVG file.", show_default=False)]
+Chart = Annotated[Path | None, typer.Option(help="Draw the schedule over time to this SVG file.", show_default=False)]
+Layout = Annotated[
+    Path | None, typer.Option(help="Draw the ranks on their devices to this SVG file.", show_default=False)
+]
+Memory = Annotated[Path | None, typer.Option(help="Draw the memory over time to this SVG file.", show_default=False)]
+Precision = Annotated[
+    str | None, typer.Option(help="`bf16`, `fp16`, `fp32`, `tf32`, `fp64` or `fp8`; default: as the parameters are.")
+]
+GlobalBatch = Annotated[
+    int | None, typer.Option(help="Samples per step; the inputs are then only a sample.", show_default=False)
+]
+Optimizer = Annotated[str, typer.Option(help="Whose state is to fit in memory.")]
+Meta = Annotated[bool, typer.Option("--meta", help="Make the model without memory for its weights.")]
+
+
+def examples(*lines: str) -> str:
+    """The end of a command's help."""
+    return "**Examples**\n\n" + "\n\n".join(f"`{line}`" for line in lines)
+
+
+SHAPE = "a model, (model, inputs) or (model, inputs, loss)"
+
+
+class TargetError(PartitionError):
+    """What a command was told to take the model from is not there, or gives something else."""
+
+
+def constraints_of(text: str) -> dict[str, Any]:
+    """``tp=8,schedule=gpipe`` as names and values; what is several has ``+`` between them, as in ``data_shares=3+2``,
+    and a stage its prefix before it, as in ``stage_of=embed:0+head:-1``. Raises :class:`TargetError` for what is not
+    of that form."""
+    found: dict[str, Any] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not (name and equals and value):
+            raise TargetError(f"{part!r} is no constraint; expected name=value, as in tp=8,schedule=gpipe")
+        name = name.replace("-", "_")
+        found[name] = _OF_SEVERAL.get(name, _value)(value)
+    return found
+
+
+def _value(text: str) -> Any:
+    words = {"true": True, "false": False}
+    return int(text) if text.lstrip("-").isdigit() else words.get(text.lower(), text)
+
+
+def _stages(text: str) -> dict[str, Any]:
+    """``prefix:stage+prefix:stage``."""
+    parts = [part.rpartition(":") for part in text.split("+")]
+    for prefix, colon, stage in parts:
+        if not (prefix and colon and stage):
+            raise TargetError(
+                f"stage_of={text} names no stages; expected PREFIX:STAGE, several joined by +, as in "
+                "stage_of=model.embed_tokens:0+lm_head:-1"
+            )
+    return {prefix.strip(): _value(stage.strip()) for prefix, _, stage in parts}
+
+
+_OF_SEVERAL: dict[str, Callable[[str], Any]] = {
+    "data_shares": lambda text: [_value(part.strip()) for part in text.split("+")],
+    "stage_of": _stages,
+}
+
+
+def all_constraints(given: Mapping[str, Any], more: str | None) -> dict[str, Any]:
+    """What options of their own gave (``None``: nothing) and what ``more`` says. Raises :class:`TargetError` where both
+    name the same."""
+    asked = constraints_of(more) if more is not None else {}
+    options = {name: value for name, value in given.items() if value is not None}
+    twice = [name for name in options if name in asked and asked[name] != options[name]]
+    if twice:
+        name = twice[0]
+        raise TargetError(
+            f"{name} is given twice, {options[name]} by its option and {asked[name]} in --constraints; expected it once"
+        )
+    return asked | options
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the function returned. ``inputs`` and ``loss`` are ``None`` where it gave none."""
+
+    model: nn.Module
+    inputs: Any = None
+    loss: Callable[..., Any] | None = None
+
+    @property
+    def name(self) -> str:
+        return type(self.model).__name__
+
+
+def load_target(text: str, *, meta: bool = False) -> Target:
+    """Call the function that ``text`` names; with ``meta``, tensors that it makes take no memory.
+
+    Raises :class:`TargetError`: no such file or function, an error inside it, or a result that is not ``SHAPE``.
+    """
+    where, colon, name = text.rpartition(":")
+    if not colon or not where or not name:
+        raise TargetError(f"{text!r} names no model; expected FILE.py:FUNCTION, where FUNCTION() returns {SHAPE}")
+    function = _function(_module(where), where, name)
+    import torch  # the model has it already; a wrong name is told without
+
+    with _blaming(text), torch.device("meta") if meta else contextlib.nullcontext():
+        made = function()
+    return _target(made, text)
+
+
+def _module(where: str) -> ModuleType:
+    path = Path(where)
+    if not where.endswith(".py"):
+        sys.path.insert(0, str(Path.cwd()))
+        with _blaming(where):
+            return importlib.import_module(where)
+    if not path.is_file():
+        raise TargetError(f"there is no file {where}; expected FILE.py:FUNCTION")
+    sys.path.insert(0, str(path.resolve().parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # so that pickles and dataclasses in the file find it
+    with _blaming(where):
+        spec.loader.exec_module(module)
+    return module
+
+
+def _function(module: ModuleType, where: str, name: str) -> Callable[[], Any]:
+    found = getattr(module, name, None)
+    if not callable(found):
+        own = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
+        have = f"it has {', '.join(own)}" if own else "it has no functions"
+        raise TargetError(f"{where} has no function {name!r}; {have}")
+    needed = [
+        p.name
+        for p in inspect.signature(found).parameters.values()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+    if needed:
+        raise TargetError(f"{where}:{name} needs arguments ({', '.join(needed)}); expected a function without any")
+    made: Callable[[], Any] = found
+    return made
+
+
+@contextlib.contextmanager
+def _blaming(where: str) -> Iterator[None]:
+    """Errors of the user's own code, with the line in which they arose."""
+    try:
+        yield
+    except PartitionError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        last = next((f for f in reversed(frames) if f.filename.endswith(where.rpartition(":")[0] or where)), None)
+        at = f" (line {last.lineno}: {last.line})" if last else ""
+        raise TargetError(f"{where} failed with {type(error).__name__}: {error}{at}") from error
+
+
+def _target(made: Any, text: str) -> Target:
+    from torch import nn
+
+    parts = made if isinstance(made, tuple) else (made,)
+    if (
+        1 <= len(parts) <= 3
+        and isinstance(parts[0], nn.Module)
+        and (len(parts) < 3 or parts[2] is None or callable(parts[2]))
+    ):
+        return Target(*parts)
+    shape = ", ".join(type(p).__name__ for p in parts)
+    raise TargetError(f"{text} returned {f'({shape})' if isinstance(made, tuple) else shape}; expected {SHAPE}")

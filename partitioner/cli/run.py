@@ -1,0 +1,110 @@
+"""The command ``launch``.
+
+Commands on runs: ``trace``, ``compare`` and ``compare-runs``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from partitioner.cli.console import output, print_parts
+from partitioner.cli.options import PlanFile, examples
+
+_EPILOG = examples(
+    "partitioner launch plan.json train.py -- --steps 1000",
+    "partitioner launch plan.json train.py --slurm --time 24:00:00 -o job.sh -- --steps 1000",
+    "partitioner launch plan.json --slurm -- --weights model/ --checkpoints run/",
+)
+
+
+def add_launch_commands(app: typer.Typer) -> None:
+    """Make the command of this module a command of ``app``."""
+    app.command(epilog=_EPILOG)(launch)
+
+
+def launch(
+    plan_file: PlanFile,
+    script: Annotated[
+        str | None,
+        typer.Argument(help="The training script; without one, `-m runtime` trains the plan.", show_default=False),
+    ] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="What the script is given, after `--`.", show_default=False)
+    ] = None,
+    slurm: Annotated[bool, typer.Option("--slurm", help="A script for `sbatch` instead of commands.")] = False,
+    max_restarts: Annotated[int, typer.Option(min=0, help="How often what failed is started again.")] = 3,
+    time: Annotated[str | None, typer.Option(help="Slurm: the time limit, 24:00:00.", show_default=False)] = None,
+    partition: Annotated[str | None, typer.Option(help="Slurm: the partition.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write it to this file.", show_default=False)] = None,
+) -> None:
+    """Print how to start a plan on its nodes: torchrun commands, or a batch script for Slurm."""
+    from partitioner import Plan
+    from partitioner.plans.launch import job_of, slurm_script, torchrun_commands
+
+    given = [*([] if script is None else [script]), *(arguments or [])]
+    own = given[0] if given and not given[0].startswith("-") else None  # `--` may come before any script
+    job = job_of(Plan.load(plan_file), str(plan_file), own, given[own is not None :], max_restarts)
+    text = slurm_script(job, time=time, partition=partition) if slurm else torchrun_commands(job)
+    if out is None:
+        typer.echo(text, nl=False)
+        return
+    from runtime.files import write_text
+
+    output().print(Text.assemble(("script: ", "dim"), str(write_text(out, text))))
+
+
+def add_watch_commands(app: typer.Typer) -> None:
+    """Make the commands of this module commands of ``app``."""
+    app.command(epilog=examples("partitioner trace plan.json watch/ -o trace.json"))(trace)
+    app.command(epilog=examples("partitioner compare plan.json trace.json"))(compare)
+    app.command(epilog=examples("partitioner compare-runs monday/ tuesday/"))(compare_runs)
+
+
+def trace(
+    plan_file: PlanFile,
+    folder: Annotated[
+        Path | None,
+        typer.Argument(
+            help="The folder in which the ranks of a run were watched: of `Watch` or PARTITION_WATCH.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Write the trace to this JSON file.")] = Path("trace.json"),
+) -> None:
+    """Write a step for Perfetto (ui.perfetto.dev): the measured one of a run beside the predicted one."""
+    from partitioner import Plan
+    from partitioner.explain.measured import write_plan_trace
+
+    written = write_plan_trace(Plan.load(plan_file), folder, out)
+    output().print(Text.assemble(("trace: ", "dim"), str(written)))
+
+
+def compare(
+    plan_file: PlanFile,
+    trace_file: Annotated[Path, typer.Argument(help="A measured step, from `partitioner trace`.", show_default=False)],
+) -> None:
+    """Say where a plan's prediction and a measured step part."""
+    from partitioner import Plan
+    from partitioner.explain.measured import compare_steps
+    from runtime.observe.trace_events import read_spans
+
+    print_parts(compare_steps(Plan.load(plan_file), read_spans(trace_file)))
+
+
+def compare_runs(
+    one: Annotated[Path, typer.Argument(help="The hashes of a run: runtime.debug.record_hashes.", show_default=False)],
+    other: Annotated[Path, typer.Argument(help="The hashes of another run.", show_default=False)],
+) -> None:
+    """Name the first operator that gave other bits in one run than in the other. Exit code 1 where there is one."""
+    from runtime.debug import compare_runs as compared
+
+    difference = compared(one, other)
+    if difference is None:
+        output().print(Text("Equal: every operator gave the same bits.", style="bold green"))
+        return
+    output().print(Text.assemble(("Different: ", "bold red"), str(difference)))
+    raise typer.Exit(1)

@@ -1,0 +1,195 @@
+"""The command ``size``.
+
+The command ``budget``.
+
+The command ``largest``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from partitioner.cli.console import check_outputs, output, print_parts, progress
+from partitioner.cli.options import (
+    GlobalBatch,
+    Meta,
+    ModelFunction,
+    Optimizer,
+    PlanFile,
+    Precision,
+    TargetError,
+    constraints_of,
+    examples,
+    load_target,
+)
+
+_EPILOG = examples(
+    "partitioner size model.py:make dgx-h100 --step-time 0.5 --nodes 1,2,4,8",
+    "partitioner size model.py:make dgx-h100 --minimise money --precision bf16 -o plan.json",
+)
+
+
+def add_size_command(app: typer.Typer) -> None:
+    """Make the command of this module a command of ``app``."""
+    app.command(epilog=_EPILOG)(size)
+
+
+def size(
+    function: ModelFunction,
+    machine: Annotated[str, typer.Argument(help="A preset, like `dgx-h100`: one node of the cluster.")],
+    step_time: Annotated[
+        float | None, typer.Option(help="Seconds that a step may take at most.", show_default=False)
+    ] = None,
+    minimise: Annotated[str, typer.Option(help="`nodes`, `money` or `energy` per step, or `time`.")] = "nodes",
+    nodes: Annotated[str, typer.Option(metavar="N,N,...", help="The sizes to try.")] = "1,2,4,8,16,32,64",
+    constraints: Annotated[
+        str | None, typer.Option(metavar="NAME=VALUE,...", help="What is fixed of the plans.", show_default=False)
+    ] = None,
+    precision: Precision = None,
+    global_batch: GlobalBatch = None,
+    optimizer: Optimizer = "adamw",
+    meta: Meta = False,
+    time_limit: Annotated[
+        float | None, typer.Option(help="Seconds for each size; then its best plan so far is taken.")
+    ] = None,
+    every: Annotated[bool, typer.Option("--every", help="Plan all sizes, also above the fewest that suffice.")] = False,
+    svg: Annotated[
+        Path | None,
+        typer.Option(help="Draw throughput and MFU over ranks to this SVG file; plans all sizes.", show_default=False),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write the chosen plan to this JSON file.", show_default=False)
+    ] = None,
+) -> None:
+    """Find how many machines a job needs: the fewest for a step time, or the cheapest in money or energy per step."""
+    from partitioner import Constraints, size_cluster
+    from partitioner.explain.explain import summary_parts
+    from partitioner.size_cluster import SizeError, scaling_picture
+    from runtime.files import write_text
+
+    sizes = _sizes(nodes)
+    pins = Constraints(**constraints_of(constraints or ""))
+    check_outputs(out, svg)
+    with progress(f"Loading {function}"):
+        target = load_target(function, meta=meta)
+    with progress(f"Planning {target.name} for {nodes} nodes of {machine}"):
+        try:
+            found = size_cluster(
+                target.model,
+                machine,
+                target.inputs,
+                step_time=step_time,
+                minimise=minimise,  # type: ignore[arg-type]  # size_cluster says what it may be
+                nodes=sizes,
+                every=every or svg is not None,
+                loss=target.loss,
+                constraints=pins,
+                precision=precision,
+                global_batch=global_batch,
+                optimizer=optimizer,
+                time_limit_s=time_limit,
+            )
+        except SizeError as error:
+            if svg is not None and any(size.plan is not None for size in error.tried):
+                write_text(svg, scaling_picture(error.tried))
+            raise
+    output().print(Text(f"{found}\n"))
+    if svg is not None:
+        output().print(Text.assemble(("scaling: ", "dim"), str(found.to_svg(svg))))
+    print_parts(summary_parts(found.plan))
+    if out:
+        output().print(Text.assemble(("plan: ", "dim"), str(found.plan.save(out))))
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    """``1,2,4``. Raises :class:`TargetError` for what is no list of numbers."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise TargetError(f"--nodes {text!r}: expected numbers of nodes, like 1,2,4")
+    return tuple(map(int, parts))
+
+
+_BUDGET_EPILOG = examples(
+    "partitioner budget plan.json --tokens 15T", "partitioner budget plan.json --tokens 300B --price 2.5"
+)
+
+
+def add_budget_command(app: typer.Typer) -> None:
+    """Make the command of this module a command of ``app``."""
+    app.command(epilog=_BUDGET_EPILOG)(budget)
+
+
+def budget(
+    plan_file: PlanFile,
+    tokens: Annotated[
+        str | None, typer.Option(help="Tokens of the run, like `15T` or `300B`.", show_default=False)
+    ] = None,
+    samples: Annotated[str | None, typer.Option(help="Or its samples.", show_default=False)] = None,
+    steps: Annotated[int | None, typer.Option(help="Or its steps.", show_default=False)] = None,
+    price: Annotated[
+        float | None,
+        typer.Option(help="US dollars for one device and hour; default: the hardware file's.", show_default=False),
+    ] = None,
+) -> None:
+    """Say what a training run takes under a plan: steps, days, device hours, money and energy."""
+    from partitioner import Plan
+    from partitioner.plans.training_run import parse_count
+
+    found = Plan.load(plan_file).training_run(
+        tokens=None if tokens is None else parse_count(tokens),
+        samples=None if samples is None else parse_count(samples),
+        steps=steps,
+        price=price,
+    )
+    output().print(Text(str(found)))
+
+
+_LARGEST_EPILOG = examples(
+    "partitioner largest model.py:make --topology dgx-h100:2 --of sequence --meta --precision bf16",
+    "partitioner largest model.py:make --topology dgx-h100 --of microbatch --constraints tp=1,pp=1,zero=3",
+)
+
+
+def add_largest_command(app: typer.Typer) -> None:
+    """Make the command of this module a command of ``app``."""
+    app.command(epilog=_LARGEST_EPILOG)(largest)
+
+
+def largest(
+    function: ModelFunction,
+    topology: Annotated[
+        str, typer.Option("--topology", "-t", help="`local:4`, a preset like `dgx-h100:2` (nodes), or a YAML file.")
+    ],
+    of: Annotated[str, typer.Option(help="`microbatch` or `sequence`.")] = "sequence",
+    most: Annotated[int, typer.Option(help="Where the search ends.")] = 2**24,
+    constraints: Annotated[
+        str | None, typer.Option(metavar="NAME=VALUE,...", help="What is fixed of the plans.", show_default=False)
+    ] = None,
+    precision: Precision = None,
+    optimizer: Optimizer = "adamw",
+    meta: Meta = False,
+) -> None:
+    """Find the largest microbatch, or the longest sequence, that fits in the memory of a cluster."""
+    from partitioner import Constraints, Topology, largest_that_fits
+
+    pins = Constraints(**constraints_of(constraints or ""))
+    where = Topology.parse(topology)
+    with progress(f"Loading {function}"):
+        target = load_target(function, meta=meta)
+    with progress(f"Planning {target.name} with larger and larger sizes"):
+        found = largest_that_fits(
+            target.model,
+            where,
+            target.inputs,
+            of,  # type: ignore[arg-type]  # largest_that_fits says what it may be
+            most=most,
+            constraints=pins,
+            loss=target.loss,
+            precision=precision,
+            optimizer=optimizer,
+        )
+    output().print(Text(str(found)))

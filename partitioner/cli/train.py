@@ -1,0 +1,36 @@
+"""Training on this machine, for ``run``: the ranks are processes, the optimizer is torch's on the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+import runtime
+from partitioner.cli.options import Target, TargetError
+from partitioner.errors import PlanError
+from partitioner.plan import Plan
+from passes.capture.wrappers import unwrapped
+
+
+def train(plan: Plan, target: Target, steps: int, lr: float) -> Iterator[float]:
+    """The loss before each of ``steps`` steps of AdamW, all on the target's inputs.
+
+    Raises :class:`PlanError` for a plan that does not train, and :class:`TargetError` where there is nothing to train
+    on.
+    """
+    if plan.program.objective != "train" or plan.program.loss is None:
+        raise PlanError("this plan is for inference; make one with --objective train to run it")
+    if target.inputs is None:
+        raise TargetError("the function returned no inputs; expected (model, inputs), with one whole global batch")
+    parameters = dict(unwrapped(target.model)[0].named_parameters(remove_duplicate=False))
+    optimizer = torch.optim.AdamW(target.model.parameters(), lr=lr)
+    with runtime.LocalRanks(plan.program.world_size) as ranks:
+        for _ in range(steps):
+            done = runtime.run_local(plan, target.model, target.inputs, outputs=False, ranks=ranks)
+            assert done.loss is not None
+            yield float(done.loss)
+            for name, gradient in done.grads.items():
+                if name in parameters:
+                    parameters[name].grad = gradient.to(parameters[name].device, parameters[name].dtype)
+            optimizer.step()

@@ -1,0 +1,451 @@
+"""Kernels and collectives of one block call, extracted once from its local graph.
+
+Kernels are the columns of arrays, so that they are priced together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, fx
+
+from partitioner.cost.call.expert_parallel import ExpertRegion, expert_region
+from partitioner.cost.call.fp8 import first_readers, in_fp8, products_in_fp8
+from partitioner.cost.call.operators import (
+    Kernel,
+    Operand,
+    add_kernel,
+    backward_kernels,
+    forward_kernels,
+    is_attention,
+    is_product,
+    is_view,
+    repeats_of,
+)
+from partitioner.cost.call.saved_activations import gathered
+from partitioner.cost.call.states import gradient_bytes
+from partitioner.emit.zero import small_states
+from passes.ir.collectives import COMMUNICATING, CONTEXT, ROUTED, collective_name
+from passes.ir.gradient_flow import differentiable
+from passes.ir.model import Block, TensorSpec
+from passes.rules.factors import operands_of, results_of
+from passes.rules.strategies import needs_gradient
+
+Column = NDArray[np.float64]
+
+Marks = NDArray[np.bool_]
+Places = NDArray[np.int64]
+
+# The collective that a collective's gradient takes; see the table in passes/ir/collectives.py.
+_TRANSPOSED = {
+    ("all_gather", "reduce"): "reduce_scatter",
+    ("shard_slice", ""): "all_gather",
+    ("copy", ""): "all_reduce",
+    ("reduce_scatter", ""): "all_gather",
+    ("all_reduce", "reduce"): "all_reduce",
+    ("all_to_all", ""): "all_to_all",
+    ("dispatch", ""): "all_to_all",
+    ("combine", ""): "all_to_all",
+}
+# Collectives whose operand is one rank's part, so that the whole is ``size`` times as large.
+_FROM_PART = frozenset(("all_gather", "all_to_all")) | ROUTED
+_OF_A_MODULE = 2.7  # operators as which the host sees one of Transformer Engine's linear layers
+_IN_PIECES = frozenset(("all_gather", "reduce_scatter"))  # can run behind the products beside them
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel and its role in the block. ``way``: 0 forward, 1 backward. ``product``: its operator is a matrix
+    product or an attention. ``again``: selective recomputation runs it once more. ``ring``: the number of its attention
+    over a sharded sequence, else -1.
+
+    For experts' products: ``widest`` is the smaller side of an expert's matrix; ``rows`` the number of rows of all
+    experts in the graph (0: every expert gets all rows); ``held`` the number of experts in the graph; ``each`` whether
+    a rank launches the kernel for each of its experts.
+    """
+
+    kernel: Kernel
+    way: int
+    product: bool = False
+    again: bool = False
+    ring: int = -1
+    expert: bool = False
+    widest: float = math.inf
+    rows: int = 0
+    held: int = 0
+    each: bool = False
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Rows as arrays of shape ``[kernels]``. ``kind`` and ``precision`` are indices into ``kinds`` and
+    ``precisions``."""
+
+    kinds: tuple[str, ...]
+    precisions: tuple[str, ...]
+    kind: Places
+    precision: Places
+    num_bytes: Column
+    state_bytes: Column
+    flops: Column
+    smallest: Column
+    width: Column
+    launches: Column
+    aligned: Marks
+    learned: Marks
+    way: Places
+    product: Marks
+    again: Marks
+    ring: Places
+    expert: Marks
+    widest: Column
+    rows: Column
+    held: Column
+    each: Marks
+
+    @staticmethod
+    def of(rows: Sequence[Row]) -> Columns:
+        kernels = [row.kernel for row in rows]
+        kinds = list(dict.fromkeys(k.kind for k in kernels))
+        precisions = list(dict.fromkeys(k.precision for k in kernels))
+        return Columns(
+            kinds=tuple(kinds),
+            precisions=tuple(precisions),
+            kind=np.array([kinds.index(k.kind) for k in kernels], np.int64),
+            precision=np.array([precisions.index(k.precision) for k in kernels], np.int64),
+            num_bytes=np.array([k.num_bytes for k in kernels], np.float64),
+            state_bytes=np.array([k.state_bytes for k in kernels], np.float64),
+            flops=np.array([k.flops for k in kernels], np.float64),
+            smallest=np.array([k.smallest for k in kernels], np.float64),
+            width=np.array([k.width for k in kernels], np.float64),
+            launches=np.array([k.launches for k in kernels], np.float64),
+            aligned=np.array([k.aligned for k in kernels], np.bool_),
+            learned=np.array([k.learned for k in kernels], np.bool_),
+            way=np.array([row.way for row in rows], np.int64),
+            product=np.array([row.product for row in rows], np.bool_),
+            again=np.array([row.again for row in rows], np.bool_),
+            ring=np.array([row.ring for row in rows], np.int64),
+            expert=np.array([row.expert for row in rows], np.bool_),
+            widest=np.array([row.widest for row in rows], np.float64),
+            rows=np.array([row.rows for row in rows], np.float64),
+            held=np.array([row.held for row in rows], np.float64),
+            each=np.array([row.each for row in rows], np.bool_),
+        )
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A collective over a mesh axis. ``nbytes``: of its operand, which may be one rank's part (``from_part``).
+
+    ``strided``: the dim that it joins or splits is not outermost in memory. ``in_pieces``: it may run behind products.
+    ``anew``: a gather that is repeated in backward if its result is not kept.
+    """
+
+    way: int
+    op: str
+    axis: str
+    nbytes: int
+    from_part: bool
+    strided: bool
+    in_pieces: bool
+    anew: bool = False
+
+
+@dataclass(frozen=True)
+class StateRead:
+    """A state that the call reads, with its bytes in the graph. ``gradient_bytes``: of its accumulated gradient (0: it
+    has none). ``small``: ZeRO-3 leaves the state whole."""
+
+    name: str
+    nbytes: int
+    gradient_bytes: int
+    expert: bool
+    small: bool = False
+
+    def sizes(self, short_gradients: bool, share: float = 1.0) -> tuple[float, float]:
+        """The bytes of a ``share`` of the state, and of that share of its gradient."""
+        gradient = min(self.nbytes, self.gradient_bytes) if short_gradients else self.gradient_bytes
+        return self.nbytes * share, gradient * share
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Kernels, collectives and states of one call.
+
+    ``issued``: number of operators that the host issues forward, backward for inputs, and backward for weights.
+    ``issued_each``: number of those issued for each of a rank's experts. ``held``: number of experts in the graph.
+    ``rings``: the attentions over a sharded sequence, and whether each runs backward. ``routing``: number of forward
+    operators between the attention and the experts.
+    """
+
+    kernels: Columns
+    issued: tuple[float, float, float]
+    issued_each: tuple[float, float, float]
+    held: int
+    exchanges: tuple[Exchange, ...]
+    rings: tuple[tuple[fx.Node, bool], ...]
+    states: tuple[StateRead, ...]
+    region: ExpertRegion
+    routing: int = 0
+
+
+def asked_by(
+    block: Block,
+    train: bool,
+    fp8: bool = False,
+    again: Container[fx.Node] = (),
+    fused_casts: bool = False,
+    expert_kernels: str = "grouped",
+    current_scaling: bool = False,
+) -> Asked:
+    """Kernels and collectives of a call of ``block``, a local graph with its collectives.
+
+    ``fp8``: products with weights run in fp8; with ``fused_casts`` the preceding kernels write their operands in fp8.
+    ``again``: the nodes that selective recomputation runs once more. ``expert_kernels``, ``current_scaling``: see
+    :class:`~partitioner.Constraints`.
+    """
+    return _Reader(block, train, fp8, again, fused_casts, expert_kernels, current_scaling).read()
+
+
+class _Reader:
+    """Collects the kernels and collectives of a block's operators."""
+
+    def __init__(
+        self,
+        block: Block,
+        train: bool,
+        fp8: bool,
+        again: Container[fx.Node],
+        fused_casts: bool = False,
+        expert_kernels: str = "grouped",
+        current_scaling: bool = False,
+    ) -> None:
+        self.block, self.train, self.again, self.fused_casts = block, train, again, fused_casts
+        self.expert_kernels, self.current_scaling = expert_kernels, current_scaling
+        self.names = set(block.states)
+        self.learned = learned_nodes(block)
+        self.region = expert_region(block)
+        self.short = products_in_fp8(block, fp8, self.region)
+        self.first = first_readers(block, self.short | self.region.products)
+        self.gathers = gathered(block) if train else frozenset[fx.Node]()
+        self.rows: list[Row] = []
+        self.exchanges: list[Exchange] = []
+        self.rings: list[tuple[fx.Node, bool]] = []
+        self.issued: list[float] = [0.0, 0.0, 0.0]
+        self.each: list[float] = [0.0, 0.0, 0.0]
+        self.modules = module_operators(block, self.region) if expert_kernels == "each" else {}
+        self.routing, self.among_experts = 0, False
+
+    def read(self) -> Asked:
+        for node in self.block.graph.nodes:
+            if node.op == "call_function":
+                self._operator(node)
+        placeholders = {n.name: n for n in self.block.placeholders}
+        experts = self.region.states
+        for node in self.block.placeholders if self.train else ():
+            for kernel in _accumulation(node, self.names):
+                self.rows.append(Row(kernel, 1, expert=node.name in experts))
+                self.issued[2] += 1
+        small = small_states({name: placeholders[name].meta["val"].nbytes for name in self.block.states})
+        states = tuple(
+            StateRead(name, node.meta["val"].nbytes, gradient_bytes_of(node), name in experts, name in small)
+            for name, node in ((name, placeholders[name]) for name in self.block.states)
+        )
+        (ahead, back, later), (each_ahead, each_back, each_later) = self.issued, self.each
+        return Asked(
+            Columns.of(self.rows),
+            (ahead, back, later),
+            (each_ahead, each_back, each_later),
+            max((row.held for row in self.rows), default=0),
+            tuple(self.exchanges),
+            tuple(self.rings),
+            states,
+            self.region,
+            self.routing,
+        )
+
+    def _operator(self, node: fx.Node) -> None:
+        operands, results = node_operands(node, self.names, self.learned)
+        backward = self.train and needs_gradient(node)
+        kernels = forward_kernels(node, operands, results)
+        place = -1
+        if collective_name(node.target) in CONTEXT:
+            place = len(self.rings)
+            self.rings.append((node, backward))
+        self._add(0, node, self._in_fp8(0, node, kernels, operands, results), operands, place)
+        self._exchange(node, backward)
+        name = collective_name(node.target)
+        issued = self.each if self._runs_each(node) else self.issued
+        issued[0] += name != "copy" and self._is_issued(node)  # a copy does nothing on its way forward
+        if not self.among_experts:
+            self.among_experts = node in self.region.products
+            self.routing = 0 if is_attention(node) else self.routing + (name is None and not is_view(node))
+        more = self.modules.get(node, 0.0)
+        self.issued[0] += more
+        self.issued[1] += more * backward
+        if backward:
+            kernels = [*backward_kernels(node, operands, results, operand_needs(node)), *fan_out(node)]
+            kernels = self._in_fp8(1, node, kernels, operands, results)
+            self._add(1, node, kernels, operands, place)
+            later = sum(kernel.learned for kernel in kernels)
+            besides = not kernels if name is None else _transposed(node) is not None
+            if self._is_issued(node):
+                issued[1] += besides + len(kernels) - later
+                issued[2] += later
+
+    def _in_fp8(
+        self, way: int, node: fx.Node, kernels: list[Kernel], operands: list[Operand], results: list[Operand]
+    ) -> list[Kernel]:
+        """``kernels`` unchanged, or in fp8 with its casts if ``node`` is a product in fp8."""
+        if node not in self.short:
+            return kernels
+        apart = node in self.region.products and self._casts_apart(node)
+        how = self.fused_casts, node in self.first, apart, self.current_scaling
+        made, casts = in_fp8(kernels, operands, results, way == 1, *how)
+        issued = self.each if self._runs_each(node) else self.issued
+        for cast in casts:  # backward, a kernel is counted as one operator
+            issued[2 if cast.learned else way] += max(0, cast.launches - way) * self._is_issued(node)
+        return [*made, *casts]
+
+    def _runs_each(self, node: fx.Node) -> bool:
+        """Whether ``node`` is a product of experts that is launched for each of them."""
+        return self.expert_kernels == "each" and node in self.region.products
+
+    def _is_issued(self, node: fx.Node) -> bool:
+        """Whether the host issues ``node``. If each expert's products are launched separately, products of the same
+        operand are one product, because their weights lie together in memory."""
+        return not self._runs_each(node) or node in self.first
+
+    def _casts_apart(self, node: fx.Node) -> bool:
+        """Whether a separate kernel casts an operand of ``node``: rows that were just exchanged and, if each expert's
+        product is launched separately, every operand."""
+        return self.expert_kernels == "each" or bool(self.region.reads_entry(node))
+
+    def _add(self, way: int, node: fx.Node, kernels: Sequence[Kernel], operands: Sequence[Operand], ring: int) -> None:
+        expert, product = node in self.region.products, any(k.flops for k in kernels)
+        matrices = [o.shape for o in operands if o.state and len(o.shape) == 3] if expert else []
+        for kernel in kernels:
+            self.rows.append(
+                Row(
+                    kernel,
+                    way,
+                    product,
+                    again=way == 0 and node in self.again,
+                    ring=ring,
+                    expert=expert,
+                    widest=min((min(shape[1:]) for shape in matrices), default=math.inf),
+                    rows=operands[0].shape[0] if expert and len(operands[0].shape) == 2 else 0,
+                    held=matrices[0][0] if matrices else 0,
+                    each=self._runs_each(node),
+                )
+            )
+
+    def _exchange(self, node: fx.Node, backward: bool) -> None:
+        name = collective_name(node.target)
+        source = node.args[0] if node.args else None
+        if name is None or name in CONTEXT or not isinstance(source, fx.Node):
+            return
+        operand: Tensor = source.meta["val"]
+        dim = node.args[1] if isinstance(node.args[1], int) else 0
+        common = partial(
+            Exchange,
+            axis=next(a for a in node.args if isinstance(a, str)),
+            nbytes=operand.nbytes,
+            from_part=name in _FROM_PART,
+            strided=any(size != 1 for size in operand.shape[:dim]),
+            in_pieces=name in _IN_PIECES,
+        )
+        op = "all_to_all" if name in ROUTED else name
+        if name in COMMUNICATING:
+            self.exchanges.append(common(way=0, op=op, anew=backward and node in self.gathers))
+        back = _transposed(node)
+        if backward and back:
+            self.exchanges.append(common(way=1, op=back))
+
+
+def _transposed(node: fx.Node) -> str | None:
+    """The collective of a collective's gradient; ``None`` if the gradient passes unchanged."""
+    name = collective_name(node.target) or ""
+    return _TRANSPOSED.get((name, str(node.args[-1]) if name in ("all_gather", "all_reduce") else ""))
+
+
+def module_operators(block: Block, region: ExpertRegion) -> dict[fx.Node, float]:
+    """Host work of Transformer Engine's linear layers in operators, besides their products, by the layer's first
+    product.
+
+    One forward takes 2.7 times the host time of torch's linear layer (100 us over 37 on GB200, 91 over 33 on GH200:
+    NVIDIA/TransformerEngine issue 2053). Products that read the same value are one layer.
+    """
+    states, layers = set(block.states), dict[frozenset[fx.Node], list[fx.Node]]()
+    for node in block.graph.nodes:
+        if not is_product(node) or is_attention(node) or node in region.products:
+            continue
+        read = tensors_of(node)
+        if any(is_state(o, states) for o in read):
+            layers.setdefault(frozenset(o for o in read if not is_state(o, states)), []).append(node)
+    return {nodes[0]: max(0.0, _OF_A_MODULE - len(nodes)) for nodes in layers.values()}
+
+
+def learned_nodes(block: Block) -> set[fx.Node]:
+    """The states of ``block``, and the nodes computed from states alone."""
+    states = set(block.states)
+    found = {node for node in block.placeholders if node.name in states}
+    for node in block.graph.nodes:
+        if node.op == "call_function" and node.all_input_nodes and found.issuperset(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def node_operands(
+    node: fx.Node, states: set[str], learned: Container[fx.Node], copied: bool = False
+) -> tuple[list[Operand], list[Operand]]:
+    """The tensors that ``node`` reads and makes. ``learned``: see :func:`learned_nodes`. ``copied``: see
+    :func:`repeats_of`."""
+    read = [(o.meta["val"], is_state(o, states), o in learned, repeats_of(o, copied)) for o in tensors_of(node)]
+    operands = [Operand(tuple(v.shape), v.dtype, state, made, repeats) for v, state, made, repeats in read]
+    results = [Operand(tuple(r.shape), r.dtype) for r in results_of(node) if isinstance(r, Tensor)]
+    return operands, results
+
+
+def tensors_of(node: fx.Node) -> list[fx.Node]:
+    """The operands of ``node`` that are single tensors."""
+    return [o for o in operands_of(node) if isinstance(o.meta["val"], Tensor)]
+
+
+def operand_needs(node: fx.Node) -> list[bool]:
+    """Which of :func:`tensors_of` need a gradient."""
+    return [needs_gradient(o) for o in tensors_of(node)]
+
+
+def fan_out(node: fx.Node) -> list[Kernel]:
+    """The additions that sum the gradients of a value with several readers."""
+    value = node.meta["val"]
+    if not isinstance(value, Tensor) or not differentiable(value):
+        return []
+    readers = sum(needs_gradient(user) for user in node.users if user.op == "call_function")
+    return [add_kernel(Operand(tuple(value.shape), value.dtype))] * max(0, readers - 1)
+
+
+def is_state(node: fx.Node, states: set[str]) -> bool:
+    """Whether ``node`` is a state, or a view of one."""
+    while node.op == "call_function" and len(node.all_input_nodes) == 1 and is_view(node):
+        node = node.all_input_nodes[0]
+    return node.op == "placeholder" and node.name in states
+
+
+def gradient_bytes_of(placeholder: fx.Node) -> int:
+    """Bytes of a state's accumulated gradient; 0 if it has none."""
+    return gradient_bytes(TensorSpec.of(placeholder.meta["val"]), False) if needs_gradient(placeholder) else 0
+
+
+def _accumulation(placeholder: fx.Node, states: set[str]) -> list[Kernel]:
+    """The addition of a state's gradient to that of earlier microbatches; empty for other nodes."""
+    if placeholder.name not in states or not needs_gradient(placeholder):
+        return []
+    value = placeholder.meta["val"]
+    return [add_kernel(Operand(tuple(value.shape), value.dtype, state=True, learned=True))]

@@ -1,0 +1,412 @@
+"""What one call of a block costs one rank, from the block's local graph with its collectives. Once per block type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from torch import fx
+
+from partitioner.cost.call.block_profile import Asked, Columns, Exchange, asked_by
+from partitioner.cost.call.collectives import collective_time, context_exchanges
+from partitioner.cost.call.expert_parallel import (
+    EXECUTED,
+    NO_SPREAD,
+    Software,
+    Spread,
+    expected_loads,
+    expert_exchanges,
+    expert_region,
+    hidden,
+    in_pieces,
+    sorting_seconds,
+)
+from partitioner.cost.call.recomputation import remade
+from partitioner.cost.call.roofline import kernel_times
+from partitioner.cost.call.saved_activations import Kept, carried_bytes, gathered, kept_by
+from partitioner.cost.call.zero3_gathers import (
+    NONE_GATHERED,
+    GatheredBytes,
+    copy_seconds,
+    gather_seconds,
+    gathered_bytes,
+    read_bytes,
+)
+from partitioner.topology.group import Group
+from partitioner.topology.hardware import DeviceType
+from passes.ir.model import Block
+from passes.rules.strategies import needs_gradient
+
+# Kernels of Megatron-Core's fused router and of what it prepares for the exchange, forward, by how rows travel
+# (Megatron-LM, deepseek-v3-gb200-optimization, sections 2.1.4 and 2.2.1; recipes of Megatron-Bridge fuse it).
+_ROUTING = {"rows": 31, "parts": 31, "once": 17}
+_STREAMS = 4  # on which kernels of single experts run beside each other (Transformer Engine, util/multi_stream.cpp)
+
+Again = Callable[[Block, Collection[fx.Node]], frozenset[fx.Node]]
+
+
+def selective(block: Block, sent: Collection[fx.Node] = ()) -> frozenset[fx.Node]:
+    """The nodes that selective recomputation recomputes by default; see :func:`remade`."""
+    return remade(block, "selective", sent)
+
+
+@dataclass(frozen=True)
+class CallCost:
+    """Cost of one microbatch through one call on one rank. Seconds are without (``_s``) and of (``_comm_s``)
+    collectives.
+
+    ``weights_s``: the part of ``backward_s`` for gradients of weights, which no other stage waits for. ``flops``: of
+    forward matrix products; ``backward_flops``: of backward ones. ``saved_bytes``: kept from forward to backward,
+    besides the inputs that ``saved_inputs`` marks. ``working_bytes``: needed in addition while the call runs.
+    ``input_bytes`` and ``output_bytes``: by position. ``output_grads``: the outputs whose gradient flows back.
+    ``state_bytes``: of all states that the call reads. ``gathered_bytes``: of states that are gathered for it.
+    ``carried_bytes``: held between the two halves of the backward.
+
+    ``selective_bytes``: the part of ``saved_bytes`` that is quick to recompute, in ``selective_s``, from
+    ``selective_inputs`` among others. ``slim``: the cost with selective recomputation, if it cannot be derived from
+    these fields. ``remade_s``: seconds of recomputation in ``backward_s``. ``host_bytes``: kept in host memory.
+    """
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    weights_s: float = 0.0
+    forward_comm_s: float = 0.0
+    backward_comm_s: float = 0.0
+    flops: float = 0.0
+    backward_flops: float = 0.0
+    saved_bytes: float = 0.0
+    saved_inputs: tuple[bool, ...] = ()
+    carried_bytes: float = 0.0
+    working_bytes: float = 0.0
+    input_bytes: tuple[float, ...] = ()
+    output_bytes: tuple[float, ...] = ()
+    output_grads: tuple[bool, ...] = ()
+    state_bytes: float = 0.0
+    gathered_bytes: GatheredBytes = NONE_GATHERED
+    selective_bytes: float = 0.0
+    selective_inputs: tuple[bool, ...] = ()
+    selective_s: float = 0.0
+    remade_s: float = 0.0
+    host_bytes: float = 0.0
+    slim: CallCost | None = None
+
+    def paced(self, factor: float) -> CallCost:
+        """This call with all seconds multiplied by ``factor``."""
+        if factor == 1:
+            return self
+        return replace(
+            self,
+            forward_s=self.forward_s * factor,
+            backward_s=self.backward_s * factor,
+            weights_s=self.weights_s * factor,
+            forward_comm_s=self.forward_comm_s * factor,
+            backward_comm_s=self.backward_comm_s * factor,
+            selective_s=self.selective_s * factor,
+            remade_s=self.remade_s * factor,
+            slim=self.slim and self.slim.paced(factor),
+        )
+
+    def at_least(self, forward_s: float, backward_s: float) -> CallCost:
+        """This call with forward and backward seconds raised to at least ``forward_s`` and ``backward_s``."""
+        back, inputs = max(self.backward_s, backward_s), max(self.backward_s - self.later_s, backward_s / 2)
+        return replace(self, forward_s=max(self.forward_s, forward_s), backward_s=back, weights_s=back - inputs)
+
+    def selective(self) -> CallCost:
+        """This call under selective recomputation: backward recomputes the activations that are quick to recompute."""
+        return self.slim if self.slim is not None else self._selective
+
+    @cached_property
+    def _selective(self) -> CallCost:
+        return replace(
+            self,
+            saved_bytes=self.saved_bytes - self.selective_bytes,
+            saved_inputs=self.selective_inputs or self.saved_inputs,
+            selective_bytes=0.0,
+            working_bytes=self.working_bytes + self.selective_bytes,
+            backward_s=self.backward_s + self.selective_s,
+            remade_s=self.selective_s,
+        )
+
+    @cached_property
+    def later_s(self) -> float:
+        """The part of ``backward_s`` that may run after the gradients of inputs are sent: at most half, as bounds
+        assume."""
+        return min(self.weights_s, self.backward_s / 2)
+
+    @cached_property
+    def forward_total_s(self) -> float:
+        return self.forward_s + self.forward_comm_s
+
+    @cached_property
+    def backward_total_s(self) -> float:
+        return self.backward_s + self.backward_comm_s
+
+
+def call_costs(
+    block: Block,
+    device: DeviceType,
+    groups: Mapping[str, Group],
+    *,
+    train: bool = True,
+    spread: Spread = NO_SPREAD,
+) -> CallCost:
+    """The cost of one call of ``block``, a local graph whose collectives run over ``groups`` by mesh axis.
+
+    An axis that is not in ``groups`` costs nothing. Without ``train`` there is no backward and nothing is saved.
+    """
+    return CallWork(block, train).cost(device, groups, spread)
+
+
+@dataclass(frozen=True)
+class _Computed:
+    """Seconds and FLOPs of a call's kernels on one device type; pairs are (forward, backward).
+
+    ``seconds``: of all kernels. ``weights``: of gradients of weights, in backward. ``products``: of matrix products.
+    ``rings``: of each attention over a sharded sequence. ``again``: of selective recomputation. ``flops``: of matrix
+    products. ``experts_s``: of experts' products, forward.
+    """
+
+    seconds: tuple[float, float]
+    weights: float
+    products: tuple[float, float]
+    rings: tuple[tuple[float, float], ...]
+    again: float
+    flops: tuple[float, float]
+    experts_s: float = 0.0
+
+
+class CallWork:
+    """The work of a call of ``block``, to be priced on any device and over any groups.
+
+    ``again``: the nodes that selective recomputation recomputes. Kernels are priced once for each device and group
+    sizes, whatever the links.
+    """
+
+    def __init__(self, block: Block, train: bool = True, again: Again = selective) -> None:
+        self.block, self.train, self._again = block, train, again
+        self._asked: dict[tuple[bool, bool, str, bool], Asked] = {}
+        self._kept: dict[tuple[bool, bool, bool], Kept] = {}
+        self._computed: dict[tuple[object, ...], tuple[DeviceType, _Computed]] = {}
+
+    def asked(self, fp8: bool, software: Software = EXECUTED) -> Asked:
+        key = fp8, software.fused_casts, software.expert_kernels, software.current_scaling
+        if key not in self._asked:
+            self._asked[key] = asked_by(self.block, self.train, fp8, self.again, *key[1:])
+        return self._asked[key]
+
+    @cached_property
+    def again(self) -> frozenset[fx.Node]:
+        return self._again(self.block, ()) if self.train else frozenset()
+
+    @cached_property
+    def _again_apart(self) -> frozenset[fx.Node]:
+        """The nodes that selective recomputation recomputes if experts are on several ranks."""
+        entries = self.asked(False).region.entries
+        return self._again(self.block, entries) if entries and self.train else self.again
+
+    @cached_property
+    def _carried(self) -> float:
+        return float(carried_bytes(self.block)) if self.train else 0.0
+
+    @cached_property
+    def has_experts(self) -> bool:
+        """Whether the cost depends on how experts are spread."""
+        found = expert_region(self.block)  # the full `asked` may never be needed, and takes long to compute
+        return bool(found.entries or found.exits or found.products or found.states & set(self.block.states))
+
+    def cost(self, device: DeviceType, groups: Mapping[str, Group], spread: Spread = NO_SPREAD) -> CallCost:
+        """The cost of one call on one rank; see :func:`call_costs`."""
+        software, train = spread.software, self.train
+        asked = self.asked(spread.fp8, software)
+        slowdown = device.overlap_slowdown
+        computed = self._on(device, asked, spread)
+        seconds, comm, pieces = list(computed.seconds), [0.0, 0.0], [0.0, 0.0]
+        for (node, back), of_ring in zip(asked.rings, computed.rings, strict=True):
+            sent, beside = context_exchanges(node, groups)
+            for way in range(1 + back):
+                comm[way] += hidden(of_ring[way], sent[way], slowdown, beside)
+        for exchange in asked.exchanges:
+            took = _seconds(exchange, groups, device)
+            apart = software.overlap_tensor and exchange.in_pieces
+            (pieces if apart else comm)[exchange.way] += took
+            if exchange.anew and software.regather:  # behind the products of the backward
+                pieces[1] += took
+        exchanged = expert_exchanges(asked.region, spread)
+        put_in_order = sorting_seconds(asked.region, asked.held, spread, device)
+        for way in range(1 + train):
+            seconds[way] += put_in_order
+            comm[way] += in_pieces(computed.products[way], pieces[way], spread.tp, slowdown)
+            behind = software.overlap_experts  # another microbatch, which computes as long
+            comm[way] += hidden(seconds[way], exchanged, slowdown, behind)
+        halves = [seconds[0], seconds[1] - computed.weights, computed.weights]
+        sent_s = 0.0 if software.overlap_experts else exchanged / 2  # to the experts, without the way back
+        late_s = _issued_late(asked, computed.experts_s + sent_s, spread, device)
+        for half, others in enumerate((comm[0], comm[1], 0.0)):  # the host is the slower one for each by itself
+            issued, waited = _issued(asked, half, spread) * device.dispatch, late_s if half == 0 else 0.0
+            halves[half] = max(halves[half] + waited, issued - others)
+        for half, took in enumerate(copy_seconds(asked.states, spread, device)):
+            halves[half] += took if half == 0 or train else 0.0
+        seconds = [halves[0], halves[1] + halves[2]]
+        gathers = gather_seconds(asked.states, spread)
+        for way in range(1 + train):
+            comm[way] += hidden(seconds[way] + comm[way], gathers[way], slowdown, spread.overlap)
+        return self._cost(asked, spread, computed, halves, comm)
+
+    def _on(self, device: DeviceType, asked: Asked, spread: Spread) -> _Computed:
+        even = spread.software.even_experts
+        key = id(device), id(asked), spread.ep, spread.of_experts, spread.num_experts, spread.divided, even
+        if key not in self._computed:  # the device is kept: its identity stays its own
+            self._computed[key] = device, _computed(asked, device, spread)
+        return self._computed[key][1]
+
+    def _cost(
+        self, asked: Asked, spread: Spread, computed: _Computed, halves: list[float], comm: list[float]
+    ) -> CallCost:
+        regather = self.train and spread.software.regather
+        apart = spread.ep > 1
+        kept, slim = self._keeps(regather, False, apart), self._keeps(regather, True, apart)
+        sizes = [read_bytes(s, spread) for s in asked.states]
+        shared = [size for size, state in zip(sizes, asked.states, strict=True) if not state.small]
+        return CallCost(
+            forward_s=halves[0],
+            backward_s=halves[1] + halves[2],
+            weights_s=halves[2],
+            forward_comm_s=comm[0],
+            backward_comm_s=comm[1],
+            flops=computed.flops[0],
+            backward_flops=computed.flops[1],
+            saved_bytes=kept.inside,
+            saved_inputs=kept.inputs,
+            carried_bytes=self._carried,
+            working_bytes=kept.working,
+            input_bytes=self._sizes[0],
+            output_bytes=self._sizes[1],
+            output_grads=self._output_grads,
+            state_bytes=sum(size for size, _ in sizes),
+            gathered_bytes=gathered_bytes(shared, spread, kept.inside),
+            selective_bytes=kept.inside - slim.inside,
+            selective_inputs=slim.inputs,
+            selective_s=computed.again,
+        )
+
+    @cached_property
+    def _sizes(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Bytes of each input and of each output."""
+        placeholders = {n.name: n for n in self.block.placeholders}
+        ahead = [placeholders[name] for name in self.block.inputs]
+        of_inputs, of_outputs = ([float(n.meta["val"].nbytes) for n in nodes] for nodes in (ahead, self.block.outputs))
+        return tuple(of_inputs), tuple(of_outputs)
+
+    @cached_property
+    def _output_grads(self) -> tuple[bool, ...]:
+        return tuple(self.train and needs_gradient(n) for n in self.block.outputs)
+
+    def _keeps(self, regather: bool, selective: bool, apart: bool) -> Kept:
+        """Bytes and inputs kept from forward to backward.
+
+        ``regather``: gathered activations are gathered again. ``selective``: selective recomputation. ``apart``:
+        experts are on several ranks.
+        """
+        again = (self._again_apart if apart else self.again) if selective else frozenset()
+        if not again:
+            selective = apart = False
+        if (regather, selective, apart) not in self._kept:
+            gathers = gathered(self.block) if regather else frozenset()
+            self._kept[regather, selective, apart] = kept_by(self.block, self.train, again | gathers)
+        return self._kept[regather, selective, apart]
+
+
+def _issued(asked: Asked, half: int, spread: Spread) -> float:
+    """Number of operators that the host issues in one half of the call, without those in recorded graphs."""
+    of_experts, others = _issued_each(asked, half, spread), float(asked.issued[half])
+    if half == 0 and spread.software.expert_kernels == "each" and asked.held:
+        others += max(0, _ROUTING[spread.software.dispatch] - asked.routing)
+    return {"none": others + of_experts, "part": of_experts, "all": 0.0}[spread.software.graphs]
+
+
+def _issued_each(asked: Asked, half: int, spread: Spread) -> float:
+    """Number of operators that the host issues for each of a rank's experts."""
+    return asked.issued_each[half] * max(1.0, asked.held * spread.of_experts)
+
+
+def _issued_late(asked: Asked, device_s: float, spread: Spread, device: DeviceType) -> float:
+    """Seconds that a forward waits for the host to issue the kernels of each expert, which run ``device_s`` on the
+    device.
+
+    The host knows the number of rows of each expert only when the device has counted them, so it cannot issue ahead
+    (Megatron-LM, deepseek-v3-gb200-optimization, section 3.1: the synchronization for tokens by expert). There is no
+    wait if each expert's rows are padded to one fixed number.
+    """
+    software = spread.software
+    if software.expert_kernels != "each" or software.graphs == "all" or software.even_experts == "padded":
+        return 0.0
+    return max(0.0, _issued_each(asked, 0, spread) * device.dispatch - device_s)
+
+
+def _computed(asked: Asked, device: DeviceType, spread: Spread) -> _Computed:
+    columns = _spread_columns(asked.kernels, spread)
+    seconds = kernel_times(columns, device)
+    ahead = columns.way == 0
+    ways = ahead, ~ahead
+
+    def total(
+        values: np.ndarray[tuple[int], np.dtype[np.float64]], *masks: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    ) -> float:
+        return float(values[np.logical_and.reduce(masks)].sum())
+
+    return _Computed(
+        (total(seconds, ways[0]), total(seconds, ways[1])),
+        total(seconds, ways[1], columns.learned),
+        (total(seconds, ways[0], columns.product), total(seconds, ways[1], columns.product)),
+        tuple(
+            (total(seconds, ways[0], columns.ring == r), total(seconds, ways[1], columns.ring == r))
+            for r in range(len(asked.rings))
+        ),
+        total(seconds, columns.again),
+        (total(columns.flops, ways[0]), total(columns.flops, ways[1])),
+        total(seconds, ways[0], columns.expert),
+    )
+
+
+def _spread_columns(columns: Columns, spread: Spread) -> Columns:
+    """The kernels as one rank runs them: experts' weights are divided over ``ep``, and each expert on a rank gets the
+    rows of ``ep`` ranks. A divided graph already has this form."""
+    ep, experts = spread.ep, columns.expert
+    if ep == spread.of_experts == 1 and not experts.any():
+        return columns
+    num_experts = spread.num_experts / (ep if spread.divided else 1)
+    held = (columns.held > 0) & (columns.held < num_experts)  # tp may have divided the experts
+    uneven = expected_loads(columns.rows * ep, ep if spread.software.even_experts == "none" else 1)
+    load = uneven * np.where(held, columns.held / max(1, num_experts), 1.0)
+    load = np.where(experts, load, 1.0)
+    batch = (columns.num_bytes - columns.state_bytes) * load
+    weights = columns.state_bytes * np.where(experts, spread.of_experts, 1.0)
+    rows = load if spread.divided else load * ep
+    smallest = np.where(experts, np.minimum(columns.smallest * rows, columns.widest), columns.smallest)
+    at_a_time = np.ceil(np.maximum(1.0, columns.held * spread.of_experts) / _STREAMS)
+    return replace(
+        columns,
+        num_bytes=batch + weights,
+        state_bytes=weights,
+        flops=columns.flops * load,
+        smallest=smallest,
+        launches=columns.launches * np.where(columns.each, at_a_time, 1.0),
+    )
+
+
+def exchange_time(op: str, whole_bytes: float, group: Group, device: DeviceType, strided: bool) -> float:
+    """Seconds of a collective, and of the copy that joins or splits a dim that is not outermost in memory."""
+    seconds = collective_time(op, whole_bytes, group)
+    if strided and op not in ("all_reduce", "all_reduce_max"):
+        seconds += device.launch + 2 * whole_bytes / device.memory_bandwidth
+    return seconds
+
+
+def _seconds(exchange: Exchange, groups: Mapping[str, Group], device: DeviceType) -> float:
+    group = groups.get(exchange.axis)
+    if group is None or group.size == 1:
+        return 0.0
+    whole = exchange.nbytes * (group.size if exchange.from_part else 1)
+    return exchange_time(exchange.op, whole, group, device, exchange.strided)

@@ -1,0 +1,186 @@
+"""Cost of products with weights in fp8, and the selection of products that the program runs in fp8."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from partitioner.cost.call.expert_parallel import ExpertRegion, expert_region
+from partitioner.cost.call.operators import Kernel, Operand, is_attention, is_product, is_view, operator_name
+from partitioner.cost.call.roofline import memory_rate, product_rate
+from partitioner.topology.hardware import DeviceType
+from passes.ir.model import Block, FoldedModel
+from passes.ops.fp8 import ALIGNED, found_in, ops, product_of
+
+_SHOWN = 3  # products that a note names
+
+
+def products_in_fp8(block: Block, asked: bool, region: ExpertRegion) -> frozenset[fx.Node]:
+    """The products of ``block`` that run in fp8: those already in fp8; if ``asked``, also those that will be converted,
+    and the products of experts, which are planned in fp8 but not executed so."""
+    found = {node for node in block.graph.nodes if node.target is ops.linear_fp8.default}
+    if asked:
+        found |= found_in(block).keys() | (region.products if region.known else set())
+    return frozenset(found)
+
+
+def first_readers(block: Block, products: Collection[fx.Node]) -> frozenset[fx.Node]:
+    """The ``products`` that are the first to read their operands; later products reuse the operands' casts. Queries,
+    keys and values, or a gate and its gated projection, count as one product for software that casts once."""
+    states, known, found = set(block.states), set[frozenset[fx.Node]](), set[fx.Node]()
+    for node in block.graph.nodes if products else ():
+        if node not in products:
+            continue
+        sources = (_source(o) for o in node.all_input_nodes if o.meta["val"].dim() > 1)
+        read = frozenset(s for s in sources if s.op != "placeholder" or s.name not in states)
+        if read not in known:
+            found.add(node)
+            known.add(read)
+    return frozenset(found)
+
+
+def in_fp8(
+    kernels: list[Kernel],
+    operands: list[Operand],
+    results: list[Operand],
+    backward: bool,
+    fused: bool = False,
+    first: bool = True,
+    apart: bool = False,
+    current: bool = False,
+) -> tuple[list[Kernel], list[Kernel]]:
+    """Products with a weight as fp8 kernels, and the casts of their operands.
+
+    ``fused``: forward, the preceding kernel writes the operand as it is and transposed, one byte per element each, if
+    the product is the ``first`` to read it. ``apart``: a separate kernel reads the operand, too, for example after an
+    exchange. Backward, the gradient is read once and written twice (NVIDIA's Transformer Engine). ``current``: a tensor
+    is scaled by its own largest absolute value, computed before the cast (``Float8CurrentScalingQuantizer``: two more
+    kernels, of which the first reads the tensor unless the preceding kernel computed the maximum). Without ``fused``,
+    each product casts both of its operands.
+    """
+    if not any(o.state for o in operands) or not any(k.flops for k in kernels):
+        return kernels, []
+    matrices = [o for o in operands if len(o.shape) > 1]
+    made = [_in_a_byte(k, matrices, results[0], backward) for k in kernels]
+    if made == kernels:
+        return kernels, []
+    if not fused:
+        return made, [cast for k in made if k.flops for cast in _casts(k, matrices, results[0], backward)]
+    if backward:
+        gradients = float(sum(r.nbytes for r in results))
+        found = [Kernel("reduction", gradients, launches=2)] if current else []
+        return made, [*found, Kernel("quantize", 2.0 * gradients)]
+    if not first:
+        return made, []
+    written = float(max((o.nbytes for o in matrices if not o.state), default=0))
+    if current:
+        return made, [Kernel("reduction", written * apart, launches=2), Kernel("quantize", 2.0 * written)]
+    return made, [Kernel("quantize" if apart else "pointwise", written * (1 + apart), launches=int(apart))]
+
+
+def _in_a_byte(kernel: Kernel, matrices: Sequence[Operand], result: Operand, backward: bool) -> Kernel:
+    """A product of 16-bit numbers as an fp8 kernel: it reads one byte per element and writes results of unchanged
+    width."""
+    if not kernel.flops or kernel.precision not in ("bf16", "fp16"):
+        return kernel
+    read = [result, *(o for o in matrices if o.learned != kernel.learned)] if backward else list(matrices)
+    spared = sum(o.traffic / 2 for o in read)
+    of_states = sum(o.traffic / 2 for o in read if o.state)
+    return replace(
+        kernel,
+        precision="fp8",
+        num_bytes=max(0.0, kernel.num_bytes - spared),
+        state_bytes=max(0.0, kernel.state_bytes - of_states),
+    )
+
+
+def _casts(product: Kernel, operands: list[Operand], result: Operand, backward: bool) -> Iterator[Kernel]:
+    """Casts of the tensors that ``product`` reads: forward both operands; backward the gradient and, transposed, the
+    other operand (:func:`passes.ops.fp8.linear_fp8`)."""
+    if not backward:
+        yield from (cast for o in operands for cast in _cast(o, product, False))
+        return
+    yield from _cast(replace(result, state=False), product, product.learned)
+    yield from (cast for o in operands if o.learned != product.learned for cast in _cast(o, product, True))
+
+
+def _cast(operand: Operand, product: Kernel, transposed: bool) -> Iterator[Kernel]:
+    """Kernels of one cast: find the largest absolute value, scale and round every element to a byte, and copy the bytes
+    if they are wanted transposed. The scale itself takes three operators."""
+    whole = float(operand.nbytes)
+    bytes_out = operand.numel * (1.0 + 2.0 * transposed)
+    for kind, moved, launches in (("reduction", whole, 4), ("pointwise", 3 * whole + bytes_out, 2 + transposed)):
+        yield Kernel(kind, moved, moved * operand.state, launches=launches, learned=product.learned)
+
+
+def least_in_fp8(
+    kernels: list[Kernel],
+    operands: list[Operand],
+    results: list[Operand],
+    backward: bool,
+    device: DeviceType,
+    fused: bool = False,
+    first: bool = True,
+) -> list[Kernel]:
+    """Lower bound on a product's kernels: in fp8 or unconverted, whichever is faster. A shard may have sizes that are
+    not multiples of 16."""
+    made, casts = in_fp8(kernels, operands, results, backward, fused, first)
+    made = [*made, *(replace(cast, launches=0) for cast in casts)]
+    return made if _seconds(made, device) < _seconds(kernels, device) else kernels
+
+
+def _seconds(kernels: Sequence[Kernel], device: DeviceType) -> float:
+    return sum(
+        k.num_bytes / memory_rate(k.kind, device) + (k.flops / product_rate(k, device) if k.flops else 0.0)
+        for k in kernels
+    )
+
+
+def notes_on_fp8(model: FoldedModel) -> tuple[str, ...]:
+    """Notes for the user about ``model``, one rank's local model, where some products with weights are not in fp8."""
+    left = {name: list(_left_out(block)) for name, block in model.blocks.items()}
+    short = {name: len(products_in_fp8(b, True, expert_region(b))) for name, b in model.blocks.items()}
+    others = [(call.states[place], why) for call in model.calls for place, why in left[call.block]]
+    if not others:
+        return ()
+    count = sum(short[call.block] for call in model.calls)
+    first: dict[str, str] = {}  # the first name for each reason
+    for name, why in others:
+        first.setdefault(why, name)
+    shown = [f"{name} ({why})" for why, name in first.items()][:_SHOWN]
+    more = f" and {len(others) - len(shown)} more" if len(others) > len(shown) else ""
+    return (
+        f"{count} of {count + len(others)} products with weights are in fp8, the others in 16 bits: "
+        f"{', '.join(shown)}{more}",
+    )
+
+
+def _left_out(block: Block) -> Iterator[tuple[int, str]]:
+    """The products with weights of ``block`` that are not in fp8: the index of the weight among the block's states, and
+    the reason."""
+    states, short = list(block.states), products_in_fp8(block, True, expert_region(block))
+    for node in block.graph.nodes:
+        if node.op != "call_function" or node in short or not is_product(node) or is_attention(node):
+            continue
+        sources = [_source(o) for o in node.all_input_nodes if o.meta["val"].dim() > 1]
+        weight = next((s.name for s in sources if s.op == "placeholder" and s.name in states), None)
+        if weight is not None:
+            yield states.index(weight), _why(node, frozenset(states))
+
+
+def _why(node: fx.Node, states: frozenset[str]) -> str:
+    product = product_of(node, states)
+    if product is None:
+        return f"no kernel in fp8 for {operator_name(node)}"
+    rows, inner, out = product.sizes
+    if any(size % ALIGNED for size in product.sizes):
+        return f"{ALIGNED} does not divide all of {rows} x {inner} by {inner} x {out}"
+    return f"in {str(product.x.meta['val'].dtype).removeprefix('torch.')}"
+
+
+def _source(node: fx.Node) -> fx.Node:
+    while node.op == "call_function" and len(node.all_input_nodes) == 1 and is_view(node):
+        node = node.all_input_nodes[0]
+    return node

@@ -1,0 +1,436 @@
+"""What an operator asks of a device: floating-point operations, memory traffic and kernel launches.
+
+Everything is read off the shapes of operands and results, so the same table serves whole tensors, one rank's shards
+under a strategy, and a finished local graph. Families of operators are rows of tables; what is in none of them moves
+its operands and results through memory once, and as much again for each gradient.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor, fx
+
+from passes.ir.collectives import CONTEXT, collective_name
+from passes.ir.gradient_flow import accumulated_in
+from passes.ops.attention import Band, most_pairs
+from passes.ops.cross_entropy import NARROW
+from passes.rules import factors_of
+from passes.rules.attention import band
+from passes.rules.factors import argument
+from passes.shard.backward_halves import is_early
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor as an operator meets it. ``state``: a weight, whose size does not depend on the batch; ``learned``: made
+    of weights alone, so that no other stage waits for its gradient; ``repeats``: how often it has each number that is
+    in memory, as a view that expands does (keys of a group of heads)."""
+
+    shape: Shape
+    dtype: torch.dtype
+    state: bool = False
+    learned: bool = False
+    repeats: float = 1.0
+
+    @cached_property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @cached_property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def traffic(self) -> float:
+        """Bytes that reading it takes from memory: what is repeated comes out of caches."""
+        return self.nbytes / self.repeats
+
+    @property
+    def gradient(self) -> Operand:
+        """The gradient of the operand, or a copy of it: as large, and with nothing repeated."""
+        return self if self.repeats == 1.0 else replace(self, repeats=1.0)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One launch (or ``launches`` alike). ``num_bytes``: traffic with memory, of which ``state_bytes`` are weights'.
+
+    ``smallest``: the smallest of M, N and K, for the efficiency of a product; of an attention its keys, and ``width``
+    that of its heads.
+    ``kind``: the row of the device's table of memory efficiencies. ``aligned``: whether every row of a product's
+    matrices is a multiple of 16 bytes, as matrix units want it. ``learned``: makes a gradient of such an operand.
+    """
+
+    kind: str
+    num_bytes: float
+    state_bytes: float = 0.0
+    flops: float = 0.0
+    smallest: float = math.inf
+    precision: str = "fp32"
+    launches: int = 1
+    aligned: bool = True
+    learned: bool = False
+    width: float = math.inf
+
+
+PRECISIONS: dict[torch.dtype, str] = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "fp8",
+    torch.float8_e5m2: "fp8",
+}
+
+# Results that share their operand's memory.
+VIEWS = frozenset(
+    """view _unsafe_view reshape t transpose permute expand slice select narrow squeeze unsqueeze split
+    split_with_sizes chunk tensor_split unbind diagonal alias detach as_strided movedim moveaxis flatten unflatten
+    swapaxes swapdims view_as expand_as numpy_T mT mH adjoint lift_fresh real imag contiguous""".split()
+)
+_SUMMED_BACK = frozenset(("expand", "expand_as"))  # the gradient of a view that repeats is summed
+_FILLED_BACK = frozenset(  # the gradient of a view of a part is filled up with zeros, or joined
+    "slice select narrow diagonal split split_with_sizes chunk tensor_split unbind as_strided".split()
+)
+_MAYBE_COPIES = frozenset(("reshape", "contiguous", "flatten"))
+
+_LOOKUPS = frozenset(
+    """embedding index_select gather index take_along_dim scatter scatter_add scatter_reduce index_put index_add
+    index_copy masked_select _unsafe_index _unsafe_masked_index take""".split()
+)
+_WRITTEN_OVER = ("scatter", "index_put", "index_add", "index_copy")  # look-ups that give the table with other rows
+_SORTS = frozenset("sort argsort topk kthvalue median mode histc bincount unique _unique2 searchsorted".split())
+_NORMS = frozenset(
+    """native_layer_norm layer_norm native_group_norm group_norm rms_norm _fused_rms_norm native_batch_norm batch_norm
+    _native_batch_norm_legit cudnn_batch_norm instance_norm""".split()
+)
+_REDUCTIONS = frozenset(
+    """sum mean amax amin max min prod var std var_mean std_mean logsumexp softmax _softmax log_softmax _log_softmax
+    norm linalg_vector_norm any all argmax argmin cumsum cumprod nll_loss_forward cross_entropy_loss""".split()
+)
+# Bound by exponentials rather than by memory on devices that are slow at them: kinds of their own.
+_SOFTMAXES = frozenset("softmax _softmax log_softmax _log_softmax logsumexp cross_entropy_loss".split())
+_NAMED = {"sort": _SORTS, "reduction": _REDUCTIONS, "softmax": _SOFTMAXES, "norm": _NORMS}  # the last of two counts
+_KINDS = {name: kind for kind, names in _NAMED.items() for name in names}
+# ``passes/ops/cross_entropy.py``: a piece of the logits is read twice, what is made of it written and read, twice where
+# they are short and widened first; backward it is read and its gradient written, what is made in between written and
+# read twice.
+CROSS_ENTROPY = frozenset(("cross_entropy", "target_and_logsumexp"))
+_SPECIAL = frozenset(
+    "silu gelu exp expm1 log log1p sigmoid tanh softplus mish elu erf sin cos pow silu_backward gelu_backward".split()
+)
+_SUMS = frozenset(("sum", "cat", "stack", "clone", "concat"))  # the gradient is a view of the result's
+_ADDITIONS = frozenset(("add", "sub", "rsub"))
+_ADDED_TO = frozenset(("addcmul", "addcdiv"))  # the first operand, by what is made of the two others
+_LINEAR = frozenset(("to", "_to_copy", "mul", "div", "neg"))  # in one tensor: the gradient does not read it
+_ATTENTION = frozenset(
+    """scaled_dot_product_attention _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
+    _scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu band_attention
+    context_attention""".split()
+)
+# Products in a fused attention's backward over those forward: five of one size over two (Dao et al. 2022).
+_ATTENTION_BACKWARD = 2.5
+
+_ALIGNMENT = 16  # bytes (NVIDIA, Matrix Multiplication Background: with whole 16 bytes cuBLAS takes tensor cores best)
+
+_Product = tuple[float, float]  # FLOPs, the smallest of M, N and K
+
+
+def _contraction(a: Shape, b: Shape, out: Shape) -> _Product:
+    k = a[-1]
+    n = out[-1] if len(out) else 1
+    rows = math.prod(out) / n if len(b) <= 2 else out[-2]
+    return 2.0 * math.prod(out) * k, min(rows, n, k)
+
+
+def _linear(a: Shape, b: Shape, out: Shape) -> _Product:
+    return 2.0 * math.prod(out) * a[-1], min(math.prod(a[:-1]), b[0], a[-1])
+
+
+def _grouped(a: Shape, b: Shape, out: Shape) -> _Product:
+    """Rows by expert: ``[t, k]`` with ``[e, k, n]``, each matrix with an even share of the rows."""
+    return 2.0 * math.prod(out) * a[-1], min(a[0] / b[0], b[1], b[2])
+
+
+def _convolution(a: Shape, b: Shape, out: Shape) -> _Product:
+    k = math.prod(b[1:])
+    return 2.0 * math.prod(out) * k, min(math.prod(out) / max(1, b[0]), b[0], k)
+
+
+# Operator -> (the places of its two factors among its operands, FLOPs and smallest dim from their shapes).
+_PRODUCTS: dict[str, tuple[int, int, Callable[[Shape, Shape, Shape], _Product]]] = {
+    **dict.fromkeys(("mm", "bmm", "mv", "dot", "matmul", "linear_fp8"), (0, 1, _contraction)),
+    **dict.fromkeys(("_grouped_mm", "expert_mm"), (0, 1, _grouped)),
+    **dict.fromkeys(("addmm", "addmv", "baddbmm"), (1, 2, _contraction)),
+    "linear": (0, 1, _linear),
+    **dict.fromkeys(("convolution", "conv1d", "conv2d", "conv3d"), (0, 1, _convolution)),
+}
+
+
+def operator_name(node: fx.Node) -> str:
+    """``mm`` for ``aten.mm.default``; empty for what is no torch operator."""
+    target = node.target
+    return target._schema.name.split("::")[-1] if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node's result shares its operand's memory."""
+    name = operator_name(node)
+    return node.target is operator.getitem or (name in VIEWS and not (name in _MAYBE_COPIES and _copies(node)))
+
+
+def repeats_of(node: fx.Node, copied: bool = False) -> float:
+    """How often ``node`` has each number of the tensor that it is a view of; ``copied``: also through reshapes that
+    copy, as of shards they need not."""
+    found = 1.0
+    while node.op == "call_function" and operator_name(node) in VIEWS and (copied or is_view(node)):
+        source = node.all_input_nodes[0]
+        if operator_name(node) in _SUMMED_BACK and source.meta["val"].numel():
+            found *= max(1.0, node.meta["val"].numel() / source.meta["val"].numel())
+        node = source
+    return found
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether most of the work of a model may be in such an operator: matrix products and attention."""
+    name = operator_name(node)
+    return name in _PRODUCTS or name in _ATTENTION or name == "einsum"
+
+
+def is_attention(node: fx.Node) -> bool:
+    """Whether the operator is a fused attention."""
+    return operator_name(node) in _ATTENTION
+
+
+def _only_sends(node: fx.Node) -> bool:
+    """Whether the operator is a collective that computes nothing to speak of."""
+    name = collective_name(node.target)
+    return name is not None and name not in CONTEXT
+
+
+def _cuts(node: fx.Node) -> bool:
+    """Whether a rank copies its part of a whole tensor: one that does not lie together in memory."""
+    if collective_name(node.target) not in ("shard_slice", "shard_narrow"):
+        return False
+    dim = argument(node, "dim")
+    return any(size != 1 for size in node.meta["val"].shape[:dim])
+
+
+def _copies(node: fx.Node) -> bool:
+    """Whether a reshape of a tensor with gaps has to copy."""
+    source = node.args[0]
+    if not isinstance(source, fx.Node):
+        return False
+    value: Tensor = source.meta["val"]
+    if value.is_contiguous() or operator_name(node) == "contiguous":
+        return not value.is_contiguous()
+    try:
+        value.view(node.meta["val"].shape)
+    except RuntimeError:
+        return True
+    return False
+
+
+def forward_kernels(node: fx.Node, operands: Sequence[Operand], results: Sequence[Operand]) -> list[Kernel]:
+    """What running ``node`` on tensors of these shapes takes; nothing for views and collectives."""
+    if node.target is operator.getitem or not results:
+        return []
+    if _only_sends(node):
+        return [_kernel("pointwise", [results[0], results[0]])] if _cuts(node) else []
+    name = operator_name(node)
+    if name in VIEWS:
+        return [_kernel("default", [*operands, *results])] if name in _MAYBE_COPIES and _copies(node) else []
+    if is_product(node):
+        flops, smallest = _product(node, name, operands, results)
+        kind = "attention" if name in _ATTENTION else "matmul"
+        return [_kernel(kind, [*operands, *results], flops, smallest, _precision(operands))]
+    if name.startswith(_WRITTEN_OVER):  # rows are read, and written over a copy of the table
+        return [_kernel("pointwise", [operands[0], results[0]]), _kernel("lookup", [*operands[1:], operands[-1]])]
+    if name in _LOOKUPS:  # as much is read as is written
+        return [_kernel("lookup", [*operands[1:], results[0], *results])]
+    if name in CROSS_ENTROPY:
+        return [_entropy_kernel("softmax", operands[0], 2, 4 if operands[0].dtype in NARROW else 2, 5)]
+    return [_kernel(kind_of(node, name), [*operands, *results])]
+
+
+def _entropy_kernel(kind: str, logits: Operand, as_given: int, as_made: int, launches: int) -> Kernel:
+    """Passes over logits as they are and over what is made of them in the type in which exponents are added up."""
+    made = replace(logits, dtype=accumulated_in(logits.dtype))
+    return _kernel(kind, [logits] * as_given + [made] * as_made, launches=launches)
+
+
+def form_kernels(
+    node: fx.Node, operands: Sequence[Operand], results: Sequence[Operand], num_ranks: int, zigzag: bool, backward: bool
+) -> list[Kernel]:
+    """What an attention takes whose queries and keys are both sharded over ``num_ranks``; shapes are one rank's."""
+    width = results[0].shape[-1]
+    flops, smallest = attention_product(
+        operands[0].shape, operands[1].shape, width, band(node) or Band(), num_ranks, zigzag
+    )
+    flops *= _ATTENTION_BACKWARD if backward else 1.0
+    traffic = [*operands, *results] if not backward else [*operands, *operands, results[0], results[0]]
+    launches = (1 + backward) * num_ranks
+    return [_kernel("attention", traffic, flops, smallest, _precision(operands), launches=launches)]
+
+
+def backward_kernels(
+    node: fx.Node, operands: Sequence[Operand], results: Sequence[Operand], needs: Sequence[bool]
+) -> list[Kernel]:
+    """What the gradients of the operands that ``needs`` marks take."""
+    if not any(needs) or node.target is operator.getitem or _only_sends(node) or not results:
+        return []
+    name, result = operator_name(node), results[0]
+    wanted = [o for o, need in zip(operands, needs, strict=True) if need]
+    if name in VIEWS:
+        if name in _SUMMED_BACK and wanted[0].numel < result.numel:
+            return [_gradient_kernel("reduction", wanted[0], [result])]
+        return [_gradient_kernel("default", wanted[0], [result])] if name in _FILLED_BACK else []
+    if name in _ATTENTION:
+        flops, smallest = _product(node, name, operands, results)
+        traffic = [*operands, *(o.gradient for o in operands), result, result]
+        return [_kernel("attention", traffic, flops * _ATTENTION_BACKWARD, smallest, _precision(operands), launches=2)]
+    if is_product(node):
+        return _product_backward(node, name, operands, results, needs)
+    if name in _LOOKUPS:
+        fills = [_gradient_kernel("pointwise", o, []) for o in wanted]  # with zeros, then scattered into
+        return fills + [replace(_kernel("lookup", [result, result]), learned=o.learned) for o in wanted]
+    if name in _SUMS or name in CROSS_ENTROPY:
+        return [_entropy_kernel("pointwise", operands[0], 2, 4, 5)] if name in CROSS_ENTROPY else []
+    kind = kind_of(node, name)
+    if name in _LINEAR and len(operands) == 1:
+        return [_gradient_kernel(kind, wanted[0], [result])]
+    if kind in ("pointwise", "special"):
+        return [k for o in wanted for k in _pointwise_backward(kind, name, o, operands, result)]
+    if kind == "norm":  # one operator makes all gradients
+        return [_kernel(kind, [o, o.gradient, result]) for o in wanted]
+    return [_gradient_kernel(kind, o, [o, result]) for o in wanted]
+
+
+def _pointwise_backward(
+    kind: str, name: str, wanted: Operand, operands: Sequence[Operand], result: Operand
+) -> list[Kernel]:
+    broadcast = [_gradient_kernel("reduction", wanted, [result])] if wanted.numel < result.numel else []
+    if name in _ADDITIONS or (name in _ADDED_TO and wanted is operands[0]):
+        return broadcast  # the gradient itself
+    factors = operands[1:] if name in _ADDED_TO else operands
+    others = [o for o in factors if o is not wanted] or [wanted]
+    later = wanted.learned and not is_early(wanted.numel, result.numel)
+    return [replace(_kernel(kind, [result, *others, result]), learned=later), *broadcast]
+
+
+def _product_backward(
+    node: fx.Node, name: str, operands: Sequence[Operand], results: Sequence[Operand], needs: Sequence[bool]
+) -> list[Kernel]:
+    """One product of the same size for each factor; a bias' gradient is summed."""
+    flops, smallest = _product(node, name, operands, results)
+    factors = _PRODUCTS[name][:2] if name in _PRODUCTS else range(len(operands))
+    precision = _precision(operands)
+    kernels = []
+    for place, (operand, need) in enumerate(zip(operands, needs, strict=True)):
+        if need and place in factors:
+            others = [o for i, o in enumerate(operands) if i in factors and i != place]
+            kernel = _kernel("matmul", [results[0], *others, operand.gradient], flops, smallest, precision)
+            kernels.append(replace(kernel, learned=operand.learned))
+        elif need and operand.numel < results[0].numel:
+            kernels.append(_gradient_kernel("reduction", operand, [results[0]]))
+    return kernels
+
+
+def _gradient_kernel(kind: str, wanted: Operand, read: Sequence[Operand]) -> Kernel:
+    later = wanted.learned and not (kind == "reduction" and is_early(wanted.numel, read[0].numel))
+    return replace(_kernel(kind, [wanted.gradient, *read]), learned=later)
+
+
+def add_kernel(value: Operand) -> Kernel:
+    """Adding one gradient of ``value`` to another."""
+    whole = value.gradient
+    return replace(_kernel("pointwise", [whole, whole, whole]), learned=value.learned)
+
+
+def _product(node: fx.Node, name: str, operands: Sequence[Operand], results: Sequence[Operand]) -> _Product:
+    out = results[0].shape
+    if name in _PRODUCTS:
+        first, second, formula = _PRODUCTS[name]
+        return formula(operands[first].shape, operands[second].shape, out)
+    if name in _ATTENTION:
+        return _attention(node, operands, out)
+    return _einsum(node, operands)
+
+
+def _attention(node: fx.Node, operands: Sequence[Operand], out: Shape) -> _Product:
+    """Scores and their product with the values; of a causal mask or a window what they leave."""
+    query, key = operands[0].shape, operands[1].shape
+    if "partition" in str(node.target):
+        over = collective_name(node.target) is not None
+        size, zigzag = (argument(node, "size"), argument(node, "zigzag")) if over else (1, False)
+        return attention_product(query, key, out[-1], band(node) or Band(), size, zigzag)
+    causal = bool(node.kwargs.get("is_causal") or (len(node.args) > 5 and node.args[5] is True))
+    return attention_product(query, key, out[-1], Band(None, 0) if causal else Band())
+
+
+def attention_product(
+    query: Shape, key: Shape, width: int, seen: Band, num_ranks: int = 1, zigzag: bool = False
+) -> _Product:
+    """On the rank that has most to do, of ``num_ranks`` that have such queries and keys each; ``width``: of values."""
+    pairs = most_pairs(query[-2], key[-2], num_ranks, zigzag, seen)
+    return 2.0 * math.prod(query[:-2]) * pairs * (query[-1] + width), key[-2]
+
+
+def _einsum(node: fx.Node, operands: Sequence[Operand]) -> _Product:
+    """The product of all loop sizes, from the equation or, where it has an ellipsis, from the factor rule."""
+    equation = str(node.args[0]).replace(" ", "")
+    if "." in equation:
+        factors = factors_of(node)
+        sizes = list(factors.sizes.values()) if factors is not None else [operands[0].numel]
+        return 2.0 * math.prod(sizes), float(min(sizes, default=1))
+    by_letter = {
+        letter: size
+        for letters, operand in zip(equation.split("->")[0].split(","), operands, strict=True)
+        for letter, size in zip(letters, operand.shape, strict=True)
+    }
+    return 2.0 * math.prod(by_letter.values()), float(min(by_letter.values(), default=1))
+
+
+def kind_of(node: fx.Node, name: str) -> str:
+    if name in _KINDS:
+        return _KINDS[name]
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
+        return "special" if name in _SPECIAL else "pointwise"
+    return "default"
+
+
+def _precision(operands: Sequence[Operand]) -> str:
+    return PRECISIONS.get(operands[0].dtype, "fp32") if operands else "fp32"
+
+
+def _kernel(
+    kind: str,
+    traffic: Sequence[Operand],
+    flops: float = 0.0,
+    smallest: float = math.inf,
+    precision: str = "fp32",
+    launches: int = 1,
+) -> Kernel:
+    if kind == "pointwise" and len({o.shape for o in traffic if o.numel > 1}) > 1:
+        kind = "broadcast"  # found by index, not by place
+    rows = [o.shape[-1] * o.dtype.itemsize for o in traffic if flops and len(o.shape) > 1 and o.dtype.itemsize == 2]
+    return Kernel(
+        kind,
+        float(sum(o.traffic for o in traffic)),
+        float(sum(o.traffic for o in traffic if o.state)),
+        flops,
+        smallest,
+        precision,
+        launches,
+        all(row % _ALIGNMENT == 0 for row in rows),
+        width=min(o.shape[-1] for o in traffic[:3]) if kind == "attention" else math.inf,  # queries, keys and values
+    )

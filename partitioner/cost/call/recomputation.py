@@ -1,0 +1,126 @@
+"""Which results of a block's operators backward makes again instead of keeping them: what is cheap for what it frees.
+
+``scores``: those of attentions alone (Korthikanti et al. 2022). ``selective``: besides, whatever pays. Products, fused
+attentions, what is sent, sorted, looked up or drawn are kept where backward reads them, or where something that is made
+again does; norms, activations and the like come of them in a pass over memory. What is kept is a least cut between what
+has to be kept and what backward reads: through each value it costs the bytes of the value, through each operator that
+is run once more its traffic. Others know it as activation checkpointing by operator. ``alternate``: besides, every
+second product, so that of these half as much is kept, for half a forward's time more (torchtitan's way).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Literal
+
+import torch
+from ortools.graph.python.max_flow import SimpleMaxFlow
+from torch import Tensor, fx
+
+from partitioner.cost.call.block_profile import node_operands
+from partitioner.cost.call.operators import forward_kernels, is_attention, is_product, is_view, kind_of, operator_name
+from partitioner.cost.call.saved_activations import expanded, needed, size_of, value_of
+from passes.ir.collectives import collective_name
+from passes.ir.model import Block
+from passes.rules.strategies import needs_gradient
+
+Remade = Literal["scores", "selective", "alternate"]
+
+_WORTH = 16  # bytes of traffic that a byte kept is worth: an activation takes two or three, numbers drawn by place 284
+
+_BYTES_PER_FLOP = 1 / 300  # as devices have them
+_ANY = 1 << 50  # more than all bytes of a block
+_KINDS = frozenset(("pointwise", "special", "norm", "softmax", "reduction"))
+_COPIES = frozenset(
+    """to _to_copy copy clone contiguous reshape flatten cat stack constant_pad_nd roll flip repeat full_like zeros_like
+    ones_like""".split()
+)
+
+
+def remade(block: Block, how: Remade, sent: Collection[fx.Node] = ()) -> frozenset[fx.Node]:
+    """The operators of ``block``, a graph in which gradients are marked, that backward runs once more; ``sent``: values
+    that come from other ranks in the form of it that is run."""
+    scores = expanded(block)
+    if how == "scores":
+        return scores
+    second = _second_products(block) if how == "alternate" else frozenset[fx.Node]()
+    return scores | _Cut(block, scores, sent, second).again()
+
+
+def _second_products(block: Block) -> frozenset[fx.Node]:
+    products = [node for node in block.graph.nodes if is_product(node) and not is_attention(node)]
+    return frozenset(products[1::2])
+
+
+class _Cut:
+    """The least cut. Every operator and input has two places: it is run again if the first is on the side of backward,
+    and asked for if the second is; what is asked for and not run again is kept."""
+
+    def __init__(
+        self, block: Block, scores: frozenset[fx.Node], sent: Collection[fx.Node], products: frozenset[fx.Node]
+    ) -> None:
+        self.block, self.scores, self.sent = block, scores, {value_of(node)[0] for node in sent}
+        self.products = products  # that are run again whatever they take
+        self.states = set(block.states)
+        self.flow = SimpleMaxFlow()
+        self.places: dict[fx.Node, int] = {}
+        self.read: dict[fx.Node, set[int]] = {}  # of each operator the results that are asked for
+
+    def again(self) -> frozenset[fx.Node]:
+        wanted = [v for n in self.block.graph.nodes if n.op == "call_function" and needs_gradient(n) for v in needed(n)]
+        wanted = [v for v in wanted if v[0].name not in self.states]
+        again = [n for n in self.block.graph.nodes if self._is_quick(n)]
+        reads = {n: list(self._reads(n)) for n in again}
+        for node, result in (*wanted, *(value for values in reads.values() for value in values)):
+            self.read.setdefault(node, set()).add(result)
+        backward, forward = 0, 1
+        for node in (*self.read, *(n for n in again if n not in self.read)):
+            self.places[node] = 2 * len(self.places) + 2
+        for node, place in self.places.items():
+            quick = node in reads
+            self._edge(place, place + 1, _ANY if node in self.scores else self._bytes(node))
+            self._edge(forward, place, self._price(node) if quick else _ANY)
+            for operand, _ in reads.get(node, ()):
+                self._edge(self.places[operand] + 1, place, _ANY)
+        for node, _ in dict.fromkeys(wanted):
+            self._edge(self.places[node] + 1, backward, _ANY)
+        if not wanted or self.flow.solve(forward, backward) != SimpleMaxFlow.OPTIMAL:
+            return frozenset()
+        side = set(self.flow.get_sink_side_min_cut())
+        return frozenset(n for n in again if self.places[n] in side)
+
+    def _edge(self, start: int, end: int, capacity: int) -> None:
+        self.flow.add_arc_with_capacity(start, end, capacity)
+
+    def _is_quick(self, node: fx.Node) -> bool:
+        if node in self.scores:
+            return True
+        if node.op != "call_function" or node in self.sent or collective_name(node.target) is not None:
+            return False
+        if node in self.products:
+            return True
+        if is_product(node) or is_view(node):
+            return False
+        target, name = node.target, operator_name(node)
+        if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or "batch_norm" in name:
+            return False
+        if torch.Tag.nondeterministic_seeded in target.tags or not isinstance(node.meta["val"], Tensor | tuple):
+            return False
+        return kind_of(node, name) in _KINDS or name in _COPIES
+
+    def _reads(self, node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
+        """What ``node`` reads when it is run again, but for states."""
+        for value in dict.fromkeys(map(value_of, node.all_input_nodes)):
+            if value[0].name not in self.states:
+                yield value
+
+    def _bytes(self, node: fx.Node) -> int:
+        return sum(size_of((node, result)) for result in self.read.get(node, ()))
+
+    def _price(self, node: fx.Node) -> int:
+        """What running an operator again costs, in bytes kept; one at least: the less is made again the better."""
+        kernels = forward_kernels(node, *node_operands(node, self.states, ()))
+        traffic = sum(k.num_bytes + k.flops * _BYTES_PER_FLOP for k in kernels)
+        if node in self.products:
+            return 1
+        return 0 if node in self.scores else 1 + int(traffic / _WORTH)

@@ -1,0 +1,141 @@
+"""Seconds of kernels on a device.
+
+``t = t0 launches + flops / (e peak) + bytes / (e_m bandwidth)``: additive rather than a maximum, as measured operators
+are (see the sources in ``topology/data/devices.yaml``); ``e`` depends on the smallest of M, N and K.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partitioner.cost.call.operators import Kernel
+from partitioner.topology.hardware import DeviceType
+
+if TYPE_CHECKING:
+    from partitioner.cost.call.block_profile import Columns
+
+Column = NDArray[np.float64]
+
+_LEAST = 1e-9  # of sizes whose logarithm is taken
+
+
+def kernel_time(kernel: Kernel, device: DeviceType) -> float:
+    """Seconds of one kernel with all of its launches."""
+    rate = memory_rate(kernel.kind, device, kernel.num_bytes / max(1, kernel.launches))
+    seconds = kernel.launches * device.launch + kernel.num_bytes / rate
+    if kernel.flops:
+        seconds += kernel.flops / product_rate(kernel, device)
+    return seconds
+
+
+def kernel_times(columns: Columns, device: DeviceType) -> Column:
+    """:func:`kernel_time` of many kernels at once, shape ``[kernels]``."""
+    rates = np.array([memory_efficiency(kind, device) for kind in columns.kinds], dtype=np.float64)[columns.kind]
+    if device.memory_sizes:
+        moved = columns.num_bytes / np.maximum(1.0, columns.launches)
+        rates = np.minimum(rates, _along(moved, device.memory_sizes))
+    seconds: Column = columns.launches * device.launch + columns.num_bytes / (device.memory_bandwidth * rates)
+    works = np.nonzero(columns.flops)[0]
+    if works.size:
+        smallest = columns.smallest[works]
+        lowest, share = device.matmul_efficiency[0]
+        below = share * np.maximum(smallest, _LEAST) / lowest
+        efficiency = np.where(smallest < lowest, below, _along(smallest, device.matmul_efficiency))
+        efficiency = efficiency * np.where(columns.aligned[works], 1.0, device.unaligned)
+        attention = columns.kind[works] == (columns.kinds.index("attention") if "attention" in columns.kinds else -1)
+        of_keys = _along(smallest, device.attention_lengths) if device.attention_lengths else 1.0
+        of_heads = _along(columns.width[works], device.attention_widths) if device.attention_widths else 1.0
+        efficiency = np.where(attention, device.attention_efficiency * of_keys * of_heads, efficiency)
+        peaks = (
+            device.clock
+            * np.array([device.peak_of(precision) for precision in columns.precisions])[columns.precision[works]]
+        )
+        seconds[works] += columns.flops[works] / (peaks * efficiency)
+    return seconds
+
+
+def _along(values: Column, curve: Sequence[tuple[float, float]]) -> Column:
+    """:func:`interpolated`, as at the ends beyond them."""
+    points, shares = zip(*curve, strict=True)
+    found: Column = np.interp(np.log(np.maximum(values, _LEAST)), np.log(points), shares)
+    return found
+
+
+def kernels_time(kernels: Iterable[Kernel], device: DeviceType) -> float:
+    return sum(kernel_time(kernel, device) for kernel in kernels)
+
+
+# The kind that stands in for one that a device does not list, before ``default``.
+_ALIKE = {
+    **dict.fromkeys(("optimizer", "special", "broadcast", "quantize"), "pointwise"),
+    "softmax": "reduction",
+}
+
+
+def memory_rate(kind: str, device: DeviceType, num_bytes: float | None = None) -> float:
+    """Bytes/s that kernels of ``kind`` that move ``num_bytes`` reach; ``None``: those of the best size."""
+    return device.memory_bandwidth * min(memory_efficiency(kind, device), _largest_factor(num_bytes, device))
+
+
+def copied_s(nbytes: float, device: DeviceType) -> float:
+    """Seconds of a kernel that reads and writes so much."""
+    return device.launch + 2 * nbytes / memory_rate("pointwise", device, 2 * nbytes) if nbytes else 0.0
+
+
+def memory_efficiency(kind: str, device: DeviceType) -> float:
+    """The fraction of the memory bandwidth that kernels of ``kind`` reach, by the row that is nearest to it."""
+    table = device.memory_efficiency
+    return table.get(kind, table.get(_ALIKE.get(kind, "default"), table.get("default", 1.0)))
+
+
+def _largest_factor(num_bytes: float | None, device: DeviceType) -> float:
+    curve = device.memory_sizes
+    if not curve:
+        return math.inf
+    if num_bytes is None:
+        return max(factor for _, factor in curve)
+    return curve[0][1] if num_bytes <= curve[0][0] else interpolated(num_bytes, curve)
+
+
+def interpolated(x: float, curve: Sequence[tuple[float, float]]) -> float:
+    """Between two points of ``curve`` along the logarithm; above the last as there. ``x`` is not below the first."""
+    place = bisect_right(curve, (x, math.inf))
+    if place == len(curve):
+        return curve[-1][1]
+    (low, a), (high, b) = curve[place - 1], curve[place]
+    return a + math.log(x / low) / math.log(high / low) * (b - a)
+
+
+def product_rate(kernel: Kernel, device: DeviceType) -> float:
+    """FLOP/s that a matrix product or a fused attention reaches."""
+    peak = device.peak_of(kernel.precision) * device.clock
+    if kernel.kind == "attention":
+        return peak * device.attention_efficiency * attention_factor(kernel, device)
+    return peak * matmul_efficiency(kernel.smallest, device) * (1.0 if kernel.aligned else device.unaligned)
+
+
+def attention_factor(kernel: Kernel, device: DeviceType) -> float:
+    """The fraction of its best that a fused attention reaches over so many keys, with heads as wide."""
+    return _on(device.attention_lengths, kernel.smallest) * _on(device.attention_widths, kernel.width)
+
+
+def _on(curve: Sequence[tuple[float, float]], value: float) -> float:
+    """:func:`interpolated`, as at the ends beyond them; 1 where there is no curve."""
+    if not curve:
+        return 1.0
+    return curve[0][1] if value <= curve[0][0] else interpolated(min(value, curve[-1][0]), curve)
+
+
+def matmul_efficiency(smallest: float, device: DeviceType) -> float:
+    """The fraction of peak at this smallest of M, N and K: between two measured sizes along the logarithm; below the
+    first in proportion to the size, above the last as there."""
+    curve = device.matmul_efficiency
+    if smallest < curve[0][0]:
+        return curve[0][1] * max(smallest, _LEAST) / curve[0][0]
+    return interpolated(smallest, curve)

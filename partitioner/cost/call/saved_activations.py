@@ -1,0 +1,387 @@
+"""Which tensors a block keeps from forward for its backward, and how much it needs besides while it runs.
+
+An operator's gradient needs some of its operands or its result: the table below, by family. Views keep what they look
+at. States are not counted (a rank holds them anyway), and the block's inputs are told apart: several calls may keep the
+same one.
+
+What a microbatch holds between the two halves of its backward, once that for inputs has run.
+
+The half for weights reads what products with weights were of, and the gradients of their results; of what depends on
+no input of the block it is all of the backward. One operator that makes both gradients (norms, convolutions) belongs to
+the first half, and so do gradients that are sums over much larger tensors (of a norm's weight, written out).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, fx
+
+from partitioner.cost.call.operators import CROSS_ENTROPY, VIEWS, is_product, is_view, operator_name
+from passes.ir.collectives import COMMUNICATING, CONTEXT, collective_name
+from passes.ir.gradient_flow import accumulated_in, differentiable
+from passes.ir.model import Block
+from passes.ops.cross_entropy import MOST_PIECES
+from passes.rules.factors import operands_of, results_of
+from passes.rules.strategies import needs_gradient
+from passes.shard.backward_halves import is_early
+
+Need = Literal["nothing", "operands", "others", "quotient", "result", "both", "indices", "norm", "attention"]
+
+Value = tuple[fx.Node, int]  # a node's result, views traced back
+
+# What the gradient of an operator needs; what is not listed needs its operands.
+#   others     for each operand with a gradient the other ones (a product)
+#   quotient   the divisor; for its own gradient the dividend too
+#   indices    what is not differentiable: indices, masks, conditions, and results of that kind
+#   norm       operands, and two fp32 numbers per row: mean and reciprocal deviation
+#   attention  operands, result and the logarithm of the sum of exponents, one fp32 number per row
+NEEDS: dict[str, Need] = {
+    **dict.fromkeys(
+        """add sub rsub neg sum mean cat stack concat clone _to_copy to copy ones_like zeros_like full_like round floor
+        ceil sign constant_pad_nd pad roll flip repeat cumsum""".split(),
+        "nothing",
+    ),
+    **dict.fromkeys(
+        """mul mm bmm mv dot matmul _grouped_mm expert_mm addmm addmv baddbmm linear einsum convolution conv1d conv2d
+        conv3d lerp""".split(),
+        "others",
+    ),
+    **dict.fromkeys(
+        "exp expm1 sigmoid tanh relu sqrt rsqrt reciprocal softmax _softmax log_softmax _log_softmax cumprod".split(),
+        "result",
+    ),
+    **dict.fromkeys(
+        "logsumexp cross_entropy target_and_logsumexp amax amin max min norm linalg_vector_norm prod".split(), "both"
+    ),
+    **dict.fromkeys(
+        """where masked_fill embedding index_select gather index take_along_dim scatter scatter_add index_put index_add
+        index_copy masked_select sort topk tril triu dropout native_dropout""".split(),
+        "indices",
+    ),
+    **dict.fromkeys(
+        """native_layer_norm layer_norm native_group_norm group_norm rms_norm _fused_rms_norm native_batch_norm
+        batch_norm""".split(),
+        "norm",
+    ),
+    "div": "quotient",
+    **dict.fromkeys(
+        """scaled_dot_product_attention _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
+        _scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu band_attention
+        context_attention""".split(),
+        "attention",
+    ),
+}
+
+# Products whose weight's gradient is a plain one, which the runtime adds to its buffer as it computes it.
+_INTO_BUFFERS = frozenset(("linear", "mm", "addmm", "matmul"))
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes of one call of a block. ``inside``: kept tensors that the block makes; ``inputs``: whether each input is.
+
+    ``working``: bytes needed for a moment besides what is kept, forward or backward, whichever is more; ``passing``: of
+    that, besides the outputs as well.
+    """
+
+    inside: int
+    inputs: tuple[bool, ...]
+    working: int
+    passing: int
+
+
+def expanded(block: Block) -> frozenset[fx.Node]:
+    """The operators whose results are scores: a product of two activations that is larger than both, and what follows
+    of its size; and masks that these meet and that come of no activation, as those of dropout, drawn by place.
+
+    Selective recomputation (Korthikanti et al. 2022) makes these again; a fused attention has none. Nothing is sent
+    again: what comes over a collective is kept.
+    """
+    states = set(block.states)
+    found: dict[fx.Node, int] = {}
+    for node in block.graph.nodes:
+        value = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(value, Tensor) or collective_name(node.target) in COMMUNICATING:
+            continue
+        sources = operands_of(node)
+        if operator_name(node) in ("bmm", "matmul", "baddbmm"):
+            factors = [o for o in sources if value_of(o)[0].name not in states]
+            if len(factors) >= 2 and value.numel() > sum(o.meta["val"].numel() for o in factors[-2:]):
+                found[node] = value.numel()
+        elif any(found.get(o, 0) and found[o] <= value.numel() for o in sources):
+            found[node] = value.numel()
+    return frozenset(found) | _free(block, found)
+
+
+def _free(block: Block, scores: Collection[fx.Node]) -> frozenset[fx.Node]:
+    """What ``scores`` are made of that comes of no input and of no parameter."""
+    free: set[fx.Node] = set()
+    placeholders = {n for n in block.placeholders if n.name not in block.inputs and not differentiable(n.meta["val"])}
+    for node in block.graph.nodes:
+        local = node.op == "call_function" and collective_name(node.target) not in COMMUNICATING
+        if local and all(o in free or o in placeholders for o in node.all_input_nodes):
+            free.add(node)
+    found: set[fx.Node] = set()
+    stack = [o for n in scores for o in n.all_input_nodes]
+    while stack:
+        node = stack.pop()
+        if node in free and node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return frozenset(found)
+
+
+def gathered(block: Block) -> frozenset[fx.Node]:
+    """Activations that are gathered over a mesh axis: they can be gathered again instead of kept."""
+    states = set(block.states)
+    return frozenset(
+        node
+        for node in block.graph.nodes
+        if node.op == "call_function"
+        and collective_name(node.target) == "all_gather"
+        and value_of(node.all_input_nodes[0])[0].name not in states
+    )
+
+
+def kept_by(block: Block, train: bool = True, without: frozenset[fx.Node] = frozenset()) -> Kept:
+    """What one call of ``block`` keeps and needs, not keeping results of ``without``. Inference keeps nothing."""
+    states = set(block.states)
+    saved: dict[Value, int] = {}
+    extra = 0
+    for node in block.graph.nodes:
+        if train and node.op == "call_function" and needs_gradient(node):
+            for value in needed(node):
+                saved[value] = size_of(value)
+            extra += _row_statistics(node)
+    for value in _read_again([node for node, _ in saved if node in without], without):
+        saved[value] = size_of(value)
+    saved = {v: size for v, size in saved.items() if v[0].name not in states and v[0] not in without}
+    made = {value: size for value, size in saved.items() if value[0].op != "placeholder"}
+    kept_names = {value[0].name for value in saved if value[0].op == "placeholder"}
+    inside = sum(made.values()) + extra
+    working, outputs = _forward_peak(block, made)
+    backward = _backward_peak(block) if train else 0
+    inputs = tuple(name in kept_names for name in block.inputs)
+    return Kept(inside, inputs, max(working, backward), max(working - outputs, backward))
+
+
+def _read_again(nodes: Sequence[fx.Node], without: frozenset[fx.Node]) -> Iterator[Value]:
+    """What ``nodes``, and those of ``without`` that they are made of, read when they are made again."""
+    seen, stack = set(nodes), [*nodes]
+    while stack:
+        for value in map(value_of, stack.pop().all_input_nodes):
+            if value[0] not in without:
+                yield value
+            elif value[0] not in seen:
+                seen.add(value[0])
+                stack.append(value[0])
+
+
+def value_of(node: fx.Node) -> Value:
+    """The tensor that ``node`` looks at: views and picked results traced back to what was computed."""
+    while node.op == "call_function":
+        if node.target is operator.getitem:
+            source, index = node.args
+            assert isinstance(source, fx.Node), node
+            assert isinstance(index, int), node
+            if not is_view(source):
+                return source, index
+            node = source
+        elif collective_name(node.target) == "copy" or (is_view(node) and node.all_input_nodes):
+            node = node.all_input_nodes[0]
+        else:
+            break
+    return node, 0
+
+
+def needed(node: fx.Node) -> Iterator[Value]:
+    """The values that the gradient of ``node`` reads."""
+    sends = collective_name(node.target) not in (None, *CONTEXT)
+    if operator_name(node) in VIEWS or node.target is operator.getitem or sends:
+        return
+    operands = operands_of(node)
+    need = NEEDS.get(operator_name(node), "operands")
+    if need in ("operands", "both", "norm", "attention"):
+        yield from (value_of(o) for o in operands)
+    elif need == "others":
+        marked = [needs_gradient(o) for o in operands]
+        for place, operand in enumerate(operands):
+            if sum(marked) > marked[place]:
+                yield value_of(operand)
+    elif need == "quotient" and len(operands) == 2:
+        yield value_of(operands[1])
+        if needs_gradient(operands[1]):
+            yield value_of(operands[0])
+    elif need == "indices":
+        yield from (value_of(o) for o in operands if not differentiable(o.meta["val"]))
+    if need in ("result", "both", "attention", "norm"):
+        yield from ((node, i) for i in range(need == "norm", len(results_of(node))))
+    elif need == "indices":
+        yield from ((node, i) for i, r in enumerate(results_of(node)) if not differentiable(r))
+
+
+def _row_statistics(node: fx.Node) -> int:
+    """Bytes of the numbers per row that an operator keeps and does not give as results of their own."""
+    need = NEEDS.get(operator_name(node))
+    if need not in ("attention", "norm") or len(results_of(node)) > 1:
+        return 0
+    shape: tuple[int, ...] = tuple(node.meta["val"].shape)
+    if need == "attention":
+        return 4 * math.prod(shape[:-1])
+    normalized = node.args[1] if len(node.args) > 1 and isinstance(node.args[1], list | tuple) else shape[-1:]
+    return 8 * math.prod(shape[: len(shape) - len(normalized)])
+
+
+def size_of(value: Value) -> int:
+    """Bytes of a value."""
+    tensors = results_of(value[0])
+    return int(tensors[value[1]].nbytes) if value[1] < len(tensors) and isinstance(tensors[value[1]], Tensor) else 0
+
+
+def _forward_peak(block: Block, saved: dict[Value, int]) -> tuple[int, int]:
+    """The most bytes over what is kept in the end that are alive at a time while the block runs forward, and those of
+    outputs that are alive after it."""
+    nodes = [n for n in block.graph.nodes if n.op == "call_function"]
+    last: dict[Value, int] = {}
+    for place, node in enumerate(nodes):
+        for operand in node.all_input_nodes:
+            last[value_of(operand)] = place
+    for output in block.outputs:
+        last[value_of(output)] = len(nodes)
+    dying: dict[int, list[Value]] = {}
+    for value, place in last.items():
+        if value[0].op == "call_function" and value not in saved:
+            dying.setdefault(place, []).append(value)
+    alive = peak = kept = 0
+    total = sum(saved.values())
+    for place, node in enumerate(nodes):
+        for value in _made(node):
+            if value in saved:
+                kept += saved[value]
+            elif value in last:
+                alive += size_of(value)
+        peak = max(peak, alive + kept - total + _scratch(node))
+        alive -= sum(size_of(value) for value in dying.get(place, ()))
+    return max(0, peak), alive
+
+
+def _scratch(node: fx.Node) -> int:
+    """Bytes of what an operator makes of a piece of its operand at a time."""
+    if operator_name(node) not in CROSS_ENTROPY:
+        return 0
+    logits: Tensor = operands_of(node)[0].meta["val"]
+    return logits.numel() * accumulated_in(logits.dtype).itemsize // MOST_PIECES
+
+
+def _backward_peak(block: Block) -> int:
+    """The most bytes of gradients that are alive at a time.
+
+    A state's gradient is added to its buffer as soon as it is known, a product's even as it is computed
+    (``runtime/execute/codegen.py``): the others are there for a moment.
+    """
+    states = set(block.states)
+    alive = {value_of(n): size_of(value_of(n)) for n in block.outputs if needs_gradient(n)}
+    peak = sum(alive.values())
+    for node in reversed(list(block.graph.nodes)):
+        if node.op != "call_function" or not needs_gradient(node) or is_view(node):
+            continue
+        moment = _scratch(node)
+        for operand in operands_of(node):
+            value = value_of(operand)
+            if not needs_gradient(operand):
+                continue
+            if value[0].name not in states:
+                alive[value] = size_of(value)
+            elif operator_name(node) not in _INTO_BUFFERS:
+                moment = max(moment, size_of(value))
+        peak = max(peak, sum(alive.values()) + moment)
+        for value in _made(node):
+            alive.pop(value, None)
+    return peak
+
+
+def _made(node: fx.Node) -> list[Value]:
+    if is_view(node) or collective_name(node.target) == "copy":
+        return []
+    return [(node, i) for i in range(len(results_of(node)))]
+
+
+_AT_ONCE = frozenset("convolution conv1d conv2d conv3d".split())
+
+
+def carried_bytes(block: Block) -> int:
+    """Bytes of one call of ``block``, a graph in which gradients are marked, besides its inputs and states."""
+    through = _depends_on_inputs(block)
+    read: set[Value] = set()
+    gradients: set[fx.Node] = set()
+    for node in block.graph.nodes:
+        if node.op != "call_function" or not needs_gradient(node):
+            continue
+        if node not in through:
+            read.update(needed(node))
+            continue
+        later = [o for o in operands_of(node) if needs_gradient(o) and o not in through and not _is_sum(node, o)]
+        if later and not _makes_all_at_once(node):
+            read.update(value for operand in later for value in _needed_for(node, operand))
+            gradients.add(_same_gradient(node, block.outputs))
+    gradients.update(node for node in block.outputs if needs_gradient(node) and node not in through)
+    return sum(map(size_of, {v for v in read if v[0].op != "placeholder"})) + sum(
+        map(size_of, map(value_of, gradients))
+    )
+
+
+def _depends_on_inputs(block: Block) -> set[fx.Node]:
+    """The nodes whose gradient goes on to an input of the block."""
+    inputs = set(block.inputs)
+    through = {node for node in block.placeholders if node.name in inputs and needs_gradient(node)}
+    for node in block.graph.nodes:
+        if node.op == "call_function" and needs_gradient(node) and not through.isdisjoint(node.all_input_nodes):
+            through.add(node)
+    return through
+
+
+def _is_sum(node: fx.Node, operand: fx.Node) -> bool:
+    """Whether the gradient of ``operand`` is a sum over a much larger tensor: then the first half makes it."""
+    return not is_product(node) and is_early(size_of(value_of(operand)), size_of(value_of(node)))
+
+
+def _makes_all_at_once(node: fx.Node) -> bool:
+    """Whether one operator makes the gradients of all operands."""
+    name = operator_name(node)
+    return NEEDS.get(name) in ("norm", "attention") or name in _AT_ONCE
+
+
+def _needed_for(node: fx.Node, operand: fx.Node) -> Iterator[Value]:
+    """The values that the gradient of one operand reads."""
+    operands, need = operands_of(node), NEEDS.get(operator_name(node), "operands")
+    if is_view(node) or need == "nothing":
+        return
+    if need in ("others", "quotient"):
+        yield from (value_of(o) for o in operands if o is not operand)
+    elif need == "indices":
+        yield from (value_of(o) for o in operands if not differentiable(o.meta["val"]))
+    elif need in ("operands", "both"):
+        yield from map(value_of, operands)
+    if need in ("result", "both"):
+        yield node, 0
+
+
+def _same_gradient(node: fx.Node, outputs: Collection[fx.Node]) -> fx.Node:
+    """The last node whose gradient is that of ``node``: sums, over ranks too, and views pass it on as it is."""
+    while node not in outputs:
+        users = [user for user in node.users if user.op == "call_function" and needs_gradient(user)]
+        if len(users) != 1 or not _passes_gradient(users[0]):
+            break
+        if size_of(value_of(users[0])) != size_of(value_of(node)):
+            break
+        node = users[0]
+    return node
+
+
+def _passes_gradient(node: fx.Node) -> bool:
+    return is_view(node) or operator_name(node) == "add" or collective_name(node.target) == "all_reduce"

@@ -1,0 +1,319 @@
+"""Parameters, gradients and optimizer states: bytes on a rank, the reduction of gradients and the update.
+
+Mixed precision with Adam takes 18 bytes per parameter (Megatron-LM's main gradients; Rajbhandari et al. 2020, ZeRO,
+count 16 with short gradients): the parameter, its gradient, two moments, and a copy that the optimizer steps; all but
+the parameter in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from partitioner.cost.call.roofline import memory_rate
+from partitioner.optimizers import moment_bytes, optimizer_bytes
+from partitioner.topology.hardware import DeviceType
+from passes.ir.gradient_flow import accumulated_in
+from passes.ir.layouts import REPLICATED, Layout, local_shape
+from passes.ir.model import State, TensorSpec
+
+# The machine's names of the axes inside a part of dp, and between parts.
+INNER = {"dp": "dp_shard", "cp": "cp", "experts": "edp_shard"}
+OUTER = {"dp": "dp_replicate", "experts": "edp_replicate"}
+
+
+def gradient_bytes(spec: TensorSpec, short: bool) -> int:
+    """Bytes of a parameter's gradient: in float32 if the parameter is shorter, unless gradients may be ``short``,
+    too."""
+    return spec.numel * (spec.dtype if short else accumulated_in(spec.dtype)).itemsize
+
+
+@dataclass(frozen=True)
+class StateCost:
+    """One state on one rank, in bytes. ``grad_axes``: the mesh axes over which its gradient is reduced.
+
+    ``hosted``: its optimizer states are in host memory, where the step runs; with ``disk`` they are on the node's disk
+    and are read for the step. ``passing``: the parameter itself is in host memory, too. ``master``: the part of
+    ``optimizer`` that is the float32 copy of the parameter. ``lost``: the compression residual kept for its gradient.
+    ``stage``: the stage of ZeRO.
+    """
+
+    parameter: float
+    gradient: float = 0.0
+    optimizer: float = 0.0
+    grad_axes: tuple[str, ...] = ()
+    stage: int = 0  # stage of ZeRO
+    replicas: int = 1
+    expert: bool = False
+    hybrid: bool = False
+    hosted: bool = False
+    passing: bool = False
+    lost: float = 0.0
+    disk: bool = False
+    master: float = 0.0
+
+    @cached_property
+    def scatter_axes(self) -> tuple[str, ...]:
+        """The axes over which gradients are scattered to their shards; none without ZeRO."""
+        shared = tuple(a for a in self.grad_axes if a != "tp") if self.stage else ()
+        return tuple(INNER[a] for a in shared) if self.hybrid else shared
+
+    @cached_property
+    def rest_axes(self) -> tuple[str, ...]:
+        """The axes over which the gradients, or the shards left after scattering, are all-reduced."""
+        if not self.stage:
+            return self.grad_axes
+        outer = (OUTER[a] for a in self.grad_axes if self.hybrid and a in OUTER)
+        return (*outer, *(a for a in self.grad_axes if a == "tp"))
+
+    @cached_property
+    def kind(self) -> Hashable:
+        """Everything but the bytes, and whether there is a gradient: states of equal kind can be added up."""
+        flags = self.stage, self.replicas, self.expert, self.hybrid, self.hosted, self.passing, self.disk
+        return self.grad_axes, flags, self.gradient > 0
+
+    @cached_property
+    def kept(self) -> dict[str, float]:
+        """Bytes that stay on the rank, by kind of data. ZeRO-1 keeps whole gradients and their shards."""
+        sizes = {"parameters": (self.parameter, 3), "gradients": (self.gradient, 2), "optimizer": (self.optimizer, 1)}
+        kept = {kind: size / self.replicas if self.stage >= at else size for kind, (size, at) in sizes.items()}
+        if self.stage == 1 and self.replicas > 1:
+            kept["gradients"] += self.gradient / self.replicas
+        if self.lost:
+            kept["residuals"] = self.lost
+        if self.hosted:
+            kept["optimizer"] = 0.0
+        if self.passing:
+            kept["parameters"] = 0.0
+        return kept
+
+    @property
+    def late(self) -> float:
+        """The part of :attr:`total` that is allocated by the first SCATTER: under ZeRO 2 and 3, a shard of the
+        gradient."""
+        return self.gradient_piece if self.stage >= 2 and self.replicas > 1 else 0.0
+
+    @property
+    def in_host(self) -> float:
+        """Bytes in host memory: optimizer states, their parameter and its gradient."""
+        share = self.replicas if self.stage else 1
+        if self.hosted and self.gradient:
+            states = 0.0 if self.disk else self.optimizer
+            return (states + self.gradient + self.parameter) / share  # the copy that is stepped, or sent
+        return self.parameter / (self.replicas if self.stage == 3 else 1) if self.passing else 0.0
+
+    @property
+    def on_disk(self) -> float:
+        """Bytes on disk: optimizer states, including the float32 copy of the parameter if there is one."""
+        return self.optimizer / (self.replicas if self.stage else 1) if self.disk and self.gradient else 0.0
+
+    @property
+    def disk_traffic(self) -> float:
+        """Bytes that a step moves from and to the disk: everything there is read and written, and the copy of the
+        parameter that is sent to the device is read once more."""
+        share = self.replicas if self.stage else 1
+        return (2 * self.optimizer + self.master) / share if self.disk and self.gradient else 0.0
+
+    @cached_property
+    def total(self) -> float:
+        """Bytes that stay on the rank."""
+        return sum(self.kept.values())
+
+    @property
+    def gradient_piece(self) -> float:
+        """Bytes of the gradient left after scattering; all of it without ZeRO."""
+        return self.gradient / self.replicas if self.stage else self.gradient
+
+    @property
+    def update(self) -> float:
+        """Bytes that an optimizer step reads and writes: parameter and states both ways, the gradient once."""
+        whole = 2 * (self.parameter + self.optimizer) + self.gradient if self.gradient else 0.0
+        return whole / self.replicas if self.stage else whole
+
+    def scaled(self, share: float) -> StateCost:
+        """This state with all bytes multiplied by ``share``."""
+        return replace(
+            self,
+            parameter=self.parameter * share,
+            gradient=self.gradient * share,
+            optimizer=self.optimizer * share,
+            lost=self.lost * share,
+            master=self.master * share,
+        )
+
+    def zero(
+        self, stage: int, replicas: int, expert: bool = False, by_rows: bool = False, hybrid: bool = False
+    ) -> StateCost:
+        """This state under stage ``stage`` of ZeRO over ``replicas`` ranks; ``by_rows``, ``hybrid``: see
+        :class:`Sharded`."""
+        axes = tuple(a for a in self.grad_axes if a != "tp") if expert and by_rows else self.grad_axes
+        axes = tuple("experts" if a in ("dp", "cp") else a for a in axes) if expert else axes
+        axes = tuple(dict.fromkeys(axes))
+        return replace(self, stage=stage, replicas=max(1, replicas), expert=expert, grad_axes=axes, hybrid=hybrid)
+
+
+class States(dict[str, StateCost]):
+    """Costs of states on a rank, by name. Immutable: figures over all states are computed once."""
+
+    @classmethod
+    def of(cls, costs: Mapping[str, StateCost]) -> States:
+        return costs if isinstance(costs, cls) else cls(costs)
+
+    @cached_property
+    def totals(self) -> dict[str, float]:
+        return {name: cost.total for name, cost in self.items()}
+
+    @cached_property
+    def scattered(self) -> dict[str, StateCost]:
+        """The states whose gradients, or more, are sharded among ranks."""
+        return {name: cost for name, cost in self.items() if cost.stage and cost.replicas > 1}
+
+    @cached_property
+    def gradient(self) -> float:
+        """Bytes of all gradients before they are scattered."""
+        return sum(cost.gradient for cost in self.values())
+
+    @cached_property
+    def late(self) -> dict[str, float]:
+        """Bytes of each state that the first SCATTER allocates, by name; see :attr:`StateCost.late`."""
+        return {name: cost.late for name, cost in self.items() if cost.late}
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """How states are sharded besides ``tp``.
+
+    ``zero``: the stage of ZeRO, over ``replicas`` ranks. ``of_experts``: the share of the experts' weights on a rank,
+    replicated on ``expert_replicas`` ranks. ``by_rows``: ranks along ``tp`` have different experts. ``hybrid``: shards
+    are replicated among other ranks with the same states.
+    """
+
+    zero: int = 0
+    replicas: int = 1
+    of_experts: float = 1.0
+    expert_replicas: int = 1
+    by_rows: bool = False
+    hybrid: bool = False
+
+
+WHOLE = Sharded()
+
+
+def summed(costs: Iterable[StateCost]) -> list[StateCost]:
+    """``costs`` added up, one sum for each kind; states of one kind differ in bytes alone."""
+    kinds: dict[Hashable, tuple[StateCost, list[float]]] = {}
+    for cost in costs:
+        sums = kinds.setdefault(cost.kind, (cost, [0.0, 0.0, 0.0, 0.0, 0.0]))[1]
+        sums[0] += cost.parameter
+        sums[1] += cost.gradient
+        sums[2] += cost.optimizer
+        sums[3] += cost.lost
+        sums[4] += cost.master
+    return [
+        replace(first, parameter=parameter, gradient=gradient, optimizer=optimizer, lost=lost, master=master)
+        for first, (parameter, gradient, optimizer, lost, master) in kinds.values()
+    ]
+
+
+class StateKinds(NamedTuple):
+    """Groups of states with equal costs: the number of each state's kind, and for each kind one of its states, its
+    layout over ``tp``, whether it belongs to experts, whether all ranks of ``cp`` have its gradient whole, and whether
+    ZeRO-3 leaves it whole."""
+
+    of_state: dict[str, int]
+    kinds: list[tuple[State, Layout, bool, bool, bool]]
+
+
+def kinds_of(
+    states: Mapping[str, State],
+    layouts: Mapping[str, Layout],
+    experts: Collection[str] = (),
+    complete: Collection[str] = (),
+    left_whole: Collection[str] = (),
+) -> StateKinds:
+    numbers: dict[Hashable, int] = {}
+    kinds: list[tuple[State, Layout, bool, bool, bool]] = []
+    of_state: dict[str, int] = {}
+    for name, state in states.items():
+        layout, expert, whole = layouts.get(name, REPLICATED), name in experts, name in complete
+        small = name in left_whole
+        key = state.spec, state.kind, state.requires_grad, layout, expert, whole, small
+        if key not in numbers:
+            numbers[key] = len(kinds)
+            kinds.append((state, layout, expert, whole, small))
+        of_state[name] = numbers[key]
+    return StateKinds(of_state, kinds)
+
+
+def state_costs(
+    kinds: StateKinds,
+    mesh: Mapping[str, int],
+    *,
+    optimizer: str = "adamw",
+    train: bool = True,
+    sharded: Sharded = WHOLE,
+    short_gradients: bool = False,
+    offload: Collection[str] = (),
+) -> States:
+    """Costs of each state on a rank that holds it, under its layout over ``tp`` (absent: whole).
+
+    The gradient of a parameter is reduced over ``dp``, and over ``tp`` if it is read as a partial sum (``R'``). States
+    whose gradient all ranks of ``cp`` have whole are not sharded over ``cp``. ZeRO (Rajbhandari et al. 2020) divides
+    optimizer states (1), also gradients (2), and also parameters (3). ``offload``: the kinds of data kept in host
+    memory. ``short_gradients``: gradients have their parameter's type, even if that is shorter than float32.
+    """
+
+    def find(state: State, layout: Layout, expert: bool, complete: bool, small: bool) -> StateCost:
+        trained = train and state.requires_grad
+        apart = complete and trained and not expert
+        own = {**mesh, "cp": 1} if apart else mesh
+        cost = _cost(state.spec, layout, mesh.get("tp", 1), own, optimizer, trained, short_gradients)
+        cost = cost.scaled(sharded.of_experts) if expert else cost
+        replicas = sharded.expert_replicas if expert else sharded.replicas
+        replicas = replicas // mesh.get("cp", 1) if apart else replicas
+        stage = sharded.zero if state.kind == "parameter" and state.spec.shape else 0
+        stage = 0 if small and stage == 3 else stage
+        return replace(
+            cost.zero(stage, replicas, expert, sharded.by_rows, sharded.hybrid),
+            hosted="optimizer" in offload and trained,
+            passing="parameters" in offload and state.kind == "parameter",
+            disk="disk" in offload and trained,
+        )
+
+    costs = [find(*kind) for kind in kinds.kinds]  # equal states share one object
+    return States((name, costs[number]) for name, number in kinds.of_state.items())
+
+
+def with_lost(costs: Mapping[str, StateCost], lost: Callable[[StateCost], float] | None) -> Mapping[str, StateCost]:
+    """``costs`` with the compression residual of each gradient; unchanged if ``lost`` is ``None``."""
+    if lost is None:
+        return costs
+    alike = {id(cost): replace(cost, lost=lost(cost)) for cost in costs.values()}
+    return States((name, alike[id(cost)]) for name, cost in costs.items())
+
+
+def _cost(
+    spec: TensorSpec,
+    layout: Layout,
+    ranks: int,
+    mesh: Mapping[str, int],
+    optimizer: str,
+    trained: bool,
+    short_gradients: bool,
+) -> StateCost:
+    local = TensorSpec(local_shape(layout, spec.shape, ranks), spec.dtype)
+    if not trained:
+        return StateCost(local.nbytes)
+    axes = [axis for axis in ("dp", "cp") if mesh.get(axis, 1) > 1]
+    if layout.kind == "R'" and ranks > 1:
+        axes.append("tp")
+    states = optimizer_bytes(local.numel, spec.dtype.itemsize, optimizer)
+    master = states - moment_bytes(local.numel, spec.dtype.itemsize, optimizer)
+    return StateCost(local.nbytes, gradient_bytes(local, short_gradients), states, tuple(axes), master=master)
+
+
+def update_time(costs: Collection[StateCost], device: DeviceType) -> float:
+    """Seconds of the optimizer's step on the device over ``costs``: bound by memory bandwidth."""
+    return sum(cost.update for cost in costs if not cost.hosted) / memory_rate("optimizer", device)

@@ -1,0 +1,81 @@
+"""What ZeRO-3 makes of one call: its weights are whole while it runs, and its gradients go to their shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from partitioner.cost.call.block_profile import StateRead
+from partitioner.cost.call.collectives import collective_time
+from partitioner.cost.call.expert_parallel import Spread
+from partitioner.cost.call.roofline import copied_s
+from partitioner.topology.hardware import DeviceType
+
+
+class GatheredBytes(NamedTuple):
+    """What of a call's weights is not in shards: ``whole`` while it runs, gradients included; ``weights`` while a call
+    beside it runs; ``sent``, gradients on their way to their shards, while the next backward runs."""
+
+    whole: float = 0.0
+    weights: float = 0.0
+    sent: float = 0.0
+
+
+NONE_GATHERED = GatheredBytes()
+
+
+def read_bytes(state: StateRead, spread: Spread) -> tuple[float, float]:
+    """Bytes of a state that the call reads, and of its gradient."""
+    return state.sizes(spread.software.short_gradients, spread.of_experts if state.expert else 1.0)
+
+
+def gather_seconds(states: Iterable[StateRead], spread: Spread) -> tuple[float, float]:
+    """Seconds of gathering a call's weights forward, and of gathering them and scattering gradients backward.
+
+    Small states stay whole, but for software that gathers each parameter by itself.
+    """
+    if spread.shards.size == 1:
+        return 0.0, 0.0
+    apart = spread.software.by_parameter
+    sizes: dict[tuple[bool, str], list[float]] = {}  # of experts' weights, and of the others: weights, gradients
+    for state in (state for state in states if apart or not state.small):
+        known = sizes.setdefault((state.expert, state.name if apart else ""), [0.0, 0.0])
+        for kind, nbytes in enumerate(read_bytes(state, spread)):
+            known[kind] += nbytes
+    ahead = back = 0.0
+    for (expert, _), (size, grads) in sizes.items():
+        group = spread.expert_shards if expert else spread.shards
+        ahead += collective_time("all_gather", size, group) if size else 0.0
+        back += collective_time("reduce_scatter", grads, group) if grads else 0.0
+    return ahead, ahead + back
+
+
+def copy_seconds(states: Iterable[StateRead], spread: Spread, device: DeviceType) -> tuple[float, float, float]:
+    """Seconds in which a device that computes copies a call's weights out of what was gathered, forward and backward,
+    and its gradients into what is scattered: pieces of several tensors that are sent at once lie rank by rank."""
+    if spread.shards.size == 1 or spread.software.by_parameter:
+        return 0.0, 0.0, 0.0
+    weights = gradients = 0.0
+    for state in (state for state in states if not state.small):
+        if (spread.expert_shards if state.expert else spread.shards).size > 1:
+            weight, gradient = read_bytes(state, spread)
+            weights += copied_s(weight, device)
+            gradients += copied_s(gradient, device)
+    return weights, weights, gradients
+
+
+def gathered_bytes(sizes: Sequence[tuple[float, float]], spread: Spread, saved: float) -> GatheredBytes:
+    """Bytes of weights that are gathered under ZeRO-3, and of gradients; ``sizes``: of each state's both.
+
+    Of a call's own gradients the largest is whole at first, the others while ``saved`` bytes, which are counted
+    elsewhere, go. Those that are sent come with what the shards are of.
+    """
+    ranks = spread.shards.size
+    if ranks == 1 or not sizes:
+        return NONE_GATHERED
+    if spread.software.by_parameter:
+        return GatheredBytes(2 * max(weight + gradient for weight, gradient in sizes))
+    weights, gradients = (sum(of) for of in zip(*sizes, strict=True))
+    largest = max(gradient for _, gradient in sizes)
+    sent = gradients * (2 if spread.whole_scatter else 1 + 1 / ranks)
+    return GatheredBytes(weights + max(largest, gradients - saved), weights, sent)

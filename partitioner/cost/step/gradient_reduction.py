@@ -1,0 +1,325 @@
+"""The ways of reducing gradients that there are on a machine.
+
+Whether several levels are taken is decided here. The libraries for GPUs reduce over several nodes level by level
+themselves, in rings and trees over all network cards: there, levels of the program's own are for those who ask. Where
+an all-reduce is one ring (Gloo's), they are taken where they take less time.
+
+Seconds of reducing gradients over groups of ranks: in one collective, hierarchically, or compressed.
+
+What reducing the gradients of a stage takes, and how much of it computation does not hide.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partitioner.constraints import Constraints
+from partitioner.cost.call.collectives import collective_time
+from partitioner.cost.call.roofline import memory_rate
+from partitioner.cost.call.states import INNER, OUTER, StateCost
+from partitioner.cost.step.placed_mesh import Machine
+from partitioner.emit.buckets import AT_ONCE, Reducing, bucket_limit
+from partitioner.topology.group import Group
+from partitioner.topology.groups import placed
+from partitioner.topology.hardware import DeviceType
+from partitioner.topology.topology import Topology
+from runtime.program.buckets import Compression
+from runtime.program.codecs import CODECS, wire_share
+from runtime.program.mesh import AXES
+
+# Passes through memory of compression and decompression together, summed over their kernels.
+_PASSES: dict[Compression, float] = {"bf16": 3.0, "int8": 14.0}
+_EXACT = frozenset({"tp"})  # reductions over these axes alone are not over data, and are never compressed
+
+
+def coding_time(compression: Compression, num_bytes: float, device: DeviceType) -> float:
+    """Seconds of compressing ``num_bytes`` of gradients and decompressing as many received bytes."""
+    return _PASSES[compression] * num_bytes / memory_rate("default", device)
+
+
+class Sent(NamedTuple):
+    """Seconds of communication, and seconds of compression on the rank itself."""
+
+    seconds: float
+    coding_s: float = 0.0
+
+    def and_(self, seconds: float) -> Sent:
+        return Sent(self.seconds + seconds, self.coding_s)
+
+
+@dataclass(frozen=True)
+class Reducer:
+    """Cost of reducing the gradients of a stage.
+
+    ``group``: maps axes, in the machine's terms, to a group of ranks. ``itemsize``: bytes of one element of a gradient.
+    """
+
+    group: Callable[[tuple[str, ...]], Group]
+    how: Reducing
+    device: DeviceType
+    itemsize: int = 4
+
+    def all_reduce(self, num_bytes: float, axes: tuple[str, ...]) -> Sent:
+        """Cost of an all-reduce of ``num_bytes`` of gradients over ``axes``: of a bucket, or of the shards left after
+        scattering."""
+        inner, outer = self._levels(axes)
+        if inner.size > 1 and outer.size > 1:
+            inside = collective_time("reduce_scatter", num_bytes, inner) + collective_time(
+                "all_gather", num_bytes, inner
+            )
+            return self._added(num_bytes / inner.size, outer, axes).and_(inside)
+        return self._added(num_bytes, self.group(axes), axes)
+
+    def _levels(self, axes: tuple[str, ...]) -> tuple[Group, Group]:
+        if not self.how.inside or not any(axis in OUTER for axis in axes):
+            return Group(1), Group(1)
+        inner = tuple(INNER.get(axis, axis) for axis in axes)
+        return self.group(inner), self.group(tuple(OUTER[axis] for axis in axes if axis in OUTER))
+
+    def _added(self, num_bytes: float, group: Group, axes: Sequence[str]) -> Sent:
+        if self.how.compression is None or group.size == 1 or not {*axes} - _EXACT:
+            return Sent(collective_time("all_reduce", num_bytes, group))
+        sent, back = self._exchange(num_bytes, group), self._coded(num_bytes / group.size)
+        return Sent(sent.seconds + collective_time("all_gather", self._wire(num_bytes), group), sent.coding_s + back)
+
+    def lost(self, axes: tuple[str, ...]) -> float:
+        """Share of a bucket kept as compression residual when it is reduced over ``axes``: of the sent data and of the
+        sums."""
+        kind = self.how.compression
+        if kind is None or not CODECS[kind].feedback or not {*axes} - _EXACT or self.group(axes).size == 1:
+            return 0.0
+        inner, outer = self._levels(axes)
+        if inner.size > 1 and outer.size > 1:
+            return (1 + 1 / outer.size) / inner.size
+        return 1 + 1 / self.group(axes).size
+
+    def scatter(self, num_bytes: float, axes: tuple[str, ...], last: bool) -> Sent:
+        """Cost of a reduce-scatter of a bucket to the ranks that share its states.
+
+        ``last``: it crosses the outermost links of the reduction, on which gradients may be compressed.
+        """
+        group = self.group(axes)
+        if self.how.compression is None or not last or group.size == 1:
+            return Sent(collective_time("reduce_scatter", num_bytes, group))
+        return self._exchange(num_bytes, group)
+
+    def _exchange(self, num_bytes: float, group: Group) -> Sent:
+        return Sent(
+            collective_time("all_to_all", self._wire(num_bytes) * group.size, group),
+            self._coded(num_bytes),
+        )
+
+    def _wire(self, num_bytes: float) -> float:
+        assert self.how.compression is not None
+        return num_bytes * wire_share(self.how.compression, self.itemsize)
+
+    def _coded(self, num_bytes: float) -> float:
+        assert self.how.compression is not None
+        return coding_time(self.how.compression, num_bytes, self.device)
+
+
+def reducer_of(machine: Machine, stage: int, how: Reducing) -> Reducer:
+    """The reducer of a stage of ``machine``."""
+    split = replace(machine, dp_shard=how.inside) if how.inside else machine
+    device = max(machine.devices_of(stage), key=lambda kind: coding_time("bf16", 1.0, kind))
+
+    @cache
+    def group(axes: tuple[str, ...]) -> Group:
+        return split.stage_groups(*axes)[stage]
+
+    return Reducer(group, how, device, 8 if machine.precision == "fp64" else 4)
+
+
+def data_reducers(machines: Sequence[Machine], zero: int, constraints: Constraints) -> list[Reducer]:
+    """The reducers of one stage on any of ``machines``; ``dp`` stands for all ranks with the same weights there."""
+    laid = [replace(machine, zero=zero) for machine in machines]
+    return [_over_data(reducer_of(m, 0, how)) for m in laid for how in ways(m, constraints)]
+
+
+def _over_data(reducer: Reducer) -> Reducer:
+    group = reducer.group
+    return replace(reducer, group=lambda axes: group(axes if axes == ("dp_replicate",) else (*axes, "cp")))
+
+
+def best_reducers(topology: Topology, group: Group, device: DeviceType, constraints: Constraints) -> list[Reducer]:
+    """The reducer over ``group``, which none is better than; none, where a part of it may be in nodes, or what is sent
+    less."""
+    if constraints.grad_compression is not None or may_be_hierarchical(topology, constraints):
+        return []
+    return [Reducer(lambda axes: group, AT_ONCE, device)]
+
+
+def ways(machine: Machine, constraints: Constraints) -> list[Reducing]:
+    """The ways of reducing gradients to choose from, the plainest first."""
+    compression = constraints.grad_compression
+    inside = 0 if machine.zero or not may_be_hierarchical(machine.topology, constraints) else ranks_inside(machine)
+    stepped = [Reducing(inside, compression)] if inside else []
+    return stepped if stepped and constraints.hierarchical else [Reducing(0, compression), *stepped]
+
+
+def lost_by(machine: Machine, constraints: Constraints) -> Callable[[StateCost], float] | None:
+    """What a state has kept of what sending its gradient loses, in the way in which it is most; ``None`` where nothing
+    is kept."""
+    compression = constraints.grad_compression
+    if compression is None or not CODECS[compression].feedback:
+        return None
+    reducers = [reducer_of(machine, 0, how) for how in ways(machine, constraints)]
+
+    def lost(cost: StateCost) -> float:
+        part = max(reducer.lost(cost.rest_axes) for reducer in reducers)
+        if not part and cost.scatter_axes:  # what is scattered to shards is sent once
+            return cost.gradient
+        return part * cost.gradient_piece
+
+    return lost
+
+
+def may_be_hierarchical(topology: Topology, constraints: Constraints) -> bool:
+    """Whether levels of the program's own are among the ways."""
+    if constraints.hierarchical is None:
+        return topology.single_ring and topology.num_nodes > 1
+    return constraints.hierarchical
+
+
+def ranks_inside(machine: Machine) -> int:
+    """The most neighbours along ``dp`` that are on one node, with their ``cp``; 0 where that is one rank, or all."""
+    sizes = [machine.mesh.get(axis, 1) for axis in AXES]
+    nodes = machine.topology.node_of[placed(machine.topology, machine.mesh, machine.devices)].reshape(sizes)
+    dp, cp = sizes[1], sizes[2]
+    for ranks in (n for n in range(dp, 0, -1) if dp % n == 0):
+        parts = nodes.reshape(sizes[0], dp // ranks, ranks, cp, sizes[3])
+        if np.array_equal(parts, np.broadcast_to(parts[:, :, :1, :1], parts.shape)):
+            return 0 if ranks == dp or ranks * cp == 1 else ranks
+    return 0
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """The reduction of a stage's gradients: seconds in all, and of the last bucket, which nothing hides.
+
+    ``again_s``: of scattering in every further microbatch, under ZeRO 2, which accumulates shards.
+    ``gather_s``: of gathering the updated parameters under ZeRO 1 and 2, behind the forward that follows.
+    ``coding_s``: of compressing what is sent, which nothing is beside; ``coding_again_s``: in every further microbatch.
+    """
+
+    total_s: float = 0.0
+    last_s: float = 0.0
+    gather_s: float = 0.0
+    again_s: float = 0.0
+    coding_s: float = 0.0
+    coding_again_s: float = 0.0
+    by_axes: Mapping[tuple[str, ...], float] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """All but what is by axes, in order."""
+        return self.total_s, self.last_s, self.gather_s, self.again_s, self.coding_s, self.coding_again_s
+
+    def exposed(
+        self, window_s: float, slowdown: float, forward_s: float = 0.0, overlap: bool = True, microbatches: int = 1
+    ) -> float:
+        """Seconds that it adds to a backward of ``window_s`` that it overlaps with, and to a forward of ``forward_s``;
+        and to the backwards of all ``microbatches`` but the last.
+
+        While both run each takes ``slowdown`` times as long; what does not fit and the last bucket come after.
+        """
+        return float(exposed_seconds(self.seconds, window_s, slowdown, forward_s, overlap, microbatches))
+
+
+Seconds = float | NDArray[np.float64]
+
+
+def exposed_seconds(
+    works: Sequence[Seconds], window_s: Seconds, slowdown: float, forward_s: Seconds, overlap: bool, microbatches: int
+) -> Any:
+    """:meth:`Reduction.exposed`, of many at a time; ``works``: as
+    :attr:`Reduction.seconds`."""
+    total, last, gather, again, coding, coding_again = works
+    coding = coding + (microbatches - 1) * coding_again
+    if not overlap:
+        return total + gather + (microbatches - 1) * again + coding
+
+    def beside(seconds: Seconds, other: Seconds) -> Any:
+        return (slowdown - 1) * np.minimum(seconds, other) + np.maximum(0.0, seconds - other)
+
+    behind = beside(np.maximum(0.0, total - last), window_s) + last
+    return beside(gather, forward_s) + (microbatches - 1) * beside(again, window_s) + behind + coding
+
+
+def by_owner(work: Reduction, tensors: Mapping[tuple[str, ...], int], reducer: Reducer) -> Reduction:
+    """``work``, where each of so many ``tensors``, by the axes that share their states, is on one rank: gradients are
+    added up to their owners and what those have updated goes out in a message for each owner, whose pieces pass through
+    all ranks in turn, as of a ring's (InternEvo, ``hybrid_zero_optim.py``: ``dist.reduce`` and ``dist.broadcast``)."""
+    groups = [(reducer.group(axes), count) for axes, count in tensors.items()]
+    starts = sum(min(group.size, count) * group.one_way_start for group, count in groups)
+    return replace(work, total_s=work.total_s + starts, gather_s=work.gather_s + starts)
+
+
+Axes = tuple[str, ...]
+
+Sizes = dict[tuple[str, Axes, int, Axes], float]
+"""Bytes by operation, its axes, the stage of ZeRO, and the axes that gradients were scattered over before."""
+
+
+def reduction(costs: Collection[StateCost], reducer: Reducer, overlap: bool = True) -> Reduction:
+    """The reduction of the gradients of ``costs``, in buckets by axes.
+
+    Buckets are small for the first to go out behind computation: without ``overlap`` there is one for the same axes.
+    Under ZeRO 1 and 2 it is a reduce-scatter and, in the next step, an all-gather; under 3 both are the calls' own.
+    What a reduce-scatter leaves is added up over other axes (replicas, ``tp``) once.
+    """
+    sizes: Sizes = {}
+    last_level: dict[tuple[str, ...], bool] = {}
+    for cost in costs:
+        for key, size in reduced_sizes(cost).items():
+            sizes[key] = sizes.get(key, 0.0) + size
+        last_level |= last_levels(cost)
+    return reduction_of(sizes, last_level, reducer, overlap)
+
+
+def reduced_sizes(cost: StateCost) -> Sizes:
+    """What of a state is reduced, and how."""
+    sizes: Sizes = {}
+    if cost.gradient and cost.scatter_axes and cost.stage < 3:
+        sizes["reduce_scatter", cost.scatter_axes, cost.stage, ()] = cost.gradient
+        sizes["all_gather", cost.scatter_axes, cost.stage, ()] = cost.parameter
+    if cost.gradient and cost.rest_axes:
+        sizes["all_reduce", cost.rest_axes, 0, cost.scatter_axes] = cost.gradient_piece
+    return sizes
+
+
+def last_levels(cost: StateCost) -> dict[tuple[str, ...], bool]:
+    """Whether scattering a state's gradient over its axes is the last of its reduction that data takes part in."""
+    scattered = cost.gradient and cost.scatter_axes and cost.stage < 3
+    return {cost.scatter_axes: not any(axis != "tp" for axis in cost.rest_axes)} if scattered else {}
+
+
+def reduction_of(
+    sizes: Sizes, last_level: Mapping[tuple[str, ...], bool], reducer: Reducer, overlap: bool = True
+) -> Reduction:
+    """The reduction of so many bytes, see :func:`reduction`."""
+    by_axes: dict[tuple[str, ...], float] = {}
+    last = gathered = again = coding = coding_again = 0.0
+    for (op, axes, stage, before), size in sizes.items():
+        group = reducer.group(axes)
+        filled_by = reducer.group(before).size if before else 1  # a bucket of shards is one of what was scattered
+        limit = bucket_limit(filled_by * group.size)
+        count = math.ceil(size * filled_by / limit) if overlap else 1
+        if op == "all_gather":  # of the parameters, in the next step
+            gathered += count * collective_time(op, size / count, group)
+            continue
+        sent = reducer.all_reduce(size / count, axes) if op == "all_reduce" else None
+        sent = sent or reducer.scatter(size / count, axes, last_level[axes])
+        by_axes[axes] = by_axes.get(axes, 0.0) + count * sent.seconds
+        last = max(last, sent.seconds)
+        again += count * sent.seconds if stage == 2 else 0.0
+        coding += count * sent.coding_s
+        coding_again += count * sent.coding_s if stage == 2 else 0.0
+    return Reduction(sum(by_axes.values()), last, gathered, again, coding, coding_again, by_axes)

@@ -1,0 +1,153 @@
+"""Cost of offloading to host memory: transfer time, and bytes on the device and in the host.
+
+Transfers run beside computation, each direction on its own; a transfer costs the time that computation does not hide.
+The optimizer's step runs on the host's processors (Ren et al. 2021, ZeRO-Offload), bound by the host's memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from partitioner.cost.call.call_cost import CallCost
+from partitioner.cost.call.states import StateCost
+from partitioner.emit.buckets import bucket_limit
+from partitioner.errors import CapacityError
+from partitioner.solve.stages.problem import Pace, StageCall
+from partitioner.topology.hosts import HostShare
+from partitioner.topology.topology import Topology
+from partitioner.units import bytes_text
+
+_AT_ONCE = 3  # calls whose activations are on the device: one runs, one is sent away, one is fetched
+
+
+def hosted(
+    calls: tuple[StageCall, ...],
+    paces: Sequence[Pace],
+    hosts: Sequence[HostShare],
+    offload: Sequence[str],
+    states: Mapping[str, StateCost],
+    train: bool,
+) -> tuple[tuple[StageCall, ...], tuple[Pace, ...]]:
+    """``calls`` and the stages' ``paces`` with the transfers to and from the stages' ``hosts``."""
+    made: dict[object, Pace] = {}
+    for pace, host in zip(paces, hosts, strict=True):
+        if (host, id(pace)) not in made:
+            made[host, id(pace)] = replace(
+                pace, costs=tuple(_hosted_calls(calls, pace.costs, host, offload, states, train))
+            )
+    first = _hosted_calls(calls, [call.cost for call in calls], hosts[0], offload, states, train)
+    moved = tuple(replace(call, cost=cost) for call, cost in zip(calls, first, strict=True))
+    return moved, tuple(made[host, id(pace)] for pace, host in zip(paces, hosts, strict=True))
+
+
+def _hosted_calls(
+    calls: Sequence[StageCall],
+    costs: Sequence[CallCost],
+    host: HostShare,
+    offload: Sequence[str],
+    states: Mapping[str, StateCost],
+    train: bool,
+) -> list[CallCost]:
+    """``costs``, one for each of ``calls``, on devices that keep the kinds of data named in ``offload`` in ``host``'s
+    memory."""
+    reads = Counter(name for call in calls for name in set(call.inputs))
+    made: dict[tuple[object, ...], CallCost] = {}  # equal calls share one object
+    result = []
+    for call, cost in zip(calls, costs, strict=True):
+        once = tuple(reads[name] == 1 for name in call.inputs)
+        held = [states[name] for name in call.states if name in states and states[name].passing]
+        passing = sum(s.parameter / (s.replicas if s.stage == 3 else 1) for s in held)
+        whole = sum(s.parameter for s in held if s.stage < 3)  # gathered parameters are counted with the gathers
+        key = id(cost), once, passing, whole
+        if key not in made:
+            made[key] = _hosted(cost, host, once if train and "activations" in offload else None, passing, whole)
+        result.append(made[key])
+    return result
+
+
+def _hosted(cost: CallCost, host: HostShare, once: tuple[bool, ...] | None, passing: float, whole: float) -> CallCost:
+    """Cost of a call whose parameters come from the host: ``passing`` bytes, of which the device holds ``whole`` bytes.
+
+    ``once``: for each input, whether no other call reads it; such inputs are offloaded with the saved activations if
+    they are kept. ``None``: no activations are offloaded.
+    """
+    if once is None:
+        kept, inputs = 0.0, cost.saved_inputs
+    else:
+        moves = [saved and alone for saved, alone in zip(cost.saved_inputs, once, strict=True)]
+        kept = cost.saved_bytes + sum(b for b, m in zip(cost.input_bytes, moves, strict=True) if m)
+        inputs = tuple(s and not m for s, m in zip(cost.saved_inputs, moves, strict=True))
+    ahead = max(host.time(kept), host.time(passing)) - cost.forward_total_s
+    back = host.time(kept + passing) - cost.backward_total_s
+    slim = None
+    if cost.selective_bytes:
+        slim = _hosted(cost.selective(), host, once, passing, whole)
+    return replace(
+        cost,
+        forward_s=cost.forward_s + max(0.0, ahead),
+        backward_s=cost.backward_s + max(0.0, back),
+        saved_bytes=0.0 if once is not None else cost.saved_bytes,
+        saved_inputs=inputs,
+        working_bytes=cost.working_bytes + _AT_ONCE * kept + 2 * whole,
+        host_bytes=kept,
+        slim=slim,
+    )
+
+
+def update_seconds(costs: Sequence[StateCost], host: HostShare) -> float:
+    """Seconds of the optimizer's step on the host over the offloaded states in ``costs``; states on disk are read and
+    written meanwhile."""
+    stepped = sum(cost.update for cost in costs if cost.hosted) / host.update_bandwidth
+    return max(stepped, disk_seconds(costs, host))
+
+
+def disk_seconds(costs: Sequence[StateCost], host: HostShare) -> float:
+    """Seconds of reading and writing the on-disk states of one optimizer step over ``costs``."""
+    return sum(cost.disk_traffic for cost in costs) / host.disk_bandwidth
+
+
+def exchanged_seconds(costs: Sequence[StateCost], host: HostShare, forward_s: float, backward_s: float) -> float:
+    """Seconds of sending gradients to the host and parameters back that computation does not hide.
+
+    One microbatch's ``backward_s`` hides gradients, except the last bucket, which is complete only after it;
+    ``forward_s`` hides parameters.
+    """
+    hosted = [cost for cost in costs if cost.hosted and cost.gradient]
+    num_bytes = sum(c.gradient / (c.replicas if c.stage else 1) for c in hosted)
+    last = host.time(min(num_bytes, float(bucket_limit(max((c.replicas for c in hosted), default=1)))))
+    gradients = last + max(0.0, host.time(num_bytes) - last - backward_s)
+    parameters = host.time(sum(c.parameter / (c.replicas if c.stage else 1) for c in hosted if not c.passing))
+    return gradients + max(0.0, parameters - forward_s)
+
+
+def check_hosts(topology: Topology, devices: Sequence[int], per_rank: Sequence[float]) -> None:
+    """Raise :class:`CapacityError` where a host's memory does not hold ``per_rank`` bytes of each of its ranks."""
+    for node, sizes in _on_nodes(topology, devices, per_rank).items():
+        host = topology.host(node)
+        if host is not None:
+            _check_room(f"the host of node {node} has {bytes_text(host.memory)} of memory", host.memory, sizes)
+
+
+def check_disks(topology: Topology, devices: Sequence[int], per_rank: Sequence[float]) -> None:
+    """Raise :class:`CapacityError` where a node's disk does not hold ``per_rank`` bytes of each of its ranks."""
+    for node, sizes in _on_nodes(topology, devices, per_rank).items():
+        disk = getattr(topology.host(node), "disk", 0)
+        _check_room(f"the disk of node {node} has {bytes_text(disk)}", disk, sizes)
+
+
+def _on_nodes(topology: Topology, devices: Sequence[int], per_rank: Sequence[float]) -> dict[int, list[float]]:
+    sizes: dict[int, list[float]] = {}
+    for device, size in zip(devices, per_rank, strict=True):
+        sizes.setdefault(topology.devices[device].node, []).append(size)
+    return sizes
+
+
+def _check_room(has: str, room: float, sizes: Sequence[float]) -> None:
+    if (size := sum(sizes)) > room:
+        raise CapacityError(
+            f"{has} and is to hold {bytes_text(size)} of what is offloaded: {bytes_text(size - room)} too much",
+            missing_bytes=math.ceil((size - room) / len(sizes)),
+        )

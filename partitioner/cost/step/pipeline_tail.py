@@ -1,0 +1,267 @@
+"""What a step takes after its pipeline, by which calls a stage has: reducing gradients, and the optimizer's update.
+
+Nothing here is more than :func:`partitioner.cost.step.estimate.estimate` counts for stages of these calls. With one
+stage on each rank it is about the same, but for host memory and devices that share cores; with several the update of
+one of them is all that is counted, and tied weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partitioner.constraints import Constraints
+from partitioner.cost.call.collectives import collective_time
+from partitioner.cost.call.roofline import memory_rate
+from partitioner.cost.call.states import StateCost
+from partitioner.cost.step.gradient_reduction import (
+    Reducer,
+    Sizes,
+    exposed_seconds,
+    last_levels,
+    reduced_sizes,
+    reducer_of,
+    reduction_of,
+    ways,
+)
+from partitioner.cost.step.placed_mesh import Machine
+from partitioner.cost.step.step_ends import GradientBucket, gathered_seconds, reduction_delays, stage_buckets
+from partitioner.schedules.formulas import is_split
+from partitioner.solve.stages.problem import StageCall, StageProblem
+from partitioner.solve.stages.split import StagePlan, stage_plan
+from partitioner.solve.stages.tables import StageTables, Table, min_max
+
+_MOST_FOLLOWED = 60  # runs of a stage whose reductions are followed bucket by bucket
+
+
+def least_update(problem: StageProblem, states: Mapping[str, StateCost], machine: Machine) -> float:
+    """Seconds of the update at least, wherever calls are cut: as if all ranks had the same share of it."""
+    if not problem.train:
+        return 0.0
+    held = {name for call in problem.calls for name in call.states if name in states}
+    paces = (memory_rate("optimizer", d) for s in range(_num_ranks(machine)) for d in machine.devices_of(s))
+    return sum(_stepped(states[name]) for name in held) / max(paces) / _num_ranks(machine)
+
+
+def run_tails(
+    problem: StageProblem,
+    states: Mapping[str, StateCost],
+    machine: Machine,
+    constraints: Constraints,
+    ranks: Sequence[int],
+    within_s: float,
+) -> list[Table]:
+    """By stage of ``problem``: the seconds after the pipeline at least, if it has the calls from a start (row) to a
+    stop (column). Infinite for runs that alone take a step longer than ``within_s`` or leave others no choice but to,
+    and where there is no such stage.
+
+    ``ranks``: of each stage, where several are on one.
+    """
+    tables = StageTables(problem)
+    stages, m = range(problem.num_stages), problem.num_microbatches
+    seconds = _on_the_way([np.where(m * tables.least_work <= within_s, times, np.inf) for times in tables.times])
+    tails = [np.where(np.isfinite(times), 0.0, np.inf) for times in seconds]
+    if not problem.train:
+        return tails
+    if problem.num_stages == _num_ranks(machine):
+        waits = _Reductions(tables, states, machine, constraints)
+        ahead = np.where(np.arange(len(problem.calls) + 1) == 0, 0.0, -np.inf)  # of the stages before, at most
+        for stage, times in zip(stages, seconds, strict=True):
+            windows = _windows(tables, stage, times)
+            tails[stage] = np.maximum(tails[stage], waits.of_stage(stage, windows, ahead))
+            reached = np.isfinite(windows) & np.isfinite(ahead)[:, None]
+            more = 0.0 if is_split(problem.schedule) else windows  # split backwards end at about the same time
+            ahead = np.where(reached, ahead[:, None] + np.where(reached, more, 0.0), -np.inf).max(axis=0)
+    stepped = tables.segments.states_of({name: _stepped(cost) for name, cost in states.items()})
+    updates = []
+    for rank, tail in zip(ranks or stages, tails, strict=True):
+        rate = min(memory_rate("optimizer", device) for device in machine.devices_of(rank))
+        updates.append(np.where(np.isfinite(tail), stepped / rate, np.inf))
+    longest = min_max(updates)[0]  # of a cut's updates at least, which is waited for on all ranks
+    tied = _least_tied(problem, states, machine, seconds, ranks or stages)
+    return [tail + np.maximum(update, longest) + tied for tail, update in zip(tails, updates, strict=True)]
+
+
+def tied_seconds(cost: StateCost, count: int, machine: Machine) -> float:
+    """Seconds of adding up the gradient of a weight that ``count`` ranks of a pipeline hold."""
+    if count < 2 or not cost.gradient:
+        return 0.0
+    whole = machine.group("pp")
+    return collective_time("all_reduce", cost.gradient_piece, replace(whole, size=min(whole.size, count)))
+
+
+def _least_tied(
+    problem: StageProblem,
+    states: Mapping[str, StateCost],
+    machine: Machine,
+    seconds: Sequence[Table],
+    ranks: Sequence[int],
+) -> float:
+    """The same of all weights that several calls read: of those that no rank can have together."""
+    readers: dict[str, list[int]] = {}
+    for place, call in enumerate(problem.calls):
+        for name in call.states:
+            readers.setdefault(name, []).append(place)
+    tied = {name: places for name, places in readers.items() if len(places) > 1 and name in states}
+    if not tied:
+        return 0.0
+    # by stage, the calls that it may have: those inside of some run that is left
+    inside = [np.isfinite(table) for table in seconds]
+    least = 0.0
+    for name, places in tied.items():
+        apart: list[set[int]] = []  # ranks that may have a reader, no two of which have one in common
+        for place in places:
+            at = {rank for rank, runs in zip(ranks, inside, strict=True) if runs[: place + 1, place + 1 :].any()}
+            if all(at.isdisjoint(other) for other in apart):
+                apart.append(at)
+        least += tied_seconds(states[name], len(apart), machine)
+    return least
+
+
+def _on_the_way(tables: Sequence[Table]) -> list[Table]:
+    """``tables`` with only those runs that stages before and behind can make whole."""
+    some = [np.isfinite(table) for table in tables]
+    ends = np.arange(len(some[0]))
+    before, behind = [ends == 0], [ends == ends[-1]]
+    for runs in some[:-1]:
+        before.append((before[-1][:, None] & runs).any(axis=0))
+    for runs in reversed(some[1:]):
+        behind.append((runs & behind[-1][None, :]).any(axis=1))
+    ways = zip(tables, before, reversed(behind), strict=True)
+    return [np.where(start[:, None] & stop[None, :], table, np.inf) for table, start, stop in ways]
+
+
+def _num_ranks(machine: Machine) -> int:
+    return machine.mesh.get("pp", 1)
+
+
+def _stepped(cost: StateCost) -> float:
+    return 0.0 if cost.hosted else cost.update
+
+
+def _windows(tables: StageTables, stage: int, times: Table) -> Table:
+    """Seconds of a backward, with what is computed again for it; infinite where ``times`` are."""
+    forward, _ = tables.seconds(stage)
+    before, after = tables.transfers(stage)
+    overhead = tables.problem.pace(stage).overhead.forward_total_s
+    return np.maximum(0.0, times - forward - before - after - overhead)
+
+
+class _Reductions:
+    """What the reductions of runs of calls leave to wait for."""
+
+    def __init__(
+        self,
+        tables: StageTables,
+        states: Mapping[str, StateCost],
+        machine: Machine,
+        constraints: Constraints,
+    ) -> None:
+        self.tables, self.machine, self.states = tables, machine, states
+        self.ways = ways(machine, constraints)
+        alike = {id(cost): cost for cost in states.values()}.values()
+        self.keys = list(dict.fromkeys(key for cost in alike for key in reduced_sizes(cost)))
+        self.last_levels = {axes: last for cost in alike for axes, last in last_levels(cost).items()}
+        parts = [{n: s[key] for n, c in states.items() if key in (s := reduced_sizes(c))} for key in self.keys]
+        self.sizes = [tables.segments.states_of(part) for part in parts]
+        self._reduced = {name: reduced_sizes(cost) for name, cost in states.items()}
+        self._known: dict[Any, tuple[float, ...]] = {}
+        self._axes = list(dict.fromkeys(axes for cost in alike for axes in (cost.scatter_axes, cost.rest_axes)))
+        self._reducers: dict[int, list[Reducer]] = {}
+        self._buckets: dict[Any, list[GradientBucket]] = {}
+
+    def of_stage(self, stage: int, windows: Table, ahead: NDArray[np.float64]) -> Table:
+        """By run: seconds by which its reductions end after the pipeline, whose stages before take ``ahead`` for a
+        backward, by where the run starts."""
+        waits = np.zeros_like(windows)
+        start, stop = np.nonzero(np.isfinite(windows) & np.isfinite(ahead)[:, None])
+        if not self.keys or not len(start):
+            return waits
+        problem, machine = self.tables.problem, self.machine
+        if machine.overlap and len(start) <= _MOST_FOLLOWED:
+            for pair in zip(start.tolist(), stop.tolist(), strict=True):
+                waits[pair] = self._followed(stage, *pair) - ahead[pair[0]]
+            return waits
+        forward, _ = self.tables.seconds(stage)
+        overhead = problem.pace(stage).overhead.forward_total_s
+        slowdown = max(device.overlap_slowdown for device in machine.devices_of(stage))
+        reducers = self._reducers_of(stage)
+        sizes = np.stack([size[start, stop] for size in self.sizes], axis=1)
+        different, which = np.unique(sizes, axis=0, return_inverse=True)
+        windows, forward = windows[start, stop], forward[start, stop] + overhead
+        exposed = np.full(len(start), np.inf)
+        for reducer in reducers:
+            works = np.array([self._of(row, reducer) for row in different.tolist()])[which.ravel()].T
+            if machine.overlap:  # the last bucket has the first call's gradients; stages behind the first wait anyway
+                works[1] = self._last(reducer)[start]
+                works[0] = np.maximum(works[0], works[1])
+                works[2] *= stage == 0
+            seconds = exposed_seconds(
+                tuple(works), windows, slowdown, forward, machine.overlap, problem.num_microbatches
+            )
+            exposed = np.minimum(exposed, seconds)
+        waits[start, stop] = exposed - ahead[start]
+        return waits
+
+    def _followed(self, stage: int, start: int, stop: int) -> float:
+        """Seconds of a stage's reductions after its last backward, and before its first forward, bucket by bucket."""
+        problem, machine = self.tables.problem, self.machine
+        plan, halves = stage_plan(self.tables, stage, start, stop), stage > 0 and is_split(problem.schedule)
+        slowdown = max(device.overlap_slowdown for device in machine.devices_of(stage))
+        found = math.inf
+        for reducer in self._reducers_of(stage):
+            buckets = self._buckets_of(plan, reducer)
+            seconds = reduction_delays(problem, plan, buckets, slowdown, by_halves=halves).whole_s
+            if stage == 0:
+                seconds += gathered_seconds(problem, plan, buckets, slowdown)
+            found = min(found, seconds)
+        return found
+
+    def _reducers_of(self, stage: int) -> list[Reducer]:
+        if stage not in self._reducers:
+            self._reducers[stage] = [reducer_of(self.machine, stage, how) for how in self.ways]
+        return self._reducers[stage]
+
+    def _buckets_of(self, plan: StagePlan, reducer: Reducer) -> list[GradientBucket]:
+        """The buckets of a run of calls, which are those of any stage whose groups and devices are alike."""
+        groups = tuple(reducer.group(axes) for axes in self._axes)
+        known = plan.start, plan.stop, reducer.how, id(reducer.device), groups
+        if known not in self._buckets:
+            self._buckets[known] = stage_buckets(self.tables.problem, plan, self.states, reducer, self.last_levels)
+        return self._buckets[known]
+
+    def _last(self, reducer: Reducer) -> NDArray[np.float64]:
+        """By call, seconds of reducing the gradients of its states at least, which are whole when it has run."""
+        calls = self.tables.problem.calls
+        found = np.zeros(len(calls) + 1)
+        for place, call in enumerate(calls):
+            for key in self.keys:
+                op, axes, _, before = key
+                size = sum(sizes.get(key, 0.0) for sizes in map(self._reduced.__getitem__, self._names(call)))
+                if not size or op == "all_gather" or before:
+                    continue
+                whole = op == "all_reduce"
+                sent = reducer.all_reduce(size, axes) if whole else reducer.scatter(size, axes, self.last_levels[axes])
+                found[place] = max(found[place], sent.seconds)
+        return found
+
+    def _names(self, call: StageCall) -> list[str]:
+        return [name for name in dict.fromkeys(call.states) if name in self._reduced]
+
+    def _of(self, sizes: Sequence[float], reducer: Reducer) -> tuple[float, ...]:
+        """See :attr:`partitioner.cost.step.gradient_reduction.Reduction.seconds`."""
+        held: Sizes = {key: size for key, size in zip(self.keys, sizes, strict=True) if size}
+        groups = tuple(reducer.group(axes) for _, axes, _, _ in self.keys)
+        known = *sizes, reducer.how, id(reducer.device), groups
+        if known not in self._known:
+            found = reduction_of(held, self.last_levels, reducer, overlap=False)  # one bucket starts the least often
+            self._known[known] = found.seconds
+        return self._known[known]
+
+
+__all__ = ["least_update", "run_tails"]

@@ -1,0 +1,350 @@
+"""A topology with a mesh laid over it: which devices, groups and links each pipeline stage has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+
+from partitioner.candidate import split_of
+from partitioner.cost.call.expert_parallel import EXECUTED, NO_SPREAD, Software, Spread
+from partitioner.cost.call.states import Sharded
+from partitioner.cost.call.transient_bytes import Scattering
+from partitioner.emit.buckets import bucket_limit
+from partitioner.topology.group import Group, slowest
+from partitioner.topology.groups import (
+    Devices,
+    axis_group,
+    between,
+    first_group,
+    is_nested,
+    placed,
+    reference_type,
+    replica_groups,
+    replica_paces,
+    stage_capacity,
+    stage_groups,
+    stage_links,
+    stage_paces,
+    stage_ranks,
+)
+from partitioner.topology.hardware import DeviceType, Link
+from partitioner.topology.hosts import HostShare, least_share
+from partitioner.topology.topology import Topology
+from passes.ir.hashing import hashed_once
+from runtime.program.mesh import AXES, HYBRID_AXES, hybrid_mesh
+
+Found = TypeVar("Found")
+
+_SCATTERED = {1: 1, 2: 2}  # buckets beside the gradients that stay: under ZeRO 2 one that fills, and one that is sent
+RING = ("cp",)  # along which ranks send to each other in a ring
+HERE = Link(name="here", bandwidth=1e30, latency=0.0, level=-1)
+
+
+@hashed_once
+@dataclass(frozen=True)
+class Seat:
+    """The facts that decide how long a call takes on a rank: the device type, its speed, and its groups by mesh
+    axis."""
+
+    kind: str
+    speed: float
+    groups: tuple[tuple[str, Group], ...]
+
+
+Seats = tuple[Seat, ...]  # the different ones that wait for each other
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A topology with a mesh laid over it.
+
+    ``devices``: the device of every rank; ``None``: rank ``i`` runs on device ``i``. ``precision``: the type of most of
+    the work. ``mesh`` has the axes whose sizes multiply to the number of ranks. ``ep`` ranks of dp x cp x tp share the
+    experts, each sharded over ``etp`` of them (0: ``tp``). ``zero``: the stage of state sharding, over ``dp_shard`` of
+    the ``dp`` ranks (0: all). ``gradient_bytes``: of all gradients of the model. ``overlap``: whether collectives of
+    gradients and weights run behind computation. ``num_experts``: of the layer with the most experts. ``software``: how
+    the executing software communicates. ``reserve``: bytes of every rank that stay free. All properties are by pipeline
+    stage, except ``device``, ``group``, ``groups`` and ``spread``.
+    """
+
+    topology: Topology
+    mesh: Mapping[str, int]
+    precision: str = "bf16"
+    devices: Devices = field(default=None, compare=False)
+    ep: int = 1
+    etp: int = 0
+    zero: int = 0
+    dp_shard: int = 0
+    gradient_bytes: int = 0
+    overlap: bool = True
+    num_experts: int = 0
+    software: Software = EXECUTED
+    reserve: int = 0
+    nested: tuple[int, ...] = field(default=(), compare=False)  # steps, where all groups over the same axes are alike
+    memo: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)  # shared by copies
+
+    def _once(self, key: Hashable, find: Callable[[], Found]) -> Found:
+        """Compute a value that does not depend on how the machine is used, once for all copies of the machine."""
+        if key not in self.memo:
+            self.memo[key] = find()
+        found: Found = self.memo[key]
+        return found
+
+    @cached_property
+    def device(self) -> DeviceType:
+        """The device type that the sharding is chosen for."""
+        return self.topology.types[reference_type(self.topology)]
+
+    def group(self, *axes: str) -> Group:
+        """The slowest group over ``axes`` on any stage."""
+        if "pp" in axes:
+            return axis_group(self.topology, self.mesh, *axes, devices=self.devices)
+        return slowest(self.stage_groups(*axes))
+
+    @cached_property
+    def groups(self) -> dict[str, Group]:
+        """The slowest group of each mesh axis, for the collectives inside blocks."""
+        return {axis: self.group(axis) for axis in AXES if self.mesh.get(axis, 1) > 1}
+
+    def stage_groups(self, *axes: str) -> tuple[Group, ...]:
+        """The slowest group over ``axes`` on each stage. ``axes`` excludes ``pp``; ``experts`` are the replicas of an
+        expert."""
+        if any(a in HYBRID_AXES for a in axes):
+            return self.grid_groups(self.hybrid_grid("edp_shard" in axes or "edp_replicate" in axes), axes)
+        others = tuple(a for a in axes if a != "experts")
+        return self._experts("dp", *others) if "experts" in axes else self._plain(*axes)
+
+    def grid_groups(self, grid: Mapping[str, int], axes: Collection[str]) -> tuple[Group, ...]:
+        """The slowest group over ``axes`` of ``grid`` on each stage. ``grid``: any axes whose sizes multiply to the
+        number of ranks, outermost first."""
+        runs: list[tuple[bool, int]] = []  # neighbours that are all among axes, or all not, are one axis
+        for axis, size in grid.items():
+            if axis != "pp" and size > 1:
+                inside = axis in axes
+                merged = runs.pop()[1] if runs and runs[-1][0] == inside else 1
+                runs.append((inside, merged * size))
+        names = AXES[1:]
+        if len(runs) > len(names):  # apart in more places than a mesh has: the group around them
+            runs = [(True, math.prod(size for _, size in runs))]
+        mesh = {"pp": grid.get("pp", 1), **{name: size for name, (_, size) in zip(names, runs, strict=False)}}
+        return self._over(mesh, tuple(name for name, (inside, _) in zip(names, runs, strict=False) if inside))
+
+    def _plain(self, *axes: str) -> tuple[Group, ...]:
+        return self._over(self.mesh, axes, ring=axes == RING)
+
+    def _experts(self, *axes: str) -> tuple[Group, ...]:
+        return self._over(self.expert_mesh, axes)
+
+    def _over(self, mesh: Mapping[str, int], axes: tuple[str, ...], ring: bool = False) -> tuple[Group, ...]:
+        """The slowest group over ``axes`` of ``mesh`` on each stage. ``ring``: with the hops of messages from rank to
+        rank."""
+
+        def find() -> tuple[Group, ...]:
+            if self.nested and is_nested([mesh.get(axis, 1) for axis in reversed(AXES)], self.nested):
+                first = first_group(self.topology, mesh, *axes, devices=self.devices, ring=ring)
+                return (first,) * mesh.get("pp", 1)
+            return stage_groups(self.topology, mesh, *axes, devices=self.devices, ring=ring)
+
+        return self._once((tuple(mesh.items()), axes, ring), find)
+
+    @cached_property
+    def expert_mesh(self) -> dict[str, int]:
+        """The mesh in the view of the experts: ``dp`` are the replicas of an expert, ``cp`` stands for ``ep``, ``tp``
+        for ``etp``."""
+        room = math.prod(self.mesh.get(axis, 1) for axis in ("dp", "cp", "tp"))
+        etp = self.expert_tp
+        return {"pp": self.mesh.get("pp", 1), "dp": room // (self.ep * etp), "cp": self.ep, "tp": etp, "ep": 1}
+
+    @cached_property
+    def hybrid_mesh(self) -> dict[str, int]:
+        return hybrid_mesh({**self.mesh, "ep": self.ep}, self.etp, self.dp_shard)
+
+    def hybrid_grid(self, experts: bool) -> dict[str, int]:
+        """The mesh with ``dp`` (for experts: ``edp``) divided into replicas and ranks that share states."""
+        parts, mesh, pp = self.hybrid_mesh, self.mesh, {"pp": self.mesh.get("pp", 1)}
+        if experts:
+            edp = {axis: parts[axis] for axis in ("edp_replicate", "edp_shard")}
+            return pp | edp | {"ep": self.ep, "etp": self.expert_tp}
+        dp = {axis: parts[axis] for axis in ("dp_replicate", "dp_shard")}
+        return pp | dp | {"cp": mesh.get("cp", 1), "tp": mesh.get("tp", 1)}
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether ``dp`` is divided into ranks that share states and replicas of these."""
+        return self.zero > 0 and self.dp_shard not in (0, self.mesh.get("dp", 1))
+
+    @property
+    def expert_tp(self) -> int:
+        """Ranks that share one expert."""
+        return self.etp or self.mesh.get("tp", 1)
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether ranks along ``tp`` have different rows for the experts, and whole experts that differ from rank to
+        rank."""
+        return split_of(self.mesh.get("tp", 1), self.ep, self.etp) == "rows"
+
+    @property
+    def replicas(self) -> int:
+        """Number of ranks that share the same weights under ZeRO, except experts."""
+        return (self.dp_shard or self.mesh.get("dp", 1)) * self.mesh.get("cp", 1)
+
+    @property
+    def spread(self) -> Spread:
+        """How calls are spread besides ``tp``, over the slowest groups of any stage."""
+        used = (
+            self.ep,
+            self.etp,
+            self.zero == 3 and (self.zero, self.dp_shard),
+            self.overlap,
+            self.num_experts,
+            self.software,
+            self.precision,
+        )
+        return self._once(("spread", *used), self._spread)
+
+    def _spread(self) -> Spread:
+        tp = self.mesh.get("tp", 1)
+        plain = self.ep == 1 and self.zero != 3 and self.expert_tp == tp
+        if plain and self.precision != "fp8" and not self.num_experts and self.software == EXECUTED:
+            return NO_SPREAD
+        sharded, apart = self.zero == 3, self.software.dispatch == "rows"
+        return Spread(
+            experts=slowest(self._experts("cp")),
+            shards=self.group("dp_shard" if self.hybrid else "dp", "cp") if sharded else Group(1),
+            expert_shards=self.group("edp_shard" if self.hybrid else "experts") if sharded else Group(1),
+            expert_tensor=1.0 if self.by_rows else tp / self.expert_tp,
+            tp=tp,
+            num_experts=self.num_experts,
+            overlap=self.overlap,
+            fp8=self.precision == "fp8",
+            whole_scatter=self.topology.whole_scatter,
+            software=self.software,
+            sharers=Group(1) if apart else slowest(self._experts("tp")),
+        )
+
+    @property
+    def sharded(self) -> Sharded:
+        """How states are sharded besides ``tp``."""
+        held = self.spread.of_experts
+        sharers = self.hybrid_mesh["edp_shard"]
+        return Sharded(self.zero, self.replicas, held, sharers, self.by_rows, self.hybrid)
+
+    def scattering(self, num_microbatches: int) -> Scattering:
+        """The gradients in flight to their shards under ZeRO-1 and ZeRO-2."""
+        all_of_them = self.gradient_bytes / (self.mesh.get("tp", 1) * self.mesh.get("pp", 1))
+        ranks = self.mesh.get("dp", 1) * self.mesh.get("cp", 1)
+        bucket = min(float(bucket_limit(ranks)), all_of_them)
+        sent = _SCATTERED.get(self.zero, 0)
+        if not sent or not self.topology.whole_scatter:
+            return Scattering(sent * bucket, bucket, self.topology.whole_scatter)
+        # the receive buffer replaces the bucket's gradients; it is additional only if another bucket fills
+        fills = self.zero == 1 or num_microbatches > 1 or bucket < all_of_them
+        summed = 1 / self.replicas if self.zero == 1 else 0.0  # under ZeRO-2 the sum is the shard
+        return Scattering((sent + fills + summed) * bucket, bucket, whole=True)
+
+    @property
+    def device_of_rank(self) -> tuple[int, ...]:
+        return tuple(placed(self.topology, self.mesh, self.devices).tolist())
+
+    @property
+    def capacity(self) -> tuple[int, ...]:
+        """Usable bytes of a rank, by stage."""
+        whole = self._once("capacity", lambda: stage_capacity(self.topology, self.mesh, self.devices))
+        return tuple(max(0, room - self.reserve) for room in whole) if self.reserve else whole
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """The link from each stage to the next."""
+        return self._once("links", lambda: stage_links(self.topology, self.mesh, self.devices))
+
+    def link(self, stage: int, other: int) -> Link:
+        """The slowest link between the ranks of two stages; :data:`HERE` for one stage, within which nothing is
+        sent."""
+        if stage == other:
+            return HERE
+        return self._once(("link", stage, other), lambda: between(self.topology, self.mesh, stage, other, self.devices))
+
+    @property
+    def seats(self) -> tuple[Seats, ...]:
+        """The distinct seats of each stage, with the slowest groups of the stage. Equal tuples are one object."""
+        return self._once(("seats", self.ep, self.expert_tp), self._seats)
+
+    def _seats(self) -> tuple[Seats, ...]:
+        inner = [axis for axis in AXES if axis != "pp" and self.mesh.get(axis, 1) > 1]
+        of_axes = [self.stage_groups(axis) for axis in inner]
+        if self.ep > 1:
+            inner, of_axes = [*inner, "ep"], [*of_axes, self._experts("cp")]
+        known: dict[Seats, Seats] = {}
+        by_stage = zip(stage_paces(self.topology, self.mesh, self.devices), *of_axes, strict=True)
+        seats = (
+            tuple(Seat(kind, speed, tuple(zip(inner, groups, strict=True))) for kind, speed in paces)
+            for paces, *groups in by_stage
+        )
+        return tuple(known.setdefault(of_stage, of_stage) for of_stage in seats)
+
+    @property
+    def pipelines(self) -> tuple[tuple[Seats, ...], ...]:
+        """For each rank of ``dp`` the seats of its stages, which do not wait for other replicas. Equal tuples are one
+        object."""
+        return self._once(("pipelines", self.ep, self.expert_tp), self._pipelines)
+
+    def _pipelines(self) -> tuple[tuple[Seats, ...], ...]:
+        dp, expert_mesh = self.mesh.get("dp", 1), self.expert_mesh
+        if dp == 1 or self.nested:
+            return (self.seats,) * dp
+        inside: dict[str, tuple[Mapping[str, int], str]] = {
+            axis: (self.mesh, axis) for axis in ("cp", "tp") if self.mesh.get(axis, 1) > 1
+        }
+        if self.ep > 1 and expert_mesh["dp"] % dp == 0:  # else experts bring replicas together
+            inside["ep"] = expert_mesh, "cp"
+        of_paces, paces = replica_paces(self.topology, self.mesh, self.devices)
+        each = [
+            replica_groups(self.topology, mesh, dp, axis, devices=self.devices, ring=(name,) == RING)
+            for name, (mesh, axis) in inside.items()
+        ]
+        numbers = np.stack([of_paces, *(of_axis for of_axis, _ in each)])
+        kinds, of_replica = np.unique(numbers.transpose(2, 1, 0), axis=0, return_inverse=True)
+        known: dict[Any, Any] = {}
+        found = []
+        for by_stage in kinds.tolist():
+            seats = []
+            for (pace, *own), of_stage in zip(by_stage, self.seats, strict=True):
+                groups = {axis: of_kind[k] for axis, (_, of_kind), k in zip(inside, each, own, strict=True)}
+                over = tuple((axis, groups.get(axis, group)) for axis, group in of_stage[0].groups)
+                here = tuple(Seat(kind, speed, over) for kind, speed in paces[pace])
+                seats.append(known.setdefault(here, here))
+            found.append(known.setdefault(tuple(seats), tuple(seats)))
+        return tuple(found[k] for k in of_replica.reshape(-1).tolist())
+
+    def devices_of(self, stage: int) -> list[DeviceType]:
+        """The distinct device types of a stage, at their speeds."""
+        return [self.topology.paced_type(seat.kind, seat.speed) for seat in self.seats[stage]]
+
+    def host(self, stage: int) -> HostShare | None:
+        """Lower bound on a rank's share of its host, for the ranks of a stage; ``None`` if some host is not
+        described."""
+
+        def find() -> tuple[HostShare | None, ...]:
+            shares = self.topology.host_shares
+            if len(self.topology.different_host_shares) == 1:
+                return (shares[0],) * self.mesh.get("pp", 1)
+            return tuple(
+                least_share([shares[d] for d in self.device_of_rank[ranks.start : ranks.stop]])
+                for ranks in stage_ranks(self.mesh)
+            )
+
+        return self._once("hosts", find)[stage]
+
+    @cached_property
+    def peak(self) -> float:
+        """Peak FLOP/s of all devices together, in ``precision``."""
+        paces, of_device = self.topology.paces
+        counts = np.bincount(of_device[placed(self.topology, self.mesh, self.devices)], minlength=len(paces))
+        rates = [self.topology.types[kind].peak_of(self.precision) * speed for kind, speed in paces]
+        return float(counts @ np.array(rates))

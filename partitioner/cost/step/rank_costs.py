@@ -1,0 +1,145 @@
+"""What the calls of blocks take on the different seats of a machine: on a kind of device, over groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from operator import attrgetter
+
+from partitioner.cost.call.call_cost import Again, CallCost, CallWork, selective
+from partitioner.cost.call.expert_parallel import NO_SPREAD, Spread
+from partitioner.cost.step.placed_mesh import Machine, Seat
+from partitioner.topology.hardware import DeviceType
+from partitioner.topology.topology import Topology
+from passes.ir.collectives import collective_name
+from passes.ir.model import Block
+
+Costs = dict[str, CallCost]  # by block
+
+
+@dataclass
+class SeatCosts:
+    """Costs of the local graphs ``blocks``, each found once per seat; ``again``: see :class:`CallWork`."""
+
+    blocks: Mapping[str, Block]
+    topology: Topology
+    train: bool = True
+    again: Again = selective
+    works: dict[int, CallWork] = field(default_factory=dict)  # of blocks, by identity, that others may have as well
+    _devices: dict[tuple[str, float], DeviceType] = field(default_factory=dict)
+    _of_seat: dict[tuple[Seat, Spread], Costs] = field(default_factory=dict)
+    _of_stage: dict[tuple[tuple[Seat, ...], Spread], Costs] = field(default_factory=dict)
+
+    @cached_property
+    def _axes(self) -> frozenset[str]:
+        """The mesh axes over which blocks communicate."""
+        nodes = [
+            n for block in self.blocks.values() for n in block.graph.nodes if collective_name(n.target) is not None
+        ]
+        return frozenset(a for node in nodes for a in node.args if isinstance(a, str))
+
+    @cached_property
+    def _works(self) -> dict[str, CallWork]:
+        for block in self.blocks.values():
+            if id(block) not in self.works:
+                self.works[id(block)] = CallWork(block, self.train, self.again)
+        return {name: self.works[id(block)] for name, block in self.blocks.items()}
+
+    def _device(self, kind: str, speed: float) -> DeviceType:
+        """One and the same object for the same pace: work is priced once for each."""
+        if (kind, speed) not in self._devices:
+            self._devices[kind, speed] = self.topology.paced_type(kind, speed)
+        return self._devices[kind, speed]
+
+    def at(self, seat: Seat, spread: Spread = NO_SPREAD) -> Costs:
+        """The costs on one seat, of calls that are spread like this."""
+        seat = replace(seat, groups=tuple((axis, group) for axis, group in seat.groups if axis in self._axes))
+        if (seat, spread) not in self._of_seat:
+            device = self._device(seat.kind, seat.speed)
+            groups, plain = dict(seat.groups), spread.without_experts
+            others = self.at(seat, plain) if plain != spread else {}
+            self._of_seat[seat, spread] = {
+                name: work.cost(device, groups, spread) if work.has_experts or name not in others else others[name]
+                for name, work in self._works.items()
+            }
+        return self._of_seat[seat, spread]
+
+    def of_stage(self, seats: tuple[Seat, ...], spread: Spread = NO_SPREAD) -> Costs:
+        """The costs on a stage, whose ranks wait for the slowest; one and the same dict for the same seats."""
+        key = seats, spread
+        if key not in self._of_stage:
+            costs = [self.at(seat, spread) for seat in seats]
+            self._of_stage[key] = slowest(costs)
+        return self._of_stage[key]
+
+    def by_stage(self, machine: Machine) -> tuple[Costs, ...]:
+        """For each stage of ``machine``."""
+        spread = machine.spread
+        different = {id(seats): seats for seats in machine.seats}
+        found = {key: self.of_stage(seats, spread) for key, seats in different.items()}
+        return tuple(found[id(seats)] for seats in machine.seats)
+
+    def by_pipeline(self, machine: Machine) -> tuple[Costs, ...]:
+        """For each stage of each different replica of ``machine``, whose ranks do not wait for others'."""
+        spread = machine.spread
+        return tuple(self.of_stage(seats, spread) for replica in dict.fromkeys(machine.pipelines) for seats in replica)
+
+
+def fastest(costs: Sequence[Costs]) -> Costs:
+    """Call by call the least seconds, all of them counted as computation."""
+    return {
+        name: replace(
+            cost,
+            forward_s=min(c[name].forward_total_s for c in costs),
+            backward_s=min(c[name].backward_total_s for c in costs),
+            weights_s=_least_weights([c[name] for c in costs]),
+            forward_comm_s=0.0,
+            backward_comm_s=0.0,
+            selective_s=min(c[name].selective_s for c in costs),
+        )
+        for name, cost in costs[0].items()
+    }
+
+
+def slowest(costs: Sequence[Costs]) -> Costs:
+    """Call by call the most seconds, of ranks that wait for each other in each collective."""
+    if len(costs) == 1:
+        return costs[0]
+    return {
+        name: replace(
+            costs[0][name],
+            forward_s=max(c[name].forward_s for c in costs),
+            backward_s=max(c[name].backward_s for c in costs),
+            weights_s=max(c[name].weights_s for c in costs),
+            forward_comm_s=max(c[name].forward_comm_s for c in costs),
+            backward_comm_s=max(c[name].backward_comm_s for c in costs),
+            selective_s=max(c[name].selective_s for c in costs),
+        )
+        for name in costs[0]
+    }
+
+
+def longest(costs: Sequence[Costs]) -> Costs:
+    """Call by call those that take longest, of ranks that do not wait for each other."""
+    if len(costs) == 1:
+        return costs[0]
+    found: Costs = {}
+    for name, first in costs[0].items():
+        each = [of[name] for of in costs]
+        ahead, back = (max(each, key=attrgetter(total)) for total in ("forward_total_s", "backward_total_s"))
+        found[name] = replace(
+            first,
+            forward_s=ahead.forward_s,
+            forward_comm_s=ahead.forward_comm_s,
+            backward_s=back.backward_s,
+            backward_comm_s=back.backward_comm_s,
+            weights_s=back.weights_s,
+            selective_s=max(cost.selective_s for cost in each),
+        )
+    return found
+
+
+def _least_weights(costs: Sequence[CallCost]) -> float:
+    """What the least backward leaves to gradients of weights, if those of inputs take the least, too."""
+    return min(c.backward_total_s for c in costs) - min(c.backward_total_s - c.later_s for c in costs)

@@ -1,0 +1,310 @@
+"""Upper bounds on what a placement can offer: the best devices, links and groups that the ranks of a mesh could
+have.
+
+Lower bound on collectives over any group of a given number of devices, wherever on a cluster these are.
+
+A group is priced by the number of parts it has on each storey of links, and by the size of its smallest part. All
+combinations that fit the cluster are enumerated with the best links of each storey. The lower bound over all of them is
+again one group, with the form of a measured one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from partitioner.cost.call.collectives import collective_time, moved_share
+from partitioner.cost.call.roofline import matmul_efficiency, memory_efficiency
+from partitioner.cost.step.placed_mesh import HERE, Machine
+from partitioner.topology.fabric import Floats, Ints, Storey, spans_nodes
+from partitioner.topology.group import Group, Tier, slowest
+from partitioner.topology.groups import num_communicators
+from partitioner.topology.hardware import COLLECTIVES, DeviceType, Hop, Level, Link
+from partitioner.topology.hosts import BOUNDLESS, HostShare
+from partitioner.topology.topology import Topology
+
+
+@dataclass(frozen=True)
+class Relaxed:
+    """A machine that no placement of ``mesh`` beats, with the best capacity and links of each stage."""
+
+    mesh: Mapping[str, int]
+    capacity: tuple[int, ...]
+    links: tuple[Link, ...]
+
+    def host(self, stage: int) -> HostShare:
+        """A host without limits, for every stage."""
+        return BOUNDLESS
+
+    def link(self, stage: int, other: int) -> Link:
+        """The best link between the ranks of two stages; within one stage nothing is sent."""
+        return HERE if stage == other else _best_link(self.links)
+
+
+def best_type(types: Sequence[DeviceType]) -> DeviceType:
+    """A device type on which no kernel takes longer than on any of ``types``."""
+    if all(kind == types[0] for kind in types):
+        return types[0]
+    precisions = {precision for kind in types for precision in kind.peak}
+    kernels = {name for kind in types for name in kind.memory_efficiency} | {"default"}
+    sizes = sorted({size for kind in types for size, _ in kind.matmul_efficiency})
+    return types[0].model_copy(
+        update={
+            "peak": {p: max(kind.peak_of(p) * kind.clock for kind in types) for p in precisions},
+            "power_limit": None,
+            "memory_bandwidth": max(kind.memory_bandwidth for kind in types),
+            "launch": min(kind.launch for kind in types),
+            "dispatch": min(kind.dispatch for kind in types),
+            "memory_sizes": (),
+            "attention_lengths": (),
+            "attention_widths": (),
+            "matmul_efficiency": tuple((s, max(matmul_efficiency(s, kind) for kind in types)) for s in sizes),
+            "unaligned": max(kind.unaligned for kind in types),
+            "attention_efficiency": max(kind.attention_efficiency for kind in types),
+            "memory_efficiency": {name: max(memory_efficiency(name, kind) for kind in types) for name in kernels},
+            "overlap_slowdown": min(kind.overlap_slowdown for kind in types),
+        }
+    )
+
+
+def relaxed(topology: Topology, mesh: Mapping[str, int], candidates: Sequence[Machine] | None) -> Relaxed:
+    """The best capacity of each stage and the best link of each boundary over ``candidates``.
+
+    ``candidates`` is ``None`` if they are not all placements that count. Then the bound covers every placement: no
+    stage has a smallest device larger than the ``n``-th largest device of the cluster, with ``n`` devices per stage.
+    """
+    stages = mesh.get("pp", 1)
+    if candidates is not None:
+        capacity = tuple(max(of_stage) for of_stage in zip(*(m.capacity for m in candidates), strict=True))
+        boundaries = zip(*(m.links for m in candidates), strict=True)
+        return Relaxed(mesh, capacity, tuple(_best_link(boundary) for boundary in boundaries))
+    per_stage = topology.num_devices // stages
+    largest = np.sort(topology.usable)[::-1]
+    every = [level.shared(most_share(topology)) for level in topology.levels]
+    links = [Link(name=level.name, bandwidth=level.bandwidth, latency=level.latency, level=-1) for level in every]
+    for name, matrix in topology.pattern_kinds:
+        latency = topology.patterns[name].latency
+        links.append(Link(name=name, bandwidth=float(matrix.max()), latency=latency, level=-1))
+    links += topology.own_links.values()
+    least = min(topology.types[kind].communicator for kind, _ in topology.paces[0])
+    room = max(0, int(largest[per_stage - 1]) - num_communicators(mesh) * int(least))
+    return Relaxed(mesh, (room,) * stages, (_best_link(links),) * (stages - 1))
+
+
+def most_share(topology: Topology) -> float:
+    """Greatest share of the bandwidth between nodes that any device has; at least 1."""
+    return max(1.0, float(topology.network_share.max()))
+
+
+def _best_link(links: Sequence[Link]) -> Link:
+    bandwidth, latency = max(link.bandwidth for link in links), min(link.latency for link in links)
+    return Link(name="best", bandwidth=bandwidth, latency=latency, level=-1)
+
+
+_LARGE = 1e15  # bytes, to measure the slope of a collective's time
+
+_ROUNDING = 1e-9
+_MOST_FORMS = 2000  # forms of a group to enumerate; beyond that a bound from all links is used
+_SINGLY = 8  # devices in the smallest part of a group, up to which every number is a range of its own
+_FEW = 100  # numbers of parts up to which ranges are that fine
+_Range = tuple[int, int]
+
+
+def best_group(topology: Topology, size: int, everywhere: bool = False) -> Group:
+    """A group in which no collective takes longer than over any ``size`` devices.
+
+    ``everywhere``: no longer than over the slowest of the groups that together contain all devices, some of which may
+    have to span two nodes.
+    """
+    if size == 1:
+        return Group(1)
+    hops = _best_hops(topology, size)
+    return slowest(replace(group, hops=hops) for group in _best_groups(topology, size, everywhere))
+
+
+def _best_groups(topology: Topology, size: int, everywhere: bool) -> list[Group]:
+    """The groups of :func:`best_group`, the slowest of which counts in each collective; without hops."""
+    storeys = topology.storeys
+    joins_all = bool(storeys) and len(np.unique(storeys[-1].joined)) == 1
+    if topology.own_links or not joins_all:
+        return [_over_all_links(topology, size)]
+    shares = np.sort(topology.network_share)
+    asked = [(float(shares[0 if everywhere else -size]), False)]
+    if everywhere:  # which may be two groups: that of the farthest device, and one that is in more parts than it need
+        asked += [(float(shares[-size]), True)] * any(_must_part(storey, size) for storey in storeys)
+    found: list[Group] = []
+    for farthest, parted in asked:
+        made: list[Group] = []
+        for group in _forms(topology, storeys, size, farthest, parted):
+            made.append(group)
+            if len(made) > _MOST_FORMS:
+                return [_over_all_links(topology, size)]
+        found.append(_least_of(made, size))
+    return found
+
+
+def _best_hops(topology: Topology, size: int) -> tuple[Hop, ...]:
+    """Hops no slower than those in any ring of ``size`` devices.
+
+    A hop of ``d`` places moves along cycles of ``size / gcd(size, d)`` devices each. Where no part of a storey has that
+    many devices, some pair of a cycle communicates over a link beyond that storey, or over a direct link.
+    """
+    own = [Hop(link.latency, link.bandwidth) for link in topology.own_links.values()]
+    patterns = [topology.patterns[name] for name, _ in topology.pattern_kinds]
+    direct = [Hop(p.latency, max(link.bandwidth for link in p.links)) for p in patterns]
+    most = most_share(topology)
+    levels = [
+        Hop(level.latency, level.bandwidth / level.oversubscription * (most if spans_nodes(level) else 1.0))
+        for level in topology.levels
+    ]
+    largest = [int(np.unique(storey.joined, return_counts=True)[1].max()) for storey in topology.storeys]
+    by_cycle: dict[int, Hop] = {}
+    for places in range(1, size // 2 + 1):
+        cycle = size // math.gcd(size, places)
+        if cycle not in by_cycle:
+            fits = [storey for storey, n in zip(topology.storeys, largest, strict=True) if n >= cycle]
+            numbers = {n for storey in fits for n in storey.levels}
+            within = any(not storey.levels for storey in fits) or not topology.storeys
+            found = own + (direct if within else []) + [levels[n] for n in sorted(numbers)]
+            found = found or own + direct + levels  # over other devices, as fast as the slowest of several links
+            by_cycle[cycle] = Hop(min(hop.latency for hop in found), max(hop.bandwidth for hop in found))
+    return tuple(by_cycle[size // math.gcd(size, places)] for places in range(1, size // 2 + 1))
+
+
+def no_slower(group: Group, other: Group) -> bool:
+    """Whether no collective and no hop takes longer over ``group`` than over ``other``, up to rounding."""
+    lines = [(own, least) for own in group.every for least in other.every]  # each a start and a slope
+    hops = [pair for own, least in lines if own.hops and least.hops for pair in zip(own.hops, least.hops, strict=True)]
+    if any(own.time(n) > least.time(n) * (1 + _ROUNDING) for own, least in hops for n in (1.0, _LARGE)):
+        return False
+    return all(
+        collective_time(op, num_bytes, own) <= collective_time(op, num_bytes, least) * (1 + _ROUNDING)
+        for own, least in lines
+        for op in COLLECTIVES
+        for num_bytes in (0.0, _LARGE)
+    )
+
+
+def _least_of(groups: Sequence[Group], size: int) -> Group:
+    """A group with the shortest latency and the highest bandwidth of ``groups`` for every collective."""
+    tables: dict[str, Any] = {}
+    for op in COLLECTIVES:
+        starts = [collective_time(op, 0.0, group) for group in groups]
+        large = [collective_time(op, _LARGE, group) - start for group, start in zip(groups, starts, strict=True)]
+        tables[op] = ((size, min(starts), moved_share(op, size) * _LARGE / min(large)),)
+    widest = max(bandwidth for ((_, _, bandwidth),) in tables.values())
+    return Group(size, (Tier(Level.model_construct(name="best", bandwidth=widest, **tables), size, 1),))
+
+
+def _forms(topology: Topology, storeys: Sequence[Storey], size: int, farthest: float, parted: bool) -> Iterator[Group]:
+    """A group for each way in which ``storeys`` may divide ``size`` devices, with as many devices in each part as
+    possible.
+
+    At least one device has a network share of at most ``farthest``; the other devices in its part share that bandwidth,
+    so the size of the smallest part matters. ``parted``: the group must also be in at least two parts of a storey if
+    not all groups fit into one.
+    """
+    alone = np.arange(topology.num_devices)
+    parts_below = [alone, *(storey.joined for storey in storeys)]
+    fewest = [max(_fewest_parts(storey, size), 1 + (parted and _must_part(storey, size))) for storey in storeys]
+    most = [len(np.unique(storey.joined)) for storey in storeys]
+    largest = [int(np.unique(storey.joined, return_counts=True)[1].max()) for storey in storeys]
+    ways = [_most_ways(*pair) for pair in pairwise(parts_below)]
+
+    alike = bool((topology.network_share == topology.network_share[0]).all())
+
+    def further(number: int, parts: int, below: _Range, tiers: tuple[Tier, ...], ring: float) -> Iterator[Group]:
+        if number == len(storeys):
+            if parts == 1:
+                yield Group(size, tiers, ring=ring)
+            return
+        storey = storeys[number]
+        least = max(fewest[number], math.ceil(parts / ways[number]))
+        fine = most[number] - least <= _FEW
+        for count in range(least, min(parts, most[number]) + 1):
+            if count == parts:
+                yield from further(number + 1, parts, below, tiers, ring)
+                continue
+            for links in _links(topology, storey):
+                share = _most_share(storey.shares, parts_below[number], farthest, below[0])
+                tier = Tier(links.shared(share), math.ceil(parts / count), below[1])
+                slowest = min(ring, links.bandwidth * links.efficiency) if topology.single_ring and tiers else ring
+                smallest = [(size // count,) * 2] if alike else _ranges(size, count, largest[number], fine)
+                for each in smallest:
+                    yield from further(number + 1, count, each, (*tiers, tier), slowest)
+
+    yield from further(0, size, (1, 1), (), math.inf)
+
+
+def _ranges(size: int, count: int, largest: int, fine: bool) -> Iterator[_Range]:
+    """Ranges of the size of the smallest of ``count`` parts of ``size`` devices, with at most ``largest`` in each part:
+    one range or, if ``fine``, several whose length grows with the size."""
+    low, most = max(1, size - (count - 1) * largest), size // count
+    while low <= most:
+        high = min(most, low if low <= _SINGLY else 2 * low) if fine else most
+        yield low, high
+        low = high + 1
+
+
+def _most_share(shares: Floats | None, parts: Ints, farthest: float, devices: int) -> float:
+    """Greatest share of a level's bandwidth that each of ``devices`` in a part can have: the part with the farthest
+    device shares at most the bandwidth of the storey's part that contains it."""
+    if shares is None:
+        return 1.0
+    of_part = np.bincount(parts, weights=shares)
+    far = np.unique(parts[shares <= farthest])
+    return min(float(shares.max()), float(of_part[far].max()) / devices)
+
+
+def _fewest_parts(storey: Storey, size: int) -> int:
+    """Least number of parts of ``storey`` that ``size`` devices can be in."""
+    sizes = np.sort(np.unique(storey.joined, return_counts=True)[1])[::-1]
+    return int(np.searchsorted(np.cumsum(sizes), size)) + 1
+
+
+def _must_part(storey: Storey, size: int) -> bool:
+    """Whether some groups must span several parts of ``storey`` if groups of ``size`` contain all devices."""
+    sizes = np.unique(storey.joined, return_counts=True)[1]
+    return bool((sizes // size).sum() * size < sizes.sum())
+
+
+def _most_ways(below: Ints, joined: Ints) -> int:
+    """Greatest number of parts of the storey ``below`` that are in one part of the storey ``joined``."""
+    parts = np.unique(np.stack([joined, below]), axis=1)
+    return int(np.unique(parts[0], return_counts=True)[1].max())
+
+
+def _links(topology: Topology, storey: Storey) -> list[Level]:
+    """The distinct links that a group may use in ``storey``."""
+    if storey.levels:
+        return list(dict.fromkeys(topology.levels[number] for number in storey.levels))
+    # direct links inside nodes: none has more than all of a device's, or than a level inside the node
+    rates = [float(matrix.sum(axis=1).max()) for _, matrix in topology.pattern_kinds]
+    inside = [level for level in topology.levels if not spans_nodes(level)]
+    rates += [rate for level in inside for rate in _rates(level)]
+    return [Level.model_construct(name="direct", bandwidth=max(rates), latency=0.0)]
+
+
+def _rates(level: Level) -> Iterator[float]:
+    """Bandwidth of a level's links in bytes/s, and the bandwidths measured for collectives."""
+    yield level.bandwidth
+    for op in COLLECTIVES:
+        yield from (rate for _, _, rate in getattr(level, op))
+
+
+def _over_all_links(topology: Topology, size: int) -> Group:
+    """A group without latency, in which every device sends and receives over all of its links."""
+    every = [level.shared(most_share(topology)) for level in topology.levels]
+    rates = [0.0, *(rate for level in every for rate in _rates(level))]
+    inside = 2 * max([*rates, *(float(matrix.sum(axis=1).max()) for _, matrix in topology.pattern_kinds)])
+    of_device: dict[int, float] = {}
+    for pair, link in topology.own_links.items():
+        for i in pair:
+            of_device[i] = of_device.get(i, 0.0) + link.bandwidth
+    rate = max([inside, *of_device.values()])
+    return Group(size, (Tier(Level.model_construct(name="best", bandwidth=rate, latency=0.0), size, 1),))

@@ -1,0 +1,132 @@
+"""What gathers of parameters and reductions of gradients add to a schedule of several virtual stages on each rank.
+
+The schedule is followed with a clock for each rank, as :func:`runtime.program.simulate.simulate` does it with the
+program. The calls of first forwards and of last backwards are followed one by one, since gathers end and reductions
+begin between them. What a rank has nothing to do for anyway hides as much of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from partitioner.cost.step.step_ends import GradientBucket, Reductions
+from partitioner.schedules.actions import Timetable
+from partitioner.schedules.csv_table import ScheduleTable
+from partitioner.schedules.formulas import shortened
+from partitioner.schedules.makespan import KINDS, Phases, follow, seconds_of, sent_of, waits_of
+from partitioner.solve.stages.problem import StageProblem
+from partitioner.solve.stages.split import StagePlan
+from runtime.program.simulate import OverlappedCollective, RankClock
+
+_MOST_ACTIONS = 3000  # that are followed: gathers and reductions are at the ends of a step
+
+_FORWARD, _WHOLE, _WEIGHTS = (KINDS.index(kind) for kind in "FBW")
+
+
+@dataclass(frozen=True)
+class RankEnds:
+    """What a rank gathers and reduces. ``plan``: of its virtual stages; ``slowdown``: of computation and collectives
+    beside each other; ``first_s``: of work ahead of its first forward; ``every_backward``: whether gradients are
+    scattered behind each backward and not only behind the last."""
+
+    problem: StageProblem
+    plan: StagePlan
+    buckets: Sequence[GradientBucket]
+    slowdown: float
+    first_s: float = 0.0
+    every_backward: bool = False
+
+
+def seconds_added(
+    schedule: str | ScheduleTable, m: int, chunks: int | None, phases: Sequence[Phases], ranks: Sequence[RankEnds]
+) -> float:
+    """Seconds by which all gradients are whole later than the pipeline of ``m`` microbatches ends without gathers and
+    reductions. ``phases``: of each virtual stage; ``ranks``: of each rank."""
+    table, more = shortened(schedule, len(ranks), m, chunks, _MOST_ACTIONS)
+    added = _added(table, phases, ranks)
+    if more is not None and any(rank.every_backward for rank in ranks):
+        longer, microbatches, left = more
+        added += (_added(longer, phases, ranks) - added) * left / microbatches
+    return max(0.0, added)
+
+
+def _added(table: Timetable, phases: Sequence[Phases], ranks: Sequence[RankEnds]) -> float:
+    waits, seconds, sent = waits_of(table), seconds_of(phases, True), sent_of(phases)
+    lanes = [_Lane(rank) for rank in ranks]
+    last = {what // len(KINDS): k for k, what in enumerate(waits.what) if what % len(KINDS) in (_WHOLE, _WEIGHTS)}
+    begun: set[int] = set()
+    done = [0.0] * len(lanes)
+    for place in range(len(lanes), len(waits.what)):
+        what, lane = waits.what[place], lanes[waits.rank[place]]
+        clock, (stage, kind) = lane.clock, divmod(what, len(KINDS))
+        clock.wait(done[waits.needed[place]] + sent[waits.message[place]])
+        if kind == _FORWARD and stage not in begun:
+            begun.add(stage)
+            lane.first_forward(lane.chunk(table, stage), seconds[what])
+        elif last[stage] == place or (lane.ends.every_backward and kind in (_WHOLE, _WEIGHTS)):
+            lane.backward(lane.chunk(table, stage), seconds[what], kind == _WEIGHTS, last[stage] == place)
+        else:
+            clock.compute(seconds[what])
+        done.append(clock.clock)
+    return max(lane.ended() for lane in lanes) - follow(table, phases)
+
+
+class _Lane:
+    """A rank, its clock and what is under way beside it."""
+
+    def __init__(self, ends: RankEnds) -> None:
+        self.ends = ends
+        self.clock = RankClock(ends.slowdown)
+        self.reductions = Reductions(self.clock)
+        self.gathers: dict[int, list[OverlappedCollective]] = {}  # by the call that reads first what they gather
+        for bucket in sorted(ends.buckets, key=lambda bucket: bucket.place):
+            if bucket.gather_s:
+                gather = OverlappedCollective(0.0, bucket.gather_s)
+                self.clock.begin(gather)
+                self.gathers.setdefault(bucket.place, []).append(gather)
+        self.clock.compute(ends.first_s)
+
+    def chunk(self, table: Timetable, stage: int) -> StagePlan:
+        return self.ends.plan.runs[table.held[table.ranks[stage]].index(stage)]
+
+    @cached_property
+    def _at(self) -> dict[int, list[GradientBucket]]:
+        found: dict[int, list[GradientBucket]] = {}
+        for bucket in self.ends.buckets:
+            found.setdefault(bucket.place, []).append(bucket)
+        return found
+
+    def first_forward(self, run: StagePlan, seconds: float) -> None:
+        costs = self.ends.problem.pace(run.number).costs
+        work = {place: costs[place].forward_total_s for place in range(run.start, run.stop)}
+        self.clock.compute(max(0.0, seconds - sum(work.values())))
+        for place, of_call in work.items():
+            for gather in self.gathers.get(place, ()):
+                self.clock.wait_for(gather)
+            self.clock.compute(of_call)
+
+    def backward(self, run: StagePlan, seconds: float, weights: bool, is_last: bool) -> None:
+        """A backward of ``run``, or its half for ``weights``, from its last call to its first."""
+        costs, work = self.ends.problem.pace(run.number).costs, {}
+        for place in range(run.start, run.stop):
+            cost = costs[place]
+            again = cost.forward_total_s if place < run.start + run.recompute else cost.selective_s * run.selective
+            work[place] = cost.later_s if weights else cost.backward_total_s + again
+        total = sum(work.values())
+        for place in reversed(range(run.start, run.stop)):
+            self.clock.compute(work[place] * seconds / total if total else 0.0)
+            buckets = self._at.get(place, ())
+            if buckets:
+                self.reductions.begin(buckets, whole=is_last)
+        if not total:
+            self.clock.compute(seconds)
+
+    def ended(self) -> float:
+        self.reductions.settle()
+        self.clock.wait_for_all()
+        return self.clock.clock
+
+
+__all__ = ["RankEnds", "seconds_added"]

@@ -1,0 +1,236 @@
+"""What a step's ends take besides computation, bucket by bucket: gathers of updated parameters before the calls of the
+first forward, and reductions of gradients behind the calls of the last backward.
+
+The buckets are those of :func:`partitioner.emit.buckets.plan_buckets`, and the time is that of
+:class:`runtime.program.simulate.RankClock`, so that the estimate is what the simulation of the emitted program ends at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from partitioner.cost.call.collectives import collective_time
+from partitioner.cost.call.states import StateCost
+from partitioner.cost.step.gradient_reduction import Reducer, Sent
+from partitioner.emit.buckets import bucket_limit
+from partitioner.solve.stages.problem import StageProblem
+from partitioner.solve.stages.split import StagePlan
+from runtime.program.simulate import OverlappedCollective, RankClock
+
+_NOTHING = Sent(0.0)
+
+
+@dataclass(frozen=True)
+class GradientBucket:
+    """Gradients that are reduced together once the backward of the call at ``place`` has run, the first that reads
+    any of their parameters. ``scatter``: to shards; ``rest``: adding up what is left; ``gather_s``: of the updated
+    parameters."""
+
+    place: int
+    scatter: Sent = _NOTHING
+    rest: Sent = _NOTHING
+    gather_s: float = 0.0
+
+
+def stage_buckets(
+    problem: StageProblem,
+    plan: StagePlan,
+    states: Mapping[str, StateCost],
+    reducer: Reducer,
+    last_levels: Mapping[tuple[str, ...], bool],
+) -> list[GradientBucket]:
+    """The buckets of a stage, in the order in which its backward completes them."""
+    found = [bucket for group in _filled(problem, plan, states, reducer) for bucket in _made(*group)]
+
+    def priced(members: Sequence[tuple[int, StateCost]]) -> GradientBucket:
+        cost = members[0][1]
+        gradients = sum(c.gradient for _, c in members)
+        place = min(p for p, _ in members)
+        scatter = rest = _NOTHING
+        gather = 0.0
+        if cost.scatter_axes and cost.stage < 3:
+            scatter = reducer.scatter(gradients, cost.scatter_axes, last_levels.get(cost.scatter_axes, False))
+            parameters = sum(c.parameter for _, c in members)
+            gather = collective_time("all_gather", parameters, reducer.group(cost.scatter_axes))
+        if cost.rest_axes:
+            rest = reducer.all_reduce(sum(c.gradient_piece for _, c in members), cost.rest_axes)
+        return GradientBucket(place, scatter, rest, gather)
+
+    return sorted((priced(members) for members in found), key=lambda bucket: -bucket.place)
+
+
+def _filled(
+    problem: StageProblem, plan: StagePlan, states: Mapping[str, StateCost], reducer: Reducer
+) -> Iterator[tuple[list[tuple[int, StateCost]], float]]:
+    """What may be in one bucket, in the order in which it is complete, and the bytes that fill one."""
+    together: dict[object, list[tuple[int, StateCost]]] = {}
+    known: set[str] = set()
+    first: dict[str, int] = {}
+    for place in plan.places:
+        for name in problem.calls[place].states:
+            first.setdefault(name, place)
+    for place in reversed(plan.places):
+        for name in problem.calls[place].states:
+            if name in known or first[name] != place or name not in states:
+                continue
+            known.add(name)
+            cost = states[name]
+            if not cost.gradient or not (cost.scatter_axes or cost.rest_axes):
+                continue
+            by_call = place if cost.stage == 3 and cost.scatter_axes else -1
+            if cost.stage == 2 and cost.scatter_axes:  # scattered behind each backward of one virtual stage
+                by_call = next(run.start for run in plan.runs if run.start <= place < run.stop)
+            key = cost.scatter_axes, cost.rest_axes, cost.stage, cost.expert, by_call
+            together.setdefault(key, []).append((place, cost))
+    for members in together.values():
+        cost = members[0][1]
+        whole = cost.stage == 3 and bool(cost.scatter_axes)
+        ranks = math.prod(reducer.group(axes).size for axes in (cost.scatter_axes, cost.rest_axes) if axes)
+        limit = float("inf") if whole else bucket_limit(ranks)
+        yield members, limit
+
+
+def _made(members: Sequence[tuple[int, StateCost]], limit: float) -> Iterator[list[tuple[int, StateCost]]]:
+    filling: list[tuple[int, StateCost]] = []
+    size = 0.0
+    for member in members:
+        filling.append(member)
+        size += member[1].gradient
+        if size >= limit:
+            yield filling
+            filling, size = [], 0.0
+    if filling:
+        yield filling
+
+
+def gathered_seconds(
+    problem: StageProblem,
+    plan: StagePlan,
+    buckets: Sequence[GradientBucket],
+    slowdown: float,
+    idle_s: float = 0.0,
+    first_s: float = 0.0,
+) -> float:
+    """Seconds by which the first forward of a stage ends later than if it began at once: with ``first_s`` of work ahead
+    of it, and gathers of updated parameters beside that. The stage has nothing else to do for ``idle_s`` seconds."""
+    gathers = {b: OverlappedCollective(0.0, b.gather_s) for b in sorted(buckets, key=lambda b: b.place) if b.gather_s}
+    if not gathers:
+        return first_s
+    clock, pace, run = RankClock(slowdown), problem.pace(plan.number), plan.runs[0]
+    for gather in gathers.values():
+        clock.begin(gather)
+    needed: dict[int, list[OverlappedCollective]] = {}
+    for bucket, gather in gathers.items():
+        needed.setdefault(bucket.place, []).append(gather)
+    clock.wait(idle_s)
+    clock.compute(first_s)
+    overhead = max(0.0, run.forward_s - sum(pace.costs[p].forward_total_s for p in range(run.start, run.stop)))
+    clock.compute(overhead)
+    for place in range(run.start, run.stop):
+        for gather in needed.get(place, ()):
+            clock.wait_for(gather)
+        clock.compute(pace.costs[place].forward_total_s)
+    return max(0.0, clock.clock - idle_s - run.forward_s)
+
+
+class Reductions:
+    """The reductions of one rank, beside what its ``clock`` computes."""
+
+    def __init__(self, clock: RankClock) -> None:
+        self.clock = clock
+        self._sent: list[OverlappedCollective] = []  # scatters of the backward before
+        self._left: list[tuple[OverlappedCollective, GradientBucket]] = []  # to add up when these have ended
+
+    def begin(self, buckets: Sequence[GradientBucket], *, whole: bool = True) -> None:
+        """Reduce ``buckets``, whose backward has run; not ``whole``: to shards only, since more backwards follow."""
+        self.settle()
+        if any(bucket.scatter is not _NOTHING for bucket in buckets):
+            for scatter in self._sent:
+                self.clock.wait_for(scatter)
+            self._sent.clear()
+        for bucket in buckets:
+            if bucket.scatter is not _NOTHING:
+                self._sent.append(self._begin(bucket.scatter))
+                if bucket.rest is not _NOTHING and whole:
+                    self._left.append((self._sent[-1], bucket))
+            elif whole:
+                self._begin(bucket.rest)
+
+    def settle(self) -> None:
+        """Begin to add up what is left when scatters have ended."""
+        for scatter, bucket in self._left:
+            self.clock.wait_for(scatter)
+            self._begin(bucket.rest)
+        self._left.clear()
+
+    def _begin(self, part: Sent) -> OverlappedCollective:
+        collective = OverlappedCollective(0.0, part.seconds)
+        self.clock.compute(part.coding_s)
+        self.clock.begin(collective)
+        return collective
+
+
+class Delays(NamedTuple):
+    """What reductions beside a stage's last backward add, in seconds.
+
+    ``backward_s``: by how much later the backward ends than without them. ``whole_s``: the time from the end that it
+    would have had without them until all gradients are whole.
+    """
+
+    backward_s: float
+    whole_s: float
+
+
+def reduction_delays(
+    problem: StageProblem,
+    plan: StagePlan,
+    buckets: Sequence[GradientBucket],
+    slowdown: float,
+    *,
+    by_halves: bool = False,
+) -> Delays:
+    """What reducing the gradients of a stage adds to its last backward; ``by_halves``: of which only the half for
+    weights is left at the end."""
+    run = plan.runs[0]  # the virtual stage whose backwards end last
+    clock = RankClock(slowdown)
+    if by_halves:
+        costs = problem.pace(plan.number).costs
+        work = {place: costs[place].later_s for place in range(run.start, run.stop)}
+        window = sum(work.values())
+    else:
+        work, window = _backward_seconds(problem, plan, run), run.backward_s + run.recompute_s
+    scale = window / total if (total := sum(work.values())) else 0.0
+    at: dict[int, list[GradientBucket]] = {}
+    for bucket in buckets:
+        at.setdefault(bucket.place if bucket.place in work else -1, []).append(bucket)
+    reductions = Reductions(clock)
+    begun = 0.0
+    for place in (-1, *sorted(work, reverse=True)):
+        clock.compute(work.get(place, 0.0) * scale)
+        if place in at:
+            reductions.begin(at[place])
+        if place < 0 and at.get(
+            place
+        ):  # of other virtual stages, each as often as there are ranks behind the one before
+            ahead = (len(plan.runs) - 1 if not by_halves else 1) * (problem.num_stages // problem.chunks) - 1
+            clock.compute(ahead * window)
+            reductions.settle()
+            begun = clock.clock
+    window += begun
+    delayed = clock.clock - window
+    reductions.settle()
+    clock.wait_for_all()
+    return Delays(delayed, clock.clock - window)
+
+
+def _backward_seconds(problem: StageProblem, plan: StagePlan, run: StagePlan) -> dict[int, float]:
+    """By place, what the last backward of a virtual stage takes, with what is made again for it."""
+    costs, work = problem.pace(plan.number).costs, {}
+    for place in range(run.start, run.stop):
+        cost = costs[place]
+        again = cost.selective_s if run.selective else 0.0
+        work[place] = cost.backward_total_s + (cost.forward_total_s if place < run.start + run.recompute else again)
+    return work

@@ -1,0 +1,273 @@
+"""Layered layout of boxes by Graphviz: DOT in, positions out. What is drawn there is the caller's.
+
+Boxes come with their sizes and carry no text, so that the result is the same whatever fonts a machine has.
+
+Lines between panels that do not touch: they leave below, run along lanes between the rows, and enter where they end.
+
+Right angles only, so that many of them stay apart. Panels stand in rows; below every row is a gutter of lanes, and at
+the right of all a margin for lines that pass a whole row.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from xml.etree import ElementTree as ET
+
+from partitioner.draw.svg import PALETTE, group, number, text, text_width
+
+_HEAD = 8.0  # pixels of an arrow head
+
+
+def arrow(parent: ET.Element, start: Point, tip: Point, colour: str) -> None:
+    """A triangle that points from ``start`` to ``tip``."""
+    dx, dy = tip[0] - start[0], tip[1] - start[1]
+    length = max(1e-6, (dx * dx + dy * dy) ** 0.5)
+    ux, uy = dx / length, dy / length
+    back = tip[0] - _HEAD * ux, tip[1] - _HEAD * uy
+    corners = (tip, (back[0] - 3.6 * uy, back[1] + 3.6 * ux), (back[0] + 3.6 * uy, back[1] - 3.6 * ux))
+    points = " ".join(_at(c) for c in corners)
+    ET.SubElement(parent, "polygon", {"points": points, "fill": PALETTE[colour].light, "class": f"f-{colour}"})
+
+
+def _at(point: Point) -> str:
+    return f"{number(point[0])},{number(point[1])}"
+
+
+_POINTS = 72.0  # Graphviz takes sizes in inches and gives positions in points; here a point is a pixel
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Corners of the boxes (top left) and Bézier control points of the edges, y downwards, within width by height."""
+
+    boxes: dict[str, Point]
+    edges: dict[tuple[str, str], tuple[Point, ...]]
+    width: float
+    height: float
+
+
+def lay_out(sizes: Mapping[str, tuple[float, float]], edges: Sequence[tuple[str, str]]) -> Placed:
+    """Place boxes of ``sizes`` (width, height) top to bottom along ``edges``."""
+    if not sizes:
+        return Placed({}, {}, 0.0, 0.0)
+    import pygraphviz  # where something is drawn: texts take what notes pictures have from beside it
+
+    drawing = pygraphviz.AGraph(string=dot_source(sizes, edges))
+    drawing.layout(prog="dot")
+    left, bottom, right, top = (float(v) for v in drawing.graph_attr["bb"].split(","))
+    boxes, curves = {}, {}
+    for name, (width, height) in sizes.items():
+        x, y = _point(drawing.get_node(name).attr["pos"])
+        boxes[name] = (x - left - width / 2, top - y - height / 2)
+    for source, target in edges:
+        position = drawing.get_edge(source, target).attr["pos"]
+        points = position.split()
+        end = next((_point(p[2:]) for p in points if p.startswith("e,")), None)
+        curve = [_point(p) for p in points if p[0] not in "es"] + ([end] if end else [])
+        curves[source, target] = tuple((x - left, top - y) for x, y in curve)
+    return Placed(boxes, curves, right - left, top - bottom)
+
+
+def dot_source(sizes: Mapping[str, tuple[float, float]], edges: Sequence[tuple[str, str]]) -> str:
+    """The graph as DOT text."""
+    import graphviz
+
+    graph = graphviz.Digraph(
+        graph_attr={"rankdir": "TB", "nodesep": "0.22", "ranksep": "0.32"},
+        node_attr={"shape": "box", "fixedsize": "true", "label": ""},
+    )
+    for name, (width, height) in sizes.items():
+        graph.node(name, width=f"{width / _POINTS:.4f}", height=f"{height / _POINTS:.4f}")
+    for source, target in edges:
+        graph.edge(source, target)
+    return str(graph.source)
+
+
+def _point(text: str) -> Point:
+    x, y = text.split(",")[:2]
+    return float(x), float(y)
+
+
+LANE = 27.0
+
+_EMPTY, _RADIUS, _MARGIN_STEP, _LABEL_SIZE = 22.0, 8.0, 14.0, 11.0
+_SIDES = {"top": (0.0, 0.4), "bottom": (0.4, 0.6)}  # the part of a panel's side at which wires may end
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A line from panel ``source`` to panel ``target`` with a ``label``.
+
+    ``heads``: 0 for none and a dashed line, 1 for an arrow at the target, 2 for one at either end.
+    """
+
+    source: int
+    target: int
+    colour: str
+    label: str
+    tooltip: str
+    heads: int = 1
+
+
+@dataclass(frozen=True)
+class Box:
+    """Where a panel stands: which row, and its extent; where a row begins follows from the gutters above it."""
+
+    row: int
+    left: float
+    width: float
+    height: float
+
+
+@dataclass
+class _Run:
+    """A horizontal piece of a wire in the gutter below ``row``; ``lane`` counts downwards."""
+
+    wire: int
+    row: int
+    start: float
+    end: float
+    lane: int = 0
+    labelled: bool = True
+
+
+@dataclass
+class Lanes:
+    """Lanes and ends chosen for all ``wires``; :meth:`height` is what the gutter below a row takes."""
+
+    boxes: Sequence[Box]
+    wires: Sequence[Wire]
+    right: float
+    ends: dict[tuple[int, bool], float] = field(default_factory=dict)  # (wire, at its target) -> x
+    runs: dict[int, list[_Run]] = field(default_factory=dict)
+    margins: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._attach()
+        for index in range(len(self.wires)):
+            self._run(index)
+        self._assign()
+
+    def height(self, row: int) -> float:
+        used = [run.lane + 1 for runs in self.runs.values() for run in runs if run.row == row]
+        return _EMPTY + LANE * max(used, default=0)
+
+    @property
+    def width(self) -> float:
+        """How far the wires reach to the right."""
+        return max([self.right, *(x + _MARGIN_STEP for x in self.margins.values())])
+
+    def upper_first(self, index: int) -> tuple[int, int, bool]:
+        """The wire's panels, the one in the upper row first, and whether that swapped them."""
+        wire = self.wires[index]
+        if self.boxes[wire.target].row < self.boxes[wire.source].row:
+            return wire.target, wire.source, True
+        return wire.source, wire.target, False
+
+    def _attach(self) -> None:
+        sides: dict[tuple[int, str], list[tuple[float, int, bool]]] = defaultdict(list)
+        for index in range(len(self.wires)):
+            upper, lower, swapped = self.upper_first(index)
+            same = self.boxes[upper].row == self.boxes[lower].row
+            for panel, other, at_lower in ((upper, lower, False), (lower, upper, True)):
+                side = "top" if at_lower and not same else "bottom"
+                sides[panel, side].append((self.boxes[other].left, index, at_lower != swapped))
+        for (panel, side), users in sides.items():
+            box = self.boxes[panel]
+            start, width = _SIDES[side]  # panels stand in columns: what leaves one and what enters the next keep apart
+            for place, (_, index, at_target) in enumerate(sorted(users)):
+                share = start + width * (place + 1) / (len(users) + 1)
+                self.ends[index, at_target] = box.left + box.width * share
+
+    def _run(self, index: int) -> None:
+        upper, lower, swapped = self.upper_first(index)
+        start, end = self.ends[index, swapped], self.ends[index, not swapped]
+        first, last = self.boxes[upper].row, max(self.boxes[upper].row, self.boxes[lower].row - 1)
+        if first == last:
+            self.runs[index] = [_Run(index, first, start, end)]
+            return
+        x = self.margins[index] = self.right + _MARGIN_STEP * (len(self.margins) + 1)
+        self.runs[index] = [_Run(index, first, start, x), _Run(index, last, x, end, labelled=False)]
+
+    def _assign(self) -> None:
+        taken: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
+        runs = [run for runs in self.runs.values() for run in runs]
+        for run in sorted(runs, key=lambda r: abs(r.end - r.start)):
+            low, high = self._extent(run)
+            while any(low < b and a < high for a, b in taken[run.row, run.lane]):
+                run.lane += 1
+            taken[run.row, run.lane].append((low, high))
+
+    def _half(self, run: _Run) -> float:
+        return text_width(self.wires[run.wire].label, _LABEL_SIZE) / 2 + 8
+
+    def middle(self, run: _Run) -> float:
+        """The middle of a run's label: that of the run, unless the label would leave the picture."""
+        half = self._half(run)
+        return max(half, min((run.start + run.end) / 2, self.right - half))
+
+    def _extent(self, run: _Run) -> tuple[float, float]:
+        half = self._half(run) if run.labelled else 0.0
+        middle = self.middle(run)
+        return min(run.start, run.end, middle - half) - 6, max(run.start, run.end, middle + half) + 6
+
+
+def draw_wires(parent: ET.Element, lanes: Lanes, tops: Sequence[float], bottoms: Sequence[float]) -> None:
+    """Draw all wires; ``tops`` and ``bottoms`` are the rows' vertical extents."""
+    labels: list[Point] = []
+    for index, wire in enumerate(lanes.wires):
+        upper, lower, swapped = lanes.upper_first(index)
+        runs = lanes.runs[index]
+        heights = [bottoms[run.row] + _EMPTY / 2 + LANE * (run.lane + 0.5) + 3 for run in runs]
+        same = lanes.boxes[upper].row == lanes.boxes[lower].row
+        first, last = lanes.boxes[upper], lanes.boxes[lower]
+        corners = [(runs[0].start, tops[first.row] + first.height)]
+        for run, y in zip(runs, heights, strict=True):
+            corners += [(run.start, y), (run.end, y)]
+        corners.append((runs[-1].end, tops[last.row] + (last.height if same else 0.0)))
+        if swapped:
+            corners.reverse()
+        _polyline(group(parent, wire.tooltip), corners, wire)
+        label = next(run for run in runs if run.labelled)
+        labels.append((lanes.middle(label), heights[runs.index(label)] - 5))
+    for (x, y), wire in zip(labels, lanes.wires, strict=True):
+        _label(parent, x, y, wire)
+
+
+def _polyline(parent: ET.Element, corners: Sequence[Point], wire: Wire) -> None:
+    start = _towards(corners[0], corners[1], 6) if wire.heads > 1 else corners[0]
+    end = _towards(corners[-1], corners[-2], 6) if wire.heads else corners[-1]
+    path = f"M{number(start[0])},{number(start[1])}"
+    for before, corner, after in zip(corners, corners[1:], corners[2:], strict=False):
+        enter, leave = _towards(corner, before), _towards(corner, after)
+        path += f"L{number(enter[0])},{number(enter[1])}Q{number(corner[0])},{number(corner[1])} "
+        path += f"{number(leave[0])},{number(leave[1])}"
+    path += f"L{number(end[0])},{number(end[1])}"
+    attributes = {"d": path, "fill": "none", "stroke": PALETTE[wire.colour].light, "class": f"s-{wire.colour}"}
+    attributes |= {"stroke-width": "1.8"} | ({} if wire.heads else {"stroke-dasharray": "5 4"})
+    ET.SubElement(parent, "path", attributes)
+    if wire.heads:
+        arrow(parent, end, corners[-1], wire.colour)
+    if wire.heads > 1:
+        arrow(parent, start, corners[0], wire.colour)
+
+
+def _towards(corner: Point, other: Point, most: float = _RADIUS) -> Point:
+    """The point at most ``most`` from ``corner`` on the way to ``other``, and no further than half of it."""
+    dx, dy = other[0] - corner[0], other[1] - corner[1]
+    length = abs(dx) + abs(dy)
+    if length == 0:
+        return corner
+    step = min(most, length / 2) / length
+    return corner[0] + dx * step, corner[1] + dy * step
+
+
+def _label(parent: ET.Element, x: float, y: float, wire: Wire) -> None:
+    """The label with a halo, so that lines which cross it leave it legible."""
+    element = text(parent, x, y, wire.label, size=_LABEL_SIZE, anchor="middle")
+    element.set("class", f"{element.get('class')} s-canvas")
+    element.attrib |= {"stroke": PALETTE["canvas"].light, "stroke-width": "3", "paint-order": "stroke"}

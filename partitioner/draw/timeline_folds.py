@@ -1,0 +1,205 @@
+"""Equal periods of a timeline that are drawn once, and the axis that leaves their repetitions out.
+
+A period begins with an anchor: the forward (or backward) of the next microbatch on the busiest stage, or that of its
+next layer. Two periods are equal if all stages do the same at the same times after the anchor, on microbatches, calls
+and buckets that are as far from the anchor's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+from runtime.program.instructions import Instruction
+
+_LEAST_TIMES = 4  # equal periods in a row: fewer are drawn
+
+_LEAST_HIDDEN = 0.05  # of the time that is drawn so far: less is not worth a break
+_MOST_FOLDS = 4
+_TOLERANCE = 0.02  # of a period, by which times may differ: less than can be seen
+_EDGE = 1e-6  # of a period, by which it begins before its anchor, whatever the rounding of times
+
+
+class Drawn(Protocol):
+    """One instruction on one stage, in seconds from the start of the step."""
+
+    @property
+    def stage(self) -> int: ...
+    @property
+    def start(self) -> float: ...
+    @property
+    def end(self) -> float: ...
+    @property
+    def instruction(self) -> Instruction: ...
+
+
+@dataclass(frozen=True)
+class Fold:
+    """``times`` equal periods in a row, ``period`` seconds each, from ``start`` on; the first is drawn."""
+
+    start: float
+    period: float
+    times: int
+
+    @property
+    def hidden(self) -> tuple[float, float]:
+        """From when to when nothing is drawn."""
+        return self.start + self.period, self.start + self.period * self.times
+
+
+@dataclass(frozen=True)
+class TimeScale:
+    """Where a time is drawn: ``left`` to ``left + width`` pixels for 0 to ``total`` seconds without what is folded."""
+
+    total: float
+    folds: tuple[Fold, ...]
+    left: float
+    width: float
+    gap: float = 26.0  # pixels of a break
+
+    @property
+    def segments(self) -> list[tuple[float, float]]:
+        """From when to when the timeline is drawn, in order."""
+        ends = [0.0, *(time for fold in self.folds for time in fold.hidden), self.total]
+        return list(zip(ends[::2], ends[1::2], strict=True))
+
+    @property
+    def shown(self) -> float:
+        """Seconds that are drawn."""
+        return sum(stop - start for start, stop in self.segments)
+
+    @property
+    def seconds_per_pixel(self) -> float:
+        return self.shown / max(1.0, self.width - self.gap * len(self.folds))
+
+    def x(self, seconds: float) -> float:
+        """Pixels; of a time within a fold those of the break's left."""
+        x, last = self.left, self.left
+        for number, (start, stop) in enumerate(self.segments):
+            if seconds < start:
+                return last
+            last = x + (min(seconds, stop) - start) / self.seconds_per_pixel
+            if seconds <= stop:
+                return last
+            x = last + self.gap
+            if number == len(self.folds):
+                return last
+        return last
+
+    def visible(self, start: float, end: float) -> list[tuple[float, float]]:
+        """What is drawn of the time from ``start`` to ``end``: pixels from left to right."""
+        found = []
+        x = self.left
+        for first, last in self.segments:
+            a, b = max(first, start), min(last, end)
+            if a < b:
+                found.append((x + (a - first) / self.seconds_per_pixel, x + (b - first) / self.seconds_per_pixel))
+            x += (last - first) / self.seconds_per_pixel + self.gap
+        return found
+
+
+def find_folds(bars: Sequence[Drawn], num_stages: int) -> tuple[Fold, ...]:
+    """The folds of a timeline of ``bars``, in order; inside of a period that is drawn there may be another."""
+    computing = [b for b in bars if b.instruction.op in "FBI" and b.instruction.calls]
+    if not computing:
+        return ()
+    busy = [0.0] * num_stages
+    for bar in computing:
+        busy[bar.stage] += bar.end - bar.start
+    stage = busy.index(max(busy))
+    ordered = sorted(bars, key=lambda b: b.start)
+    total = max(b.end for b in bars)
+    folds: list[Fold] = []
+    while len(folds) < _MOST_FOLDS:
+        shown = total - sum(stop - start for start, stop in (f.hidden for f in folds))
+        found = [
+            fold
+            for anchors, strides in _anchors([b for b in computing if b.stage == stage], num_stages)
+            for stride in strides
+            for fold in _equal_periods(ordered, anchors, stride, folds)
+        ]
+        best = max(found, key=lambda f: f.period * (f.times - 1), default=None)
+        if best is None or best.period * (best.times - 1) < _LEAST_HIDDEN * shown:
+            break
+        folds.append(best)
+    return tuple(sorted(folds, key=lambda f: f.hidden))
+
+
+def _anchors(bars: Sequence[Drawn], num_stages: int) -> Iterator[tuple[list[Drawn], tuple[int, ...]]]:
+    """Lists of bars with which periods may begin, and how many of a list make one."""
+    for ops in ("F", "BI"):
+        every = sorted((b for b in bars if b.instruction.op in ops), key=lambda b: b.start)
+        firsts: dict[int | None, Drawn] = {}
+        for bar in every:
+            firsts.setdefault(bar.instruction.microbatch, bar)
+        yield list(firsts.values()), tuple(sorted({1, 2, num_stages}))
+        if len(firsts) < len(every):
+            yield every, (1, 2)
+
+
+def _equal_periods(
+    ordered: Sequence[Drawn], anchors: Sequence[Drawn], stride: int, folds: Sequence[Fold]
+) -> Iterator[Fold]:
+    """Runs of equal periods, each of ``stride`` anchors, outside of what ``folds`` hide."""
+    begins = anchors[::stride]
+    spans = [(a.start, b.start) for a, b in pairwise(begins)]
+    hidden = [fold.hidden for fold in folds]
+    free = [all(b <= start or a >= stop for start, stop in hidden) and b > a for a, b in spans]
+    pictures = [_picture(begin.instruction, own) for begin, own in zip(begins, _inside(ordered, spans), strict=False)]
+    first = 0
+    for i in range(1, len(spans) + 1):
+        if i < len(spans) and free[i] and free[first] and _equal(pictures[first], pictures[i], spans[first], spans[i]):
+            continue
+        if i - first >= _LEAST_TIMES and free[first]:
+            yield Fold(spans[first][0], (spans[i - 1][1] - spans[first][0]) / (i - first), i - first)
+        first = i
+
+
+def _inside(ordered: Sequence[Drawn], spans: Sequence[tuple[float, float]]) -> list[list[Drawn]]:
+    """The bars that begin in each of ``spans``, which follow one another."""
+    found: list[list[Drawn]] = [[] for _ in spans]
+    place = 0
+    for bar in ordered:
+        while place < len(spans) and bar.start >= spans[place][1] - _EDGE * (spans[place][1] - spans[place][0]):
+            place += 1
+        if place == len(spans):
+            break
+        if bar.start >= spans[place][0] - _EDGE * (spans[place][1] - spans[place][0]):
+            found[place].append(bar)
+    return found
+
+
+Picture = list[tuple[tuple[int, str, int, int, int], float, float]]
+
+
+def _picture(anchor: Instruction, bars: Sequence[Drawn]) -> Picture:
+    """What happens, when and how long, with numbers that count from those of the ``anchor``."""
+    microbatch, (call, _) = anchor.microbatch or 0, anchor.calls or (0, 0)
+    bucket = min((b.instruction.bucket for b in bars if b.instruction.bucket is not None), default=0)
+    found = []
+    for bar in bars:
+        i = bar.instruction
+        key = (
+            bar.stage,
+            i.word,
+            0 if i.microbatch is None else i.microbatch - microbatch,
+            i.calls[0] - call if i.calls else 0,
+            0 if i.bucket is None else i.bucket - bucket,
+        )
+        found.append((key, bar.start, bar.end - bar.start))
+    return sorted(found)
+
+
+def _equal(one: Picture, other: Picture, first: tuple[float, float], second: tuple[float, float]) -> bool:
+    if len(one) != len(other):
+        return False
+    near = _TOLERANCE * (first[1] - first[0])
+    if not math.isclose(second[1] - second[0], first[1] - first[0], abs_tol=near):
+        return False
+    return all(
+        a[0] == b[0] and abs((a[1] - first[0]) - (b[1] - second[0])) <= near and abs(a[2] - b[2]) <= near
+        for a, b in zip(one, other, strict=True)
+    )

@@ -1,0 +1,1 @@
+"""From a solved candidate to instruction lists: buckets, ZeRO gathers, sends, offload, frees."""

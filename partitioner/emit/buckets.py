@@ -1,0 +1,201 @@
+"""Which gradients are reduced together, and when they are ready.
+
+Buckets are filled in the order in which the last backward completes the gradients (the last calls first), so that each
+is reduced behind what is left of it, as in PyTorch's DDP (Li et al. 2020).
+
+Hierarchical and compressed reduction of gradients: the steps (turns) of each bucket, and their axes and order.
+
+A bucket starts its first turn as soon as it is full, and each further turn behind the next backward, so that no turn
+waits for the one before. The remaining turns come at the end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from typing import Any
+
+from partitioner.emit.routes import StageCalls
+from partitioner.schedules.actions import Order
+from runtime.program.buckets import Compression
+from runtime.program.instructions import Instruction
+from runtime.program.mesh import ALL_AXES
+from runtime.program.sharded_buckets import Turn, left_of, turns_of
+
+_LEAST_BUCKET = 25 * 2**20
+
+_PER_RANK = 2_000_000
+
+
+def bucket_limit(ranks: int) -> int:
+    """The size of buckets over ``ranks``: PyTorch's, and for many ranks Megatron-LM's million of two-byte gradients for
+    each, so that the steps around the ring are not most of it."""
+    return max(_LEAST_BUCKET, _PER_RANK * ranks)
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A state's gradient as one stage's rank holds it."""
+
+    state: str
+    dtype: str
+    nbytes: int
+    axes: tuple[str, ...]  # those with more than one rank over which it is to be added up
+    tied: tuple[int, ...]  # the stages that share it, where they are several
+    sharded: tuple[str, ...] = ()  # the axes that share the state
+    readers: tuple[int, ...] = ()  # under ZeRO 3 the positions of the stage's calls that read it
+
+
+@dataclass(frozen=True)
+class PlannedBucket:
+    """``ready``: (index of the action in the order, position of the call) after which it is whole on this rank;
+    ``None`` where it has to wait for SYNC, or is of parameters without gradients. ``each``: under ZeRO 2 and 3, for
+    each chunk the position of the call after which a microbatch has added all to it that it adds. ``levels``,
+    ``compression``: see :class:`runtime.program.buckets.Bucket`; ``turns``: what reduces it, or the shards that SCATTER
+    makes.
+    """
+
+    states: tuple[str, ...]
+    axes: tuple[str, ...]
+    ready: tuple[int, int] | None
+    sharded: bool = False
+    each: Mapping[int, int] = field(default_factory=dict)
+    levels: tuple[tuple[str, ...], ...] = ()
+    compression: Compression | None = None
+    turns: tuple[Turn, ...] = ()
+
+    def done_by(self, index: int, chunk: int) -> int | None:
+        """The position of the call of ``chunk`` whose backward, the order's action ``index``, it is to follow."""
+        if self.each:
+            return self.each.get(chunk)
+        return self.ready[1] if self.ready is not None and self.ready[0] == index else None
+
+
+def plan_buckets(
+    stage: StageCalls,
+    order: Order,
+    gradients: Sequence[Gradient],
+    adds: Mapping[str, Sequence[int]],
+    limit: Callable[[tuple[str, ...]], int],
+    zero: int = 0,
+) -> list[PlannedBucket]:
+    """Buckets of ``gradients``, in the order in which they are to be reduced.
+
+    ``adds``: for each state the positions of the stage's calls whose backward adds to its gradient. ``limit``: the
+    bytes that fill a bucket that is added up over these axes, at once or one after the other: what is left of a bucket
+    after it is scattered inside a node still goes around all nodes. ``zero``: under 3 a bucket is of what the same
+    calls read, without limit.
+    """
+    last = {a.chunk: i for i, a in enumerate(order) if a.kind in ("B", "W")}
+
+    def done(gradient: Gradient) -> tuple[int, int]:
+        """When the gradient is complete; calls run backward from the last one."""
+        times = [(last[stage.chunk_of(i)], -i) for i in adds.get(gradient.state, ())]
+        return max(times, default=(0, 0))
+
+    buckets: list[PlannedBucket] = []
+    filling: dict[object, list[Gradient]] = {}
+
+    def close(key: object) -> None:
+        content = filling.pop(key)
+        action, position = done(content[-1])
+        sharded = bool(content[0].sharded)
+        ready = None if (content[0].tied and not sharded) or not content[0].axes else (action, -position)
+        each: dict[int, int] = {}
+        if sharded and zero >= 2:
+            for i in (i for g in content for i in adds.get(g.state, ())):
+                chunk = stage.chunk_of(i)
+                each[chunk] = min(i, each.get(chunk, i))
+        buckets.append(PlannedBucket(tuple(g.state for g in content), content[0].axes, ready, sharded, each))
+
+    def together(gradient: Gradient) -> object:
+        """What may be in one bucket: under ZeRO 2 and 3 what the same chunks add to."""
+        chunks = {stage.chunk_of(i) for i in adds.get(gradient.state, ())} if zero >= 2 and gradient.sharded else ()
+        return gradient.axes, gradient.dtype, gradient.tied, gradient.sharded, gradient.readers, tuple(sorted(chunks))
+
+    for gradient in sorted((g for g in gradients if g.axes or g.sharded), key=done):
+        key = together(gradient)
+        filling.setdefault(key, []).append(gradient)
+        if gradient.sharded and zero == 3:
+            continue
+        if sum(g.nbytes for g in filling[key]) >= limit(tuple(dict.fromkeys((*gradient.sharded, *gradient.axes)))):
+            close(key)
+    for rest in list(filling):
+        close(rest)
+    end = len(order), 0
+    return sorted(buckets, key=lambda b: (b.ready[0], -b.ready[1]) if b.ready else end)
+
+
+_BACKWARD = frozenset({"B", "I", "W"})
+
+_INNER = {"dp": "dp_shard", "edp": "edp_shard"}
+_OUTER = {"dp": "dp_replicate", "edp": "edp_replicate"}
+_DATA = frozenset({"cp", *_INNER, *_OUTER.values()})  # axes whose ranks have gradients of different samples or tokens
+
+
+@dataclass(frozen=True)
+class Reducing:
+    """How gradients are reduced. ``inside``: number of neighbouring ranks of ``dp`` among which they are scattered
+    before the reduction over the others (0: one reduction over all). ``compression``: of the data on the outermost
+    links."""
+
+    inside: int = 0
+    compression: Compression | None = None
+
+
+AT_ONCE = Reducing()
+
+
+def with_levels(bucket: PlannedBucket, shared: Sequence[str], sizes: Mapping[str, int], how: Reducing) -> PlannedBucket:
+    """``bucket`` with its levels and turns. ``shared``: the axes over which its states are sharded."""
+    axes = tuple(a for a in ALL_AXES if a in bucket.axes and sizes[a] > 1)
+    if not axes:
+        return bucket
+    levels: tuple[tuple[str, ...], ...] = ()
+    rest = left_of(axes, shared, (), sizes.__getitem__)
+    inner, outer = (tuple(a for a in split(axes) if sizes[a] > 1) for split in (inner_axes, outer_axes))
+    if how.inside and inner and outer and not shared:
+        levels, rest = (inner,), outer
+    compression = how.compression if _DATA & {*rest, *shared} else None
+    if compression and _DATA & {*rest}:
+        levels, rest = (*levels, rest), ()
+    return replace(bucket, levels=levels, compression=compression, turns=turns_of(levels, rest))
+
+
+def inner_axes(axes: Sequence[str]) -> tuple[str, ...]:
+    """``axes`` restricted to neighbouring ranks: ``dp`` becomes its inner part, other axes stay."""
+    return tuple(_INNER.get(axis, axis) for axis in axes)
+
+
+def outer_axes(axes: Sequence[str]) -> tuple[str, ...]:
+    """The outer parts of ``axes``: those between the groups of neighbouring ranks."""
+    return tuple(_OUTER[axis] for axis in axes if axis in _OUTER)
+
+
+def turn(stage: int, number: int, turn: Turn) -> Instruction:
+    """The instruction for one turn of a bucket's reduction."""
+    op, axes = turn
+    over: dict[str, Any] = {} if op == "REDUCE" else {"axes": axes}
+    return Instruction(op=op, stage=stage, bucket=number, gradients=op == "GATHER", **over)
+
+
+def with_turns(instructions: Sequence[Instruction], buckets: Sequence[PlannedBucket]) -> Iterator[Instruction]:
+    """``instructions`` with the remaining turns of every bucket whose first turn, or last SCATTER to shards, they
+    contain."""
+    started = {i.bucket: index for index, i in enumerate(instructions) if i.op in ("SCATTER", "REDUCE")}
+    waiting: list[deque[Instruction]] = []  # the remaining turns of each bucket
+    for index, i in enumerate(instructions):
+        if i.op in ("SYNC", "STEP"):
+            yield from (x for row in zip_longest(*waiting) for x in row if x is not None)
+            waiting = []
+        yield i
+        if i.op in _BACKWARD:
+            yield from (left.popleft() for left in waiting)
+            waiting = [left for left in waiting if left]
+        if i.bucket is not None and started.get(i.bucket) == index:
+            bucket = buckets[i.bucket]
+            left = deque(turn(i.stage, i.bucket, t) for t in bucket.turns[0 if bucket.sharded else 1 :])
+            waiting += [left] if left else []
+    assert not waiting, "there is no STEP"

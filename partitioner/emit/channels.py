@@ -1,0 +1,79 @@
+"""What each rank receives before each of its actions, in the order in which it is sent.
+
+Between two ranks the transfers of one direction are one channel, first in, first out. Where the sender's order is not
+the one in which the receiver reads, the receiver takes what comes before what it reads, and keeps it: it waits for
+nothing that has not been sent by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from partitioner.emit.routes import Routes
+from partitioner.schedules.actions import Action, Order, held
+
+Direction = Literal["F", "B"]
+
+Channel = tuple[int, int, Direction]  # source, target
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """A transfer between virtual stages ``hop - 1`` and ``hop``: of values (``F``), or of their gradients (``B``)."""
+
+    direction: Direction
+    microbatch: int
+    hop: int
+    peer: int
+
+
+def fetches(orders: Sequence[Order], routes: Routes, train: bool) -> list[list[list[Fetch]]]:
+    """For each rank, for each action of its order, what it receives before it."""
+    own = held(routes.ranks, len(orders))
+    sent: dict[Channel, list[Fetch]] = {}
+    for rank, order in enumerate(orders):
+        for action in order:
+            found = _sent(routes, rank, own[rank][action.chunk], action, train)
+            if found is not None:
+                target, fetch = found
+                sent.setdefault((rank, target, fetch.direction), []).append(fetch)
+    place = {channel: {fetch: i for i, fetch in enumerate(row)} for channel, row in sent.items()}
+    taken = dict.fromkeys(sent, 0)
+    result: list[list[list[Fetch]]] = []
+    for rank, order in enumerate(orders):
+        before: list[list[Fetch]] = []
+        for action in order:
+            wanted = _wanted(routes, rank, own[rank][action.chunk], action, train)
+            before.append([])
+            if wanted is not None:
+                channel: Channel = wanted.peer, rank, wanted.direction
+                stop = place[channel][wanted] + 1
+                before[-1] = sent[channel][taken[channel] : stop]  # none: it has come with what was wanted before
+                taken[channel] = max(taken[channel], stop)
+        result.append(before)
+    return result
+
+
+def _sent(routes: Routes, rank: int, virtual: int, action: Action, train: bool) -> tuple[int, Fetch] | None:
+    """What an action sends, and to which rank."""
+    if action.kind == "F":
+        hop = virtual + 1
+        if hop < len(routes.arriving) and routes.arriving[hop]:
+            return routes.ranks[hop], Fetch("F", action.microbatch, hop, rank)
+    elif train and action.kind != "W" and routes.returning[virtual]:
+        return routes.ranks[virtual - 1], Fetch("B", action.microbatch, virtual, rank)
+    return None
+
+
+def _wanted(routes: Routes, rank: int, virtual: int, action: Action, train: bool) -> Fetch | None:
+    """What an action reads of what others send."""
+    if action.kind == "F":
+        if routes.arriving[virtual]:
+            return Fetch("F", action.microbatch, virtual, routes.ranks[virtual - 1])
+    elif train and action.kind != "W":
+        hop = virtual + 1
+        if hop < len(routes.returning) and routes.returning[hop]:
+            return Fetch("B", action.microbatch, hop, routes.ranks[hop])
+    return None

@@ -1,0 +1,176 @@
+"""Host memory in a stage's instructions: when activations, parameters and gradients go there and come back.
+
+* Activations: what a call keeps goes after its forward, and comes back one computation ahead of its backward, where at
+  least one other computation lies between.
+* Optimizer: every step starts with a FETCH of the parameters, which the optimizer has changed in host memory, in the
+  order in which they are read; behind the last backwards gradients go there as soon as they are whole.
+* Parameters: a FETCH comes one computation ahead of every call, of what it reads, and a FREE after it, unless the next
+  computation reads it as well; of what ranks share (ZeRO 3), right before the GATHER.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from runtime.program.instructions import Instruction
+from runtime.program.program import OFFLOADS, CallData, Offload
+from runtime.program.sharded_buckets import COMPUTING, reads_of
+
+_BACKWARD = frozenset({"B", "I", "W"})
+
+_APART = 2  # computations from a forward to its backward with one between them that is not waiting for the FETCH
+
+
+def offloaded(offload: Sequence[Offload], train: bool) -> tuple[Offload, ...]:
+    """What of ``offload`` a program has, in order: without training there are only parameters, and no disk."""
+    kinds = OFFLOADS if train else ("parameters",)
+    return tuple(kind for kind in kinds if kind in offload)
+
+
+def with_parking(instructions: Sequence[Instruction], runs: Sequence[bool]) -> list[Instruction]:
+    """``instructions``, in which each F is of one call, with OFFLOAD and FETCH of what calls keep.
+
+    ``runs``: whether each call has a backward.
+    """
+    places = [index for index, i in enumerate(instructions) if i.op in COMPUTING]
+    number = {index: k for k, index in enumerate(places)}
+    ahead: dict[tuple[int, int | None], int] = {}
+    before: dict[int, list[Instruction]] = {}
+    after: dict[int, list[Instruction]] = {}
+    for index, i in enumerate(instructions):
+        if i.calls is None or i.op not in ("F", "B", "I"):
+            continue
+        for call in range(*i.calls):
+            if not runs[call]:
+                continue
+            if i.op == "F":
+                ahead[call, i.microbatch] = index
+                continue
+            start = ahead[call, i.microbatch]
+            if number[index] - number[start] <= _APART:
+                continue
+            at: dict[str, Any] = {"stage": i.stage, "microbatch": i.microbatch, "calls": (call, call + 1)}
+            after.setdefault(start, []).append(Instruction(op="OFFLOAD", **at))
+            before.setdefault(places[number[index] - 1], []).append(Instruction(op="FETCH", **at))
+    return list(_inserted(instructions, before, after))
+
+
+def with_fetches(
+    instructions: Sequence[Instruction], calls: Sequence[CallData], hosted: Collection[str]
+) -> list[Instruction]:
+    """``instructions`` with a FETCH of the states ``hosted`` at the start, in the order in which they are read.
+
+    The first computations are cut where they read what was not read before, so that they need not wait for all.
+    """
+    seen: set[str] = set()
+    fetches: list[Instruction] = []
+    result: list[Instruction] = []
+    for i in instructions:
+        start = i.calls[0] if i.calls is not None else 0
+        for position in range(*i.calls) if i.op == "F" and i.calls is not None else (None,):
+            here = i if position is None else i.model_copy(update={"calls": (position, position + 1)})
+            new = tuple(dict.fromkeys(s for s in reads_of(here, calls) if s in hosted and s not in seen))
+            if not new:
+                continue
+            fetches.append(Instruction(op="FETCH", stage=i.stage, states=new))
+            seen.update(new)
+            if position is not None and position > start:
+                result.append(i.model_copy(update={"calls": (start, position)}))
+                start = position
+        cut = i.calls is not None and start > i.calls[0]
+        result.append(i.model_copy(update={"calls": (start, i.calls[1])}) if cut and i.calls is not None else i)
+    return [*fetches, *result]
+
+
+def with_passing(
+    instructions: Sequence[Instruction],
+    calls: Sequence[CallData],
+    runs: Sequence[bool],
+    hosted: Collection[str],
+    buckets: Mapping[int, Sequence[str]],
+) -> list[Instruction]:
+    """``instructions`` with FETCH and FREE of the states ``hosted`` around every computation that reads them.
+
+    ``buckets``: of states that ranks share, which are fetched for their GATHER.
+    """
+    shared = {s for states in buckets.values() for s in states}
+    places = [index for index, i in enumerate(instructions) if i.op in COMPUTING]
+    reads = []
+    for index in places:
+        i = instructions[index]
+        back = i.op in _BACKWARD
+        of_calls = [c for p, c in enumerate(calls) if (runs[p] or not back) and _covers(i, p, c)]
+        reads.append(dict.fromkeys(s for c in of_calls for s in c.states if s in hosted and s not in shared))
+    before: dict[int, list[Instruction]] = {}
+    after: dict[int, list[Instruction]] = {}
+    there: dict[str, None] = {}
+    stage = instructions[0].stage
+    for k, (index, read) in enumerate(zip(places, reads, strict=True)):
+        following = reads[k + 1] if k + 1 < len(reads) else {}
+        first = 0 if k == 0 else index
+        for wanted in (read, following):
+            new = tuple(s for s in wanted if s not in there)
+            if new:
+                before.setdefault(first, []).append(Instruction(op="FETCH", stage=stage, states=new))
+                there |= dict.fromkeys(new)
+        gone = tuple(s for s in there if s not in following)
+        if gone:
+            after.setdefault(index, []).append(Instruction(op="FREE", stage=stage, states=gone))
+        there = {s: None for s in there if s in following}
+    for index, i in enumerate(instructions):
+        if i.op == "GATHER" and i.bucket is not None and not i.gradients:
+            states = tuple(s for s in buckets[i.bucket] if s in hosted)
+            before.setdefault(index, []).append(Instruction(op="FETCH", stage=stage, states=states))
+    return list(_inserted(instructions, before, after))
+
+
+def with_gradients(
+    instructions: Sequence[Instruction],
+    buckets: Sequence[Sequence[str]],
+    wanted: Sequence[str],
+    tied: Collection[str],
+) -> list[Instruction]:
+    """``instructions`` with an OFFLOAD of the gradients of ``wanted``: those of a bucket behind the backward after the
+    last that reduces them; what nothing reduces, or is ``tied`` to other stages, before STEP."""
+    reducing = (
+        k for k, i in enumerate(instructions) if i.op in ("SCATTER", "REDUCE") or (i.op == "GATHER" and i.gradients)
+    )
+    last = {instructions[k].bucket: k for k in reducing}
+    ends = {index: number for number, index in last.items() if number is not None}
+    left = dict.fromkeys(wanted)
+    waiting: list[Instruction] = []
+    result: list[Instruction] = []
+    for index, i in enumerate(instructions):
+        if i.op == "STEP":
+            result += waiting
+            if left:
+                result.append(Instruction(op="OFFLOAD", stage=i.stage, states=tuple(left)))
+            waiting = []
+        result.append(i)
+        if i.op in _BACKWARD:
+            result += waiting
+            waiting = []
+        if index in ends:
+            states = tuple(s for s in buckets[ends[index]] if s in left and s not in tied)
+            if states:
+                waiting.append(Instruction(op="OFFLOAD", stage=i.stage, states=states))
+                left = {s: None for s in left if s not in states}
+    return result
+
+
+def _covers(instruction: Instruction, position: int, call: CallData) -> bool:
+    if instruction.calls is None:
+        return call.prologue
+    return instruction.calls[0] <= position < instruction.calls[1]
+
+
+def _inserted(
+    instructions: Sequence[Instruction],
+    before: Mapping[int, Sequence[Instruction]],
+    after: Mapping[int, Sequence[Instruction]],
+) -> Iterator[Instruction]:
+    for index, instruction in enumerate(instructions):
+        yield from before.get(index, ())
+        yield instruction
+        yield from after.get(index, ())

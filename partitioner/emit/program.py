@@ -1,0 +1,433 @@
+"""From stages and a schedule to instructions: the program of all ranks.
+
+Requires: a local model (graphs with their collectives, one rank's shapes), a stage for each call, the chosen layouts.
+Provides: a :class:`Program` in which
+
+* every stage runs the shared calls itself, and computes totals once, before its pipeline starts;
+* a value travels from stage to stage, one hop at a time, up to its last reader, and its gradient travels back;
+* gradients are reduced in buckets as soon as the last backward has made them, behind the rest of it;
+* every value and gradient is freed after its last use.
+
+Sends and receives never deadlock as long as each (sender, receiver, direction) is a FIFO channel of its own, on which a
+transfer waits only for its receive and for earlier transfers: see :class:`runtime.program.instructions.Instruction`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from partitioner.emit.buckets import AT_ONCE, Gradient, Reducing, bucket_limit, plan_buckets, with_levels
+from partitioner.emit.channels import fetches
+from partitioner.emit.offload import offloaded
+from partitioner.emit.routes import EmitError, Routes, StageCalls, make_routes
+from partitioner.emit.stage import StageFlow, StageJob, stage_instructions, updates_of
+from partitioner.emit.zero import zero_axes
+from partitioner.schedules.csv_table import ScheduleTable
+from partitioner.schedules.registry import ranks_of, schedule_name, timetable
+from partitioner.schedules.steady_state import Steady, parts_of, steady
+from passes.ir.gradient_flow import GradientFlow, accumulated_in, gradient_flow, gradient_paths
+from passes.ir.layouts import REPLICATED, Layout, divides, local_shape
+from passes.ir.model import CallSignature, FoldedModel, TensorSpec
+from passes.ir.serialize import block_to_data, dtype_name, dtype_of
+from runtime.program.buckets import Bucket
+from runtime.program.instructions import Instruction, Instructions, Listing
+from runtime.program.mesh import ALL_AXES, MESH_AXES, expert_mesh, hybrid_mesh
+from runtime.program.program import (
+    ArgumentData,
+    BlockGraph,
+    CallData,
+    GuardData,
+    InputData,
+    Offload,
+    OutputData,
+    PlainValue,
+    Program,
+    SignatureData,
+    Stage,
+    StateData,
+    Value,
+    weights_fingerprint,
+)
+from runtime.program.state_bytes import is_hosted
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """Layouts of the model's tensors.
+
+    ``states``, ``values``: over ``tp`` (absent: whole). ``context``: values over ``cp``. ``experts``: states over
+    ``ep``. ``grad_axes``: the axes over which a state's gradient is a partial sum after the last backward (absent:
+    none). ``batch_dims``: the dim of each model input that is split over microbatches and ``dp`` (absent or ``None``:
+    read whole). ``batch``: for each value that leaves the model, how the microbatches' results are combined:
+    ``S<dim>``, ``P`` or ``R`` (absent).
+    """
+
+    states: Mapping[str, Layout] = field(default_factory=dict)
+    values: Mapping[str, Layout] = field(default_factory=dict)
+    grad_axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    batch_dims: Mapping[str, int | None] = field(default_factory=dict)
+    batch: Mapping[str, str] = field(default_factory=dict)
+    experts: Mapping[str, Layout] = field(default_factory=dict)
+    context: Mapping[str, Layout] = field(default_factory=dict)
+
+
+def emit(
+    model: FoldedModel,
+    stage_of_call: Sequence[int],
+    *,
+    mesh: Mapping[str, int],
+    num_microbatches: int,
+    data_shares: Sequence[int] = (),
+    schedule: str | ScheduleTable = "1f1b",
+    virtual_stages: int | None = None,
+    objective: Literal["train", "infer"] = "train",
+    layouts: Layouts | None = None,
+    etp: int = 0,
+    recompute: Collection[int] = (),
+    selective: Collection[int] = (),
+    again: Mapping[str, Collection[str]] | None = None,
+    bucket_bytes: int | None = None,
+    zero: Literal[0, 1, 2, 3] = 0,
+    dp_shard: int = 0,
+    fused_attention: bool = True,
+    whole_scatter: bool = False,
+    offload: Sequence[Offload] = (),
+    reducing: Reducing = AT_ONCE,
+    left_whole: Collection[str] = (),
+) -> Program:
+    """The program of all ranks.
+
+    ``model``: blocks and ``values`` with one rank's shapes for one microbatch; ``states`` and ``inputs`` with their
+    global specs. ``stage_of_call``: the (virtual) stage of each of ``model.calls``, non-decreasing; entries of shared
+    and prologue calls are ignored, since those run wherever their results are read. ``virtual_stages``: number on each
+    rank, if the schedule leaves it open. ``recompute``: indices of calls whose activations are recomputed in backward
+    instead of kept. ``selective``: indices of calls of which only the nodes in ``again`` (names by block) are
+    recomputed. ``bucket_bytes``: bytes of gradients that are reduced together. ``zero``: the stage of state sharding;
+    ``dp_shard``: over so many ranks of ``dp`` (0: all). ``left_whole``: states that ``zero=3`` does not shard.
+    ``reducing``: how gradients are reduced. ``data_shares``, ``fused_attention``, ``whole_scatter``, ``offload``: see
+    :class:`Program`.
+
+    Raises :class:`EmitError` if the stages do not form a pipeline, and ``ScheduleError`` if the schedule cannot run.
+    """
+    layouts = layouts or Layouts()
+    sizes = {axis: mesh.get(axis, 1) for axis in MESH_AXES}
+    _check_mesh(mesh, objective, model, dp_shard)
+    part = dp_shard if zero else reducing.inside
+    sizes_of_axes = {**sizes, **expert_mesh(sizes, etp), **hybrid_mesh(sizes, etp, part)}
+    num_stages = sizes["pp"]
+    train = objective == "train"
+    trainable = {n for n, s in model.states.items() if train and s.kind == "parameter" and s.requires_grad}
+    paths = {name: gradient_paths(block) for name, block in model.blocks.items()}
+    flow = gradient_flow(model.calls, paths, trainable, model.loss)
+    ranks = ranks_of(schedule, num_stages, virtual_stages)
+    routes = make_routes(model, stage_of_call, num_stages, ranks, flow)
+
+    with_gradient = {s for added in flow.states for s in added}
+
+    def shared(name: str, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """The axes whose ranks shard a state; empty for scalars, which are not worth it."""
+        state = model.states[name]
+        if state.kind != "parameter" or not state.spec.shape or (zero < 3 and not train):
+            return ()
+        if zero == 3 and name in left_whole:
+            return ()
+        found = zero_axes(
+            axes, name in with_gradient, zero=zero, expert=name in layouts.experts, hybrid=0 < dp_shard < sizes["dp"]
+        )
+        return _split(found, sizes_of_axes)
+
+    states = _states(model, routes, layouts, sizes_of_axes, shared)
+    tied: dict[tuple[int, ...], list[str]] = {}
+    for name, state in states.items():
+        if name in with_gradient and len(state.stages) > 1:
+            tied.setdefault(state.stages, []).append(name)
+
+    def limit(axes: tuple[str, ...]) -> int:
+        """Bytes that fill a bucket of gradients that are reduced over ``axes``."""
+        return bucket_bytes or bucket_limit(math.prod(sizes_of_axes[axis] for axis in axes))
+
+    calls = [tuple(_call(model, i) for i in here.calls) for here in routes.stages]
+    kept = offloaded(offload, train)
+
+    def lists(num_microbatches: int) -> list[tuple[tuple[Bucket, ...], tuple[Instruction, ...]]]:
+        """The buckets and instructions of each stage."""
+        orders = timetable(schedule, num_stages, num_microbatches, virtual_stages).orders
+        fetched = fetches(orders, routes, train)
+        result = []
+        for s, here in enumerate(routes.stages):
+            gradients = [
+                _gradient(n, d, n in with_gradient, sizes_of_axes, _readers(calls[s], n) if zero == 3 else ())
+                for n, d in states.items()
+                if (n in with_gradient or d.zero_axes) and s in d.stages
+            ]
+            planned = plan_buckets(here, orders[s], gradients, _adds(here, flow), limit, zero)
+            buckets = [with_levels(b, states[b.states[0]].zero_axes, sizes_of_axes, reducing) for b in planned]
+            job = StageJob(
+                stage=s,
+                num_stages=num_stages,
+                num_microbatches=num_microbatches,
+                train=train,
+                routes=routes,
+                calls=calls[s],
+                flow=_stage_flow(model, here, flow),
+                order=orders[s],
+                fetches=fetched[s],
+                buckets=buckets,
+                syncs=[tuple(names) for among, names in sorted(tied.items()) if s in among],
+                updates=updates_of(states, s),
+                new_values={n: v for n, v in model.updates.items() if routes.home[v] == s and n not in model.keeps},
+                total_axes=_split(("dp",), sizes),
+                zero=zero,
+                offload=kept,
+                hosted=frozenset(n for n, d in states.items() if s in d.stages and is_hosted(d, kept, train)),
+                trained=tuple(n for n, d in states.items() if s in d.stages and n in with_gradient),
+            )
+            reduced = tuple(
+                Bucket(states=b.states, axes=b.axes, levels=b.levels, compression=b.compression) for b in buckets
+            )
+            result.append((reduced, stage_instructions(job)))
+        return result
+
+    def chosen(s: int, calls: set[int]) -> tuple[int, ...]:
+        """The positions on stage ``s`` of the ``calls`` that have a backward."""
+        return tuple(p for p, i in enumerate(routes.stages[s].calls) if i in calls and flow.has_backward(i))
+
+    whole, slim = set(recompute), set(selective) - set(recompute)
+    slimmed = {model.calls[i].block for i in slim}
+    stages = [
+        Stage(
+            calls=calls[s],
+            instructions=instructions,
+            buckets=buckets,
+            checkpoint_calls=chosen(s, whole),
+            selective_calls=chosen(s, slim),
+        )
+        for s, (buckets, instructions) in enumerate(
+            _grown(lists, steady(schedule, num_stages, num_microbatches, virtual_stages), num_microbatches)
+        )
+    ]
+    used = {c.block for stage in stages for c in stage.calls}
+    return Program(
+        mesh=sizes,
+        objective=objective,
+        num_microbatches=num_microbatches,
+        data_shares=tuple(data_shares),
+        schedule=schedule_name(schedule),
+        blocks={
+            name: BlockGraph(
+                nodes=block_to_data(block),
+                states=block.states,
+                inputs=block.inputs,
+                again=tuple(sorted((again or {}).get(name, ()))) if name in slimmed else (),
+            )
+            for name, block in model.blocks.items()
+            if name in used
+        },
+        states=states,
+        values=_values(model, flow, layouts),
+        inputs=tuple(
+            InputData(
+                value=i.value,
+                path=i.path,
+                shape=i.spec.shape,
+                dtype=dtype_name(i.spec.dtype),
+                batch_dim=layouts.batch_dims.get(i.value),
+                number=i.number,
+            )
+            for i in model.inputs
+        ),
+        outputs=tuple(_outputs(model, routes, layouts)),
+        loss=model.loss,
+        stages=tuple(stages),
+        fingerprint=weights_fingerprint(states),
+        constants={n: model.constants[n].tolist() for n in states if n in model.constants},
+        initial={n: model.initial[n] for n in states if n in model.initial},
+        tree=model.tree,
+        signature=_signature(model.signature),
+        etp=etp,
+        zero=zero if any(state.zero_axes for state in states.values()) else 0,
+        dp_shard=part,
+        fused_attention=fused_attention,
+        whole_scatter=whole_scatter,
+        offload=kept,
+    )
+
+
+def _signature(signature: CallSignature) -> SignatureData:
+    arguments = None
+    if signature.arguments is not None:
+        arguments = tuple(
+            ArgumentData(
+                name=a.name,
+                required=a.required,
+                default=PlainValue.of(a.default) if a.plain and not a.required else None,
+            )
+            for a in signature.arguments
+        )
+    return SignatureData(
+        arguments=arguments,
+        fixed={path: PlainValue.of(value) for path, value in signature.fixed.items()},
+        guards=tuple(
+            GuardData(expression=json.dumps(g.expression), outcome=g.outcome, where=g.where) for g in signature.guards
+        ),
+    )
+
+
+Lists = Sequence[tuple[tuple[Bucket, ...], Instructions]]  # by stage
+
+
+def _grown(lists: Callable[[int], Lists], found: Steady | None, num_microbatches: int) -> Lists:
+    """The stages' instruction lists. If the schedule has a steady state, the lists of many microbatches are derived
+    from lists of few."""
+    if found is None:
+        return lists(num_microbatches)
+    result: list[tuple[tuple[Bucket, ...], Instructions]] = []
+    for few, many in zip(lists(found.least), lists(found.least + found.unit), strict=True):
+        parts = parts_of(few[1], many[1], found.unit) if few[0] == many[0] else None
+        if parts is None:
+            return lists(num_microbatches)
+        result.append((few[0], Listing(steps=found.steps, unit=found.unit, parts=parts)))
+    return result
+
+
+def _check_mesh(mesh: Mapping[str, int], objective: str, model: FoldedModel, dp_shard: int) -> None:
+    unknown = set(mesh) - set(MESH_AXES)
+    if unknown or any(size < 1 for size in mesh.values()):
+        raise EmitError(f"mesh {dict(mesh)}: its axes are {', '.join(MESH_AXES)}, each of at least one rank")
+    if dp_shard and mesh.get("dp", 1) % dp_shard:
+        raise EmitError(f"states shared by {dp_shard} of dp={mesh.get('dp', 1)} ranks; expected a divisor")
+    if objective == "train" and model.loss is None:
+        raise EmitError("training needs a loss and the model has none; give loss=... or objective='infer'")
+
+
+def _split(axes: Collection[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The ``axes`` that have more than one rank, in the mesh's order."""
+    return tuple(a for a in ALL_AXES if a in axes and sizes[a] > 1)
+
+
+def _call(model: FoldedModel, index: int) -> CallData:
+    c = model.calls[index]
+    return CallData(
+        block=c.block, path=c.path, states=c.states, inputs=c.inputs, outputs=c.outputs, prologue=c.prologue
+    )
+
+
+def _states(
+    model: FoldedModel,
+    routes: Routes,
+    layouts: Layouts,
+    sizes: Mapping[str, int],
+    shared: Callable[[str, tuple[str, ...]], tuple[str, ...]],
+) -> dict[str, StateData]:
+    """The states and the stages that read them. A state that no call reads is kept on stage 0, unless it is a
+    constant."""
+    read: dict[str, set[int]] = {name: set() for name in model.states}
+    for s, here in enumerate(routes.stages):
+        for i in here.calls:
+            for name in model.calls[i].states:
+                read[name].add(s)
+    for name, value in model.updates.items():
+        read[name].add(routes.home[value])
+    result = {}
+    for name, state in model.states.items():
+        if state.kind == "constant" and not read[name]:
+            continue
+        layout = layouts.states.get(name, REPLICATED)
+        if not divides(layout, state.spec.shape, sizes["tp"]):
+            raise EmitError(f"state {name!r} of shape {state.spec.shape} cannot be {layout} over tp={sizes['tp']}")
+        by_expert = layouts.experts.get(name, REPLICATED)
+        if name in model.updates and by_expert.is_shard:
+            raise EmitError(f"forward changes the experts' buffer {name!r}, which ranks of ep would share; use ep=1")
+        if not divides(by_expert, state.spec.shape, sizes["ep"]):
+            raise EmitError(f"state {name!r} of shape {state.spec.shape} cannot be {by_expert} over ep={sizes['ep']}")
+        grad_axes = _split(layouts.grad_axes.get(name, ()), sizes)
+        result[name] = StateData(
+            shape=state.spec.shape,
+            dtype=dtype_name(state.spec.dtype),
+            kind=state.kind,
+            requires_grad=state.requires_grad,
+            aliases=state.aliases,
+            parts=state.parts,
+            layout=str(layout),
+            expert_layout=str(by_expert),
+            stages=tuple(sorted(read[name] or {0})),
+            grad_axes=grad_axes,
+            zero_axes=shared(name, grad_axes) if read[name] else (),
+            update=model.updates.get(name),
+            keeps=model.keeps.get(name),
+        )
+    return result
+
+
+def _gradient(
+    name: str, state: StateData, trained: bool, sizes: Mapping[str, int], readers: tuple[int, ...]
+) -> Gradient:
+    shape = local_shape(Layout.parse(state.expert_layout), state.shape, sizes["ep"])
+    shape = local_shape(Layout.parse(state.layout), shape, sizes["tp"])
+    tied = state.stages if len(state.stages) > 1 else ()
+    return Gradient(
+        name,
+        state.dtype,
+        TensorSpec(shape, accumulated_in(dtype_of(state.dtype))).nbytes,
+        state.grad_axes if trained else (),
+        tied if trained else (),
+        state.zero_axes,
+        readers if state.zero_axes else (),
+    )
+
+
+def _readers(calls: Sequence[CallData], state: str) -> tuple[int, ...]:
+    return tuple(position for position, call in enumerate(calls) if state in call.states)
+
+
+def _adds(here: StageCalls, flow: GradientFlow) -> dict[str, list[int]]:
+    adds: dict[str, list[int]] = {}
+    for position, i in enumerate(here.calls):
+        for name in flow.states[i]:
+            adds.setdefault(name, []).append(position)
+    return adds
+
+
+def _stage_flow(model: FoldedModel, here: StageCalls, flow: GradientFlow) -> StageFlow:
+    return StageFlow(
+        takes=tuple(tuple(v for v in model.calls[i].outputs if v in flow.values) for i in here.calls),
+        gives=tuple(flow.inputs[i] for i in here.calls),
+        runs=tuple(flow.has_backward(i) for i in here.calls),
+    )
+
+
+def _values(model: FoldedModel, flow: GradientFlow, layouts: Layouts) -> dict[str, Value]:
+    names = [i.value for i in model.inputs] + [v for c in model.calls for v in c.outputs]
+    return {
+        name: Value(
+            shape=model.values[name].shape,
+            dtype=dtype_name(model.values[name].dtype),
+            requires_grad=name in flow.values,
+            layout=str(layouts.values.get(name, REPLICATED)),
+            context=str(layouts.context.get(name, REPLICATED)),
+        )
+        for name in names
+    }
+
+
+def _outputs(model: FoldedModel, routes: Routes, layouts: Layouts) -> list[OutputData]:
+    result = []
+    for o in model.outputs:
+        if o.value is None:
+            result.append(OutputData(path=o.path, constant=o.constant))
+            continue
+        result.append(
+            OutputData(
+                path=o.path,
+                value=o.value,
+                batch=layouts.batch.get(o.value, "R"),
+                layout=str(layouts.values.get(o.value, REPLICATED)),
+                context=str(layouts.context.get(o.value, REPLICATED)),
+                stage=routes.home[o.value],
+            )
+        )
+    return result

@@ -1,0 +1,181 @@
+"""Which calls a stage runs, and how far values and their gradients travel.
+
+The schedule says which rank holds each virtual stage. A value that a call of virtual stage ``k`` makes is handed on to
+``k + 1``, ``k + 2``, ... until every rank that reads it has it; between virtual stages of one rank nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from partitioner.schedules.actions import held
+from passes.errors import PartitionError
+from passes.ir.gradient_flow import GradientFlow
+from passes.ir.model import FoldedModel
+
+
+class EmitError(PartitionError):
+    """The stages, layouts or numbers given do not describe a pipeline."""
+
+
+@dataclass(frozen=True)
+class StageCalls:
+    """The model's calls on one rank, in the order of ``Stage.calls``: prologue, shared, then the chunks' own."""
+
+    calls: tuple[int, ...]
+    num_prologue: int
+    chunks: tuple[tuple[int, int], ...]  # positions in ``calls``: [start, end) of each chunk's own
+    loads: tuple[tuple[str, ...], ...]  # the model inputs that each chunk is the first to read
+    prologue_loads: tuple[str, ...]
+    totals: tuple[str, ...]
+
+    def chunk_of(self, position: int) -> int:
+        return next(c for c, (start, end) in enumerate(self.chunks) if start <= position < end)
+
+    def forward_range(self, chunk: int) -> tuple[int, int]:
+        """The first chunk's forward runs the shared calls too."""
+        start, end = self.chunks[chunk]
+        return (self.num_prologue, end) if chunk == 0 else (start, end)
+
+
+@dataclass(frozen=True)
+class Routes:
+    """``ranks[k]``: the rank of virtual stage ``k``. ``arriving[k]``: values that it receives from ``k - 1``;
+    ``returning[k]``: those of them whose gradients go back. ``home``: the rank that yields each value that leaves the
+    model, or goes into a buffer."""
+
+    ranks: tuple[int, ...]
+    stages: tuple[StageCalls, ...]
+    arriving: tuple[tuple[str, ...], ...]
+    returning: tuple[tuple[str, ...], ...]
+    home: dict[str, int]
+
+
+def make_routes(
+    model: FoldedModel, stage_of_call: Sequence[int], num_stages: int, ranks: Sequence[int], flow: GradientFlow
+) -> Routes:
+    """Place the calls and route their values. ``ranks``: of each virtual stage.
+
+    Raises :class:`EmitError` where ``stage_of_call`` is no pipeline.
+    """
+    check_stages(model, stage_of_call, len(ranks))
+    own = [
+        [i for i, c in enumerate(model.calls) if not c.shared and not c.prologue and stage_of_call[i] == k]
+        for k in range(len(ranks))
+    ]
+    made_at = {v: k for k, calls in enumerate(own) for i in calls for v in model.calls[i].outputs}
+    leaving = [o.value for o in model.outputs if o.value is not None] + ([model.loss] if model.loss else [])
+    leaving += model.updates.values()
+    home = {v: ranks[made_at[v]] if v in made_at else ranks[-1] for v in leaving}
+    stages = tuple(
+        _stage_calls(
+            model,
+            [own[k] for k in stages],
+            [v for v, at in home.items() if at == s and v not in made_at],
+        )
+        for s, stages in enumerate(held(ranks, num_stages))
+    )
+    arriving: list[list[str]] = [[] for _ in own]
+    returning: list[list[str]] = [[] for _ in own]
+    readers: dict[str, set[int]] = {v: set() for v in made_at}
+    adders: dict[str, set[int]] = {v: set() for v in made_at}
+    for k, calls in enumerate(own):
+        for i in calls:
+            for v in model.calls[i].inputs:
+                if v in made_at:
+                    readers[v].add(k)
+            for v in flow.inputs[i]:
+                adders[v].add(k)
+    for value, start in made_at.items():
+        adding = {ranks[a] for a in adders[value]}
+        hops = _hops(start, readers[value], ranks)
+        for k in hops:
+            arriving[k].append(value)
+            if _beyond(k, hops, ranks) & adding:
+                returning[k].append(value)
+    return Routes(tuple(ranks), stages, tuple(map(tuple, arriving)), tuple(map(tuple, returning)), home)
+
+
+def _hops(start: int, readers: set[int], ranks: Sequence[int]) -> list[int]:
+    """The virtual stages that receive a value made at ``start``: each rank that reads it, or hands it on, gets it once.
+
+    It comes at the first of the rank's virtual stages, from that before it, whose rank has got it likewise.
+    """
+    hops: set[int] = set()
+    for reader in sorted(readers):
+        rank = ranks[reader]
+        while rank != ranks[start]:
+            hop = ranks.index(rank, start + 1)
+            if hop in hops:
+                break
+            hops.add(hop)
+            rank = ranks[hop - 1]
+    return sorted(hops)
+
+
+def _beyond(hop: int, hops: Sequence[int], ranks: Sequence[int]) -> set[int]:
+    """The ranks that get a value by ``hop``, themselves or from others that do."""
+    found = {ranks[hop]}
+    for later in hops:
+        if later > hop and ranks[later - 1] in found:
+            found.add(ranks[later])
+    return found
+
+
+def check_stages(model: FoldedModel, stage_of_call: Sequence[int], num_stages: int) -> None:
+    """Raise :class:`EmitError` unless the calls' stages go from first to last without stepping back."""
+    if len(stage_of_call) != len(model.calls):
+        raise EmitError(
+            f"stage_of_call has {len(stage_of_call)} entries for {len(model.calls)} calls; give one for each"
+        )
+    before, before_path = 0, ""
+    for call, stage in zip(model.calls, stage_of_call, strict=True):
+        if call.shared or call.prologue:
+            continue
+        if not 0 <= stage < num_stages:
+            raise EmitError(f"call {call.path!r} is on stage {stage}; the pipeline has stages 0 to {num_stages - 1}")
+        if stage < before:
+            raise EmitError(
+                f"call {call.path!r} is on stage {stage} but {before_path!r} before it is on stage {before}; "
+                "stages are contiguous runs of calls: they may not step back"
+            )
+        before, before_path = stage, call.path
+
+
+def _stage_calls(model: FoldedModel, chunks: Sequence[Sequence[int]], leaving: Sequence[str]) -> StageCalls:
+    """The calls of one rank: its chunks' own, and the shared and prologue calls that they, or ``leaving``, read."""
+    producer = {v: i for i, c in enumerate(model.calls) for v in c.outputs}
+    inputs = {i.value for i in model.inputs}
+    common: set[int] = set()
+    stack = [v for calls in chunks for i in calls for v in model.calls[i].inputs] + list(leaving)
+    while stack:
+        i = producer.get(stack.pop())
+        if i is not None and i not in common and (model.calls[i].shared or model.calls[i].prologue):
+            common.add(i)
+            stack.extend(model.calls[i].inputs)
+    prologue = sorted(i for i in common if model.calls[i].prologue)
+    shared = sorted(i for i in common if not model.calls[i].prologue)
+    for i in prologue:
+        unknown = set(model.calls[i].inputs) - inputs
+        if unknown:
+            raise EmitError(f"prologue call {model.calls[i].path!r} reads {sorted(unknown)}, not inputs of the model")
+    position = len(prologue) + len(shared)
+    ranges: list[tuple[int, int]] = []
+    loads: list[tuple[str, ...]] = []
+    known: set[str] = set()
+    for c, calls in enumerate(chunks):
+        ranges.append((position, position + len(calls)))
+        position += len(calls)
+        read = [v for i in ([*shared, *calls] if c == 0 else calls) for v in model.calls[i].inputs]
+        read += leaving if c == 0 else []
+        loads.append(tuple(v for v in dict.fromkeys(read) if v in inputs and v not in known))
+        known |= set(loads[-1])
+    return StageCalls(
+        calls=(*prologue, *shared, *(i for calls in chunks for i in calls)),
+        num_prologue=len(prologue),
+        chunks=tuple(ranges),
+        loads=tuple(loads),
+        prologue_loads=tuple(dict.fromkeys(v for i in prologue for v in model.calls[i].inputs)),
+        totals=tuple(v for i in prologue for v in model.calls[i].outputs),
+    )

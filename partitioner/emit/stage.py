@@ -1,0 +1,267 @@
+"""One stage's instructions: its order of forwards and backwards, with all that has to happen around them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from partitioner.emit.buckets import PlannedBucket, turn, with_turns
+from partitioner.emit.channels import Fetch
+from partitioner.emit.offload import with_fetches, with_gradients, with_parking, with_passing
+from partitioner.emit.routes import Routes
+from partitioner.emit.zero import with_sharding
+from partitioner.schedules.actions import Action, Order, held
+from runtime.program.instructions import Instruction
+from runtime.program.program import CallData, StateData
+
+
+@dataclass(frozen=True)
+class StageFlow:
+    """What the backward of each call on a stage (by position) takes and gives: gradients of values."""
+
+    takes: tuple[tuple[str, ...], ...]
+    gives: tuple[tuple[str, ...], ...]
+    runs: tuple[bool, ...]  # whether the call has a backward
+
+
+@dataclass(frozen=True)
+class StageJob:
+    """All that decides one rank's instructions; "stage" is what a rank holds, in one or several virtual stages."""
+
+    stage: int
+    num_stages: int
+    num_microbatches: int
+    train: bool
+    routes: Routes
+    calls: tuple[CallData, ...]
+    flow: StageFlow
+    order: Order
+    fetches: Sequence[Sequence[Fetch]]  # what is received before each action of the order
+    buckets: Sequence[PlannedBucket]
+    syncs: Sequence[tuple[str, ...]]  # tied states, those that share their stages together
+    total_axes: tuple[str, ...]
+    zero: int = 0
+    offload: tuple[str, ...] = ()
+    hosted: frozenset[str] = frozenset()  # states that are in host memory
+    trained: tuple[str, ...] = ()  # states of the stage with a gradient
+    updates: Sequence[tuple[str, ...]] = ()  # buffers that forward changes, those that share their stages together
+    new_values: Mapping[str, str] = field(default_factory=dict)  # of those whose new values this stage makes
+
+    @property
+    def by_call(self) -> bool:
+        """Whether each call is run by itself, since its parameters come for it, or what it keeps goes after it."""
+        if "parameters" in self.offload or (self.train and "activations" in self.offload):
+            return True
+        return self.zero == 3 and any(bucket.sharded for bucket in self.buckets)
+
+    @cached_property
+    def held(self) -> tuple[int, ...]:
+        """This rank's virtual stages, by chunk."""
+        return held(self.routes.ranks, self.num_stages)[self.stage]
+
+    def is_sent(self, hops: Sequence[Sequence[str]], virtual: int) -> bool:
+        """Whether there is a virtual stage ``virtual`` that receives something (``hops``) from the one before it."""
+        return virtual < len(hops) and bool(hops[virtual])
+
+
+def updates_of(states: Mapping[str, StateData], stage: int) -> list[tuple[str, ...]]:
+    """The buffers of a stage that forward changes, those that share their stages together."""
+    found: dict[tuple[int, ...], list[str]] = {}
+    for name, state in states.items():
+        if state.update is not None and stage in state.stages:
+            found.setdefault(state.stages, []).append(name)
+    return [tuple(names) for _, names in sorted(found.items())]
+
+
+def stage_instructions(job: StageJob) -> tuple[Instruction, ...]:
+    """The instruction list that all ranks of the stage run."""
+    instructions = list(_prologue(job))
+    for index, action in enumerate(job.order):
+        if action.kind == "F":
+            instructions += _forward(job, action, index)
+        elif job.train:
+            instructions += _backward(job, action, index)
+    instructions += _finish(job)
+    sharded = {number: bucket.states for number, bucket in enumerate(job.buckets) if bucket.sharded}
+    if job.train and "activations" in job.offload:
+        instructions = with_parking(instructions, job.flow.runs)
+    instructions = list(with_turns(instructions, job.buckets))
+    instructions = with_sharding(instructions, job.calls, job.flow.runs, sharded, job.zero)
+    if job.train and "optimizer" in job.offload:
+        tied = {s for states in job.syncs for s in states}
+        wanted = [s for s in job.trained if s in job.hosted]
+        instructions = with_gradients(instructions, [b.states for b in job.buckets], wanted, tied)
+    if "parameters" in job.offload:
+        instructions = with_passing(instructions, job.calls, job.flow.runs, job.hosted, sharded)
+    elif job.hosted:
+        instructions = with_fetches(instructions, job.calls, job.hosted)
+    return insert_frees(instructions, job.calls, job.flow, job.new_values)
+
+
+def _prologue(job: StageJob) -> Iterator[Instruction]:
+    """Totals over the whole batch, before anything that reads them."""
+    here = job.routes.stages[job.stage]
+    if not here.totals:
+        return
+    for i in range(job.num_microbatches):
+        if here.prologue_loads:
+            yield Instruction(op="LOAD", stage=job.stage, microbatch=i, values=here.prologue_loads)
+        yield Instruction(op="TOTAL_F", stage=job.stage, microbatch=i, values=here.totals)
+    yield Instruction(op="TOTAL", stage=job.stage, values=here.totals, axes=job.total_axes)
+
+
+def _fetch(job: StageJob, index: int) -> Iterator[Instruction]:
+    """What arrives before the action at ``index``, in the order in which it is sent."""
+    for fetch in job.fetches[index]:
+        hops = job.routes.arriving if fetch.direction == "F" else job.routes.returning
+        yield Instruction(
+            op="RECV_F" if fetch.direction == "F" else "RECV_B",
+            stage=job.stage,
+            microbatch=fetch.microbatch,
+            values=hops[fetch.hop],
+            peer=fetch.peer,
+        )
+
+
+def _forward(job: StageJob, action: Action, index: int) -> Iterator[Instruction]:
+    here, routes = job.routes.stages[job.stage], job.routes
+    virtual = job.held[action.chunk]
+    at: dict[str, Any] = {"stage": job.stage, "microbatch": action.microbatch}
+    if here.loads[action.chunk]:
+        yield Instruction(op="LOAD", values=here.loads[action.chunk], **at)
+    yield from _fetch(job, index)
+    start, end = here.forward_range(action.chunk)
+    # In training a value between two calls is kept for backward anyway; without, it can go as soon as it is read.
+    steps = [(start, end)] if job.train and not job.by_call else [(i, i + 1) for i in range(start, end)]
+    for span in steps:
+        if span[0] < span[1]:
+            yield Instruction(op="F", calls=span, **at)
+    if job.is_sent(routes.arriving, virtual + 1):
+        yield Instruction(op="SEND_F", values=routes.arriving[virtual + 1], peer=routes.ranks[virtual + 1], **at)
+
+
+def _backward(job: StageJob, action: Action, index: int) -> Iterator[Instruction]:
+    here, routes = job.routes.stages[job.stage], job.routes
+    virtual = job.held[action.chunk]
+    at: dict[str, Any] = {"stage": job.stage, "microbatch": action.microbatch}
+    yield from _fetch(job, index)
+    start, end = here.chunks[action.chunk]
+    reduced: dict[int, list[int]] = {}
+    if action.kind != "I":
+        for number, bucket in enumerate(job.buckets):
+            position = bucket.done_by(index, action.chunk)
+            if position is not None:
+                reduced.setdefault(position, []).append(number)
+    cuts = range(start + 1, end) if job.by_call else reduced
+    for span in _pieces(start, end, cuts, job.flow.runs):
+        if any(job.flow.runs[span[0] : span[1]]):
+            yield Instruction(op=action.kind, calls=span, **at)
+        # what others wait for goes out before what only has to be done by the end
+        if span[0] == start and action.kind != "W" and routes.returning[virtual]:
+            yield Instruction(op="SEND_B", values=routes.returning[virtual], peer=routes.ranks[virtual - 1], **at)
+        for position in sorted((c for c in reduced if span[0] <= c < span[1]), reverse=True):
+            for number in reduced[position]:
+                yield _first(job, number)
+
+
+def _pieces(start: int, end: int, cuts: Iterable[int], runs: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """``[start, end)`` cut before the positions ``cuts``, last piece first; what has no backward adds no piece."""
+    here = end
+    for cut in sorted((c for c in cuts if any(runs[start:c])), reverse=True):
+        yield cut, here
+        here = cut
+    yield start, here
+
+
+def _finish(job: StageJob) -> Iterator[Instruction]:
+    """What comes after the last forward and backward."""
+    if job.train:
+        for states in job.syncs:
+            yield Instruction(op="SYNC", stage=job.stage, states=states)
+        for number, bucket in enumerate(job.buckets):
+            if bucket.ready is None and bucket.axes:
+                yield _first(job, number)
+    for states in job.updates:
+        yield Instruction(op="UPDATE", stage=job.stage, states=states, microbatch=0)
+    if job.train:
+        yield Instruction(op="STEP", stage=job.stage)
+
+
+def _first(job: StageJob, number: int) -> Instruction:
+    """What starts the reduction of a bucket."""
+    bucket = job.buckets[number]
+    if bucket.sharded:
+        return Instruction(op="SCATTER", stage=job.stage, bucket=number)
+    return turn(job.stage, number, bucket.turns[0])
+
+
+Key = tuple[str, int | None, bool]  # value, microbatch, whether its gradient
+
+
+def insert_frees(
+    instructions: Sequence[Instruction], calls: Sequence[CallData], flow: StageFlow, new_values: Mapping[str, str]
+) -> tuple[Instruction, ...]:
+    """Add a FREE after the last use of each value and gradient. An input that is loaded again is freed in between.
+
+    ``new_values``: what UPDATE reads, by the buffer that takes it.
+    """
+    totals = {v for i in instructions if i.op == "TOTAL" for v in i.values}
+    last: dict[Key, int] = {}
+    made: set[Key] = set()
+    ending: dict[int, list[Key]] = {}
+    for index, instruction in enumerate(instructions):
+        makes, reads = _touches(instruction, calls, flow, totals, new_values)
+        for key in makes:
+            if key in made and instruction.op == "LOAD":
+                ending.setdefault(last.pop(key), []).append(key)
+        made.update(makes)
+        last.update(dict.fromkeys((*reads, *makes), index))
+    for key, index in last.items():
+        if key in made:
+            ending.setdefault(index, []).append(key)
+    result: list[Instruction] = []
+    for index, instruction in enumerate(instructions):
+        result.append(instruction)
+        together: dict[tuple[int | None, bool], list[str]] = {}
+        for value, microbatch, gradients in ending.get(index, ()):
+            together.setdefault((microbatch, gradients), []).append(value)
+        for (microbatch, gradients), values in together.items():
+            at: dict[str, Any] = {"stage": instruction.stage, "microbatch": microbatch}
+            result.append(Instruction(op="FREE", values=tuple(values), gradients=gradients, **at))
+    return tuple(result)
+
+
+def _touches(
+    instruction: Instruction,
+    calls: Sequence[CallData],
+    flow: StageFlow,
+    totals: set[str],
+    new_values: Mapping[str, str],
+) -> tuple[list[Key], list[Key]]:
+    """What an instruction makes (or adds to) and what it reads."""
+    microbatch = instruction.microbatch
+    named = [(v, microbatch, instruction.op.endswith("_B")) for v in instruction.values]
+    match instruction.op:
+        case "LOAD" | "RECV_F" | "RECV_B":
+            return named, []
+        case "SEND_F" | "SEND_B":
+            return [], named
+        case "UPDATE":
+            return [], [(new_values[s], microbatch, False) for s in instruction.states if s in new_values]
+        case "TOTAL_F":
+            return [], [(v, microbatch, False) for c in calls if c.prologue for v in c.inputs]
+        case "TOTAL":
+            return [(v, None, False) for v in instruction.values], []
+        case "F":
+            assert instruction.calls is not None
+            spanned = calls[slice(*instruction.calls)]
+            makes = [(v, microbatch, False) for c in spanned for v in c.outputs]
+            return makes, [(v, None if v in totals else microbatch, False) for c in spanned for v in c.inputs]
+        case "B" | "I":
+            assert instruction.calls is not None
+            span = [i for i in range(*instruction.calls) if flow.runs[i]]
+            gives = [(v, microbatch, True) for i in span for v in flow.gives[i]]
+            return gives, [(v, microbatch, True) for i in span for v in flow.takes[i]]
+    return [], []

@@ -1,0 +1,137 @@
+"""State sharding in a stage's instructions: when parameters are gathered and freed.
+
+* ZeRO 1 and 2: a GATHER of every bucket starts the step, in the order in which they are read: the optimizer has changed
+  the pieces since the last one, and the forward hides it. Nothing is freed.
+* ZeRO 3: what a call reads is gathered one computation ahead and freed after it, forward and backward, unless the next
+  computation reads it as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from passes.ir.model import FoldedModel
+from runtime.program.instructions import Instruction
+from runtime.program.program import CallData
+
+_COMPUTING = frozenset({"F", "B", "I", "W", "TOTAL_F"})
+
+_BACKWARD = frozenset({"B", "I", "W"})
+
+SMALL = 2**-12  # of the bytes of the states that a call reads
+
+Needs = Sequence[frozenset[int]]  # for each call of the stage the buckets of which it reads
+
+
+def zero_axes(grad_axes: Sequence[str], trained: bool, *, zero: int, expert: bool, hybrid: bool) -> tuple[str, ...]:
+    """The axes whose ranks share a parameter: those along which batch and sequence are split, or an expert's replicas.
+
+    ``grad_axes``: over which its gradient is added up, if it is ``trained``; what differs on no axis is not shared
+    there. ``hybrid``: only a part of the data-parallel ranks shares.
+    """
+    if not zero or (zero < 3 and not trained):
+        return ()
+    among = ("edp",) if expert else ("dp", "cp")
+    shared = [a for a in among if a in grad_axes or not trained]
+    return tuple(f"{a}_shard" if hybrid and a != "cp" else a for a in shared)
+
+
+def small_states(sizes: Mapping[str, int]) -> frozenset[str]:
+    """The states of a call, by their bytes, that ZeRO-3 leaves whole, such as the weights of a norm.
+
+    To gather them apart from others, whose gradients are added up over other axes, would take a collective's latency
+    and save next to no memory (as DeepSpeed's persistent parameters).
+    """
+    most = SMALL * sum(sizes.values())
+    return frozenset(name for name, nbytes in sizes.items() if nbytes <= most)
+
+
+def states_left_whole(model: FoldedModel) -> frozenset[str]:
+    """The states of ``model``, as one rank has it before ZeRO, that are small in all calls that read them."""
+    small: set[str] = set()
+    large: set[str] = set()
+    of_block: dict[str, frozenset[str]] = {}
+    for name, block in model.blocks.items():
+        placeholders = {node.name: node for node in block.placeholders}
+        of_block[name] = small_states({own: placeholders[own].meta["val"].nbytes for own in block.states})
+    for call in model.calls:
+        for own, name in zip(model.blocks[call.block].states, call.states, strict=True):
+            (small if own in of_block[call.block] else large).add(name)
+    return frozenset(small - large)
+
+
+def bucket_needs(calls: Sequence[CallData], buckets: Mapping[int, Sequence[str]]) -> Needs:
+    """For each of ``calls`` the sharded ``buckets`` of which it reads parameters."""
+    home = {state: number for number, states in buckets.items() for state in states}
+    return [frozenset(home[s] for s in call.states if s in home) for call in calls]
+
+
+def with_sharding(
+    instructions: Sequence[Instruction],
+    calls: Sequence[CallData],
+    runs: Sequence[bool],
+    buckets: Mapping[int, Sequence[str]],
+    zero: int,
+) -> list[Instruction]:
+    """``instructions`` with GATHER and FREE of the sharded ``buckets``. ``runs``: whether each call has a backward."""
+    if not buckets:
+        return [*instructions]
+    needs = bucket_needs(calls, buckets)
+    prologue = [p for p, call in enumerate(calls) if call.prologue]
+    if zero == 3:
+        return _gathered_by_call(instructions, needs, runs, prologue)
+    return _gathered_once(instructions, needs, prologue)
+
+
+def _read(instruction: Instruction, needs: Needs, runs: Sequence[bool], calls: Sequence[int]) -> frozenset[int]:
+    backward = instruction.op in _BACKWARD
+    return frozenset().union(*(needs[p] for p in calls if runs[p] or not backward))
+
+
+def _gathered_by_call(
+    instructions: Sequence[Instruction], needs: Needs, runs: Sequence[bool], prologue: Sequence[int]
+) -> list[Instruction]:
+    places, reads = [], []
+    for index, i in enumerate(instructions):
+        if i.op in _COMPUTING:
+            calls = range(*i.calls) if i.calls is not None else prologue
+            places.append(index)
+            reads.append(_read(i, needs, runs, calls))
+    before: dict[int, list[Instruction]] = {}
+    after: dict[int, list[Instruction]] = {}
+    there: frozenset[int] = frozenset()
+    stage = instructions[0].stage
+    for k, (index, read) in enumerate(zip(places, reads, strict=True)):
+        following = reads[k + 1] if k + 1 < len(reads) else frozenset()
+        first = 0 if k == 0 else index
+        for number in (*sorted(read - there), *sorted(following - read - there)):
+            before.setdefault(first, []).append(Instruction(op="GATHER", stage=stage, bucket=number))
+        there |= read | following
+        for number in sorted(there - following):
+            after.setdefault(index, []).append(Instruction(op="FREE", stage=stage, bucket=number))
+        there = following
+    result: list[Instruction] = []
+    for index, instruction in enumerate(instructions):
+        result += [*before.get(index, ()), instruction, *after.get(index, ())]
+    return result
+
+
+def _gathered_once(instructions: Sequence[Instruction], needs: Needs, prologue: Sequence[int]) -> list[Instruction]:
+    """The first computations are cut where they read what was not read before, so that they need not wait for all."""
+    known: dict[int, None] = {}
+    result: list[Instruction] = []
+    for instruction in instructions:
+        if instruction.op == "TOTAL_F":
+            known |= dict.fromkeys(n for position in prologue for n in sorted(needs[position]))
+        if instruction.op != "F" or instruction.calls is None:
+            result.append(instruction)
+            continue
+        start, end = instruction.calls
+        for position in range(start, end):
+            if needs[position] - known.keys():
+                if position > start:
+                    result.append(instruction.model_copy(update={"calls": (start, position)}))
+                    start = position
+                known |= dict.fromkeys(sorted(needs[position]))
+        result.append(instruction.model_copy(update={"calls": (start, end)}))
+    return [Instruction(op="GATHER", stage=instructions[0].stage, bucket=number) for number in known] + result

@@ -1,0 +1,1 @@
+"""Texts and tables about plans: summary, explanation, difference, measured against predicted."""

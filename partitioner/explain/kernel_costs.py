@@ -1,0 +1,81 @@
+"""Which kinds of operators a microbatch's time goes to, by the cost model."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import chain
+
+from partitioner.cost.call.block_profile import asked_by
+from partitioner.cost.call.call_cost import CallCost
+from partitioner.cost.call.roofline import kernel_times
+from partitioner.plan import Plan
+from partitioner.simulate.program_time import PlanDurations
+from partitioner.topology.hardware import DeviceType
+from partitioner.units import percent
+from passes.ir.model import Block
+
+Seconds = dict[str, float]  # by kind, in words
+
+_MOST, _LEAST = 3, 0.01  # kinds that are named, and the share below which none is
+
+_ISSUING = "the host's issuing of operators"
+_WORDS = {
+    "matmul": "matrix products",
+    "attention": "fused attention",
+    "pointwise": "pointwise operators",
+    "special": "activation functions",
+    "softmax": "softmaxes and cross entropies",
+    "reduction": "reductions",
+    "norm": "norms",
+    "lookup": "lookups and scatters",
+    "sort": "sorts",
+    "default": "copies and other operators",
+}
+
+
+def dearest(plan: Plan) -> str:
+    """``matrix products (61%), norms (20%) and reductions (8.1%)``: of what the busiest stage computes for a
+    microbatch, the kinds that take longest; empty where it computes nothing."""
+    durations = PlanDurations(plan)
+    seconds = max((_of_stage(plan, durations, stage) for stage in range(plan.num_stages)), key=_total)
+    total = _total(seconds)
+    ranked = sorted(seconds.items(), key=lambda item: -item[1])[:_MOST]
+    shown = [f"{kind} ({percent(s / total)})" for kind, s in ranked if s > _LEAST * total]
+    return " and ".join(filter(None, (", ".join(shown[:-1]), *shown[-1:])))
+
+
+def _of_stage(plan: Plan, durations: PlanDurations, stage: int) -> Seconds:
+    """Seconds by kind, on the slowest of the stage's devices."""
+    train = plan.program.objective == "train"
+    here, of_devices = plan.program.stages[stage], []
+    for kind, speed in {(seat.kind, seat.speed) for seat in durations.machine.seats[stage]}:
+        device = plan.topology.paced_type(kind, speed)
+        of_block: dict[str, tuple[Seconds, Seconds]] = {}
+        seconds: Seconds = defaultdict(float)
+        for i, call in enumerate(here.calls):
+            if call.prologue:
+                continue
+            if call.block not in of_block:
+                cost = durations.costs[stage][call.block]
+                of_block[call.block] = _of_call(durations.blocks[call.block], cost, device, train)
+            ahead, back = of_block[call.block]
+            again = [ahead] if train and i in here.checkpoint_calls else []
+            for kind, took in chain(*(part.items() for part in (ahead, back, *again))):
+                seconds[kind] += took
+        of_devices.append(seconds)
+    return max(of_devices, key=_total)
+
+
+def _of_call(block: Block, cost: CallCost, device: DeviceType, train: bool) -> tuple[Seconds, Seconds]:
+    """Forward and backward, with what the host takes longer to issue than the device to run."""
+    asked = asked_by(block, train).kernels
+    found: tuple[Seconds, Seconds] = defaultdict(float), defaultdict(float)
+    for kind, way, took in zip(asked.kind, asked.way, kernel_times(asked, device), strict=True):
+        found[way][_WORDS.get(asked.kinds[kind], asked.kinds[kind])] += float(took)
+    for seconds, whole in zip(found, (cost.forward_s, cost.backward_s), strict=True):
+        seconds[_ISSUING] += max(0.0, whole - _total(seconds))
+    return found
+
+
+def _total(seconds: Seconds) -> float:
+    return sum(seconds.values())

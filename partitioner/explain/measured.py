@@ -1,0 +1,221 @@
+"""A measured step beside the predicted one: as a trace to look at, and as tables that say where they part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from partitioner.errors import PlanError
+from partitioner.explain.tables import heading, indented, table
+from partitioner.plan import Plan
+from partitioner.simulate.program_time import follow, plan_timeline
+from partitioner.units import percent, seconds_text
+from runtime.observe.trace_events import (
+    Event,
+    Span,
+    complete,
+    events_of,
+    flow,
+    measured_steps,
+    process_name,
+    spans_of,
+    write_trace,
+)
+from runtime.program.program import Program
+from runtime.program.simulate import COMPUTE, Timeline
+from runtime.watch.watchdog import newest_attempt
+
+_PREDICTED = 10_000  # processes of the prediction come behind those of the ranks
+
+_MOST_ROWS = 12
+
+KINDS = {
+    "F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights", "TOTAL_F": "totals",
+    "TOTAL": "totals", "SEND_F": "send", "SEND_B": "send", "RECV_F": "receive", "RECV_B": "receive",
+    "GATHER": "gathering of parameters", "SCATTER": "reduction of gradients", "REDUCE": "reduction of gradients",
+    "GATHER_B": "reduction of gradients",
+    "STEP": "reduction of gradients", "SYNC": "tied weights", "UPDATE": "new values of buffers",
+    "OFFLOAD": "to host memory", "FETCH": "from host memory",
+}  # fmt: skip
+
+
+def write_plan_trace(plan: Plan, folder: Path | None, path: Path) -> Path:
+    """Write the prediction, and beside it the last step of the run that was watched in ``folder``; of several attempts
+    below it, of the last."""
+    events: list[Event] = []
+    if folder is not None:
+        folder = newest_attempt(folder)
+        steps = measured_steps(folder)
+        if len(steps) != plan.program.world_size:
+            raise PlanError(f"{folder} is of {len(steps)} ranks, the plan of {plan.program.world_size}")
+        events += events_of(spans_of(steps), steps)
+    return write_trace(path, events + list(predicted_events(plan_timeline(plan))))
+
+
+def predicted_events(timeline: Timeline) -> Iterator[Event]:
+    """One process per stage: its instructions, what waits left out, and below what is sent and reduced meanwhile."""
+    ends = _receive_ends(timeline)
+    number = _PREDICTED
+    for stage, lane in enumerate(timeline.stages):
+        process = _PREDICTED + stage
+        yield from process_name(process, f"stage {stage} (predicted)", 2 * stage + 1)
+        for s in lane.spans:
+            if s.end > s.start:
+                op, of = s.instruction.word, {"stage": stage, "index": s.index, "work_s": s.work}
+                args = {"kind": "predicted", "op": op, **of}
+                yield complete(str(s.instruction), op, process, s.start, s.end, args)
+        for b in lane.background:
+            args = {"kind": "predicted", "stage": stage, "index": b.index, "bytes": b.nbytes}
+            yield complete(str(b.instruction), b.instruction.word, process, b.start, b.end, args, thread=1)
+            i = b.instruction
+            if i.peer is not None and (i.peer, i.op[-1], i.microbatch, i.values) in ends:
+                number += 1
+                end = ends[i.peer, i.op[-1], i.microbatch, i.values]
+                yield from flow(number, process, b.start, _PREDICTED + i.peer, end, (1, 0))
+
+
+def _receive_ends(timeline: Timeline) -> dict[tuple[int, str, int | None, tuple[str, ...]], float]:
+    return {
+        (stage, s.instruction.op[-1], s.instruction.microbatch, s.instruction.values): s.end
+        for stage, lane in enumerate(timeline.stages)
+        for s in lane.spans
+        if s.instruction.op.startswith("RECV")
+    }
+
+
+@dataclass(frozen=True)
+class Row:
+    """Seconds of work (or of waiting) that were predicted, and the median over a stage's ranks of the whole."""
+
+    stage: int
+    what: str
+    predicted: float
+    measured: float
+
+
+def compare_steps(plan: Plan, spans: Sequence[Span]) -> list[RenderableType]:
+    """Where prediction and measurement part, as tables; by stage, by kind, and the instructions that differ most.
+
+    Raises :class:`PlanError` where the trace is of another plan.
+    """
+    _check(plan.program, spans)
+    of = follow(plan)
+    timeline = of.timeline
+    spans = [s for s in spans if plan.program.coordinates(s.rank)["dp"] in of.places]
+    total = max(s.end for s in spans)
+    short = [
+        f"The step was predicted to take {seconds_text(timeline.step_time)}, and took {seconds_text(total)}: "
+        f"{_times(timeline.step_time, total)}.",
+        *_sentences(by_stage(timeline, spans), by_kind(timeline, spans)),
+    ]
+    kinds, places = by_kind(timeline, spans), by_instruction(timeline, spans)
+    return [
+        heading("In short"),
+        *(indented(Text(f"- {line}")) for line in short),
+        "",
+        heading("Work and waiting by stage"),
+        _table("what", by_stage(timeline, spans)),
+        "",
+        heading("Work by kind"),
+        _table("kind", sorted(kinds, key=lambda r: -max(r.predicted, r.measured))),
+        "",
+        heading("The instructions that differ most"),
+        _table("instruction", sorted(places, key=lambda r: -abs(r.measured - r.predicted))[:_MOST_ROWS]),
+    ]
+
+
+def _check(program: Program, spans: Sequence[Span]) -> None:
+    ranks = {s.rank for s in spans}
+    if ranks != set(range(program.world_size)):
+        raise PlanError(
+            f"the trace is not of this plan: it has {len(ranks)} ranks, the plan {program.world_size}; write one of a "
+            "whole run of this plan with `partitioner trace`"
+        )
+    lists = {rank: program.rank(rank).instructions for rank in ranks}
+    for s in spans:
+        instructions = lists[s.rank]
+        if (s.index < len(instructions) and str(instructions[s.index]) != s.text) or s.index > len(instructions):
+            raise PlanError(
+                f"the trace is not of this plan: rank {s.rank} has {s.text} as instruction {s.index}; "
+                "measure a run of this one"
+            )
+
+
+def by_stage(timeline: Timeline, spans: Sequence[Span]) -> list[Row]:
+    rows = []
+    for stage, lane in enumerate(timeline.stages):
+        ranks = _ranks(spans, stage)
+        work = median(sum(s.end - s.start - s.waiting for s in mine) for mine in ranks)
+        waiting = median(sum(s.waiting for s in mine) for mine in ranks)
+        rows.append(Row(stage, "work", lane.busy, work))
+        rows.append(Row(stage, "waiting", sum(s.end - s.start - s.work for s in lane.spans), waiting))
+    return rows
+
+
+def by_kind(timeline: Timeline, spans: Sequence[Span]) -> list[Row]:
+    """Work alone: what waits is by stage."""
+    predicted: dict[str, float] = {}
+    for lane in timeline.stages:
+        for p in lane.spans:
+            name = KINDS.get(p.instruction.word, "other")
+            predicted[name] = predicted.get(name, 0.0) + p.work
+    measured: dict[str, float] = {}
+    for stage in range(len(timeline.stages)):
+        ranks = _ranks(spans, stage)
+        for name in {KINDS.get(s.op, "other") for s in spans}:
+            mine = [sum(s.end - s.start - s.waiting for s in r if KINDS.get(s.op, "other") == name) for r in ranks]
+            measured[name] = measured.get(name, 0.0) + median(mine)
+    return [Row(-1, n, predicted.get(n, 0.0), measured.get(n, 0.0)) for n in dict.fromkeys((*predicted, *measured))]
+
+
+def by_instruction(timeline: Timeline, spans: Sequence[Span]) -> list[Row]:
+    rows = []
+    for stage, lane in enumerate(timeline.stages):
+        ranks = _ranks(spans, stage)
+        for p in lane.spans:
+            if p.instruction.op in COMPUTE:
+                mine = median(sum(s.end - s.start - s.waiting for s in r if s.index == p.index) for r in ranks)
+                rows.append(Row(stage, str(p.instruction), p.work, mine))
+    return rows
+
+
+def _ranks(spans: Sequence[Span], stage: int) -> list[list[Span]]:
+    """The spans of each rank of a stage."""
+    found: dict[int, list[Span]] = {}
+    for s in spans:
+        if s.stage == stage:
+            found.setdefault(s.rank, []).append(s)
+    return list(found.values())
+
+
+def _sentences(stages: Sequence[Row], kinds: Sequence[Row]) -> Iterator[str]:
+    total = sum(r.measured for r in stages) or 1.0
+    worst = max((*kinds, *(r for r in stages if r.what == "waiting")), key=lambda r: abs(r.measured - r.predicted))
+    where = f" of stage {worst.stage}" if worst.stage >= 0 else ""
+    yield (
+        f"Most of the difference is in {worst.what}{where}: predicted {seconds_text(worst.predicted)}, measured "
+        f"{seconds_text(worst.measured)}; {percent(abs(worst.measured - worst.predicted) / total)} of all."
+    )
+    works = [r for r in stages if r.what == "work"]
+    ratios = [r.measured / r.predicted for r in works if r.predicted]
+    if len(ratios) > 1 and max(ratios) > 1.25 * min(ratios):
+        slow = max(works, key=lambda r: r.measured / r.predicted if r.predicted else 0.0)
+        yield f"Stages part unevenly: stage {slow.stage} takes the most beyond its prediction."
+
+
+def _times(predicted: float, measured: float) -> str:
+    return f"{measured / predicted:.2f} times as long" if predicted else "nothing was predicted"
+
+
+def _table(title: str, rows: Sequence[Row]) -> RenderableType:
+    made = table([("stage", True), (title, False), ("predicted", True), ("measured", True), ("ratio", True)])
+    for r in rows:
+        ratio = f"{r.measured / r.predicted:.2f}" if r.predicted else ""
+        stage = str(r.stage) if r.stage >= 0 else "all"
+        made.add_row(stage, Text(r.what), seconds_text(r.predicted), seconds_text(r.measured), ratio)
+    return indented(made)

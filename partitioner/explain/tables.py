@@ -1,0 +1,732 @@
+"""The tables of a plan, for a terminal in colour or as plain text.
+
+Why the axes over sequences and over experts are as wide as they are, in words.
+
+What to know of the precision that a plan is in, and of what is kept in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from partitioner.optimizers import OPTIMIZERS
+from partitioner.plan import OPEN, WITHOUT, Baseline, Candidate, Certificate, Plan, StageEstimate
+from partitioner.plans.figures import (
+    COLLECTIVE_NAMES,
+    candidate_text,
+    capacities,
+    memory_text,
+    mesh_text,
+    schedule_text,
+)
+from partitioner.plans.mesh_axes import axis_text, level_rates
+from partitioner.plans.outline import Outline
+from partitioner.simulate.weight_precision import common_precision
+from partitioner.topology import Topology
+from partitioner.topology.hosts import can_offload
+from partitioner.units import bytes_text, count_text, digits, percent, plural, ranges, seconds_text
+from passes.dtypes import itemsize, sum_type
+from passes.ir.layouts import Layout
+from passes.products import is_product_name
+from runtime.program.program import Program, StateData
+
+if TYPE_CHECKING:
+    from passes.ir.model import FoldedModel
+
+_OTHERS = {"bf16": "fp16", "fp16": "bf16", "fp32": "tf32"}
+
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+_MUCH = 2.0  # times as fast: from here on it is told
+
+
+def precision_notes(plan: Plan) -> list[str]:
+    """For each kind of device that multiplies much faster in the other type of as many bits, that it does."""
+    precision = plan.precision or (common_precision(plan.written) if plan.written is not None else "")
+    other = _OTHERS.get(precision)
+    if other is None:
+        return []
+    notes = []
+    for kind in sorted({plan.topology.devices[device].kind for device in plan.devices}):
+        device = plan.topology.types[kind]
+        times = device.peak_of(other) / device.peak_of(precision)
+        if times > _MUCH:
+            loss = ", with losses scaled" if other == "fp16" else ""
+            notes.append(
+                f"{kind} multiplies {digits(times, 2)} times as fast in {other} as in {precision}: plan with "
+                f'precision="{other}"{loss}, where the model can be trained or used in it'
+            )
+    return notes
+
+
+def notes_on_precision(topology: Topology, precision: str, model: FoldedModel) -> tuple[str, ...]:
+    """What of ``model`` is not computed in ``precision``, in which it is planned, and which of this process's settings
+    are no part of the plan."""
+    import torch  # a plan's report does without
+
+    from partitioner.cost.call.fp8 import notes_on_fp8
+    from partitioner.validate import torch_device
+
+    if precision == "fp8":
+        return notes_on_fp8(model)
+    setting = torch.get_float32_matmul_precision()
+    if setting == "highest" or precision != "fp32" or torch_device(topology) != "cuda":
+        return ()
+    return (
+        f"torch.set_float32_matmul_precision({setting!r}) is of this process and left out: "
+        'partition(..., precision="tf32") plans for products in TF32, and runs them so',
+    )
+
+
+def types_text(plan: Plan) -> str:
+    """The types of products, parameters and what is kept for them; empty where a plan has no program to say it."""
+    program = plan.written
+    if program is None:
+        return ""
+    return "; ".join(filter(None, (_product_types(program), *_kept_types(plan, program))))
+
+
+def _product_types(program: Program) -> str:
+    """``products in bf16``: the floating types of the results of products, the most frequent first."""
+    found: Counter[str] = Counter()
+    for node in (node for block in program.blocks.values() for node in block.nodes):
+        _, _, name = str(node.get("target", "")).partition(".")
+        value: Any = node.get("val") or ()  # of one tensor, its shape and type
+        if node["op"] == "call_function" and is_product_name(name) and len(value) == 2 and isinstance(value[1], str):
+            found["fp8" if "fp8" in name else _short(value[1])] += 1
+    if program.tf32:
+        found["tf32 on GPUs"] += found.pop("fp32", 0)
+    return f"products in {' and '.join(name for name, _ in found.most_common())}" if found else ""
+
+
+def _kept_types(plan: Plan, program: Program) -> Iterator[str]:
+    parameters = [state for state in program.states.values() if state.kind == "parameter"]
+    trained = [state for state in parameters if state.requires_grad and program.objective == "train"]
+    if parameters:
+        yield f"parameters in {_types_of(parameters)}"
+    if not trained:
+        return
+    added_up = [_with_type_of_sums(state) for state in trained]
+    yield f"gradients in {_types_of(trained if plan.constraints.short_gradients else added_up)}"
+    optimizer = OPTIMIZERS[plan.optimizer]
+    if optimizer.master and added_up != trained:
+        yield "master copies of parameters in fp32"
+    if optimizer.moment_bytes:
+        yield f"states of {plan.optimizer} in {_types_of(added_up)}"
+
+
+def _with_type_of_sums(state: StateData) -> StateData:
+    """A parameter with the type in which its gradients are added up, and in which it is stepped."""
+    return state.model_copy(update={"dtype": sum_type(state.dtype)})
+
+
+def _types_of(states: Sequence[StateData]) -> str:
+    """The types of ``states``, that of the most numbers first."""
+    sizes: Counter[str] = Counter()
+    for state in states:
+        sizes[_short(state.dtype)] += math.prod(state.shape)
+    return " and ".join(name for name, _ in sizes.most_common())
+
+
+def _short(dtype: str) -> str:
+    return _SHORT.get(dtype, dtype)
+
+
+_MOST_CANDIDATES = 12
+
+STATUS_WORDS = {
+    "chosen": "chosen",
+    "solved": "slower",
+    OPEN: "not worked out, may be faster",  # its bound is below the plan's cost
+    "bounded": "cannot be faster",
+    "infeasible": "does not fit in memory",
+}
+_COUNTED = {  # in a list of what became of all candidates: of one, of several
+    "chosen": ("chosen", "chosen"),
+    "solved": ("slower", "slower"),
+    OPEN: ("not worked out, may be faster", "not worked out, may be faster"),
+    "bounded": ("ruled out by a lower bound on its time", "ruled out by lower bounds on their time"),
+    "infeasible": ("does not fit in memory", "do not fit in memory"),
+}
+_NO_PLAN = "not possible"  # for another reason than memory
+_ENDS = {"time limit": "its time limit", "interruption": "an interruption"}
+_SHARED = {  # what ranks share, by the stage of ZeRO
+    1: "optimizer states",
+    2: "optimizer states and gradients",
+    3: "optimizer states, gradients and parameters",
+}
+_IN_PART = {  # what is recomputed where it is not whole calls, by ``Constraints(recompute=...)``
+    "scores": "attention scores",
+    "selective": "norms, activation functions and other cheap operators",
+    "alternate": "cheap operators and every second matrix product",
+}
+AS_FAST, _ROUNDING = "as fast as the chosen one", 1e-9
+_SAME = 1e-3  # of a step: less is no difference
+_MAIN_GAPS = ("schedule", "virtual_stages", "offload")  # constraints outside of a proof that change step times most
+_TOLD_GAPS = 2  # sentences on what a proof leaves out that the summary has
+
+
+def is_barred(candidate: Candidate) -> bool:
+    """Whether a candidate has no plan, and not for lack of memory."""
+    return candidate.status == "infeasible" and candidate.missing is None
+
+
+def is_as_fast(candidate: Candidate, certificate: Certificate) -> bool:
+    """Whether a candidate that was not chosen takes no longer than the plan."""
+    solved = candidate.status == "solved" and candidate.step_time is not None
+    return solved and (candidate.step_time or 0.0) <= certificate.objective * (1 + _ROUNDING)
+
+
+def status_word(candidate: Candidate, certificate: Certificate) -> str:
+    """What became of a candidate, in a word."""
+    if is_as_fast(candidate, certificate):
+        return AS_FAST
+    return _NO_PLAN if is_barred(candidate) else STATUS_WORDS[_status(candidate, certificate)]
+
+
+def _status(candidate: Candidate, certificate: Certificate) -> str:
+    return OPEN if certificate.is_open(candidate) else candidate.status
+
+
+def heading(text: str) -> Text:
+    return Text(text, style="bold")
+
+
+def indented(part: RenderableType) -> Padding:
+    return Padding(part, (0, 0, 0, 2), expand=False)
+
+
+def pairs(rows: Sequence[tuple[str, str]]) -> Padding:
+    """Names and values in two columns."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column()
+    for name, value in rows:
+        grid.add_row(name, Text(value))
+    return indented(grid)
+
+
+def table(columns: Sequence[tuple[str, bool]]) -> Table:
+    """An empty table; a column is (title, whether it holds numbers)."""
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1))
+    for title, numeric in columns:
+        made.add_column(
+            title, justify="right" if numeric else "left", no_wrap=numeric, min_width=len(title), overflow="fold"
+        )
+    return made
+
+
+def microbatches_text(plan: Plan) -> str:
+    """The microbatches of a step, as ``8``, or ``5 on 4 ranks of dp, 4 on 3``."""
+    if not plan.data_shares:
+        return f"{plan.num_microbatches:,}"
+    (most, ranks), *others = sorted(Counter(plan.data_shares).items(), reverse=True)
+    return ", ".join([f"{most:,} on {plural(ranks, 'rank')} of dp", *(f"{n:,} on {ranks}" for n, ranks in others)])
+
+
+def figures(plan: Plan, time: str) -> Padding:
+    """What the plan is and what it is expected to do; ``time``: what the step's time goes to."""
+    estimate, certificate = plan.estimate, plan.certificate
+    fullest = fullest_rank(plan)
+    batch = _batch(plan)
+    samples = ""
+    if batch:
+        parts = sum(plan.data_shares) or plan.num_microbatches * plan.mesh.get("dp", 1)
+        length = f", {plan.tokens_per_step // batch:,} tokens each" if plan.tokens_per_step else ""
+        samples = f" of {plural(batch // max(1, parts), 'sample')}, global batch {batch:,}{length}"
+    divided = plan.mesh.get("cp", 1) * plan.mesh.get("tp", 1) > 1  # by other axes all work is
+    rows = [
+        ("without host memory", plan.lacking if plan.offload else ""),
+        ("planned, not executed", f"{', '.join(plan.planned_only)}: figures only" if plan.planned_only else ""),
+        ("mesh", f"{mesh_text(plan.mesh)} ({plural(plan.world_size, 'rank')}) on {plan.topology.name}"),
+        ("links", axis_text(plan)),
+        ("bandwidth", bandwidth_text(plan)),
+        ("microbatches", f"{microbatches_text(plan)}{samples}"),
+        ("schedule", schedule_text(plan)),
+        ("objective", plan.objective + (f", {plan.optimizer}" if plan.objective == "train" else "")),
+        ("precision", plan.precision or "as the parameters are"),
+        ("types", types_text(plan)),
+        ("sharding", sharing_text(plan)),
+        ("recompute", recomputed_text(plan)),
+        ("step time", seconds_text(estimate.step_time)),
+        ("of which", time),
+        ("throughput", throughput_text(plan)),
+        ("fewer devices", fewer_text(plan)),
+        ("another batch", other_batch_text(plan)),
+        ("MFU", percent(estimate.mfu)),
+        ("bubble", percent(estimate.bubble)),
+        ("memory", memory_text(plan) + (f", rank {fullest} is the fullest" if plan.world_size > 1 else "")),
+        ("free memory", margin_text(plan)),
+        ("host memory", host_text(plan)),
+        ("disk", disk_text(plan)),
+        ("matmul work divided", percent(plan.shares.matmul_sharded) if divided else ""),
+        ("certificate", certificate_line(plan)),
+        ("not covered", " ".join(_shortly_uncovered(plan))),
+        ("alternatives", candidate_counts(certificate)),
+        ("search", cut_off(certificate)),
+    ]
+    return pairs([(name, value) for name, value in rows if value])
+
+
+def throughput_text(plan: Plan) -> str:
+    """Tokens, or samples, of a second, and of one device; empty where no input has a batch."""
+    step, samples = plan.estimate.step_time, plan.global_batch
+    if not step or not samples:
+        return ""
+    each, what = (plan.tokens_per_step, "tokens") if plan.tokens_per_step else (samples, "samples")
+    alone = f", {count_text(each / step / plan.world_size)} of each device" if plan.world_size > 1 else ""
+    return f"{count_text(each / step)} {what}/s{alone}"
+
+
+def fewer_text(plan: Plan) -> str:
+    """That a part of the cluster is as fast or faster; empty where none was found."""
+    step = plan.certificate.objective
+    found = [
+        (baseline, baseline.candidate.step_time)
+        for baseline in plan.certificate.baselines
+        if baseline.name.startswith(WITHOUT) and baseline.candidate is not None and baseline.candidate.step_time
+    ]
+    if not found:
+        return ""
+    best, seconds = min(found, key=lambda pair: pair[1])
+    less = f"{percent(1 - seconds / step)} less" if seconds < (1 - _SAME) * step else "no more"
+    mesh = best.candidate.mesh if best.candidate is not None else {}
+    ranks = math.prod(size for axis, size in mesh.items() if axis != "ep")
+    return f"on {ranks:,} of the {plan.world_size:,} a step takes {seconds_text(seconds)}, {less} ({mesh_text(mesh)})"
+
+
+def other_batch_text(plan: Plan) -> str:
+    """That the samples of another global batch take less time; empty where none was found."""
+    found = next((b for b in plan.certificate.baselines if b.global_batch), None)
+    if found is None or found.candidate is None or not found.candidate.step_time or not plan.global_batch:
+        return ""
+    seconds = found.candidate.step_time
+    return (
+        f"of {plural(found.global_batch, 'sample')}: a step takes {per_sample_text(plan, found.global_batch, seconds)}"
+    )
+
+
+def per_sample_text(plan: Plan, global_batch: int, seconds: float) -> str:
+    """A step of another batch, and how its samples stand to the plan's: ``7 s, 5% less per sample``."""
+    ratio = seconds / global_batch / (plan.certificate.objective / plan.global_batch)
+    return f"{seconds_text(seconds)}, {percent(abs(1 - ratio))} {'less' if ratio < 1 else 'more'} per sample"
+
+
+def sharing_text(plan: Plan) -> str:
+    """The stage of ZeRO, what it shares, and over how many ranks; empty without training."""
+    if plan.objective != "train":
+        return ""
+    zero, replicas = plan.chosen.zero, plan.mesh.get("dp", 1) // (plan.chosen.dp_shard or plan.mesh.get("dp", 1))
+    ranks = plan.mesh.get("dp", 1) // replicas * plan.mesh.get("cp", 1)
+    if not zero or ranks == 1:
+        return f"ZeRO {zero}: every rank holds all states" + (", as no other rank shares them" if zero else "")
+    what = ("optimizer states", "optimizer states and gradients", "optimizer states, gradients and parameters")[
+        zero - 1
+    ]
+    shares = {"dp": plan.mesh.get("dp", 1) // replicas, "cp": plan.mesh.get("cp", 1)}  # whose product is the ranks
+    axes = "of " + " × ".join(axis for axis, size in shares.items() if size > 1)
+    if replicas > 1 and min(shares.values()) > 1:
+        axes = f"({' × '.join(f'{size} of {axis}' for axis, size in shares.items())})"
+    more = f", in {replicas} replicas" if replicas > 1 else ""
+    return f"ZeRO {zero}: {what} over {plural(ranks, 'rank')} {axes}{more}"
+
+
+def recomputed_text(plan: Plan) -> str:
+    """What backward makes again, stage by stage where that differs; empty without training, or where it is unknown."""
+    stages = plan.estimate.stages
+    if plan.objective != "train" or not stages:
+        return ""
+    by_text: dict[str, list[int]] = {}
+    for number, stage in enumerate(stages):
+        by_text.setdefault(_recomputed(stage, plan.constraints.recompute), []).append(number)
+    if len(by_text) == 1:
+        return next(iter(by_text))
+    told = [f"{'stages' if len(n) > 1 else 'stage'} {ranges(n)}: {text}" for text, n in by_text.items()]
+    return "; ".join(told)
+
+
+def _recomputed(stage: StageEstimate, asked: str | None) -> str:
+    part = _IN_PART.get(asked or "", _IN_PART["selective"])
+    if not stage.recomputed:
+        return part if stage.selective else "nothing"
+    whole = "all" if stage.recomputed == stage.num_calls else f"{stage.recomputed} of {stage.num_calls}"
+    more = f", in the others {part}" if stage.selective and whole != "all" else ""
+    return f"{whole} calls in full{more}"
+
+
+def host_text(plan: Plan) -> str:
+    """What is kept in host memory, and how much of it a rank has there at most; empty where nothing is."""
+    most = max((stage.host for stage in plan.estimate.stages), default=0)
+    return f"{' + '.join(host_kinds(plan))}: {bytes_text(most)} per rank" if plan.offload else ""
+
+
+def host_kinds(plan: Plan | Baseline) -> list[str]:
+    """What is kept in host memory, in words; of an optimizer whose states are on disk it is what it steps."""
+    kinds = [kind for kind in plan.offload if kind != "disk"]
+    steps = "the optimizer's parameters and gradients"
+    return [steps if kind == "optimizer" and "disk" in plan.offload else kind for kind in kinds]
+
+
+def hosted(plan: Plan | Baseline) -> str:
+    """``with optimizer and activations in host memory``."""
+    disk = ", its states on disk" if "disk" in plan.offload else ""
+    return f"with {' and '.join(host_kinds(plan))} in host memory{disk}" if plan.offload else ""
+
+
+def unhosted(plan: Plan) -> str:
+    """What the search's candidates had in host memory, where more of it might make room; empty where it could not. A
+    candidate that does not fit has only been tried so."""
+    if plan.constraints.offload is not None or "parameters" in plan.offload or not can_offload(plan.topology):
+        return ""
+    if not plan.offload:
+        return "on the devices alone (offload to host memory was not tried)"
+    return f"with only {' and '.join(host_kinds(plan))} in host memory (more offload was not tried)"
+
+
+def disk_text(plan: Plan) -> str:
+    """What is kept on disk, and how much of it a rank has there at most; empty where nothing is."""
+    most = max((stage.disk for stage in plan.estimate.stages), default=0)
+    return f"optimizer states: {bytes_text(most)} per rank" if "disk" in plan.offload else ""
+
+
+def bandwidth_text(plan: Plan) -> str:
+    """What a device gets of each level of links when all devices talk at once, as ``nvlink4 450 GB/s, ib-ndr 50 GB/s
+    per device``; empty for one rank."""
+    if plan.world_size == 1:
+        return ""
+    rates = [f"{level.name} {level_rates(plan.topology, level)[1]}" for level in plan.topology.levels]
+    return f"{', '.join(rates)} per device" if rates else ""
+
+
+def _batch(plan: Plan) -> int:
+    """Samples of one step, 0 where no input has a batch."""
+    if plan.written is None:
+        return plan.global_batch
+    inputs = plan.written.inputs
+    return next((i.shape[i.batch_dim] for i in inputs if i.batch_dim is not None and i.shape), 0)
+
+
+def fullest_rank(plan: Plan) -> int:
+    """The rank whose peak comes closest to what its device has."""
+    rooms = capacities(plan)
+    return max(range(len(plan.estimate.memory)), key=lambda r: plan.estimate.memory[r] / max(1, rooms[r]), default=0)
+
+
+def memory_left(plan: Plan) -> float:
+    """The fraction of its device's memory that the fullest rank leaves free; negative: what it lacks."""
+    rank = fullest_rank(plan)
+    return 1 - plan.estimate.memory[rank] / max(1, capacities(plan)[rank])
+
+
+def margin_text(plan: Plan) -> str:
+    """How much of its memory the fullest rank leaves free, beside what was asked for; empty where it is unknown."""
+    if not plan.estimate.memory:
+        return ""
+    left, margin = memory_left(plan), plan.constraints.memory_margin
+    asked = f"{100 * margin:g}% is the margin" if margin else "no margin was asked for"
+    if left < 0:
+        return f"none: {percent(-left)} too little ({asked})"
+    return f"{percent(left)} ({'less than asked for: ' if left < margin else ''}{asked})"
+
+
+def certificate_line(plan: Plan) -> str:
+    """That the plan is proven optimal, or by how much a faster one could beat it."""
+    c, covered = plan.certificate, "that the proof covers " if uncovered(plan) else ""
+    if c.gap <= 1e-6:
+        return f"proven optimal under the cost model: no plan {covered}takes less than {seconds_text(c.bound)}"
+    least = f"a plan {covered}takes {seconds_text(c.bound)} or more"
+    return f"gap {percent(c.gap)} under the cost model: this plan takes {seconds_text(c.objective)}, {least}"
+
+
+def uncovered(plan: Plan) -> list[str]:
+    """What a user could have fixed that the certificate's bound does not cover: a sentence each, the most important
+    first. It is what :attr:`Certificate.beyond` says, and each faster algorithm of attention over ``cp``."""
+    found = []
+    for way in plan.context:
+        if not way.calls and way.step_time is not None and way.step_time < plan.certificate.objective * (1 - _ROUNDING):
+            found.append(
+                f"The proof does not cover attention by {way.algorithm}, estimated at {seconds_text(way.step_time)}."
+            )
+    beyond = plan.certificate.beyond
+    names = [name for name in _MAIN_GAPS if name in beyond] + [name for name in beyond if name not in _MAIN_GAPS]
+    return list(dict.fromkeys([*found, *(beyond[name] for name in names)]))
+
+
+def _shortly_uncovered(plan: Plan) -> list[str]:
+    told = uncovered(plan)
+    more = len(told) - _TOLD_GAPS
+    return [*told[:_TOLD_GAPS], *([f"explain() names {more} more."] if more > 0 else [])]
+
+
+def cut_off(certificate: Certificate) -> str:
+    """That the search ended before it was done, if it did."""
+    return f"cut off by {_ENDS[certificate.cut_off]}" if certificate.cut_off else ""
+
+
+def candidate_counts(certificate: Certificate) -> str:
+    """``24 layouts: 1 chosen, 3 slower, 20 ruled out by lower bounds on their time``."""
+    if not certificate.candidates:
+        return ""
+    known = Counter(_status(c, certificate) for c in certificate.candidates)
+    counts = {status: known[status] + certificate.left.get(status, 0) for status in STATUS_WORDS}
+    barred = sum(map(is_barred, certificate.candidates))
+    counts["infeasible"] -= barred
+    as_fast = sum(is_as_fast(candidate, certificate) for candidate in certificate.candidates)
+    counts["solved"] -= as_fast
+    chosen, *others = ((n, _COUNTED[s][n > 1]) for s, n in counts.items())
+    words = [chosen, (as_fast, AS_FAST), *others, (barred, _NO_PLAN)]
+    told = "; ".join(f"{n:,} {word}" for n, word in words if n)
+    return f"{plural(sum(n for n, _ in words), 'layout')}: {told}"
+
+
+def stage_table(plan: Plan, whole: Outline) -> Padding:
+    """One row per stage: what it holds, and the seconds of its forward and backward work in one step."""
+    busy = [(stage.forward_s, stage.backward_s) for stage in plan.estimate.stages]
+    busy = busy if len(busy) == len(whole.stages) else _followed(plan)
+    train = plan.program.objective == "train"
+    made = table(
+        [("stage", True), ("ranks", False), ("calls", False), ("parameters", True), ("per rank", True), ("peak", True),
+         ("forward", True)] + [("backward", True)] * train
+    )  # fmt: skip
+    rooms, peaks = capacities(plan), plan.estimate.memory
+    for stage in whole.stages:
+        known = [r for r in stage.ranks if r < len(peaks)]
+        rank = max(known, key=lambda r: peaks[r] / max(1, rooms[r]), default=None)
+        calls = ", ".join((f"{g.count} × " if g.count > 1 else "") + " + ".join(g.blocks) for g in stage.groups)
+        row = [
+            str(stage.index),
+            ranges(stage.ranks),
+            calls,
+            count_text(stage.num_parameters),
+            bytes_text(stage.parameter_bytes),
+            "" if rank is None else f"{bytes_text(peaks[rank])} ({percent(peaks[rank] / max(1, rooms[rank]))})",
+        ]
+        row += map(seconds_text, busy[stage.index][: 1 + train])
+        made.add_row(*map(Text, row))
+    return indented(made)
+
+
+def _followed(plan: Plan) -> list[tuple[float, float]]:
+    """The seconds of stages for a plan whose estimate does not have them: such files are of an earlier version."""
+    from partitioner.simulate.program_time import stage_seconds
+
+    return [(seconds.forward, seconds.backward) for seconds in stage_seconds(plan)]
+
+
+def estimate_table(plan: Plan) -> Padding:
+    """One row per stage of a plan without a program: what the cost model expects of it."""
+    train = plan.objective == "train"
+    made = table(
+        [("stage", True), ("ranks", False), ("calls", True), ("from", False), ("to", False), ("peak", True),
+         ("forward", True)] + [("backward", True)] * train
+    )  # fmt: skip
+    size = plan.world_size // max(1, len(plan.estimate.stages))
+    rooms = capacities(plan)
+    for number, stage in enumerate(plan.estimate.stages):
+        ranks = range(number * size, (number + 1) * size)
+        peak, room = sum(stage.memory.values()), min(rooms[r] for r in ranks)
+        calls = f"{stage.num_calls}" + (f", {stage.again}" if stage.again else "")
+        row = [str(number), ranges(ranks), calls, stage.first, stage.last]
+        row += [f"{bytes_text(peak)} ({percent(peak / max(1, room))})", seconds_text(stage.forward_s)]
+        made.add_row(*map(Text, row + [seconds_text(stage.backward_s)] * train))
+    return indented(made)
+
+
+def candidate_table(plan: Plan, most: int = _MOST_CANDIDATES) -> Padding:
+    """The candidates, the best first: the chosen one, then by what they take or cannot go below."""
+    made = table(
+        [("mesh", False), ("microbatch", True), ("schedule", False), ("step time", True), ("at least", True),
+         ("memory", True), ("outcome", False)]
+    )  # fmt: skip
+    for candidate in best_first(plan.certificate.candidates)[:most]:
+        outcome = status_word(candidate, plan.certificate) + (f": {candidate.reason}" if candidate.reason else "")
+        made.add_row(
+            candidate_text(candidate),
+            str(candidate.microbatch_size),
+            candidate.schedule,
+            seconds_text(candidate.step_time) if candidate.step_time is not None else "",
+            seconds_text(candidate.bound) if candidate.bound else "",
+            _held(candidate, plan),
+            Text(outcome),
+            style="bold" if candidate.status == "chosen" else None,
+        )
+    rest = len(plan.certificate.candidates) + sum(plan.certificate.left.values()) - most
+    if rest > 0:
+        made.add_row(f"and {rest:,} more")
+    return indented(made)
+
+
+def fullest_bytes(plan: Plan) -> int | None:
+    """The peak of the rank that comes closest to what its device has; ``None`` where it is unknown."""
+    return plan.estimate.memory[fullest_rank(plan)] if plan.estimate.memory else None
+
+
+def _held(candidate: Candidate, plan: Plan) -> str:
+    """Memory on the fullest rank; of the chosen one as the rest of the report has it."""
+    if candidate.status == "chosen" and (most := fullest_bytes(plan)) is not None:
+        return bytes_text(most)
+    return bytes_text(candidate.memory) if candidate.memory is not None else ""
+
+
+def best_first(candidates: Sequence[Candidate]) -> list[Candidate]:
+    order = {"chosen": 0, "solved": 1, "bounded": 2, "infeasible": 3}
+    return sorted(candidates, key=lambda c: (order[c.status], c.step_time or c.bound, sorted(c.mesh.items())))
+
+
+def collective_table(whole: Outline) -> Padding | None:
+    """What one call of each block type moves, per microbatch; a type that several stages run is told once."""
+    made = table([("each call of", False), ("collective", False), ("forward", True), ("backward", True)])
+    told: set[tuple[str, ...]] = set()
+    for group in (g for stage in whole.stages for g in stage.groups):
+        if not group.collectives or group.blocks in told:
+            continue
+        told.add(group.blocks)
+        name = " + ".join(group.blocks)
+        for op, axis in dict.fromkeys((m.op, m.axis) for m in group.collectives):
+            amounts = []
+            for direction in ("forward", "backward"):
+                found = [m for m in group.collectives if (m.op, m.axis, m.direction) == (op, axis, direction)]
+                amounts.append(found[0].amount(group.count) if found else "")
+            made.add_row(Text(name), f"{COLLECTIVE_NAMES.get(op, op)} over {axis}", *amounts)
+            name = ""
+    return indented(made) if told else None
+
+
+def rule_table(plan: Plan) -> Padding | None:
+    """Operators that run whole on every rank for want of a rule, by their share of the work."""
+    shares = sorted(plan.shares.without_rule.items(), key=lambda item: -item[1])
+    if not shares:
+        return None
+    made = table([("operator without a rule", False), ("share of the work", True)])
+    for name, share in shares:
+        made.add_row(Text(name), percent(share) if share >= 5e-4 else f"{digits(100 * share, 1)}%")
+    return indented(made)
+
+
+def bars(shares: Sequence[tuple[str, float, str]], width: int = 30) -> Padding:
+    """(name, share of one, value) as a bar chart; where there is little room, names are wrapped, never values cut."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(overflow="fold")
+    for justify in ("right", "right", "left"):
+        grid.add_column(justify=justify, no_wrap=True)
+    for name, share, value in shares:
+        grid.add_row(Text(name), Text(value), percent(share), Text("█" * round(width * share), style="cyan"))
+    return indented(grid)
+
+
+def line(text: str) -> RenderableType:
+    """A line of a section."""
+    return indented(Text(text))
+
+
+def fate(candidate: Candidate, chosen: float, unhosted: str = "") -> str:
+    """What became of a candidate, next to the ``chosen`` plan's seconds; ``unhosted``: see :func:`unhosted`."""
+    why = f" ({candidate.reason})" if candidate.reason else ""
+    if candidate.status == "chosen":
+        return "this is the plan"
+    if candidate.status == "infeasible":
+        if is_barred(candidate):
+            return f"{_NO_PLAN}{why}"
+        if unhosted and candidate.reason:
+            return f"{STATUS_WORDS[candidate.status]} {unhosted.removesuffix(')')}; {candidate.reason})"
+        return f"{STATUS_WORDS[candidate.status]}{why}"
+    if candidate.status == "solved" and candidate.step_time is not None:
+        ratio = candidate.step_time / chosen if chosen else 1.0
+        more = f"{digits(ratio, 2)} times as long" if ratio >= 2 else f"{percent(abs(ratio - 1))} "
+        more += "" if ratio >= 2 else "more" if ratio >= 1 else "less"
+        return f"takes {seconds_text(candidate.step_time)}, {more}{why}"
+    if candidate.bound < chosen * (1 - _ROUNDING):
+        return f"was not worked out; it takes {seconds_text(candidate.bound)} or more, so it may be faster{why}"
+    return f"takes {seconds_text(candidate.bound)} or more, so it was ruled out{why}"
+
+
+_ALGORITHMS = {
+    "ring": "keys and values pass around a ring of ranks, behind the computation",
+    "all_gather": "every rank gathers all keys and values",
+    "ulysses": "an all-to-all gives each rank all positions of a part of the heads",
+}
+
+
+def sequence(plan: Plan) -> Iterator[RenderableType]:
+    """Why there is a ``cp`` axis, and why attention runs as it does."""
+    cp, chosen = plan.mesh.get("cp", 1), plan.certificate.objective
+    if cp == 1:
+        return
+    held = sorted({value.context for value in plan.written.values.values()}) if plan.written is not None else []
+    zigzag = any(layout.endswith("z") for layout in held)
+    order = ", a piece from either end to balance causal attention" if zigzag else ", consecutive positions"
+    yield line(f"Each rank has 1/{cp} of every sequence{order if held else ''}, and 1/{cp} of its activations.")
+    for way in plan.context:
+        words = _ALGORITHMS.get(way.algorithm)
+        what = f"{way.algorithm} ({words})" if words else way.algorithm
+        if way.calls:
+            more = f"; a step takes {seconds_text(way.step_time)}" if way.step_time is not None else ""
+            yield line(f"- {plural(way.calls, 'attention call')} by {what}{more}")
+        elif way.step_time is not None:
+            against = _against(way.step_time, chosen)
+            yield line(f"- by {what} a step would take {seconds_text(way.step_time)}, {against}")
+        else:
+            yield line(f"- {what} is not possible: {way.reason}")
+    if plan.constraints.cp is not None:
+        return
+    yield from _without(plan, "cp", "Without context parallelism (cp 1)")
+
+
+def experts(plan: Plan) -> Iterator[RenderableType]:
+    """Why there is an ``ep`` axis, and how wide."""
+    ep, program = plan.mesh.get("ep", 1), plan.written
+    if ep == 1:
+        return
+    spread = [s for s in program.states.values() if Layout.parse(s.expert_layout).is_shard] if program else []
+    if program is not None and spread:
+        numbers = sorted({s.shape[Layout.parse(s.expert_layout).dim] for s in spread})
+        of_layer = " or ".join(f"{n // ep} of {n}" for n in numbers)
+        nodes = {int(plan.topology.node_of[plan.devices[rank]]) for rank in program.group(0, ("ep",))}
+        size = sum(math.prod(s.shape) * itemsize(s.dtype) for s in spread)
+        yield line(
+            f"Each rank holds {of_layer} experts of a layer. Tokens are sent to the ranks that hold their experts, and "
+            f"back, among {ep} ranks on {plural(len(nodes), 'node')}. All experts together have {bytes_text(size)} of "
+            "parameters."
+        )
+    if plan.constraints.ep is not None:
+        return
+    yield from _without(plan, "ep", "Without expert parallelism (ep 1)")
+    of_size: dict[int, list[Candidate]] = {}
+    for candidate in plan.certificate.candidates:
+        of_size.setdefault(candidate.mesh.get("ep", 1), []).append(candidate)
+    others = {size: of for size, of in sorted(of_size.items()) if size not in (1, ep)}
+    bounded = {size: of for size, of in others.items() if all(c.status == "bounded" for c in of)}
+    for size in (size for size in others if size not in bounded):
+        yield from _without(plan, "ep", f"With ep {size}", size)
+    if bounded:
+        sizes, least = ", ".join(map(str, bounded)), min(c.bound for of in bounded.values() for c in of)
+        yield line(f"With ep {sizes} every plan takes {seconds_text(least)} or more, so none was worked out.")
+
+
+def _without(plan: Plan, axis: str, words: str, size: int = 1) -> Iterator[RenderableType]:
+    """What the candidates would do whose ``axis`` is of another ``size``."""
+    others = [c for c in plan.certificate.candidates if c.mesh.get(axis, 1) == size]
+    chosen = plan.certificate.objective
+    solved = [c for c in others if c.step_time is not None]
+    if solved:
+        best = min(solved, key=lambda c: c.step_time or 0.0)
+        yield line(f"{words} the best plan found is {candidate_text(best)}: it {fate(best, chosen)}.")
+    elif others and all(c.status == "infeasible" for c in others):
+        short = min(others, key=lambda c: c.missing or 0)
+        yield line(f"{words} no plan fits: {candidate_text(short)} {fate(short, chosen, unhosted(plan))}.")
+    elif others:
+        least = min(c.bound for c in others if c.status != "infeasible")
+        yield line(f"{words} every plan takes {seconds_text(least)} or more, so none was worked out.")
+
+
+def _against(seconds: float, chosen: float) -> str:
+    change = seconds / chosen - 1 if chosen else 0.0
+    return f"{percent(abs(change))} {'more' if change >= 0 else 'less'}"

@@ -1,0 +1,1 @@
+"""What is done with a plan: files, outlines, launch scripts, verification, cost of a run."""

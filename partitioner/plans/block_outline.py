@@ -1,0 +1,194 @@
+"""What one block type moves and how its weights are cut, read from its serialised graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from passes.dtypes import is_floating, itemsize
+from passes.ir.layouts import Layout
+from runtime.program.program import BlockGraph, CallData, StateData
+
+# operator, option "grad" -> what runs forward and what runs backward (None: nothing is sent); see
+# passes/ir/collectives.py
+_TRANSPOSES: dict[tuple[str, str | None], tuple[str | None, str | None]] = {
+    ("all_gather", "reduce"): ("all_gather", "reduce_scatter"),
+    ("all_gather", "slice"): ("all_gather", None),
+    ("shard_slice", None): (None, "all_gather"),
+    ("copy", None): (None, "all_reduce"),
+    ("reduce_scatter", None): ("reduce_scatter", "all_gather"),
+    ("all_reduce", "copy"): ("all_reduce", None),
+    ("all_reduce", "reduce"): ("all_reduce", "all_reduce"),
+    ("all_reduce_max", None): ("all_reduce", None),
+    ("all_to_all", None): ("all_to_all", "all_to_all"),
+    ("route", None): ("all_to_all", None),
+    ("dispatch", None): ("all_to_all", "all_to_all"),
+    ("combine", None): ("all_to_all", "all_to_all"),
+}
+
+# operator, operand, dim that is sharded -> how the field calls it
+_PHRASES: dict[tuple[str, int], tuple[str, ...]] = {
+    ("aten.linear.default", 1): ("column-parallel", "row-parallel"),
+    ("partition.linear_fp8.default", 1): ("column-parallel", "row-parallel"),
+    ("aten.mm.default", 1): ("row-parallel", "column-parallel"),
+    ("aten.matmul.default", 1): ("row-parallel", "column-parallel"),
+    ("aten.addmm.default", 2): ("row-parallel", "column-parallel"),
+    ("aten.bmm.default", 1): ("expert-parallel", "row-parallel", "column-parallel"),
+    ("partition.expert_mm.default", 1): ("expert-parallel", "row-parallel", "column-parallel"),
+    ("aten._grouped_mm.default", 1): ("expert-parallel", "row-parallel", "column-parallel"),
+    ("aten.embedding.default", 0): ("vocabulary-parallel", "hidden-parallel"),
+    ("aten.conv1d.default", 1): ("output-channel-parallel", "input-channel-parallel"),
+    ("aten.conv2d.default", 1): ("output-channel-parallel", "input-channel-parallel"),
+    ("aten.convolution.default", 1): ("output-channel-parallel", "input-channel-parallel"),
+}
+_WHOLE = "whole on every rank"
+_TRANSPARENT = {"aten._to_copy.default", "aten.to.dtype", "aten.alias.default"}
+_FLIPS = {"aten.t.default", "aten.transpose.int", "aten.permute.default"}
+
+
+@dataclass(frozen=True)
+class BlockCollective:
+    """One collective of a block. ``num_bytes``: the whole of its operand or result, whichever is larger."""
+
+    op: str
+    axis: str
+    direction: Literal["forward", "backward"]
+    num_bytes: int
+    path: str
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight of a block type. ``name`` is relative to the call; ``how`` says in words what ``layout`` means."""
+
+    name: str
+    shape: tuple[int, ...]
+    layout: str
+    how: str
+    trainable: bool
+
+
+def block_collectives(block: BlockGraph, grads: Sequence[bool]) -> tuple[BlockCollective, ...]:
+    """The collectives of one call of ``block``; ``grads`` says which placeholders need a gradient."""
+    forward: list[BlockCollective] = []
+    backward: list[BlockCollective] = []
+    needs: dict[str, bool] = {}
+    values: dict[str, Any] = {}
+    for node in block.nodes:
+        name = node["name"]
+        values[name] = node.get("val")
+        if node["op"] == "placeholder":
+            needs[name] = grads[len(needs)] if len(needs) < len(grads) else False
+        elif node["op"] == "call_function":
+            operands = _operands(node)
+            needs[name] = _floating(node.get("val")) and any(needs.get(o, False) for o in operands)
+            target = str(node["target"])
+            if target.startswith("partition.") and operands:
+                source = operands[0]
+                size = max(_bytes(values.get(source)), _bytes(node.get("val")))
+                op = target.split(".")[1]
+                ahead, back = _TRANSPOSES.get((op, _grad_option(op, node)), (None, None))
+                if op == "context_attention":  # named by how keys and values of all ranks come together
+                    ahead = back = str(node["args"][-1])
+                    size = sum(_bytes(values.get(o)) for o in operands[1:3]) * int(node["args"][7])
+                axis = next((a for a in node["args"] if isinstance(a, str)), "")
+                path = str(node.get("path", ""))
+                if ahead:
+                    forward.append(BlockCollective(ahead, axis, "forward", size, path))
+                if back and needs.get(source, False):
+                    backward.append(BlockCollective(back, axis, "backward", size, path))
+    return (*forward, *reversed(backward))
+
+
+def block_weights(
+    block: BlockGraph, call: CallData, states: Mapping[str, StateData], gathered: bool = False
+) -> list[Weight]:
+    """The parameters that ``call`` reads, in order, and how each is laid out over ``tp``; ``gathered``: for their use
+    only, as data-parallel ranks have a piece each."""
+    weights = []
+    for placeholder, name in zip(block.states, call.states, strict=True):
+        state = states[name]
+        if state.kind == "parameter":
+            prefix = call.path + "."
+            short = name.removeprefix(prefix) if call.path else name
+            layout = Layout.parse(state.layout)
+            how = "sharded" if layout.is_shard and len(state.shape) == 1 else layout_phrase(block, placeholder, layout)
+            how = "gathered whole for use" if gathered and how == _WHOLE else how
+            shown = state.layout
+            if Layout.parse(state.expert_layout).is_shard:
+                how = "expert-parallel over ep" + (f", {how}" if layout.is_shard else "")
+                shown = state.expert_layout + (f", {shown}" if layout.is_shard else "")
+            weights.append(Weight(short, state.shape, shown, how, state.requires_grad))
+    return weights
+
+
+def layout_phrase(block: BlockGraph, placeholder: str, layout: Layout) -> str:
+    """What a weight's layout means where it is used: ``column-parallel`` for a linear layer's weight on ``S0``."""
+    if layout.kind == "R'":
+        return "whole, gradient summed over tp"
+    if not layout.is_shard:
+        return _WHOLE
+    dim, name = layout.dim, placeholder
+    for node in block.nodes:
+        if node["op"] != "call_function" or name not in _operands(node):
+            continue
+        target = str(node["target"])
+        if target in _TRANSPARENT:
+            name = node["name"]
+        elif target in _FLIPS:
+            name, dim = node["name"], _flipped(node, dim)
+        elif target == "partition.all_gather.default":
+            return f"sharded on dim {layout.dim}, gathered for use"
+        else:
+            words = _PHRASES.get((target, _operands(node).index(name)), ())
+            words = words[::-1] if target == "partition.linear_fp8.default" and node["args"][3:] == [True] else words
+            if dim < len(words):
+                return words[dim]
+            break
+    return f"sharded on dim {layout.dim}"
+
+
+def _flipped(node: Mapping[str, Any], dim: int) -> int:
+    """Where ``dim`` of the operand of a transpose or permute ends up."""
+    rank = len((node.get("val") or [[0, 0]])[0])
+    order = list(range(rank))
+    if node["target"] == "aten.permute.default":
+        order = [d % rank for d in node["args"][1]]
+    else:
+        a, b = (d % rank for d in node["args"][1:3]) if node["target"] == "aten.transpose.int" else (0, rank - 1)
+        order[a], order[b] = order[b], order[a]
+    return order.index(dim) if dim in order else dim
+
+
+def _operands(node: Mapping[str, Any]) -> list[str]:
+    """The names of the nodes that ``node`` reads, arguments first, one per occurrence."""
+    found: list[str] = []
+    stack: list[Any] = [[node.get("args", []), node.get("kwargs", {})]]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, list):
+            stack.extend(reversed(item))
+        elif isinstance(item, dict):
+            if isinstance(item.get("node"), str):
+                found.append(item["node"])
+            else:
+                stack.extend(reversed(list(item.values())))
+    return found
+
+
+def _grad_option(op: str, node: Mapping[str, Any]) -> str | None:
+    return str(node["args"][-1]) if op in ("all_gather", "all_reduce") else None
+
+
+def _floating(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(_floating(v) for v in value["tuple"])
+    return value is not None and is_floating(value[1])
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, list) and len(value) == 2 and isinstance(value[1], str):
+        return math.prod(value[0]) * itemsize(value[1])
+    return 0

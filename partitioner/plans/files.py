@@ -1,0 +1,139 @@
+"""Plans on disk: versioned JSON with a checksum, an exact round trip, and one file per rank on request."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from partitioner.plan import Plan
+from passes.errors import PartitionError
+from runtime.files import write_text
+from runtime.program.program import Program
+
+FORMAT = "partitioner-plan"
+
+RANK_FORMAT = "partitioner-rank"
+VERSION = 1
+
+
+class PlanFileError(PartitionError):
+    """A file that is not a plan of this version, or not as it was written."""
+
+
+def save_plan(plan: Plan, path: Path) -> Path:
+    """Write ``plan`` to ``path``."""
+    return write_text(path, _wrap(FORMAT, plan.model_dump(mode="json", exclude_defaults=True, by_alias=True)))
+
+
+def load_plan(path: Path) -> Plan:
+    """Read a plan. Raises :class:`PlanFileError`: unreadable, truncated, foreign, of another version, or edited."""
+    content = _unwrap(path, FORMAT)
+    try:
+        return Plan.model_validate(content)
+    except ValidationError as error:
+        raise PlanFileError(f"{path} does not describe a plan: {_first(error)}; make the plan again") from None
+
+
+def export_ranks(plan: Plan, folder: Path) -> list[Path]:
+    """Write ``rank_00000.json`` and so on: each holds one rank's stage, graphs, shards, groups and instructions."""
+    width = max(5, len(str(plan.program.world_size - 1)))
+    paths = []
+    for rank in range(plan.program.world_size):
+        content = _rank_content(plan.program, rank)
+        paths.append(write_text(folder / f"rank_{rank:0{width}}.json", _wrap(RANK_FORMAT, content)))
+    return paths
+
+
+def plan_schema() -> dict[str, Any]:
+    """The JSON schema of a plan file."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Plan file",
+        "type": "object",
+        "required": ["format", "version", "checksum"],
+        "properties": {
+            "format": {"const": FORMAT},
+            "version": {"const": VERSION},
+            "checksum": {"type": "string", "description": "SHA-256 of the other keys as canonical JSON"},
+            **Plan.model_json_schema()["properties"],
+        },
+        "$defs": Plan.model_json_schema()["$defs"],
+    }
+
+
+def _rank_content(program: Program, rank: int) -> dict[str, Any]:
+    mine = program.rank(rank)
+    index = mine.stage_index
+    used = {call.block for call in mine.stage.calls}
+    states = {name: s for name, s in program.states.items() if index in s.stages}
+    read = {v for c in mine.stage.calls for v in (*c.inputs, *c.outputs)}
+    stages = tuple(
+        stage.model_copy(
+            update={"instructions": mine.instructions}
+            if i == index
+            else {"calls": (), "instructions": (), "buckets": ()}
+        )
+        for i, stage in enumerate(program.stages)
+    )
+    own = program.model_copy(
+        update={
+            "blocks": {k: b for k, b in program.blocks.items() if k in used},
+            "states": states,
+            "stages": stages,
+            "values": {k: v for k, v in program.values.items() if k in read},
+        }
+    )
+    axes = [a for a, n in program.mesh.items() if n > 1]
+    return {
+        "rank": rank,
+        "coordinates": mine.coordinates,
+        "groups": {axis: list(mine.group(axis)) for axis in axes},
+        "program": own.model_dump(mode="json", exclude_defaults=True),
+    }
+
+
+def _wrap(kind: str, content: dict[str, Any]) -> str:
+    return json.dumps({"format": kind, "version": VERSION, "checksum": _checksum(content), **content}, indent=None)
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _unwrap(path: Path, kind: str) -> dict[str, Any]:
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanFileError(f"cannot read the plan {path}: {error}") from None
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise PlanFileError(
+            f"{path} is not complete JSON (line {error.lineno}, column {error.colno}: {error.msg}); "
+            "it may be truncated: make the plan again"
+        ) from None
+    if not isinstance(content, dict) or content.get("format") != kind:
+        found = content.get("format") if isinstance(content, dict) else type(content).__name__
+        raise PlanFileError(f"{path} is not a plan file: expected format {kind!r}, got {found!r}")
+    if content.get("version") != VERSION:
+        age = "older" if str(content.get("version")) < str(VERSION) else "newer"
+        raise PlanFileError(
+            f"{path} was written by {age} software: expected version {VERSION}, got {content.get('version')!r}; "
+            "make the plan again"
+        )
+    body = {k: v for k, v in content.items() if k not in ("format", "version", "checksum")}
+    if content.get("checksum") != _checksum(body):
+        raise PlanFileError(
+            f"{path} was changed after it was written (its checksum does not match); make the plan again, "
+            "or change its constraints and plan anew"
+        )
+    return body
+
+
+def _first(error: ValidationError) -> str:
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"

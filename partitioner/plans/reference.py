@@ -1,0 +1,524 @@
+"""The judge: the unmodified model, run eagerly on one process, in float64 if asked."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from passes.capture.buffers import aliases_of
+from passes.capture.capture import PRECISIONS
+from passes.capture.export import in_containers, place_of
+from passes.capture.wrappers import copy_model
+from passes.errors import InputsError, PartitionError
+from passes.ir.rewrite import as_type
+from passes.ops.fake_quantize import FORMULAS, fused_quantizers_traced
+from passes.ops.random import Sampler, arguments_of, drawn, dropout, formula_of
+from passes.trace.autograd_functions import collections_kept, drop_looking_hooks, looking_hooks_skipped
+from runtime.engine.batches import leaves_by_path
+from runtime.state.weights import number_of
+
+_REDUCED = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex32})
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the model computes: the leaves of its result by path, the loss, and every parameter's gradient by name;
+    and every buffer and parameter by name, as forward leaves it, with the names of those that it ``changed``, and of
+    the ``parameters`` among all."""
+
+    outputs: dict[str, Any]
+    loss: Tensor | None
+    grads: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    changed: frozenset[str]
+    parameters: frozenset[str] = frozenset()
+
+
+class _Float64(TorchDispatchMode):
+    """Every operator that asks for a narrower floating type gets float64."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map(_widen, (args, kwargs or {}))
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float64:
+            return _grouped_mm(*args)
+        return func(*args, **kwargs)
+
+
+class _DoubleData(TorchFunctionMode):
+    """Tensors that a model's code makes of numbers are rounded as it says, then float64, as plans keep constants.
+
+    ``default``: the type of numbers where it does not say. ``planned``: the type that the model's tensors have in the
+    plan, and that its code means where it asks for the type of one of them, which is float64 here.
+    """
+
+    def __init__(self, default: torch.dtype, planned: torch.dtype) -> None:
+        super().__init__()
+        self.default, self.planned = default, planned
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        quantize = FORMULAS.get(getattr(func, "__name__", ""))
+        if quantize is not None:
+            return quantize(_run_operator, *args, **kwargs)
+        if func is Tensor.__setitem__ and isinstance(args[2], float):
+            args = (*args[:2], torch.tensor(args[2], dtype=self.planned).item())
+        args, kwargs = _all_doubled(getattr(func, "__name__", ""), args, kwargs)
+        made = func(*args, **kwargs)
+        if func not in _OF_NUMBERS or not made.is_floating_point():
+            return made
+        of_own = func is Tensor.new_tensor  # which takes the type of a tensor of the model
+        source, given = args[1 if of_own else 0] if args else None, kwargs.get("dtype")
+        if of_own or given == torch.float64:
+            given = self.planned if given in (None, torch.float64) else given
+        elif given is None and not isinstance(source, Tensor) and not hasattr(source, "__array__"):
+            given = self.default
+        return (made if given is None else func(*args, **{**kwargs, "dtype": given})).double()
+
+
+def _all_doubled(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a function in float64 where some are: tensors from outside of the model (a global, say) are
+    narrower, and constants. What is written to or set stays."""
+    leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    types = {x.dtype for x in leaves}
+    if not types & _REDUCED or not types & {torch.float64, torch.complex128} or name.endswith("_"):
+        return args, kwargs
+    doubled: tuple[Any, Any] = pytree.tree_map(_double_foreign, (args, kwargs))
+    return doubled
+
+
+def _double_foreign(value: Any) -> Any:
+    return _double(value.detach()) if isinstance(value, Tensor) and value.dtype in _REDUCED else value
+
+
+_OF_NUMBERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor, Tensor.new_tensor})
+
+
+def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any) -> Tensor:
+    """``torch._grouped_mm``, whose kernels know no float64: groups of rows, of columns, or of what is summed over."""
+    if offs is None:
+        return a @ b
+    ends = offs.tolist()
+    groups = list(enumerate(slice(start, end) for start, end in zip([0, *ends], ends, strict=False)))
+    if a.dim() == b.dim() == 2:
+        return torch.stack([a[:, g] @ b[g] for _, g in groups])
+    if a.dim() == 2:
+        made = a.new_zeros(a.shape[0], b.shape[2])
+        for e, g in groups:
+            made[g] = a[g] @ b[e]
+        return made
+    made = a.new_zeros(a.shape[1], b.shape[1])
+    for e, g in groups:
+        made[:, g] = a[e] @ b[:, g]
+    return made
+
+
+def _widen(value: Any) -> Any:
+    return as_type(value, torch.float64) if isinstance(value, torch.dtype) and value in _REDUCED else value
+
+
+class _Drawing(TorchDispatchMode):
+    """Operators that draw do so by place, one stream per call in order; ``streams`` counts them."""
+
+    def __init__(self, streams: _ByPlace) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.streams = streams
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        formula = formula_of(func, args, kwargs)
+        if formula is None:
+            return func(*args, **kwargs)
+        given = arguments_of(func, args, kwargs)
+        if func._schema.is_mutable:
+            given = {n: v.clone() if isinstance(v, Tensor) else v for n, v in given.items()}
+        made = func(*args, **kwargs)
+        written = [v for a, v in zip(func._schema.arguments[1:], args[1:], strict=False) if _is_written(a)]
+        targets = [*(made if isinstance(made, tuple | list) else [made]), *written]
+        found = formula(Sampler(_run_operator, self.streams.numbers(targets[0].device), given, targets[0]))
+        for target, value in zip(targets, found if isinstance(found, tuple) else (found,), strict=False):
+            if value is not None:
+                target.copy_(value)
+        return made
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _run_operator(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return target(*args, **kwargs)
+
+
+class _ByPlace(TorchFunctionMode):
+    """Dropout draws by place, one stream per call in order, as plans do; see ``passes/ops/random.py``."""
+
+    def __init__(self, seed: int, group: int) -> None:
+        super().__init__()
+        self.seed, self.group = seed, group
+        self.streams = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        replacement = _DROPPING.get(getattr(func, "__name__", ""))
+        bound = _bound(replacement, args, kwargs) if replacement is not None else None
+        if replacement is not None and bound is not None:
+            return replacement(self, **bound)
+        if getattr(func, "__name__", "") in _RECURRENT and len(args) == 9 and args[4] > 1 and args[5] and args[6]:
+            return self.recurrent(func, *args)
+        if getattr(func, "__module__", "") == nn.functional.__name__:
+            with self.inside():
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Functions of torch.nn.functional call others, which torch then hides from modes."""
+        known = {name: getattr(nn.functional, name) for name in _DROPPING if hasattr(nn.functional, name)}
+
+        def shown(name: str) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                return self.__torch_function__(known[name], (), args, kwargs)
+
+            return call
+
+        try:
+            for name in known:
+                setattr(nn.functional, name, shown(name))
+            yield
+        finally:
+            for name, function in known.items():
+                setattr(nn.functional, name, function)
+
+    def recurrent(
+        self,
+        func: Callable[..., Any],
+        x: Tensor,
+        state: Any,
+        weights: Sequence[Tensor],
+        biased: bool,
+        layers: int,
+        p: float,
+        training: bool,
+        both_ways: bool,
+        batch_first: bool,
+    ) -> tuple[Tensor, ...]:
+        """Layer by layer, what one gives the next dropped out (``passes/normalize/decompose.py``)."""
+        each, ways = len(weights) // layers, 2 if both_ways else 1
+        several = not isinstance(state, Tensor)
+        last: list[tuple[Tensor, ...]] = []
+        for layer in range(layers):
+            if layer:
+                x = self.drop(x, p)
+            first = [s[layer * ways : (layer + 1) * ways] for s in (state if several else [state])]
+            own = weights[layer * each : (layer + 1) * each]
+            x, *ends = func(x, first if several else first[0], own, biased, 1, 0.0, training, both_ways, batch_first)
+            last.append(tuple(ends))
+        return x, *(torch.cat(ends) for ends in zip(*last, strict=True))
+
+    def next(self) -> int:
+        """The stream of the next call that draws."""
+        self.streams += 1
+        return self.streams - 1
+
+    def numbers(self, device: torch.device) -> Callable[..., Tensor]:
+        """Draws numbers, each call from the next stream."""
+
+        def draw(distribution: torch._ops.OpOverload, sizes: Sequence[int], *parameters: Tensor) -> Tensor:
+            return drawn(distribution, tuple(sizes), device, [self.seed, self.next()], self.group, parameters)
+
+        return draw
+
+    def drop(self, x: Tensor, p: float) -> Tensor:
+        return dropout(x, p, self.seed, self.next(), self.group)
+
+    def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        dropped = self.drop(input, p)
+        return input.copy_(dropped) if inplace else dropped
+
+    def dropout_(self, input: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
+        return self.dropout(input, p, training, inplace=True)
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if enable_gqa:
+            groups = query.shape[-3] // key.shape[-3]
+            key, value = (x.repeat_interleave(groups, -3) for x in (key, value))
+        scores = query * (query.shape[-1] ** -0.5 if scale is None else scale) @ key.transpose(-2, -1)
+        if is_causal:
+            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        if attn_mask is not None:
+            masked = attn_mask.dtype == torch.bool
+            scores = scores.masked_fill(~attn_mask, -math.inf) if masked else scores + attn_mask
+        return self.drop(scores.softmax(-1), dropout_p) @ value
+
+
+_RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+# Functions that drop out, by name, where they do.
+_DROPPING: dict[str, Callable[..., Tensor]] = {
+    "dropout": _ByPlace.dropout,
+    "dropout_": _ByPlace.dropout_,
+    "scaled_dot_product_attention": _ByPlace.attention,
+}
+
+
+def _bound(replacement: Callable[..., Tensor], args: Any, kwargs: Any) -> dict[str, Any] | None:
+    """The arguments by name; ``None`` where nothing is dropped."""
+    names = list(inspect.signature(replacement).parameters)[1:]
+    bound = {**dict(zip(names, args, strict=False)), **kwargs}
+    if "train" in bound:
+        bound["training"] = bound.pop("train")
+    p = bound.get("dropout_p", 0.0) if "dropout_p" in names else bound.get("p", 0.5)
+    return None if p == 0.0 or bound.get("training", True) is False else bound
+
+
+@contextmanager
+def float64(dtype: torch.dtype = torch.float64) -> Iterator[None]:
+    """Inside, models of doubles stay in float64 where their code asks for float32. ``dtype``: the type that the model
+    is planned in, of which ``torch.finfo`` tells, and to which numbers in its code are rounded."""
+    default, finfo = torch.get_default_dtype(), torch.finfo
+
+    def limits(asked: torch.dtype | None = None) -> torch.finfo:
+        asked = default if asked is None else asked
+        return finfo(dtype if asked == torch.float64 else asked)
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        with (
+            _Float64(),
+            _DoubleData(default, dtype),
+            mock.patch.object(torch, "finfo", limits),
+            fused_quantizers_traced(),
+        ):
+            yield
+    finally:
+        torch.set_default_dtype(default)
+
+
+def run_reference(
+    model: nn.Module,
+    inputs: tuple[Any, ...] | Mapping[str, Any],
+    loss: Callable[[Any], Tensor] | None = None,
+    *,
+    train: bool = True,
+    double: bool = True,
+    seed: int = 0,
+    group: int = 0,
+    buffers: Mapping[str, Tensor] | None = None,
+    counters: Collection[str] = (),
+    precision: str | None = None,
+) -> Reference:
+    """Run ``model`` on the whole global batch; with ``train``, also its loss and the gradient of every parameter.
+
+    ``double``: a copy of the model in float64, ``model`` as it is otherwise. ``seed``: of what draws, by place as
+    plans do; ``group``: which of the groups of a batch ``inputs`` are (``partitioner/plans/verify.py``), each of which
+    draws numbers of its own. ``buffers``: what these, the parameters and the ``counters`` hold to begin with, instead
+    of the model's. ``counters``: names of attributes that are Python numbers, which are told among the buffers.
+    ``precision``: the plan's; ``torch.finfo`` gives the limits of that type, in float64 too, and numbers in the model's
+    code are rounded to it. The caller's gradients are left alone.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputsError(f"the model itself is run, an nn.Module; got {type(model).__name__}")
+    if isinstance(inputs, Tensor):
+        inputs = (inputs,)
+    if not isinstance(inputs, tuple | list | Mapping):
+        raise InputsError(f"inputs must be a tuple or a dict, one whole global batch; got {type(inputs).__name__}")
+    planned = PRECISIONS[precision] if precision is not None else _dtype_of(model)
+    run = _ReferenceRun(model, inputs, loss, train, planned if double else None, seed, group, buffers or {}, counters)
+    try:
+        return run.with_gradients(train)
+    except InputsError as error:  # forward may take gradients of its own where nothing is trained
+        if train or "does not require grad" not in str(error.__cause__):
+            raise
+        return run.with_gradients(True)
+
+
+@dataclass(frozen=True)
+class _ReferenceRun:
+    """The arguments of :func:`run_reference`. ``planned``: the plan's floating type, where the run is in float64."""
+
+    model: nn.Module
+    inputs: Any
+    loss: Callable[[Any], Tensor] | None
+    train: bool
+    planned: torch.dtype | None
+    seed: int
+    group: int
+    buffers: Mapping[str, Tensor]
+    counters: Collection[str]
+
+    def with_gradients(self, grad: bool) -> Reference:
+        """What a copy of the model computes; ``grad``: with gradients switched on."""
+        model, double = _copy(self.model), self.planned is not None
+        drop_looking_hooks(model)
+        if double:
+            aliases = aliases_of(model)
+            model = model._apply(_doubled())
+            for alias in aliases:
+                alias.follow()
+        inputs = dict(self.inputs) if isinstance(self.inputs, Mapping) else self.inputs
+        inputs = pytree.tree_map(functools.partial(_as_input, double=double), inputs)
+        held = _held_by(model)
+        with torch.no_grad():
+            for name, value in self.buffers.items():
+                if name in held:
+                    held[name].copy_(value)
+                else:
+                    path, _, attribute = name.rpartition(".")
+                    setattr(model.get_submodule(path), attribute, value.item())
+        with (
+            float64(self.planned) if self.planned is not None else nullcontext(),
+            _ByPlace(self.seed, self.group) as streams,
+            _Drawing(streams),
+            _nothing_recomputed(),
+            looking_hooks_skipped(),
+            collections_kept(self.model, []),
+        ):
+            return _run(model, inputs, self.loss, self.train, grad, self.counters)
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    """The one floating type of a model's parameters; float64 where there are several."""
+    found = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return found.pop() if len(found) == 1 else torch.float64
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """A copy; what its modules compute and keep (a weight of two parts, say), which torch refuses, by value."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        kept = [v for v in vars(module).values() if isinstance(v, Tensor) and not v.is_leaf]
+        memo |= {id(value): value.detach().clone() for value in kept}
+    return copy_model(model, memo)
+
+
+@contextmanager
+def _nothing_recomputed() -> Iterator[None]:
+    """Checkpointed functions run once: run again in backward, they would draw other numbers."""
+
+    def once(*_: Any, **__: Any) -> Iterator[None]:
+        yield
+
+    def apply(function: Callable[..., Any], keeps: bool, *args: Any) -> Any:
+        return function(*args)
+
+    with (
+        mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", once),
+        mock.patch.object(checkpoint.CheckpointFunction, "apply", apply),
+    ):
+        yield
+
+
+def _doubled() -> Callable[[Tensor], Tensor]:
+    """:func:`_double` for all tensors of a module: of one that has several names it makes one."""
+    known: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def double(tensor: Tensor) -> Tensor:
+        if id(tensor) not in known:
+            known[id(tensor)] = tensor, _double(tensor)
+        return known[id(tensor)][1]
+
+    return double
+
+
+def _as_input(value: Any, double: bool) -> Any:
+    """A tensor of the arguments by itself: what is computed of it is no part of what the caller computed before."""
+    if not isinstance(value, Tensor):
+        return value
+    made = value.detach()
+    return (_double(made) if double else made).requires_grad_(value.requires_grad)
+
+
+def _double(value: Any) -> Any:
+    return value.to(as_type(value.dtype, torch.float64)) if isinstance(value, Tensor) else value
+
+
+def _run(
+    model: nn.Module,
+    inputs: Any,
+    loss: Callable[[Any], Tensor] | None,
+    train: bool,
+    grad: bool,
+    counters: Collection[str],
+) -> Reference:
+    args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
+    model.zero_grad()
+    before = {name: held.detach().clone() for name, held in _held_by(model).items()}
+    with torch.set_grad_enabled(grad), _failing_by_itself(model):
+        output = model(*args, **kwargs)
+        total = loss(output) if loss is not None else find_loss(output)
+        if train and total is not None:
+            total.backward()
+    named = dict(model.named_parameters(remove_duplicate=False))
+    grads = {
+        name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in named.items() if p.requires_grad
+    }
+    grads = {name: grad.to_dense() if grad.is_sparse else grad for name, grad in grads.items()}
+    found = {"": output} if isinstance(output, Tensor) else leaves_by_path(in_containers(output))
+    leaves = {path: v.detach() if isinstance(v, Tensor) else v for path, v in found.items()}
+    after = {name: held.detach() for name, held in _held_by(model).items()}
+    numbers = {name: number_of(model, name) for name in counters}
+    after |= {name: number for name, number in numbers.items() if number is not None}
+    changed = frozenset(name for name, held in after.items() if not _alike(held, before.get(name)))
+    total = None if total is None else total.detach()
+    return Reference(leaves, total, grads if train else {}, after, changed, frozenset(named))
+
+
+def _held_by(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers under all of their names."""
+    held = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return dict(held)
+
+
+@contextmanager
+def _failing_by_itself(model: nn.Module) -> Iterator[None]:
+    """What the model raises where nothing is planned, as the user's to mend."""
+    try:
+        yield
+    except PartitionError:
+        raise
+    except Exception as error:
+        raise InputsError(
+            f"{type(model).__name__} fails by itself on these inputs, without a plan{place_of(error, but=__file__)}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _alike(held: Tensor, before: Tensor | None) -> bool:
+    """Whether a buffer or parameter is what it was; what is no number counts as one."""
+    if before is None or before.shape != held.shape:
+        return False
+    return torch.allclose(held, before, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def find_loss(output: Any) -> Tensor | None:
+    """The loss in a model's result: its ``loss``, or the only tensor there is, where that is a scalar."""
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(output, Tensor) or not isinstance(found, Tensor):
+        leaves = pytree.tree_leaves(in_containers(output))
+        found = leaves[0] if len(leaves) == 1 else None
+    return found if isinstance(found, Tensor) and found.dim() == 0 and found.is_floating_point() else None

@@ -1,0 +1,223 @@
+"""Run the programs of all ranks on this machine, in float64, against the unmodified model.
+
+The judge of a plan whose samples meet within a microbatch alone: the model run group by group, and the mean.
+
+What the groups are does not depend on the mesh: as many samples as a microbatch has, one group behind the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from partitioner.plans.reference import Reference, run_reference
+from partitioner.solve.evaluate.prepared_model import modes_of_a_new_process
+from partitioner.validate import type_of
+from passes.capture.export import leaf_paths
+from passes.capture.wrappers import unwrapped
+from passes.errors import InputsError
+from passes.ir.layouts import Layout
+from runtime.launch.local import run_threads
+from runtime.launch.process_pool import Run
+from runtime.program.precision import uncompressed
+from runtime.program.program import Program
+from runtime.state.weights import number_of
+
+Inputs = tuple[Any, ...] | Mapping[str, Any]
+
+
+def run_groups(
+    model: nn.Module,
+    inputs: Inputs,
+    loss: Callable[[Any], Tensor] | None,
+    program: Program,
+    size: int,
+    counters: Collection[str] = (),
+    precision: str | None = None,
+) -> Reference:
+    """``model`` in float64 on each group of ``size`` samples of ``inputs``, the whole batch of ``program``.
+
+    The loss, the gradients and results without samples are the mean over the groups, other results are joined. Each
+    group reads the buffers that the one before has left, and the Python numbers that are named in ``counters``.
+    """
+    dims = {i.path: i.batch_dim for i in program.inputs}
+    batch = next(i.shape[i.batch_dim] for i in program.inputs if i.batch_dim is not None)
+    train = program.objective == "train"
+    outputs: dict[str, list[Any]] = {}
+    losses: list[Tensor] = []
+    grads: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
+    changed, parameters = frozenset[str](), frozenset[str]()
+    for group in range(batch // size):
+        found = run_reference(
+            model,
+            _cut(inputs, dims, group * size, size),
+            loss,
+            train=train,
+            group=group,
+            buffers=buffers,
+            counters=counters,
+            precision=precision,
+        )
+        buffers, changed, parameters = found.buffers, changed | found.changed, found.parameters
+        losses += [] if found.loss is None else [found.loss]
+        for path, output in found.outputs.items():
+            outputs.setdefault(path, []).append(output)
+        for name, gradient in found.grads.items():  # of which there is one set at a time
+            share = gradient * (size / batch)
+            grads[name] = grads[name] + share if group else share
+    ways = {o.path: o.batch for o in program.outputs}
+    wholes = {path: _whole(parts, ways.get(path, "R")) for path, parts in outputs.items()}
+    return Reference(wholes, _mean(losses) if losses else None, grads, buffers, changed, parameters)
+
+
+def _cut(inputs: Inputs, dims: Mapping[str, int | None], start: int, count: int) -> Any:
+    """``count`` samples of the inputs that have some; ``dims``: where, by path."""
+    inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
+    leaves, tree = pytree.tree_flatten(inputs)
+    paths = [path for path, _ in leaf_paths(inputs)]
+    cut = [_samples(leaf, dims.get(path), start, count) for path, leaf in zip(paths, leaves, strict=True)]
+    return pytree.tree_unflatten(cut, tree)
+
+
+def _samples(leaf: Any, dim: int | None, start: int, count: int) -> Any:
+    return leaf if dim is None or not isinstance(leaf, Tensor) else leaf.narrow(dim, start, count)
+
+
+def _whole(parts: Sequence[Any], way: str) -> Any:
+    """The groups' results of one path as the plan says that they make the whole."""
+    if way == "R" or not all(isinstance(part, Tensor) for part in parts):
+        return parts[0]
+    layout = Layout.parse(way)
+    return torch.cat([*parts], layout.dim) if layout.is_shard else _mean(parts)
+
+
+def _mean(parts: Sequence[Any]) -> Tensor:
+    return torch.stack([*parts]).mean(0)
+
+
+TOLERANCE = 1e-9  # relative, in float64: nothing but the order of sums may differ
+
+_ROUNDING_SCALE = 1e-3
+
+
+@dataclass(frozen=True)
+class Verification:
+    """How far the programs are from the model. ``errors``: relative, by name (``loss``, ``grad ...``, and
+    ``buffer ...`` and ``parameter ...`` for those that forward changes)."""
+
+    ok: bool
+    max_error: float
+    errors: dict[str, float]
+    tolerance: float
+
+    def __str__(self) -> str:
+        worst = max(self.errors, key=self.errors.__getitem__, default="nothing")
+        verdict = "equal to the model" if self.ok else "NOT equal to the model"
+        return f"{verdict}: largest relative error {self.max_error:.1e} ({worst}), tolerance {self.tolerance:.0e}"
+
+
+@modes_of_a_new_process()
+def verify(
+    plan: Any,
+    model: nn.Module,
+    inputs: tuple[Any, ...] | Mapping[str, Any],
+    loss: Callable[[Any], Tensor] | None = None,
+    tolerance: float = TOLERANCE,
+) -> Verification:
+    """Compare outputs, loss, every gradient, and what forward leaves in buffers and frozen parameters. ``loss``: as it
+    was given to ``partition``.
+
+    Where samples meet within a microbatch alone (``couple="microbatch"``), the model is run on one group of samples
+    after the other, and the mean is taken.
+
+    Gradients that the plan sends compressed are sent as they are, like all that is rounded less here.
+
+    Raises :class:`runtime.WeightsError` or :class:`runtime.BatchError` where model or inputs are not the plan's, and
+    :class:`InputsError` where the plan has a loss and the model gives none.
+    """
+    program: Program = uncompressed(plan.program)
+    train = program.objective == "train"
+    if not isinstance(model, nn.Module):
+        raise InputsError(f"verify runs the model itself; expected an nn.Module, got {type(model).__name__}")
+    model, _ = unwrapped(model)
+    run = run_threads(program, model, inputs, precision="fp64")
+    counters, size = counters_of(program, model), plan.constraints.group_size
+    precision = type_of(plan.precision)
+    if size is None:
+        reference = run_reference(model, inputs, loss, train=train, counters=counters, precision=precision)
+    else:
+        reference = run_groups(model, inputs, loss, program, size, counters, precision)
+    if train and program.loss is not None and reference.loss is None:
+        raise InputsError(
+            "the plan was made with a loss, and the model's output has none; expected the same loss= in verify() as in "
+            "partition()"
+        )
+    if train and reference.loss is not None and reference.loss.isnan():
+        raise InputsError(
+            "the unmodified model's loss is not a number (nan) on these inputs, so that there is nothing to compare; "
+            "expected a finite loss: look for nan among weights and inputs, or pass other inputs"
+        )
+    errors = compare(run, reference, program)
+    largest = max(errors.values(), default=0.0)
+    return Verification(largest <= tolerance, largest, errors, tolerance)
+
+
+def counters_of(program: Program, model: nn.Module) -> list[str]:
+    """The states of ``program`` that are Python numbers of the model's modules, which forward changes."""
+    held = dict(model.named_buffers(remove_duplicate=False))
+    changed = [n for n, s in program.states.items() if s.update is not None and n not in held]
+    return [name for name in changed if number_of(model, name) is not None]
+
+
+def compare(run: Run, reference: Reference, program: Program) -> dict[str, float]:
+    """The relative error of everything that the model gives, by name.
+
+    A gradient that is zero but for rounding (a key's bias under softmax) is measured against the largest of all, and so
+    is a buffer (the running mean of what another norm has made) or a parameter that forward changes.
+    """
+    errors: dict[str, float] = {}
+    if program.loss is not None and reference.loss is not None:
+        errors["loss"] = relative_error(run.loss, reference.loss)
+    for path, mine in run.leaves.items():
+        if isinstance(mine, Tensor):
+            theirs = reference.outputs.get(path)
+            errors[f"output {path}"] = relative_error(mine, theirs) if isinstance(theirs, Tensor) else math.inf
+    largest = max((float(g.abs().max()) for g in reference.grads.values() if g.numel()), default=0.0)
+    for name, grad in reference.grads.items():
+        errors[f"grad {name}"] = relative_error(run.grads.get(name), grad, _ROUNDING_SCALE * largest)
+    buffers = {n: b for n, b in reference.buffers.items() if n in reference.changed or n in run.buffers}
+    sums = [b for b in buffers.values() if b.is_floating_point() and b.numel()]
+    largest = max((float(b.abs().max()) for b in sums), default=0.0)
+    for name, buffer in buffers.items():
+        least = _ROUNDING_SCALE * largest if buffer.is_floating_point() else 0.0
+        kind = "parameter" if name in reference.parameters else "buffer"
+        errors[f"{kind} {name}"] = relative_error(run.buffers.get(name), buffer, least)
+    return errors
+
+
+def relative_error(mine: Tensor | None, theirs: Tensor, least_scale: float = 0.0) -> float:
+    """The largest difference over the largest element (or ``least_scale``); infinite where shapes differ."""
+    if mine is None or mine.shape != theirs.shape:
+        return math.inf
+    if theirs.numel() == 0:
+        return 0.0
+    mine, theirs = _in_doubles(mine), _in_doubles(theirs)
+    same = (mine == theirs) | (mine.isnan() & theirs.isnan())  # infinities among them
+    difference = float(torch.where(same, torch.zeros_like(mine), (mine - theirs).abs()).max())
+    finite = torch.where(theirs.isfinite(), theirs, torch.zeros_like(theirs))
+    scale = max(float(finite.abs().max()), least_scale)
+    error = difference / scale if scale > 0.0 else difference
+    return math.inf if math.isnan(error) else error
+
+
+def _in_doubles(x: Tensor) -> Tensor:
+    """Real numbers of float64; of complex ones both parts."""
+    x = x.detach().cpu()
+    return torch.view_as_real(x.to(torch.complex128).resolve_conj()) if x.is_complex() else x.double()

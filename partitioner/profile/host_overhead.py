@@ -1,0 +1,108 @@
+"""How long a host takes to issue an operator: of a small decoder, whose kernels are shorter than that, trained by the
+engine as any other plan. How many operators there are is what the cost model says: the time of a step on a device that
+takes one second to be told of an operator and none to do it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from partitioner.api import partition
+from partitioner.constraints import Constraints
+from partitioner.profile.rank import open_device
+from partitioner.profile.timer import host_seconds
+from partitioner.topology import Topology
+from runtime.comm.torch_backend import TorchCommunicator
+from runtime.engine.engine import Engine
+
+_HEADS, _SIZE, _TOKENS, _LAYERS = 2, 16, 16, 2
+
+_MICROBATCHES = 16  # so many that what is done once a step hardly counts
+_STEPS = 3  # before the first one that is timed
+
+
+@dataclass(frozen=True)
+class Issuing:
+    """A plan of one rank to be timed, at ``path``, and the ``operators`` that its host issues in a step."""
+
+    path: str
+    operators: float
+
+
+@contextmanager
+def issuing() -> Iterator[Issuing]:
+    """The plan, in a file that is there for as long."""
+    types = {"told": {"memory": 1 << 40, "peak": {"fp32": 1e24}, "memory_bandwidth": 1e18, "dispatch": 1.0}}
+    topology = Topology(name="told", nodes=({"type": "told", "devices": 1},), types=types)
+    with torch.random.fork_rng():
+        plan = partition(
+            _Decoder(), topology, (_batch(),), constraints=Constraints(microbatch_size=1, recompute="none")
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        yield Issuing(str(plan.save(Path(folder, "plan.json"))), plan.estimate.step_time)
+
+
+def time_issuing(plan: Issuing, kind: str, repeats: int) -> list[float]:
+    """Seconds for an operator, in turns, on rank 0; nothing on others."""
+    if dist.get_rank():
+        return []
+    device = open_device(kind)
+    engine = Engine(plan.path, communicator=TorchCommunicator(1, device))
+    batch = (_batch().to(device),)
+    for _ in range(_STEPS):
+        engine.step(batch)
+    return [host_seconds(lambda: engine.step(batch), device) / plan.operators for _ in range(repeats)]
+
+
+def _batch() -> Tensor:
+    return torch.zeros(_MICROBATCHES, _TOKENS, _HEADS * _SIZE)
+
+
+class _Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norms = nn.ParameterList(torch.ones(width) for _ in range(2))
+        self.weights = nn.ParameterList(torch.randn(width, width) for _ in range(7))
+        self.turn = nn.Buffer(torch.ones(2, _TOKENS, _SIZE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.norms
+        q, k, v, out, gate, up, down = self.weights
+        hidden = _norm(x, first)
+        query, key = (self._turned(_heads(F.linear(hidden, w))) for w in (q, k))
+        found = F.scaled_dot_product_attention(query, key, _heads(F.linear(hidden, v)), is_causal=True)
+        x = x + F.linear(found.transpose(1, 2).flatten(2), out)
+        hidden = _norm(x, second)
+        return x + F.linear(F.silu(F.linear(hidden, gate)) * F.linear(hidden, up), down)
+
+    def _turned(self, x: Tensor) -> Tensor:
+        left, right = x.chunk(2, -1)
+        return x * self.turn[0] + torch.cat((-right, left), -1) * self.turn[1]
+
+
+class _Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer(_HEADS * _SIZE) for _ in range(_LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    scaled: Tensor = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return scaled * weight
+
+
+def _heads(x: Tensor) -> Tensor:
+    return x.view(len(x), _TOKENS, _HEADS, _SIZE).transpose(1, 2)

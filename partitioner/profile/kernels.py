@@ -1,0 +1,293 @@
+"""The kernels that a profile times: a table of families, each with the cost model's description of the kernel.
+
+A case names its kernel without a tensor, so that it can be sent to the ranks; :func:`build` makes the tensors there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from partitioner.cost.call.operators import Kernel
+
+DTYPES: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+    "fp8": torch.float8_e4m3fn,
+}
+ROW = {"cpu": 256, "cuda": 2048}  # elements along the dim that is reduced, normalised or sorted
+_TABLE_ROWS = 4096
+_LARGEST = 3  # sizes of optimizer steps
+_FOOTPRINT = {"cpu": 48 << 20, "cuda": 256 << 20}  # bytes: more than caches keep for one rank
+_MAX_COPIES = 128
+_ADAM_BYTES = 28  # per fp32 parameter: what partitioner/cost/call/states.py charges an update with
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel. ``name``: a row of :data:`FAMILIES`. ``shape``: M, N, K of a product; batch, heads, sequence and head
+    size of an attention; else the number of rows of :data:`ROW` elements."""
+
+    name: str
+    shape: tuple[int, ...]
+    precision: str = "fp32"
+
+    def __str__(self) -> str:
+        return f"{self.name} {'x'.join(map(str, self.shape))} {self.precision}"
+
+
+@dataclass(frozen=True)
+class Built:
+    """A case with its tensors: the function to run, and the cost model's kernel."""
+
+    run: Callable[[], object]
+    kernel: Kernel
+
+
+def build(case: Case, device: torch.device) -> Built:
+    """Make the tensors of ``case``, with so many copies that the first has left the caches when its turn comes again: a
+    program seldom finds its operands in caches.
+
+    Raises ``RuntimeError`` or ``NotImplementedError`` if the device cannot run the kernel.
+    """
+    first = FAMILIES[case.name](case, device)
+    copies = min(_MAX_COPIES, math.ceil(_FOOTPRINT[device.type] / first.kernel.num_bytes))
+    if case == LAUNCH or copies == 1:
+        return first
+    runs = itertools.cycle([first.run, *(FAMILIES[case.name](case, device).run for _ in range(copies - 1))])
+    return Built(lambda: next(runs)(), first.kernel)
+
+
+class _Store:
+    """A pool of random numbers from which tensors take consecutive pieces, so that each is cold in the caches though
+    the numbers are made only once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.numbers = torch.randn(_FOOTPRINT[device.type] // 2, device=device)
+        self.next = 0
+
+    def take(self, shape: tuple[int, ...]) -> Tensor:
+        count = math.prod(shape)
+        if 2 * count > len(self.numbers):  # the next operand would be the same numbers
+            return torch.randn(shape, device=self.numbers.device)
+        start = self.next if self.next + count <= len(self.numbers) else 0
+        self.next = start + -(-count // 16) * 16  # whole cache lines
+        return self.numbers[start : start + count].view(shape)
+
+
+_store = cache(_Store)
+
+
+def _random(*shape: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    return _store(device).take(shape).to(dtype)
+
+
+def _product(case: Case, device: torch.device) -> Built:
+    """A product of two dense factors (``mm``), or with the second or the first read transposed (``mm_nt``, ``mm_tn``):
+    the forward and the two halves of backward."""
+    m, n, k = case.shape
+    dtype = DTYPES[case.precision]
+    a = _random(*((k, m) if case.name == "mm_tn" else (m, k)), device=device, dtype=dtype)
+    b = _random(*((n, k) if case.name == "mm_nt" else (k, n)), device=device, dtype=dtype)
+    a, b = (a.t() if case.name == "mm_tn" else a), (b.t() if case.name == "mm_nt" else b)
+    num_bytes = (m * k + k * n + m * n) * dtype.itemsize
+    kernel = Kernel("matmul", num_bytes, 0.0, 2.0 * m * n * k, float(min(m, n, k)), case.precision)
+    if case.precision == "fp8":
+        one = torch.ones((), device=device)
+        column_major = b.t().contiguous().t()
+        scaled = partial(torch._scaled_mm, a, column_major, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        return Built(scaled, kernel)
+    if case.precision == "tf32":
+        return Built(partial(_with_tf32, a, b), kernel)
+    return Built(partial(torch.mm, a, b), kernel)
+
+
+def _with_tf32(a: Tensor, b: Tensor) -> Tensor:
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        return torch.mm(a, b)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+def _attention(case: Case, device: torch.device) -> Built:
+    batch, heads, seq, size = case.shape
+    dtype = DTYPES[case.precision]
+    query, key, value = (_random(batch, heads, seq, size, device=device, dtype=dtype) for _ in range(3))
+    # scores and their product with the values, of which a causal mask leaves half
+    flops = 2.0 * batch * heads * (seq * (seq + 1) // 2) * 2 * size
+    kernel = Kernel("attention", 4.0 * query.nbytes, 0.0, flops, float(seq), case.precision, width=float(size))
+    return Built(partial(F.scaled_dot_product_attention, query, key, value, is_causal=True), kernel)
+
+
+def _on_rows(
+    kind: str, function: Callable[..., object], num_operands: int, results: float, case: Case, device: torch.device
+) -> Built:
+    """An operator on tensors of ``[rows, ROW]``. ``results``: elements of its results per element of an operand."""
+    (rows,), row, dtype = case.shape, ROW[device.type], DTYPES[case.precision]
+    operands = [_random(rows, row, device=device, dtype=dtype) for _ in range(num_operands)]
+    num_bytes = dtype.itemsize * rows * row * (num_operands + results)
+    return Built(partial(function, *operands), Kernel(kind, float(num_bytes)))
+
+
+def _launch(case: Case, device: torch.device) -> Built:
+    """A kernel without work, which measures the launch."""
+    one = torch.ones(case.shape, device=device)
+    return Built(partial(torch.add, one, one), Kernel("pointwise", 3.0 * one.nbytes))
+
+
+@cache
+def _table(device: torch.device) -> Tensor:
+    return _random(_TABLE_ROWS, ROW[device.type], device=device)
+
+
+def _embedding(case: Case, device: torch.device) -> Built:
+    (rows,) = case.shape
+    table = _table(device)
+    index = torch.randint(_TABLE_ROWS, (rows,), device=device)
+    num_bytes = index.nbytes + 2 * rows * table[0].nbytes
+    return Built(partial(torch.embedding, table, index), Kernel("lookup", float(num_bytes)))
+
+
+def _gather(case: Case, device: torch.device) -> Built:
+    (rows,), row = case.shape, ROW[device.type]
+    x, index = _random(rows, row, device=device), torch.randint(row, (rows, row), device=device)
+    return Built(partial(torch.gather, x, 1, index), Kernel("lookup", float(index.nbytes + 2 * x.nbytes)))
+
+
+def _adamw(case: Case, device: torch.device) -> Built:
+    (rows,), row = case.shape, ROW[device.type]
+    weight = torch.nn.Parameter(_random(rows, row, device=device).clone())
+    weight.grad = _random(rows, row, device=device)
+    step = torch.optim.AdamW([weight], lr=1e-4, fused=device.type == "cuda").step
+    return Built(step, Kernel("optimizer", float(_ADAM_BYTES * rows * row)))
+
+
+def _layer_norm(x: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[1:])
+
+
+def _rms_norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[1:])
+
+
+def _last(function: Callable[..., object], x: Tensor) -> object:
+    return function(x, -1)
+
+
+def _transposed(x: Tensor) -> Tensor:
+    """Transpose rows of heads to heads of rows, as a copy."""
+    made: Tensor = x.unflatten(1, (-1, 64)).transpose(0, 1).contiguous()
+    return made
+
+
+def _broadcast(x: Tensor) -> Tensor:
+    return x * x[0]
+
+
+def _joined(x: Tensor, y: Tensor) -> Tensor:
+    return torch.cat((x, y))
+
+
+_Family = Callable[[Case, torch.device], Built]
+
+FAMILIES: dict[str, _Family] = {
+    **dict.fromkeys(("mm", "mm_nt", "mm_tn"), _product),
+    "attention": _attention,
+    "launch": _launch,
+    "add": partial(_on_rows, "pointwise", torch.add, 2, 1),
+    "mul": partial(_on_rows, "pointwise", torch.mul, 2, 1),
+    "broadcast": partial(_on_rows, "broadcast", _broadcast, 1, 1),
+    "silu": partial(_on_rows, "special", F.silu, 1, 1),
+    "exp": partial(_on_rows, "special", torch.exp, 1, 1),
+    "sum": partial(_on_rows, "reduction", partial(_last, torch.sum), 1, 0.0),
+    "mean": partial(_on_rows, "reduction", partial(_last, torch.mean), 1, 0.0),
+    "softmax": partial(_on_rows, "softmax", partial(_last, torch.softmax), 1, 1),
+    "log_softmax": partial(_on_rows, "softmax", partial(_last, torch.log_softmax), 1, 1),
+    "layer_norm": partial(_on_rows, "norm", _layer_norm, 1, 1),
+    "rms_norm": partial(_on_rows, "norm", _rms_norm, 1, 1),
+    "embedding": _embedding,
+    "gather": _gather,
+    "sort": partial(_on_rows, "sort", partial(_last, torch.sort), 1, 3),  # values, and indices of eight bytes
+    "cat": partial(_on_rows, "default", _joined, 2, 2),
+    "transpose": partial(_on_rows, "default", _transposed, 1, 1),
+    "adamw": _adamw,
+}
+_IN_FP32 = ("embedding", "gather", "sort", "adamw")  # move elements, or are in float32 in programs, too
+ON_ROWS = tuple(name for name in FAMILIES if name not in ("mm", "mm_nt", "mm_tn", "attention", "launch"))
+LAUNCH = Case("launch", (1,))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the cases. ``knots``: of the smallest of M, N, K. ``large``: of the other two. ``rows``: numbers of
+    rows. ``attention``: batch, heads, sequence, head size."""
+
+    knots: tuple[int, ...]
+    large: tuple[int, ...]
+    rows: tuple[int, ...]
+    attention: tuple[tuple[int, int, int, int], ...]
+    precisions: tuple[str, ...]
+
+
+SIZES: dict[tuple[str, bool], Sizes] = {  # by type of device, and whether to be quick
+    ("cpu", True): Sizes((16, 64, 256), (512,), (32, 512, 4096), ((1, 4, 128, 32),), ("fp32", "bf16")),
+    ("cpu", False): Sizes(
+        (4, 16, 64, 128, 256, 512),
+        (512, 1024),
+        (16, 64, 256, 1024, 4096, 16384),
+        ((1, 8, 64, 32), (2, 4, 128, 64), (1, 8, 512, 64)),
+        ("fp32", "bf16", "fp16", "fp64"),
+    ),
+    ("cuda", True): Sizes(
+        (16, 128, 1024, 4096), (4096,), (512, 4096, 32768), ((2, 16, 2048, 128),), ("bf16", "fp16", "fp32")
+    ),
+    ("cuda", False): Sizes(
+        (1, 16, 64, 128, 256, 512, 1024, 2048, 4096),
+        (4096, 8192),
+        (32, 128, 512, 2048, 8192, 32768),
+        ((8, 16, 1024, 64), (2, 16, 4096, 128), (1, 16, 8192, 128)),
+        ("bf16", "fp16", "fp32", "tf32", "fp8", "fp64"),
+    ),
+}
+
+
+def products(sizes: Sizes) -> list[Case]:
+    """Matrix products whose smallest dim is each knot, in each of the three positions, in the leading precision; and
+    products of the largest knot in every other precision, for its peak."""
+    leading, *others = sizes.precisions
+    forms = ("mm", "mm_nt", "mm_tn")
+    cases = []
+    for knot in sizes.knots:
+        for size in sizes.large:
+            for place, form in enumerate(forms):
+                shape = [size, size, size]
+                shape[place] = knot
+                cases.append(Case(form, tuple(shape), leading))
+    top = sizes.knots[-1]
+    return cases + [Case(form, (top, top, top), other) for other in others for form in forms[:2]]
+
+
+def attentions(sizes: Sizes) -> list[Case]:
+    return [Case("attention", shape, sizes.precisions[0]) for shape in sizes.attention]
+
+
+def on_rows(sizes: Sizes, names: Iterable[str] = ON_ROWS) -> list[Case]:
+    """Cases of operators on rows: in float32 and, if the operator computes in any type, in the leading precision."""
+    return [
+        Case(name, (rows,), precision)
+        for name in names
+        for precision in dict.fromkeys(("fp32", "fp32" if name in _IN_FP32 else sizes.precisions[0]))
+        for rows in (sizes.rows if name != "adamw" else sizes.rows[-_LARGEST:])  # all parameters at once
+    ]

@@ -1,0 +1,242 @@
+"""Measure the machine at hand and describe it as a topology that plans can use.
+
+``profile()``: measure this machine, fit the cost model, and describe the machine as a topology.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from partitioner.errors import TopologyError
+from partitioner.profile import rank as on_ranks
+from partitioner.profile import transfers
+from partitioner.profile.fit import FitError, device_errors, fit_concurrent, fit_device, fit_level, level_errors
+from partitioner.profile.host_overhead import issuing, time_issuing
+from partitioner.profile.kernels import LAUNCH, ON_ROWS, SIZES, Case, attentions, on_rows, products
+from partitioner.profile.report import machine_yaml
+from partitioner.profile.timer import CollectiveSample, KernelSample, Measurements
+from partitioner.topology import Topology
+from partitioner.topology.detect import num_cores, physical_memory
+from partitioner.topology.hardware import COLLECTIVES
+from partitioner.units import divisors
+from runtime.files import write_text
+from runtime.launch.process_pool import LocalRanks
+
+Report = Callable[[str, int, int], None]  # current measurement, steps done, total steps
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure.
+
+    ``kernel_s``: seconds for each kernel. ``collective_s``: seconds for each size of a collective. ``sharing_s``:
+    seconds for each turn of the work for which ranks share cores. ``repeats``: repetitions of each comparison.
+    ``message_sizes``: bytes of the transfers.
+    """
+
+    kernel_s: float
+    collective_s: float
+    sharing_s: float
+    repeats: int
+    message_sizes: tuple[int, ...]
+
+
+_KB, _MB = 1 << 10, 1 << 20
+
+_EFFORTS = {
+    True: Effort(0.02, 0.02, 0.1, 3, (16 * _KB, 256 * _KB, 2 * _MB)),
+    False: Effort(0.15, 0.15, 0.3, 7, (4 * _KB, 16 * _KB, 64 * _KB, 256 * _KB, _MB, 4 * _MB, 16 * _MB)),
+}
+_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A measured machine. ``errors``: the errors of the topology's figures on the measured times."""
+
+    topology: Topology
+    errors: tuple[FitError, ...]
+    measurements: Measurements
+    machine: str
+
+    def to_yaml(self) -> str:
+        """A topology file with the errors as comments."""
+        return machine_yaml(self.topology, self.errors, self.machine)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the topology file atomically: it is complete or absent."""
+        return write_text(Path(path), self.to_yaml())
+
+
+def profile(
+    num_ranks: int | None = None,
+    *,
+    device: str | None = None,
+    quick: bool = False,
+    progress: Report | None = None,
+) -> Profile:
+    """Measure this machine with ``num_ranks`` ranks: its kernels, its launches, and the transfers between its ranks.
+
+    Args:
+        num_ranks: processes that share the machine; ``None``: one for each GPU, on a CPU one for each core.
+        device: ``cuda`` (over NCCL) or ``cpu`` (over Gloo); ``None``: ``cuda`` if a GPU is present, else ``cpu``.
+        quick: fewer and shorter measurements: some seconds instead of a minute or two.
+        progress: called before every step.
+
+    Ranks on one CPU compete for its cores. Kernels are timed on as many ranks at a time as there are cores, and the
+    number of ranks that can really compute at a time is measured with all ranks.
+
+    Raises :class:`TopologyError` for ranks or a device that are not present, before anything is started;
+    :class:`runtime.RankError` if a rank fails.
+    """
+    kind = _device_kind(device)
+    count = _num_ranks(num_ranks, kind)
+    effort, report = _EFFORTS[quick], progress or (lambda doing, done, total: None)
+    with LocalRanks(count) as pool:
+        steps = list(_steps(pool, kind, count, quick, effort))
+        measured = Measurements()
+        for done, (doing, step) in enumerate(steps):
+            report(doing, done, len(steps))
+            step(measured)
+        report("done", len(steps), len(steps))
+        described = pool.call(on_ranks.describe, kind, timeout=_TIMEOUT_S)[0] if kind == "cuda" else _cpu(count)
+    return _fitted(measured, kind, count, described)
+
+
+Step = Callable[[Measurements], None]
+
+
+def _steps(pool: LocalRanks, kind: str, count: int, quick: bool, effort: Effort) -> Iterator[tuple[str, Step]]:
+    sizes = SIZES[kind, quick]
+    active = min(count, num_cores()) if kind == "cpu" else count
+
+    def kernels(cases: Sequence[Case], num_active: int = active) -> Step:
+        def step(measured: Measurements) -> None:
+            samples = pool.call(on_ranks.time_kernels, cases, kind, num_active, effort.kernel_s, timeout=_TIMEOUT_S)
+            measured.kernels += _slowest(samples[:num_active])
+
+        return step
+
+    def collective(op: str, over: int) -> Step:
+        def step(measured: Measurements) -> None:
+            found: list[list[CollectiveSample]] = pool.call(
+                transfers.time_collectives,
+                op,
+                over,
+                effort.message_sizes,
+                kind,
+                active,
+                effort.repeats,
+                effort.collective_s,
+                timeout=_TIMEOUT_S,
+            )
+            measured.collectives += found[0]
+
+        return step
+
+    def overlap(measured: Measurements) -> None:
+        found = pool.call(on_ranks.time_overlap, active, kind, effort.repeats, timeout=_TIMEOUT_S)
+        measured.overlaps += found[0]
+
+    def issue(measured: Measurements) -> None:
+        with issuing() as plan:
+            measured.issued_s += pool.call(time_issuing, plan, kind, effort.repeats, timeout=_TIMEOUT_S)[0]
+
+    def sharing(measured: Measurements) -> None:
+        rows = pool.call(on_ranks.time_sharing, (active, count), effort.repeats, effort.sharing_s, timeout=_TIMEOUT_S)
+        for few, every in zip(*(_column_medians(rows, place) for place in (0, 1)), strict=True):
+            measured.few_s.append(few)
+            measured.all_s.append(every)
+
+    yield "launches", kernels([LAUNCH] * effort.repeats)
+    if kind == "cuda":
+        yield "operators on the host", issue
+    yield "matrix products", kernels(products(sizes))
+    yield "attention", kernels(attentions(sizes))
+    for name in ON_ROWS:
+        yield name, kernels(on_rows(sizes, [name]))
+    if count > active:
+        yield "shared cores", sharing
+    for over in [n for n in divisors(count) if n > 1]:
+        for op in COLLECTIVES:
+            yield f"{op} over {over} ranks", collective(op, over)
+    if count > 1:
+        yield "messages", collective("send", 2)
+    if active > 1:
+        yield "overlap", overlap
+
+
+def _slowest(samples: Sequence[Sequence[KernelSample]]) -> list[KernelSample]:
+    """For each kernel, the median time over the ranks; kernels that some rank could not run are left out."""
+    found = []
+    for row in zip(*samples, strict=True):
+        seconds = sorted(s.seconds for s in row)
+        found.append(KernelSample(row[0].name, row[0].kernel, seconds[len(seconds) // 2]))
+    return found
+
+
+def _column_medians(rows: Sequence[Sequence[Sequence[float]]], place: int) -> list[float]:
+    """Medians over the ranks that took part, one for each turn. ``rows``: by rank, turn, place."""
+    turns = zip(*([turn[place] for turn in rank] for rank in rows), strict=True)
+    return [float(torch.tensor(turn).nanmedian()) for turn in turns]
+
+
+def _fitted(measured: Measurements, kind: str, count: int, described: dict[str, Any]) -> Profile:
+    device = fit_device(
+        measured.kernels,
+        measured.overlaps,
+        memory=described["memory"],
+        reserved=described["reserved"],
+        dispatch=float(torch.tensor(measured.issued_s).median()) if measured.issued_s else 0.0,
+        fused_attention=kind != "cpu",
+        whole_scatter=kind == "cpu",
+        single_ring=kind == "cpu",
+    )
+    errors = device_errors(measured.kernels, device)
+    levels = []
+    if count > 1:
+        level = fit_level(measured.collectives, "nccl" if kind == "cuda" else "gloo")
+        levels = [level]
+        errors += level_errors(measured.collectives, level)
+    concurrent = fit_concurrent(measured, num_cores())
+    topology = Topology(
+        name=f"{platform.node() or 'local'}:{count}",
+        nodes=({"type": kind, "devices": count, "concurrent": concurrent},),
+        types={kind: device},
+        levels=levels,
+    )
+    when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    machine = f"{described['name']}, torch {torch.__version__}, {count} ranks, {when}"
+    return Profile(topology, tuple(errors), measured, machine)
+
+
+def _cpu(count: int) -> dict[str, Any]:
+    name = f"{platform.processor() or platform.machine()} CPU of {num_cores()} cores"
+    return {"name": name, "memory": physical_memory() // count, "reserved": 0}
+
+
+def _device_kind(device: str | None) -> str:
+    there = torch.cuda.is_available()
+    if device not in (None, "cpu", "cuda"):
+        raise TopologyError(f"unknown device {device!r}; expected 'cpu' or 'cuda'")
+    if device == "cuda" and not there:
+        raise TopologyError("device 'cuda': torch sees no GPU here; use device='cpu', or install torch with CUDA")
+    return device or ("cuda" if there else "cpu")
+
+
+def _num_ranks(num_ranks: int | None, kind: str) -> int:
+    there = torch.cuda.device_count() if kind == "cuda" else num_cores()
+    count = there if num_ranks is None else num_ranks
+    if count < 1:
+        raise TopologyError(f"a profile of {count} ranks; expected at least 1")
+    if kind == "cuda" and count > there:
+        raise TopologyError(f"a profile of {count} ranks on {there} GPUs; expected at most one rank per GPU")
+    return count

@@ -1,0 +1,142 @@
+"""What every rank runs: kernels, how they share cores, and their overlap with a collective, timed with the others.
+
+All functions are called on every rank at once and return plain data. What one rank waits for, all wait for: a time is
+the slowest rank's.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from partitioner.profile.kernels import Case, build
+from partitioner.profile.timer import KernelSample, Overlap, median_seconds, synchronize
+from runtime.comm.group import Group
+from runtime.comm.torch_backend import TorchCommunicator
+
+_OVERLAP_BYTES = 4 << 20
+
+_OVERLAP_SIZE = 256  # of a square product
+
+
+def open_device(kind: str) -> torch.device:
+    """This rank's device: a GPU of its own, or the CPU."""
+    if kind == "cuda":
+        torch.cuda.set_device(dist.get_rank())
+        return torch.device("cuda", dist.get_rank())
+    return torch.device("cpu")
+
+
+def describe(kind: str) -> dict[str, int | str]:
+    """A GPU's name, memory, and the bytes of it that a process takes before it has a tensor."""
+    device = open_device(kind)
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    tensors = torch.cuda.memory_reserved(device)
+    return {"name": torch.cuda.get_device_name(device), "memory": total, "reserved": total - free - tensors}
+
+
+def time_kernels(cases: Sequence[Case], kind: str, active: int, budget_s: float) -> list[KernelSample]:
+    """The kernels, one after the other, on ``active`` ranks at the same time; what this rank measured.
+
+    What the device cannot do (a precision that it lacks) is left out.
+    """
+    device = open_device(kind)
+    samples = []
+    for case in cases:
+        dist.barrier()
+        if dist.get_rank() >= active:
+            continue
+        try:
+            built = build(case, device)
+            with torch.no_grad():
+                seconds = median_seconds(built.run, device, budget_s)
+        except (RuntimeError, NotImplementedError):
+            continue
+        samples.append(KernelSample(str(case), built.kernel, seconds))
+    return samples
+
+
+def time_sharing(active: Sequence[int], repeats: int, budget_s: float) -> list[list[float]]:
+    """Seconds of the same work while ``active[i]`` ranks do it, in turns; a row for each turn, for this rank.
+
+    Half of the work is bound by compute, half by memory. It takes about ``budget_s`` seconds in one piece: long against
+    the time that the system lets one of several processes run. Seconds are those in which the rank ran: those in which
+    it waited for a core say as much of other programs as of ranks.
+    """
+    device = torch.device("cpu")
+    product, copy = (build(case, device) for case in (Case("mm", (256, 256, 256)), Case("add", (4096,))))
+
+    def work(count: int) -> float:
+        start = time.thread_time()
+        for _ in range(count):
+            for _ in range(4):
+                product.run()
+            copy.run()
+        return time.thread_time() - start
+
+    work(1)
+    took = torch.tensor(work(3) / 3, dtype=torch.float64)
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    count = max(1, round(budget_s / float(took)))
+    rows: list[list[float]] = []
+    for _ in range(repeats):
+        row = []
+        for ranks in active:
+            dist.barrier()
+            row.append(work(count) if dist.get_rank() < ranks else math.nan)
+            dist.barrier()
+        rows.append(row)
+    return rows
+
+
+def time_overlap(num_ranks: int, kind: str, repeats: int) -> list[Overlap]:
+    """Products on their own, an all-reduce over ``num_ranks`` ranks on its own, and both started together."""
+    device = open_device(kind)
+    communicator = TorchCommunicator(dist.get_world_size(), device)
+    ranks = tuple(range(num_ranks))
+    inside = dist.get_rank() in ranks
+    communicator.prepare([ranks] if inside else [], [])
+    if not inside:
+        return []
+    group = communicator.group(ranks)
+    shared = torch.zeros(_OVERLAP_BYTES // 4, device=device)
+    a, b = (torch.randn(_OVERLAP_SIZE, _OVERLAP_SIZE, device=device) for _ in range(2))
+    reduce_s = _timed(lambda: group.all_reduce(shared).wait(), group, device)
+    product_s = _timed(lambda: torch.mm(a, b), group, device)
+    count = max(1, round(reduce_s / product_s))
+
+    def products() -> None:
+        for _ in range(count):
+            torch.mm(a, b)
+
+    def both() -> None:
+        pending = group.all_reduce(shared)
+        products()
+        pending.wait()
+
+    def reduce() -> None:
+        group.all_reduce(shared).wait()
+
+    return [
+        Overlap(_timed(products, group, device), _timed(reduce, group, device), _timed(both, group, device))
+        for _ in range(repeats)
+    ]
+
+
+def _timed(run: Callable[[], object], group: Group, device: torch.device) -> float:
+    """Seconds of ``run`` on the slowest rank of ``group``."""
+    group.all_reduce(torch.zeros(1, device=device)).wait()
+    synchronize(device)
+    start = time.perf_counter()
+    run()
+    synchronize(device)
+    took: Tensor = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
+    return float(group.all_reduce(took, maximum=True).wait())

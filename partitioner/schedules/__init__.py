@@ -1,0 +1,1 @@
+"""Pipeline schedules: orders of actions, makespan, microbatches in flight."""

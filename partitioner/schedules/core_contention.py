@@ -1,0 +1,136 @@
+"""Time of a schedule whose ranks share the cores of a machine.
+
+All ranks that compute on a node at a time share its capacity evenly. A rank that waits for a collective, a message or
+another stage leaves its capacity to the others. A rank that computes slows the others down, whether or not the step
+waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from partitioner.schedules.actions import Timetable
+from partitioner.schedules.csv_table import ScheduleTable
+from partitioner.schedules.formulas import shortened
+from partitioner.schedules.makespan import PARTS, Phases
+
+_MOST_ACTIONS = 2000  # actions to simulate
+
+_EPSILON = 1e-12  # seconds; work below it has ended
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of a microbatch in a virtual stage: of computing on a core of its own, and of waiting for others."""
+
+    computing: Phases
+    waiting: Phases
+
+
+@dataclass(frozen=True)
+class Cores:
+    """The ranks and cores of each node. ``ranks[s]``: number of ranks of stage ``s`` by node. ``room``: number of ranks
+    that can compute at full speed at a time, by node. A node that is not in ``room`` has room for all its ranks."""
+
+    ranks: tuple[Mapping[int, int], ...]
+    room: Mapping[int, float]
+
+    def speeds(self, stages: Sequence[int]) -> list[float]:
+        """The speed of each of ``stages`` while all of them compute; 1 with a core of its own."""
+        crowd = dict.fromkeys(self.room, 0)
+        for stage in stages:
+            for node, count in self.ranks[stage].items():
+                if node in crowd:
+                    crowd[node] += count
+        share = {node: min(1.0, self.room[node] / max(1, count)) for node, count in crowd.items()}
+        return [min((share[node] for node in self.ranks[s] if node in share), default=1.0) for s in stages]
+
+
+def seconds_in_turns(
+    schedule: str | ScheduleTable, m: int, v: int | None, works: Sequence[Work], cores: Cores, train: bool = True
+) -> float:
+    """Seconds of a step's pipeline of ``m`` microbatches. ``works``: of each virtual stage."""
+    p = len(cores.ranks)
+    if p == 1:
+        speed = cores.speeds([0])[0]
+        return m * sum(_seconds(w.computing, train) / speed + _seconds(w.waiting, train) for w in works)
+    whole, more = shortened(schedule, p, m, v, _MOST_ACTIONS)
+    taken = _Turns(whole, works, cores, train).run()
+    if more is not None:
+        longer, microbatches, left = more
+        taken += (_Turns(longer, works, cores, train).run() - taken) * left / microbatches
+    return taken
+
+
+def _seconds(phases: Phases, train: bool) -> float:
+    return phases.total if train else phases.forward
+
+
+class _Turns:
+    """Simulation of all ranks' orders: the other ranks decide how long a rank waits and how fast it computes."""
+
+    def __init__(self, table: Timetable, works: Sequence[Work], cores: Cores, train: bool) -> None:
+        self.table, self.cores, self.train = table, cores, train
+        self.last = len(table.ranks) - 1
+        self.at = [0] * len(table.orders)
+        self.waiting: dict[int, float] = {}  # by rank, seconds left before it computes
+        self.computing: dict[int, float] = {}  # by rank, seconds left on a core of its own
+        self.done: set[tuple[str, int, int]] = set()  # where a microbatch has left a virtual stage
+        self.work = [
+            {kind: (self._of(work.waiting, kind), self._of(work.computing, kind)) for kind in PARTS} for work in works
+        ]
+
+    def _of(self, phases: Phases, kind: str) -> float:
+        of_parts = phases.forward, phases.inputs, phases.weights
+        return sum(of_parts[part] for part in PARTS[kind]) if self.train or kind == "F" else 0.0
+
+    def run(self) -> float:
+        clock = 0.0
+        self._begin(range(len(self.at)))
+        while self.waiting or self.computing:
+            running = list(self.computing)
+            speeds = self.cores.speeds(running)
+            ahead = [self.computing[rank] / speed for rank, speed in zip(running, speeds, strict=True)]
+            passed = min([*ahead, *self.waiting.values()])
+            clock += passed
+            for rank, speed in zip(running, speeds, strict=True):
+                self.computing[rank] -= passed * speed
+            for rank in list(self.waiting):
+                self.waiting[rank] -= passed
+                if self.waiting[rank] <= _EPSILON:
+                    del self.waiting[rank]
+                    self.computing[rank] = self._next(rank)[1]
+            self._end([rank for rank in running if self.computing[rank] <= _EPSILON])
+        assert all(at == len(order) for at, order in zip(self.at, self.table.orders, strict=True)), "a rank is stuck"
+        return clock
+
+    def _next(self, rank: int) -> tuple[float, float]:
+        """Seconds of waiting and of computing of the rank's next action."""
+        action = self.table.orders[rank][self.at[rank]]
+        return self.work[self.table.held[rank][action.chunk]][action.kind]
+
+    def _begin(self, ranks: Sequence[int]) -> None:
+        """Start the next action of each idle rank whose inputs are ready."""
+        for rank in ranks:
+            idle = rank not in self.waiting and rank not in self.computing
+            if idle and self.at[rank] < len(self.table.orders[rank]) and self._ready(rank):
+                self.waiting[rank] = self._next(rank)[0]
+
+    def _ready(self, rank: int) -> bool:
+        action = self.table.orders[rank][self.at[rank]]
+        k, i = self.table.held[rank][action.chunk], action.microbatch
+        if action.kind == "F":
+            return k == 0 or ("F", i, k - 1) in self.done
+        return not self.train or action.kind == "W" or k == self.last or ("B", i, k + 1) in self.done
+
+    def _end(self, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            del self.computing[rank]
+            action = self.table.orders[rank][self.at[rank]]
+            if action.kind != "W":
+                kind = "F" if action.kind == "F" else "B"
+                self.done.add((kind, action.microbatch, self.table.held[rank][action.chunk]))
+            self.at[rank] += 1
+        if ranks:
+            self._begin(range(len(self.at)))

@@ -1,0 +1,248 @@
+"""Schedules as tables: the compute-only notation of ``torch.distributed.pipelining``, as CSV.
+
+A row for each pipeline rank, from rank 0 on, and a cell for each action: ``3F0`` runs microbatch 0 forward through
+virtual stage 3, ``3B0`` backward, ``3I0`` and ``3W0`` backward in two halves (gradients of inputs, of weights). An
+empty cell waits. ``(0F4;7B1)OVERLAP_F_B`` are two actions, which run one after the other here. The rows define which
+rank holds a virtual stage. The files are those that ``_PipelineScheduleRuntime._load_csv`` reads and ``_dump_csv(...,
+format="compute_only")`` writes (torch/distributed/pipelining/schedules.py).
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator, Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from partitioner.schedules.actions import Action, ScheduleError, Timetable, held, stuck_at
+from partitioner.schedules.orders import joined
+from runtime.files import write_text
+from runtime.program.instructions import Data
+
+SUFFIX = ".csv"
+
+_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_OVERLAP = re.compile(r"\((.*)\)\s*OVERLAP_F_B")
+_OTHER = re.compile(r"\d+\s*(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
+_HALVES = {"F": ("F",), "B": ("B", "I", "W"), "I": ("B", "I"), "W": ("B", "W")}  # actions that exclude each other
+
+
+class _Cell(NamedTuple):
+    """One action and its cell in the table; rows and cells count from 1, as in spreadsheets."""
+
+    kind: Any  # "F", "B", "I" or "W"
+    stage: int
+    microbatch: int
+    row: int
+    cell: int
+
+    @property
+    def text(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    @property
+    def place(self) -> str:
+        return f"row {self.row}, cell {self.cell}"
+
+
+class ScheduleTable(Data):
+    """A schedule for one number of ranks and of microbatches. ``rows``: each rank's cells. ``name``: for reports.
+
+    Raises :class:`ScheduleError` (see :meth:`check`) when it is first used.
+    """
+
+    name: str
+    rows: tuple[tuple[str, ...], ...]
+
+    @staticmethod
+    def load(path: str | Path) -> ScheduleTable:
+        """Read a CSV file. Raises :class:`ScheduleError` with row and cell if it cannot be read or is no schedule."""
+        try:
+            content = Path(path).read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ScheduleError(f"cannot read the schedule {str(path)!r}: {error}") from None
+        return _table(str(path), content)
+
+    @staticmethod
+    def of(schedule: str, num_ranks: int, num_microbatches: int, chunks: int | None = None) -> ScheduleTable:
+        """The table of a named schedule."""
+        from partitioner.schedules.registry import timetable
+
+        found = timetable(schedule, num_ranks, num_microbatches, chunks)
+        return ScheduleTable(name=schedule, rows=written(found))
+
+    def save(self, path: str | Path) -> Path:
+        """Write the table as CSV."""
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(self.rows)
+        return write_text(Path(path), text.getvalue())
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.rows))
+
+    @cached_property
+    def own(self) -> Timetable:
+        """The timetable: ranks and orders of actions. Raises :class:`ScheduleError` if the table is no valid
+        schedule."""
+        return _Reader(self).timetable()
+
+    @cached_property
+    def num_microbatches(self) -> int:
+        """Number of microbatches of one step."""
+        return 1 + max(action.microbatch for order in self.own.orders for action in order)
+
+    def timetable(self, num_ranks: int, num_microbatches: int) -> Timetable:
+        """The timetable of this schedule. Raises :class:`ScheduleError` if it is not for ``num_ranks`` and
+        ``num_microbatches``."""
+        own = self.own
+        if (len(own.orders), self.num_microbatches) != (num_ranks, num_microbatches):
+            raise ScheduleError(
+                f"the schedule {self.name!r} is for pp={len(own.orders)} with {self.num_microbatches} microbatches, "
+                f"got pp={num_ranks} with {num_microbatches}: change them, or write the schedule for these"
+            )
+        return own
+
+
+def table_of(schedule: str | ScheduleTable) -> ScheduleTable | None:
+    """The table of ``schedule``: itself, or read from a file if the name ends in ``.csv``; ``None`` for a named
+    schedule."""
+    if isinstance(schedule, ScheduleTable):
+        return schedule
+    return ScheduleTable.load(schedule) if schedule.endswith(SUFFIX) else None
+
+
+def written(timetable: Timetable) -> tuple[tuple[str, ...], ...]:
+    """The rows of a timetable."""
+    return tuple(
+        tuple(f"{timetable.held[s][a.chunk]}{a.kind}{a.microbatch}" for a in order)
+        for s, order in enumerate(timetable.orders)
+    )
+
+
+@lru_cache(maxsize=16)
+def _table(name: str, content: str) -> ScheduleTable:
+    rows = [tuple(cell.strip() for cell in row) for row in csv.reader(io.StringIO(content))]
+    while rows and not any(rows[-1]):
+        rows.pop()
+    return ScheduleTable(name=name, rows=tuple(rows))
+
+
+class _Reader:
+    """Reads a table's rows; errors name the row and cell."""
+
+    def __init__(self, table: ScheduleTable) -> None:
+        self.name = table.name
+        self.rows = [list(self.row(number, row)) for number, row in enumerate(table.rows, 1)]
+
+    def refuse(self, message: str) -> ScheduleError:
+        return ScheduleError(f"the schedule {self.name!r}, {message}")
+
+    def row(self, number: int, row: Sequence[str]) -> Iterator[_Cell]:
+        for place, text in enumerate(row, 1):
+            pair = _OVERLAP.fullmatch(text.strip())
+            for part in pair[1].split(";") if pair else [text]:
+                if part.strip():
+                    yield self.cell(part.strip(), number, place)
+
+    def cell(self, text: str, row: int, place: int) -> _Cell:
+        found = _ACTION.fullmatch(text)
+        if found:
+            return _Cell(found[2], int(found[1]), int(found[3]), row, place)
+        hint = "<stage><F, B, I or W><microbatch>, like 3F0, or an empty cell"
+        if _OTHER.fullmatch(text):
+            hint += "; sends, receives and gathers are not written: they follow from the order (format compute_only)"
+        raise self.refuse(f"row {row}, cell {place}: {text!r} is no action; expected {hint}")
+
+    def timetable(self) -> Timetable:
+        cells = [cell for row in self.rows for cell in row]
+        if not cells:
+            raise ScheduleError(f"the schedule {self.name!r} has no actions; expected a row for each pipeline rank")
+        home = self.homes(cells)
+        self.check_once(cells)
+        self.check_all(cells, home)
+        ranks = tuple(home[k].row - 1 for k in range(len(home)))
+        self.check_order()
+        chunk = {k: place for stages in held(ranks, len(self.rows)) for place, k in enumerate(stages)}
+        whole = [tuple(Action(c.kind, c.microbatch, chunk[c.stage]) for c in row) for row in self.rows]
+        self.check_progress(Timetable(tuple(whole), ranks))
+        orders = (joined(order, chunk[0]) if s == ranks[0] else order for s, order in enumerate(whole))
+        return Timetable(tuple(orders), ranks)
+
+    def homes(self, cells: Sequence[_Cell]) -> dict[int, _Cell]:
+        """The first action of each virtual stage. Raises :class:`ScheduleError` if the actions of a stage are in
+        several rows."""
+        first: dict[int, _Cell] = {}
+        for cell in cells:
+            other = first.setdefault(cell.stage, cell)
+            if other.row != cell.row:
+                raise self.refuse(
+                    f"{cell.place}: {cell.text} runs stage {cell.stage}, which row {other.row} holds (cell "
+                    f"{other.cell}: {other.text}); expected all of a stage in one row"
+                )
+        for number, row in enumerate(self.rows, 1):
+            if not row:
+                raise self.refuse(f"row {number} has no actions; expected at least one stage for every rank")
+        for k in range(max(first)):
+            if k not in first:
+                largest = first[max(first)]
+                raise self.refuse(
+                    f"{largest.place}: {largest.text} runs stage {largest.stage}, but no row has stage {k}; expected "
+                    "stages from 0 on without a gap"
+                )
+        return first
+
+    def check_once(self, cells: Sequence[_Cell]) -> None:
+        seen: dict[tuple[str, int, int], _Cell] = {}
+        for cell in cells:
+            for kind in _HALVES[cell.kind]:
+                other = seen.get((kind, cell.stage, cell.microbatch))
+                if other is not None:
+                    raise self.refuse(f"{cell.place}: {cell.text} again; cell {other.cell} has {other.text}")
+            seen[cell.kind, cell.stage, cell.microbatch] = cell
+
+    def check_all(self, cells: Sequence[_Cell], first: dict[int, _Cell]) -> None:
+        """Raise :class:`ScheduleError` unless every stage runs every microbatch forward and backward."""
+        there = {(c.kind, c.stage, c.microbatch) for c in cells}
+        last = max(cells, key=lambda c: c.microbatch)
+        for k, home in sorted(first.items()):
+            for i in range(last.microbatch + 1):
+                if ("F", k, i) not in there:
+                    what = f"{k}F{i}"
+                elif not {("B", k, i), ("I", k, i)} & there:
+                    what = f"{k}B{i} (or {k}I{i} and {k}W{i})"
+                elif ("I", k, i) in there and ("W", k, i) not in there:
+                    what = f"{k}W{i}, which follows {k}I{i}"
+                elif ("W", k, i) in there and ("I", k, i) not in there:
+                    what = f"{k}I{i}, which comes before {k}W{i}"
+                else:
+                    continue
+                raise self.refuse(
+                    f"row {home.row} lacks {what}; expected every microbatch from 0 to {last.microbatch} "
+                    f"({last.place}: {last.text})"
+                )
+
+    def check_order(self) -> None:
+        """Raise :class:`ScheduleError` unless each rank runs forward before backward, and inputs before weights."""
+        for row in self.rows:
+            seen: set[tuple[str, int, int]] = set()
+            for cell in row:
+                before = {"F": None, "B": "F", "I": "F", "W": "I"}[cell.kind]
+                if before and (before, cell.stage, cell.microbatch) not in seen:
+                    wanted = f"{cell.stage}{before}{cell.microbatch}"
+                    raise self.refuse(f"{cell.place}: {cell.text} comes before {wanted}; expected it after")
+                seen.add((cell.kind, cell.stage, cell.microbatch))
+
+    def check_progress(self, timetable: Timetable) -> None:
+        stuck = stuck_at(timetable)
+        if stuck:
+            cells = [self.rows[rank][place] for rank, place in stuck]
+            shown = "; ".join(f"{c.place} ({c.text})" for c in cells[:4])
+            raise self.refuse(
+                f"{cells[0].place}: {cells[0].text} waits for ever, for what comes after it. Those that wait: {shown}"
+            )

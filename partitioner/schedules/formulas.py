@@ -1,0 +1,195 @@
+"""How pipeline schedules fill the stages: the time of a step, and the number of microbatches that a stage holds.
+
+For GPipe (Huang et al. 2019) and 1F1B (Narayanan et al. 2021, section 2.2) with one stage on each rank both are
+formulas: a step of ``m`` microbatches takes ``(m - 1) max t_s + sum t_s``, where ``t_s`` is a microbatch's time on
+stage ``s``. All other schedules are simulated action by action, in the order of execution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import numpy as np
+
+from partitioner.schedules.actions import Timetable, halves_in_flight
+from partitioner.schedules.csv_table import ScheduleTable, table_of
+from partitioner.schedules.makespan import Phases, follow
+from partitioner.schedules.registry import timetable
+
+_FORMULAS = frozenset({"gpipe", "1f1b"})
+
+Counts = tuple[int, int]  # microbatches: (backward not begun, backward for inputs done)
+
+
+def _zero_bubble(s: int, p: int, m: int, ahead: int) -> tuple[Counts, ...]:
+    """Counts that a stage holds under ZB. ``ahead``: forwards of a stage before its first backward, for each stage
+    behind it."""
+    most, whole = min(ahead * (p - 1) + 1, m), min(ahead * (p - 1 - s) + 1, m)
+    half = min(ahead * s + 1, m) if s else 0
+    return tuple({(whole, most - whole): None, (most - half, half): None})
+
+
+# Extreme counts of microbatches that stage ``s`` of ``p`` holds at a time, of ``m`` in all; one stage on each rank.
+_IN_FLIGHT: dict[str | ScheduleTable, Callable[[int, int, int], tuple[Counts, ...]]] = {
+    "gpipe": lambda s, p, m: ((m, 0),),
+    "1f1b": lambda s, p, m: ((min(p - s, m), 0),),
+    "zb-1p": partial(_zero_bubble, ahead=1),
+    "zb-2p": partial(_zero_bubble, ahead=2),
+}
+_UNSPLIT = frozenset(("gpipe", "1f1b", "interleaved"))
+# Least fill as shares of (forward, backward), to be divided by the number of virtual stages: the value of a game for
+# the least longest path of a step over all cuts, rounded down from the values of two to six ranks. Interleaved: valid
+# for at most as many microbatches as ranks, and for two and more whole rounds.
+_LEAST_FILL = {
+    "interleaved": (0.5, 0.5),
+    "zb-1p": (0.7, 0.0),
+    "zb-2p": (0.45, 0.0),
+    "zb-v": (0.4, 0.0),
+    "dualpipe-v": (0.3, 0.0),
+}
+_FEW = 0.7  # factor for ZB-1P with several virtual stages on a rank and less than two microbatches per rank
+_MOST_ACTIONS = 30_000  # actions to simulate; longer steps are extrapolated from the steady state
+
+
+def is_formula(schedule: str | ScheduleTable) -> bool:
+    """Whether a formula gives the time of a schedule, with one stage on each rank."""
+    return isinstance(schedule, str) and schedule in _FORMULAS
+
+
+def is_plain(schedule: str | ScheduleTable, v: int) -> bool:
+    """Whether each rank has one stage, and a formula gives the number of microbatches that it holds."""
+    return schedule in _IN_FLIGHT and v == 1
+
+
+def least_fill(
+    schedule: str | ScheduleTable, p: int, m: int, v: int, overlap_steps: bool = False
+) -> tuple[float, float]:
+    """Lower bounds on fill and drain, as shares of a microbatch's forward and backward through all stages.
+
+    Wherever the calls are cut, a step on equal devices takes at least ``m total / p + (1 - 1 / p) (share forward +
+    share backward)`` seconds; ``(1, 1)`` for 1F1B. ``overlap_steps``: under schedules with whole backwards one rank
+    begins and ends each step, so nothing else can fill it.
+    """
+    if overlap_steps and is_split(schedule):
+        return 0.0, 0.0
+    if is_formula(schedule):
+        return 1.0, 1.0
+    if schedule == "zb-1p" and v == 1:
+        return (0.75 if m == p else 1.0), 0.0
+    ahead, back = _LEAST_FILL.get(schedule, (0.0, 0.0)) if isinstance(schedule, str) else (0.0, 0.0)
+    if schedule == "interleaved" and m > p and (m < 2 * p or m % p):
+        return 0.0, 0.0
+    some = _FEW if schedule == "zb-1p" and m < 2 * p else 1.0
+    return some * ahead / v, some * back / v
+
+
+def least_alone(schedule: str | ScheduleTable) -> float:
+    """Lower bound on the share of its backward that a microbatch spends in the pipeline; the half for weights may run
+    later."""
+    return 1.0 if is_formula(schedule) or schedule == "interleaved" else 0.5
+
+
+def is_split(schedule: str | ScheduleTable) -> bool:
+    """Whether backwards may run in two halves."""
+    return schedule not in _UNSPLIT
+
+
+def stage_in_flight(schedule: str | ScheduleTable, stage: int, p: int, m: int) -> tuple[Counts, ...]:
+    """Counts that stage ``stage`` of ``p`` holds at a time, see :class:`Held`, for schedules with :func:`is_plain`."""
+    assert schedule in _IN_FLIGHT, schedule
+    return _IN_FLIGHT[schedule](stage, p, m)
+
+
+def most_in_flight(schedule: str | ScheduleTable, p: int, m: int) -> int:
+    """Greatest number of microbatches that any stage of a schedule with :func:`is_plain` holds."""
+    return max(map(sum, stage_in_flight(schedule, 0, p, m)))
+
+
+@dataclass(frozen=True)
+class Held:
+    """Counts of microbatches that ranks hold at a time, as pairs (backward not begun, backward for inputs done).
+
+    ``pairs[k]``: the extreme pairs of virtual stage ``k``. ``together[s]``: of rank ``s``, the pairs of all chunks that
+    occur at one time, without dominated ones.
+    """
+
+    pairs: tuple[tuple[Counts, ...], ...]
+    together: tuple[tuple[tuple[Counts, ...], ...], ...]
+
+
+@lru_cache(maxsize=64)
+def held_microbatches(schedule: str | ScheduleTable, p: int, m: int, v: int | None) -> Held:
+    """Microbatches that each rank of a schedule holds, from its order of actions."""
+    table = shortened(schedule, p, m, v)[0]
+    pairs: list[tuple[Counts, ...]] = [()] * len(table.ranks)
+    together = []
+    for order, stages in zip(table.orders, table.held, strict=True):
+        found = {tuple(counts[c] for c in range(len(stages))) for counts in halves_in_flight(order, len(stages))}
+        for c, k in enumerate(stages):
+            pairs[k] = _outermost({counts[c] for counts in found})
+        together.append(_not_less(sorted(found)))
+    return Held(tuple(pairs), tuple(together))
+
+
+def _not_less(counts: Sequence[tuple[Counts, ...]]) -> tuple[tuple[Counts, ...], ...]:
+    """The elements of ``counts`` that no other element dominates in every component. ``counts`` has no duplicates."""
+    each = np.array(counts).reshape(len(counts), -1)
+    less = np.array([(each >= one).all(axis=1).sum() > 1 for one in each])
+    return tuple(one for one, is_less in zip(counts, less.tolist(), strict=True) if not is_less)
+
+
+def _outermost(counts: set[Counts]) -> tuple[Counts, ...]:
+    """The upper hull of ``counts``: the pairs that are greatest for some non-negative weights of their two numbers."""
+    hull: list[Counts] = []
+    for x, y in sorted(counts, key=lambda pair: (-pair[0], -pair[1])):
+        if hull and y <= hull[-1][1]:
+            continue
+        while len(hull) > 1 and _turns(hull[-2], hull[-1], (x, y)):
+            hull.pop()
+        hull.append((x, y))
+    return tuple(hull)
+
+
+def _turns(a: Counts, b: Counts, c: Counts) -> bool:
+    """Whether ``b`` does not lie beyond the line from ``a`` to ``c``."""
+    return (a[0] - b[0]) * (c[1] - b[1]) >= (b[0] - c[0]) * (b[1] - a[1])
+
+
+def pipeline_seconds(
+    schedule: str | ScheduleTable,
+    p: int,
+    m: int,
+    v: int | None,
+    phases: Sequence[Phases],
+    train: bool = True,
+    *,
+    overlap_steps: bool = False,
+) -> float:
+    """Seconds of a step's pipeline: every action runs in its rank's order, as soon as its inputs are ready.
+
+    ``phases``: of each virtual stage, with its waits for neighbours. ``overlap_steps``: a rank begins the next step
+    when it has ended its own part of this one.
+    """
+    whole, more = shortened(schedule, p, m, v)
+    taken = follow(whole, phases, train, overlap_steps=overlap_steps)
+    if more is not None:
+        longer, microbatches, left = more
+        taken += (follow(longer, phases, train, overlap_steps=overlap_steps) - taken) * left / microbatches
+    return taken
+
+
+def shortened(
+    schedule: str | ScheduleTable, p: int, m: int, v: int | None, most: int = _MOST_ACTIONS
+) -> tuple[Timetable, tuple[Timetable, int, int] | None]:
+    """The timetable, and ``None``; or two timetables of fewer microbatches if it has more than ``most`` actions.
+
+    Then the second item is (a longer timetable, its further microbatches, all further microbatches). The two timetables
+    differ in their steady state only.
+    """
+    per_microbatch = 3 * p * (v or 2)
+    fewer = max(4 * p, most // per_microbatch // 2 // p * p) + m % p
+    if table_of(schedule) is not None or m <= fewer + p:
+        return timetable(schedule, p, m, v), None
+    return timetable(schedule, p, fewer, v), (timetable(schedule, p, fewer + p, v), p, m - fewer)

@@ -1,0 +1,199 @@
+"""Lists that grow with the number of microbatches by repeating what they repeat already, told from two of them.
+
+A schedule runs in a steady state between its start and its end. What two lists of one schedule have in common, one with
+``unit`` microbatches more than the other, says how the list of any number of further microbatches reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partitioner.schedules.actions import Action, Order
+from partitioner.schedules.csv_table import ScheduleTable, table_of
+from partitioner.schedules.registry import schedule_orders
+from runtime.program.instructions import Instruction, Part
+
+Item = tuple[Hashable, int | None]  # what is done, and on which microbatch
+
+Ints = NDArray[np.int64]
+
+_NONE = -(1 << 40)  # the microbatch of what has none
+
+_LEAST_STEPS = 4  # fewer are written out
+_FETCHING = frozenset({"LOAD", "RECV_F", "RECV_B"})
+_OPENING = _FETCHING | {"F", "B", "I", "W", "TOTAL_F", "TOTAL", "REDUCE", "SYNC", "UPDATE", "STEP"}
+
+
+@dataclass(frozen=True)
+class Growth:
+    """``length`` items of the shorter list from ``start``, as :class:`runtime.program.instructions.Part` repeats
+    them."""
+
+    start: int
+    length: int
+    times: int = 1
+    shift: int = 0
+    more: int = 0
+    moved: int = 0
+
+
+@dataclass(frozen=True)
+class Steady:
+    """The lists for ``least`` and ``least + unit`` microbatches are enough to know those for ``steps`` units more."""
+
+    least: int
+    unit: int
+    steps: int
+
+
+def growth(shorter: Sequence[Item], longer: Sequence[Item], unit: int) -> list[Growth] | None:
+    """How ``shorter`` grows to ``longer``, by ``unit`` microbatches; ``None`` where it does not by repeating parts."""
+    few, many = _runs(shorter, unit), _runs(longer, unit)
+    if len(few) != len(many):
+        return None
+    found: list[Growth] = []
+    for a, b in zip(few, many, strict=True):
+        first, later = _body(shorter, a), _body(longer, b)
+        moved = _microbatch(later) - _microbatch(first)
+        same = (a.length, a.shift) == (b.length, b.shift) and _moved(first, moved) == later
+        grown = replace(a, more=b.times - a.times, moved=moved)
+        if not same or grown.more < 0 or moved < 0:
+            return None
+        last = found[-1] if found else None
+        if last and (last.times, last.more) == (1, 0) == (grown.times, grown.more) and last.moved == moved:
+            found[-1] = replace(last, length=last.length + grown.length)
+        else:
+            found.append(grown)
+    return found
+
+
+def grown(items: Sequence[Item], parts: Sequence[Growth], steps: int) -> Iterator[Item]:
+    """The list that has grown ``steps`` times."""
+    for part in parts:
+        body = items[part.start : part.start + part.length]
+        for again in range(part.times + part.more * steps):
+            yield from _moved(body, part.moved * steps + part.shift * again)
+
+
+def steady(
+    schedule: str | ScheduleTable, num_stages: int, num_microbatches: int, chunks: int | None = None
+) -> Steady | None:
+    """The smallest numbers of microbatches that show how ``schedule`` goes on; ``None`` where none below shows it."""
+    if table_of(schedule) is not None:
+        return None  # it is for one number of microbatches
+
+    def orders(p: int, m: int) -> tuple[Order, ...]:
+        return schedule_orders(schedule, p, m, chunks)
+
+    wanted = None
+    for least in (num_stages + 2, 2 * num_stages + 2, 4 * num_stages + 2):
+        for unit in sorted({1, num_stages}):
+            steps, rest = divmod(num_microbatches - least, unit)
+            if steps < _LEAST_STEPS or (rest and unit == 1):
+                continue
+            start = least + rest
+            few, many = orders(num_stages, start), orders(num_stages, start + unit)
+            parts = [growth(_actions(a), _actions(b), unit) for a, b in zip(few, many, strict=True)]
+            if any(p is None for p in parts):
+                continue
+            wanted = wanted or [_actions(order) for order in orders(num_stages, num_microbatches)]
+            said = [list(grown(_actions(a), p or (), steps)) for a, p in zip(few, parts, strict=True)]
+            if said == wanted:
+                return Steady(start, unit, steps)
+    return None
+
+
+def parts_of(shorter: Sequence[Instruction], longer: Sequence[Instruction], unit: int) -> tuple[Part, ...] | None:
+    """How the instruction list ``shorter`` grows to ``longer``."""
+    pieces = _pieces(shorter)
+    found = growth([_item(p) for p in pieces], [_item(p) for p in _pieces(longer)], unit)
+    if found is None:
+        return None
+    return tuple(
+        Part(
+            body=tuple(i for piece in pieces[p.start : p.start + p.length] for i in piece),
+            **{name: getattr(p, name) for name in ("times", "shift", "more", "moved")},
+        )
+        for p in found
+    )
+
+
+def _actions(order: Sequence[Action]) -> list[Item]:
+    return [((a.kind, a.chunk), a.microbatch) for a in order]
+
+
+def _pieces(instructions: Sequence[Instruction]) -> list[list[Instruction]]:
+    """Cut where something is computed, or what it needs is fetched: few pieces are quicker to compare."""
+    pieces: list[list[Instruction]] = []
+    before = ""
+    for instruction in instructions:
+        if not pieces or (instruction.op in _OPENING and before not in _FETCHING):
+            pieces.append([])
+        pieces[-1].append(instruction)
+        before = instruction.op
+    return pieces
+
+
+def _item(piece: Sequence[Instruction]) -> Item:
+    first = next((i.microbatch for i in piece if i.microbatch is not None), None)
+    key = tuple(
+        (i.op, i.stage, i.calls, i.values, i.peer, i.axes, i.bucket, i.states, i.gradients, _after(i, first))
+        for i in piece
+    )
+    return key, first
+
+
+def _after(instruction: Instruction, first: int | None) -> int | None:
+    return None if first is None or instruction.microbatch is None else instruction.microbatch - first
+
+
+def _runs(items: Sequence[Item], unit: int) -> list[Growth]:
+    """``items`` in repeated parts, from the front the longest, and single items between them."""
+    numbers: dict[Hashable, int] = {}
+    kinds = np.array([numbers.setdefault(key, len(numbers)) for key, _ in items], np.int64)
+    times = np.array([_NONE if m is None else m for _, m in items], np.int64)
+    size = len(items)
+    best_end, best = np.zeros(size, np.int64), np.zeros((size, 2), np.int64)  # -> (period, shift)
+    for shift in sorted({1, unit}):
+        for period in range(1, size // 2 + 1):
+            alike = kinds[period:] == kinds[:-period]
+            here, there = times[:-period], times[period:]
+            alike &= (there - here == shift) | ((here == _NONE) & (there == _NONE))
+            length = _lengths(alike)
+            repeats = 1 + length // period
+            end = np.where(repeats >= 2, repeats * period, 0)
+            better = end > best_end[: len(end)]
+            best_end[: len(end)][better] = end[better]
+            best[: len(end)][better] = period, shift
+    runs, place = [], 0
+    while place < size:
+        period, shift = (int(x) for x in best[place])
+        if best_end[place] and (times[place : place + period] != _NONE).any():
+            runs.append(Growth(place, period, int(best_end[place]) // period, shift))
+            place += int(best_end[place])
+        else:
+            runs.append(Growth(place, 1))
+            place += 1
+    return runs
+
+
+def _lengths(alike: NDArray[np.bool_]) -> Ints:
+    """For each place how many in a row from there on are true."""
+    ends = np.where(alike, np.iinfo(np.int64).max, np.arange(len(alike)))
+    return np.asarray(np.minimum(np.minimum.accumulate(ends[::-1])[::-1], len(alike)) - np.arange(len(alike)), np.int64)
+
+
+def _body(items: Sequence[Item], part: Growth) -> list[Item]:
+    return list(items[part.start : part.start + part.length])
+
+
+def _microbatch(items: Sequence[Item]) -> int:
+    return next((m for _, m in items if m is not None), 0)
+
+
+def _moved(items: Sequence[Item], microbatches: int) -> list[Item]:
+    return [(key, None if m is None else m + microbatches) for key, m in items]

@@ -1,0 +1,1 @@
+"""The time and the memory of an emitted program under the cost model."""

@@ -1,0 +1,87 @@
+"""What every rank of a plan holds at its fullest: its program followed step by step.
+
+The search knows the memory of stages from tables, which are quick and a little above this: they add up the most of
+each kind, which need not be there at one time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from partitioner.optimizers import optimizer_bytes
+from partitioner.plan import Estimate
+from partitioner.topology.groups import stage_ranks
+from passes.ir.serialize import dtype_of
+from runtime.program.analysis import ProgramFacts
+from runtime.program.instructions import Instructions, Listing
+from runtime.program.memory import Moment, gradient_bytes, memory_moments, parameter_bytes, residual_bytes
+from runtime.program.state_bytes import host_states
+
+Sizes = dict[str, int]  # bytes by kind
+
+
+def fixed_sizes(facts: ProgramFacts, stage: int, optimizer: str) -> Sizes:
+    """Bytes of what a rank of a stage holds all the time: states, their gradients, what was lost in sending these, the
+    optimizer's states.
+
+    What is in host memory is not there.
+    """
+    program, hosted = facts.program, host_states(facts.program, stage)
+    sizes = {"parameters": 0, "optimizer": 0, "gradients": 0}
+    for name, state in program.states.items():
+        if stage not in state.stages:
+            continue
+        sizes["parameters"] += parameter_bytes(facts, name)
+        if name in facts.with_gradient:
+            itemsize = dtype_of(state.dtype).itemsize
+            sizes["gradients"] += gradient_bytes(facts, name)
+            if name not in hosted:
+                sizes["optimizer"] += optimizer_bytes(facts.piece_bytes(name) // itemsize, itemsize, optimizer)
+    residuals = sum(residual_bytes(facts, bucket) for bucket in program.stages[stage].buckets)
+    return {**sizes, "residuals": residuals} if residuals else sizes
+
+
+def moving_sizes(moment: Moment, working: int) -> Sizes:
+    """Bytes of what comes and goes; ``working``: what the operators of the moment's call work with."""
+    moving = {"saved": moment.saved, "flowing": moment.gradients, "recomputed": moment.recomputed, "working": working}
+    return {**moving, "gathered": moment.gathered}
+
+
+def fullest(facts: ProgramFacts, stage: int, optimizer: str, working: Mapping[str, int]) -> Sizes:
+    """What a rank of a stage holds when it holds most, in bytes by kind. ``working``: by block."""
+    here = facts.program.stages[stage]
+    needs = [working.get(call.block, 0) for call in here.calls]
+    most = _most(facts, stage, here.instructions, needs)
+    return {k: size for k, size in {**fixed_sizes(facts, stage, optimizer), **moving_sizes(*most)}.items() if size}
+
+
+def _most(facts: ProgramFacts, stage: int, instructions: Instructions, needs: Sequence[int]) -> tuple[Moment, int]:
+    """The fullest moment and what its call works with; ``needs``: of each call.
+
+    A list that repeats is followed for two repetitions, and whole only if the second holds more than the first.
+    """
+    if isinstance(instructions, Listing) and instructions.steps > 2:
+        first, second = (_most(facts, stage, instructions.grown(steps).expanded, needs) for steps in (1, 2))
+        if _total(first) == _total(second):
+            return second
+    most = Moment(None, 0, 0), 0
+    for moments, after in memory_moments(facts, stage, instructions):
+        for moment in (*moments, after):
+            found = moment, 0 if moment.call is None else needs[moment.call]
+            most = max(most, found, key=_total)
+    return most
+
+
+def followed(estimate: Estimate, facts: ProgramFacts, optimizer: str, working: Mapping[str, int]) -> Estimate:
+    """``estimate`` with the memory that the program takes."""
+    sizes = [fullest(facts, stage, optimizer, working) for stage in range(len(facts.program.stages))]
+    memory, stages = list(estimate.memory), list(estimate.stages)
+    for number, (ranks, found) in enumerate(zip(stage_ranks(facts.program.mesh), sizes, strict=True)):
+        memory[ranks.start : ranks.stop] = [sum(found.values())] * len(ranks)
+        stages[number] = stages[number].model_copy(update={"memory": found})
+    return estimate.model_copy(update={"memory": tuple(memory), "stages": tuple(stages)})
+
+
+def _total(found: tuple[Moment, int]) -> int:
+    moment, working = found
+    return moment.saved + moment.gradients + moment.recomputed + moment.gathered + working

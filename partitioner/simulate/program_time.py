@@ -1,0 +1,299 @@
+"""When everything in a plan happens: its program under the cost model that chose it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Protocol
+
+from torch import fx
+
+from partitioner.constraints import Constraints
+from partitioner.cost.call.call_cost import CallCost
+from partitioner.cost.call.collectives import collective_time, message_time
+from partitioner.cost.call.expert_parallel import Spread, expert_region
+from partitioner.cost.call.roofline import copied_s
+from partitioner.cost.call.saved_activations import kept_by
+from partitioner.cost.call.states import StateCost, update_time
+from partitioner.cost.step.gradient_reduction import coding_time
+from partitioner.cost.step.offload import update_seconds
+from partitioner.cost.step.placed_mesh import Machine, Seats
+from partitioner.cost.step.rank_costs import SeatCosts
+from partitioner.optimizers import moment_bytes, optimizer_bytes
+from partitioner.plan import Plan
+from partitioner.schedules.formulas import is_split
+from partitioner.simulate.weight_precision import common_precision
+from partitioner.topology.group import Group
+from partitioner.topology.hardware import DeviceType
+from partitioner.topology.hosts import BOUNDLESS
+from partitioner.topology.topology import Topology
+from partitioner.validate import rated
+from passes.ir.gradient_flow import mark_block
+from passes.ir.model import Block
+from passes.ir.serialize import block_from_data, dtype_of
+from runtime.program.analysis import ProgramFacts
+from runtime.program.buckets import Compression
+from runtime.program.mesh import HYBRID_AXES
+from runtime.program.program import Program
+from runtime.program.sharded_buckets import zero_axes
+from runtime.program.simulate import Part, Sharing, Timeline, simulate
+from runtime.program.state_bytes import host_states
+
+_EXPERT_AXES = {"edp": "experts", "etp": "tp"}  # what the machine calls axes of the experts' mesh
+
+
+class HasProgram(Protocol):
+    """A program and the devices that it runs on, as a :class:`Plan` has them."""
+
+    @property
+    def program(self) -> Program: ...
+    @property
+    def topology(self) -> Topology: ...
+    @property
+    def devices(self) -> tuple[int, ...]: ...
+    @property
+    def constraints(self) -> Constraints: ...
+    @property
+    def precision(self) -> str | None: ...
+    @property
+    def optimizer(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class ProgramOnDevices:
+    """A program before it is a plan's."""
+
+    program: Program
+    topology: Topology
+    devices: tuple[int, ...]
+    constraints: Constraints
+    precision: str | None
+    optimizer: str
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A step of the pipelines at ``places`` of ``dp``: none takes longer. ``facts``: of their microbatches alone."""
+
+    timeline: Timeline
+    durations: PlanDurations
+    facts: ProgramFacts
+    places: tuple[int, ...]
+
+
+def follow(plan: HasProgram, facts: ProgramFacts | None = None) -> Followed:
+    """One step of ``plan`` on the pipelines that take longest, with the optimizer's update."""
+    facts = facts or ProgramFacts(plan.program)
+    overlap = steps_overlap(plan)
+    if not plan.program.data_shares:
+        durations, places = PlanDurations(plan, facts=facts), tuple(range(plan.program.size("dp")))
+        timeline = simulate(plan.program, durations, facts=facts, overlap_steps=overlap)
+        return Followed(timeline, durations, facts, places)
+    alike: dict[tuple[int, tuple[Seats, ...]], list[int]] = {}
+    machine = PlanDurations(plan).machine
+    apart = plan.program.zero < 2  # else all wait for the slowest in every microbatch
+    for place, seats in enumerate(machine.pipelines):
+        alike.setdefault((plan.program.data_shares[place], seats if apart else machine.seats), []).append(place)
+    found = []
+    for (share, seats), places_of in alike.items():
+        own = facts.of_share(share)
+        durations = PlanDurations(plan, seats, facts=own)
+        timeline = simulate(own.program, durations, facts=own, overlap_steps=overlap)
+        found.append(Followed(timeline, durations, own, tuple(places_of)))
+    return max(found, key=lambda each: each.timeline.step_time)
+
+
+def steps_overlap(plan: HasProgram) -> bool:
+    """Whether a rank of ``plan`` begins a step while others are still in the one before."""
+    return plan.constraints.overlap_steps and is_split(plan.program.schedule)
+
+
+def plan_timeline(plan: Plan) -> Timeline:
+    """The timeline of :func:`follow`."""
+    return follow(plan).timeline
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """What a stage works in one step, in seconds: forward, and backward with what it recomputes."""
+
+    forward: float
+    backward: float
+
+
+def stage_seconds(plan: Plan) -> tuple[StageSeconds, ...]:
+    """For each stage, without waiting."""
+    durations = follow(plan).durations if plan.data_shares else PlanDurations(plan)
+    train = plan.program.objective == "train"
+    result = []
+    for s, stage in enumerate(plan.program.stages):
+        ahead = [durations.call(s, i, "F") for i in range(len(stage.calls))]
+        back = [durations.call(s, i, "B") for i in range(len(stage.calls))] if train else []
+        again = [ahead[i] for i in stage.checkpoint_calls] if train else []
+        m = plan.program.num_microbatches
+        result.append(StageSeconds(m * sum(ahead), m * (sum(back) + sum(again))))
+    return tuple(result)
+
+
+class PlanDurations:
+    """The durations that the simulator asks for, from the plan's topology. ``seats``: by stage, of the ranks that are
+    followed (``None``: the slowest of each stage)."""
+
+    def __init__(
+        self, plan: HasProgram, seats: tuple[Seats, ...] | None = None, facts: ProgramFacts | None = None
+    ) -> None:
+        self.plan = plan
+        self.facts = facts or ProgramFacts(plan.program)
+        self._seats = seats
+        self._copied: dict[tuple[int, tuple[str, ...]], tuple[float, float]] = {}
+        precision = plan.precision or common_precision(plan.program)
+        ep, etp = plan.program.size("ep"), plan.program.etp
+        self.topology = rated(plan.topology, precision)
+        self.machine = Machine(self.topology, plan.program.mesh, precision, plan.devices, ep=ep, etp=etp)
+
+    def call(self, stage: int, call: int, part: Part) -> float:
+        here = self.plan.program.stages[stage]
+        cost = self.costs[stage][here.calls[call].block]
+        again = cost.selective_s if call in here.selective_calls else 0.0
+        weights, gradients = self._copies(stage, call)
+        seconds: dict[Part, float] = {
+            "F": cost.forward_total_s + weights,
+            "B": cost.backward_total_s + again + weights + gradients,
+            "I": cost.backward_total_s - cost.later_s + again + weights,
+            "W": cost.later_s + gradients,
+        }
+        return seconds[part]
+
+    def _copies(self, stage: int, call: int) -> tuple[float, float]:
+        """Seconds in which a call's weights are copied out of what was gathered, and gradients into what is
+        scattered."""
+        program = self.plan.program
+        if program.zero < 3:
+            return 0.0, 0.0
+        states = program.stages[stage].calls[call].states
+        if (stage, states) not in self._copied:
+            shared = [s for s in states if math.prod(map(program.size, zero_axes(program, (s,)))) > 1]
+            with_gradient = [s for s in shared if s in self.facts.with_gradient]
+            self._copied[stage, states] = (
+                max(sum(copied_s(self.facts.state_bytes(s), d) for s in shared) for d in self._devices(stage)),
+                max(
+                    sum(copied_s(self.facts.gradient_bytes(s), d) for s in with_gradient) for d in self._devices(stage)
+                ),
+            )
+        return self._copied[stage, states]
+
+    def _devices(self, stage: int) -> list[DeviceType]:
+        return self.machine.devices_of(stage)
+
+    def slowdown(self, stage: int) -> float:
+        return max(device.overlap_slowdown for device in self._devices(stage))
+
+    def update(self, stage: int) -> float:
+        program, optimizer = self.plan.program, self.plan.optimizer
+        hosted, costs = host_states(program, stage), []
+        for name in self.facts.with_gradient:
+            state = program.states[name]
+            if stage not in state.stages:
+                continue
+            piece, itemsize = self.facts.piece_bytes(name), dtype_of(state.dtype).itemsize
+            held = optimizer_bytes(piece // itemsize, itemsize, optimizer)
+            costs.append(
+                StateCost(
+                    piece,
+                    self.facts.gradient_piece_bytes(name),
+                    held,
+                    master=held - moment_bytes(piece // itemsize, itemsize, optimizer),
+                    hosted=name in hosted,
+                    disk=name in hosted and "disk" in program.offload,
+                )
+            )
+        on_device = max(update_time(costs, device) for device in self._devices(stage))
+        return on_device + update_seconds(costs, self.machine.host(stage) or BOUNDLESS)
+
+    def transfer(self, source: int, target: int, nbytes: int) -> float:
+        adjacent = abs(source - target) == 1
+        link = self.machine.links[min(source, target)] if adjacent else self.machine.link(source, target)
+        return message_time(nbytes, link)
+
+    def host(self, stage: int, nbytes: int) -> float:
+        return (self.machine.host(stage) or BOUNDLESS).time(nbytes)
+
+    def share(self, op: Sharing, axes: tuple[str, ...], nbytes: int, stage: int) -> float:
+        return collective_time(op, nbytes, self._groups(axes)[stage])
+
+    def coding(self, stage: int, compression: Compression, nbytes: int) -> float:
+        return max(coding_time(compression, nbytes, device) for device in self.machine.devices_of(stage))
+
+    def posting(self, stage: int, op: str) -> float:
+        return 0.0  # a device computes on while its host starts what comes next
+
+    def _groups(self, axes: tuple[str, ...]) -> tuple[Group, ...]:
+        """By stage, over axes of the mesh, of the experts' mesh, or of what these are split into."""
+        if any(axis in HYBRID_AXES for axis in axes):
+            return self.machine.grid_groups(self.plan.program.grid(axes), axes)
+        return self.machine.stage_groups(*(_EXPERT_AXES.get(axis, axis) for axis in axes))
+
+    def all_reduce(self, axes: tuple[str, ...], nbytes: int, stages: tuple[int, ...]) -> float:
+        if axes:
+            groups = self._groups(axes)
+            return max(collective_time("all_reduce", nbytes, groups[stage]) for stage in stages or range(len(groups)))
+        if len(stages) < 2:
+            return 0.0
+        return collective_time("all_reduce", nbytes, replace(self.machine.group("pp"), size=len(stages)))
+
+    @cached_property
+    def costs(self) -> tuple[dict[str, CallCost], ...]:
+        """By stage and block."""
+        program = self.plan.program
+        costs = SeatCosts(self.blocks, self.topology, program.objective == "train", partial(_again, program))
+        return tuple(costs.of_stage(seats, self._spread) for seats in self._seats or self.machine.seats)
+
+    @property
+    def _spread(self) -> Spread:
+        """How many ranks share a layer's experts: the fullest of them paces all. Graphs are divided already."""
+        program = self.plan.program
+        regions = {name: expert_region(block).states for name, block in self.blocks.items()}
+        num_experts = 0
+        for call in (c for stage in program.stages for c in stage.calls):
+            bound = zip(program.blocks[call.block].states, call.states, strict=True)
+            of_experts = [
+                program.states[name].shape for placeholder, name in bound if placeholder in regions[call.block]
+            ]
+            num_experts = max([num_experts, *(shape[0] for shape in of_experts if shape)])
+        experts = self.machine.spread.experts if program.size("ep") > 1 else Group(1)
+        return Spread(experts=experts, num_experts=num_experts, divided=True)
+
+    @cached_property
+    def passing(self) -> dict[str, int]:
+        """By block, the bytes that its operators work with, besides what the program holds."""
+        train = self.plan.program.objective == "train"
+        return {name: kept_by(block, train).passing for name, block in self.blocks.items()}
+
+    @cached_property
+    def blocks(self) -> dict[str, Block]:
+        """The program's. A placeholder needs a gradient if it does in any of the block's calls."""
+        program = self.plan.program
+        train = program.objective == "train"
+        needing: dict[str, set[str]] = {name: set() for name in program.blocks}
+        for call in (c for stage in program.stages for c in stage.calls):
+            graph = program.blocks[call.block]
+            bound = [*zip(graph.states, call.states, strict=True), *zip(graph.inputs, call.inputs, strict=True)]
+            needing[call.block] |= {placeholder for placeholder, name in bound if train and _trained(program, name)}
+        blocks = {}
+        for name, data in program.blocks.items():
+            blocks[name] = block_from_data(name, data.nodes, data.states, data.inputs)
+            mark_block(blocks[name], needing[name])
+        return blocks
+
+
+def _again(program: Program, block: Block, sent: Collection[fx.Node]) -> frozenset[fx.Node]:
+    names = set(program.blocks[block.name].again)
+    return frozenset(node for node in block.graph.nodes if node.name in names)
+
+
+def _trained(program: Program, name: str) -> bool:
+    if name in program.states:
+        return program.states[name].kind == "parameter" and program.states[name].requires_grad
+    return name in program.values and program.values[name].requires_grad

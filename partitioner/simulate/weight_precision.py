@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from runtime.program.program import Program
+
+_PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+
+
+def common_precision(program: Program) -> str:
+    """The precision of most of the weights."""
+    weights: Counter[str] = Counter()
+    for state in program.states.values():
+        if state.kind == "parameter":
+            weights[_PRECISIONS.get(state.dtype, "fp32")] += math.prod(state.shape)
+    return weights.most_common(1)[0][0] if weights else "fp32"

@@ -1,0 +1,335 @@
+"""How many machines a job needs: the smallest cluster for a step time, or the cheapest in money or energy per step.
+
+The largest microbatch, or the longest sequence, that fits in the memory of a cluster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from partitioner.api import partition
+from partitioner.constraints import Constraints
+from partitioner.draw import DrawError
+from partitioner.draw.scaling import ScalingPoint, draw_scaling
+from partitioner.errors import ConstraintError, PlanError, TimeLimitError
+from partitioner.explain.tables import throughput_text
+from partitioner.plan import Plan
+from partitioner.plans.figures import memory_text, mesh_text
+from partitioner.plans.training_run import energy_of, money_of
+from partitioner.solve.evaluate.prepared_model import PreparedModel, prepare
+from partitioner.topology import Topology
+from partitioner.units import digits, percent, plural, seconds_text
+from partitioner.validate import check_seconds
+from passes.errors import InputsError, PartitionError
+from passes.faults import typed_errors
+from runtime.files import write_text
+
+Minimise = Literal["nodes", "money", "energy", "time"]
+
+_CHOICES = ("nodes", "money", "energy", "time")
+_NODES = (1, 2, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class Size:
+    """One cluster that was tried. ``money``: US dollars per step, ``energy``: joules per step; ``None``: the hardware
+    file gives no price or power. ``reason``: why there is no plan; ``out_of_time``: that none was found in time."""
+
+    nodes: int
+    plan: Plan | None = field(default=None, repr=False)  # of which a print would be megabytes
+    money: float | None = None
+    energy: float | None = None
+    reason: str = ""
+    out_of_time: bool = False
+
+    @property
+    def step_time(self) -> float:
+        return math.inf if self.plan is None else self.plan.estimate.step_time
+
+    def __str__(self) -> str:
+        nodes = plural(self.nodes, "node")
+        if self.plan is None:
+            return f"{nodes}: {'no time' if self.out_of_time else 'no plan'} ({self.reason})"
+        money = f", {digits(self.money)} USD" if self.money is not None else ""
+        energy = f", {digits(self.energy)} J" if self.energy is not None else ""
+        rate = f"{throughput_text(self.plan)}, " if self.plan.global_batch else ""
+        told = f"{rate}{percent(self.plan.estimate.mfu)} MFU, {mesh_text(self.plan.mesh)}"
+        return f"{nodes}: {seconds_text(self.step_time)}{money}{energy} per step, {told}"
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """The cluster that was chosen, and all that were tried; ``str()`` of it is for people."""
+
+    chosen: Size
+    tried: tuple[Size, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(f"{size} (chosen)" if size is self.chosen else str(size) for size in self.tried)
+
+    @property
+    def plan(self) -> Plan:
+        assert self.chosen.plan is not None, self.chosen
+        return self.chosen.plan
+
+    @typed_errors("Sizing.to_svg()")
+    def to_svg(self, path: str | Path) -> Path:
+        """Draw throughput and MFU over the ranks of all sizes that have a plan to ``path``."""
+        return write_text(Path(path), scaling_picture(self.tried, self.chosen))
+
+
+class SizeError(PlanError):
+    """No size qualifies. ``tried``: all sizes with what became of them, each of which the message has in a line."""
+
+    def __init__(self, message: str, tried: tuple[Size, ...]) -> None:
+        super().__init__("\n".join([message, *map(str, tried)]))
+        self.tried = tried
+
+
+class SizeTimeError(SizeError, TimeLimitError):
+    """No size qualifies, and for some there was no time."""
+
+
+def scaling_picture(tried: Sequence[Size], chosen: Size | None = None) -> str:
+    """Throughput and MFU over ranks as SVG text. Raises :class:`DrawError` where no size has a plan."""
+    points = []
+    for size in tried:
+        if (plan := size.plan) is not None and plan.estimate.step_time > 0:
+            each = (plan.tokens_per_step or plan.global_batch or 1) / plan.estimate.step_time
+            point = ScalingPoint(plan.world_size, each, plan.estimate.mfu, plan.estimate.step_time, size is chosen)
+            points.append((point, plan))
+    if not points:
+        raise DrawError("no size has a plan, so there is nothing to draw; try more nodes, or free a constraint")
+    first = points[0][1]
+    what = "tokens" if first.tokens_per_step else "samples" if first.global_batch else "steps"
+    title = f"{first.model} on {first.topology.name.split(' x ')[-1]}, global batch {first.global_batch:,}"
+    return draw_scaling(title, what, [point for point, _ in points])
+
+
+def size_cluster(
+    model: Any,
+    machine: str | Callable[[int], Topology],
+    inputs: Any = None,
+    *,
+    step_time: float | None = None,
+    minimise: Minimise = "nodes",
+    nodes: int | Sequence[int] = _NODES,
+    every: bool = False,
+    **more: Any,
+) -> Sizing:
+    """The best number of machines for a job.
+
+    Args:
+        machine: a preset's name, or a function from the number of nodes to a topology.
+        step_time: seconds that a step may take at most.
+        minimise: ``nodes``, ``money`` or ``energy`` per step, or ``time``.
+        nodes: the sizes to try.
+        every: plan all of them, also those above the fewest nodes that are fast enough.
+        more: as :func:`partitioner.partition` takes them.
+
+    Raises :class:`ConstraintError` or :class:`InputsError` for arguments that cannot be, :class:`SizeError` where no
+    size has a plan that is fast enough: the nearest, or why there is none, and all that were tried;
+    :class:`SizeTimeError` where some might, for which there was no time.
+    """
+    if minimise not in _CHOICES:
+        raise ConstraintError(f"minimise must be one of {', '.join(_CHOICES)}; got {minimise!r}")
+    if not isinstance(machine, str) and not callable(machine):
+        raise InputsError(f"machine must be a preset's name or a function of the number of nodes; got {machine!r}")
+    nodes = (nodes,) if isinstance(nodes, int) else nodes
+    if not nodes or not all(isinstance(n, Integral) and not isinstance(n, bool) and n > 0 for n in nodes):
+        raise ConstraintError(f"nodes must be positive whole numbers of machines, like (1, 2, 4); got {tuple(nodes)}")
+    check_seconds("step_time", step_time)
+    check_seconds("time_limit_s", more.get("time_limit_s"))
+    own = ("loss", "objective", "precision")
+    prepared = prepare(model, inputs, **{name: more.pop(name) for name in own if name in more})
+    tried: list[Size] = []
+    for count in sorted(set(nodes)):
+        topology = Topology.preset(machine, nodes=count) if isinstance(machine, str) else machine(count)
+        tried.append(_tried(prepared, topology, count, more))
+        if not every and minimise == "nodes" and tried[-1].plan is not None and _fast(tried[-1], step_time):
+            break
+    fit = [size for size in tried if size.plan is not None and _fast(size, step_time)]
+    if not fit:
+        raise _none(tried, step_time)
+    measure = {"nodes": lambda s: s.nodes, "time": lambda s: s.step_time, "money": _money, "energy": _energy}[minimise]
+    return Sizing(min(fit, key=lambda size: (measure(size), size.nodes)), tuple(tried))
+
+
+def _tried(model: PreparedModel, topology: Topology, nodes: int, more: dict[str, Any]) -> Size:
+    try:
+        plan = partition(model, topology, **more)
+    except InputsError:  # which no size makes right
+        raise
+    except PartitionError as error:
+        return Size(nodes, reason=str(error), out_of_time=isinstance(error, TimeLimitError))
+    return Size(nodes, plan, money_of(plan), energy_of(plan))
+
+
+def _fast(size: Size, step_time: float | None) -> bool:
+    return step_time is None or size.step_time <= step_time
+
+
+def _money(size: Size) -> float:
+    return _known(size.money, "price", "dollars per device and hour")
+
+
+def _energy(size: Size) -> float:
+    return _known(size.energy, "power_busy", "watts")
+
+
+def _known(value: float | None, name: str, unit: str) -> float:
+    if value is None:
+        raise ConstraintError(
+            f"a device type of the topology has no {name}; give it in {unit} under types: in its file"
+        )
+    return value
+
+
+def _none(tried: Sequence[Size], step_time: float | None) -> SizeError:
+    best = min(tried, key=lambda size: size.step_time)
+    fastest = f"{plural(best.nodes, 'node')} with {best.step_time:.3g} s"
+    late = [str(size.nodes) for size in tried if size.out_of_time]
+    if late:
+        found = "" if best.plan is None else f"; the fastest found is {fastest}"
+        message = (
+            f"no plan was found in time with {', '.join(late)} nodes, where there may be one{found}; give a larger "
+        )
+        return SizeTimeError(f"{message}time_limit_s, or fewer nodes to try", tuple(tried))
+    if best.plan is None:
+        nodes = ", ".join(str(size.nodes) for size in tried)
+        return SizeError(f"none of {nodes} nodes has a plan; with {best.nodes}: {best.reason}", tuple(tried))
+    message = f"no size reaches a step of {step_time:g} s: the fastest is {fastest}; try more nodes or allow more time"
+    return SizeError(message, tuple(tried))
+
+
+Of = Literal["microbatch", "sequence"]
+
+_WHAT = {"microbatch": "a microbatch of {:,} samples", "sequence": "a sequence of {:,} tokens"}
+_DIM = 1  # of inputs: the sequence, behind the batch
+_MULTIPLE = 1024  # of tokens, between sizes that are told apart; fewer for short sequences
+
+
+@dataclass(frozen=True)
+class Largest:
+    """``size`` samples or tokens have the ``plan``; ``too_large``, the next that was tried, has none for the ``reason``
+    (``None``: no limit was found); ``str()`` of it is for people."""
+
+    of: Of
+    size: int
+    plan: Plan = field(repr=False)
+    too_large: int | None = None
+    reason: str = ""
+
+    def __str__(self) -> str:
+        fits = (
+            f"{_WHAT[self.of].format(self.size)} fits: {memory_text(self.plan)}, {mesh_text(self.plan.mesh)}, "
+            f"{seconds_text(self.plan.estimate.step_time)} a step"
+        )
+        if self.too_large is None:
+            return f"{fits}; no limit was found"
+        return f"{fits}; {_WHAT[self.of].format(self.too_large)} does not: {self.reason}"
+
+
+@typed_errors("largest_that_fits()")
+def largest_that_fits(
+    model: Any,
+    topology: Topology,
+    inputs: Any,
+    of: Of = "sequence",
+    *,
+    most: int = 2**24,
+    multiple: int | None = None,
+    constraints: Constraints | None = None,
+    **more: Any,
+) -> Largest:
+    """The largest size that has a plan. Sizes are doubled from the inputs' own (of a microbatch: from 1) up to the
+    first that has none, and halved in between; plans are estimates.
+
+    Args:
+        inputs: a sample as for :func:`partitioner.partition`; dim 0 is the batch, and of what has a second dim that one
+            the sequence, which is repeated to be longer.
+        of: ``microbatch``: samples of one rank at a time, with one microbatch for each device's share of the batch, or
+            ``sequence``.
+        most: where the search ends.
+        multiple: sizes are multiples of it; default: 1 for microbatches, up to 1,024 tokens for sequences.
+        constraints, more: as :func:`partitioner.partition` takes them.
+
+    Raises what :func:`partitioner.partition` does where not even the first size has a plan, and
+    :class:`ConstraintError` or :class:`InputsError` for arguments that cannot be.
+    """
+    if of not in _WHAT:
+        raise ConstraintError(f"of must be one of {', '.join(_WHAT)}; got {of!r}")
+    asked = constraints or Constraints()
+    if of == "microbatch" and asked.microbatch_size is not None:
+        raise ConstraintError(
+            f"microbatch_size={asked.microbatch_size}, of which the largest is asked for; leave it out"
+        )
+    plan_of = _of_microbatch if of == "microbatch" else _of_sequence
+    plan = plan_of(model, topology, inputs, asked, more)
+    first = 1 if of == "microbatch" else length_of(inputs)
+    step = multiple or (1 if of == "microbatch" else min(_MULTIPLE, first))
+    good, found = first, plan(first)
+    bad: int | None = None
+    reason = ""
+    while bad is None or bad - good > step:
+        size = 2 * good if bad is None else (good + bad) // 2 // step * step
+        if size > most or size <= good:
+            break
+        try:
+            good, found = size, plan(size)
+        except PartitionError as error:
+            bad, reason = size, getattr(error, "message", error.brief)
+    return Largest(of, good, found, bad, reason)
+
+
+def _of_microbatch(
+    model: Any, topology: Topology, inputs: Any, asked: Constraints, more: dict[str, Any]
+) -> Callable[[int], Plan]:
+    own = ("loss", "objective", "precision")
+    prepared = prepare(model, inputs, **{name: more[name] for name in own if name in more})
+    others = {name: value for name, value in more.items() if name not in (*own, "global_batch")}
+
+    def plan(size: int) -> Plan:
+        pins = asked.model_copy(update={"microbatch_size": size})
+        batch = size * topology.num_devices
+        return partition(prepared, topology, global_batch=batch, constraints=pins, estimate_only=True, **others)
+
+    return plan
+
+
+def _of_sequence(
+    model: Any, topology: Topology, inputs: Any, asked: Constraints, more: dict[str, Any]
+) -> Callable[[int], Plan]:
+    def plan(size: int) -> Plan:
+        return partition(model, topology, longer(inputs, size), constraints=asked, estimate_only=True, **more)
+
+    return plan
+
+
+def length_of(inputs: Any) -> int:
+    """The tokens of a sample. Raises :class:`InputsError` where no input has a second dim."""
+    lengths = [leaf.shape[_DIM] for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() > _DIM]
+    if not lengths:
+        raise InputsError("no input has a second dim, which would be the sequence; ask of='microbatch' instead")
+    return int(lengths[0])
+
+
+def longer(inputs: Any, size: int) -> Any:
+    """``inputs`` with sequences of ``size`` tokens, their own ones repeated."""
+    length = length_of(inputs)
+
+    def stretched(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.dim() <= _DIM or leaf.shape[_DIM] != length:
+            return leaf
+        return leaf.index_select(_DIM, torch.arange(size, device=leaf.device) % length)
+
+    return tree_map(stretched, inputs)

@@ -1,0 +1,299 @@
+"""The work of a whole block, relaxed: seconds that are linear in the share of the batch and of the ranks.
+
+A block's time is ``launches + (work that grows with the batch) b / (B tp) + (traffic of weights) / tp``.
+
+Computation time of a model's blocks on each device type of a topology, without collectives.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import fx
+
+from partitioner.candidate import Point
+from partitioner.cost.call.block_profile import fan_out, learned_nodes, node_operands, operand_needs
+from partitioner.cost.call.call_cost import CallCost
+from partitioner.cost.call.expert_parallel import expert_region
+from partitioner.cost.call.fp8 import first_readers, least_in_fp8, products_in_fp8
+from partitioner.cost.call.operators import (
+    VIEWS,
+    Kernel,
+    Operand,
+    add_kernel,
+    backward_kernels,
+    forward_kernels,
+    operator_name,
+)
+from partitioner.cost.call.recomputation import Remade, remade
+from partitioner.cost.call.roofline import memory_rate, product_rate
+from partitioner.cost.call.saved_activations import Kept, carried_bytes, kept_by
+from partitioner.topology.hardware import DeviceType
+from passes.ir.model import Block
+from passes.rules.strategies import needs_gradient
+from passes.shard.repeated_heads import read_heads_once
+from passes.shard.shard_block import fuse_bias
+
+Vector = NDArray[np.float64]
+
+Number = TypeVar("Number", float, Vector)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of one call of a block for the whole batch on one device: of launches, of what grows with the batch, and
+    of the traffic of weights. ``spared``: of copies that views make and of sums over what is broadcast; a graph of
+    shards or of a single sample may do without."""
+
+    launches: float = 0.0
+    batch: float = 0.0
+    weights: float = 0.0
+    flops: float = 0.0
+    issued: float = 0.0  # seconds in which the host issues the operators that every graph of the block has
+    spared: tuple[float, float] = (0.0, 0.0)  # launches, and what grows with the batch
+
+    def at(self, share: Number, tp: Number, several: Number, ep: Number) -> Number:
+        """Seconds for this share of the batch, divided over ``tp`` ranks; ``several``: 1 for more than one sample.
+
+        Over ``ep`` ranks the traffic of all weights is taken to be divided: some may be experts'.
+        """
+        seconds: Number = self.launches + self.batch * share / tp + self.weights / tp / ep
+        seconds += (tp == 1) * several * (self.spared[0] + self.spared[1] * share)
+        least: Number = np.maximum(seconds, self.issued)
+        return least
+
+
+@dataclass(frozen=True)
+class BlockWork:
+    """A block's work forward, backward, and of that for ``inputs``; what it keeps at least, and ``carried`` bytes that
+    it holds between the halves of a backward. ``over_ranks``: of ranks that share a sequence, where these do less."""
+
+    forward: Work
+    backward: Work
+    inputs: Work
+    kept: Kept
+    carried: float
+    input_bytes: tuple[int, ...]
+    output_bytes: tuple[int, ...]
+    output_grads: tuple[bool, ...]
+    over_ranks: BlockWork | None = None
+
+    def at(self, share: float, tp: int, several: bool = True, ep: int = 1, cp: int = 1) -> CallCost:
+        """The least that a call costs one of ``tp`` ranks for this share of the batch, ``several`` samples or one;
+        ``cp``: ranks that share a sequence, of which ``share`` is what one has."""
+        if cp > 1 and self.over_ranks is not None:
+            return self.over_ranks.at(share, tp, several, ep)
+        scale = share / tp
+        forward, backward, inputs = (
+            work.at(share, float(tp), float(several), float(ep)) for work in (self.forward, self.backward, self.inputs)
+        )
+        return CallCost(
+            forward_s=forward,
+            backward_s=backward,
+            weights_s=backward - inputs,
+            saved_bytes=self.kept.inside * scale,
+            saved_inputs=self.kept.inputs,
+            carried_bytes=self.carried * scale,
+            working_bytes=self.kept.working * share if tp == 1 else 0.0,
+            input_bytes=tuple(b * scale for b in self.input_bytes),
+            output_bytes=tuple(b * scale for b in self.output_bytes),
+            output_grads=self.output_grads,
+        )
+
+
+@dataclass
+class Works:
+    """The work of all blocks on the ``best`` device and on those of each pace, found when first asked for."""
+
+    blocks: Mapping[str, Block]
+    device: DeviceType
+    types: Sequence[DeviceType]
+    train: bool
+    fp8: bool
+    fused_casts: bool
+    how: Remade | None
+
+    @cached_property
+    def best(self) -> dict[str, BlockWork]:
+        return self._on(self.device)
+
+    @cached_property
+    def paced(self) -> list[dict[str, BlockWork]]:
+        return [self._on(device) for device in self.types]
+
+    def _on(self, device: DeviceType) -> dict[str, BlockWork]:
+        how = self.fp8, self.how, self.fused_casts
+        return {name: block_work(block, device, self.train, *how) for name, block in self.blocks.items()}
+
+
+def block_work(
+    block: Block,
+    device: DeviceType,
+    train: bool = True,
+    fp8: bool = False,
+    how: Remade | None = None,
+    fused_casts: bool = False,
+) -> BlockWork:
+    """The work of ``block``, a graph for the whole batch; ``how``: what is made again, in no time, rather than kept."""
+    found = _block_work(_copy(block), device, train, fp8, how, fused_casts)
+    once = _copy(block)
+    if not read_heads_once(once):
+        return found
+    return replace(found, over_ranks=_block_work(once, device, train, fp8, how, fused_casts))
+
+
+def _block_work(
+    block: Block, device: DeviceType, train: bool, fp8: bool, how: Remade | None, fused_casts: bool
+) -> BlockWork:
+    fused = fuse_bias(block)
+    states, learned = set(block.states), learned_nodes(fused)
+    short = products_in_fp8(fused, fp8, expert_region(fused)) if fp8 else frozenset[fx.Node]()
+    casting = first_readers(fused, short)
+    ahead, back, spared_ahead, spared_back = (list[Kernel]() for _ in range(4))
+    for node in fused.graph.nodes:
+        if node.op != "call_function":
+            continue
+        is_view = operator_name(node) in VIEWS
+        operands, results = node_operands(node, states, learned, copied=True)  # a graph of shards may not copy
+        kernels = forward_kernels(node, operands, results)
+        if any(o.repeats > 1 for o in operands):
+            spared_ahead += _more(forward_kernels(node, *node_operands(node, states, learned)), kernels)
+        if node in short:
+            kernels = least_in_fp8(kernels, operands, results, False, device, fused_casts, node in casting)
+        (spared_ahead if is_view else ahead).extend(kernels)
+        if train and needs_gradient(node):
+            kernels = backward_kernels(node, operands, results, operand_needs(node))
+            if any(o.repeats > 1 for o in operands):
+                whole = backward_kernels(node, *node_operands(node, states, learned), operand_needs(node))
+                spared_back += _more(whole, kernels)
+            if node in short:
+                kernels = least_in_fp8(kernels, operands, results, True, device, fused_casts)
+            for kernel in kernels:
+                (spared_back if is_view or kernel.kind == "reduction" else back).append(kernel)
+            back += fan_out(node)
+    inputs = {n.name: n.meta["val"] for n in block.placeholders}
+    if train:
+        for n in block.placeholders:
+            if n.name in states and needs_gradient(n):
+                back.append(add_kernel(Operand(tuple(n.meta["val"].shape), n.meta["val"].dtype, True, True)))
+    return BlockWork(
+        forward=_work(ahead, spared_ahead, device),
+        backward=_work(back, spared_back, device),
+        inputs=replace(_work(_for_inputs(back), _for_inputs(spared_back), device), issued=0.0),
+        kept=_least_kept(block, train, how),
+        carried=float(carried_bytes(block)) if train else 0.0,
+        input_bytes=tuple(inputs[name].nbytes for name in block.inputs),
+        output_bytes=tuple(n.meta["val"].nbytes for n in block.outputs),
+        output_grads=tuple(train and needs_gradient(n) for n in block.outputs),
+    )
+
+
+def _more(kernels: Sequence[Kernel], least: Sequence[Kernel]) -> list[Kernel]:
+    """The traffic of ``kernels`` beyond that of the ``least`` of the same node."""
+    pairs = zip(kernels, least, strict=True)
+    return [replace(k, num_bytes=k.num_bytes - o.num_bytes, flops=0.0, launches=0) for k, o in pairs]
+
+
+def _least_kept(block: Block, train: bool, how: Remade | None) -> Kept:
+    kept = kept_by(block, train)
+    if how is None or not train:
+        return kept
+    slim = kept_by(block, train, remade(block, how))
+    return Kept(
+        min(kept.inside, slim.inside),
+        tuple(a and b for a, b in zip(kept.inputs, slim.inputs, strict=True)),
+        min(kept.working, slim.working),
+        min(kept.passing, slim.passing),
+    )
+
+
+def _copy(block: Block) -> Block:
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(block.graph, {}))
+    return Block(block.name, graph, block.states, block.inputs)
+
+
+def _for_inputs(kernels: Sequence[Kernel]) -> list[Kernel]:
+    return [kernel for kernel in kernels if not kernel.learned]
+
+
+def _work(kernels: Sequence[Kernel], spared: Sequence[Kernel], device: DeviceType) -> Work:
+    batch = weights = 0.0
+    for kernel in kernels:
+        rate = memory_rate(kernel.kind, device)
+        weights += kernel.state_bytes / rate
+        batch += (kernel.num_bytes - kernel.state_bytes) / rate
+        batch += kernel.flops / product_rate(kernel, device) if kernel.flops else 0.0
+    launches = sum(k.launches for k in kernels) * device.launch
+    copies = (
+        sum(k.launches for k in spared) * device.launch,
+        sum(k.num_bytes / memory_rate(k.kind, device) for k in spared),
+    )
+    issued = sum(1 for k in kernels if k.launches) * device.dispatch
+    return Work(launches, batch, weights, sum(k.flops for k in kernels), issued, copies)
+
+
+Matrix = NDArray[np.float64]
+_TINY_S = 1e-15
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """Time of blocks by device type.
+
+    ``often``: the number of calls of each block. ``samples``: the samples of a batch in the block graphs. ``counts``:
+    the number of devices of each type.
+    """
+
+    works: Works
+    often: Counter[str]
+    samples: int
+    counts: NDArray[np.int64]
+
+    @property
+    def differ(self) -> bool:
+        """Whether the topology has several device types."""
+        return len(self.counts) > 1
+
+    def seconds(self, blocks: Mapping[str, BlockWork], points: Sequence[Point]) -> tuple[Matrix, Matrix]:
+        """Forward and backward seconds of one microbatch in each block that is called: two arrays ``[blocks,
+        points]``."""
+        fields = ("cp", "tp", "ep", "microbatch_size")
+        cp, tp, ep, size = (np.array([getattr(p, a) for p in points], dtype=np.float64) for a in fields)
+        share, several = size / self.samples / cp, (size > 1).astype(np.float64)
+
+        def both(work: BlockWork) -> Matrix:
+            seconds = np.stack([each.at(share, tp, several, ep) for each in (work.forward, work.backward)])
+            return np.where(cp > 1, both(work.over_ranks), seconds) if work.over_ranks is not None else seconds
+
+        found = np.stack([both(blocks[name]) for name in self.often], axis=1)
+        return found[0], found[1]
+
+    def of_each(self, points: Sequence[Point]) -> NDArray[np.float64]:
+        """Forward plus backward seconds of one microbatch in each block on every device type: ``[kinds, blocks,
+        points]``."""
+        return np.stack([sum(self.seconds(paced, points)) for paced in self.works.paced])
+
+    def longest_backward(self, points: Sequence[Point]) -> Vector:
+        """Backward seconds of one microbatch through all calls, on the slowest device type: shape ``[points]``."""
+        calls = np.array([self.often[name] for name in self.often], dtype=np.float64)
+        each = np.stack([calls @ self.seconds(paced, points)[1] for paced in self.works.paced])
+        longest: Vector = each.max(axis=0)
+        return longest
+
+    def speeds(self, points: Sequence[Point]) -> Matrix:
+        """Greatest relative speed of each device type over all blocks, forward or backward; the best type has speed 1.
+        Shape ``[kinds, points]``."""
+        best = np.maximum(np.concatenate(self.seconds(self.works.best, points)), _TINY_S)
+        own = [np.maximum(np.concatenate(self.seconds(paced, points)), _TINY_S) for paced in self.works.paced]
+        return np.stack([(best / seconds).max(axis=0) for seconds in own])
+
+    def fastest(self, points: Sequence[Point]) -> Vector:
+        """Greatest relative speed over all device types: shape ``[points]``."""
+        return self.speeds(points).max(axis=0) if self.differ else np.ones(len(points))

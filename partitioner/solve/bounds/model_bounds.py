@@ -1,0 +1,450 @@
+"""Lower bounds on the time and memory of every plan of a point, from the whole model's graphs.
+
+The relaxation: every operator's work and every tensor is divided by ``tp`` without a collective, and matrix products
+reach the efficiency of their whole shapes. A block's time is then linear,
+
+``launches + (work that grows with the batch) b / (B tp) + (traffic of weights) / tp``,
+
+so that all points are bounded at once. :meth:`ModelBounds.refine` adds memory, cuts and transfers by the stages of the
+relaxed problem. Devices, links and groups are the best that any placement could have
+(``partitioner/cost/step/relaxed_mesh.py``).
+
+Numbers of many points at once, each found once for those points that it is the same for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from copy import copy
+from functools import cached_property
+from operator import attrgetter
+from operator import mul as multiply
+from typing import Any, TypedDict, Unpack
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partitioner.candidate import Point
+from partitioner.cost.call.call_cost import CallCost
+from partitioner.cost.call.states import StateCost, States, kinds_of, state_costs, summed, update_time
+from partitioner.cost.step.device_speeds import Pool, pool_of, work_and_speeds
+from partitioner.cost.step.estimate import stage_problem
+from partitioner.cost.step.offload import update_seconds
+from partitioner.cost.step.relaxed_mesh import Relaxed, best_type, relaxed
+from partitioner.schedules.formulas import is_formula, is_plain, least_alone, least_fill
+from partitioner.solve.bounds.block_work import BlockWork, Kinds, Works
+from partitioner.solve.bounds.planned_job import Planned
+from partitioner.solve.bounds.zero_and_reduction import Floor, LeastReduced
+from partitioner.solve.placement.placement import Placements
+from partitioner.solve.stages.lower_bound import LeastTime, least_time
+from partitioner.solve.stages.problem import StageProblem
+from partitioner.solve.stages.split import check_room
+from partitioner.topology.hosts import BOUNDLESS
+from partitioner.units import bytes_text
+from passes.ir.model import FoldedModel
+
+Key = Callable[[Point], Hashable]
+
+_WORK = "pp", "dp", "tp", "microbatch_size", "schedule", "cp", "ep", "virtual_stages"
+
+_STATES = "pp", "dp", "tp", "cp", "ep", "etp", "zero", "dp_shard"
+BY_WORK: Key = attrgetter(*_WORK)  # what is computed, and in which pipeline
+BY_STATES: Key = attrgetter(*_STATES)  # which states a rank has, and who has them as well
+BY_SIZE: Key = attrgetter("dp", "microbatch_size")  # how many microbatches
+BY_SHARES: Key = attrgetter("microbatch_size", *_STATES)  # the same, where faster ranks may have more
+
+
+def by_all(point: Point) -> Point:
+    """Each by itself."""
+    return point
+
+
+def each(points: Sequence[Point], key: Key, find: Callable[[Point], float]) -> NDArray[np.float64]:
+    """``find`` of each of ``points``, which is the same where ``key`` is."""
+    keys = list(map(key, points))
+    known = {which: find(point) for which, point in dict(zip(keys, points, strict=True)).items()}
+    return np.array([known[which] for which in keys], dtype=np.float64)
+
+
+def different(points: Sequence[Point], key: Key) -> tuple[list[Point], NDArray[np.int64]]:
+    """One point of each ``key``, and for each of ``points`` the place of its own."""
+    keys = list(map(key, points))
+    one = dict(zip(keys, points, strict=True))
+    places = dict(zip(one, range(len(one)), strict=True))
+    return list(one.values()), np.array([places[which] for which in keys], dtype=np.int64)
+
+
+Vector = NDArray[np.float64]
+
+
+class How(TypedDict, total=False):
+    """Effort of the search for a lower bound, see :func:`partitioner.solve.stages.lower_bound.least_time`."""
+
+    enough_s: float
+    quick: bool
+
+
+_ROUNDING = 1 - 1e-9
+
+
+def _share(cost: StateCost, expert: bool, point: Point) -> StateCost:
+    """Lower bound on the cost of a state on a rank."""
+    parts, sharers = (point.expert_tp * point.ep, point.expert_sharers) if expert else (point.tp, point.sharers)
+    return cost.scaled(1 / parts).zero(point.zero, sharers)
+
+
+class ModelBounds:
+    """Lower bounds of the points of one model on one topology. The model's graphs are for ``samples`` of a batch."""
+
+    def __init__(self, job: Planned, placements: Placements | None = None) -> None:
+        self.job, self.model, self.global_batch, self.topology = job, job.model, job.global_batch, job.topology
+        self.samples, self.train = job.samples, job.train
+        self.placements = placements or Placements(job.topology, job.precision)
+        paces, of_device = job.topology.paces
+        types = [job.topology.paced_type(kind, speed) for kind, speed in paces]
+        if job.constraints.graphs is not None:  # recorded graphs need no dispatch
+            types = [kind.model_copy(update={"dispatch": 0.0}) for kind in types]
+        self.device = best_type(types)
+        how = job.train, job.precision == "fp8", bool(job.constraints.fused_casts), job.made_again
+        works = Works(job.model.blocks, self.device, types if len(types) > 1 else [], *how)
+        self._kinds = Kinds(works, self._often, job.samples, np.bincount(of_device, minlength=len(paces)))
+        self._by_rounds = BY_SHARES if self._kinds.differ else BY_SIZE
+        self.states = state_costs(
+            kinds_of(job.model.states, {}),
+            {"dp": 2},
+            optimizer=job.optimizer,
+            train=job.train,
+            short_gradients=bool(job.constraints.short_gradients),
+            offload=job.constraints.offload or (),
+        )
+        self._calls: dict[tuple[int, ...], dict[str, CallCost]] = {}
+        self._layer_bytes: dict[tuple[int, ...], float] = {}
+        self._reduced = LeastReduced(job, self.placements, self.device)
+        self._shares: dict[tuple[Any, ...], States] = {}
+        self._state_bytes: dict[tuple[Any, ...], float] = {}
+        self._machines: dict[tuple[int, ...], Relaxed] = {}  # by grid
+
+    def with_job(self, job: Planned) -> ModelBounds:
+        """These bounds for another job with the same model, batch and topology."""
+        other = copy(self)
+        other.job = job
+        return other
+
+    @property
+    def blocks(self) -> dict[str, BlockWork]:
+        """The work of each block on the best device type."""
+        return self._kinds.works.best
+
+    @cached_property
+    def model_flops(self) -> float:
+        """FLOPs of the matrix products of the whole model for the global batch, forward and backward."""
+        works = (self.blocks[call.block] for call in self.model.calls)
+        return sum(work.forward.flops + work.backward.flops for work in works) * (self.global_batch // self.samples)
+
+    @cached_property
+    def dims(self) -> frozenset[int]:
+        """The sizes of the dims of all parameters."""
+        return frozenset(d for s in self.model.states.values() if s.kind == "parameter" for d in s.spec.shape)
+
+    @cached_property
+    def num_calls(self) -> int:
+        """Number of calls that stages can be cut between."""
+        return len(self._placed)
+
+    @cached_property
+    def _placed(self) -> list[str]:
+        """The blocks of the calls that stages can be cut between."""
+        return [c.block for c in self.model.calls if not c.shared and not c.prologue]
+
+    @cached_property
+    def _often(self) -> Counter[str]:
+        """The number of calls of each block."""
+        return Counter(self._placed)
+
+    def times(self, points: Sequence[Point], *, shared: bool = False) -> Vector:
+        """Lower bound in seconds on the step time of each point.
+
+        It is the sum of three terms: the pipeline, ``(m - 1) max + sum`` of an even split or (unless ``shared``) of the
+        largest call; the reduction of gradients that the backward cannot hide (one stage); and the update.
+        """
+        # where devices differ, the sharding of states decides how microbatches are divided
+        alike, places = different(points, by_all if self._kinds.differ else BY_WORK)
+        often, fastest = list(self._often.values()), self._kinds.fastest(alike)
+        forward, backward = (seconds / fastest for seconds in self._kinds.seconds(self.blocks, alike))
+        # in order: the same to the last digit whatever other points there are
+        ahead, back = (sum(map(multiply, often, seconds), np.zeros(len(alike))) for seconds in (forward, backward))
+        largest = np.zeros(len(alike)) if shared else (forward + backward).max(axis=0)
+        pipelines, ahead, back = (s[places] for s in (self._pipelines(alike, ahead, back, largest), ahead, back))
+        bound = pipelines + self._after(points, back)
+        if self._kinds.differ:
+            seconds, hides = self._kinds.of_each(points), self._kinds.longest_backward(points)
+            bound = np.maximum(bound, self._shared_out(points, seconds) + self._after(points, hides))
+        found: Vector = np.maximum(bound, self._drained(points, ahead, back)) * _ROUNDING
+        return found
+
+    def _pipelines(self, points: Sequence[Point], ahead: Vector, back: Vector, largest: Vector) -> Vector:
+        """Lower bound in seconds on the pipeline of each point.
+
+        ``ahead``, ``back``: forward and backward seconds of all calls for one microbatch. ``largest``: seconds of the
+        largest call. The bound is for even stages, or for the pace of the largest call.
+        """
+        m = each(points, self._by_rounds, self.rounds)
+        pp = np.array([p.pp for p in points], dtype=np.float64)
+        formula = np.array([is_formula(p.schedule) for p in points])
+        fill = np.array([self._fill(p) for p in points])
+        whole = ahead + back
+        slowest = np.maximum(whole / pp, largest)
+        filled = m * whole / pp + (1 - 1 / pp) * (fill[:, 0] * ahead + fill[:, 1] * back)
+        alone = ahead + back * np.array([least_alone(p.schedule) for p in points])
+        return np.where(formula, (m - 1) * slowest + whole, np.maximum.reduce([filled, m * slowest, alone]))
+
+    def _shared_out(self, points: Sequence[Point], seconds: NDArray[np.float64]) -> Vector:
+        """Lower bound in seconds on the pipelines where devices differ. ``seconds``: of the blocks of one microbatch on
+        each device type, shape ``[kinds, blocks, points]``."""
+        found = np.zeros(len(points))
+        for place, (point, of_kind) in enumerate(zip(points, np.moveaxis(seconds, 2, 0), strict=True)):
+            work, speeds = work_and_speeds(of_kind, list(self._often.values()))
+            pool = self._pool(point, speeds)
+            of_all = self.rounds(point) * pool.pipelines
+            found[place] = pool.least(work, of_all, plain=is_formula(point.schedule))
+        return found
+
+    def _pool(self, point: Point, speeds: Vector) -> Pool:
+        """The groups of ranks that do a point's work: ranks that wait for each other in every microbatch (those of
+        ``tp`` and ``cp``), or whole stages."""
+        apart = self.may_differ(point)
+        size = point.tp * point.cp if apart else self.topology.num_devices // point.pp
+        return pool_of(speeds, self._kinds.counts, size, point.dp if apart else 1)
+
+    def may_differ(self, point: Point) -> bool:
+        """Whether faster ranks may have more microbatches than slower ones."""
+        return self._kinds.differ and self.job.goes_apart(point)
+
+    def rounds(self, point: Point) -> float:
+        """Number of microbatches of the rank with the most; the mean over ranks if faster ranks may have more."""
+        of_all = point.parts(self.global_batch) / point.dp
+        return of_all if self.may_differ(point) else point.num_microbatches(self.global_batch)
+
+    def _fill(self, point: Point) -> tuple[float, float]:
+        """Lower bound on fill and drain, see :func:`least_fill`; 0 where it depends on microbatch counts that differ
+        between ranks."""
+        if self.may_differ(point) and not is_formula(point.schedule):
+            return 0.0, 0.0
+        m = point.num_microbatches(self.global_batch)
+        return least_fill(point.schedule, point.pp, m, point.virtual_stages, self.job.constraints.overlap_steps)
+
+    def _after(self, points: Sequence[Point], backward: Vector) -> Vector:
+        """Seconds after the pipeline: the update, and the reduction that a single stage's last backward cannot hide."""
+        if not self.train:
+            return np.zeros(len(points))
+        update = each(points, BY_STATES, lambda p: self._update / (p.pp * p.tp * p.ep * (p.sharers if p.zero else 1)))
+        reduced = each(points, BY_STATES, lambda p: self._reduction(p) if p.pp == 1 else 0.0)
+        return update + np.maximum(0.0, reduced - backward)
+
+    def _drained(self, points: Sequence[Point], ahead: Vector, back: Vector) -> Vector:
+        """Lower bound in seconds on steps with several stages, one on each rank, which reduce gradients from the last
+        backward on.
+
+        The mean stage has its share of all work and of the gradients. The reduction counts as 0 if all placements are
+        known, or with a single stage: other bounds are tighter there.
+        """
+
+        def reduced(point: Point) -> float:
+            asked = self.train and point.pp > 1 and not self.placements.complete(point.grid)
+            return self._reduction(point) if asked else 0.0
+
+        alone = np.array([p.virtual_stages == 1 for p in points])
+        exposed = np.maximum(0.0, np.where(alone, each(points, BY_STATES, reduced), 0.0) - back)
+        busy: Vector = each(points, self._by_rounds, self.rounds) * (ahead + back) + exposed
+        return busy / np.array([p.pp for p in points], dtype=np.float64)
+
+    @cached_property
+    def _update(self) -> float:
+        """Lower bound in seconds on the update of all states on one device with the fastest host."""
+        states = summed(self.states.values())
+        hosts = (share or BOUNDLESS for share in self.topology.different_host_shares)
+        return update_time(states, self.device) + min(update_seconds(states, host) for host in hosts)
+
+    def _reduction(self, point: Point) -> float:
+        """Lower bound in seconds on reducing all stages' unsharded gradients, one after the other; without those of
+        experts if ``ep`` > 1."""
+        experts = self.job.experts if point.ep > 1 else ()
+        states = self.share_of_states
+        return self._reduced.seconds(point, lambda: (c for n, c in states(point).items() if n not in experts))
+
+    def share_of_states(self, point: Point) -> States:
+        """Lower bound on the cost of each state on a rank."""
+        key = point.states_kind
+        if key not in self._shares:
+            experts = self.job.experts
+            alike = {(id(cost), name in experts): (cost, name in experts) for name, cost in self.states.items()}
+            shares = {which: _share(*state, point) for which, state in alike.items()}
+            self._shares[key] = States((n, shares[id(cost), n in experts]) for n, cost in self.states.items())
+        return self._shares[key]
+
+    @cached_property
+    def _placed_states(self) -> list[tuple[StateCost, bool]]:
+        """The states of the calls that stages can be cut between, summed by kind, and whether each belongs to
+        experts."""
+        names = dict.fromkeys(name for c in self.model.calls if not c.shared and not c.prologue for name in c.states)
+        return [
+            (cost, expert)
+            for expert in (False, True)
+            for cost in summed(self.states[name] for name in names if (name in self.job.experts) == expert)
+        ]
+
+    def state_bytes(self, point: Point) -> float:
+        """Bytes of states on a rank if all stages have equally many."""
+        key = point.states_kind
+        if key not in self._state_bytes:
+            self._state_bytes[key] = sum(_share(*state, point).total for state in self._placed_states)
+        return self._state_bytes[key] / point.pp
+
+    def check_states(self, point: Point) -> None:
+        """Raise :class:`CapacityError`, quickly, if the states alone exceed the capacity of all stages. A stage may
+        lack more bytes than the error reports."""
+        needed, room = self.state_bytes(point), sum(self._machine(point).capacity) / point.pp
+        check_room(f"parameters, gradients and optimizer states take {bytes_text(needed)} on average", needed, room)
+
+    def capacity(self, point: Point) -> int:
+        """Greatest usable bytes that a rank of any placement has."""
+        return max(self._machine(point).capacity)
+
+    def speeds(self, point: Point) -> tuple[float, float]:
+        """Upper bounds on the speed of the fastest stage and on the summed speed of all stages; a stage of the best
+        device type has speed 1."""
+        if not self._kinds.differ:
+            return 1.0, float(point.pp)
+        pool = self._pool(point, self._kinds.speeds([point])[:, 0])
+        return pool.fastest, pool.together / pool.pipelines
+
+    def _machine(self, point: Point) -> Relaxed:
+        key = tuple(point.grid.values())
+        if key not in self._machines:
+            known = self.placements.complete(point.grid)
+            candidates = self.placements.candidates(point.grid) if known else None
+            self._machines[key] = relaxed(self.topology, point.grid, candidates)
+        return self._machines[key]
+
+    def refine(self, point: Point, floor: Floor | None = None) -> float:
+        """A tighter lower bound in seconds: the stages of the relaxed problem under memory. It is at least
+        :meth:`times` of the point.
+
+        ``floor``: lower bounds on each block's forward and backward seconds.
+
+        Raises :class:`CapacityError` or :class:`PlanError` if even the relaxed problem has no solution.
+        """
+        bound = float(self.times([point])[0])
+        if not is_plain(point.schedule, point.virtual_stages):  # a rank's calls are not consecutive
+            return bound
+        return max(bound, self.staged([point], self.relaxed(point, floor)))
+
+    def relaxed(
+        self, point: Point, floor: Floor | None = None, speed: float | None = None, **how: Unpack[How]
+    ) -> LeastTime:
+        """Lower bound on the stages of the relaxed problem; arguments and errors as in :meth:`refine`.
+
+        ``speed``: of the fastest stage, by default the point's. ``how``: see
+        :func:`partitioner.solve.stages.lower_bound.least_time`.
+        """
+        fastest = self.speeds(point)[0] if speed is None else speed
+        calls = {name: cost.paced(1 / fastest) for name, cost in self.calls(point).items()}
+        if floor:
+            calls |= {n: calls[n].at_least(*floor.seconds[n]) for n in calls.keys() & floor.seconds.keys()}
+        return self.least(point, self.model, calls, self.share_of_states(point), **how)
+
+    def calls(self, point: Point) -> dict[str, CallCost]:
+        """Lower bound on the cost of one microbatch in each block, on the best device type."""
+        key = (point.microbatch_size, point.tp, point.cp, point.ep)
+        if key not in self._calls:
+            share, several = point.microbatch_size / self.samples / point.cp, point.microbatch_size > 1
+            rest = share, point.tp, several, point.ep, point.cp
+            self._calls[key] = {n: block.at(*rest) for n, block in self.blocks.items()}
+        return self._calls[key]
+
+    def check_microbatch(self, point: Point) -> None:
+        """Raise :class:`CapacityError`, quickly, if one call of one microbatch needs more memory than any rank has."""
+        needed = self.layer_bytes(point)
+        check_room(f"one layer of one microbatch takes {bytes_text(needed)}", needed, self.capacity(point))
+
+    def layer_bytes(self, point: Point) -> float:
+        """Lower bound on the bytes that a rank needs for one microbatch in its largest call."""
+        kept = "activations" not in (self.job.constraints.offload or ())
+        key = (kept, point.microbatch_size, point.tp, point.cp, point.ep)
+        if key not in self._layer_bytes:
+            calls = [self.calls(point)[name] for name in dict.fromkeys(self._placed)]
+            self._layer_bytes[key] = max((c.working_bytes + kept * c.saved_bytes for c in calls), default=0.0)
+        return self._layer_bytes[key]
+
+    def least(
+        self,
+        point: Point,
+        model: FoldedModel,
+        calls: Mapping[str, CallCost],
+        states: Mapping[str, StateCost],
+        **how: Unpack[How],
+    ) -> LeastTime:
+        """Lower bound on the stages of ``point``, see :meth:`problem`. Raises the exceptions of :meth:`refine`."""
+        return least_time(self.problem(point, model, calls, states), **how)
+
+    def problem(
+        self,
+        point: Point,
+        model: FoldedModel,
+        calls: Mapping[str, CallCost],
+        states: Mapping[str, StateCost],
+        ranks: Sequence[int] = (),
+    ) -> StageProblem:
+        """The stage problem of ``point`` where blocks of ``model`` cost ``calls`` on every stage. Every stage has the
+        greatest memory of any placement. ``ranks``: the rank of each virtual stage, if a rank has several."""
+        return stage_problem(
+            model,
+            calls,
+            states,
+            self._machine(point),
+            num_microbatches=point.num_microbatches(self.global_batch),
+            microbatch_size=point.microbatch_size,
+            schedule=point.schedule,
+            ranks=ranks,
+            constraints=self.job.constraints,
+            train=self.train,
+        )
+
+    def staged(self, points: Sequence[Point], least: LeastTime) -> float:
+        """Lower bound in seconds on the step of all ``points``, which differ in ZeRO alone and whose stages take at
+        least ``least``."""
+        point, m = points[0], points[0].num_microbatches(self.global_batch)
+        pipeline = least.pipeline_s(point.schedule, point.pp, m, self.job.constraints.overlap_steps)
+        hides = least.backward_s if least.is_seen else math.inf
+        return (pipeline + float(self._after(points, np.full(len(points), hides)).min())) * _ROUNDING
+
+    def followed(self, point: Point, pipeline_s: float) -> float:
+        """Lower bound in seconds on a step of ``point`` whose pipeline takes at least ``pipeline_s`` seconds."""
+        return (pipeline_s + float(self._after([point], np.array([math.inf]))[0])) * _ROUNDING
+
+    def forward_s(self, point: Point, floor: Floor | None) -> float:
+        """Lower bound in seconds on one microbatch's forward through all stages, on the fastest devices."""
+        fastest, calls, known = self.speeds(point)[0], self.calls(point), floor.seconds if floor else {}
+        return sum(n * max(calls[b].forward_s / fastest, known.get(b, (0.0,))[0]) for b, n in self._often.items())
+
+    def with_floor(self, points: Sequence[Point], floor: Floor, *, shared: bool = False) -> float:
+        """Lower bound in seconds on the step of all ``points`` whose blocks take at least ``floor``. ``shared``: ignore
+        the pace of the largest call, as in :meth:`times`."""
+        often = self._often
+        ahead = sum(n * floor.seconds[block][0] for block, n in often.items())
+        back = sum(n * floor.seconds[block][1] for block, n in often.items()) if self.train else 0.0
+        largest = max((sum(floor.seconds[block][: 1 + self.train]) for block in often), default=0.0)
+        # assume that the whole backward hides reductions
+        after = float(self._after(points, np.full(len(points), ahead + back)).min())
+        of_point = [np.array([seconds]) for seconds in (ahead, back, 0.0 if shared else largest)]
+        least = min(points, key=self.rounds)
+        bound = after + float(self._pipelines([least], *of_point)[0])
+        if floor.of_kind:  # the slowest type may hide most
+            both = np.array([[sum(of[block][: 1 + self.train]) for block in often] for of in floor.of_kind])
+            apart = list({self.may_differ(point): point for point in points}.values())
+            hides = float((both @ np.array(list(often.values()))).max())
+            after = float(self._after(points, np.full(len(points), hides)).min())
+            bound = max(bound, after + min(self._shared_out(apart, np.dstack([both] * len(apart)))))
+        return max(bound, float(self._drained(points, *of_point[:2]).min())) * _ROUNDING

@@ -1,0 +1,37 @@
+"""What bounds ask of a job."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from partitioner.candidate import Point
+from partitioner.constraints import Constraints
+from partitioner.cost.call.recomputation import Remade
+from partitioner.topology.topology import Topology
+from passes.ir.model import FoldedModel
+
+
+class Planned(Protocol):
+    """What is planned, and where; ``samples``: those that the model is of, all or a group."""
+
+    @property
+    def model(self) -> FoldedModel: ...
+    @property
+    def global_batch(self) -> int: ...
+    @property
+    def samples(self) -> int: ...
+    @property
+    def topology(self) -> Topology: ...
+    @property
+    def constraints(self) -> Constraints: ...
+    @property
+    def train(self) -> bool: ...
+    def goes_apart(self, point: Point) -> bool: ...
+    @property
+    def optimizer(self) -> str: ...
+    @property
+    def precision(self) -> str: ...
+    @property
+    def made_again(self) -> Remade | None: ...
+    @property
+    def experts(self) -> frozenset[str]: ...

@@ -1,0 +1,247 @@
+"""Lower bound on gathering weights under ZeRO-3 and scattering gradients under ZeRO-2, whatever the sharding.
+
+These times do not depend on the microbatch size, so they are not a share of a larger microbatch's time.
+
+Lower bound on the time of reducing gradients, wherever the ranks of a point are placed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from partitioner.candidate import Point
+from partitioner.cost.call.block_profile import StateRead, gradient_bytes_of
+from partitioner.cost.call.collectives import collective_time
+from partitioner.cost.call.expert_parallel import hidden
+from partitioner.cost.call.roofline import memory_rate
+from partitioner.cost.call.states import StateCost, gradient_bytes
+from partitioner.cost.step.gradient_reduction import (
+    Sizes,
+    best_reducers,
+    data_reducers,
+    exposed_seconds,
+    last_levels,
+    reduced_sizes,
+    reduction_of,
+)
+from partitioner.emit.zero import small_states
+from partitioner.solve.bounds.planned_job import Planned
+from partitioner.solve.placement.placement import Placements
+from partitioner.topology.group import Group
+from partitioner.topology.hardware import DeviceType
+from passes.ir.model import FoldedModel
+
+Seconds = Mapping[str, tuple[float, float]]  # by block, forward and backward
+
+_TINY = 1e-12
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Lower bounds on the blocks' seconds, wherever their ranks are. ``of_kind``: on each device type; empty if the
+    topology has only one."""
+
+    seconds: Seconds
+    of_kind: tuple[Seconds, ...] = ()
+
+    def each(self, change: Callable[[Seconds], Seconds]) -> Floor:
+        """This floor with all seconds mapped by ``change``."""
+        return Floor(change(self.seconds), tuple(map(change, self.of_kind)))
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Bytes of the weights that a block reads, and of their gradients: of experts, and of the other weights."""
+
+    experts: tuple[float, float]
+    others: tuple[float, float]
+
+
+class Gathers:
+    """Lower bounds on the gathers and scatters of a job's blocks. ``device``: the best device type."""
+
+    def __init__(self, job: Planned, placements: Placements, device: DeviceType) -> None:
+        self.placements, self.train, self.slowdown = placements, job.train, device.overlap_slowdown
+        self.overlap, short = job.constraints.overlap is not False, bool(job.constraints.short_gradients)
+        self._reads = {name: _read(job.model, name, job.experts, short) for name in job.model.blocks}
+        self._gradients = [0.0, 0.0]  # scattered bytes, shared states once: (others, experts)
+        placed = (call for call in job.model.calls if not call.shared and not call.prologue)
+        for name in {name for call in placed for name in call.states}:
+            state = job.model.states[name]
+            if state.requires_grad and state.kind == "parameter" and state.spec.shape:
+                self._gradients[name in job.experts] += gradient_bytes(state.spec, short)
+        self._copied = (
+            0.0 if job.constraints.gather == "parameter" else 2 / memory_rate("pointwise", device)
+        )  # s / byte
+        self._floors: dict[tuple[object, ...], tuple[Seconds, Seconds]] = {}
+        self._scatters: dict[tuple[object, ...], float] = {}
+
+    def beside(self, floor: Floor | None, point: Point) -> Floor | None:
+        """Lower bound on the blocks' seconds with gathers, given ``floor`` without ZeRO."""
+        gathers, copies = self.floor(point)
+        if not gathers:
+            return floor
+        return (floor or Floor(dict.fromkeys(gathers, (0.0, 0.0)))).each(
+            lambda seconds: {name: self._beside(of, gathers[name], copies[name]) for name, of in seconds.items()}
+        )
+
+    def _beside(
+        self, seconds: tuple[float, float], gathers: tuple[float, float], copies: tuple[float, float]
+    ) -> tuple[float, float]:
+        return self._both(seconds[0] + copies[0], gathers[0]), self._both(seconds[1] + copies[1], gathers[1])
+
+    def _both(self, seconds: float, gathers_s: float) -> float:
+        """Seconds with gathers. Communication inside ``seconds`` hides nothing, but counting it as if it did keeps a
+        lower bound."""
+        return seconds + hidden(seconds, gathers_s, self.slowdown, self.overlap)
+
+    def floor(self, point: Point) -> tuple[Seconds, Seconds]:
+        """Seconds in which a block gathers its weights, backward gathers them again and scatters gradients, over the
+        best groups; and seconds of copying them. Both are empty if weights are not sharded."""
+        if point.zero != 3 or point.sharers == point.expert_sharers == 1:
+            return {}, {}
+        key = *point.grid.values(), point.ep, point.expert_tp, point.dp_shard
+        if key not in self._floors:
+            self._floors[key] = self._floor(*self._groups(point), point), self._copies(point)
+        return self._floors[key]
+
+    def _copies(self, point: Point) -> Seconds:
+        """Lower bound on :func:`~partitioner.cost.call.zero3_gathers.copy_seconds`, without kernel launches."""
+        floor = dict[str, tuple[float, float]]()
+        for name, read in self._reads.items():
+            ahead = back = 0.0
+            for (weights, gradients), ways, sharers in (
+                (read.others, point.tp, point.sharers),
+                (read.experts, point.ep * point.expert_tp, point.expert_sharers),
+            ):
+                share = self._copied / ways if sharers > 1 else 0.0
+                ahead, back = ahead + share * weights, back + share * gradients
+            floor[name] = ahead, (ahead + back) * self.train
+        return floor
+
+    def scattered(self, point: Point, m: int, known_s: float, forward_s: float) -> float:
+        """Lower bound on the step time in seconds under ZeRO-2, where all ``m`` backwards but the last scatter
+        gradients.
+
+        ``known_s``: a lower bound on the step without the scatters. ``forward_s``: the forward of one microbatch
+        through all stages. A stage's backwards hide as many seconds as they take, so the shorter the step, the less is
+        hidden. The bound is taken for the mean over all stages, which is at most the slowest stage: ``exposed`` is
+        convex, and the exposed seconds of earlier stages are not waited for.
+        """
+        again, idle = self._again(point) / point.pp, forward_s / point.pp
+        hides, ahead = (2 - self.slowdown) * self.overlap * (m - 1), point.pp - 1
+        # windows where all is hidden, and where no wait is left: the minimum is at one of them, or at the first window
+        windows = [again, again * (m - 1) / max(hides + ahead, _TINY)]
+        windows += [again * (m - 1) * (self.slowdown - 1) / ahead] if ahead else []
+
+        def step(window: float) -> float:
+            exposed = exposed_seconds((0.0, 0.0, 0.0, again, 0.0, 0.0), window, self.slowdown, 0.0, self.overlap, m)
+            return m * (window + idle) + max(0.0, float(exposed) - ahead * window)
+
+        first = max(0.0, known_s / m - idle)
+        return max(known_s, min(step(window) for window in (first, *(w for w in windows if w > first))))
+
+    def _again(self, point: Point) -> float:
+        """Seconds of scattering all gradients, without the latency of each collective."""
+        key = *point.grid.values(), point.ep, point.expert_tp, point.dp_shard
+        if key not in self._scatters:
+            shards, experts = self._groups(point)
+            parts = (shards, self._gradients[0] / point.tp), (experts, self._gradients[1] / point.ep / point.expert_tp)
+            self._scatters[key] = sum(
+                min(collective_time("reduce_scatter", n, g) - collective_time("reduce_scatter", 0.0, g) for g in groups)
+                for groups, n in parts
+            )
+        return self._scatters[key]
+
+    def _groups(self, point: Point) -> tuple[Sequence[Group], Sequence[Group]]:
+        """The groups that share weights, and those that share experts' weights, over the placements that are tried."""
+        if not self.placements.complete(point.grid):
+            sizes, everywhere = (point.sharers, point.expert_sharers), point.pp == 1
+            best = [self.placements.best_group(size, everywhere) for size in sizes]
+            return best[:1], best[1:]
+        plain = self.placements.candidates(point.grid)
+        machines = [replace(m, ep=point.ep, etp=point.etp, zero=3, dp_shard=point.dp_shard) for m in plain]
+        shards = [m.group("dp_shard" if m.hybrid else "dp", "cp") for m in machines]
+        experts = [m.group("edp_shard" if m.hybrid else "experts") for m in machines]
+        return list(dict.fromkeys(shards)), list(dict.fromkeys(experts))
+
+    def _floor(self, shards: Sequence[Group], experts: Sequence[Group], point: Point) -> Seconds:
+        def least(op: str, nbytes: float, groups: Sequence[Group]) -> float:
+            return min(collective_time(op, nbytes, group) for group in groups) if nbytes else 0.0
+
+        floor, known = dict[str, tuple[float, float]](), dict[_Read, tuple[float, float]]()
+        for name, read in self._reads.items():
+            if read not in known:
+                ahead = back = 0.0
+                parts = (read.others, shards, point.tp), (read.experts, experts, point.ep * point.expert_tp)
+                for (weights, gradients), groups, ways in parts:
+                    ahead += least("all_gather", weights / ways, groups)
+                    back += least("reduce_scatter", gradients / ways, groups)
+                known[read] = ahead, (ahead + back) * self.train
+            floor[name] = known[read]
+        return floor
+
+
+def _read(model: FoldedModel, name: str, experts: Collection[str], short_gradients: bool) -> _Read:
+    block = model.blocks[name]
+    placeholders = {node.name: node for node in block.placeholders}
+    names = next((call.states for call in model.calls if call.block == name), ())
+    sums = {True: [0.0, 0.0], False: [0.0, 0.0]}
+    small = small_states({own: placeholders[own].meta["val"].nbytes for own in block.states})  # as in fewer of a rank
+    for own, state in zip(block.states, names, strict=False):
+        if own in small:
+            continue
+        node, expert = placeholders[own], state in experts
+        sizes = StateRead(own, node.meta["val"].nbytes, gradient_bytes_of(node), expert).sizes(short_gradients)
+        sums[expert] = [known + size for known, size in zip(sums[expert], sizes, strict=True)]
+    return _Read((sums[True][0], sums[True][1]), (sums[False][0], sums[False][1]))
+
+
+class LeastReduced:
+    """Lower bounds in seconds, each computed once. ``device``: the best device type of the cluster."""
+
+    def __init__(self, job: Planned, placements: Placements, device: DeviceType) -> None:
+        self._job, self._placements, self._device = job, placements, device
+        self._known: dict[tuple[int, ...], float] = {}
+
+    def seconds(self, point: Point, states: Callable[[], Iterable[StateCost]]) -> float:
+        """Lower bound in seconds on reducing the gradients of ``states`` in all stages, one after the other.
+
+        ``states``: the least that a rank can hold of them. The bound is 0 with one replica, under ZeRO-3 and under
+        hybrid sharding.
+        """
+        if point.replicas == 1 or point.zero == 3 or point.dp_shard:  # within nodes it may take next to nothing
+            return 0.0
+        single = point.pp == 1
+        key = (point.dp, point.cp, point.tp, min(point.zero, 1), point.ep > 1, single)
+        if key not in self._known:
+            grid, constraints = {"dp": point.dp, "cp": point.cp, "tp": point.tp}, self._job.constraints
+            if single and self._placements.complete(grid):
+                reducers = data_reducers(self._placements.candidates(grid), point.zero, constraints)
+            else:
+                group = self._placements.best_group(point.replicas, everywhere=single)
+                reducers = best_reducers(self._job.topology, group, self._device, constraints)
+            sizes, last_level = _over_data(states())
+            totals = (reduction_of(sizes, last_level, r, overlap=False).total_s for r in reducers)
+            self._known[key] = min(totals, default=0.0)  # one bucket starts the least often
+        return self._known[key]
+
+
+def _over_data(states: Iterable[StateCost]) -> tuple[Sizes, dict[tuple[str, ...], bool]]:
+    """Reduced bytes by key, and by axes whether scattering is the last step, if ``dp`` stands for all ranks with equal
+    weights.
+
+    ``states`` contains few distinct objects: equal states share one.
+    """
+    costs = list(states)
+    often = Counter(map(id, costs))
+    sizes: Sizes = {}
+    last_level: dict[tuple[str, ...], bool] = {}
+    for cost in {id(cost): cost for cost in costs}.values():
+        plain = replace(cost, grad_axes=("dp",) if cost.grad_axes else ())
+        for key, size in reduced_sizes(plain).items():
+            sizes[key] = sizes.get(key, 0.0) + often[id(cost)] * size
+        last_level |= last_levels(plain)
+    return sizes, last_level

@@ -1,0 +1,1 @@
+"""The job, the prepared model, and the solution of one candidate on its placements."""

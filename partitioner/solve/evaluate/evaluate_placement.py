@@ -1,0 +1,254 @@
+"""The best plan and step time on one placement: cut into stages, divide the batch, and price the step."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import NamedTuple
+
+from partitioner.candidate import Point
+from partitioner.cost.call.states import StateCost, with_lost
+from partitioner.cost.step.estimate import estimate, stage_problem
+from partitioner.cost.step.gradient_reduction import lost_by
+from partitioner.cost.step.pipeline_tail import least_update, run_tails
+from partitioner.cost.step.placed_mesh import Machine, Seat
+from partitioner.cost.step.rank_costs import SeatCosts
+from partitioner.errors import CapacityError, PlanError
+from partitioner.plan import Estimate
+from partitioner.schedules.formulas import is_formula, is_plain
+from partitioner.schedules.registry import ranks_of
+from partitioner.solve.evaluate.batch_shares import Shares, Sharing
+from partitioner.solve.evaluate.job import Job
+from partitioner.solve.sharding.local_model import LocalModel
+from partitioner.solve.stages.lower_bound import least_time
+from partitioner.solve.stages.problem import StageProblem
+from partitioner.solve.stages.split import StageSplit, solve_stages
+from partitioner.solve.stages.split_for_step import cut_for_step
+from partitioner.solve.stages.virtual_stages import followed, solve_virtual
+
+_SHARES = 6  # shares of the batch that are tried on one placement
+
+_GAINED = 0.1  # greatest gain of shares that follow the stages: 6 % have been measured
+_POOR, _SEEN = 1.03, 2  # shares are poor if slower than the best by this factor on this number of placements
+
+
+class Judged(NamedTuple):
+    """The stages of a placement, the step's estimate, and the microbatches of each rank of ``dp`` (empty: all ranks
+    have equally many)."""
+
+    problem: StageProblem
+    split: StageSplit
+    estimate: Estimate
+    data_shares: Shares
+
+    @property
+    def calls(self) -> list[list[int]]:
+        """The calls of each stage, as indices into the local model's calls."""
+        parts = ([(part.start, part.stop) for part in stage.parts or (stage,)] for stage in self.split.stages)
+        return [[call.index for pair in pairs for call in self.problem.calls[slice(*pair)]] for pairs in parts]
+
+
+def virtual_ranks(point: Point) -> tuple[int, ...]:
+    """The rank of each virtual stage, for a schedule that is simulated; empty for a schedule with a formula."""
+    return () if is_formula(point.schedule) else ranks_of(point.schedule, point.pp, point.virtual_stages)
+
+
+def split_of(
+    problem: StageProblem, point: Point, *, proven: bool = True, improved: bool = True, enough_s: float = math.inf
+) -> StageSplit:
+    """The best stages of ``problem`` under the schedule of ``point``. Arguments and exceptions are those of
+    :func:`partitioner.solve.stages.virtual_stages.solve_virtual`."""
+    if is_formula(point.schedule):
+        return solve_stages(problem)
+    schedule = point.schedule, point.pp, point.virtual_stages
+    return solve_virtual(problem, *schedule, proven=proven, improved=improved, enough_s=enough_s)
+
+
+@dataclass
+class Record:
+    """History of step times with different shares of the batch on the placements of one mesh. Shares with equal sorted
+    counts are one."""
+
+    _ratios: dict[Shares, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def tell(self, steps: Mapping[Shares, float]) -> None:
+        """Record the seconds of a step with the shares that were tried on one placement."""
+        best = min(steps.values(), default=math.inf)
+        for kind, step in {tuple(sorted(shares)): step for shares, step in steps.items()}.items():
+            self._ratios[kind].append(step / best)
+
+    def is_poor(self, shares: Shares) -> bool:
+        """Whether other shares were clearly better on every placement where ``shares`` were tried."""
+        found = self._ratios.get(tuple(sorted(shares)), [])
+        return len(found) >= _SEEN and min(found) > _POOR
+
+
+@dataclass
+class Judge:
+    """Prices placements of ``point``.
+
+    ``local``: the local model of a rank. ``costs``: its costs. ``states``: the costs of its states. ``reference``: the
+    seat that the sharding is chosen for. ``check``: raises if hosts lack memory for offloaded data. ``proven``,
+    ``improved``, ``enough_s``: see :meth:`partitioner.solve.evaluate.evaluator.Evaluator.solve`. ``record``: history of
+    the shares tried for points with the same pipelines.
+
+    ``leasts``: for each judged placement, a lower bound in seconds on its plans. ``asked``: the identities of the
+    judged machines.
+    """
+
+    job: Job
+    point: Point
+    local: LocalModel
+    costs: SeatCosts
+    states: Mapping[str, StateCost]
+    reference: Seat
+    check: Callable[[Estimate, Machine], None]
+    proven: bool = True
+    enough_s: float = math.inf
+    record: Record = field(default_factory=Record)
+    improved: bool = True
+    leasts: list[float] = field(default_factory=list)
+    asked: set[int] = field(default_factory=set)
+    _dressed: dict[int, tuple[Machine, Machine]] = field(default_factory=dict)
+
+    @cached_property
+    def _sharing(self) -> Sharing:
+        return Sharing(self.job, self.point, self.local, self.costs)
+
+    def __call__(self, machine: Machine) -> tuple[float, Judged]:
+        """Seconds of a step on ``machine``, and the plan. Raises :class:`PlanError` if there is none."""
+        self.asked.add(id(machine))
+        machine = self.dressed(machine)
+        step, best, least = math.inf, None, math.inf
+        errors: list[PlanError] = []
+        asked = self._by_least(machine)
+        tried = {shares for _, shares in asked}
+        steps: dict[Shares, float] = {}
+        asked.sort(key=lambda pair: self.record.is_poor(pair[1]))  # the others first
+        while asked:
+            floor, shares = asked.pop(0)
+            if best is not None and (floor >= min(step, self.enough_s) or self.record.is_poor(shares)):
+                least = min(least, floor)
+                continue
+            try:
+                told, judged, least_told = self._judged(machine, shares)
+            except PlanError as error:
+                errors.append(error)
+                continue
+            least = min(least, least_told)
+            steps[shares] = told
+            if told < step:
+                step, best = told, judged
+            if asked or best is None or not 1 < len(tried) < _SHARES:
+                continue
+            if (other := self._sharing.of_stages(best.calls, machine)) not in tried:
+                floor = self._least_of(machine, other, 0.0) if self._has_floor else 0.0
+                asked, tried = [(floor, other)], tried | {other}
+        if best is None:
+            raise errors[0]
+        self.record.tell(steps)
+        self.leasts.append(min(least, self._sharing.least(machine)) if self._sharing.is_free(machine) else least)
+        return step, best
+
+    def _by_least(self, machine: Machine) -> list[tuple[float, Shares]]:
+        """The shares that are tried first, each with a quick lower bound in seconds, in increasing order."""
+        shares = self._sharing.first(machine)
+        if len(shares) == 1 or not self._has_floor:
+            return [(0.0, each) for each in shares]
+        return sorted((self._least_of(machine, each, 0.0), each) for each in shares)
+
+    @property
+    def _has_floor(self) -> bool:
+        """Whether the schedule is simulated and has one stage on each rank; then a quick lower bound exists."""
+        return not is_formula(self.point.schedule) and is_plain(self.point.schedule, self.point.virtual_stages)
+
+    def _judged(self, machine: Machine, shares: Shares) -> tuple[float, Judged, float]:
+        """Seconds of a step with ``shares`` of the batch, the plan, and a lower bound in seconds on its stages."""
+        job, point = self.job, self.point
+        problem, held, shares = self._problem(machine, shares)
+        ranks = virtual_ranks(point)
+        order = point.schedule, point.virtual_stages if ranks else None
+
+        def price(split: StageSplit) -> tuple[float, Estimate]:
+            expected = estimate(problem, split, held, machine, job.flops, job.constraints, *order)
+            if job.constraints.offload:
+                self.check(expected, machine)
+            return expected.step_time, expected
+
+        behind = least_update(problem, held, machine)
+        cut = cut_for_step(
+            problem,
+            partial(split_of, point=point, proven=self.proven, improved=self.improved, enough_s=self.enough_s - behind),
+            price,
+            behind,
+            lambda within_s: run_tails(self._followed(problem), held, machine, job.constraints, ranks, within_s),
+            self.enough_s if self.proven else 0.0,
+        )
+        return cut.step_s, Judged(problem, cut.split, cut.priced, shares), cut.least_s
+
+    def _problem(self, machine: Machine, shares: Shares) -> tuple[StageProblem, Mapping[str, StateCost], Shares]:
+        """The stage problem on ``machine``, the costs of its states, and the microbatches of each rank of ``dp``."""
+        job, point = self.job, self.point
+        held = with_lost(self.states, lost_by(machine, job.constraints))
+        costs_by_stage = self._sharing.by_stage(machine, shares)
+        shares = () if len(set(shares)) == 1 else shares
+        problem = stage_problem(
+            self.local.model,
+            self.costs.at(self.reference, machine.spread),
+            held,
+            machine,
+            num_microbatches=max(shares, default=point.num_microbatches(job.global_batch)),  # of the rank with the most
+            microbatch_size=point.microbatch_size,
+            schedule=point.schedule,
+            ranks=virtual_ranks(point),
+            constraints=job.constraints,
+            train=job.train,
+            costs_by_stage=costs_by_stage,
+            scattering=machine.scattering(point.num_microbatches(job.global_batch)),
+        )
+        return problem, held, shares
+
+    def least(self, machine: Machine, enough_s: float = 0.0) -> float:
+        """Lower bound in seconds on every plan on ``machine``; infinite if no stages fit. It is refined, as far as that
+        is quick, to find out whether it reaches ``enough_s``."""
+        dressed = self.dressed(machine)
+        return self._sharing.least(dressed) if self._sharing.is_free(dressed) else self.expected(machine, enough_s)
+
+    def expected(self, machine: Machine, enough_s: float = 0.0) -> float:
+        """Estimated lower bound in seconds on ``machine``: at least :meth:`least`. It assumes that other shares gain at
+        most a fixed fraction over those that are tried first."""
+        machine = self.dressed(machine)
+        quick = self._sharing.least(machine)
+        if quick >= enough_s or not self._has_floor:
+            return quick
+        left = 1 - _GAINED if self._sharing.is_free(machine) else 1.0
+        first = min(self._least_of(machine, shares, enough_s / left) for shares in self._sharing.first(machine))
+        return max(quick, first * left)
+
+    def _least_of(self, machine: Machine, shares: Shares, enough_s: float) -> float:
+        """Lower bound in seconds on a step of simulated stages with ``shares`` of the batch; infinite if no stages
+        fit."""
+        problem, held, _ = self._problem(machine, shares)
+        try:
+            found = least_time(self._followed(problem), enough_s, quick=True)
+        except CapacityError:
+            return math.inf
+        m, overlap = problem.num_microbatches, problem.overlap_steps
+        pipeline_s = found.pipeline_s(self.point.schedule, self.point.pp, m, overlap)
+        return pipeline_s + least_update(problem, held, machine)
+
+    def dressed(self, machine: Machine) -> Machine:
+        """``machine`` with the other settings of the point; one object for each machine."""
+        if id(machine) not in self._dressed:  # the machine keeps its identity valid
+            self._dressed[id(machine)] = machine, self.job.dressed(machine, self.point)
+        return self._dressed[id(machine)][1]
+
+    def _followed(self, problem: StageProblem) -> StageProblem:
+        """``problem`` with the numbers of microbatches that stages hold under its schedule."""
+        point = self.point
+        if is_formula(point.schedule):
+            return problem
+        return followed(problem, point.schedule, point.pp, point.virtual_stages)

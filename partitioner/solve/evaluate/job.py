@@ -1,0 +1,138 @@
+"""The planning job: model, batch, cluster and constraints, and figures derived from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from partitioner.candidate import Point
+from partitioner.constraints import Constraints
+from partitioner.cost.call.call_cost import call_costs
+from partitioner.cost.call.expert_parallel import Software
+from partitioner.cost.call.recomputation import Remade
+from partitioner.cost.call.states import gradient_bytes
+from partitioner.cost.step.placed_mesh import Machine
+from partitioner.errors import CapacityError
+from partitioner.solve.sharding.expert_parallel import common_experts, expert_states, regions_of, spread_batch
+from partitioner.solve.sharding.sharding import ShardingSolution
+from partitioner.topology import Topology
+from passes.ir.model import FoldedModel
+
+
+@dataclass(frozen=True)
+class Job:
+    """The planning job.
+
+    ``model``: the folded model of the whole batch, or of one group if samples interact within groups, marked with its
+    gradients. ``reserve``: bytes of every rank that stay free. ``reserves``: further reserved bytes of single points.
+    ``refused``: points whose programs are known not to fit. ``simulated``: seconds of a step of points whose programs
+    take longer than their estimates.
+    """
+
+    model: FoldedModel
+    batch: ShardingSolution
+    global_batch: int
+    topology: Topology
+    constraints: Constraints
+    train: bool
+    optimizer: str
+    precision: str  # type of most of the work: "bf16", "fp32", ...
+    reserve: int = 0
+    reserves: Mapping[Point, int] = field(default_factory=dict[Point, int])
+    refused: Mapping[Point, CapacityError] = field(default_factory=dict[Point, CapacityError])
+    simulated: Mapping[Point, float] = field(default_factory=dict[Point, float])
+
+    def dressed(self, machine: Machine, point: Point) -> Machine:
+        """``machine``, on which the point's mesh is placed, with the other settings of the point and the job."""
+        return replace(
+            machine,
+            precision=self.precision,
+            ep=point.ep,
+            etp=point.etp,
+            zero=point.zero,
+            dp_shard=point.dp_shard,
+            gradient_bytes=self.gradient_bytes,
+            overlap=self.constraints.overlap is not False,
+            software=Software(
+                overlap_tensor=bool(self.constraints.overlap_tensor),
+                regather=bool(self.constraints.regather),
+                by_parameter=self.constraints.gather == "parameter",
+                short_gradients=bool(self.constraints.short_gradients),
+                dispatch=self.constraints.dispatch or "rows",
+                overlap_experts=bool(self.constraints.overlap_experts),
+                fused_casts=bool(self.constraints.fused_casts),
+                expert_kernels=self.constraints.expert_kernels or "grouped",
+                graphs=self.constraints.graphs or "none",
+                even_experts=self.constraints.even_experts or "none",
+                current_scaling=bool(self.constraints.current_scaling),
+            ),
+            num_experts=self.num_experts,
+            reserve=self.reserve + self.reserves.get(point, 0),
+        )
+
+    @property
+    def remade(self) -> Remade:
+        """The kind of nodes that selective recomputation recomputes."""
+        asked = self.constraints.recompute
+        return asked if asked in ("scores", "alternate") else "selective"
+
+    @property
+    def made_again(self) -> Remade | None:
+        """:attr:`remade`; ``None`` if selective recomputation is excluded."""
+        return None if self.constraints.recompute in ("none", "full") else self.remade
+
+    @property
+    def samples(self) -> int:
+        """Number of samples in the graphs of ``model``."""
+        return self.constraints.group_size or self.global_batch
+
+    def goes_apart(self, point: Point) -> bool:
+        """Whether ranks of ``dp`` wait for each other only at the end of a step, so that faster ones may do more work.
+        Under ZeRO 2 and 3 they wait in each microbatch."""
+        return not self.model.updates and point.dp > 1 and point.zero < 2 and point.shares_out
+
+    def batch_of(self, ep: int) -> ShardingSolution:
+        """The split of the batch if experts are spread over ``ep`` ranks."""
+        return self.batch if ep == 1 else self.expert_batch
+
+    @cached_property
+    def expert_batch(self) -> ShardingSolution:
+        """:attr:`batch`, or another split if :attr:`batch` divides the experts' work otherwise than by rows."""
+        if self.constraints.group_size is not None:
+            return self.batch  # nothing is cut within a group
+        return spread_batch(self.model, self.batch, self.global_batch)
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        """Bytes of all gradients of the model."""
+        short = bool(self.constraints.short_gradients)
+        return sum(gradient_bytes(s.spec, short) for s in self.model.states.values() if s.requires_grad)
+
+    @cached_property
+    def experts(self) -> frozenset[str]:
+        """The states that are experts' weights."""
+        return frozenset(self._experts)
+
+    @cached_property
+    def _experts(self) -> dict[str, tuple[int, int]]:
+        return expert_states(self.model, regions_of(self.model))
+
+    @cached_property
+    def num_experts(self) -> int:
+        """Number of experts in the layer with the most; 0 without experts."""
+        return max((count for _, count in self._experts.values()), default=0)
+
+    @cached_property
+    def common_experts(self) -> int:
+        """A number that the ranks sharing all layers' experts evenly must divide; 0 without experts."""
+        return common_experts(self._experts)
+
+    @cached_property
+    def flops(self) -> float:
+        """FLOPs of the matrix products of one step of the unsharded model."""
+        total = 0.0
+        for name, block in self.model.blocks.items():
+            cost = call_costs(block, self.topology.device_type(0), {}, train=self.train)
+            total += self.model.num_calls(name) * (cost.flops + cost.backward_flops)
+        return total * (self.global_batch // self.samples)

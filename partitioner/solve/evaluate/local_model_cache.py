@@ -1,0 +1,264 @@
+"""The models of one microbatch on one rank that the points of a search need, each sharded once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from itertools import chain
+from typing import Any
+
+from partitioner.background import Aside, can_help
+from partitioner.candidate import Point, Split, split_of
+from partitioner.cost.call.collectives import collective_time
+from partitioner.cost.step.placed_mesh import Seat
+from partitioner.solve.evaluate.job import Job
+from partitioner.solve.placement.placement import Placements
+from partitioner.solve.sharding.context_parallel import ContextModel, shard_context
+from partitioner.solve.sharding.costs import TensorCosts, divided_costs
+from partitioner.solve.sharding.expert_parallel import allowed_strategies
+from partitioner.solve.sharding.local_model import LocalModel, localized
+from partitioner.solve.sharding.sharding import ShardingProblem, ShardingSolution, sharding_problem, whole_sharding
+from partitioner.topology.group import Group
+from partitioner.topology.groups import reference_type
+from partitioner.topology.hardware import COLLECTIVES
+from passes.errors import PartitionError
+from passes.ir.model import Block, FoldedModel
+from passes.shard.split_batch import couples_samples, split_batch
+
+_SENT = (0.0, 1e5, 1e8)  # bytes, by which groups are told apart
+
+_LEAST_ROUNDS = 2
+_WORTH_S = 0.05  # of sharding, after which another process helps
+
+# tp, cp, parts of the batch, whether one microbatch is all, whether experts are spread, and what of them is over tp
+LocalKey = tuple[int, int, int, bool, bool, Split]
+ProblemKey = tuple[int, int, int, bool, bool]  # all but the last
+Wanted = tuple[LocalKey, int]  # besides: the most microbatches that a rank has
+Solutions = tuple[ShardingSolution | None, ShardingSolution]  # over cp, and over tp
+Reading = tuple[Hashable, LocalKey, Callable[[], Any]]  # what is read off a local model: its name, off which, and how
+
+
+@dataclass
+class LocalModels:
+    """The local models of a job, found when first asked for."""
+
+    job: Job
+    placements: Placements
+    _splits: dict[tuple[int, bool, bool], FoldedModel] = field(default_factory=dict)
+    _contexts: dict[ProblemKey, ContextModel] = field(default_factory=dict)
+    _blocks: dict[Hashable, Block] = field(default_factory=dict)
+    _problems: dict[ProblemKey, ShardingProblem] = field(default_factory=dict)
+    _locals: dict[LocalKey, LocalModel] = field(default_factory=dict)
+    _none: dict[LocalKey, PartitionError] = field(default_factory=dict)  # why there is no local model
+    _seats: dict[tuple[int, int], Seat] = field(default_factory=dict)
+    _expected: dict[ProblemKey, dict[LocalKey, Wanted]] = field(default_factory=dict)
+    _readings: list[Iterable[Reading]] = field(default_factory=list)
+    _wishes: dict[ProblemKey, None] = field(default_factory=dict)  # in order
+    _aside: Aside[Hashable, Any] | None = None
+    _known: dict[LocalKey, Solutions] = field(default_factory=dict)  # what was done ahead
+    _spent_s: float = 0.0
+
+    def key(self, point: Point, parts: int, whole: bool) -> LocalKey:
+        """What decides the local model of a point whose batch is split into ``parts``; ``whole``: on one rank all of
+        its samples are one microbatch."""
+        apart = self.job.batch_of(point.ep) is not self.job.batch
+        split = split_of(point.tp, point.ep, point.etp)
+        return point.tp, point.cp, parts, whole and (apart or self.coupled), apart, split
+
+    def at(self, key: LocalKey, num_microbatches: int) -> LocalModel:
+        """The local model of ``key``, of whose parts ``num_microbatches`` are on a rank.
+
+        Raises :class:`PlanError` or :class:`passes.errors.UnsupportedError` where there is none.
+        """
+        if key in self._none:
+            raise self._none[key].with_traceback(None)
+        if key not in self._locals:
+            try:
+                self._locals[key] = self._find(key, num_microbatches)
+            except PartitionError as error:
+                self._none[key] = error
+                raise
+        return self._locals[key]
+
+    def expect(self, wanted: Iterable[Wanted], readings: Iterable[Reading] = ()) -> None:
+        """What will be asked for, and what will be read off it, each about in this order. If it takes long, a second
+        process does it ahead."""
+        for each in wanted:
+            self._expected.setdefault(each[0][:5], {}).setdefault(each[0], each)
+        self._readings.append(readings)
+
+    def wish(self, wanted: Wanted) -> None:
+        """This one will be asked for soon: of what is expected it comes first."""
+        problem = wanted[0][:5]
+        if problem not in self._wishes:
+            self._wishes[problem] = None
+            if self._aside is not None:
+                self._aside.wish(problem)
+
+    def read_ahead(self, name: Hashable) -> Any | None:
+        """What the other process has read off a local model; ``None``: it is for the caller to do."""
+        return None if self._aside is None else self._aside.take(name)
+
+    def end(self) -> None:
+        """Nothing more is asked for that was expected."""
+        self._expected, self._readings = {}, []
+        if self._aside is not None:
+            self._aside.end()
+
+    def split(self, point: Point, parts: int, whole: bool) -> FoldedModel:
+        """One microbatch of a batch that was split, before its sequence is shared over ``cp``."""
+        return self._splits[self.key(point, parts, whole)[2:5]]
+
+    @cached_property
+    def coupled(self) -> bool:
+        """Whether it matters if all samples of a rank are one microbatch: whether samples meet."""
+        if self.job.constraints.group_size is not None:
+            return False  # a microbatch is a group, whatever the rank has besides
+        batch, samples = self.job.batch, self.job.global_batch
+        return couples_samples(split_batch(self.job.model, batch.blocks, batch.values, samples, 1))
+
+    def reference_seat(self, tp: int, cp: int = 1) -> Seat:
+        """What decides a sharding: the commonest kind of device, over the best groups that all can have."""
+        if (tp, cp) not in self._seats:
+            others = {"dp": self.job.topology.num_devices // (tp * cp)}
+            grid = {**others, "cp": cp, "tp": tp} if cp > 1 else {**others, "tp": tp}
+            machines = self.placements.candidates(grid)
+            axes = ("tp", "cp") if cp > 1 else ("tp",)
+            best = min(machines, key=lambda machine: [_slowness(machine.group(axis)) for axis in axes])
+            groups = tuple((axis, best.group(axis)) for axis in axes)
+            self._seats[tp, cp] = Seat(reference_type(self.job.topology), 1.0, groups)
+        return self._seats[tp, cp]
+
+    def _find(self, key: LocalKey, num_microbatches: int) -> LocalModel:
+        start = time.perf_counter()
+        model, context, solution = self._solved(key, num_microbatches, self._done_ahead(key))
+        self._spent_s += time.perf_counter() - start
+        return localized(model, solution, context, self._blocks)
+
+    def _done_ahead(self, key: LocalKey) -> Solutions | None:
+        """A sharding that was found ahead. While the other process looks for it, this one does what comes next."""
+        if key in self._known:
+            return self._known[key]
+        if self._aside is None and self._expected and self._spent_s > _WORTH_S and can_help():
+            works = self._works()
+            self._aside = Aside(list(works), lambda name: works[name]())
+            for problem in self._wishes:
+                self._aside.wish(problem)
+        if self._aside is None:
+            return None
+        while self._aside.works_on(key[:5]):
+            other = self._aside.claim(self._expected.keys())
+            if other is None:
+                break
+            self._all_of(other)
+        self._known |= self._aside.take(key[:5]) or {}
+        return self._known.get(key)
+
+    def _works(self) -> dict[Hashable, Callable[[], Any]]:
+        """What is expected and not done, in order: each problem before what is read off its models."""
+        left = [of for of, keys in self._expected.items() if not keys.keys() <= self._locals.keys()]
+        solve = {problem: partial(self._all_of, problem) for problem in left}
+        works: dict[Hashable, Callable[[], Any]] = {}
+        for name, key, read in chain.from_iterable(self._readings):
+            if key[:5] in solve:
+                works.setdefault(key[:5], solve[key[:5]])
+            works[name] = partial(self._read, key, read)
+        return works | {problem: solve[problem] for problem in left if problem not in works}
+
+    def _all_of(self, problem: ProblemKey) -> dict[LocalKey, Solutions]:
+        """What is expected of a problem, where it has a solution."""
+        found = {}
+        for key, wanted in self._expected[problem].items():
+            with suppress(PartitionError):  # raised when it is asked for
+                if key not in self._locals:
+                    found[key] = self._solved(*wanted)[1:]
+        self._known |= found
+        return found
+
+    def _read(self, key: LocalKey, read: Callable[[], Any]) -> Any:
+        if key not in self._known and key not in self._locals:
+            raise LookupError("its sharding is for the first process")
+        return read()
+
+    def _solved(
+        self, key: LocalKey, num_microbatches: int, known: Solutions | None = None
+    ) -> tuple[FoldedModel, ShardingSolution | None, ShardingSolution]:
+        """The model of one microbatch on a rank along ``cp``, and how it is sharded, where that is not ``known``."""
+        tp, cp, _, _, _, experts = key
+        batch = self._batch(key)
+        if key[2:5] not in self._splits:
+            grouped = self.job.constraints.group_size is not None
+            cut = (1, 1) if grouped else (key[2], num_microbatches)  # the model is of one group, a microbatch
+            self._splits[key[2:5]] = split_batch(self.job.model, batch.blocks, batch.values, *cut)
+        model, context = self._splits[key[2:5]], None
+        if cp > 1:
+            found = self._context(model, key, known and known[0])
+            model, context = found.model, found.sharding
+        if known is not None:
+            solution = known[1]
+        elif tp == 1:
+            solution = whole_sharding(model, "tp", self._costs(model, "tp", key))
+        else:
+            solution = self._problem(model, key).solve(allowed_strategies(model, experts))
+        return model, context, solution
+
+    def _batch(self, key: LocalKey) -> ShardingSolution:
+        return self.job.expert_batch if key[4] else self.job.batch
+
+    def _problem(self, model: FoldedModel, key: LocalKey) -> ShardingProblem:
+        """One for all ways of spreading experts, which differ in the strategies that they allow."""
+        if key[:5] not in self._problems:
+            problem = sharding_problem(model, "tp", key[0], self._costs(model, "tp", key))
+            if not self.job.experts:
+                return problem
+            self._problems[key[:5]] = problem
+        return self._problems[key[:5]]
+
+    def _context(self, model: FoldedModel, key: LocalKey, known: ShardingSolution | None) -> ContextModel:
+        """``model`` with its sequence shared over ``cp``; ``known``: how."""
+        tp, cp, *_ = key
+        if key[:5] not in self._contexts:
+            self._contexts[key[:5]] = shard_context(
+                model,
+                self._batch(key),
+                cp,
+                replace(self._costs(model, "cp", key), state_price=0.0, complete=True, tp=tp),
+                tp=tp,
+                algorithm=self.job.constraints.context,
+                allowed=allowed_strategies(model, "rows", in_order=False) if self.job.experts else None,
+                known=known,
+            )
+        return self._contexts[key[:5]]
+
+    def _rounds(self, key: LocalKey) -> int:
+        """The microbatches of a step over which a sharding's price spreads what happens once in it.
+
+        The fewest that a point of ``key`` may have, so that it does not depend on which of them asks first. Two at
+        least: a gradient that is reduced once a step may go in a bucket and to shards, one inside a graph may not.
+        """
+        tp, cp, parts, *_ = key
+        return max(_LEAST_ROUNDS, parts * tp * cp // self.job.topology.num_devices)
+
+    def _costs(self, model: FoldedModel, axis: str, key: LocalKey) -> TensorCosts:
+        tp, cp, *_ = key
+        job, seat = self.job, self.reference_seat(tp, cp)
+        device, group, pinned = job.topology.types[seat.kind], dict(seat.groups)[axis], job.constraints
+        return replace(
+            divided_costs(model, axis, device, group, job.precision),
+            train=job.train,
+            num_microbatches=self._rounds(key),
+            sequence_parallel=pinned.sequence_parallel if axis == "tp" else None,
+            short_gradients=bool(pinned.short_gradients),
+        )
+
+
+def _slowness(group: Group) -> tuple[float, ...]:
+    """The narrowest comes last, then what starts latest; of those alike what is slower at something."""
+    times = [collective_time(op, num_bytes, group) for op in COLLECTIVES for num_bytes in _SENT]
+    hops = [
+        max(each.hops[k].time(num_bytes) for each in group.every) for k in range(len(group.hops)) for num_bytes in _SENT
+    ]
+    return (-group.bus_bandwidth, group.all_reduce_start, *times, *hops)

@@ -1,0 +1,269 @@
+"""A model that is captured and folded once and planned many times.
+
+Fewer passes of Python's cycle collector while plans are made: graphs are many objects, which live until the plan is
+made, and most of them no longer.
+
+A pass over all of them would come right then, and take longer than what is left to do. They are counted among the old
+instead, and a pass over the old comes before a later plan, when several have left theirs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from numbers import Integral
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from partitioner.constraints import Constraints
+from partitioner.solve.sharding.batch import batch_size, of_groups, shard_batch
+from partitioner.solve.sharding.sharding import ShardingSolution
+from partitioner.units import plural
+from partitioner.validate import OBJECTIVES, check_callback, check_work, type_of
+from passes.capture.buffers import initial_values
+from passes.capture.capture import PRECISIONS, capture, given_samples
+from passes.capture.inputs import Inputs
+from passes.capture.wrappers import refuse_sharded, unwrapped
+from passes.errors import InputsError, PartitionError
+from passes.faults import typed_errors
+from passes.ir.gradient_flow import freeze_unreached, mark_gradients
+from passes.ir.model import Captured, FoldedModel
+from passes.normalize.pipeline import normalize
+from passes.ops.random import SEED
+from passes.shard.fold import fold
+from passes.shard.sample_groups import mean_over_groups
+from passes.trace.autocast import DEVICES
+
+Objective = Literal["train", "infer"]
+
+_SHOWN = 3  # kinds of modules that a note lists
+Work = tuple[FoldedModel, ShardingSolution, int]  # the folded model, how its batch is split, and how large it is
+
+
+@dataclass
+class PreparedModel:
+    """What :func:`prepare` makes. :func:`partitioner.partition` takes it instead of the model.
+
+    It is captured when it is first planned, once for each global batch or size of its groups and type of devices.
+    ``notes``: what of the module that was given is left out.
+    """
+
+    model: nn.Module | ExportedProgram
+    inputs: Inputs = None
+    loss: Callable[[Any], Tensor] | None = None
+    objective: Objective = "train"
+    precision: str | None = None
+    notes: tuple[str, ...] = ()
+    _known: dict[tuple[int | None, int | None, str], Work] = field(default_factory=dict, repr=False)
+
+    def at(self, global_batch: int | None, constraints: Constraints | None = None, device: str = "cpu") -> Work:
+        """The folded model for this batch; ``None``: that of the inputs. Where the ``constraints`` have samples meet
+        within groups, that of one group, with the inputs of all. ``device``: see
+        :func:`passes.capture.capture.capture`.
+
+        Raises :class:`InputsError` for no batch, :class:`ConstraintError` for one that is no whole number of groups.
+        """
+        whole = isinstance(global_batch, Integral) and not isinstance(global_batch, bool)
+        if global_batch is not None and (not whole or global_batch < 1):
+            raise InputsError(
+                f"global_batch must be a whole number of samples, 1 or more, or None; got {global_batch!r}"
+            )
+        size = None if constraints is None else constraints.group_size
+        key = global_batch, size, device
+        if key not in self._known:
+            if constraints is None or size is None:
+                folded = self._folded(self._normalized(global_batch, device))
+                batch = batch_size(folded, global_batch)
+                self._known[key] = folded, shard_batch(folded, batch), batch
+            else:
+                self._known[key] = self._of_groups(global_batch, size, constraints, device)
+        return self._known[key]
+
+    def captured_as(self, global_batch: int | None, folded: FoldedModel) -> PreparedModel:
+        """Take ``folded``, marked with its gradients, as what capture gives at ``global_batch``; this model."""
+        batch = batch_size(folded, global_batch)
+        work = folded, shard_batch(folded, batch), batch
+        self._known |= {(global_batch, None, device): work for device in DEVICES}
+        return self
+
+    def _of_groups(self, global_batch: int | None, size: int, constraints: Constraints, device: str) -> Work:
+        """The model of ``size`` samples as its part of the mean over all groups of as many."""
+        given, dims = given_samples(self.model, self.inputs)
+        batch = given if global_batch is None else global_batch
+        constraints.check_groups(batch)
+        with _explaining_groups(size):
+            group = self._normalized(size, device)
+        found = mean_over_groups(group, dims, batch // size, partial(self._capture_group, 2 * size, device))
+        return *of_groups(self._folded(found.captured), found, batch // size), batch
+
+    def _capture_group(self, size: int, device: str) -> Captured:
+        with _explaining_groups(size):
+            return self._capture(size, device)
+
+    def _normalized(self, global_batch: int | None, device: str) -> Captured:
+        """The model's graph in normal form. Numbers of the inputs are tensors in it where that can be planned."""
+        captured = self._capture(global_batch, device)
+        try:
+            return normalize(captured)
+        except PartitionError:
+            if all(i.number is None for i in captured.inputs):
+                raise
+            return normalize(self._capture(global_batch, device, lift_numbers=False))
+
+    def _capture(self, global_batch: int | None, device: str, lift_numbers: bool = True) -> Captured:
+        return capture(
+            self.model,
+            self.inputs,
+            loss=self.loss,
+            global_batch=global_batch,
+            precision=type_of(self.precision),
+            objective=self.objective,
+            device=device,
+            lift_numbers=lift_numbers,
+        )
+
+    def _folded(self, normal: Captured) -> FoldedModel:
+        train = self.objective == "train"
+        folded = fold(freeze_unreached(normal) if train else normal)
+        check_work(folded, train)
+        modes = _in_evaluation(self.model) if train else _changes(folded, self.model)
+        folded = folded.with_(notes=(*self.notes, *folded.notes, *modes))
+        mark_gradients(folded, train)
+        return folded.with_(initial=initial_values(self.model, folded))
+
+
+@contextmanager
+def _explaining_groups(size: int) -> Iterator[None]:
+    """Inside, errors about inputs say that the model is captured with ``size`` samples."""
+    try:
+        yield
+    except InputsError as error:
+        raise InputsError(
+            f"couple='microbatch' looks at the model with fewer or more samples than the batch has, here {size}: "
+            f"{error}"
+        ) from error
+
+
+def _in_evaluation(asked: nn.Module | ExportedProgram) -> Iterator[str]:
+    """What to know of a model that is to be trained and is in evaluation mode, if that makes a difference."""
+    if isinstance(asked, ExportedProgram) or asked.training:
+        return
+    kinds = sorted({type(module).__name__ for module in asked.modules() if _acts_by_mode(module)})
+    if kinds:
+        names = ", ".join(kinds[:_SHOWN]) + (", ..." if len(kinds) > _SHOWN else "")
+        yield (
+            f"the model is in evaluation mode, in which {names} may act otherwise than in training (no dropout, fixed "
+            "statistics): model.train() first, if that is not meant"
+        )
+
+
+def _acts_by_mode(module: nn.Module) -> bool:
+    """Whether the code of a module's forward asks for its mode; but for dropout that drops nothing."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "training" in code.co_names and getattr(module, "p", None) != 0
+
+
+def _changes(model: FoldedModel, asked: nn.Module | ExportedProgram) -> Iterator[str]:
+    """What to know of a model that changes itself, or draws numbers, where it is only asked."""
+    if SEED in model.states and isinstance(asked, nn.Module) and asked.training:
+        yield "inference draws random numbers, as dropout in training mode does: model.eval() first, if not meant"
+    if model.updates:
+        names = ", ".join(list(model.updates)[:3]) + (", ..." if len(model.updates) > 3 else "")
+        training = isinstance(asked, nn.Module) and asked.training
+        yield (
+            f"inference changes {plural(len(model.updates), 'buffer')} ({names}), as the model's forward does"
+            + (": model.eval() first, if that is not meant" if training else "")
+        )
+
+
+@contextmanager
+def modes_of_a_new_process() -> Iterator[None]:
+    """Inside, gradients are on and tensors are made on the CPU.
+
+    A region of ``no_grad``, ``inference_mode`` or ``torch.device`` around the call is no part of the model, and the
+    ranks run in processes of their own.
+    """
+    elsewhere = torch.get_default_device().type != "cpu"
+    with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu") if elsewhere else nullcontext():
+        yield
+
+
+@typed_errors("prepare()")
+def prepare(
+    model: nn.Module | ExportedProgram | PreparedModel,
+    inputs: Inputs = None,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    objective: Objective = "train",
+    precision: str | None = None,
+) -> PreparedModel:
+    """``model`` to be planned many times: for several clusters, batches or constraints. The arguments are
+    :func:`partitioner.partition`'s.
+
+    Capture takes most of the time of a small plan. A module that is changed afterwards (layers, dtypes, which
+    parameters are trained) is to be prepared anew; its weights may change.
+
+    Raises :class:`InputsError` for what is no model, and for a prepared one with arguments that it was not prepared
+    with.
+    """
+    if not isinstance(model, nn.Module | ExportedProgram | PreparedModel):
+        raise InputsError(
+            f"model must be a torch.nn.Module, an exported program or what prepare() made; got {type(model).__name__}"
+        )
+    if isinstance(model, PreparedModel):
+        given = {"inputs": inputs, "loss": loss, "precision": precision}
+        other = [n for n, v in given.items() if v is not None and v is not getattr(model, n) and n != "precision"]
+        other += ["precision"] if precision not in (None, model.precision) else []
+        other += ["objective"] if objective not in ("train", model.objective) else []
+        if other:
+            raise InputsError(f"the model was prepared with another {', '.join(other)}: give it to prepare()")
+        return model
+    if objective not in OBJECTIVES:
+        raise InputsError(f"objective must be one of {', '.join(OBJECTIVES)}; got {objective!r}")
+    check_callback("loss", loss)
+    if precision not in (None, *PRECISIONS, "tf32", "fp8"):
+        raise InputsError(f"precision must be one of {', '.join(PRECISIONS)}, tf32, fp8 or None; got {precision!r}")
+    notes: tuple[str, ...] = ()
+    if isinstance(model, nn.Module):
+        refuse_sharded(model)
+        model, notes = unwrapped(model)
+    return PreparedModel(model, inputs, loss, objective, precision, notes)
+
+
+_RARELY = (2_000_000, 10, 10)  # as many objects as no usual plan leaves
+
+_MANY = 50_000  # young objects, over which a pass takes time that is felt
+_TOO_MANY = 1_500_000  # objects put off: some 200 MB
+
+_put_off = 0
+
+
+@contextlib.contextmanager
+def rare_collections() -> Iterator[None]:
+    """Inside, the collector runs after many more allocations than usual; then what the user set comes back, without the
+    pass over everything that so many objects would ask for."""
+    global _put_off
+    before = gc.get_threshold()
+    rarely = gc.isenabled() and before[0] > 0
+    if rarely:
+        if _put_off > _TOO_MANY:
+            gc.collect()
+            _put_off = 0
+        gc.set_threshold(*(max(pair) for pair in zip(_RARELY, before, strict=True)))
+    try:
+        yield
+    finally:
+        young = gc.get_count()[0]
+        if rarely and young > _MANY and not gc.get_freeze_count():  # what the user has frozen stays so
+            _put_off += young
+            gc.freeze()
+            gc.unfreeze()  # which leaves them among the old
+        gc.set_threshold(*before)

@@ -1,0 +1,1 @@
+"""A solver for pairwise assignment problems: presolve, dynamic programming, MILP, bounds."""

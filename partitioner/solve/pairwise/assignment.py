@@ -1,0 +1,336 @@
+"""The bare pairwise problem: one choice per node, at the least sum of node costs and edge costs.
+
+::
+
+    minimise    sum_i cost_i[x_i]  +  sum_(i,j) table_ij[x_i, x_j]
+    subject to  sum_i usage_ri[x_i] <= limit_r     for every row r
+
+An infinite cost forbids a choice or a pair of choices. After an exact presolve (``presolve.py``) each connected
+component is solved by dynamic programming if it is narrow (``dynamic_programming.py``), and otherwise as a
+mixed-integer program over the tight local polytope: binaries ``s[i,p]``, one of them per node, and for each edge
+continuous ``e[p,q] >= 0`` whose marginals *equal* the nodes' binaries, ``sum_q e[p,q] = s_i[p]`` and ``sum_p e[p,q] =
+s_j[q]``. HiGHS solves it through OR-Tools MathOpt. Who settles for less gets what a dual ascent finds
+(``dual_bound.py``), made better (``improve.py``), where HiGHS finds nothing in its time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+from numpy.typing import NDArray
+from ortools.math_opt import model_pb2
+from ortools.math_opt.python import mathopt
+
+from partitioner.background import check_threads
+from partitioner.solve.pairwise.dual_bound import fixed, minima
+from partitioner.solve.pairwise.dynamic_programming import (
+    FAIR_WORK,
+    MOST_WORK,
+    QUICK_WORK,
+    WORK_PER_S,
+    eliminate,
+    elimination_order,
+)
+from partitioner.solve.pairwise.improve import improved
+from partitioner.solve.pairwise.live_memory import Memory
+from partitioner.solve.pairwise.presolve import InfeasibleError, Reduction, Table, Vector
+from passes.errors import PartitionError
+
+_LARGEST_COEFFICIENT = 1e6  # HiGHS' absolute tolerances of 1e-7 are made for numbers of about this size and below
+
+_MOST_VARIABLES = 250_000  # of a program of which HiGHS finds no solution in a minute
+
+_TRIED_S = 25.0  # by HiGHS, of what can be settled otherwise
+_IMPROVED_S = 10.0  # in which an assignment is made better
+
+
+class TimeLimitError(PartitionError):
+    """The solver found no assignment at all within its time."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A resource: each choice of each node of ``usage`` takes some of it, and all together at most ``limit``."""
+
+    usage: dict[int, Vector]
+    limit: float
+
+
+@dataclass(frozen=True)
+class AssignmentProblem:
+    """``costs[i][p]``; ``edges`` of (i, j, table indexed [p, q]), of which a pair may have several; ``rows``.
+
+    ``memory`` limits what is live together; a large problem gives it so, and not as rows of hundreds of members.
+    """
+
+    costs: Sequence[Vector]
+    edges: Sequence[tuple[int, int, Table]]
+    rows: Sequence[Row] = ()
+    memory: Memory | None = None
+
+    def __post_init__(self) -> None:
+        for i, j, table in self.edges:
+            expected = (len(self.costs[i]), len(self.costs[j]))
+            if table.shape != expected:
+                raise ValueError(f"edge ({i}, {j}) needs a table of shape {expected}, got {table.shape}")
+
+    def objective(self, choice: Sequence[int]) -> float:
+        """The cost of an assignment, infinite where it does what is forbidden or exceeds a limit."""
+        if any(sum(u[choice[i]] for i, u in row.usage.items()) > row.limit for row in self.rows):
+            return float("inf")
+        if self.memory is not None and self.memory.peak(choice) > self.memory.limit:
+            return float("inf")
+        nodes = sum(float(cost[p]) for cost, p in zip(self.costs, choice, strict=True))
+        return nodes + sum(float(table[choice[i], choice[j]]) for i, j, table in self.edges)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """``choice[i]`` per node. No assignment costs less than ``bound``; ``gap`` is relative to ``objective``."""
+
+    choice: list[int]
+    objective: float
+    bound: float
+    seconds: float
+    num_variables: int = 0  # of the programs that were left to HiGHS
+
+    @property
+    def gap(self) -> float:
+        return max(0.0, self.objective - self.bound) / max(abs(self.objective), 1e-300)
+
+
+def live_rows(intervals: Sequence[tuple[int, int]], usages: Sequence[Vector], limit: float) -> list[Row]:
+    """The rows of a memory limit: one for each maximal set of nodes that are live together and might exceed it.
+
+    Args:
+        intervals: half-open, one per node; an empty one uses nothing.
+        usages: what each choice of each node takes while the node is live.
+        limit: of what the live nodes may take together.
+    """
+    events = sorted(
+        event
+        for node, (start, end) in enumerate(intervals)
+        if start < end and np.any(usages[node])
+        for event in ((start, 1, node), (end, 0, node))
+    )
+    rows, live, grown, most = [], set[int](), False, 0.0
+    for _, starts, node in events:
+        if starts:
+            live.add(node)
+            grown = True
+            most += float(usages[node].max())
+            continue
+        if grown and most > limit:
+            rows.append(Row({i: usages[i] for i in sorted(live)}, limit))
+        grown = False
+        live.discard(node)
+        most -= float(usages[node].max())
+    return rows
+
+
+def solve_assignment(
+    problem: AssignmentProblem, *, time_limit_s: float = 60.0, relative_gap: float = 1e-6, settle: bool = False
+) -> Assignment:
+    """Solves ``problem`` to within ``relative_gap``, or as well as ``time_limit_s`` allows.
+
+    ``settle``: where HiGHS finds nothing in time, or would not in minutes, and no resource is short, take what a dual
+    ascent finds and dynamic programming makes better, with the ascent's bound.
+
+    Raises:
+        InfeasibleError: no assignment is allowed.
+        TimeLimitError: none was found in time.
+    """
+    start = time.perf_counter()
+    rows = list(problem.rows)
+    if problem.memory is not None:
+        rows += live_rows(problem.memory.intervals, problem.memory.usages, problem.memory.limit)
+    reduction = Reduction(problem.costs, problem.edges, [(row.usage, row.limit) for row in rows])
+    reduction.run(dominance=False)
+    near, proven = dict[int, int](), -np.inf
+    most_work = int(min(MOST_WORK, max(FAIR_WORK, 0.25 * time_limit_s * WORK_PER_S)))
+    if any(_narrow(reduction, nodes, QUICK_WORK) is None for nodes in _components(reduction)):
+        reduction.run()
+        near, proven = _fix(reduction, most_work)
+    bound, choice, size = reduction.constant, dict[int, int](), 0
+    for nodes in _components(reduction):
+        order = _narrow(reduction, nodes, most_work)
+        if order is not None:
+            costs, tables = _part(reduction, nodes)
+            best, cost = eliminate(costs, [(i, j, t) for (i, j), t in tables.items()], order)
+            choice.update(best)
+            bound += cost
+            continue
+        until = start + time_limit_s
+        program = _Program(reduction, nodes)
+        size += program.num_variables
+        known = _known(reduction, nodes, near) if settle else None
+        if known is None or program.num_variables <= _MOST_VARIABLES:
+            left = max(until - time.perf_counter(), 0.1)
+            try:
+                bound += program.solve(left if known is None else min(left, _TRIED_S), relative_gap, choice)
+                continue
+            except TimeLimitError:
+                if known is None:
+                    raise
+        costs, tables = _part(reduction, nodes)
+        choice.update(improved(costs, tables, known, time.perf_counter() + _IMPROVED_S))
+        bound += minima(costs, tables)
+    bound = max(bound, proven)
+    full = reduction.restore(choice)
+    objective = problem.objective(full)
+    assert np.isfinite(objective), "the presolve or the solver gave a forbidden assignment"
+    return Assignment(full, objective, min(bound, objective), time.perf_counter() - start, size)
+
+
+def _narrow(reduction: Reduction, nodes: Sequence[int], most_work: int) -> list[int] | None:
+    """The order in which dynamic programming solves a component without resources, if it is narrow enough."""
+    if any(reduction.usage[i] for i in nodes):
+        return None
+    sizes = {i: len(reduction.costs[i]) for i in nodes}
+    return elimination_order(sizes, {i: set(reduction.tables[i]) for i in nodes}, most_work)
+
+
+def _fix(reduction: Reduction, most_work: int) -> tuple[dict[int, int], float]:
+    """Leave wide components without resources only the choices that an optimal assignment may have. Good choices for
+    their nodes, of all that the problem has, and what no assignment costs less than."""
+    near, bound = dict[int, int](), reduction.constant
+    for nodes in _components(reduction):
+        costs, tables = _part(reduction, nodes)
+        if _narrow(reduction, nodes, most_work) is not None or any(reduction.usage[i] for i in nodes):
+            bound += minima(costs, tables)
+            continue
+        found = fixed(costs, tables)
+        near |= {i: int(reduction.alive[i][place]) for i, place in (found.choice or {}).items()}
+        bound += found.bound
+        for node, mask in found.masks.items():
+            reduction.keep(node, mask)
+    reduction.run()
+    return near, bound
+
+
+def _known(reduction: Reduction, nodes: Sequence[int], near: Mapping[int, int]) -> dict[int, int] | None:
+    """The choices of ``near`` among those that are left, if all of them are."""
+    places = {i: np.flatnonzero(reduction.alive[i] == near.get(i, -1)).tolist() for i in nodes}
+    return {i: found[0] for i, found in places.items()} if all(places.values()) else None
+
+
+def _part(reduction: Reduction, nodes: Sequence[int]) -> tuple[dict[int, Vector], dict[tuple[int, int], Table]]:
+    """The costs and the tables of some nodes."""
+    tables = {(i, j): t for i in nodes for j, t in reduction.tables[i].items() if i < j}
+    return {i: reduction.costs[i] for i in nodes}, tables
+
+
+def _components(reduction: Reduction) -> list[list[int]]:
+    """The nodes left, in groups that neither an edge nor a row connects."""
+    seen, groups = set[int](), []
+    for root in reduction.nodes:
+        if root in seen:
+            continue
+        group, stack = [], [root]
+        seen.add(root)
+        while stack:
+            node = stack.pop()
+            group.append(node)
+            near = set(reduction.tables[node]).union(*(reduction.members[r] for r in reduction.usage[node]))
+            stack.extend(near - seen)
+            seen |= near
+        groups.append(sorted(group))
+    return groups
+
+
+class _Program:
+    """The mixed-integer program of one component, as a MathOpt proto that is filled from arrays."""
+
+    def __init__(self, reduction: Reduction, nodes: Sequence[int]) -> None:
+        sizes = [len(reduction.costs[i]) for i in nodes]
+        self.nodes, self.sizes = nodes, sizes
+        self.starts = dict(zip(nodes, np.cumsum([0, *sizes[:-1]]).tolist(), strict=True))
+        self.num_choices = sum(sizes)
+        cost = [reduction.costs[i] for i in nodes]
+        rows: list[NDArray[np.intp]] = [np.repeat(np.arange(len(nodes)), sizes)]
+        columns: list[NDArray[np.intp]] = [np.arange(self.num_choices)]
+        values: list[Vector] = [np.ones(self.num_choices)]
+        num_rows, num_columns = len(nodes), self.num_choices
+        lower, upper = [np.ones(num_rows)], [np.ones(num_rows)]
+        for i in nodes:
+            for j, table in reduction.tables[i].items():
+                if j < i:
+                    continue
+                p, q = np.isfinite(table).nonzero()
+                entries = num_columns + np.arange(len(p))
+                marginals = np.arange(sum(table.shape)) + num_rows
+                both = np.concatenate(
+                    [self.starts[i] + np.arange(table.shape[0]), self.starts[j] + np.arange(table.shape[1])]
+                )
+                rows += [num_rows + p, num_rows + table.shape[0] + q, marginals]
+                columns += [entries, entries, both]
+                values += [np.ones(2 * len(p)), -np.ones(len(both))]
+                lower.append(np.zeros(len(both)))
+                upper.append(np.zeros(len(both)))
+                cost.append(table[p, q])
+                num_rows += len(both)
+                num_columns += len(p)
+        for r in sorted({r for i in nodes for r in reduction.usage[i]}):
+            limit = reduction.limits[r]
+            unit = max(limit, max(float(reduction.usage[i][r].max()) for i in reduction.members[r]))
+            for i in sorted(reduction.members[r]):
+                taken = reduction.usage[i][r].nonzero()[0]
+                rows.append(np.full(len(taken), num_rows))
+                columns.append(self.starts[i] + taken)
+                values.append(reduction.usage[i][r][taken] / unit)
+            lower.append(np.array([-np.inf]))
+            upper.append(np.array([limit / unit]))
+            num_rows += 1
+        self.cost = np.concatenate(cost)
+        self.num_variables = num_columns
+        self._rows, self._columns = np.concatenate(rows), np.concatenate(columns)
+        self._values = np.concatenate(values)
+        self._lower, self._upper = np.concatenate(lower), np.concatenate(upper)
+        largest = float(self.cost.max(initial=0.0))
+        self.scale = _LARGEST_COEFFICIENT / largest if largest > 0 else 1.0
+
+    def solve(self, time_limit_s: float, relative_gap: float, choice: dict[int, int]) -> float:
+        """Adds each node's choice to ``choice`` and returns the bound on this component's cost."""
+        parameters = mathopt.SolveParameters(
+            time_limit=timedelta(seconds=time_limit_s), relative_gap_tolerance=relative_gap
+        )
+        model = mathopt.Model.from_model_proto(self._proto())
+        check_threads()
+        result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters)
+        reason = result.termination.reason
+        if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
+            raise InfeasibleError("no assignment satisfies the tables and the limits together", tuple(self.nodes))
+        if not result.has_primal_feasible_solution():
+            raise TimeLimitError(
+                f"no assignment found in {time_limit_s:.1f} s ({len(self.nodes)} nodes, {self.num_variables} "
+                f"variables, {reason.name.lower()}); allow more time or loosen the limits"
+            )
+        variables = list(model.variables())[: self.num_choices]
+        taken = np.array(result.variable_values(variables))
+        for i, size in zip(self.nodes, self.sizes, strict=True):
+            choice[i] = int(taken[self.starts[i] : self.starts[i] + size].argmax())
+        return float(result.termination.objective_bounds.dual_bound) / self.scale
+
+    def _proto(self) -> model_pb2.ModelProto:
+        proto = model_pb2.ModelProto()
+        ids = np.arange(self.num_variables)
+        proto.variables.ids.extend(ids.tolist())
+        proto.variables.lower_bounds.extend([0.0] * self.num_variables)
+        proto.variables.upper_bounds.extend([1.0] * self.num_variables)
+        proto.variables.integers.extend((ids < self.num_choices).tolist())
+        costly = self.cost.nonzero()[0]
+        proto.objective.linear_coefficients.ids.extend(costly.tolist())
+        proto.objective.linear_coefficients.values.extend((self.cost[costly] * self.scale).tolist())
+        proto.linear_constraints.ids.extend(range(len(self._lower)))
+        proto.linear_constraints.lower_bounds.extend(self._lower.tolist())
+        proto.linear_constraints.upper_bounds.extend(self._upper.tolist())
+        order = np.lexsort((self._columns, self._rows))
+        matrix = proto.linear_constraint_matrix
+        matrix.row_ids.extend(self._rows[order].tolist())
+        matrix.column_ids.extend(self._columns[order].tolist())
+        matrix.coefficients.extend(self._values[order].tolist())
+        return proto

@@ -1,0 +1,152 @@
+"""Choices that no optimal assignment has, from a bound and an assignment close to it.
+
+A sequential dual ascent (TRW-S: Kolmogorov, "Convergent Tree-reweighted Message Passing", 2006, on monotonic chains)
+moves costs between nodes and tables, which changes no assignment's cost. The sum of all minima is then a bound, and
+what a choice exceeds the minima by is the least that it costs: where that is more than the distance from the bound to a
+known assignment, the choice can go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Vector = NDArray[np.float64]
+
+Table = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+
+_SWEEPS = 60
+
+_LOOK = 5  # sweeps between two looks at the distance
+_CLOSE = 1e-10  # of the cost: the assignment is optimal
+_NEAR = 0.3  # of the distance: more than that should be left behind at the pace of the last sweeps
+_SLACK = 1e-9  # of the cost: rounding
+
+
+class Dual:
+    """The costs ``unary`` of nodes and ``tables`` of pairs, moved so that their minima add up to much."""
+
+    def __init__(self, costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table]) -> None:
+        self.unary = {i: cost.copy() for i, cost in costs.items()}
+        self.tables = {pair: table.copy() for pair, table in tables.items()}
+        self.near: dict[int, list[tuple[tuple[int, int], int, bool]]] = {i: [] for i in costs}
+        place = {node: number for number, node in enumerate(costs)}
+        for i, j in tables:
+            self.near[i].append(((i, j), 0, place[j] > place[i]))  # pair, dim of the node, whether the other is later
+            self.near[j].append(((i, j), 1, place[i] > place[j]))
+
+    @property
+    def bound(self) -> float:
+        return minima(self.unary, self.tables)
+
+    def sweep(self, forward: bool) -> None:
+        """Take from each node's tables what its choices cost in any case, and hand it on to the tables to come."""
+        for node in self.unary if forward else reversed(self.unary):
+            unary = self._gather(node)
+            ahead = [(pair, dim) for pair, dim, later in self.near[node] if later == forward]
+            parts = max(len(ahead), len(self.near[node]) - len(ahead), 1)
+            share = (unary - unary.min()) / parts
+            for pair, dim in ahead:
+                self.tables[pair] += share[:, None] if dim == 0 else share
+                unary = unary - _finite(share)
+            self.unary[node] = unary
+
+    def _gather(self, node: int) -> Vector:
+        unary = self.unary[node]
+        for pair, dim, _ in self.near[node]:
+            table = self.tables[pair]
+            least = np.minimum.reduce(table, axis=1 - dim)
+            unary = unary + least
+            moved = _finite(least)
+            table -= moved[:, None] if dim == 0 else moved
+        return unary
+
+    def assignment(self) -> dict[int, int]:
+        """Node after node what costs least with those before, then as long as a change of one node helps."""
+        choice: dict[int, int] = {}
+        for node in self.unary:
+            choice[node] = int(self._conditional(node, choice).argmin())
+        for _ in range(10):
+            before = dict(choice)
+            for node in self.unary:
+                choice[node] = int(self._conditional(node, choice).argmin())
+            if choice == before:
+                break
+        return choice
+
+    def _conditional(self, node: int, choice: Mapping[int, int]) -> Vector:
+        cost = self.unary[node]
+        for pair, dim, _ in self.near[node]:
+            other = choice.get(pair[1 - dim])
+            table = self.tables[pair]
+            cost = cost + (table.min(axis=1 - dim) if other is None else table.take(other, axis=1 - dim))
+        return cost
+
+    def cost(self, choice: Mapping[int, int]) -> float:
+        total = sum(float(cost[choice[i]]) for i, cost in self.unary.items())
+        return total + sum(float(table[choice[i], choice[j]]) for (i, j), table in self.tables.items())
+
+    def allowed(self, room: float) -> dict[int, Mask]:
+        """The choices of each node that cost at most ``room`` more than the bound."""
+        masks = {}
+        for node, unary in self.unary.items():
+            extra = unary - unary.min()
+            for pair, dim, _ in self.near[node]:
+                least = self.tables[pair].min(axis=1 - dim)
+                extra = extra + (least - least.min())
+            masks[node] = extra <= room
+        return masks
+
+
+def minima(costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table]) -> float:
+    """The sum of all, which no assignment costs less than."""
+    return sum(float(c.min()) for c in (*costs.values(), *tables.values()))
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """``masks``: for each node the choices that an optimal assignment may have; every optimal one, but where one is
+    found. ``choice``: a good assignment, if one was found; ``bound``: what none costs less than."""
+
+    masks: dict[int, Mask]
+    choice: dict[int, int] | None
+    bound: float
+
+
+def fixed(costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table]) -> Fixed:
+    """What a dual ascent tells of a problem."""
+    dual = Dual(costs, tables)
+    best, least, bound = None, np.inf, -np.inf
+    for sweep in range(_SWEEPS):
+        dual.sweep(forward=sweep % 2 == 0)
+        if sweep % _LOOK == _LOOK - 1:
+            choice = dual.assignment()
+            cost = dual.cost(choice)
+            if cost < least:
+                best, least = choice, cost
+            if best is None:  # no allowed assignment yet, and nothing to compare with
+                continue
+            raised = dual.bound
+            if least - raised <= _CLOSE * abs(least):
+                return Fixed({node: _only(len(costs[node]), best[node]) for node in costs}, best, raised)
+            if (raised - bound) * (_SWEEPS - sweep) / _LOOK <= _NEAR * (least - raised):  # no use going on
+                break
+            bound = raised
+    if not np.isfinite(least) or not np.isfinite(dual.bound):
+        return Fixed({node: np.ones(len(cost), bool) for node, cost in costs.items()}, best, dual.bound)
+    return Fixed(dual.allowed(least - dual.bound + _SLACK * abs(least)), best, dual.bound)
+
+
+def _finite(values: Vector) -> Vector:
+    """0 for what is infinite."""
+    return np.where(values < np.inf, values, 0.0)
+
+
+def _only(size: int, index: int) -> Mask:
+    mask = np.zeros(size, bool)
+    mask[index] = True
+    return mask

@@ -1,0 +1,118 @@
+"""Exact dynamic programming: minimise a pairwise problem one node after the other.
+
+Minimising over a node leaves one table over its neighbours. Where the graph is narrow, as a model's blocks are once
+followers and values are merged, these tables stay small and the optimum is found in milliseconds; where it is not,
+:func:`elimination_order` says so before any work is done.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partitioner.solve.pairwise.presolve import InfeasibleError, Table, Vector
+
+QUICK_WORK = 3_000_000  # entries of all tables together: some 50 ms
+
+FAIR_WORK = 16_000_000  # a fraction of a second, whatever the time limit
+MOST_WORK = 256_000_000  # some seconds, in which HiGHS does not solve a problem of that width
+WORK_PER_S = 50_000_000
+LARGEST_TABLE = 16_000_000  # 128 MB
+
+_Score = Callable[[int, Mapping[int, int], Mapping[int, set[int]]], float]
+
+
+def elimination_order(
+    sizes: Mapping[int, int], neighbours: Mapping[int, set[int]], most_work: int = MOST_WORK
+) -> list[int] | None:
+    """An order in which the nodes can be eliminated with tables of ``most_work`` entries together, none larger than
+    :data:`LARGEST_TABLE`, or ``None``.
+
+    ``sizes`` are numbers of choices. Greedy, by two scores of which one is better now and now the other.
+    """
+    orders = [_greedy(sizes, neighbours, score, most_work) for score in (_table_left, _entries_filled)]
+    allowed = [order for order in orders if order is not None]
+    return min(allowed)[1] if allowed else None
+
+
+def _table_left(node: int, sizes: Mapping[int, int], near: Mapping[int, set[int]]) -> float:
+    return math.prod(sizes[j] for j in near[node])
+
+
+def _entries_filled(node: int, sizes: Mapping[int, int], near: Mapping[int, set[int]]) -> float:
+    return sum(sizes[j] * sizes[k] for j, k in combinations(near[node], 2) if k not in near[j])
+
+
+def _greedy(
+    sizes: Mapping[int, int], neighbours: Mapping[int, set[int]], score: _Score, most_work: int
+) -> tuple[int, list[int]] | None:
+    """The entries of all tables, and the order that takes the node of the least ``score`` next; ``None`` where they are
+    too many."""
+    near = {node: set(others) for node, others in neighbours.items()}
+    scores = {node: score(node, sizes, near) for node in near}
+    order, work = list[int](), 0
+    while near:
+        node = min(scores, key=scores.__getitem__)
+        entries = sizes[node] * math.prod(sizes[j] for j in near[node])
+        work += entries
+        if work > most_work or entries > LARGEST_TABLE:
+            return None
+        del scores[node]
+        around = near.pop(node)
+        for j in around:
+            near[j] = (near[j] | around) - {j, node}
+        stale = around.union(*(near[j] for j in around))
+        scores.update((j, score(j, sizes, near)) for j in stale)
+        order.append(node)
+    return work, order
+
+
+_Term = tuple[tuple[int, ...], NDArray[np.float64]]  # the other nodes in order, and costs indexed (node, *others)
+
+
+def eliminate(
+    costs: Mapping[int, Vector], tables: Iterable[tuple[int, int, Table]], order: Sequence[int]
+) -> tuple[dict[int, int], float]:
+    """The best choice of every node of ``order`` and its cost. Raises :class:`InfeasibleError` where there is none."""
+    place = {node: i for i, node in enumerate(order)}
+    waiting: dict[int, list[_Term]] = {node: [] for node in order}
+    for i, j, table in tables:
+        if place[i] < place[j]:
+            waiting[i].append(((j,), table))
+        else:
+            waiting[j].append(((i,), table.T))
+    scopes, total = list[list[int]](), 0.0
+    for node in order:
+        terms = waiting[node]
+        scope = sorted({j for others, _ in terms for j in others}, key=place.__getitem__)
+        scopes.append(scope)
+        left = _join(costs[node], terms, scope).min(axis=0)
+        if not scope:
+            if not np.isfinite(left):
+                raise InfeasibleError("no assignment satisfies the tables together", (node,))
+            total += float(left)
+        else:
+            waiting[scope[0]].append((tuple(scope[1:]), left))
+    choice: dict[int, int] = {}
+    for node in reversed(order):
+        vector = costs[node].copy()
+        for others, table in waiting[node]:
+            index: tuple[slice | int, ...] = (slice(None), *[choice[j] for j in others])
+            vector += table[index]
+        choice[node] = int(vector.argmin())
+    return choice, total
+
+
+def _join(cost: Vector, terms: Sequence[_Term], scope: Sequence[int]) -> NDArray[np.float64]:
+    """The sum of a node's cost and of ``terms``, with the dims (node, *scope)."""
+    joined = cost.reshape(-1, *[1] * len(scope))
+    for others, table in sorted(terms, key=lambda term: term[1].size):
+        if len(others) < len(scope):
+            sizes = dict(zip(others, table.shape[1:], strict=True))
+            table = table.reshape(-1, *[sizes.get(j, 1) for j in scope])
+        joined = joined + table
+    return joined

@@ -1,0 +1,346 @@
+"""Make a pairwise problem smaller without losing its optimum.
+
+Every step keeps at least one optimal assignment, and the steps that were taken can be undone on an answer to what is
+left. In the order in which they are tried on a node:
+
+=============  =======================================================================================================
+step           what it does
+=============  =======================================================================================================
+normalise      moves row and column minima of a table into its nodes; drops tables of zeros and impossible choices
+forced         a node with one choice is added to its neighbours and to the limits
+eliminate      a node with at most two neighbours (and no resource) is minimised out, into a table of these two
+follow         a node whose choice is decided by one neighbour's choice is merged into that neighbour
+dominate       a choice is dropped where another is never worse, whatever the neighbours do (Goldstein's criterion)
+=============  =======================================================================================================
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from passes.errors import PartitionError
+
+Vector = NDArray[np.float64]
+
+Table = NDArray[np.float64]
+Choices = NDArray[np.intp]
+
+_MAX_ELIMINATION = 4_000_000  # entries of the largest intermediate array
+
+_MAX_DOMINANCE = 8_000_000
+_MAX_CHOICES = 2_000
+_ALWAYS_COMPARED = 500_000  # bytes of pairs of choices
+_ALWAYS_FILL = 256  # a new table this small is worth losing a node
+
+
+class InfeasibleError(PartitionError):
+    """No assignment satisfies the constraints. ``nodes`` are the indices of nodes that lost their last choice."""
+
+    def __init__(self, message: str, nodes: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.nodes = nodes
+
+
+@dataclass(frozen=True)
+class _Function:
+    """``node`` takes ``choice[neighbour labels...]``: how an eliminated node follows from the others."""
+
+    node: int
+    neighbours: tuple[int, ...]
+    labels: tuple[Choices, ...]  # per neighbour: its original choices, sorted, at the time
+    choice: Choices  # original choice of ``node``, indexed like ``labels``
+
+
+class Reduction:
+    """A pairwise problem that is being reduced; ``solve`` only what :attr:`nodes` still lists.
+
+    ``costs[i]`` has one entry per remaining choice of node i, ``tables[i][j]`` is indexed (choice of i, choice of j)
+    and ``usage[i][r]`` is what each choice of i takes of row r, of which ``limits[r]`` is left.
+    """
+
+    def __init__(
+        self,
+        costs: Sequence[Vector],
+        edges: Iterable[tuple[int, int, Table]],
+        rows: Sequence[tuple[dict[int, Vector], float]] = (),
+    ) -> None:
+        self.constant = 0.0
+        self.costs: list[Vector] = [np.array(c, dtype=np.float64) for c in costs]
+        self.alive: list[Choices] = [np.arange(len(c)) for c in costs]
+        self.tables: list[dict[int, Table]] = [{} for _ in costs]
+        self.usage: list[dict[int, Vector]] = [{} for _ in costs]
+        self.limits: list[float] = [limit for _, limit in rows]
+        self.members: list[set[int]] = [set(usage) for usage, _ in rows]
+        self._changed: list[dict[int, None]] = [{} for _ in costs]  # per node: neighbours whose table is not normal
+        self._done = [False] * len(self.costs)
+        self._undo: list[_Function] = []
+        self._queue: deque[int] = deque(range(len(self.costs)))
+        self._queued = [True] * len(self.costs)
+        self._later: dict[int, None] = {}  # to be looked at for dominated choices, in this order
+        self._rows: set[int] = set(range(len(rows)))  # whose members changed since they were last looked at
+        for row, (usage, _) in enumerate(rows):
+            for node, vector in usage.items():
+                self.usage[node][row] = np.array(vector, dtype=np.float64)
+        for first, second, table in edges:
+            if first == second:
+                self.costs[first] = self.costs[first] + np.diagonal(table)
+            else:
+                self._add_table(first, second, np.asarray(table, dtype=np.float64))
+
+    @property
+    def nodes(self) -> list[int]:
+        """The nodes that are still to be decided."""
+        return [i for i, done in enumerate(self._done) if not done]
+
+    def run(self, *, dominance: bool = True) -> None:
+        """Reduces until no step applies. Raises :class:`InfeasibleError` where a node is left without a choice.
+
+        Without ``dominance``, the dearest step, until no other applies; a later call goes on from there.
+        """
+        for node in self.nodes:
+            self._drop(node, np.isfinite(self.costs[node]))
+        cheap: tuple[Callable[[int], bool], ...] = (self._normalise, self._forced, self._eliminate, self._follow)
+        while self._queue or self._rows or (self._later and dominance):
+            if self._queue:
+                node = self._queue.popleft()
+                self._queued[node] = False
+                while not self._done[node] and any(step(node) for step in cheap):
+                    pass
+                self._later[node] = None
+            elif self._rows:
+                self._check_row(self._rows.pop())
+            else:
+                node = next(iter(self._later))
+                del self._later[node]
+                if not self._done[node]:
+                    self._dominate(node)
+
+    def keep(self, node: int, choices: NDArray[np.bool_]) -> None:
+        """Leave ``node`` only some of its choices."""
+        self._drop(node, choices)
+
+    def restore(self, choice: dict[int, int]) -> list[int]:
+        """Every node's original choice, given an index into ``costs[i]`` for each node i that is left."""
+        full = {node: int(self.alive[node][index]) for node, index in choice.items()}
+        for step in reversed(self._undo):
+            where = tuple(
+                int(np.searchsorted(labels, full[j])) for j, labels in zip(step.neighbours, step.labels, strict=True)
+            )
+            full[step.node] = int(step.choice[where])
+        return [full[i] for i in range(len(self.costs))]
+
+    # -- steps: each returns whether it changed the node, which is then looked at again ---------------------------
+
+    def _normalise(self, node: int) -> bool:
+        changed, self._changed[node] = self._changed[node], {}
+        for other in changed:
+            if other not in self.tables[node]:
+                continue
+            self._changed[other].pop(node, None)
+            table = self.tables[node][other]
+            by_row = np.minimum.reduce(table, axis=1)
+            if by_row.any():
+                self.costs[node] = self.costs[node] + by_row
+                table = _less(table, by_row[:, None])
+            by_column = np.minimum.reduce(table, axis=0)
+            if by_column.any():
+                self.costs[other] = self.costs[other] + by_column
+                table = _less(table, by_column[None, :])
+                self._later[other] = None
+            if not table.any():
+                self._remove_table(node, other)
+                continue
+            self.tables[node][other], self.tables[other][node] = table, table.T
+            self._drop(other, np.isfinite(self.costs[other]))
+        least = float(self.costs[node].min())
+        if least and np.isfinite(least):
+            self.constant += least
+            self.costs[node] = _less(self.costs[node], np.array(least))
+        return self._drop(node, np.isfinite(self.costs[node]))
+
+    def _forced(self, node: int) -> bool:
+        if len(self.costs[node]) != 1:
+            return False
+        for other, table in self.tables[node].items():
+            self.costs[other] = self.costs[other] + table[0]
+        for row, usage in self.usage[node].items():
+            self.limits[row] -= float(usage[0])
+        self.constant += float(self.costs[node][0])
+        self._finish(_Function(node, (), (), np.array(self.alive[node][0])))
+        return True
+
+    def _eliminate(self, node: int) -> bool:
+        neighbours = list(self.tables[node])
+        if self.usage[node] or len(neighbours) > 2:
+            return False
+        cost = self.costs[node]
+        sizes = [len(self.costs[j]) for j in neighbours]
+        if len(neighbours) == 2:
+            entries = sizes[0] * sizes[1]
+            grows = neighbours[1] not in self.tables[neighbours[0]] and entries > len(cost) * sum(sizes)
+            if len(cost) * entries > _MAX_ELIMINATION or (grows and entries > _ALWAYS_FILL):
+                return False
+        total = cost
+        for axis, j in enumerate(neighbours):
+            table = self.tables[node][j]
+            total = total[..., None] + (table if axis == 0 else table[:, None, :])
+        best = total.argmin(axis=0)
+        value = total.min(axis=0)
+        labels = tuple(self.alive[j] for j in neighbours)
+        self._finish(_Function(node, tuple(neighbours), labels, self.alive[node][best]))
+        if not neighbours:
+            self.constant += float(value)
+        elif len(neighbours) == 1:
+            self.costs[neighbours[0]] = self.costs[neighbours[0]] + value
+            self._drop(neighbours[0], np.isfinite(self.costs[neighbours[0]]))
+        else:
+            self._add_table(neighbours[0], neighbours[1], value)
+        return True
+
+    def _follow(self, node: int) -> bool:
+        leader = next((j for j, t in self.tables[node].items() if (np.isfinite(t).sum(axis=0) == 1).all()), None)
+        if leader is None:
+            return False
+        table = self.tables[node][leader]
+        decided = np.isfinite(table).argmax(axis=0)  # per choice of the leader: that of the node
+        self.costs[leader] = self.costs[leader] + self.costs[node][decided] + table.min(axis=0)
+        for row, usage in self.usage[node].items():
+            old = self.usage[leader].get(row)
+            self.usage[leader][row] = usage[decided] if old is None else old + usage[decided]
+            self.members[row].add(leader)
+            self._rows.add(row)
+        rest = [(other, t[decided]) for other, t in self.tables[node].items() if other != leader]
+        self._finish(_Function(node, (leader,), (self.alive[leader],), self.alive[node][decided]))
+        for other, t in rest:
+            self._add_table(leader, other, t)
+        return True
+
+    def _dominate(self, node: int) -> bool:
+        cost, tables = self.costs[node], list(self.tables[node].values())
+        if len(cost) > _MAX_CHOICES:
+            return False
+        # q can only replace p where it is possible whatever p allows its neighbours
+        possible = np.concatenate([np.isfinite(t) for t in tables], axis=1) if tables else np.ones((len(cost), 1), bool)
+        narrower = _narrower(possible)
+        for usage in self.usage[node].values():
+            narrower |= usage[None, :] > usage[:, None]
+        np.fill_diagonal(narrower, True)
+        p, q = (~narrower).nonzero()
+        if len(p) * possible.shape[1] > _MAX_DOMINANCE:
+            return False
+        worse = cost[q] - cost[p]  # what q rather than p can cost more, at worst
+        if tables and len(p):
+            whole = np.concatenate(tables, axis=1)
+            more = np.where(possible, whole, 0.0)[q] - whole[p]  # where p is impossible, that is no matter
+            starts = np.cumsum([0, *(table.shape[1] for table in tables[:-1])])
+            worse = worse + np.maximum.reduceat(more, starts, axis=1).sum(axis=1)
+        beaten = np.zeros_like(narrower)
+        beaten[p, q] = worse <= 1e-13 * float(np.abs(cost).max())
+        tie = beaten & beaten.T
+        beaten &= ~tie | np.tri(len(cost), k=-1, dtype=bool)  # of equals the first stays
+        return self._drop(node, np.logical_not(beaten.any(axis=1)))
+
+    # -- bookkeeping ----------------------------------------------------------------------------------------------
+
+    def _touch(self, node: int) -> None:
+        if not self._queued[node] and not self._done[node]:
+            self._queued[node] = True
+            self._queue.append(node)
+
+    def _set_table(self, first: int, second: int, table: Table) -> None:
+        self.tables[first][second] = table
+        self.tables[second][first] = table.T
+        self._changed[first][second] = self._changed[second][first] = None
+
+    def _add_table(self, first: int, second: int, table: Table) -> None:
+        old = self.tables[first].get(second)
+        self._set_table(first, second, table if old is None else old + table)
+        self._touch(first)
+        self._touch(second)
+
+    def _remove_table(self, first: int, second: int) -> None:
+        del self.tables[first][second]
+        del self.tables[second][first]
+        self._touch(second)
+
+    def _drop(self, node: int, keep: NDArray[np.bool_]) -> bool:
+        """Leaves ``node`` only the choices of ``keep``; whether any went."""
+        if keep.all():
+            return False
+        if not keep.any():
+            raise InfeasibleError(f"node {node} has no choice left that its neighbours and the limits allow", (node,))
+        self.costs[node] = self.costs[node][keep]
+        self.alive[node] = self.alive[node][keep]
+        for other, table in list(self.tables[node].items()):
+            self._set_table(node, other, table[keep])
+            self._touch(other)
+        for row in list(self.usage[node]):
+            self.usage[node][row] = self.usage[node][row][keep]
+            self._rows.add(row)
+        if not self.usage[node]:
+            self._touch(node)
+        return True
+
+    def _check_row(self, row: int) -> None:
+        """Takes what a row's members use in any case out of it, and the whole row where it cannot bind."""
+        for node in list(self.members[row]):
+            usage = self.usage[node][row]
+            least = float(usage.min())
+            self.limits[row] -= least
+            if least:
+                usage = self.usage[node][row] = usage - least
+            if not usage.any():
+                self._leave(node, row)
+        if self.limits[row] < 0:
+            raise InfeasibleError(
+                f"limit {row} is exceeded by {-self.limits[row]:g} even when every node takes least",
+                tuple(sorted(self.members[row])),
+            )
+        if sum(float(self.usage[node][row].max()) for node in self.members[row]) <= self.limits[row]:
+            for node in list(self.members[row]):
+                self._leave(node, row)
+        for node in list(self.members[row]):
+            self._drop(node, self.usage[node][row] <= self.limits[row])
+
+    def _leave(self, node: int, row: int) -> None:
+        del self.usage[node][row]
+        self.members[row].discard(node)
+        self._rows.add(row)
+        if not self.usage[node]:
+            self._touch(node)
+
+    def _finish(self, step: _Function) -> None:
+        node = step.node
+        self._done[node] = True
+        self._undo.append(step)
+        for other in self.tables[node]:
+            del self.tables[other][node]
+            self._touch(other)
+        self.tables[node] = {}
+        for row in list(self.usage[node]):
+            self._leave(node, row)
+
+
+def _narrower(possible: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """``[p, q]``: whether row ``p`` allows what row ``q`` does not; without BLAS, whose threads wait for each other."""
+    packed = np.packbits(possible, axis=1)
+    narrower: NDArray[np.bool_]
+    if len(packed) * packed.size <= _ALWAYS_COMPARED:
+        narrower = np.asarray((packed[:, None] & ~packed).any(axis=2))
+        return narrower
+    rows, of = np.unique(packed, axis=0, return_inverse=True)  # rows repeat, so that few are left
+    compared = np.stack([(row & ~rows).any(axis=1) for row in rows])
+    narrower = compared[of.reshape(-1)][:, of.reshape(-1)]
+    return narrower
+
+
+def _less(values: Table, least: Table) -> Table:
+    """``values - least`` (both may be infinite), with what is left of rounding set to zero."""
+    rest = values - np.where(np.isfinite(least), least, 0.0)
+    rest[np.abs(rest) <= 1e-14 * np.abs(np.where(np.isfinite(values), values, 0.0))] = 0.0
+    return rest

@@ -1,0 +1,1 @@
+"""Maps the ranks of a mesh to devices, on regular and irregular clusters."""

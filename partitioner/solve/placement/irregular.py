@@ -1,0 +1,196 @@
+"""Placements for clusters whose devices or links differ.
+
+First tensor groups: inside each node (or, if nodes are too small, in the whole cluster) the devices are cut into groups
+of equal, well-linked devices; equal nodes are cut in the same way. If stages do not fill nodes evenly, as many whole
+stages as fit are put into nodes first. Then the order of nodes and groups: sorted by speed, memory or outward links,
+ascending or descending, with neighbours beside each other, so that a stage gets similar devices. Over each order the
+axes are nested in every way that two levels allow. The remaining choice, which group goes to which stage, is settled by
+search: all orders of few groups, else exchanges (see ``placement.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from itertools import islice, pairwise, permutations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partitioner.solve.placement.regular import all_nestings
+from partitioner.solve.placement.set_partition import aligned, linked_groups
+from partitioner.topology.topology import Topology
+from runtime.program.mesh import AXES
+
+Ints = NDArray[np.int64]
+
+_TEMPLATE = 16  # devices of an island that are cut by their links; larger ones are cut in order
+
+_FEW = 5  # groups of which every order is tried
+_EVERY = 4  # devices of which every order is tried
+MOST = 200  # candidates
+
+
+def arrangements(topology: Topology, mesh: Mapping[str, int]) -> list[Ints]:
+    """Distinct candidate placements, each of shape ``[ranks]``; the first puts rank ``i`` on device ``i``."""
+    num = topology.num_devices
+    plain = np.arange(num)
+    if num <= _EVERY:
+        return [np.array(order) for order in permutations(range(num))]
+    size = group_size(mesh)
+    found: dict[bytes, Ints] = {plain.tobytes(): plain}
+    for devices in (*_straddling(topology, mesh, size), *_packed(topology, mesh)):
+        found.setdefault(devices.tobytes(), devices)
+    for order in _orders(topology, size):
+        for devices in _nested(topology, mesh, order, size):
+            found.setdefault(devices.tobytes(), devices)
+    return list(islice(found.values(), MOST))
+
+
+def group_size(mesh: Mapping[str, int]) -> int:
+    """Number of ranks that differ in neither ``pp`` nor ``dp``; they are placed as one group."""
+    return math.prod(size for axis, size in mesh.items() if axis not in ("pp", "dp"))
+
+
+def complete(topology: Topology) -> bool:
+    """Whether :func:`arrangements` returns all placements."""
+    return topology.num_devices <= _EVERY
+
+
+def _straddling(topology: Topology, mesh: Mapping[str, int], size: int) -> Iterator[Ints]:
+    """Every nesting, if groups of ``size`` do not fill nodes evenly."""
+    per_node = {group.devices for group in topology.nodes}
+    if len(per_node) == 1 and (devices := min(per_node)) % size:
+        levels = [n for n in (devices, topology.num_devices) if n > 1]
+        yield from all_nestings(tuple(mesh.get(axis, 1) for axis in AXES), levels)
+
+
+def _packed(topology: Topology, mesh: Mapping[str, int]) -> Iterator[Ints]:
+    """Placements with as many whole stages as possible inside nodes of similar devices, for stages that do not fill
+    nodes evenly. The other stages get the remaining devices, in every order if there are few stages."""
+    stage = topology.num_devices // mesh.get("pp", 1)
+    if stage == 1 or not any(group.devices % stage for group in topology.nodes):
+        return
+    features = _features(topology)
+    whole: list[Ints] = []
+    left: list[int] = []
+    for node in range(topology.num_nodes):
+        devices = np.flatnonzero(topology.node_of == node)
+        devices = devices[np.lexsort(-features[devices].T[::-1])]
+        cut = len(devices) // stage * stage
+        whole += [*devices[:cut].reshape(-1, stage)]
+        left += devices[cut:].tolist()
+    if not whole:
+        return
+    rest = np.array(left, dtype=np.int64)
+    rest = rest[np.lexsort([topology.node_of[rest], *-features[rest].T[::-1]])]
+    stages = np.array([*whole, *rest.reshape(-1, stage)])
+    least = features[stages].min(axis=1)
+    stages = stages[np.lexsort(-least.T[::-1])]
+    if len(stages) <= _FEW:
+        yield from (stages[list(order)].reshape(-1) for order in permutations(range(len(stages))))
+    else:
+        yield from (order.reshape(-1) for order in (stages, stages[::-1]))
+
+
+def _nested(topology: Topology, mesh: Mapping[str, int], order: Ints, size: int) -> Iterator[Ints]:
+    """Nestings of the axes over the devices in this ``order``, with groups kept together."""
+    sizes = tuple(mesh.get(axis, 1) for axis in AXES)
+    groups = order.reshape(-1, size)
+    if len(groups) <= _FEW:
+        yield from (groups[list(p)].reshape(-1) for p in permutations(range(len(groups))))
+        return
+    yield order
+    outer = tuple(n if axis in ("pp", "dp") else 1 for axis, n in zip(AXES, sizes, strict=True))
+    nodes = {group.devices for group in topology.nodes}
+    levels = [max(1, min(nodes) // size)] if len(nodes) == 1 and min(nodes) % size == 0 else [1]
+    levels = [level for level in (*levels, len(groups)) if level > 1]
+    pp, dp = outer[0], outer[1]
+    yield groups.reshape(dp, pp, size).transpose(1, 0, 2).reshape(-1)
+    yield from (groups[nest].reshape(-1) for nest in all_nestings(outer, levels))
+
+
+def _orders(topology: Topology, size: int) -> Iterator[Ints]:
+    """Orders of all devices that put similar or nearby devices beside each other."""
+    features = _features(topology)
+    by_node = np.array([features[topology.node_of == node].min(axis=0) for node in range(topology.num_nodes)])
+    near = np.array([storey.joined for storey in reversed(topology.storeys)]).reshape(-1, topology.num_devices)
+    first = np.searchsorted(topology.node_of, np.arange(topology.num_nodes))
+    templates: dict[tuple[bytes, int], list[int]] = {}
+    whole = any(group.devices % size for group in topology.nodes)
+    num_features = features.shape[1]
+    for key in range(num_features):
+        for sign in (-1, 1):
+            columns = [sign * by_node[:, (key + k) % num_features] for k in range(num_features)]
+            for keys in ([*columns, *near[:, first]], [*near[:-1, first], *columns]):
+                nodes = np.lexsort([np.arange(topology.num_nodes), *keys[::-1]])
+                if whole:
+                    yield _whole(topology, size, features, sign, key, nodes)
+                else:
+                    yield np.concatenate([_inside(topology, n, size, features, sign, key, templates) for n in nodes])
+
+
+def _features(topology: Topology) -> NDArray[np.float64]:
+    """Speed, memory and outward bandwidth of every device, shape ``[num_devices, 3]``; more is better."""
+    paces, of_device = topology.paces
+    speed = np.array([max(topology.types[kind].peak.values()) * speed for kind, speed in paces])[of_device]
+    outward = topology.network_share.copy()
+    for (i, j), link in topology.own_links.items():
+        if topology.node_of[i] != topology.node_of[j]:
+            outward[i] += link.bandwidth
+            outward[j] += link.bandwidth
+    return np.stack([speed, topology.usable.astype(np.float64), outward], axis=1)
+
+
+def _inside(
+    topology: Topology,
+    node: int,
+    size: int,
+    features: NDArray[np.float64],
+    sign: int,
+    key: int,
+    templates: dict[tuple[bytes, int], list[int]],
+) -> Ints:
+    """The devices of a node, cut into groups; equal nodes are cut in the same way."""
+    devices = np.flatnonzero(topology.node_of == node)
+    own = features[devices]
+    if len(devices) == 1 or (size == len(devices)) or _plain(topology, devices, own):
+        return devices
+    linked = topology.links_between(devices)[0] if len(devices) <= _TEMPLATE else own
+    seen = (linked.tobytes() + own.tobytes(), 0 if len(np.unique(own, axis=0)) == 1 else sign * (key + 1))
+    if seen not in templates:
+        start = int(devices[0])
+        templates[seen] = [d - start for d in _cut(topology, devices.tolist(), size, features, sign, key)]
+    return np.asarray(devices[0] + np.array(templates[seen]), dtype=np.int64)
+
+
+def _plain(topology: Topology, devices: Ints, own: NDArray[np.float64]) -> bool:
+    """Whether a node's devices are alike, so that its groups do not matter."""
+    direct = topology.pattern_of[devices[0]] >= 0 or topology.own_links
+    return not direct and len(np.unique(own, axis=0)) == 1
+
+
+def _whole(topology: Topology, size: int, features: NDArray[np.float64], sign: int, key: int, nodes: Ints) -> Ints:
+    """All devices, cut into groups that may span nodes."""
+    order = np.concatenate([np.flatnonzero(topology.node_of == node) for node in nodes])
+    return np.array(_cut(topology, order.tolist(), size, features, sign, key))
+
+
+def _cut(
+    topology: Topology, devices: list[int], size: int, features: NDArray[np.float64], sign: int, key: int
+) -> list[int]:
+    """``devices`` sorted, in groups of ``size``. If a group's links to the preceding group differ, its members are in
+    the order that links them best."""
+    rows = features[devices]
+    columns = [sign * rows[:, (key + k) % rows.shape[1]] for k in range(rows.shape[1])]
+    devices = [devices[i] for i in np.lexsort(columns[::-1])]
+    if len(devices) > _TEMPLATE:
+        return devices
+    _, classes = np.unique(features[devices], axis=0, return_inverse=True)
+    groups = linked_groups(topology, devices, size, classes.reshape(-1).tolist())
+    place = {device: k for k, device in enumerate(devices)}
+    groups.sort(key=lambda group: min(place[d] for d in group))
+    for before, group in pairwise(groups):
+        bandwidth = topology.links_between([*before, *group])[0][:size, size:]
+        group[:] = [group[k] for k in aligned(bandwidth)]
+    return [device for group in groups for device in group]

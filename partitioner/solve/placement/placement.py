@@ -1,0 +1,321 @@
+"""Map the ranks of a mesh to devices: the placement whose plan takes least.
+
+Where devices and levels are all alike, the placements differ only in which axis spans which level
+(``regular.py``). Elsewhere tensor groups are formed by their links and ordered by what their devices can do
+(``irregular.py``), and groups are exchanged between stages as long as that helps. Whatever is tried is judged by the
+cost model that judges the plan; ranks on their namesakes are always tried, so no placement is worse than that.
+
+Several ways to the same end, of which some may have no plan: the cheapest, or why there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partitioner.cost.call.collectives import collective_time
+from partitioner.cost.step.placed_mesh import Machine
+from partitioner.cost.step.relaxed_mesh import best_group
+from partitioner.errors import CapacityError
+from partitioner.solve.placement.irregular import arrangements, complete, group_size
+from partitioner.solve.placement.regular import equal_levels, fits, nestings
+from partitioner.topology.group import Group
+from partitioner.topology.groups import kinds_of, rank_grid
+from partitioner.topology.topology import Topology
+from passes.errors import PartitionError
+from runtime.program.mesh import AXES
+
+T = TypeVar("T")
+
+
+def least_of(attempts: Sequence[Callable[[], tuple[float, T]]]) -> tuple[float, T]:
+    """The result of the least cost, the first of equals. Raises :func:`nearest` where all attempts raise."""
+    best: tuple[float, T] | None = None
+    errors: list[PartitionError] = []
+    for attempt in attempts:
+        try:
+            found = attempt()
+        except PartitionError as error:
+            errors.append(error)
+            continue
+        best = found if best is None or found[0] < best[0] else best
+    if best is None:
+        raise nearest(errors)
+    return best
+
+
+def nearest(errors: Sequence[PartitionError]) -> PartitionError:
+    """The one that lacks least memory, if any lacks memory; else the first."""
+    short = [error for error in errors if isinstance(error, CapacityError)]
+    return min(short, key=lambda error: error.missing_bytes) if short else errors[0]
+
+
+Ints = NDArray[np.int64]
+
+Result = TypeVar("Result")
+Key = tuple[int, ...]
+
+_BETTER = 1e-9  # of a cost: what rounding may differ by
+
+EXCHANGES = 60  # placements that exchanges may judge for one mesh
+_LOOKS = 400  # and look at
+_NEAR = 1.1  # of the best cost of any mesh: exchanges have gained 3 % at most,
+_NEAR_INSIDE = 2.5  # and a half where pairs of devices have links of their own
+_AS_LIKELY = 1.01  # times the likely cost of the best placement, those that are judged
+_KEPT, _AS_GOOD = 4, 1.05  # placements of a mesh that are judged again for every microbatch, times the best one's cost
+_SENT = 1e6  # bytes, by which groups are told apart
+_MOST_GROUPS = 64  # or devices, that are exchanged
+
+
+@dataclass(frozen=True)
+class Found(Generic[Result]):
+    """The best placement that was tried: its cost, and what judging it gave."""
+
+    machine: Machine
+    cost: float
+    result: Result
+
+
+@dataclass
+class Placements:
+    """The placements of one topology, found once for each mesh. ``precision``: that of most of the work; ``in_order``:
+    only ranks on their namesakes."""
+
+    topology: Topology
+    precision: str = "bf16"
+    in_order: bool = False
+    _levels: tuple[int, ...] | None = field(init=False)
+    _candidates: dict[Key, list[Machine]] = field(default_factory=dict, init=False)
+    _narrowed: set[Key] = field(default_factory=set, init=False)
+    _exchanged: set[Key] = field(default_factory=set, init=False)
+    _best_groups: dict[tuple[int, bool], Group] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._levels = equal_levels(self.topology)
+
+    def nested(self, mesh: Mapping[str, int]) -> bool:
+        """Whether all devices are alike, and all groups of a level, and ``mesh`` fits them."""
+        return self._levels is not None and fits(mesh, self._levels)
+
+    def complete(self, mesh: Mapping[str, int]) -> bool:
+        """Whether the candidates stand for all placements of ``mesh``: all nestings, or all permutations."""
+        return self.in_order or self.nested(mesh) or complete(self.topology)
+
+    def candidates(self, mesh: Mapping[str, int]) -> list[Machine]:
+        """What is tried for ``mesh``, of placements that cost the same one each."""
+        key = _key(mesh)
+        if key not in self._candidates:
+            if self.in_order:
+                machines = [Machine(self.topology, mesh, self.precision)]
+            elif self._levels is not None and self.nested(mesh):
+                made = nestings(self.topology, mesh, self._levels)
+                machines = [Machine(self.topology, mesh, self.precision, devices, nested=s) for devices, s in made]
+            else:
+                every = arrangements(self.topology, mesh)
+                machines = [Machine(self.topology, mesh, self.precision, devices) for devices in every]
+                machines = list({signature(machine): machine for machine in reversed(machines)}.values())[::-1]
+            self._candidates[key] = machines
+        return self._candidates[key]
+
+    @property
+    def _differ_inside(self) -> bool:
+        """Whether pairs of devices have links of their own, so that who is in a group with whom matters."""
+        return bool(self.topology.own_links or self.topology.pattern_kinds)
+
+    def best_group(self, size: int, everywhere: bool = False) -> Group:
+        """What no collective over ``size`` devices can beat, wherever they are; ``everywhere``: the slowest of those
+        over all devices."""
+        if (size, everywhere) not in self._best_groups:
+            self._best_groups[size, everywhere] = best_group(self.topology, size, everywhere)
+        return self._best_groups[size, everywhere]
+
+    def at(self, mesh: Mapping[str, int], devices: Sequence[int]) -> Machine:
+        """The placement that puts the ranks of ``mesh`` on ``devices``."""
+        tried = (machine for machine in self._candidates.get(_key(mesh), ()) if machine.device_of_rank == devices)
+        return next(tried, None) or Machine(self.topology, mesh, self.precision, tuple(devices))
+
+    def best(
+        self,
+        mesh: Mapping[str, int],
+        judge: Callable[[Machine], tuple[float, Result]],
+        least: Callable[[Machine, float], float] | None = None,
+        enough: float = np.inf,
+        exchanges: int = EXCHANGES,
+        likely: Callable[[Machine], float] | None = None,
+    ) -> Found[Result]:
+        """The placement of ``mesh`` that ``judge`` gives the least cost, and the result that came with it.
+
+        ``least``: what ``judge`` cannot go below, quickly, found out as far as a cost that is enough; what cannot be
+        better is then not judged. ``enough``: a cost that is known for another mesh; one that is far from it is not
+        improved on. ``exchanges``: placements that are then judged besides, at most. ``likely``: what tells good
+        placements from others, much sooner than ``judge``, which is then not asked for those that are clearly worse.
+        Raises what ``judge`` raises where it refuses all: the :class:`CapacityError` that lacks least, if any.
+        """
+        best: Found[Result] | None = None
+        errors: list[PartitionError] = []
+        costs: list[tuple[float, int]] = []
+        machines = self.candidates(mesh)
+        floors = [0.0 if least is None else least(machine, 0.0) for machine in machines]
+        told = floors if likely is None or len(machines) == 1 else [likely(machine) for machine in machines]
+        enough_told = min(told) * _AS_LIKELY if told is not floors else np.inf
+        for number in sorted(range(len(machines)), key=lambda k: (told[k], floors[k])):
+            machine = machines[number]
+            if best is not None and told[number] > enough_told:
+                costs.append((max(floors[number], told[number]), number))
+                continue
+            if best is not None and least is not None:
+                floor = least(machine, min(best.cost, enough))
+                if floor >= min(best.cost, enough):
+                    costs.append((floor, number))
+                    continue
+            found = _judged(machine, judge, errors)
+            if found is None and likely is not None and self.nested(mesh) and isinstance(errors[-1], CapacityError):
+                break  # where devices are all alike what is lacking is lacking in any order
+            if found is not None:
+                costs.append((found.cost, number))
+                best = found if best is None or found.cost < best.cost * (1 - _BETTER) else best
+        if best is not None and not self.complete(mesh):
+            best = self._improved(best, judge, least, costs, errors, enough, exchanges, likely)
+        if best is None:
+            raise nearest(errors)
+        return best
+
+    def _improved(
+        self,
+        best: Found[Result],
+        judge: Callable[[Machine], tuple[float, Result]],
+        least: Callable[[Machine, float], float] | None,
+        costs: list[tuple[float, int]],
+        errors: list[PartitionError],
+        enough: float,
+        exchanges: int,
+        likely: Callable[[Machine], float] | None,
+    ) -> Found[Result]:
+        """``best``, or what exchanges make of it: once for a mesh. For its other microbatches the best of the
+        candidates, which took ``costs``, and ranks on their namesakes, are enough. Where ``likely`` tells placements
+        apart, exchanges go by that first."""
+        mesh = best.machine.mesh
+        key = _key(mesh)
+        if key not in self._narrowed:
+            self._narrowed.add(key)
+            near = min(costs)[0] * _AS_GOOD
+            kept = sorted({0, *(number for cost, number in sorted(costs)[:_KEPT] if cost <= near)})
+            self._candidates[key] = [self._candidates[key][number] for number in kept]
+        if key in self._exchanged or best.cost >= enough * (_NEAR_INSIDE if self._differ_inside else _NEAR):
+            return best
+        self._exchanged.add(key)
+        improved = best
+        if likely is not None:
+            start = Found(best.machine, likely(best.machine), None)
+            told = self._exchange(start, lambda machine: (likely(machine), None), None, [], np.inf, EXCHANGES)
+            if told is not start and (found := _judged(told.machine, judge, errors)) is not None:
+                improved = found if found.cost < best.cost * (1 - _BETTER) else best
+        improved = self._exchange(improved, judge, least, errors, enough, exchanges)
+        if improved is not best:
+            self._candidates[key].append(improved.machine)
+        return improved
+
+    def _exchange(
+        self,
+        best: Found[Result],
+        judge: Callable[[Machine], tuple[float, Result]],
+        least: Callable[[Machine, float], float] | None,
+        errors: list[PartitionError],
+        enough: float,
+        left: int,
+    ) -> Found[Result]:
+        """Exchange groups between stages, and stages with each other, until nothing helps."""
+        mesh = best.machine.mesh
+        seen = {self._mark(machine) for machine in self.candidates(mesh)}
+        looks = _LOOKS
+        improved = True
+        while improved and left > 0 and looks > 0:
+            improved = False
+            for devices in _neighbours(np.asarray(best.machine.devices), mesh, self._differ_inside):
+                machine = Machine(self.topology, mesh, self.precision, devices)
+                mark = self._mark(machine)
+                looks -= 1
+                if left <= 0 or looks <= 0:
+                    break
+                if mark in seen:
+                    continue
+                seen.add(mark)
+                if least is not None and least(machine, min(best.cost, enough)) >= min(best.cost, enough):
+                    continue
+                left -= 1
+                found = _judged(machine, judge, errors)
+                if found is not None and self._is_better(found, best):
+                    best, improved = found, True
+                    break
+        return best
+
+    def _is_better(self, found: Found[Result], best: Found[Result]) -> bool:
+        """Whether ``found`` costs less, or as much over faster groups: of several that are slow, one is fewer."""
+        if found.cost < best.cost * (1 - _BETTER):
+            return True
+        alike = self._differ_inside and found.cost <= best.cost * (1 + _BETTER)
+        return alike and _in_groups(found.machine) < _in_groups(best.machine) * (1 - _BETTER)
+
+    def _mark(self, machine: Machine) -> Hashable:
+        """Equal for placements of which one is enough."""
+        return signature(machine), _in_groups(machine) if self._differ_inside else 0.0
+
+
+def signature(machine: Machine) -> Hashable:
+    """Equal for placements that cost the same."""
+    wide = [axis for axis in AXES if axis != "pp" and machine.mesh.get(axis, 1) > 1]
+    together = [machine.stage_groups(*axes) for axes in combinations(wide, 2)]
+    across = machine.group("pp") if machine.mesh.get("pp", 1) > 1 else None
+    links = tuple((link.bandwidth, link.latency) for link in machine.links)
+    return machine.seats, machine.pipelines, machine.capacity, links, tuple(together), across
+
+
+def _in_groups(machine: Machine) -> float:
+    """Seconds of a collective over each group of every axis, added up."""
+    total, rows_of = 0.0, np.asarray(machine.devices)
+    for axis in AXES:
+        if axis != "pp" and machine.mesh.get(axis, 1) > 1:
+            numbers, groups = kinds_of(machine.topology, rows_of[rank_grid(machine.mesh, axis)])
+            seconds = np.array([collective_time("all_reduce", _SENT, group) for group in groups])
+            total += float(seconds[numbers].sum())
+    return total
+
+
+def _neighbours(devices: Ints, mesh: Mapping[str, int], inside: bool) -> Iterator[Ints]:
+    """Two stages exchanged, then two groups of different stages; ``inside``: then two devices of any groups."""
+    stages = mesh.get("pp", 1)
+    by_stage = devices.reshape(stages, -1)
+    for a, b in combinations(range(stages), 2):
+        order = list(range(stages))
+        order[a], order[b] = b, a
+        yield by_stage[order].reshape(-1)
+    groups = devices.reshape(-1, group_size(mesh))
+    per_stage = len(groups) // stages
+    for a, b in combinations(range(len(groups) if len(groups) <= _MOST_GROUPS else 0), 2):
+        if a // per_stage != b // per_stage:
+            order = list(range(len(groups)))
+            order[a], order[b] = b, a
+            yield groups[order].reshape(-1)
+    for a, b in combinations(range(len(devices) if inside and len(devices) <= _MOST_GROUPS else 0), 2):
+        changed = devices.copy()
+        changed[[a, b]] = changed[[b, a]]
+        yield changed
+
+
+def _judged(
+    machine: Machine, judge: Callable[[Machine], tuple[float, Result]], errors: list[PartitionError]
+) -> Found[Result] | None:
+    try:
+        return Found(machine, *judge(machine))
+    except PartitionError as error:
+        errors.append(error)
+        return None
+
+
+def _key(mesh: Mapping[str, int]) -> Key:
+    return tuple(mesh.get(axis, 1) for axis in AXES)

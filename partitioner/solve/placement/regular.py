@@ -1,0 +1,158 @@
+"""How a mesh's axes may be nested in the levels of a cluster whose devices are all alike.
+
+Where every level cuts the devices into equal runs, a placement gives each level a factor of each axis: with 8 devices
+in a node, ``tp=4`` and ``pp=4`` may put two stages into each node, or none beside each other. All placements of one
+choice of factors cost the same, so one of each is made; those that another one beats on every axis are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from itertools import chain, combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partitioner.cost.call.collectives import collective_time
+from partitioner.cost.step.placed_mesh import RING
+from partitioner.topology.groups import first_group, stage_links
+from partitioner.topology.topology import Topology
+from runtime.program.mesh import AXES
+
+Ints = NDArray[np.int64]
+
+Steps = tuple[int, ...]  # ranks behind which another part of an axis begins, from the inside out
+Factors = tuple[tuple[int, ...], ...]  # [level from the inside out][axis]
+
+_OPS = ("all_reduce", "all_gather", "all_to_all")
+
+_SIZES = (1.0, 1e15)  # bytes: costs are a start and a slope, and who is better at both ends is better throughout
+
+
+def equal_levels(topology: Topology) -> tuple[int, ...] | None:
+    """How many devices each level joins, from the inside out; ``None`` where levels or devices are not all alike."""
+    paces, _ = topology.paces
+    alike = len(paces) == 1 and len(np.unique(topology.usable)) == 1 and not topology.own_links
+    if not alike or len(np.unique(topology.network_share)) > 1:
+        return None
+    if any(len(np.unique(matrix[~np.eye(len(matrix), dtype=bool)])) > 1 for _, matrix in topology.pattern_kinds):
+        return None
+    if len(np.unique(topology.pattern_of)) > 1:
+        return None
+    everyone = np.arange(topology.num_devices)
+    sizes = [1]
+    if topology.num_nodes > 1 and topology.cards.are_shared:  # who shares a card with whom matters to messages
+        if len(np.unique(topology.cards.users)) > 1:
+            return None
+        sizes.append(int(topology.cards.users[0]))
+    for storey in topology.storeys:
+        size = int(np.searchsorted(storey.joined > 0, True))  # the first run of devices
+        if len(storey.levels) > 1 or size % sizes[-1] or topology.num_devices % size:
+            return None
+        if (storey.joined != everyone // size * size).any():
+            return None
+        sizes.append(size)
+    return tuple(dict.fromkeys(sizes[1:])) if sizes[-1] == topology.num_devices else None
+
+
+def fits(mesh: Mapping[str, int], levels: Sequence[int]) -> bool:
+    """Whether ranks on their namesakes are a nesting: no axis straddles a level, like 2 ranks in nodes of 3."""
+    product = 1
+    for axis in reversed(AXES):
+        product *= mesh.get(axis, 1)
+        if any(size % product and product % size for size in levels):
+            return False
+    return True
+
+
+def nestings(topology: Topology, mesh: Mapping[str, int], levels: Sequence[int]) -> list[tuple[Ints, Steps]]:
+    """The devices of the ranks under each nesting that may be best, shape ``[ranks]``, and its steps.
+
+    ``levels``: see :func:`equal_levels`. First are ranks on their namesakes, if no other nesting beats them.
+    """
+    sizes = tuple(mesh.get(axis, 1) for axis in AXES)
+    made = [(_devices(factors), _steps(factors)) for factors in _spread(sizes, _ways(levels))]
+    made.sort(key=lambda nesting: bool((nesting[0] != np.arange(len(nesting[0]))).any()))
+    costs = [_costs(topology, devices.reshape(sizes)) for devices, _ in made]
+    kept: list[int] = []
+    for i, cost in enumerate(costs):
+        if not any((costs[k] <= cost).all() for k in kept):
+            kept = [k for k in kept if not (cost <= costs[k]).all()]
+            kept.append(i)
+    return [made[i] for i in kept]
+
+
+def all_nestings(sizes: tuple[int, ...], levels: Sequence[int]) -> list[Ints]:
+    """One placement of each choice of factors of the axes' ``sizes``."""
+    return [_devices(factors) for factors in _spread(sizes, _ways(levels))]
+
+
+def _ways(levels: Sequence[int]) -> tuple[int, ...]:
+    """How many parts of the level below each level joins."""
+    return tuple(size // below for size, below in zip(levels, (1, *levels), strict=False))
+
+
+def _spread(sizes: tuple[int, ...], ways: tuple[int, ...]) -> Iterator[Factors]:
+    """Every way to split the axes' ``sizes`` into factors whose product is ``ways`` on each level."""
+    if not ways:
+        if all(size == 1 for size in sizes):
+            yield ()
+        return
+    for inner in _factorings(sizes, ways[0]):
+        rest = tuple(size // factor for size, factor in zip(sizes, inner, strict=True))
+        yield from ((inner, *outer) for outer in _spread(rest, ways[1:]))
+
+
+@cache
+def _factorings(sizes: tuple[int, ...], product: int) -> tuple[tuple[int, ...], ...]:
+    """A divisor of each of ``sizes`` so that they multiply to ``product``."""
+    if not sizes:
+        return ((),) if product == 1 else ()
+    found = []
+    for factor in range(1, math.gcd(sizes[0], product) + 1):
+        if sizes[0] % factor == 0 and product % factor == 0:
+            found += [(factor, *rest) for rest in _factorings(sizes[1:], product // factor)]
+    return tuple(found)
+
+
+def _devices(factors: Factors) -> Ints:
+    """The device of every rank: digits of the device's number, by level and axis, brought together by axis."""
+    outward = factors[::-1]
+    grid = np.arange(math.prod(chain.from_iterable(factors))).reshape([f for level in outward for f in level])
+    num = len(AXES)
+    by_axis = [level * num + axis for axis in range(num) for level in range(len(outward))]
+    return np.ascontiguousarray(grid.transpose(by_axis)).reshape(-1)
+
+
+def _steps(factors: Factors) -> Steps:
+    steps = [1]
+    for axis in reversed(range(len(AXES))):
+        for of_level in factors:
+            steps.append(steps[-1] * of_level[axis])
+    return tuple(dict.fromkeys(steps))
+
+
+def _costs(topology: Topology, grid: Ints) -> NDArray[np.float64]:
+    """What collectives over each axis, over axes together, and messages between stages take; less is never worse.
+
+    All groups of an axis are alike, so the first one stands for them.
+    """
+    mesh = dict(zip(AXES, grid.shape, strict=True))
+    wide = [i for i, size in enumerate(grid.shape) if size > 1]
+    costs = []
+    for count in range(1, len(wide) + 1):
+        for axes in combinations(wide, count):
+            if 0 in axes and count > 1:
+                continue
+            names = tuple(AXES[i] for i in axes)
+            group = first_group(topology, mesh, *names, devices=grid, ring=names == RING)
+            costs += [collective_time(op, size, group) for op in _OPS for size in _SIZES]
+            costs += [hop.time(size) for hop in group.hops for size in _SIZES]
+    alike = not topology.cards.are_shared  # then the first message between two stages is like all of them
+    of_stages = {"pp": grid.shape[0]} if alike else mesh
+    ranks = grid.reshape(grid.shape[0], -1)[:, :1] if alike else grid
+    for link in stage_links(topology, of_stages, ranks.reshape(-1)):
+        costs += [link.latency, 1 / link.bandwidth]
+    return np.array(costs)

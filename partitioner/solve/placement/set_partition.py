@@ -1,0 +1,119 @@
+"""Cut devices into groups of one size so that links inside groups are wide: a set partition, solved by CP-SAT.
+
+Devices that could change places are one kind, of which a group has a number: else all ways to name the same groups
+would be gone through.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from itertools import combinations
+from math import comb
+
+import numpy as np
+from numpy.typing import NDArray
+from ortools.graph.python import linear_sum_assignment
+from ortools.sat.python import cp_model
+
+from partitioner.background import check_threads
+from partitioner.topology.fabric import Floats
+from partitioner.topology.pair_links import group_of
+from partitioner.topology.topology import Topology
+
+Ints = NDArray[np.int64]
+
+MOST_GROUPS = 2000  # possible groups that are looked at: any 4 of 16 devices are 1820
+
+_PARTS = 1 << 30  # of the largest sum of bandwidths
+_LEAST = 1.0  # byte/s
+_SECONDS = 5.0  # deterministic ones, far above what these problems take
+
+
+def linked_groups(topology: Topology, devices: Sequence[int], size: int, classes: Sequence[int]) -> list[list[int]]:
+    """``devices`` in groups of ``size``: of equal ``classes`` first, then the widest narrowest group, then the widest
+    links in all. Where there are too many possible groups, or no difference between them, as they come.
+    """
+    n = len(devices)
+    plain = [list(devices[i : i + size]) for i in range(0, n, size)]
+    bandwidth = topology.links_between(np.array(devices))[0]
+    apart = bandwidth[~np.eye(n, dtype=bool)]
+    alike = len(set(classes)) == 1 and len(np.unique(apart)) <= 1
+    if size in (1, n) or alike or comb(n, size) > MOST_GROUPS:
+        return plain
+    kinds = _alike(bandwidth, list(zip(classes, topology.node_of[list(devices)].tolist(), strict=True)))
+    groups = {tuple(sorted(kinds[i] for i in group)): group for group in combinations(range(n), size)}
+    mixed = [len({classes[i] for i in g}) - 1 for g in groups.values()]
+    rate = [group_of(topology, np.array([devices[i] for i in g])).bus_bandwidth for g in groups.values()]
+    inside = [float(bandwidth[np.ix_(g, g)].sum() - bandwidth[list(g), list(g)].sum()) for g in groups.values()]
+    left = {kind: [d for d, k in zip(devices, kinds, strict=True) if k == kind] for kind in dict.fromkeys(kinds)}
+    chosen = _partition([Counter(group) for group in groups], Counter(kinds), [mixed, _ranks(rate), _whole(inside)])
+    return [
+        [left[kind].pop(0) for kind in group] for group, times in zip(groups, chosen, strict=True) for _ in range(times)
+    ]
+
+
+def _alike(bandwidth: Floats, known: Sequence[Hashable]) -> list[int]:
+    """For each device the first one that it could change places with: what is ``known`` of both is the same, and so are
+    their links to all others."""
+    places = np.arange(len(known))
+
+    def change(i: int, j: int) -> bool:
+        order = places.copy()
+        order[[i, j]] = j, i
+        return known[i] == known[j] and bool((bandwidth[np.ix_(order, order)] == bandwidth).all())
+
+    return [next(i for i in range(j + 1) if i == j or change(i, j)) for j in range(len(known))]
+
+
+def _ranks(values: Sequence[float]) -> list[int]:
+    """The place of each value among the different ones, rounded to what a float keeps of a sum."""
+    rounded = [float(f"{value:.9g}") for value in values]
+    order = {value: k for k, value in enumerate(sorted(set(rounded)))}
+    return [order[value] for value in rounded]
+
+
+def _whole(values: Sequence[float]) -> list[int]:
+    """The values as whole numbers in the same proportions, to be added up."""
+    return [round(value / max(*values, _LEAST) * _PARTS) for value in values]
+
+
+def _partition(groups: Sequence[Counter[int]], things: Counter[int], goals: Sequence[Sequence[int]]) -> list[int]:
+    """How often each of ``groups`` is in a partition of ``things``, both by kind, by three goals one after the other:
+    the least sum of the first, the greatest minimum of the second, the greatest sum of the third."""
+    check_threads()
+    model = cp_model.CpModel()
+    taken = [model.new_int_var(0, min(things[k] // n for k, n in group.items()), "") for group in groups]
+    for kind, number in things.items():
+        model.add(sum(group[kind] * t for group, t in zip(groups, taken, strict=True) if group[kind]) == number)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.max_deterministic_time = _SECONDS
+    chosen: list[int] = []
+    least = model.new_int_var(0, max(goals[1]), "narrowest")
+    for times, value in zip(taken, goals[1], strict=True):
+        some = model.new_bool_var("")
+        model.add(times == 0).only_enforce_if(some.negated())
+        model.add(least <= value).only_enforce_if(some)
+    totals = [sum(v * t for v, t in zip(goal, taken, strict=True)) for goal in goals]
+    for sense, goal in ((-1, totals[0]), (1, least), (1, totals[2])):
+        model.maximize(sense * goal)
+        if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            break
+        chosen = [solver.value(times) for times in taken]
+        model.add(sense * goal >= round(solver.objective_value))
+    assert chosen, (things, len(groups))
+    return chosen
+
+
+def aligned(bandwidth: Floats) -> list[int]:
+    """For each row a column of its own, so that the narrowest link is as wide as can be, and then all of them."""
+    levels = np.unique(bandwidth)[::-1]
+    rank = np.searchsorted(-levels, -bandwidth)
+    costs = (len(bandwidth) + 1) ** np.minimum(rank, 12)  # one narrower link outweighs all wider ones
+    assignment = linear_sum_assignment.SimpleLinearSumAssignment()
+    rows, columns = np.indices(bandwidth.shape)
+    assignment.add_arcs_with_cost(rows.ravel(), columns.ravel(), costs.ravel())
+    status = assignment.solve()
+    assert status == assignment.OPTIMAL, status
+    return [assignment.right_mate(i) for i in range(len(bandwidth))]

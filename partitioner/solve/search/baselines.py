@@ -1,0 +1,390 @@
+"""Baselines of every report: plain and fully sharded data parallelism, and Megatron-LM's layout.
+
+They are in the report whatever the user pinned, with their costs or the reasons why they do not fit. Baselines that are
+no candidates of the search are planned beside it, without host memory first.
+
+The report shows the best layout found of a family (ZeRO-3, Megatron's), as an expert would tune it: the textbook
+layout, those that the search solved, and a few more by their bounds, for a limited time. Megatron's family has ``tp``
+inside a node, any number of stages under 1F1B or interleaved, any sizes of the other axes, and optimizer states sharded
+or not.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from partitioner.candidate import Point
+from partitioner.constraints import OF_POINT, Constraints
+from partitioner.plan import Baseline, Candidate
+from partitioner.solve.bounds.model_bounds import ModelBounds
+from partitioner.solve.search.interleaved import effort
+from partitioner.solve.search.outcomes import Evaluated, candidate, refused
+from partitioner.solve.search.space import Space, baselines, hybrids, least, points, several_stages, uneven
+from partitioner.units import divisors
+from passes.errors import PartitionError
+
+DATA_PARALLEL, FULLY_SHARDED, MEGATRON = "Plain data parallelism", "ZeRO-3 (fully sharded)", "Megatron's layout"
+
+_EXCLUDED = "excluded by the constraints"
+MOST_TRIED = 12  # points of one layout
+_MOST_OF_FAMILY, _MOST_ALIKE, _MOST_INTERLEAVED = 5, 2, 2  # layouts that are planned in addition to known ones
+_MOST_EFFORT = 0.05  # total effort of interleaved schedules after the first, see `alternatives.effort`
+_FILLED = 7 / 8  # share of a bubble that virtual stages fill
+_MOST_CHUNKS = 2  # numbers of virtual stages per layout; the second only if the search knows the first
+_MOST_FITTING, _MOST_BOUNDED = 4, 12  # per division of the model: points that fit, and points whose bounds are computed
+_OF_COLLECTIVES = 1.05  # by which bounds are too low for each doubling of tp and cp, for the order of tries alone
+_FEW = 8  # virtual stages: interleaved schedules with about as many are tried first
+_NONE: Mapping[str, Baseline] = {}
+
+
+@dataclass(frozen=True)
+class Family:
+    """The layouts that an expert chooses among, and their ``bounds``. ``space``: the search space of their jobs."""
+
+    points: tuple[Point, ...]
+    bounds: ModelBounds
+    space: Space
+
+    def promising(self, most_s: float) -> list[Point]:
+        """Points of the family that fit and take less than ``most_s`` seconds by their bounds. The best point of each
+        division of the model comes first, then the others, each in increasing order of expected time."""
+        if not self.points:
+            return []
+        times = self.bounds.times(self.points)
+        likely: list[tuple[float, Point]] = []
+        fitting, asked = Counter[tuple[int, int, int]](), Counter[tuple[int, int, int]]()
+        most = _MOST_FITTING if len({(p.pp, p.tp, p.cp) for p in self.points}) > 1 else _MOST_BOUNDED
+        for i in np.argsort(times, kind="stable").tolist():
+            point = self.points[i]
+            mesh = point.pp, point.tp, point.cp
+            if times[i] >= most_s:
+                break
+            if fitting[mesh] == most or asked[mesh] == _MOST_BOUNDED or not self._holds_states(point):
+                continue
+            asked[mesh] += 1
+            with suppress(PartitionError):
+                seconds = self.bounds.refine(point)
+                if seconds < most_s:
+                    fitting[mesh] += 1
+                    likely.append((seconds * _OF_COLLECTIVES ** math.log2(point.tp * point.cp), point))
+        ranked = [point for _, point in sorted(likely)]
+        first = {(point.pp, point.tp, point.cp): point for point in reversed(ranked)}
+        best = [point for point in ranked if first[point.pp, point.tp, point.cp] == point]
+        return best + [point for point in ranked if first[point.pp, point.tp, point.cp] != point]
+
+    def _holds_states(self, point: Point) -> bool:
+        try:
+            self.bounds.check_states(point)
+        except PartitionError:
+            return False
+        return True
+
+    def interleaved(self, point: Point) -> list[Point]:
+        """``point`` with several virtual stages on each rank, the most often successful numbers first."""
+        if point.pp == 1 or point.schedule != "1f1b" or not self.space.train:
+            return []
+        several = [p for p in several_stages(self.space, point) if p.schedule == "interleaved"]
+        return sorted(several, key=lambda p: abs(p.virtual_stages - _FEW))
+
+
+@dataclass(frozen=True)
+class Standard:
+    """A layout to compare with: the points that are tried, the best by its bound first, and the reason why it is no
+    candidate. ``family``: the layouts of its kind."""
+
+    name: str
+    points: tuple[Point, ...] = ()
+    excluded: str = ""
+    family: Family | None = None
+
+
+def standards(space: Space, candidates: Sequence[Point], bounds: ModelBounds, free: ModelBounds) -> list[Standard]:
+    """The layouts to compare with, among the candidates if possible. ``free``: the bounds of the job without pins."""
+    wide = replace(space, constraints=unpinned(space.constraints))
+    own = best = _textbook(space, candidates, bounds)
+    others: Sequence[Point] = candidates
+    known = own_points = frozenset(candidates)
+    if wide.constraints != space.constraints:
+        others = _points(wide)
+        best = _textbook(wide, others, free)
+        known = known.union(others)
+    plain = own["data parallel"] or best["data parallel"]
+    megatron = best["megatron"] or own["megatron"]
+    found = [(DATA_PARALLEL, plain)]
+    if space.train and space.world_size > 1:
+        found.append((FULLY_SHARDED, _fully_sharded(space, free)))
+    if megatron is None or megatron.tp > 1:
+        found.append((MEGATRON, megatron))
+    several = _families(wide, others, free)
+    why = uneven(space, space.world_size)
+    none = {DATA_PARALLEL: why, FULLY_SHARDED: why, MEGATRON: "no mesh has it"}
+    return [
+        Standard(
+            name,
+            () if point is None else (point, *_leaner(space, point, known)),
+            none[name] if point is None else "" if point in own_points else _EXCLUDED,
+            several.get(name),
+        )
+        for name, point in found
+    ]
+
+
+def _families(space: Space, candidates: Sequence[Point], bounds: ModelBounds) -> dict[str, Family]:
+    """The families of ZeRO-3, whose ranks are all data-parallel as far as the batch allows, and of Megatron's
+    layouts."""
+    sharded = [p for p in candidates if p.pp == 1 and p.zero == 3 and not p.dp_shard]
+    plainest = min(((p.tp, p.cp) for p in sharded), default=(1, 1))
+    sharded = [p for p in sharded if (p.tp, p.cp) == plainest]
+    sharded += [other for p in sharded for other in hybrids(space, p) if other.zero == 3]
+    inside = space.topology.devices_per_node
+    megatron = [p for p in candidates if p.tp <= inside and p.zero <= 1 and p.schedule == "1f1b"]
+    found = {FULLY_SHARDED: sharded, MEGATRON: megatron}
+    return {name: Family(tuple(family), bounds, space) for name, family in found.items()}
+
+
+def _textbook(space: Space, candidates: Sequence[Point], bounds: ModelBounds) -> dict[str, Point | None]:
+    """The best textbook layout of each kind, see :func:`partitioner.solve.search.space.baselines`; plain data
+    parallelism excludes ``ep``."""
+    found = baselines(space, candidates, bounds.times, _fits(bounds))
+    plain = [p for p in candidates if p.pp == p.tp == p.cp == p.ep == 1 and not p.zero]
+    return {**found, "data parallel": least(plain, bounds.times, _fits(bounds))}
+
+
+def _leaner(space: Space, point: Point, known: Collection[Point]) -> Iterator[Point]:
+    """Points like ``point`` that take less memory: smaller microbatches, then (with ``tp``) also more stages."""
+    for pp in divisors(point.pp * point.dp):
+        dp = point.pp * point.dp // pp
+        if pp < point.pp or (pp > point.pp and point.tp == 1) or not space.splits(dp):
+            continue
+        for size in reversed(space.sizes(dp)):
+            leaner = replace(point, pp=pp, dp=dp, microbatch_size=size)
+            smaller = size < point.microbatch_size or (pp > point.pp and size <= point.microbatch_size)
+            if smaller and (leaner in known or (point.zero and space.allows(leaner))):
+                yield leaner
+
+
+def is_known(standard: Standard, rows: Sequence[Candidate]) -> bool:
+    """Whether the search already contains the best of the layout, so that nothing is left to plan."""
+    if standard.family is not None:
+        best = _best_row(standard, rows)
+        return best is not None and best.status == "chosen"
+    if not standard.points:
+        return True
+    row = None if standard.excluded else _row(standard.points[0], rows)
+    return row is not None and row.step_time is not None
+
+
+def compared(
+    found: Sequence[Standard],
+    rows: Sequence[Candidate],
+    evaluate: Callable[[Point, float], Evaluated],
+    offload: tuple[str, ...] = (),
+    unhosted: Mapping[str, Baseline] = _NONE,
+    until: float = math.inf,
+) -> tuple[Baseline, ...]:
+    """Each of ``found`` with its outcome: the one without host memory (``unhosted``, by name) if that fits, else its
+    row of the search, else a plan made now. ``offload``: the data kept in host memory.
+
+    If a layout does not fit though its bound does, smaller microbatches and more stages are tried. Of a family the best
+    layout found ``until`` that time, on the monotonic clock, is shown. ``evaluate``: plans a point, given the seconds
+    to beat.
+    """
+    made = []
+    for standard in found:
+        plain = unhosted.get(standard.name)
+        if plain is not None and plain.candidate is not None and plain.candidate.step_time is not None:
+            made.append(plain)
+            continue
+        tried: list[Candidate] = []
+        for point in standard.points[:MOST_TRIED]:
+            row = None if standard.excluded else _row(point, rows)
+            known = row if row is not None and row.status != "bounded" else None
+            tried.append(known or _planned(point, evaluate))
+            if tried[-1].step_time is not None:
+                break
+        shortest = min(tried, key=lambda c: (c.step_time is None, c.missing or 0), default=None)
+        best, excluded = _tuned(standard, shortest, rows, evaluate, until), standard.excluded
+        if best is not shortest and best is not None:
+            excluded = "" if _row_like(best, rows) is not None else _EXCLUDED if excluded else ""
+        hosted = offload if best is not None else ()
+        made.append(Baseline(name=standard.name, candidate=best, excluded=excluded, offload=hosted))
+    return tuple(made)
+
+
+def _best_row(standard: Standard, rows: Sequence[Candidate]) -> Candidate | None:
+    """The best row of a family that the search solved, interleaved schedules included."""
+    family = standard.family
+    if family is None:
+        return None
+    known = {_key(candidate(point)) for point in family.points}
+    mine = [
+        row
+        for row in rows
+        if row.step_time is not None
+        and (_key(row) in known or (row.schedule == "interleaved" and _key(_plain(row)) in known))
+    ]
+    return min(mine, key=lambda row: (row.step_time, row.status != "chosen"), default=None)
+
+
+def _plain(row: Candidate) -> Candidate:
+    return row.model_copy(update={"schedule": "1f1b", "virtual_stages": 1})
+
+
+def _tuned(
+    standard: Standard,
+    textbook: Candidate | None,
+    rows: Sequence[Candidate],
+    evaluate: Callable[[Point, float], Evaluated],
+    until: float,
+) -> Candidate | None:
+    """The best of a layout's family: the ``textbook`` one, one that the search solved, or one that is planned now."""
+    family, best = standard.family, textbook
+    if family is None:
+        return best
+    row = _best_row(standard, rows)
+    if row is not None and (best is None or best.step_time is None or (row.step_time or 0.0) <= best.step_time):
+        best = row
+    if best is not None and best.status == "chosen":
+        return best
+    known = {_key(row): row for row in rows}
+    points = {_key(candidate(point)): point for point in family.points}
+    planned: set[Point] = set()
+
+    def plan(point: Point) -> Candidate | None:
+        """The outcome of a point that may be better; ``None`` if it is known not to be, or if time ran out."""
+        nonlocal best
+        most_s, told = _seconds(best), known.get(_key(candidate(point)))
+        if time.monotonic() > until or point in planned:
+            return None
+        if told is not None and (told.status != "bounded" or told.bound >= most_s):
+            return None
+        planned.add(point)
+        found = _planned(point, evaluate, most_s)
+        best = found if _seconds(found) < most_s else best
+        return found
+
+    tried = [row for row in rows if _key(row) in points and row.step_time is not None]
+
+    def improve(choices: Iterable[Point], most: int) -> None:
+        for point in choices:
+            if most and (found := plan(point)) is not None:
+                most -= 1
+                tried.extend([found] if found.step_time is not None else [])
+
+    every = frozenset(family.points)
+    if standard.name == MEGATRON:  # first, since a good plan here prunes most of the others
+        shared = ((row, points[_key(row)]) for row in tried)
+        lean = [(row, replace(p, zero=1) if replace(p, zero=1) in every else p) for row, p in shared]
+        _fill(family, lean, lambda: _seconds(best), plan)
+    filled = best
+    promising = family.promising(_seconds(best))
+    improve(promising, _MOST_OF_FAMILY)
+    here = points.get(_key(best)) if best is not None else None
+    seen = {_key(row) for row in tried}
+    alike = [p for p in promising if here is not None and (p.pp, p.tp, p.cp) == (here.pp, here.tp, here.cp)]
+    improve([p for p in alike if _key(candidate(p)) not in seen], _MOST_ALIKE)
+    if standard.name == MEGATRON and best is not filled:
+        _fill(family, [(row, points[_key(row)]) for row in tried], lambda: _seconds(best), plan)
+    return best
+
+
+def _fill(
+    family: Family,
+    tried: Sequence[tuple[Candidate, Point]],
+    best_s: Callable[[], float],
+    plan: Callable[[Point], Candidate | None],
+) -> None:
+    """Plan pipelines again with several virtual stages, which leave about an eighth of the bubble: the most promising
+    first, within a limited effort."""
+    filled = sorted((_seconds(row) - _FILLED * (row.breakdown or {}).get("bubble", 0.0), p) for row, p in tried)
+    spent = 0.0
+    for seconds, point in filled[:_MOST_INTERLEAVED]:
+        chunks = family.interleaved(point)[:_MOST_CHUNKS] if seconds < best_s() else []
+        for other in chunks:
+            work = effort(family.space, other)
+            if spent and spent + work > _MOST_EFFORT:
+                return
+            if plan(other) is not None:
+                spent += work
+                break
+
+
+def _seconds(row: Candidate | None) -> float:
+    return math.inf if row is None or row.step_time is None else row.step_time
+
+
+def _key(row: Candidate) -> tuple[object, ...]:
+    """Key that distinguishes layouts."""
+    others = row.microbatch_size, row.schedule, row.zero, row.dp_shard, row.virtual_stages, row.etp
+    return tuple(row.mesh.values()), *others
+
+
+def _row_like(row: Candidate, rows: Sequence[Candidate]) -> Candidate | None:
+    return next((other for other in rows if _key(other) == _key(row)), None)
+
+
+def no_candidates(found: Sequence[Standard], names: Collection[str]) -> list[Standard]:
+    """The standard layouts called ``names``, marked as excluded by the constraints."""
+    return [replace(standard, excluded=standard.excluded or _EXCLUDED) for standard in found if standard.name in names]
+
+
+def _planned(point: Point, evaluate: Callable[[Point, float], Evaluated], enough_s: float = math.inf) -> Candidate:
+    try:
+        return candidate(point, evaluate(point, enough_s))
+    except PartitionError as error:
+        return refused(point, error)
+
+
+def unpinned(constraints: Constraints) -> Constraints:
+    """``constraints`` without pins of the mesh, microbatches, schedule or stages, except those that change the
+    computation."""
+    free: dict[str, Any] = {
+        **dict.fromkeys(OF_POINT),
+        "microbatch_size": constraints.group_size,
+        "data_shares": None,
+        "ahead": False,
+        "stage_of": {},
+    }
+    return constraints.model_copy(update=free)
+
+
+def _points(space: Space) -> list[Point]:
+    try:
+        return points(space)
+    except PartitionError:
+        return []
+
+
+def _fits(bounds: ModelBounds) -> Callable[[Point], bool]:
+    @cache
+    def fits(point: Point) -> bool:
+        try:
+            bounds.check_states(point)
+            bounds.refine(point)
+        except PartitionError:
+            return False
+        return True
+
+    return fits
+
+
+def _fully_sharded(space: Space, bounds: ModelBounds) -> Point | None:
+    """The best point with all ranks data-parallel, and parameters, gradients and optimizer states sharded over them;
+    ``None`` if the batch does not allow it."""
+    world = space.world_size
+    if space.units % world:
+        return None
+    return least([Point(1, world, 1, size, zero=3) for size in space.sizes(world)], bounds.times, _fits(bounds))
+
+
+def _row(point: Point, rows: Sequence[Candidate]) -> Candidate | None:
+    return _row_like(candidate(point), rows)

@@ -1,0 +1,400 @@
+"""Best-bound-first search over the points: evaluate until no lower bound beats the incumbent.
+
+Points that have much in common are a family, whose lower bound holds for each of them. The bound is tightened in steps,
+each taken only when the family is next in the queue: first an estimate of all points at once, then the caller's bounds,
+cheapest first. Then the family's points are queued one by one. A point is evaluated only after all steps.
+
+Points that differ in how states are shared alone: what does not fit with fewer bytes of them does not with more.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partitioner.candidate import Point, in_order
+from partitioner.errors import CapacityError, ConstraintError, InfeasibleError, PlanError, TimeLimitError
+from partitioner.plan import Certificate
+from partitioner.schedules.formulas import is_formula, is_plain
+from partitioner.solve.search.outcomes import CutOff, Evaluated, Row, certificate_of
+from passes.errors import PartitionError
+
+_TOLD_EVERY_S = 0.1  # between two words on points that are only bounded
+
+
+class Bounds(Protocol):
+    """Lower bounds in seconds on the plans of a point; see ``partitioner/solve/search/bound_steps.py``."""
+
+    def times(self, points: Sequence[Point]) -> NDArray[np.float64]:
+        """Lower bounds in seconds on all points at once, shape ``[points]``."""
+
+    def family(self, point: Point) -> Hashable:
+        """Key of the point's family, which includes the schedule."""
+
+    def members(self, points: Sequence[Point]) -> Sequence[Point]:
+        """All points of the family of ``points``, including those unknown to the estimate of all points at once."""
+
+    @property
+    def together(self) -> Sequence[Callable[[Sequence[Point], float], float]]:
+        """Bounds of a family; see :attr:`steps` for the arguments."""
+
+    @property
+    def steps(self) -> Sequence[Callable[[Point, float], float]]:
+        """Bounds of one point, to be tried in order. The second argument is a cutoff in seconds: a bound above it need
+        not be exact. They raise :class:`PartitionError` if the point has no plan."""
+
+    def again_s(self, point: Point) -> float:
+        """Approximate seconds of recomputation in a step; not a bound."""
+
+    def shortage(self, point: Point) -> CapacityError | None:
+        """The exact shortage of a point for which a step gave only a lower bound."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """State of a search. ``best``: seconds of the incumbent. ``bound``: lower bound in seconds on ``point``.
+
+    ``num_evaluated``: points evaluated so far. ``num_open``: points that may still be better. ``num_bounded``: bounds
+    that were tightened.
+    """
+
+    num_evaluated: int
+    num_open: int
+    best: float | None
+    bound: float
+    point: Point
+    num_bounded: int = 0
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The best point, its plan, and its certificate. ``certificate`` and ``rows`` have a row for every point."""
+
+    point: Point
+    best: Evaluated
+    certificate: Certificate
+    num_evaluated: int
+    interrupted: bool = False
+    rows: Mapping[Point, Row] = field(default_factory=dict)
+
+
+@dataclass
+class _State:
+    rows: dict[Point, Row]
+    best: Point | None = None
+    enough_s: float = float("inf")
+    before: Mapping[Point, Row] = field(default_factory=dict)
+    num_evaluated: int = 0
+    num_bounded: int = 0
+    # since the last incumbent, of schedules with several virtual stages: evaluated families, and the effort spent
+    in_vain: set[Hashable] = field(default_factory=set)
+    spent: float = 0.0
+    told: float = field(default_factory=time.monotonic)  # time of the last progress report
+
+    @property
+    def best_time(self) -> float:
+        found = self.rows[self.best].evaluated if self.best is not None else None
+        return found.step_time if found is not None else float("inf")
+
+    @property
+    def limit(self) -> float:  # plans from here on are of no interest
+        return min(self.best_time, self.enough_s)
+
+
+def search(
+    points: Sequence[Point],
+    bounds: Bounds,
+    evaluate: Callable[[Point], Evaluated],
+    *,
+    always: Iterable[Point | None] = (),
+    left_out: Mapping[Point, str] | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    time_limit_s: float = float("inf"),
+    tolerance: float = 0.0,
+    patience: int | None = None,
+    effort: Callable[[Point], float] = lambda point: 0.0,
+    in_vain: Callable[[Point, float], bool] = lambda point, best_s: False,
+    last: Callable[[Point, float], float] | None = None,
+    enough_s: float = float("inf"),
+    before: Mapping[Point, Row] | None = None,
+) -> SearchResult:
+    """The point of the least step time.
+
+    Args:
+        evaluate: plans a point; raises :class:`PartitionError` if it has no plan, which is recorded as the reason.
+        always: points that are evaluated first, whatever their bounds, each before the next is requested.
+        left_out: points that are no candidates but are reported, and the reasons.
+        tolerance: stop when no bound is better than the incumbent by more than this share.
+        patience: number of consecutive families with several virtual stages on a rank that may bring no better plan;
+            then the search skips such families, and their bounds stay as they are. ``effort``: of such a point, as a
+            share of all the effort that may be in vain.
+        in_vain: whether ``evaluate`` would find no plan of a point that takes less than so many seconds, though its
+            bound does not show it; then the point is not evaluated. Raises the exceptions of ``evaluate``.
+        last: the tightest bound of a point; the second argument is a cutoff in seconds. Called if the least of all
+            bounds belongs to a point that was not evaluated, or that was evaluated only ``partly``.
+        enough_s: plans that take this long or longer are of no interest.
+        before: the rows of an earlier search with fewer constraints, whose bounds hold here, too.
+        progress: called before each evaluation, and from time to time between evaluations.
+        time_limit_s: after it, or on ``KeyboardInterrupt``, the incumbent is returned, with its gap.
+
+    Raises:
+        CapacityError: no point fits in memory; the error of the point with the least shortage.
+        PlanError: no point has a plan for other reasons, or none takes less than ``enough_s``.
+    """
+    deadline = time.monotonic() + time_limit_s
+    first = bounds.times(points).tolist() if len(points) > 1 else [0.0] * len(points)  # only if there is a choice
+    state = _State({p: Row(p, b) for p, b in zip(points, first, strict=True)}, enough_s=enough_s, before=before or {})
+    for which, old in state.before.items():
+        if which in (left_out or {}):
+            continue
+        row = state.rows.setdefault(which, Row(which, old.bound))
+        row.bound = max(row.bound, old.bound)
+        if old.error is not None:
+            _infeasible(row, old.error)
+    cut_off: CutOff | None = None
+    try:
+        for point in always:
+            if point in state.rows and state.rows[point].evaluated is None:
+                _evaluate(state, point, evaluate, progress)
+        done = _best_first(state, bounds, evaluate, in_vain, progress, deadline, tolerance, patience, effort)
+        done = (last is None or _tighten(state, last, deadline)) and done
+        cut_off = None if done else "time limit"
+    except KeyboardInterrupt:
+        if state.best is None:
+            raise
+        cut_off = "interruption"
+    if state.best is None:
+        raise _nothing(state, bounds, cut_off is not None)
+    for point, reason in (left_out or {}).items():
+        state.rows.setdefault(point, Row(point, 0.0, "infeasible", reason=reason))
+    best = state.rows[state.best]
+    assert best.evaluated is not None, state.best
+    best.status = "chosen"
+    certificate = certificate_of(state.rows.values(), state.best_time, cut_off)
+    return SearchResult(state.best, best.evaluated, certificate, state.num_evaluated, cut_off is not None, state.rows)
+
+
+def _best_first(
+    state: _State,
+    bounds: Bounds,
+    evaluate: Callable[[Point], Evaluated],
+    in_vain: Callable[[Point, float], bool],
+    progress: Callable[[Progress], None] | None,
+    deadline: float,
+    tolerance: float,
+    patience: int | None,
+    effort: Callable[[Point], float],
+) -> bool:
+    """Run until no bound beats the incumbent. Returns ``False`` if time ran out.
+
+    Schedules without a formula come after the others: their bounds are quick once a good plan is known.
+    """
+    rows, shared = state.rows, len(bounds.together)
+    nodes = _families(state, bounds)
+    unknown = list(dict.fromkeys(p for members in nodes for p in members if p not in rows))
+    estimates = bounds.times(unknown).tolist() if unknown else []
+    first = {p: row.bound for p, row in rows.items()} | dict(zip(unknown, estimates, strict=True))
+    least = [min(first[p] for p in members) for members in nodes]
+    # ties go to the lowest number, which is quick to compare; the last item is the next step
+    heap = [(not is_formula(nodes[n][0].schedule), bound, n, 0) for n, bound in enumerate(least)]
+    heapq.heapify(heap)
+    while heap:
+        later, bound, number, step = heapq.heappop(heap)
+        members = nodes[number]
+        several = not is_plain(members[0].schedule, members[0].virtual_stages)
+        tired = patience is not None and (len(state.in_vain) >= patience or state.spent >= 1.0)
+        enough = several and tired and state.best is not None
+        if enough or bound >= state.limit * (1 - tolerance) or _were_in_vain(state, members):
+            continue
+        if time.monotonic() > deadline:
+            return False
+        alone = len(members) == 1
+        if step == shared and not alone:
+            for member in members:
+                row = rows.setdefault(member, Row(member, bound))
+                if row.is_open:
+                    nodes.append([member])
+                    heapq.heappush(heap, (later, max(bound, row.bound), len(nodes) - 1, step))
+            continue
+        last = state.limit == float("inf") and not heap  # no bound can prune the last one
+        if alone and (last or step == shared + len(bounds.steps)):
+            if several:
+                state.in_vain.add(bounds.family(members[0]))
+                state.spent += effort(members[0])
+            if not _is_in_vain(state, members[0], in_vain):
+                _evaluate(state, members[0], evaluate, progress, len(heap) + 1)
+            continue
+        state.num_bounded += 1
+        if time.monotonic() > state.told + _TOLD_EVERY_S:
+            _tell(state, members[0], progress, len(heap) + 1)
+        tighter = _bounded(state, bounds, members, step)
+        if tighter is not None:
+            heapq.heappush(heap, (later, max(bound, tighter), number, step + 1))
+    return True
+
+
+def _families(state: _State, bounds: Bounds) -> list[Sequence[Point]]:
+    """The families of the points, in order, without points that are closed."""
+    families: dict[Hashable, list[Point]] = {}
+    for point in state.rows:
+        families.setdefault(bounds.family(point), []).append(point)
+    each = [sorted(points, key=in_order) for points in families.values()]
+    nodes = [bounds.members(points) for points in sorted(each, key=lambda points: in_order(points[0]))]
+    return [members for members in nodes if len(members) > 1 or state.rows[members[0]].is_open]
+
+
+def _bounded(state: _State, bounds: Bounds, members: Sequence[Point], step: int) -> float | None:
+    """The bound of the next step, of a family or of one point; ``None`` if there is no plan."""
+    of_family = len(bounds.together)
+    known = [state.rows[point] for point in members if point in state.rows]
+    rows = [row for row in known if row.is_open]
+    try:
+        if step < of_family:
+            bound = bounds.together[step](members, state.limit)
+        else:
+            bound = bounds.steps[step - of_family](members[0], state.limit)
+    except PartitionError as error:
+        for row in rows:
+            _infeasible(row, error)
+        return None
+    for row in rows:
+        row.bound = max(row.bound, bound)
+    return bound
+
+
+def _evaluate(
+    state: _State,
+    point: Point,
+    evaluate: Callable[[Point], Evaluated],
+    progress: Callable[[Progress], None] | None,
+    num_open: int = 0,
+) -> None:
+    row = state.rows[point]
+    _tell(state, point, progress, num_open or len(state.rows))
+    state.num_evaluated += 1
+    try:
+        row.evaluated = evaluate(point)
+    except PartitionError as error:
+        _infeasible(row, error)
+        return
+    found = row.evaluated
+    row.status, row.loose = "solved", found.partly or found.unsure
+    row.bound = min(max(row.bound, 0.0 if found.partly else found.least_s), found.step_time)
+    if found.step_time < state.best_time:
+        state.best = point
+        state.in_vain.clear()
+        state.spent = 0.0
+
+
+def _were_in_vain(state: _State, members: Sequence[Point]) -> bool:
+    """Whether the earlier search showed that no point is better than the incumbent; then the points' bounds stay as
+    they are."""
+    found = [state.before.get(point) for point in members] if state.before else [None]
+    if not all(row is not None and row.least_s >= state.limit for row in found):
+        return False
+    for row in found:
+        if row is not None and row.error is None:
+            here = state.rows[row.point]
+            here.loose, here.in_vain_s = row.loose, row.least_s
+    return True
+
+
+def _is_in_vain(state: _State, point: Point, in_vain: Callable[[Point, float], bool]) -> bool:
+    """Whether a point need not be evaluated; then its bound stays as it is."""
+    row = state.rows[point]
+    try:
+        if state.limit == float("inf") or not in_vain(point, state.limit):
+            return False
+        row.loose, row.in_vain_s = True, state.limit
+        return True
+    except PartitionError as error:
+        _infeasible(row, error)
+        return True
+
+
+def _tighten(state: _State, last: Callable[[Point, float], float], deadline: float) -> bool:
+    """Make the least of all bounds as tight as possible. Returns ``False`` if time ran out."""
+    while state.best is not None:
+        row = min((row for row in state.rows.values() if row.says), key=lambda row: row.bound, default=None)
+        if row is None or not row.loose or row.bound >= state.best_time:
+            break
+        if time.monotonic() > deadline:
+            return False
+        row.loose = False
+        found = row.evaluated
+        try:
+            tighter = last(row.point, state.best_time)
+        except PartitionError as error:
+            if found is None:
+                _infeasible(row, error)
+            continue
+        row.bound = max(row.bound, tighter if found is None else min(tighter, found.step_time))
+    return True
+
+
+def _tell(state: _State, point: Point, progress: Callable[[Progress], None] | None, num_open: int) -> None:
+    state.told = time.monotonic()
+    if progress is not None:
+        best = state.best_time if state.best is not None else None
+        bound = state.rows[point].bound
+        progress(Progress(state.num_evaluated, num_open, best, bound, point, state.num_bounded))
+
+
+def _infeasible(row: Row, error: PartitionError) -> None:
+    row.status, row.error = "infeasible", error.with_traceback(None)  # the traceback holds all tables
+    row.reason = error.shortage if isinstance(error, CapacityError) else str(error)
+
+
+def _nothing(state: _State, bounds: Bounds, interrupted: bool) -> InfeasibleError:
+    """The error that explains why no point has a plan."""
+    if any(row.is_open for row in state.rows.values()) and state.enough_s < float("inf"):
+        return PlanError(f"no plan takes less than {state.enough_s:.3g} s a step")
+    if interrupted:  # the other points may have plans
+        return TimeLimitError(
+            "the time limit passed before any plan was found; allow more time or fix more constraints"
+        )
+    short = {row.point: row.error for row in state.rows.values() if isinstance(row.error, CapacityError)}
+    while short:
+        point, error = min(short.items(), key=lambda item: (item[1].missing_bytes, item[1].at_least))
+        if not error.at_least:
+            return error
+        short[point] = bounds.shortage(point) or CapacityError(error.shortage, missing_bytes=error.missing_bytes)
+    errors = [row.error for row in state.rows.values()]
+    if all(isinstance(error, ConstraintError) for error in errors):
+        return ConstraintError(str(errors[0]))
+    reasons = list(dict.fromkeys(row.reason for row in state.rows.values() if row.reason))
+    return PlanError(f"none of the {len(state.rows)} candidates has a plan: {'; '.join(reasons[:3])}")
+
+
+Found = TypeVar("Found")
+
+
+@dataclass
+class Siblings:
+    """``state_bytes``: of a rank. All else that a rank of several virtual stages holds is the same under ZeRO 0 to 2;
+    under ZeRO-3 weights are gathered besides. Only for schedules that are followed, whose stages take long to find."""
+
+    state_bytes: Callable[[Point], float]
+    _refused: dict[Point, list[tuple[Point, CapacityError]]] = field(default_factory=lambda: defaultdict(list))
+
+    def tried(self, point: Point, solve: Callable[[Point], Found]) -> Found:
+        """What ``solve`` finds. Raises :class:`CapacityError` where it does, and where it did for a sibling that takes
+        no more."""
+        if is_plain(point.schedule, point.virtual_stages):
+            return solve(point)
+        family = replace(point, zero=0, dp_shard=0)
+        for other, error in self._refused[family]:
+            if (other.zero == 3) == (point.zero == 3) and self.state_bytes(other) <= self.state_bytes(point):
+                raise CapacityError(error.shortage, missing_bytes=error.missing_bytes, at_least=True)
+        try:
+            return solve(point)
+        except CapacityError as error:
+            self._refused[family].append((point, error.with_traceback(None)))
+            raise

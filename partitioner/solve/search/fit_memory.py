@@ -1,0 +1,362 @@
+"""From the chosen candidate to proven programs, or to the word that this version does not execute it.
+
+What the step would take with each algorithm of attention over ``cp``.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal, Protocol, cast
+
+from partitioner.background import Later
+from partitioner.candidate import Point
+from partitioner.constraints import Constraints
+from partitioner.cost.call.recomputation import remade
+from partitioner.cost.call.saved_activations import kept_by
+from partitioner.cost.step.estimate import with_step_time
+from partitioner.cost.step.offload import check_disks, check_hosts
+from partitioner.emit.program import emit
+from partitioner.errors import CapacityError, TimeLimitError
+from partitioner.optimizers import OPTIMIZERS
+from partitioner.plan import NEAR, Candidate, Certificate, ContextWay, Estimate
+from partitioner.schedules.formulas import is_split
+from partitioner.simulate.program_memory import followed
+from partitioner.simulate.program_time import ProgramOnDevices, follow
+from partitioner.solve.evaluate.evaluator import Evaluator, Solved
+from partitioner.solve.evaluate.job import Job
+from partitioner.solve.search.outcomes import bound_and_gap
+from partitioner.solve.search.search import Emitted, Explored
+from partitioner.solve.sharding.context_parallel import ALGORITHMS, algorithms_of
+from partitioner.solve.sharding.local_model import layouts_of
+from partitioner.topology.groups import stage_capacity, stage_ranks
+from partitioner.units import bytes_text
+from passes.errors import PartitionError
+from runtime.program.analysis import ProgramFacts
+from runtime.program.memory import disk_bytes, host_bytes
+from runtime.program.precision import with_fp8
+from runtime.program.program import Program
+from runtime.program.state_bytes import host_states
+from runtime.prove.prove import prove
+
+
+def context_ways(job: Job, chosen: Solved) -> tuple[ContextWay, ...]:
+    """One by one; nothing without such an axis."""
+    if chosen.local.context is None or not chosen.context_model:
+        return ()
+    calls = algorithms_of(chosen.context_model, chosen.local.context)
+    ways = []
+    for name in ALGORITHMS:
+        if calls == {name: sum(calls.values())}:
+            ways.append(ContextWay(algorithm=name, calls=calls[name], step_time=chosen.estimate.step_time))
+            continue
+        pinned = job.constraints.model_copy(update={"context": name})
+        try:
+            found = Evaluator(replace(job, constraints=pinned)).solve(chosen.point)
+            way = ContextWay(algorithm=name, step_time=found.estimate.step_time)
+        except PartitionError as error:
+            way = ContextWay(algorithm=name, reason=getattr(error, "message", str(error)))
+        ways.append(way.model_copy(update={"calls": calls.get(name, 0)}))
+    return tuple(ways)
+
+
+_TRIES = 3  # to leave so much free for a point that its program fits, or for all of them at last
+
+_TURNS = 8  # in which single points are found anew
+_ENOUGH = 5  # turns where what was found nearly fits
+SAME_TIME = 0.01  # of a step: what the search's time and the simulation of the program may differ by
+_MOST_SIMULATED = 4  # plans whose programs take longer than the search said, before one is taken as it is
+
+
+class Find(Protocol):
+    """Finds the best plan of a job in so many seconds; ``before``: what it found where more memory was free; ``emit``:
+    makes a plan's program and what is told of it, which may be begun before the search has ended."""
+
+    def __call__(
+        self,
+        job: Job,
+        time_limit_s: float | None,
+        /,
+        *,
+        before: Explored | None,
+        emit: Callable[[Solved], Emitted] | None,
+    ) -> Explored: ...
+
+
+def plan_to_fit(job: Job, find: Find, *, estimate_only: bool, time_limit_s: float | None = None) -> Finished:
+    """What ``find`` finds for ``job``, with its program; found anew, with so much more memory left free for its point,
+    where that takes more than the search's tables said and than there is, as long as ``time_limit_s`` allows. Where no
+    program fits so, for all points.
+
+    Raises as ``find`` does, and :class:`CapacityError` where no program fits.
+    """
+    near: tuple[Finished, Explored] | None = None
+    explored: Explored | None = None
+    lacking: PartitionError | None = None
+    tried: Counter[Point] = Counter()
+    least_s, untold = math.inf, 0
+    end = None if time_limit_s is None else time.monotonic() + time_limit_s
+    for turn in range(_TURNS + _TRIES):
+        left = None if end is None else end - time.monotonic()
+        if (lacking is not None and left is not None and left <= 0) or (near is not None and turn >= _ENOUGH):
+            break
+        if turn >= _TURNS:
+            assert explored is not None
+            least_s = least_s if job.reserve else explored.certificate.bound
+            job = replace(job, reserve=max(untold, job.reserve + 1), reserves={}, refused={})
+        try:
+            emit = None if estimate_only or job.constraints.planned_only else partial(_emitted, job)
+            explored = find(job, left, before=explored, emit=emit)
+        except (CapacityError, TimeLimitError) as error:
+            if lacking is None and isinstance(error, TimeLimitError):
+                raise
+            lacking = lacking or error
+            break
+        with explored.baselines, nullcontext() if explored.ahead is None else explored.ahead[1]:
+            found = _finished(job, explored, estimate_only)
+            lacks = None if found.program is None else _lack(job, chosen=found.chosen, estimate=found.estimate)
+            if lacks is None:
+                point, seconds = found.chosen.point, found.estimate.simulated
+                if point in job.simulated or not _is_slower(found.estimate):
+                    return replace(
+                        found, certificate=_as_followed(explored.compared(least_s), found), lacking=explored.lacking
+                    )
+                assert seconds is not None
+                done = explored.certificate.cut_off is not None or len(job.simulated) >= _MOST_SIMULATED
+                if done or _rivals_s(explored) >= seconds * (1 - SAME_TIME):
+                    certificate = _as_followed(explored.compared(least_s), found)
+                    return replace(_corrected(found, certificate), lacking=explored.lacking)
+                job = replace(job, simulated={**job.simulated, point: seconds})
+                continue
+        if near is None and lacks.error.missing_bytes <= NEAR * lacks.room:
+            near = found, explored
+        lacking, untold = lacking or lacks.error, max(untold, lacks.untold)
+        job = _with_less(job, found.chosen.point, lacks, tried)
+    if near is not None:
+        found, explored = near
+        return replace(found, certificate=_as_followed(explored.compared(least_s), found), lacking=explored.lacking)
+    assert lacking is not None
+    raise lacking
+
+
+def _is_slower(estimate: Estimate) -> bool:
+    """Whether the simulation of the program is longer than the estimate by more than :data:`SAME_TIME`."""
+    return estimate.simulated is not None and estimate.simulated > estimate.step_time * (1 + SAME_TIME)
+
+
+def _rivals_s(explored: Explored) -> float:
+    """The least seconds that any candidate but the chosen one can take, by the search's bounds and estimates."""
+    rows = (row for row in explored.rows.values() if row.error is None and row.status != "chosen")
+    return min((row.least_s for row in rows), default=math.inf)
+
+
+def _corrected(found: Finished, certificate: Certificate) -> Finished:
+    """``found`` with the step time of its program, and the gap of that."""
+    seconds = found.estimate.simulated
+    assert seconds is not None
+    bound, gap = bound_and_gap(seconds, (certificate.bound,))
+    told = certificate.model_copy(update={"objective": seconds, "bound": bound, "gap": gap})
+    return replace(found, estimate=with_step_time(found.estimate, seconds), certificate=told)
+
+
+def _as_followed(certificate: Certificate, found: Finished) -> Certificate:
+    """``certificate`` with the memory of the plan's program in the plan's row, in place of the search's tables'."""
+    if found.program is None:
+        return certificate
+    most = max(found.estimate.memory)
+
+    def followed_row(row: Candidate) -> Candidate:
+        return row.model_copy(update={"memory": most}) if row.status == "chosen" else row
+
+    baselines = tuple(
+        b.model_copy(update={"candidate": followed_row(b.candidate)}) if b.candidate is not None else b
+        for b in certificate.baselines
+    )
+    rows = tuple(map(followed_row, certificate.candidates))
+    return certificate.model_copy(update={"candidates": rows, "baselines": baselines})
+
+
+def _with_less(job: Job, point: Point, lacks: _Lack, tried: Counter[Point]) -> Job:
+    """``job`` with so much more memory left free for ``point`` that its program may fit; after some tries it is
+    refused."""
+    tried[point] += 1
+    if tried[point] >= _TRIES:
+        return replace(job, refused={**job.refused, point: lacks.error})
+    more = max(lacks.untold, job.reserves.get(point, 0) + 1)
+    return replace(job, reserves={**job.reserves, point: more})
+
+
+def _finished(job: Job, explored: Explored, estimate_only: bool) -> Finished:
+    """What was found, with its program where it is executed."""
+    chosen = explored.chosen
+    beyond = planned_only(job, chosen.point, job.constraints)
+    beyond += ("estimate_only=True",) if estimate_only else ()
+    if beyond:
+        ways = () if estimate_only else context_ways(job, chosen)
+        return Finished(chosen, explored.certificate, None, chosen.estimate, beyond, ways)
+    plan, ahead = explored.ahead or (None, None)
+    if ahead is not None and plan is chosen:
+        program, estimate, told = ahead.result()
+        ways = context_ways(job, chosen) if told is None else told
+        return Finished(chosen, explored.certificate, program, estimate, (), ways)
+    if ahead is not None:
+        ahead.end()
+    with Later(partial(context_ways, job, chosen), worth_it=chosen.local.context is not None) as later:
+        return Finished(chosen, explored.certificate, *emit_program(job, chosen), (), later.result())
+
+
+def _emitted(job: Job, chosen: Solved) -> Emitted:
+    """The program, and what is told of it, unless that takes what only the first process has."""
+    program, estimate = emit_program(job, chosen)
+    try:
+        return program, estimate, context_ways(job, chosen)
+    except RuntimeError:
+        return program, estimate, None
+
+
+@dataclass(frozen=True)
+class _Lack:
+    """What the fullest rank lacks, what its device has, and how much more programs take than the search's tables say,
+    where they do not fit."""
+
+    error: CapacityError
+    room: int
+    untold: int
+
+
+def fits(job: Job, chosen: Solved) -> bool:
+    """Whether the program of ``chosen`` does, as nearly as is let pass; what is planned only has none."""
+    if planned_only(job, chosen.point, job.constraints):
+        return True
+    lacks = _lack(job, chosen, emit_program(job, chosen)[1])
+    return lacks is None or lacks.error.missing_bytes <= NEAR * lacks.room
+
+
+def _lack(job: Job, chosen: Solved, estimate: Estimate) -> _Lack | None:
+    """``None`` where the program fits, which takes what ``estimate`` says."""
+    mesh = chosen.point.grid
+    rooms = stage_capacity(job.topology, mesh, chosen.devices)
+    of_stages = [slice(ranks.start, ranks.stop) for ranks in stage_ranks(mesh)]
+    needs = [max(estimate.memory[ranks]) for ranks in of_stages]
+    told = [max(chosen.estimate.memory[ranks]) for ranks in of_stages]
+    missing, stage = max((need - room, stage) for stage, (need, room) in enumerate(zip(needs, rooms, strict=True)))
+    if missing <= 0:
+        return None
+    error = CapacityError(
+        f"the program of stage {stage} takes {bytes_text(needs[stage])} at its fullest, of the "
+        f"{bytes_text(rooms[stage])} usable on a device: {bytes_text(missing)} too much",
+        stage=stage,
+        missing_bytes=missing,
+    )
+    untold = max(need - said for need, said, room in zip(needs, told, rooms, strict=True) if need > room)
+    return _Lack(error, rooms[stage], untold)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A plan's parts. ``beyond``: what of it is planned and not executed; then there is no program."""
+
+    chosen: Solved
+    certificate: Certificate
+    program: Program | None
+    estimate: Estimate
+    beyond: tuple[str, ...]
+    context: tuple[ContextWay, ...] = ()  # what other algorithms of attention would take
+    lacking: str = ""  # what did not fit without the offload that was chosen unasked
+
+
+def planned_only(job: Job, point: Point, constraints: Constraints) -> tuple[str, ...]:
+    """What of a candidate of ``job`` under ``constraints`` this version plans but does not execute, as ``zero=3``."""
+    shares_experts = point.etp in (0, point.tp) or (point.etp == 1 and point.ep > 1)
+    chosen = Constraints(
+        ep=point.ep,
+        etp=None if shares_experts else point.etp,
+        overlap=constraints.overlap,
+        overlap_tensor=constraints.overlap_tensor,
+        regather=constraints.regather,
+        gather=constraints.gather,
+        sends=constraints.sends,
+        dispatch=constraints.dispatch if point.ep > 1 else None,
+        overlap_experts=constraints.overlap_experts if point.ep > 1 else None,
+        short_gradients=constraints.short_gradients,
+        fused_casts=constraints.fused_casts if job.precision == "fp8" else None,
+        current_scaling=constraints.current_scaling if job.precision == "fp8" else None,
+        expert_kernels=constraints.expert_kernels if job.num_experts else None,
+        graphs=constraints.graphs,
+        even_experts=constraints.even_experts if job.num_experts else None,
+    ).planned_only
+    scaled = constraints.overlap_steps and is_split(point.schedule) and job.precision == "fp16"
+    more = {
+        "precision=fp8 with experts": job.precision == "fp8" and job.num_experts > 0,
+        "overlap_steps=True with precision=fp16": scaled and job.train,  # all ranks say whether gradients overflowed
+    }
+    return (*chosen, *(name for name, holds in more.items() if holds))
+
+
+def _check_hosts(facts: ProgramFacts, job: Job, chosen: Solved) -> None:
+    """Raise :class:`PlanError` where the program, followed step by step, does not fit in the hosts' memory, or on their
+    disks."""
+    program = facts.program
+    moments = OPTIMIZERS[job.optimizer].moment_bytes
+    in_host, on_disk = [], []
+    for s, (stage, ranks) in enumerate(zip(program.stages, stage_ranks(program.mesh), strict=True)):
+        trained = [n for n in host_states(program, s) if n in facts.with_gradient]
+        states = sum(moments * facts.gradient_piece_bytes(n) // 4 for n in trained)  # as many elements in fp32
+        there = states if "disk" in program.offload else 0
+        in_host += [host_bytes(facts, s, stage.instructions) + states - there] * len(ranks)
+        on_disk += [there + disk_bytes(facts, s)] * len(ranks)
+    check_hosts(job.topology, chosen.devices, in_host)
+    if "disk" in program.offload:
+        check_disks(job.topology, chosen.devices, on_disk)
+
+
+def emit_program(job: Job, chosen: Solved) -> tuple[Program, Estimate]:
+    """The programs of all ranks, proven, and the estimate with the memory that they take."""
+    point = chosen.point
+    local = chosen.local.spread(point.tp, point.ep, point.etp)
+    program = emit(
+        local.model,
+        chosen.stage_of_call,
+        mesh=point.mesh,
+        num_microbatches=chosen.num_microbatches,
+        data_shares=chosen.data_shares,
+        schedule=point.schedule,
+        virtual_stages=point.virtual_stages,
+        objective="train" if job.train else "infer",
+        layouts=layouts_of(local, job.batch_of(point.ep)),
+        etp=point.etp if point.ep > 1 else 0,
+        recompute=chosen.recompute,
+        selective=chosen.selective,
+        again={n: frozenset(x.name for x in remade(b, job.remade)) for n, b in local.model.blocks.items()}
+        if chosen.selective
+        else None,
+        zero=cast(Literal[0, 1, 2, 3], point.zero),
+        dp_shard=point.dp_shard,
+        fused_attention=job.topology.fused_attention,
+        whole_scatter=job.topology.whole_scatter,
+        offload=chosen.offload,
+        reducing=chosen.reducing,
+        left_whole=chosen.local.left_whole,
+    )
+    program = with_fp8(program) if job.precision == "fp8" else program
+    program = program.model_copy(update={"tf32": job.precision == "tf32"})
+    facts = ProgramFacts(program)
+    prove(program, facts=facts)
+    if program.offload:
+        _check_hosts(facts, job, chosen)
+    working = {name: kept_by(block, job.train).passing for name, block in local.model.blocks.items()}
+    estimate = followed(chosen.estimate, facts, job.optimizer, working)
+    return program, estimate.model_copy(update={"simulated": _simulated(job, chosen, program, facts)})
+
+
+def _simulated(job: Job, chosen: Solved, program: Program, facts: ProgramFacts) -> float:
+    """Seconds of a step at which the simulation of a program ends; with what devices lose that cannot all compute at a
+    time, which it does not follow."""
+    laid = ProgramOnDevices(program, job.topology, chosen.devices, job.constraints, job.precision, job.optimizer)
+    contention = chosen.estimate.breakdown.get("contention", 0.0)
+    return follow(laid, facts).timeline.step_time + contention

@@ -1,0 +1,253 @@
+"""Schedules of several virtual stages on a rank, for the best plans that the search has found.
+
+The search and its bounds are those of schedules with one stage on each rank: bounds of the others are loose where
+memory is short, as what a rank holds depends on the order of its actions. Which of them fills the pipelines that were
+found best is tried then, for the same mesh and microbatch.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from partitioner.candidate import Point
+from partitioner.plan import Candidate, Certificate
+from partitioner.solve.evaluate.evaluator import Solved
+from partitioner.solve.search.best_first import Bounds
+from partitioner.solve.search.outcomes import Evaluated, Row, bound_and_gap, candidate, refused
+from partitioner.solve.search.space import Space, even_chunks, several_stages
+from passes.errors import PartitionError
+
+PATIENCE = 200  # meshes and schedules in a row that were no better, where such schedules are searched
+
+_MOST_RUNS = 4e7  # runs of calls on virtual stages, of all points in a row that were no better: half a minute or so
+_ROUNDING = 1e-9  # of a step
+_BEST, _NEAR = 3, 1.15  # meshes and microbatches, that take no longer than this times the best
+_PROBED, _FEW = 6, 8  # others, by so many virtual stages at first
+_WORTH_IT = 1.01  # times the best plan: what a first one may take for others to be tried
+_HOPED, _MOST_ASKED = 0.93, 1000  # of the best plan: what such estimates, which are a tenth too low, are worth; bounds
+_RELAXED = 4  # bounds of a point by the sharding of the largest microbatch
+
+
+def effort(space: Space, point: Point) -> float:
+    """What it takes to cut the calls into a point's virtual stages, as a share of what may be in vain."""
+    return point.pp * point.virtual_stages * space.num_calls**2 / _MOST_RUNS
+
+
+def schedules_of_several(
+    space: Space, solved: Mapping[Point, Evaluated], found: Point, rows: Mapping[Point, Row], bounds: Bounds
+) -> list[Sequence[Point]]:
+    """Points of several virtual stages, by mesh and microbatch: of those that were best of ``solved`` and would be
+    better than ``found`` without the pipeline's bubble, and of those that the bubble alone may have kept from a plan.
+    Of these the first says whether the others are worth it, as of those that take far longer than ``found`` and mostly
+    wait, which may have room for what they make again if they share their optimizer states."""
+    enough = solved[found].step_time
+    best: dict[Point, Point] = {}
+    waiting: dict[Point, tuple[float, Point]] = {}
+    for point, known in sorted(solved.items(), key=lambda item: item[1].step_time):
+        parts = known.breakdown or {}
+        filled_s = known.step_time - parts.get("bubble", 0.0)
+        least_s = filled_s - parts.get("recompute", 0.0)
+        if point.pp > 1 and known.step_time > _NEAR * enough and least_s < enough:
+            waiting.setdefault(mesh_of(point), (least_s, point))
+        elif point.pp > 1 and known.step_time <= _NEAR * enough and filled_s < enough and len(best) < _BEST:
+            best.setdefault(mesh_of(point), point)
+    groups: list[Sequence[Point]] = [[other] for point in best.values() for other in several_stages(space, point)]
+    for _, point in sorted(waiting[mesh] for mesh in waiting.keys() - best.keys())[:_BEST]:
+        sharing = point.sharing(1)
+        groups.append(sorted(several_stages(space, sharing if sharing in rows else point), key=_far_from_few))
+    for point in _promising(space, rows.values(), {*map(mesh_of, solved)}, enough, bounds):
+        if len(best) >= _BEST + _PROBED:
+            break
+        if mesh_of(point) not in best:
+            best[mesh_of(point)] = point
+            groups.append(sorted(several_stages(space, point), key=_far_from_few))
+    return groups
+
+
+def _far_from_few(point: Point) -> tuple[bool, int]:
+    """Interleaved stages first, of which a handful on a rank are most often best."""
+    return point.schedule != "interleaved", abs(point.virtual_stages - _FEW)
+
+
+def mesh_of(point: Point) -> Point:
+    """What several ways of running the same mesh and microbatch have in common."""
+    return replace(point, schedule="", virtual_stages=1, zero=0, dp_shard=0)
+
+
+def _promising(
+    space: Space, rows: Iterable[Row], solved: Collection[Point], enough_s: float, bounds: Bounds
+) -> Iterator[Point]:
+    """Points that have no plan, nor their meshes one of ``solved``, and would take well less than ``enough_s`` by their
+    bounds if their pipelines filled as much earlier as most virtual stages let them and made again what has no room
+    then: the quickest first. Under ZeRO-2 the backwards of parts of stages are too short to scatter behind."""
+    heap: list[tuple[float, int, int]] = []  # seconds, the place of some points, how many bounds were asked for
+    nodes: list[Sequence[Point]] = []
+    together, steps = bounds.together, bounds.steps[:_RELAXED]
+    alone, last = len(together), len(together) + len(steps)
+
+    def push(seconds: float, points: Sequence[Point], step: int) -> None:
+        heapq.heappush(heap, (seconds, len(nodes), step))
+        nodes.append(points)
+
+    families = defaultdict[Point, list[Row]](list)
+    left = [row for row in rows if row.status == "bounded" and row.point.pp > 1 and row.point.schedule == "1f1b"]
+    for row in [row for row in left if row.point.zero < 2] or left:
+        if mesh_of(row.point) not in solved:
+            families[mesh_of(row.point)].append(row)
+    known = {row.point: row.bound for row in left}
+    for members in families.values():
+        shorter = _shorter(space, members[0].point)
+        push(shorter * min(row.bound for row in members), [row.point for row in members], 0)
+    asked = 0
+    while heap and heap[0][0] < _HOPED * enough_s:
+        least_s, number, step = heapq.heappop(heap)
+        points = nodes[number]
+        shorter = _shorter(space, points[0])
+        if step > last:
+            yield points[0]
+        elif step == alone and len(points) > 1:
+            for point in points:
+                push(max(least_s, shorter * known[point]), [point], step)
+        elif asked < _MOST_ASKED:
+            asked += 1
+            with suppress(PartitionError):  # it has no plan
+                if step == last:
+                    seconds = least_s + bounds.again_s(_virtual(space, points[0]))
+                elif step < alone:
+                    seconds = shorter * together[step](points, enough_s / shorter)
+                else:
+                    seconds = shorter * steps[step - alone](points[0], enough_s / shorter)
+                push(max(least_s, seconds), points, step + 1)
+
+
+def _most(space: Space, point: Point) -> int:
+    return even_chunks(space, point.pp)[-1]
+
+
+def _virtual(space: Space, point: Point) -> Point:
+    return replace(point, schedule="interleaved", virtual_stages=_most(space, point))
+
+
+def _shorter(space: Space, point: Point) -> float:
+    """How many times as long as under 1F1B a step takes with most virtual stages, at best."""
+    idle = (point.pp - 1) / point.num_microbatches(space.global_batch)
+    return (1 + idle / _most(space, point)) / (1 + idle)
+
+
+def best_schedule(
+    evaluate: Callable[[Point], Evaluated],
+    attempt: Callable[[Point], Evaluated],
+    bounds: Bounds,
+    last: Callable[[Point, float], float],
+    several: Sequence[Sequence[Point]],
+    found: Solved,
+    certificate: Certificate,
+    deadline: float,
+) -> tuple[Solved, Certificate]:
+    """``found``, or the best plan of ``several``; and the certificate, with what was tried, until ``deadline`` or
+    ``KeyboardInterrupt``.
+
+    ``attempt``: as ``evaluate``, which is asked for the best plan alone, but without a bound of the plan's own (nor has
+    that one where not all placements are tried);
+    ``last``: as :func:`partitioner.solve.search.best_first.search` has it.
+    """
+    best, rows, cut_off = found, list[Candidate](), certificate.cut_off
+    better: Evaluated | None = None
+
+    def tried(point: Point, enough_s: float) -> Evaluated | None:
+        """``None`` where it is no better, by its bounds."""
+        least = float(bounds.times([point])[0])
+        if least >= enough_s:
+            return None
+        try:
+            least = max([least, *(bound([point], enough_s) for bound in bounds.together)])
+            told = attempt(point) if least < enough_s else None
+        except PartitionError as error:
+            rows.append(refused(point, error))
+            return None
+        if told is not None:
+            rows.append(_at_least(candidate(point, told), max(least, 0.0 if told.partly else told.least or 0.0)))
+        return told
+
+    left = [list(group) for group in several]
+    try:
+        while left:
+            group = left[0]
+            if not group:
+                del left[0]
+                continue
+            if time.monotonic() > deadline:
+                cut_off = "time limit"
+                break
+            enough_s = best.estimate.step_time * (1 - _ROUNDING)
+            told = tried(group.pop(0), enough_s)
+            if told is not None and told.step_time > _WORTH_IT * enough_s:
+                group.clear()
+            elif told is not None and told.step_time < enough_s:
+                best, better = told.payload, told
+    except KeyboardInterrupt:  # the best so far is a plan
+        cut_off = "interruption"
+    certificate = certificate.model_copy(update={"cut_off": cut_off})
+    if better is not None:
+        whole = better if better.partly else evaluate(best.point)  # of some placements a bound says nothing
+        proven = last(best.point, whole.step_time) if whole.partly else whole.least_s
+        chosen = candidate(best.point, whole)
+        if whole.step_time < best.estimate.step_time:
+            best, rows = whole.payload, [chosen if _same(row, chosen) else row for row in rows]
+        rows = [_at_least(row, proven) if _same(row, chosen) else row for row in rows]
+    return best, _with(certificate, rows, best, found)
+
+
+def without_limit(certificate: Certificate, found: Solved, again: Solved) -> tuple[Solved, Certificate]:
+    """The better one of a plan that was looked for as one that beats others, and of one without such a limit."""
+    if again.estimate.step_time >= found.estimate.step_time:
+        return found, certificate
+    told = evaluated(again)
+    row = candidate(again.point, told).model_copy(update={"status": "chosen"})
+    rows = [
+        row.model_copy(update={"bound": min(old.bound, told.step_time)}) if old.status == "chosen" else old
+        for old in certificate.candidates
+    ]
+    bound, gap = bound_and_gap(told.step_time, [certificate.bound])
+    better = {"objective": told.step_time, "bound": bound, "gap": gap, "candidates": tuple(rows)}
+    return again, certificate.model_copy(update=better)
+
+
+def evaluated(solved: Solved) -> Evaluated:
+    """What the search asks of a solved candidate."""
+    estimate = solved.estimate
+    return Evaluated(estimate.step_time, max(estimate.memory), solved, solved.least_s, estimate.breakdown)
+
+
+def _with(certificate: Certificate, rows: Sequence[Candidate], best: Solved, found: Solved) -> Certificate:
+    """The rows come behind those of the search; the bound is that of the schedules of one stage on each rank, and of
+    the plan that is used."""
+    if best is found:
+        return certificate.model_copy(update={"candidates": (*certificate.candidates, *rows)})
+    step, chosen = best.estimate.step_time, candidate(best.point)
+    solved = [c.model_copy(update={"status": "solved"}) if c.status == "chosen" else c for c in certificate.candidates]
+    rows = [row.model_copy(update={"status": "chosen"}) if _same(row, chosen) else row for row in rows]
+    chosen_s = [row.bound for row in rows if row.status == "chosen"]
+    bound, gap = bound_and_gap(step, [certificate.bound, *chosen_s])
+    return certificate.model_copy(
+        update={"objective": step, "bound": bound, "gap": gap, "candidates": (*solved, *rows)}
+    )
+
+
+def _at_least(row: Candidate, seconds: float) -> Candidate:
+    assert row.step_time is not None, row
+    return row.model_copy(update={"bound": min(max(row.bound, seconds), row.step_time)})
+
+
+def _same(row: Candidate, other: Candidate) -> bool:
+    """Whether two rows are of one point."""
+    names = "mesh", "microbatch_size", "schedule", "virtual_stages", "zero", "dp_shard", "etp"
+    return all(getattr(row, name) == getattr(other, name) for name in names)
+
+
+__all__ = ["PATIENCE", "best_schedule", "effort", "evaluated", "mesh_of", "schedules_of_several", "without_limit"]

@@ -1,0 +1,144 @@
+"""What becomes of the points of a search, and the certificate that tells of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from partitioner.candidate import Point
+from partitioner.errors import CapacityError
+from partitioner.plan import OPEN, Candidate, Certificate
+from partitioner.schedules.registry import schedule_name
+from passes.errors import PartitionError
+
+CutOff = Literal["time limit", "interruption"]
+
+_MOST_ROWS = 1000  # of a certificate, besides those that were solved
+
+_ROUNDING = 1e-12  # of a step: no gap
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A plan of a point: seconds of a step, bytes on the fullest rank, and whatever the caller needs to have it.
+
+    ``least``: what no plan of the point can go below, where that is less than ``step_time``; ``partly``: but plans of
+    a kind that was not tried; ``unsure``: what bounds the point may say more. ``breakdown``: seconds by kind.
+    """
+
+    step_time: float
+    memory: int
+    payload: Any = None
+    least: float | None = None
+    breakdown: Mapping[str, float] | None = None
+    partly: bool = False
+    unsure: bool = False
+
+    @property
+    def least_s(self) -> float:
+        """What no plan that was tried goes below."""
+        return self.step_time if self.least is None else self.least
+
+
+@dataclass
+class Row:
+    """What became of a point. ``loose``: whether its bound could be tighter; ``in_vain_s``: seconds that no plan takes
+    less than of those that would have been tried."""
+
+    point: Point
+    bound: float
+    status: str = "bounded"
+    evaluated: Evaluated | None = None
+    reason: str = ""
+    error: PartitionError | None = None
+    loose: bool = False
+    in_vain_s: float = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing has become of it yet."""
+        return self.evaluated is None and self.error is None
+
+    @property
+    def least_s(self) -> float:
+        """Seconds that no plan takes less than of those that were tried, or would have been."""
+        if self.error is not None:
+            return float("inf")
+        return self.evaluated.step_time if self.evaluated is not None else max(self.bound, self.in_vain_s)
+
+    @property
+    def says(self) -> bool:
+        """Whether its bound says how good a plan may be at best."""
+        return self.status == "bounded" or (self.evaluated is not None and self.evaluated.least is not None)
+
+
+def solved(rows: Mapping[Point, Row]) -> dict[Point, Evaluated]:
+    """The points that have a plan, by step time."""
+    known = {point: row.evaluated for point, row in rows.items() if row.evaluated is not None}
+    return dict(sorted(known.items(), key=lambda item: item[1].step_time))
+
+
+def certificate_of(every: Collection[Row], objective: float, cut_off: CutOff | None = None) -> Certificate:
+    """Rows best first, and the least of all bounds that are not refuted; ``objective``: seconds of the best plan;
+    ``cut_off``: what ended the search before it was done."""
+    order = {"chosen": 0, "solved": 1, "bounded": 2, "infeasible": 3}
+    bound, gap = bound_and_gap(objective, (row.bound for row in every if row.says))
+    rows = sorted(every, key=lambda r: (r.evaluated is None, order[r.status], _seconds(r)))
+    shown = max(_MOST_ROWS, sum(row.evaluated is not None for row in rows))
+    made = Certificate(
+        objective=objective,
+        bound=bound,
+        gap=gap,
+        candidates=tuple(_candidate(row) for row in rows[:shown]),
+        cut_off=cut_off,
+    )
+    left = Counter(OPEN if made.is_open(_candidate(row)) else row.status for row in rows[shown:])
+    return made.model_copy(update={"left": dict(left)})
+
+
+def bound_and_gap(objective: float, bounds: Iterable[float]) -> tuple[float, float]:
+    """The least of ``bounds``, and how far ``objective`` is from it, as a part; nothing where that is rounding."""
+    bound = min([objective, *bounds])
+    if objective - bound <= _ROUNDING * objective:
+        return objective, 0.0
+    return bound, (objective - bound) / objective
+
+
+def _seconds(row: Row) -> float:
+    return row.evaluated.step_time if row.evaluated is not None else row.bound
+
+
+def _candidate(row: Row) -> Candidate:
+    found = candidate(row.point, row.evaluated, row.reason)
+    missing = row.error.missing_bytes if isinstance(row.error, CapacityError) else None
+    return found.model_copy(update={"status": row.status, "bound": row.bound, "missing": missing})
+
+
+def candidate(point: Point, evaluated: Evaluated | None = None, reason: str = "") -> Candidate:
+    """The report's row of a point: what it takes, or why it takes nothing."""
+    breakdown = evaluated.breakdown if evaluated is not None else None
+    return Candidate(
+        mesh=point.mesh,
+        microbatch_size=point.microbatch_size,
+        schedule=schedule_name(point.schedule),
+        status="solved" if evaluated is not None else "infeasible",
+        step_time=evaluated.step_time if evaluated is not None else None,
+        memory=evaluated.memory if evaluated is not None else None,
+        reason=reason,
+        zero=point.zero,
+        dp_shard=point.dp_shard,
+        virtual_stages=point.virtual_stages,
+        etp=point.expert_tp,
+        breakdown=dict(breakdown) if breakdown is not None else None,
+    )
+
+
+def refused(point: Point, error: PartitionError) -> Candidate:
+    """The row of a point that has no plan: why, and what a rank lacks."""
+    missing = error.missing_bytes if isinstance(error, CapacityError) else None
+    return candidate(point, reason=getattr(error, "message", str(error))).model_copy(update={"missing": missing})
+
+
+__all__ = ["CutOff", "Evaluated", "Row", "bound_and_gap", "candidate", "certificate_of", "refused", "solved"]

@@ -1,0 +1,334 @@
+"""Search the meshes, microbatches and schedules for a job, best bound first."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+
+from partitioner.background import Later
+from partitioner.candidate import Point
+from partitioner.cost.call.operators import is_attention
+from partitioner.errors import CapacityError
+from partitioner.plan import Baseline, Candidate, Certificate, ContextWay, Estimate, Limits
+from partitioner.solve.bounds.model_bounds import ModelBounds
+from partitioner.solve.evaluate.evaluator import Evaluator, Solved
+from partitioner.solve.evaluate.job import Job
+from partitioner.solve.search.baselines import compared, is_known, no_candidates, standards, unpinned
+from partitioner.solve.search.best_first import Progress, Siblings, search
+from partitioner.solve.search.bound_steps import Floors
+from partitioner.solve.search.interleaved import (
+    PATIENCE,
+    best_schedule,
+    effort,
+    evaluated,
+    mesh_of,
+    schedules_of_several,
+    without_limit,
+)
+from partitioner.solve.search.outcomes import Evaluated, Row, bound_and_gap, solved
+from partitioner.solve.search.smaller_clusters import JobOf, faster_batches, is_even, without_laggards
+from partitioner.solve.search.space import Space, beyond_the_bound, left_out, points
+from partitioner.solve.search.warm_start import Early
+from partitioner.solve.sharding.context_parallel import check_algorithm
+from partitioner.topology.hosts import can_offload, has_disks
+from passes.errors import PartitionError
+from runtime.program.program import Offload, Program
+
+# What is kept in host memory where nothing fits otherwise, the less the better.
+OFFLOAD_SETS: tuple[tuple[Offload, ...], ...] = (
+    ("optimizer",),
+    ("optimizer", "activations"),
+    ("optimizer", "activations", "parameters"),
+)
+
+Emitted = tuple[Program, Estimate, tuple[ContextWay, ...] | None]
+
+_MUCH_EFFORT = (
+    0.5  # of schedules of several virtual stages: a plan's program is made meanwhile, though it may be in vain
+)
+_LEAST_S = 5.0  # for smaller clusters and tuned layouts, which are looked at for no longer than the plan itself was
+
+
+@dataclass(frozen=True)
+class Explored:
+    """The plan that was found, the certificate, and what standard layouts would take, which may be found later;
+    ``rows``: what became of all points. ``ahead``: a plan that was the best for a while, and its program.
+    ``lacking``: what did not fit without the offload that was chosen unasked."""
+
+    chosen: Solved
+    certificate: Certificate
+    baselines: Later[tuple[Baseline, ...]]
+    rows: Mapping[Point, Row] = field(default_factory=dict)
+    ahead: tuple[Solved, Later[Emitted]] | None = None
+    lacking: str = ""
+
+    def compared(self, least_s: float = math.inf) -> Certificate:
+        """The certificate with the standard layouts in it, without them if that is interrupted; ``least_s``: of plans
+        that this search left out."""
+        bound, gap = bound_and_gap(self.certificate.objective, (self.certificate.bound, least_s))
+        try:
+            baselines = self.baselines.result()
+        except KeyboardInterrupt:  # there is a plan already
+            baselines = ()
+        return self.certificate.model_copy(update={"baselines": baselines, "bound": bound, "gap": gap})
+
+
+def space_of(job: Job, bounds: ModelBounds) -> Space:
+    """What the job's points are drawn from."""
+    attends = any(is_attention(node) for block in job.model.blocks.values() for node in block.graph.nodes)
+    lengths = [i.spec.shape[1] for i in job.model.inputs if len(i.spec.shape) > 1]
+    often = Counter(call.block for call in job.model.calls if not call.shared and not call.prologue)
+    return Space(
+        job.topology,
+        job.global_batch,
+        bounds.num_calls,
+        bounds.dims,
+        job.constraints,
+        job.train,
+        experts=job.common_experts,
+        length=max(lengths, default=0) if attends else 0,  # without attention there is no sequence to spread
+        repeated=sum(times for times in often.values() if times > 1),
+        even=bool(job.model.updates),
+    )
+
+
+def explore(
+    job: Job,
+    time_limit_s: float | None = None,
+    *,
+    progress: Callable[[Progress], None] | None = None,
+    compare: bool = True,
+    enough_s: float = math.inf,
+    before: Explored | None = None,
+    emit: Callable[[Solved], Emitted] | None = None,
+    other_batch: JobOf | None = None,
+) -> Explored:
+    """The best plan of all candidates, and the certificate; ``compare``: with the standard layouts beside them.
+    ``time_limit_s``: for the search, see :func:`partitioner.partition`. ``enough_s``: plans whose step takes as long
+    are of no interest, and may not be found. ``before``: what was found for the same job where more memory was free.
+    ``other_batch``: the job with another global batch, for the report.
+    ``emit``: makes a plan's program, which a second process does while schedules of several virtual stages are tried.
+
+    Where none fits in memory and neither offload nor the mesh was fixed, what is kept in host memory is searched, the
+    less the better; with optimizer states on disk at last, where it is a host that lacks memory.
+
+    Raises :class:`CapacityError` where none fits in memory, :class:`PlanError` or :class:`ConstraintError` where there
+    is none for other reasons.
+    """
+    pinned = job.constraints
+    if pinned.cp is not None:
+        check_algorithm(job.model, pinned.cp, pinned.tp or 1, pinned.context)
+    evaluator = Evaluator(job)
+    bounds = ModelBounds(job, evaluator.placements)
+    deadline = time.monotonic() + (math.inf if time_limit_s is None else time_limit_s)
+    short: CapacityError | None = None
+    hosts_lacked: list[bool] = []
+    had = before.chosen.offload if before else ()
+    tried = before is None
+    for asked in rooms(job, lambda: any(hosts_lacked) or "disk" in had):
+        tried = tried or (asked.constraints.offload or ()) == had
+        if not tried:  # with less in host memory nothing fitted before
+            continue
+        if asked is not evaluator.job:
+            evaluator = Evaluator(asked)
+            bounds = ModelBounds(asked, evaluator.placements)
+        try:
+            known = before.rows if before and (asked.constraints.offload or ()) == had else {}
+            hosts = asked is not job
+            how = progress, compare, deadline, enough_s, known, emit
+            found = _explore(asked, evaluator, bounds, *how, other_batch=other_batch, hosts=hosts)
+            lacking = short.shortage if short is not None else before.lacking if before else ""
+            return replace(found, lacking=lacking if hosts else "")
+        except CapacityError as error:
+            short = error if asked is job or short is None else short  # without offload, which is no less short
+        finally:
+            evaluator.locals.end()
+            hosts_lacked.append(evaluator.host_lacks)
+    assert short is not None
+    raise short
+
+
+def rooms(job: Job, host_lacks: Callable[[], bool] = lambda: False) -> Iterator[Job]:
+    """The job as it is, then with more and more kinds in host memory; then the same with optimizer states on disk, if
+    there are disks, and a host's memory was what was lacking (``host_lacks``). Only the job as it is where the user
+    fixed offload or the mesh."""
+    pinned = job.constraints
+    yield job
+    if pinned.offload is not None or pinned.fixes_mesh(job.topology.num_devices) or not can_offload(job.topology):
+        return
+    sets = OFFLOAD_SETS if job.train else OFFLOAD_SETS[-1:]
+    sets = tuple(kinds for kinds in sets if "parameters" not in kinds or pinned.zero not in (1, 2))
+    for kinds in sets:
+        yield _with_offload(job, kinds)
+    if job.train and has_disks(job.topology) and host_lacks():
+        for kinds in sets:
+            yield _with_offload(job, (*kinds, "disk"))
+
+
+def _with_offload(job: Job, kinds: tuple[Offload, ...]) -> Job:
+    return replace(job, constraints=job.constraints.model_copy(update={"offload": kinds}))
+
+
+def _explore(
+    job: Job,
+    evaluator: Evaluator,
+    bounds: ModelBounds,
+    progress: Callable[[Progress], None] | None,
+    compare: bool,
+    deadline: float,
+    enough_s: float,
+    before: Mapping[Point, Row],
+    emit: Callable[[Solved], Emitted] | None,
+    *,
+    other_batch: JobOf | None,
+    hosts: bool,
+) -> Explored:
+    """``hosts``: whether nothing fitted without the host memory that ``job`` has."""
+    start = time.monotonic()
+    space = space_of(job, bounds)
+    candidates = points(space)
+    free = replace(job, constraints=unpinned(job.constraints))
+    always = standards(space, candidates, bounds, bounds.with_job(free)) if compare else []
+
+    siblings = Siblings(bounds.state_bytes)
+    early = Early(space, frozenset(candidates), bounds, always, deadline, enough_s)
+    floors = Floors(bounds, evaluator, candidates, space)
+
+    best_s = enough_s
+
+    def evaluate(point: Point, *, proven: bool = True, devices: tuple[int, ...] | None = None) -> Evaluated:
+        nonlocal best_s
+        proven = proven and evaluator.placements.complete(point.grid)
+        solve = partial(evaluator.solve, devices=devices, proven=proven, enough_s=best_s)
+        try:
+            found = evaluated(siblings.tried(point, solve))
+        except PartitionError as error:
+            early.tell(point, error)
+            raise
+        early.tell(point, found.step_time)
+        best_s = min(best_s, found.step_time)
+        partly, unsure = not evaluator.placements.complete(point.grid), not evaluator.tries_all(point)
+        return replace(found, partly=partly, unsure=unsure)
+
+    result = search(
+        candidates,
+        floors,
+        evaluate,
+        always=chain(list(solved(before))[:1], early.points() if compare else ()),
+        left_out=left_out(space, candidates),
+        progress=progress,
+        time_limit_s=deadline - time.monotonic(),
+        patience=PATIENCE,
+        effort=partial(effort, space),
+        in_vain=evaluator.is_in_vain,
+        last=floors.of_point,
+        enough_s=enough_s,
+        before=before,
+    )
+    beside = evaluator if free.constraints == job.constraints else replace(evaluator, job=free)
+    found, certificate = result.best.payload, result.certificate
+    ahead: tuple[Solved, Later[Emitted]] | None = None
+    if not result.interrupted and job.train and job.constraints.leaves_schedule:
+        evaluator.locals.end()  # its process makes room for the next
+        known = {**solved(before), **solved(result.rows)}
+        several = schedules_of_several(space, known, found.point, result.rows, floors)
+        if emit is not None and sum(effort(space, point) for group in several for point in group[:1]) > _MUCH_EFFORT:
+            ahead = found, Later(partial(emit, found))
+        devices = {mesh_of(e.payload.point): e.payload.devices for e in sorted(known.values(), key=_slowest_first)}
+
+        def attempt(point: Point) -> Evaluated:
+            """Without a bound, and on the devices of a plan of the same mesh where all placements would be tried."""
+            same = devices.get(mesh_of(point)) if evaluator.placements.complete(point.grid) else None
+            found = evaluate(point, proven=False, devices=same)
+            return found if same is None else replace(found, least=0.0)
+
+        found, certificate = best_schedule(
+            evaluate, attempt, floors, floors.of_point, several, found, certificate, deadline
+        )
+    if certificate.cut_off is None and not evaluator.tries_all(found.point):
+        found, certificate = without_limit(certificate, found, evaluator.afresh.solve(found.point))
+
+    rows = certificate.candidates
+    search_s = time.monotonic() - start
+    as_long_s = max(_LEAST_S, search_s)
+
+    def others() -> tuple[Baseline, ...]:
+        if not compare:
+            return ()
+        until = min(deadline, time.monotonic() + as_long_s)
+        fewer = without_laggards(
+            job,
+            found.estimate.step_time,
+            lambda: float(bounds.times(candidates).min()),
+            space_of,
+            lambda *asked: best(until - time.monotonic(), *asked),
+        )
+        offload = job.constraints.offload or ()
+        tried = {s.name for s in always if offload and (s.excluded or not hosts)}
+        alone = _unhosted(job, tried) if tried else {}
+        tuned_by = min(deadline, time.monotonic() + as_long_s)
+        found_beside = compared(always, rows, partial(_solved_beside, beside), offload, alone, tuned_by)
+        if other_batch is not None and not offload:
+            step_s = found.estimate.step_time
+            fewer += faster_batches(
+                job, step_s, other_batch, space_of, lambda *asked: best(until - time.monotonic(), *asked)
+            )
+        return (*found_beside, *(b.model_copy(update={"offload": offload}) for b in fewer))
+
+    pinned = bool(job.constraints.offload) and not hosts
+    unknown = compare and (pinned or any(not is_known(standard, rows) for standard in always))
+    uneven = compare and not is_even(job.topology)
+    baselines = Later(others, worth_it=unknown or uneven, most_s=as_long_s)
+    beyond = beyond_the_bound(space)
+    if not evaluator.placements.complete(found.point.grid) and job.constraints.placement is None:
+        beyond["placement"] = "The best placements of ranks on devices were tried, not all."
+    certificate = certificate.model_copy(update={"limits": _limits(space), "beyond": beyond})
+    return Explored(found, certificate, baselines, result.rows, ahead)
+
+
+def _slowest_first(found: Evaluated) -> float:
+    return -found.step_time
+
+
+def _limits(space: Space) -> Limits:
+    dims = tuple(sorted(space.dims))
+    return Limits(
+        calls=space.num_calls,
+        dims=dims,
+        experts=space.experts,
+        length=space.length,
+        repeated=space.repeated,
+        even=space.even,
+    )
+
+
+def _unhosted(job: Job, names: Collection[str]) -> dict[str, Baseline]:
+    """The standard layouts of these names without host memory, by name."""
+    alone = replace(job, constraints=unpinned(job.constraints).model_copy(update={"offload": ()}))
+    evaluator = Evaluator(alone)
+    bounds = ModelBounds(alone, evaluator.placements)
+    space = space_of(alone, bounds)
+    try:
+        found = no_candidates(standards(space, points(space), bounds, bounds), names)
+    except PartitionError:
+        return {}
+    until = time.monotonic() + _LEAST_S
+    return {b.name: b for b in compared(found, (), partial(_solved_beside, evaluator), until=until)}
+
+
+def _solved_beside(evaluator: Evaluator, point: Point, enough_s: float) -> Evaluated:
+    return evaluated(evaluator.solve(point, improved=False, enough_s=enough_s))
+
+
+def best(time_limit_s: float, job: Job, enough_s: float) -> Candidate:
+    """The row of the best plan of ``job``. Raises as :func:`explore` does."""
+    rows = explore(job, time_limit_s, compare=False, enough_s=enough_s).certificate.candidates
+    return next(row for row in rows if row.status == "chosen").model_copy(update={"status": "solved"})
+
+
+__all__ = ["OFFLOAD_SETS", "Explored", "Point", "explore", "rooms", "space_of"]

@@ -1,0 +1,442 @@
+"""The points of the search: mesh shape, microbatch and schedule; and those that the report always has.
+
+In words, why a batch, a mesh or a schedule leaves no point to search.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partitioner.candidate import Point
+from partitioner.constraints import OF_ONE_STAGE, Constraints
+from partitioner.errors import ConstraintError, PlanError
+from partitioner.schedules.csv_table import ScheduleTable, table_of
+from partitioner.schedules.registry import SCHEDULES, chunks_of, schedule_name
+from partitioner.topology.hosts import can_offload
+from partitioner.topology.topology import Topology
+from partitioner.units import divisors, plural
+
+
+def uneven(space: Space, dp: int) -> str:
+    """What to say where the batch does not split over ``dp``."""
+    size = space.constraints.group_size
+    groups = "" if size is None else f", in groups of {size} samples that meet,"
+    return f"the global batch of {space.global_batch}{groups} does not split over dp={dp}"
+
+
+def why_none(space: Space) -> PlanError | ConstraintError:
+    """What to raise where there is no point."""
+    asked = space.constraints
+    if None not in (asked.pp, asked.dp, asked.tp) and math.prod(asked.pinned.values()) != space.world_size:
+        return ConstraintError(asked.too_few(space.world_size))
+    schedule = space.constraints.schedule
+    size = space.constraints.group_size
+    batch = f"global batch of {space.global_batch}" if size is None else f"{space.units} groups of {size} samples"
+    fixed: dict[str, Any] = {
+        "ep": space.constraints.ep,
+        "etp": space.constraints.etp,
+        "schedule": schedule and schedule_name(schedule),
+        "v": space.constraints.virtual_stages,
+        "dp_shard": space.constraints.dp_shard,
+    }
+    fixed = {**space.constraints.pinned, **{k: v for k, v in fixed.items() if v is not None}}
+    pinned = ", ".join(f"{k}={v}" for k, v in fixed.items())
+    return PlanError(
+        f"no mesh of {plural(space.world_size, 'rank')}{' with ' + pinned if pinned else ''} fits: dp must "
+        f"{_shared(space)} the {batch}, {_depth(space)} (the calls that can be placed), tp must "
+        f"divide a dim of a weight{_widest(space)}"
+        + (f", dp is {len(asked.data_shares)}, as many as data_shares" if asked.data_shares else "")
+        + (", dp_shard must divide dp" if space.constraints.dp_shard else "")
+        + (", ep x etp must divide dp x cp x tp" if space.constraints.ep or space.constraints.etp else "")
+        + (_asked_by(schedule) if schedule else "")
+    )
+
+
+def _shared(space: Space) -> str:
+    """What the batch asks of ``dp``."""
+    return "divide" if space.even or space.experts else "be at most"
+
+
+def _depth(space: Space) -> str:
+    """What pipelines there can be."""
+    pinned = space.constraints
+    if (pinned.virtual_stages or 1) > 1:
+        return f"pp is more than 1 and pp x virtual_stages at most {space.num_calls}"
+    if pinned.schedule not in (None, *OF_ONE_STAGE) and table_of(pinned.schedule) is None:
+        return f"pp is more than 1, since {pinned.schedule} is for a pipeline, and at most {space.num_calls}"
+    return f"pp is at most {space.num_calls}"
+
+
+def _widest(space: Space) -> str:
+    """How wide tensor groups may be, if that forbids any."""
+    forbids = space.constraints.tp is None and space.widest < space.world_size
+    return f" and be at most {space.widest}" if forbids else ""
+
+
+def _asked_by(schedule: str | ScheduleTable) -> str:
+    """What a schedule leaves no choice of."""
+    table = table_of(schedule)
+    if table is not None:
+        return (
+            f"; the schedule is written for pp={len(table.own.orders)}, {table.num_microbatches} microbatches and "
+            f"{len(table.own.ranks)} virtual stages"
+        )
+    chunks = SCHEDULES[str(schedule)].chunks
+    return f"; the schedule has {chunks} virtual stages on each rank" if chunks is not None else ""
+
+
+Times = Callable[[Sequence["Point"]], NDArray[np.float64]]  # bounds of all at once
+
+_LEAST_TOKENS = 8192  # of a sequence on a rank: to share shorter ones is for those who ask, and takes longer to plan
+
+_FEWEST_TOKENS = 2048  # the same, where the ranks would be more than the batch has parts for
+_CHOICES = {"zb-1p": (1, 2, 4)}  # virtual stages that are tried, where any may be
+_UNEVEN = 1.1  # times an even share that the largest virtual stage of a rank may have
+_MORE_CHUNKS = 1.8  # times the last number of virtual stages, the next one
+_MOST_CHUNKS = 16
+
+_WIDEST = 8  # ranks of tp, where no node has more: wider ones are for those who ask
+
+_PART_GROWS = 4  # from one part of dp that shares states to the next
+
+SEARCHED = {"1f1b": (1,), "zb-1p": (1,)}  # with their virtual stages, where none is pinned
+
+_BESIDE = {"zb-1p": (2,), "zb-v": (2,)}  # tried besides, as is "interleaved"
+_OVERLAPPING = {"zb-2p": (1,)}  # where steps overlap, which fill what it leaves
+
+
+@dataclass(frozen=True)
+class Space:
+    """What the points are drawn from. ``num_calls``: calls that stages can be cut between; ``dims``: the sizes of the
+    weights' dims; ``global_batch``: samples; ``experts``: ranks that share them are a divisor of it; ``length``: a
+    sample's tokens; ``repeated``: calls of blocks that repeat (0: all); ``even``: whether all ranks of ``dp`` must have
+    as many microbatches."""
+
+    topology: Topology
+    global_batch: int
+    num_calls: int
+    dims: frozenset[int]
+    constraints: Constraints = field(default_factory=Constraints)
+    train: bool = True
+    experts: int = 0
+    length: int = 0
+    repeated: int = 0
+    even: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return self.topology.num_devices
+
+    @property
+    def units(self) -> int:
+        """What is shared out over ``dp``: samples, or the groups that they meet in."""
+        return self.global_batch // (self.constraints.group_size or 1)
+
+    def splits(self, dp: int) -> bool:
+        """Whether every rank of ``dp`` can have some of the batch: as much as the others, or about as much."""
+        return self.units % dp == 0 or (not self.even and dp <= self.units)
+
+    @property
+    def widest(self) -> int:
+        """The most ranks of ``tp`` that are tried where it is not fixed."""
+        return widest_searched(self.topology, self.constraints)
+
+    def sizes(self, dp: int) -> list[int]:
+        """The microbatches that there may be."""
+        pinned = self.constraints
+        if self.units % dp and pinned.microbatch_size is None:
+            return [size for size in divisors(self.global_batch) if self.global_batch // size >= dp]
+        sizes = divisors(self.global_batch // dp) if self.units % dp == 0 else []
+        given = pinned.microbatch_size
+        if given is None or given in sizes:
+            return sizes if given is None else [given]
+        shared = not self.even and self.global_batch % given == 0 and self.global_batch // given >= dp
+        return [given] if shared else []
+
+    def allows(self, point: Point) -> bool:
+        """Whether the microbatches of ``point`` can be shared out over ``dp``."""
+        given = self.constraints.data_shares
+        if given is not None and (len(given), sum(given)) != (point.dp, point.parts(self.global_batch)):
+            return False
+        even = self.global_batch % (point.dp * point.microbatch_size) == 0 if given is None else len(set(given)) == 1
+        return even or (not self.even and point.shares_out)
+
+
+def points(space: Space) -> list[Point]:
+    """All points that the constraints allow.
+
+    ``tp`` divides some dim of a weight, and is at most 8 or the devices of the largest node (``ahead``: of two) unless
+    it is pinned; the microbatch divides the batch, and there is one for every rank of ``dp``; there are calls for every
+    stage. What is not executed yet is there only where it is asked for.
+
+    Raises :class:`ConstraintError` for constraints that cannot hold and :class:`PlanError` if no point is left.
+    """
+    pinned = space.constraints
+    pinned.check(space.world_size, space.global_batch, space.dims)
+    pinned.check_experts(space.experts)
+    pinned.check_sharding()
+    table = None if pinned.schedule is None else table_of(pinned.schedule)
+    found = [
+        point
+        for pp, dp, tp, cp in meshes(space)
+        for ep, etp in _expert_axes(space, dp * cp * tp, tp)
+        for schedule, virtual in _schedules(space, pp)
+        for zero, shard in _zero(space, dp, cp)
+        for size in space.sizes(dp)
+        if space.allows(point := Point(pp, dp, tp, size, schedule, cp, ep, etp, zero, virtual, shard))
+        and _is_for(table, pp, point.num_microbatches(space.global_batch))
+    ]
+    if not found:
+        raise why_none(space)
+    return found
+
+
+def hybrids(space: Space, point: Point) -> list[Point]:
+    """``point`` with its states shared by a part of its ``dp`` ranks, on several nodes, where that is left open.
+
+    A part is as many ranks as a node holds, or four times that, and so on: gathers over few nodes start sooner, and
+    states over many take less memory.
+    """
+    pinned = space.constraints
+    several = space.topology.num_nodes > 1
+    if pinned.hierarchical or not (space.train and several and pinned.zero is None and pinned.dp_shard is None):
+        return []
+    size, parts = max(1, space.topology.devices_per_node // (point.tp * point.cp)), dict[int, None]()
+    even = divisors(point.dp)
+    while size < point.dp:
+        parts[max(d for d in even if d <= size)] = None
+        size *= _PART_GROWS
+    whole = pinned.model_copy(update={"grad_compression": None})  # what whole shards cannot, parts of them can
+    stages = [stage for stage, _ in _zero(replace(space, constraints=whole), point.dp, point.cp) if stage]
+    return [point.sharing(stage, part) for stage in stages for part in parts if part > 1]
+
+
+def meshes(space: Space) -> list[tuple[int, int, int, int]]:
+    """The (pp, dp, tp, cp) that the constraints allow."""
+    pinned, world = space.constraints, space.world_size
+    found = []
+    for tp in divisors(world):
+        if not (pinned.tp in (None, tp) and _tensor_axis_fits(space, tp)):
+            continue
+        for pp in divisors(world // tp):
+            if pinned.pp not in (None, pp) or pp > space.num_calls:
+                continue
+            for cp in _context_axes(space, world // tp // pp):
+                dp = world // tp // pp // cp
+                if pinned.dp in (None, dp) and space.splits(dp):
+                    found.append((pp, dp, tp, cp))
+    return found
+
+
+def _context_axes(space: Space, room: int) -> list[int]:
+    """The ``cp`` of ``room`` ranks. Each gets two pieces of the sequence, one from either end, so that causal work is
+    even. Where the batch does not split evenly over as many ranks as are left, fewer tokens may be on each."""
+    pinned, length = space.constraints, space.length
+    if pinned.cp is not None:
+        return [pinned.cp] if room % pinned.cp == 0 else []
+    if None not in (pinned.pp, pinned.dp, pinned.tp):  # the only one that makes as many ranks as there are
+        left = room // (pinned.dp or 1)
+        return [left] if left == 1 or (length and length % (2 * left) == 0) else []
+    even = [cp for cp in divisors(room) if cp == 1 or length % (2 * cp) == 0]
+    usual = [cp for cp in even if cp == 1 or length >= _LEAST_TOKENS * cp]
+    if any(space.units % (room // cp) == 0 for cp in usual):
+        return usual
+    fewer = [cp for cp in even if length >= _FEWEST_TOKENS * cp and space.units % (room // cp) == 0][:1]
+    return list(dict.fromkeys((*(cp for cp in usual if space.splits(room // cp)), *fewer)))
+
+
+def _expert_axes(space: Space, room: int, tp: int) -> list[tuple[int, int]]:
+    """(ep, etp): ranks that share the experts, and ranks that share each of them (0: ``tp``)."""
+    pinned = space.constraints
+    shards = [pinned.etp if pinned.etp not in (None, tp) else 0]
+    if pinned.etp is None and space.experts and tp > 1:
+        shards = [*(divisors(tp)[:-1] if pinned.ahead else [1]), 0]
+    if pinned.ep is not None:
+        sizes = [pinned.ep]
+    else:
+        sizes = [ep for ep in divisors(space.experts) if ep <= room] if space.experts else [1]
+    pairs = [(ep, etp) for ep in sizes for etp in shards if ep > 1 or etp == shards[-1]]
+    return [(ep, etp) for ep, etp in pairs if room % (ep * (etp or tp)) == 0]
+
+
+def _schedules(space: Space, pp: int) -> list[tuple[str | ScheduleTable, int]]:
+    """Schedules with their virtual stages. GPipe takes as long as 1F1B and never less memory: only if it is pinned."""
+    pinned = space.constraints
+    table = None if pinned.schedule is None else table_of(pinned.schedule)
+    if table is not None:
+        return [(table, chunks_of(table) or 1)] if len(table.own.ranks) <= space.num_calls else []
+    if pp == 1:
+        if (pinned.virtual_stages or 1) > 1 or pinned.schedule not in (None, *OF_ONE_STAGE):
+            return []  # one rank's virtual stages would be one stage, and other schedules say nothing of one
+        return [(str(pinned.schedule or "1f1b"), 1)]
+    names = [str(pinned.schedule)] if pinned.schedule else _searched(space)
+    found: list[tuple[str | ScheduleTable, int]] = []
+    for name in names:
+        chunks = SCHEDULES[name].chunks
+        if chunks is not None:
+            choices = [chunks]
+        elif pinned.virtual_stages is not None:
+            choices = [pinned.virtual_stages]
+        else:
+            choices = _chunk_choices(space, pp, name)
+        found += [(name, v) for v in choices if v * pp <= space.num_calls and pinned.virtual_stages in (None, v)]
+    return found
+
+
+def _searched(space: Space) -> list[str]:
+    """The schedules to choose among where none is pinned."""
+    pinned = space.constraints
+    if not space.train:
+        return ["interleaved" if (pinned.virtual_stages or 1) > 1 else "1f1b"]
+    if (pinned.virtual_stages or 1) > 1 and not pinned.ahead:
+        return [name for name, schedule in SCHEDULES.items() if schedule.chunks in (None, pinned.virtual_stages)]
+    return [name for name in SCHEDULES if name != "gpipe"] if pinned.ahead else list(SEARCHED)
+
+
+def _chunk_choices(space: Space, pp: int, schedule: str) -> list[int]:
+    """The virtual stages on a rank that are tried for a schedule that may have any number of them."""
+    if schedule == "interleaved":
+        return even_chunks(space, pp)
+    pinned = space.constraints
+    return list((_CHOICES if pinned.schedule or pinned.ahead else SEARCHED)[schedule])
+
+
+def even_chunks(space: Space, pp: int) -> list[int]:
+    """Numbers of virtual stages on a rank that let all of them have as many layers, and between these about as many;
+    two, where none does."""
+    layers, found = space.repeated or space.num_calls, list[int]()
+    several = range(2, min(_MOST_CHUNKS, space.num_calls // pp) + 1)
+    largest = {chunks: -(-layers // (chunks * pp)) * chunks * pp for chunks in several}
+    for most in (layers, _UNEVEN * layers):
+        for chunks in several:
+            apart = (max(chunks, other) >= _MORE_CHUNKS * min(chunks, other) for other in found)
+            if largest[chunks] <= most and all(apart):
+                found.append(chunks)
+    return sorted(found) or [2]
+
+
+def several_stages(space: Space, point: Point) -> list[Point]:
+    """``point`` under the schedules of several virtual stages, but for those that are as fast as one of them in more
+    memory; and under those that others' steps fill."""
+    choices = {"interleaved": even_chunks(space, point.pp), **_BESIDE}
+    choices |= _OVERLAPPING if space.constraints.overlap_steps else {}
+    found = [(name, v) for name, several in choices.items() for v in several if v * point.pp <= space.num_calls]
+    return [replace(point, schedule=name, virtual_stages=v) for name, v in found]
+
+
+def _is_for(table: ScheduleTable | None, pp: int, num_microbatches: int) -> bool:
+    """Whether a schedule that is written down is one for these numbers."""
+    return table is None or (len(table.own.orders), table.num_microbatches) == (pp, num_microbatches)
+
+
+def _zero(space: Space, dp: int, cp: int) -> list[tuple[int, int]]:
+    """(stage, ranks of dp that share states; 0: all)."""
+    pinned = space.constraints
+    if pinned.dp_shard is not None and dp % pinned.dp_shard:
+        return []
+    if pinned.zero is not None:
+        stages = [pinned.zero]
+    elif pinned.dp_shard is not None:
+        stages = [1, 2, 3] if space.train else [3]
+    else:
+        stages = [0, 1, 2, 3] if space.train and dp * cp > 1 else [0]
+        if "parameters" in (pinned.offload or ()):
+            stages = [stage for stage in stages if stage in (0, 3)]  # the others keep parameters whole
+    if pinned.hierarchical:
+        stages = [0]
+    part = pinned.dp_shard if pinned.dp_shard not in (None, dp) else 0
+    found = [(stage, part or 0 if stage else 0) for stage in stages]
+    return [pair for pair in found if pinned.sends_compressed(*pair)]
+
+
+def beyond_the_bound(space: Space) -> dict[str, str]:
+    """What a user could fix and the certificate's bound does not speak of: constraint -> a sentence.
+
+    Plans with these may be faster than one that is proven without them.
+    """
+    pinned, topology = space.constraints, space.topology
+    several, found = topology.num_nodes > 1, dict[str, str]()
+    if pinned.offload is None and can_offload(topology):
+        found["offload"] = "Plans with offload to host memory were tried only where nothing fits without it."
+    if space.world_size == 1:
+        return found
+    if space.train and pinned.schedule is None and pinned.virtual_stages is None and pinned.pp != 1:
+        schedules = (
+            "The proof covers the pipeline schedules 1F1B and ZB-1P; schedules with several stages on a rank "
+            "(interleaved, ZB-V) were tried on the best meshes only."
+        )
+        found |= {"schedule": schedules, "virtual_stages": schedules}
+    if space.length and pinned.cp is None:
+        found["cp"] = (
+            f"Context parallelism with fewer than {_LEAST_TOKENS:,} tokens of a sample on each rank was not tried."
+        )
+    if pinned.tp is None and space.widest < space.world_size:
+        found["tp"] = f"Tensor parallelism over more than {space.widest} ranks was not tried."
+    if several and space.train and pinned.zero != 0 and pinned.dp_shard is None:
+        found["dp_shard"] = "Sharding states over a part of the data-parallel ranks was tried for whole nodes only."
+    if len(topology.paces[0]) > 1 and pinned.data_shares is None:
+        found["data_shares"] = "Shares of the batch were tried about as fast as ranks are, not all."
+    if several and space.train and pinned.hierarchical is None and not topology.single_ring:
+        found["hierarchical"] = "Reducing gradients level by level in the program (hierarchical=True) was not tried."
+    if space.experts and pinned.etp is None and not pinned.ahead:
+        found["etp"] = "Splitting an expert over other numbers of ranks than tp or one was not tried."
+    return found
+
+
+def _tensor_axis_fits(space: Space, tp: int) -> bool:
+    if tp == 1 or space.constraints.tp == tp:
+        return True
+    return tp <= space.widest and any(size % tp == 0 for size in space.dims)
+
+
+def widest_searched(topology: Topology, pinned: Constraints) -> int:
+    """See :attr:`Space.widest`."""
+    return max(_WIDEST, max(group.devices for group in topology.nodes) * (2 if pinned.ahead else 1))
+
+
+def baselines(
+    space: Space, candidates: Sequence[Point], times: Times, fits: Callable[[Point], bool]
+) -> dict[str, Point | None]:
+    """The points that every report has: plain data parallelism, and the textbook layout of Megatron-LM.
+
+    The latter has ``tp`` as wide as a node, as few stages as fit in memory, data parallelism over the rest (Narayanan
+    et al. 2021, section 3), and the microbatch of the least bound. ``None``: not among ``candidates``.
+    """
+    plain = [p for p in candidates if p.pp == p.tp == p.cp == 1 and not p.zero]
+    inside = space.topology.devices_per_node if space.topology.num_nodes > 1 else space.world_size
+    widths = {p.tp for p in candidates}
+    widest = max([tp for tp in widths if inside % tp == 0] or [*widths, 1])
+    plainest = min((p.zero for p in candidates), default=0)
+    megatron = [p for p in candidates if (p.tp, p.zero) == (widest, plainest)]
+    depths = sorted({p.pp for p in megatron})
+    for pp in depths:
+        of_depth = [p for p in megatron if p.pp == pp]
+        if any(fits(p) for p in of_depth) or pp == depths[-1]:
+            megatron = of_depth
+            break
+    return {"data parallel": least(plain, times, fits), "megatron": least(megatron, times, fits)}
+
+
+def left_out(space: Space, candidates: Sequence[Point]) -> dict[Point, str]:
+    """Plain data parallelism with the reason why it is no candidate, if it is none."""
+    if any(p.pp == p.tp == p.cp == 1 and not p.zero for p in candidates):
+        return {}
+    size = space.constraints.group_size or 1
+    point = Point(1, space.world_size, 1, size, space.constraints.schedule or "1f1b")
+    if not space.splits(space.world_size):
+        return {point: uneven(space, space.world_size)}
+    return {point: "excluded by the constraints"}
+
+
+def least(choices: Sequence[Point], times: Times, fits: Callable[[Point], bool]) -> Point | None:
+    """The point of the least bound among those that fit, or among all if none does; ``None`` of none."""
+    if not choices:
+        return None
+    ranked = [choices[int(i)] for i in np.argsort(times(choices), kind="stable")]
+    return next(filter(fits, ranked), ranked[0])

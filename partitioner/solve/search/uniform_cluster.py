@@ -1,0 +1,200 @@
+"""Lower bound on a point from a cluster whose devices are all as good as the best device of the real one.
+
+On that cluster few placements may be best: each axis spans a number of units on each level, with the nodes in any
+order. The placements are judged as plans are, with collectives, transfers between stages and a simulated schedule.
+
+A cluster as it would be if all of its devices were as good as the best, and its nodes had their links to others in
+any order: no plan is slower there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+
+from partitioner.candidate import Point
+from partitioner.cost.step.placed_mesh import Machine
+from partitioner.cost.step.rank_costs import SeatCosts
+from partitioner.cost.step.relaxed_mesh import best_type
+from partitioner.solve.evaluate.evaluate_placement import Judge
+from partitioner.solve.evaluate.evaluator import Evaluator
+from partitioner.solve.evaluate.job import Job
+from partitioner.solve.placement.irregular import arrangements
+from partitioner.solve.placement.placement import signature
+from partitioner.solve.placement.regular import all_nestings, equal_levels, fits
+from partitioner.topology.hardware import NodeGroup, NodeOverride
+from partitioner.topology.topology import Topology
+from passes.errors import PartitionError
+from runtime.program.mesh import AXES
+
+BEST = "best"  # the kind of all devices
+
+_MOST = 30  # orders of nodes that are told apart
+
+
+def evened(topology: Topology) -> list[Topology]:
+    """``topology`` with devices that are all alike, one for each order of its nodes; of many orders one whose nodes all
+    have the links that the best two leave each other. Empty where nodes have different numbers of devices or network
+    cards, or links that single pairs or kinds of nodes have."""
+    nodes, levels = topology.nodes, topology.levels
+    shapes = {(group.devices, group.pattern, group.concurrent, group.num_cards) for group in nodes}
+    if len(shapes) > 1 or topology.own_links or any(level.only for level in levels):
+        return []
+    paces, _ = topology.paces
+    least = min(topology.types[name].communicator for name, _ in paces)
+    kind = best_type([topology.paced_type(*pace) for pace in paces]).model_copy(
+        update={"memory": int(topology.usable.max()), "reserved": 0, "communicator": least}
+    )
+    one = nodes[0]
+    node = NodeGroup(
+        type=BEST,
+        devices=one.devices,
+        count=topology.num_nodes,
+        concurrent=one.concurrent,
+        pattern=one.pattern,
+        nics=one.nics,
+    )
+    shares = _shares(topology)
+    if _num_orders(shares) > _MOST or any((level.nodes or 1) > 1 for level in levels):
+        shares = [sorted(shares)[-min(2, len(shares))]] * len(shares)
+    return [
+        Topology(
+            name=f"{topology.name}, evened",
+            nodes=(node,),
+            types={BEST: kind},
+            levels=levels,
+            patterns=topology.patterns,
+            node_overrides={n: NodeOverride(network=share) for n, share in enumerate(order) if share < 1},
+        )
+        for order in _orders(shares)
+    ]
+
+
+def _shares(topology: Topology) -> list[float]:
+    """The fraction, for each node, of the bandwidth to others that its best device is left with."""
+    best = np.zeros(topology.num_nodes)
+    np.maximum.at(best, topology.node_of, topology.cards.left)
+    found: list[float] = best.tolist()
+    return found
+
+
+def _num_orders(shares: Sequence[float]) -> int:
+    if len(set(shares)) == 1:
+        return 1
+    if len(shares) > 2 * _MOST:
+        return _MOST + 1
+    return math.factorial(len(shares)) // math.prod(math.factorial(n) for n in Counter(shares).values())
+
+
+def _orders(shares: Sequence[float]) -> Iterator[tuple[float, ...]]:
+    """All orders of ``shares``, of which some are equal."""
+    if not shares:
+        yield ()
+    for first in sorted(set(shares), reverse=True):
+        rest = list(shares)
+        rest.remove(first)
+        yield from ((first, *others) for others in _orders(rest))
+
+
+_NEAR = 0.75  # least mean peak, as a share of the best device's
+
+
+class Alike:
+    """Lower bounds of the points that ``evaluator`` solves."""
+
+    def __init__(self, evaluator: Evaluator) -> None:
+        self._evaluator = evaluator
+        self._costs: dict[int, SeatCosts] = {}  # by identity of the evaluator's own costs
+        self._machines: dict[tuple[int, ...], list[Machine]] = {}
+
+    def quickly(self, point: Point, enough_s: float) -> float:
+        """:meth:`least`, stopped when the bound falls below ``enough_s``; 0 if devices differ much."""
+        return self._least(point, enough_s, enough_s) if self._are_near else 0.0
+
+    def least(self, point: Point, enough_s: float) -> float:
+        """Lower bound in seconds on every plan of ``point``, at most ``enough_s``; 0 if nothing can be said. Raises the
+        exceptions of :meth:`Evaluator.own`."""
+        return self._least(point, enough_s, 0.0)
+
+    def _least(self, point: Point, enough_s: float, stop_s: float) -> float:
+        """:meth:`least` that stops refining once the bound is below ``stop_s``."""
+        if self._evaluator.tries_all(point) or not self._levels or not fits(point.grid, self._levels):
+            return 0.0
+        judge = self._judge(point, enough_s)
+        floors = sorted(((judge.least(machine), machine) for machine in self._placed(point)), key=lambda pair: pair[0])
+        least = enough_s
+        for floor, machine in floors:
+            if floor >= least:
+                break
+            if least < stop_s:  # the next floor bounds all remaining placements
+                return min(least, floor)
+            if (told := judge.least(machine, least)) < least:
+                least = min(least, max(told, _judged(judge, machine)))
+        return least
+
+    @cached_property
+    def _topologies(self) -> list[Topology]:
+        """Topologies of the equalised cluster, one for each order of its nodes; empty if hosts are used or the
+        placement is fixed."""
+        job = self._evaluator.job
+        if job.constraints.offload or self._evaluator.placements.in_order:  # hosts are not evened
+            return []
+        return evened(job.topology)
+
+    @cached_property
+    def _are_near(self) -> bool:
+        """Whether the mean peak of the devices is near that of the best device."""
+        job = self._evaluator.job
+        paces, of_device = job.topology.paces
+        rates = np.array([job.topology.types[kind].peak_of(job.precision) * speed for kind, speed in paces])
+        return bool(rates[of_device].mean() >= _NEAR * rates.max())
+
+    @cached_property
+    def _levels(self) -> tuple[int, ...]:
+        """Number of devices that each level joins."""
+        if not self._topologies:
+            return ()
+        return equal_levels(self._topologies[0].changed(overrides={}, node_overrides={})) or ()
+
+    @cached_property
+    def _job(self) -> Job:
+        return replace(self._evaluator.job, topology=self._topologies[0])
+
+    def _judge(self, point: Point, enough_s: float) -> Judge:
+        evaluator, job = self._evaluator, self._job
+        local, costs, states = evaluator.own(point)
+        if id(costs) not in self._costs:
+            self._costs[id(costs)] = SeatCosts(costs.blocks, job.topology, costs.train, costs.again, costs.works)
+        reference = replace(evaluator.locals.reference_seat(point.tp, point.cp), kind=BEST)
+        return Judge(job, point, local, self._costs[id(costs)], states, reference, lambda *_: None, True, enough_s)
+
+    def _placed(self, point: Point) -> list[Machine]:
+        """The placements of a mesh, one for each distinct cost."""
+        key = tuple(point.grid.values())
+        if key not in self._machines:
+            every = list(self._every(point))
+            self._machines[key] = list({signature(machine): machine for machine in every}.values())
+        return self._machines[key]
+
+    def _every(self, point: Point) -> Iterator[Machine]:
+        sizes = tuple(point.grid.get(axis, 1) for axis in AXES)
+        nested = all_nestings(sizes, self._levels)
+        first, precision = self._topologies[0], self._job.precision
+        for devices in arrangements(first, point.grid):  # others that are tried on the cluster itself
+            yield Machine(first, point.grid, precision, devices)
+        for topology in self._topologies:
+            for devices in nested:
+                yield Machine(topology, point.grid, precision, devices)
+
+
+def _judged(judge: Judge, machine: Machine) -> float:
+    try:
+        judge(machine)
+    except PartitionError:  # stages that are followed may fit though none were found that do
+        return 0.0
+    return judge.leasts[-1]

@@ -1,0 +1,164 @@
+"""Points that a search evaluates first: a good plan known early prunes most of the other candidates.
+
+The best point of each standard layout comes first, and leaner points as long as these do not fit. For mixtures of
+experts the textbook layout with spread experts follows: ``tp`` inside a node, experts over as many ranks as hold them,
+few stages. From the plans found the search goes on to neighbours that differ in one number (sharding of states or
+experts, ``tp``, microbatch, stages), as long as one is better.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from partitioner.candidate import Point
+from partitioner.errors import CapacityError
+from partitioner.solve.bounds.model_bounds import ModelBounds
+from partitioner.solve.search.baselines import MOST_TRIED, Standard
+from partitioner.solve.search.space import Space
+from partitioner.units import divisors
+from passes.errors import PartitionError
+
+_MOST_SPREAD = 64  # ranks that share the experts to begin with
+
+_MOST_WIDE = 8  # ranks of tp, the same
+_MOST_DEPTHS = 3  # numbers of stages that are tried to begin with
+_MOST_STEPS = 40  # points that are evaluated on the way to better ones
+
+
+@dataclass
+class Early:
+    """Source of the first points. The caller evaluates each point of :meth:`points` and calls :meth:`tell` before it
+    requests the next.
+
+    ``candidates``: the points that may be evaluated. ``deadline``: time (:func:`time.monotonic`) after which the search
+    for better plans ends. ``enough_s``: plans that take this long or longer are of no interest.
+    """
+
+    space: Space
+    candidates: Collection[Point]
+    bounds: ModelBounds
+    standards: Sequence[Standard]
+    deadline: float
+    enough_s: float = math.inf
+    _found: dict[Point, float | PartitionError] = field(default_factory=dict)
+
+    def tell(self, point: Point, found: float | PartitionError) -> None:
+        """Record the outcome of a point: seconds of a step, or the reason why it has no plan."""
+        self._found[point] = found
+
+    def points(self) -> Iterator[Point]:
+        for standard in self.standards:
+            yield from self._first_that_fits(standard)
+        if not self.space.experts:  # others are nearly as fast found as bounded
+            return
+        yield from self._spread()
+        plans = {point: seconds for point, seconds in self._found.items() if isinstance(seconds, float)}
+        for point in sorted(plans, key=plans.__getitem__):
+            yield from self._climb(point)
+
+    @property
+    def _best_s(self) -> float:
+        return min((s for s in self._found.values() if isinstance(s, float)), default=self.enough_s)
+
+    def _first_that_fits(self, standard: Standard) -> Iterator[Point]:
+        """The points of a standard layout until one fits. The first is evaluated for the report, whatever it takes; the
+        others only if they may be better."""
+        tried = 0
+        for point in standard.points[: 1 if standard.excluded else None]:
+            if tried and not self._is_worth(point):
+                continue
+            yield point
+            tried += 1
+            if isinstance(self._found.get(point), float) or tried == MOST_TRIED:
+                return
+
+    def _is_worth(self, point: Point) -> bool:
+        """Whether a point may be a better plan, by its quick bounds."""
+        if point in self._found or point not in self.candidates:
+            return False
+        try:
+            self.bounds.check_states(point)
+            self.bounds.check_microbatch(point)
+        except PartitionError:
+            return False
+        return bool(self.bounds.times([point])[0] < self._best_s)
+
+    def _spread(self) -> Iterator[Point]:
+        """The textbook layout of a mixture of experts, with as few stages and as large a microbatch as fit."""
+        depths, pinned = 0, self.space.constraints
+        for pp in divisors(self.space.world_size):
+            room = self.space.world_size // pp
+            inside = math.gcd(room, self.space.topology.devices_per_node)
+            tp = pinned.tp or max(n for n in divisors(inside) if n <= _MOST_WIDE)
+            ep = pinned.ep or max(n for n in divisors(math.gcd(self.space.experts, room)) if n <= _MOST_SPREAD)
+            if room % tp or pinned.pp not in (None, pp):
+                continue
+            zero = int(room > tp) if pinned.zero is None else pinned.zero
+            etp = int(tp > 1 < ep) if pinned.etp is None else pinned.etp % tp
+            point = Point(pp, room // tp, tp, 1, ep=ep, etp=etp, zero=zero)
+            worth = [s for s in self.space.sizes(point.dp) if self._is_worth(replace(point, microbatch_size=s))]
+            depths += bool(worth)
+            while worth:
+                times = self.bounds.times([replace(point, microbatch_size=s) for s in worth])
+                size = worth[int(times.argmin())]
+                yield (tried := replace(point, microbatch_size=size))
+                found = self._found.get(tried)
+                if isinstance(found, float):
+                    return
+                most = self._fitting(tried, found) if isinstance(found, CapacityError) else 0
+                worth = [s for s in worth if s <= most]
+            if depths == _MOST_DEPTHS:
+                return
+
+    def _fitting(self, point: Point, error: CapacityError) -> int:
+        """A microbatch size that is likely to fit, given the shortage ``error`` of ``point``: all memory except states
+        is proportional to it."""
+        room = self.bounds.capacity(point) - self.bounds.state_bytes(point)
+        share = max(0.0, room) / max(1.0, room + error.missing_bytes)
+        return min(point.microbatch_size - 1, max(1, int(point.microbatch_size * share)))
+
+    def _climb(self, start: Point) -> Iterator[Point]:
+        """From a point that has a plan to better ones, taking the first improvement each time."""
+        here = start
+        while True:
+            for point in self._beside(here):
+                if len(self._found) > _MOST_STEPS or time.monotonic() > self.deadline:
+                    return
+                if self._is_worth(point):
+                    yield point
+                    found, known = self._found.get(point), self._found[here]
+                    if isinstance(found, float) and isinstance(known, float) and found < known:
+                        here = point
+                        break
+            else:
+                return
+
+    def _beside(self, point: Point) -> Iterator[Point]:
+        """The neighbours of ``point``. Neighbours with the same local graphs come first, since they are quick to
+        plan."""
+        if point.dp > 1:
+            yield from (point.sharing(zero) for zero in (3, 2, 1, 0))
+        for ep in _next(divisors(self.space.experts), point.ep):
+            etp = 1 if point.tp > 1 and ep > 1 and (point.etp or point.ep == 1) else point.etp
+            yield replace(point, ep=ep, etp=etp if ep > 1 else 0)
+        for tp in _next(divisors(math.gcd(point.dp * point.tp, self.space.widest)), point.tp):
+            dp, etp = point.dp * point.tp // tp, 1 if tp > 1 and point.ep > 1 and (point.etp or point.tp == 1) else 0
+            sizes = self.space.sizes(dp)
+            size = max([s for s in sizes if s * point.tp <= point.microbatch_size * tp], default=1)
+            yield replace(point, tp=tp, dp=dp, etp=etp, microbatch_size=size)
+        for size in _next(self.space.sizes(point.dp), point.microbatch_size):
+            yield replace(point, microbatch_size=size)
+        for pp in _next(divisors(point.pp * point.dp), point.pp):
+            yield replace(point, pp=pp, dp=point.pp * point.dp // pp)
+
+
+def _next(numbers: Sequence[int], number: int) -> list[int]:
+    """The neighbours of ``number`` among ``numbers``, in order."""
+    below, above = [n for n in numbers if n < number], [n for n in numbers if n > number]
+    return [*below[-1:], *above[:1]]
+
+
+__all__ = ["Early"]

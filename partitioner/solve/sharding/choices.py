@@ -1,0 +1,244 @@
+"""Which layouts the values between calls and the states may have.
+
+Which strategies are worth a choice: every operator's own, and those that its neighbours' sections call for.
+
+Most layouts are a dim or nothing. Some operators shard a dim only in sections (the pieces of a fused projection, an
+inner factor of a reshape). What one of them asks is offered to its neighbours, which offer it to theirs, until nothing
+new comes up.
+
+How much of the matrix-multiply work a sharding divides over the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, fx
+
+from partitioner.solve.sharding.layout_ties import BlockValue, Tie
+from passes.errors import PartitionError
+from passes.ir.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, divides, shard
+from passes.ir.model import FoldedModel
+from passes.rules import factors_of
+from passes.rules.factors import Strategy, operands_of, results_of
+from passes.rules.strategies import NO_SIZES, strategies
+
+
+class ShardingError(PartitionError):
+    """No sharding does what is asked: a pin that cannot be kept, or layouts that exclude each other."""
+
+
+@dataclass(frozen=True)
+class LayoutRules:
+    """What is fixed from outside, by the name of a value or a state.
+
+    ``inputs``: the layouts that a model input may have (``R`` where it is not named). ``outputs``: those that a model
+    output may have (``S`` or ``R`` where it is not named). ``pins``: the one layout of a value, input or state.
+    ``whole_states``: no state is sharded, and one that is trained has a partial-sum gradient. ``partial_values``:
+    values between calls may be partial sums. ``lengths``: dims of these sizes may be sharded zigzag.
+    """
+
+    inputs: Mapping[str, Collection[Layout]] = field(default_factory=dict)
+    outputs: Mapping[str, Collection[Layout]] = field(default_factory=dict)
+    pins: Mapping[str, Layout] = field(default_factory=dict)
+    whole_states: bool = False
+    partial_values: bool = False
+    lengths: frozenset[int] = frozenset()
+
+    def check(self, model: FoldedModel) -> None:
+        """Raises :class:`ShardingError` where a name is unknown."""
+        aliases = {a for state in model.states.values() for a in state.aliases}
+        for what, names in (("pins", self.pins), ("input_layouts", self.inputs), ("output_layouts", self.outputs)):
+            for name in names:
+                if name not in model.values and name not in model.states and name not in aliases:
+                    raise ShardingError(
+                        f"{what}: no value or state is called {name!r}; expected one of the model's "
+                        f"{len(model.states)} states or {len(model.values)} values between calls"
+                    )
+
+
+def _dims(tie: Tie, num_ranks: int) -> list[Layout]:
+    """One shard per dim that divides."""
+    layouts = [shard(d) for d, size in enumerate(tie.spec.shape) if size > 0]
+    return [layout for layout in layouts if divides(layout, tie.spec.shape, num_ranks)]
+
+
+def _zigzags(tie: Tie, num_ranks: int, rules: LayoutRules) -> list[Layout]:
+    layouts = [shard(d, (), True) for d, size in enumerate(tie.spec.shape) if size in rules.lengths]
+    return [layout for layout in layouts if divides(layout, tie.spec.shape, num_ranks)]
+
+
+def value_options(model: FoldedModel, tie: Tie, num_ranks: int, rules: LayoutRules) -> list[Layout]:
+    """The layouts that these values may have. Raises :class:`ShardingError` where none is left."""
+    read = {v for call in model.calls for v in call.inputs}
+    inputs = {i.value for i in model.inputs}
+    outputs = {o.value for o in model.outputs if o.value is not None}
+    options = [REPLICATED, *_dims(tie, num_ranks), *_zigzags(tie, num_ranks, rules), READ_SHARDED]
+    ends = all(name in outputs and name not in read for name in tie.names)
+    if ends or rules.partial_values:
+        options.append(PARTIAL)
+    limits: list[tuple[str, str, Collection[Layout]]] = []
+    for name in tie.names:
+        if name in inputs:
+            limits.append((name, "an input", rules.inputs.get(name, (REPLICATED,))))
+        if name in rules.outputs:
+            limits.append((name, "an output", rules.outputs[name]))
+        elif name in outputs and name not in rules.pins:
+            limits.append((name, "an output", [o for o in options if o != PARTIAL]))
+        if name in rules.pins:
+            limits.append((name, "pinned", (rules.pins[name],)))
+    return _within(options, limits, tie, num_ranks)
+
+
+def state_options(
+    model: FoldedModel, tie: Tie, num_ranks: int, rules: LayoutRules, trained: bool, asked: Iterable[Layout]
+) -> list[Layout]:
+    """The layouts that these states may have; ``asked`` are those in sections that operators would like.
+
+    Raises :class:`ShardingError` where none is left.
+    """
+    options = [REPLICATED, *_dims(tie, num_ranks)]
+    options += [layout for layout in dict.fromkeys(asked) if layout.is_shard and layout not in options]
+    if trained:
+        options.append(READ_SHARDED)
+    limits: list[tuple[str, str, Collection[Layout]]] = []
+    if rules.whole_states:
+        limits.append((tie.names[0], "a state", (READ_SHARDED if trained else REPLICATED,)))
+    for name in tie.names:
+        for alias in (name, *model.states[name].aliases):
+            if alias in rules.pins:
+                limits.append((alias, "pinned", _pinned_state(rules.pins[alias], trained)))
+    for _, _, allowed in limits:  # a pin may cut a state in sections that no operator asked for
+        options += [a for a in allowed if a not in options and divides(a, tie.spec.shape, num_ranks) and a != PARTIAL]
+    return _within(options, limits, tie, num_ranks)
+
+
+def _pinned_state(layout: Layout, trained: bool) -> Collection[Layout]:
+    """A state that is pinned whole may have either kind of gradient."""
+    return (REPLICATED, READ_SHARDED) if layout == REPLICATED and trained else (layout,)
+
+
+def _within(
+    options: list[Layout], limits: list[tuple[str, str, Collection[Layout]]], tie: Tie, num_ranks: int
+) -> list[Layout]:
+    left = [o for o in options if all(o in allowed for _, _, allowed in limits)]
+    if not left:
+        said = "; ".join(f"{name!r} is {why} {' or '.join(map(str, allowed))}" for name, why, allowed in limits)
+        raise ShardingError(
+            f"no layout is left for {_names(tie)} of shape {list(tie.spec.shape)} over {num_ranks} ranks: it may be "
+            f"{', '.join(map(str, options))}, but {said}. Loosen one of these, or change the number of ranks"
+        )
+    return left
+
+
+def _names(tie: Tie) -> str:
+    return repr(tie.names[0]) + (f" (tied to {len(tie.names) - 1} more)" if len(tie.names) > 1 else "")
+
+
+MAX_WANTED = 6  # section layouts of one value that are passed on
+
+
+def candidates(
+    values: Sequence[BlockValue], operators: Sequence[fx.Node], num_ranks: int, lengths: Collection[int] = NO_SIZES
+) -> dict[fx.Node, list[Strategy]]:
+    """The strategies of each operator of a block whose values are ``values``; ``lengths``: of sequences, which may be
+    sharded zigzag."""
+    spots: dict[fx.Node, dict[int, int]] = {node: {} for node in operators}  # operand i or result ~k -> value
+    for number, value in enumerate(values):
+        if value.source in spots:
+            spots[value.source][~value.index] = number
+        for reader in value.readers:
+            if reader.node is not None:
+                spots[reader.node].update(dict.fromkeys(reader.positions, number))
+    wanted: list[dict[Layout, None]] = [{} for _ in values]
+    asked: dict[fx.Node, Mapping[int, tuple[Layout, ...]]] = {}
+    found: dict[fx.Node, list[Strategy]] = {}
+    queue = deque(operators)
+    while queue:
+        node = queue.popleft()
+        wishes = {spot: tuple(wanted[number]) for spot, number in spots[node].items() if wanted[number]}
+        if asked.get(node) == wishes:
+            continue
+        asked[node] = wishes
+        found[node] = strategies(node, num_ranks, wishes, lengths)
+        for number in _offer(node, found[node], spots[node], wanted):
+            value = values[number]
+            queue.extend(r.node for r in value.readers if r.node is not None)
+            if value.source in spots:
+                queue.append(value.source)
+    return found
+
+
+def _offer(
+    node: fx.Node, found: Sequence[Strategy], spots: Mapping[int, int], wanted: Sequence[dict[Layout, None]]
+) -> set[int]:
+    """Adds the section layouts of a node's strategies to those wanted of its values; the values that gained one."""
+    gained = set[int]()
+    for strategy in found:
+        layouts = [*enumerate(strategy.operands), *((~k, layout) for k, layout in enumerate(strategy.results))]
+        for spot, layout in layouts:
+            number = spots.get(spot)
+            if number is None or not layout.sections or layout in wanted[number]:
+                continue
+            if len(wanted[number]) < MAX_WANTED:
+                wanted[number][layout] = None
+                gained.add(number)
+    return gained
+
+
+Shape = tuple[int, ...]
+
+
+def _contraction(operands: list[Shape], result: Shape) -> float:
+    return 2.0 * math.prod(result) * operands[0][-1]
+
+
+def _with_addend(operands: list[Shape], result: Shape) -> float:
+    return 2.0 * math.prod(result) * operands[1][-1]
+
+
+def _batches_added(operands: list[Shape], result: Shape) -> float:
+    return 2.0 * math.prod(result) * operands[1][0] * operands[1][-1]
+
+
+def _attention(operands: list[Shape], result: Shape) -> float:
+    query, key = operands[0], operands[1]
+    return 2.0 * key[-2] * (math.prod(query) + math.prod(result))
+
+
+def _convolution(operands: list[Shape], result: Shape) -> float:
+    return 2.0 * math.prod(result) * math.prod(operands[1][1:])
+
+
+# Floating-point operations of one call, from the shapes of its operands and of its first result.
+FLOPS: dict[str, Callable[[list[Shape], Shape], float]] = {
+    **dict.fromkeys(("mm", "bmm", "mv", "dot", "linear", "matmul"), _contraction),
+    **dict.fromkeys(("_grouped_mm", "partition::expert_mm"), _contraction),
+    **dict.fromkeys(("addmm", "addmv", "baddbmm"), _with_addend),
+    "addbmm": _batches_added,
+    "scaled_dot_product_attention": _attention,
+    **dict.fromkeys(("partition::band_attention", "partition::context_attention"), _attention),
+    **dict.fromkeys(("convolution", "conv1d", "conv2d", "conv3d"), _convolution),
+}
+
+
+def matmul_flops(node: fx.Node) -> float:
+    """Multiplications and additions of one call of a matrix product; 0 for any other operator."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return 0.0
+    name = node.target._schema.name.removeprefix("aten::")
+    if name == "einsum":
+        factors = factors_of(node)
+        return 0.0 if factors is None else 2.0 * math.prod(factors.sizes.values())
+    if name not in FLOPS:
+        return 0.0
+    operands = [_shape(o.meta["val"]) for o in operands_of(node)]
+    return FLOPS[name](operands, _shape(results_of(node)[0]))
+
+
+def _shape(value: Tensor) -> Shape:
+    return tuple(value.shape)

@@ -1,0 +1,269 @@
+"""Context parallelism: the sequence shared over the ranks of ``cp``.
+
+The solver that shards every axis, with these rules: samples and weights are whole, work that is not divided is dear,
+and along a sequence attention has further forms. Inputs may have their positions in order or zigzag, whichever makes
+the step shorter: attention that is causal is uneven where they are in order.
+
+====================  =================================================  ==============================================
+``context``           keys and values                                    asks for
+====================  =================================================  ==============================================
+``ring``              travel from rank to rank, behind computation       a mask that is a band of positions, or none
+``all_gather``        are brought together, forward and backward         positions that divide
+``ulysses``           stay; each rank has all positions of some heads    key heads that ``tp`` x ``cp`` divides
+====================  =================================================  ==============================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from torch import fx
+
+from partitioner.cost.call.operators import is_attention, is_product, is_view
+from partitioner.errors import PlanError
+from partitioner.solve.sharding.choices import ShardingError, matmul_flops
+from partitioner.solve.sharding.costs import TensorCosts
+from partitioner.solve.sharding.sharding import Allowed, ShardingSolution, solve_sharding
+from passes.ir.layouts import REPLICATED, Layout, divides, local_shape, shard
+from passes.ir.model import FoldedModel, TensorSpec
+from passes.rules.attention import band
+from passes.rules.factors import Strategy, argument, operands_of, shape
+from passes.shard.repeated_heads import group_queries
+from passes.shard.shard_block import shard_block
+from passes.shard.split_batch import sample_dims, splits_samples
+
+Algorithm = Literal["all_gather", "ring", "ulysses"]
+
+ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
+_LEAST_DIVIDED = 0.5  # of the matrix products' work: with less there is no sequence to share
+
+
+@dataclass(frozen=True)
+class ContextModel:
+    """``model`` as one rank along ``cp`` has it; ``states`` and ``inputs`` with their global specs."""
+
+    model: FoldedModel
+    sharding: ShardingSolution
+
+
+def shard_context(
+    split: FoldedModel,
+    batch: ShardingSolution,
+    num_ranks: int,
+    costs: TensorCosts,
+    *,
+    tp: int = 1,
+    algorithm: Algorithm | None = None,
+    allowed: Allowed | None = None,
+    known: ShardingSolution | None = None,
+) -> ContextModel:
+    """``split``, the model of one microbatch, with its sequence sharded over ``cp`` at the least cost.
+
+    ``batch``: which dim of each value has the samples. ``tp``: ranks that share the heads that are left.
+    ``algorithm``: that of every attention. ``known``: the sharding, where it was found before. Raises
+    :class:`PlanError` where that, or sharing at all, is not possible.
+    """
+    solution = known or _solved(split, batch, num_ranks, costs, tp, algorithm, allowed)
+    _check_divided(split, solution)
+    blocks = {
+        name: group_queries(shard_block(block, solution.blocks[name], "cp", num_ranks), tp)
+        for name, block in split.blocks.items()
+    }
+    values = {
+        name: TensorSpec(local_shape(solution.values.get(name, REPLICATED), spec.shape, num_ranks), spec.dtype)
+        for name, spec in split.values.items()
+    }
+    return ContextModel(split.with_(blocks=blocks, values=values), solution)
+
+
+def _solved(
+    split: FoldedModel,
+    batch: ShardingSolution,
+    num_ranks: int,
+    costs: TensorCosts,
+    tp: int,
+    algorithm: Algorithm | None,
+    allowed: Allowed | None,
+) -> ShardingSolution:
+    check_algorithm(split, num_ranks, tp, algorithm)
+    layouts = {i.value: _input_layouts(split.values[i.value], batch.values[i.value], num_ranks) for i in split.inputs}
+    lengths = {split.values[name].shape[to.dim] for name, found in layouts.items() for to in found if to.is_shard}
+    if not lengths:
+        raise PlanError(f"cp={num_ranks}: no input has a dim besides that of the samples that {num_ranks} divides")
+    try:
+        return solve_sharding(
+            split,
+            "cp",
+            num_ranks,
+            costs,
+            input_layouts=layouts,
+            pins=dict.fromkeys(split.states, REPLICATED),
+            lengths=lengths,
+            allowed=_Rules(split, batch, num_ranks, tp, algorithm, allowed),
+        )
+    except ShardingError as error:
+        raise PlanError(f"cp={num_ranks}: {error}") from error
+
+
+def _input_layouts(spec: TensorSpec, batch: Layout, num_ranks: int) -> list[Layout]:
+    """An input may be whole, or sharded on any dim but that of the samples."""
+    dims = [d for d in range(len(spec.shape)) if not (batch.is_shard and batch.dim == d)]
+    found = [shard(d, (), zigzag) for d in dims for zigzag in (False, True)]
+    return [REPLICATED, *(to for to in found if divides(to, spec.shape, num_ranks))]
+
+
+def attentions(model: FoldedModel) -> Iterator[fx.Node]:
+    """The fused attentions of all blocks."""
+    for block in model.blocks.values():
+        yield from (node for node in block.graph.nodes if node.op == "call_function" and is_attention(node))
+
+
+def check_algorithm(model: FoldedModel, num_ranks: int, tp: int, algorithm: Algorithm | None) -> None:
+    """Raise :class:`PlanError` where some attention cannot run by ``algorithm``: which, and why."""
+    if algorithm is None or num_ranks == 1:
+        return
+    found = list(attentions(model))
+    if not found:
+        raise PlanError(f"context={algorithm!r}: no fused attention was found in the model's graph; leave context out")
+    for node in found:
+        problem = _obstacle(node, num_ranks, tp, algorithm)
+        if problem:
+            others = [a for a in ALGORITHMS if a != algorithm and not _obstacle(node, num_ranks, tp, a)]
+            advice = f"use context={' or '.join(map(repr, others))}" if others else f"use another cp than {num_ranks}"
+            where = f"{node.meta.get('path') or 'the model'} ({node.meta.get('source') or 'source unknown'})"
+            raise PlanError(f"context={algorithm!r} with cp={num_ranks}: the attention of {where} {problem}; {advice}")
+
+
+def _obstacle(node: fx.Node, num_ranks: int, tp: int, algorithm: str) -> str:
+    """Why an attention cannot run by an algorithm; nothing where it can."""
+    query, key = (shape(o) for o in operands_of(node)[:2])
+    if argument(node, "dropout_p"):
+        return "drops out weights within the operator"
+    if algorithm == "ulysses":
+        heads = min(query[-3], key[-3]) if len(query) > 2 else 1
+        if heads % (num_ranks * tp):
+            over = f"cp={num_ranks}" + (f" x tp={tp}" if tp > 1 else "")
+            return f"has {heads} heads of keys, which do not divide over {over}"
+        return ""
+    if query[-2] % num_ranks or (band(node) is not None and key[-2] % num_ranks):
+        return f"has {query[-2]} queries and {key[-2]} keys, which do not divide over {num_ranks} ranks"
+    if algorithm == "ring" and band(node) is None:
+        return "has a mask that is no band of positions, whose rows need all keys at once"
+    return ""
+
+
+class _Rules:
+    """Which strategies there are over ``cp``: no samples apart, no weights apart, and attention as it is asked for."""
+
+    def __init__(
+        self,
+        model: FoldedModel,
+        batch: ShardingSolution,
+        num_ranks: int,
+        tp: int,
+        algorithm: str | None,
+        also: Allowed | None,
+    ) -> None:
+        self.num_ranks, self.tp, self.algorithm, self.also = num_ranks, tp, algorithm, also
+        dims = {name: to.dim if to.is_shard else None for name, to in batch.values.items()}
+        given = [i.value for i in model.inputs if dims.get(i.value) is not None]
+        counts = {model.values[name].shape[dims[name] or 0] for name in given}
+        self.samples = sample_dims(model, dims, min(counts)) if counts else {}
+        self.states = {
+            node: _states_of(node, set(block.states))
+            for block in model.blocks.values()
+            for node in block.graph.nodes
+            if node.op == "call_function"
+        }
+
+    def __call__(self, node: fx.Node, strategy: Strategy) -> bool:
+        if self.also is not None and not self.also(node, strategy):
+            return False
+        if self._splits_samples(node, strategy) or self._splits_weights(node, strategy):
+            return False
+        if not is_attention(node):
+            return True
+        if strategy.factor is None:
+            return all(_obstacle(node, self.num_ranks, self.tp, algorithm) for algorithm in ALGORITHMS)
+        how = algorithm_of(node, strategy)
+        if how == "ulysses" and _obstacle(node, self.num_ranks, self.tp, "ulysses"):
+            return False
+        if strategy.form and strategy.operands[0].zigzag != self._is_zigzag(node, strategy):
+            return False
+        return bool(how) and self.algorithm in (None, how)
+
+    def _splits_samples(self, node: fx.Node, strategy: Strategy) -> bool:
+        read = zip((self.samples[o] for o in operands_of(node) if o in self.samples), strategy.operands, strict=False)
+        made = zip(self.samples.get(node, ()), strategy.results, strict=False)
+        return any(of and splits_samples(of[0], to) for of, to in read) or any(
+            splits_samples(of, to) for of, to in made
+        )
+
+    def _splits_weights(self, node: fx.Node, strategy: Strategy) -> bool:
+        """A weight may be cut where it has an element for each position, as learned positions do; not in a product."""
+        if not (is_product(node) or "embedding" in str(node.target)):
+            return False
+        return any(to.is_shard for to, state in zip(strategy.operands, self.states[node], strict=True) if state)
+
+    def _is_zigzag(self, node: fx.Node, strategy: Strategy) -> bool:
+        """A causal attention is as even as may be; others are as is best for those around them."""
+        seen = band(node)
+        if seen is None or not seen.is_causal:
+            return strategy.operands[0].zigzag
+        return all(shape(o)[-2] % (2 * self.num_ranks) == 0 for o in operands_of(node)[:2])
+
+
+def _states_of(node: fx.Node, states: set[str]) -> list[bool]:
+    """Which operands of ``node`` are states, or views of them."""
+    found = []
+    for operand in operands_of(node):
+        while operand.op == "call_function" and len(operand.all_input_nodes) == 1 and is_view(operand):
+            operand = operand.all_input_nodes[0]
+        found.append(operand.op == "placeholder" and operand.name in states)
+    return found
+
+
+def algorithm_of(node: fx.Node, strategy: Strategy) -> str:
+    """By which algorithm a strategy runs an attention; nothing where it is another way to divide its work."""
+    if strategy.form:
+        return strategy.form
+    query, key, *_ = strategy.operands
+    rank = len(shape(operands_of(node)[0]))
+    if query.is_shard and query.dim == rank - 2:
+        return "all_gather" if band(node) is None else ""  # by a form: it keeps no gathered keys
+    if query.is_shard and query.dim == rank - 3 and key.is_shard:
+        return "ulysses" if not (query.sections or query.zigzag) else ""
+    return ""
+
+
+def algorithms_of(model: FoldedModel, sharding: ShardingSolution) -> dict[str, int]:
+    """By which algorithms the model's attentions run, and how many calls of each, the commonest first."""
+    counts: dict[str, int] = {}
+    for name, block in model.blocks.items():
+        for node in block.graph.nodes:
+            if node.op == "call_function" and is_attention(node):
+                how = algorithm_of(node, sharding.blocks[name].strategies[node.name]) or "whole"
+                counts[how] = counts.get(how, 0) + model.num_calls(name)
+    return dict(sorted(counts.items(), key=lambda item: -item[1]))
+
+
+def _check_divided(model: FoldedModel, solution: ShardingSolution) -> None:
+    if solution.matmul_sharded >= _LEAST_DIVIDED:
+        return
+    work: dict[fx.Node, float] = {}
+    for name, block in model.blocks.items():
+        for node in block.graph.nodes:
+            strategy = solution.blocks[name].strategies.get(node.name)
+            if strategy is not None and strategy.factor is None:
+                work[node] = model.num_calls(name) * matmul_flops(node)
+    node = max(work, key=work.__getitem__)
+    where = f"{node.meta.get('path') or 'the model'} ({node.meta.get('source') or 'source unknown'})"
+    raise PlanError(
+        f"cp={solution.num_ranks} would divide only {solution.matmul_sharded:.0%} of the model's matrix products: no "
+        f"dim of the inputs that can be sharded reaches {where}; use cp=1, or a length that cp divides"
+    )
+
+
+__all__ = ["ALGORITHMS", "Algorithm", "ContextModel", "algorithms_of", "check_algorithm", "shard_context"]

@@ -1,0 +1,279 @@
+"""The costs that decide a sharding over ranks that communicate, in seconds per microbatch.
+
+They implement the protocol of ``solve/sharding.py``: operators under a strategy, reshards, states, and values that pass
+between calls.
+
+What a sharding over ``tp`` or ``cp`` is charged for leaving whole what the axis is there to divide.
+
+Without that the best use of any axis is to split the batch, which ``dp`` does already.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from torch import Tensor, fx
+
+from partitioner.cost.call.block_profile import operand_needs, tensors_of
+from partitioner.cost.call.call_cost import exchange_time
+from partitioner.cost.call.collectives import collective_time, exchange_seconds, moved_share
+from partitioner.cost.call.expert_parallel import hidden
+from partitioner.cost.call.operators import (
+    VIEWS,
+    Operand,
+    Shape,
+    backward_kernels,
+    form_kernels,
+    forward_kernels,
+    is_view,
+    operator_name,
+    repeats_of,
+)
+from partitioner.cost.call.roofline import copied_s, kernels_time, memory_rate
+from partitioner.cost.call.states import gradient_bytes
+from partitioner.solve.sharding.choices import matmul_flops
+from partitioner.topology.group import Group
+from partitioner.topology.hardware import DeviceType
+from passes.ir.layouts import Layout, local_shape
+from passes.ir.model import FoldedModel, TensorSpec
+from passes.ops.attention import Band
+from passes.rules import Lowering, factors_of
+from passes.rules.attention import band
+from passes.rules.factors import Strategy, operands_of, results_of
+from passes.rules.strategies import needs_gradient
+from passes.shard.repeated_heads import exchanged_times, repetitions
+from passes.shard.shard_block import RESHARDS
+
+
+@dataclass
+class TensorCosts:
+    """Seconds per microbatch of operators, reshards, states and boundaries that are sharded over ``group``.
+
+    ``num_microbatches``: costs that occur once per step are divided by it. ``sequence_parallel``: ``False`` forbids
+    sharded values between calls. ``update_bytes``: traffic of the optimizer per byte of parameter; every rank updates
+    all of a replicated state. ``state_price``: further seconds per byte of state that a rank holds, to be raised until
+    the states fit. ``undivided``: further seconds for each FLOP of a matrix product that every rank repeats.
+    ``repeated``: further seconds for each byte that every rank repeats.
+
+    ``short_gradients``: gradients have the type of their parameter instead of float32. ``complete``: a gradient that
+    all ranks have whole costs as much as one that is reduced, because ZeRO shards only the states of the latter.
+    ``tp``: number of ranks that share the heads left by this axis.
+    """
+
+    device: DeviceType
+    group: Group
+    train: bool = True
+    num_microbatches: int = 1
+    sequence_parallel: bool | None = None
+    update_bytes: float = 8.0
+    state_price: float = 0.0
+    undivided: float = 0.0
+    repeated: float = 0.0
+    short_gradients: bool = False
+    complete: bool = False
+    tp: int = 1
+    _nodes: dict[tuple[fx.Node, Strategy], float] = field(default_factory=dict, repr=False)
+    _operators: dict[fx.Node, _Operator] = field(default_factory=dict, repr=False)
+
+    def node(self, node: fx.Node, strategy: Strategy, num_ranks: int) -> float:
+        """Seconds of one call of an operator, forward and backward, with the collectives of its special lowering."""
+        key = (node, strategy)
+        if key not in self._nodes:
+            operator = self._operators.get(node)
+            if operator is None:
+                operator = self._operators[node] = _Operator(node, self.train, self.tp)
+            lowering = operator.lowering(strategy)
+            seconds = operator.seconds(strategy, num_ranks, self.device)
+            if lowering is not None and lowering.divides_work:
+                seconds = self._divided(node, strategy, num_ranks, seconds)
+            if strategy.factor is None and self.undivided and num_ranks > 1:
+                seconds += self.undivided * matmul_flops(node)
+            if strategy.factor is None and self.repeated and num_ranks > 1:
+                seconds += self.repeated * made_bytes(node)
+            seconds += self._of_form(operator, strategy, seconds, num_ranks) if strategy.form else 0.0
+            self._nodes[key] = seconds + self._sent(node, lowering)
+        return self._nodes[key]
+
+    def _divided(self, node: fx.Node, strategy: Strategy, num_ranks: int, seconds: float) -> float:
+        """Seconds if each rank works on its own rows only; the sharded operands are read whole."""
+        read = sum(
+            o.meta["val"].nbytes / num_ranks
+            for o, layout in zip(operands_of(node), strategy.operands, strict=True)
+            if layout.is_shard
+        )
+        passes = 3 if self.train and needs_gradient(node) else 1
+        rest: float = (1 - 1 / num_ranks) * passes * read / memory_rate("matmul", self.device)
+        return seconds / num_ranks + rest
+
+    def _of_form(self, operator: _Operator, strategy: Strategy, seconds: float, num_ranks: int) -> float:
+        """Seconds that an attention's communication adds to its computation."""
+        query, key, value = operator.operands(strategy, num_ranks)[:3]
+        zigzag, seen = strategy.operands[0].zigzag, band(operator.node) or Band()
+        sent = exchange_seconds(query, key, value, seen, strategy.form, zigzag, self.group)
+        passes = 2 if operator.backward else 1
+        beside = strategy.form == "ring"
+        return sum(hidden(seconds / passes, s, self.device.overlap_slowdown, beside) for s in sent[:passes])
+
+    def _sent(self, node: fx.Node, lowering: Lowering | None) -> float:
+        if lowering is None:
+            return 0.0
+        itemsize = results_of(node)[0].dtype.itemsize
+        return sum(collective_time(name, numel * itemsize, self.group) for name, numel in lowering.collectives)
+
+    def reshard(self, spec: TensorSpec, source: Layout, target: Layout, differentiable: bool) -> float:
+        """Seconds of one change of layout, forward and, where ``differentiable``, backward; ``math.inf`` if there is no
+        such reshard."""
+        if source == target or (source.kind == target.kind and not source.is_shard):
+            return 0.0
+        change = RESHARDS.get((source.kind, target.kind))
+        if change is None:
+            return math.inf
+        sharded = target if target.is_shard else source
+        strided = sharded.is_shard and math.prod(spec.shape[: sharded.dim]) > 1
+        seconds = self.device.launch  # also without communication, so that the simpler of equal shardings wins
+        for op in (change.forward, change.backward if differentiable and self.train else None):
+            if op is not None:
+                seconds += exchange_time(op, spec.nbytes, self.group, self.device, strided)
+        if change.forward is None and target.is_shard and strided:  # a rank's part is copied
+            seconds += copied_s(spec.nbytes / self.group.size, self.device) - self.device.launch
+        if source.is_shard and target.is_shard and source.dim == target.dim:  # other sections: gathered, then cut
+            seconds += exchange_time("all_gather", spec.nbytes, self.group, self.device, strided)
+        return seconds
+
+    def state(self, spec: TensorSpec, layout: Layout, num_ranks: int) -> float:
+        """Seconds of updating a rank's part and, under ``R'``, of reducing the gradient; both occur once per step."""
+        local = math.prod(local_shape(layout, spec.shape, num_ranks)) * spec.dtype.itemsize
+        if not self.train or not spec.dtype.is_floating_point:
+            return local * self.state_price
+        seconds = local * self.update_bytes / self.device.memory_bandwidth
+        if layout.kind == "R'" or (self.complete and layout.kind == "R"):
+            seconds += collective_time("all_reduce", gradient_bytes(spec, self.short_gradients), self.group)
+        return seconds / self.num_microbatches + local * self.state_price
+
+    def boundary(self, spec: TensorSpec, layout: Layout) -> float:
+        """Seconds of keeping a value until backward: every rank that holds it writes it once and reads it once."""
+        if layout.is_shard and self.sequence_parallel is False:
+            return math.inf
+        local = math.prod(local_shape(layout, spec.shape, self.group.size)) * spec.dtype.itemsize
+        return 2.0 * local / self.device.memory_bandwidth
+
+
+class _Operator:
+    """The strategy-independent data of an operator, and the seconds of its local form by local shapes."""
+
+    def __init__(self, node: fx.Node, train: bool, tp: int) -> None:
+        self.node, self._tp = node, tp
+        self._places = [place for place, o in enumerate(operands_of(node)) if isinstance(o.meta["val"], Tensor)]
+        self._operands = [(tuple(o.meta["val"].shape), o.meta["val"].dtype) for o in tensors_of(node)]
+        self._repeated = [_repeated(o) for o in tensors_of(node)]
+        self._results = [(tuple(r.shape), r.dtype) for r in results_of(node)]
+        self._needs = operand_needs(node)
+        self.backward = train and needs_gradient(node)
+        factors = factors_of(node)
+        self._lower = {} if factors is None else factors.lower
+        self._seconds: dict[tuple[tuple[tuple[Shape, float], ...], tuple[Shape, ...]], float] = {}
+
+    def lowering(self, strategy: Strategy) -> Lowering | None:
+        """The special lowering by which ``strategy`` runs, if any."""
+        return None if strategy.factor is None else self._lower.get(strategy.factor)
+
+    def operands(self, strategy: Strategy, num_ranks: int) -> list[Operand]:
+        """One rank's operands under ``strategy``. Attention over ranks that share a sequence has each repeated key head
+        once (``passes/shard/repeated_heads.py``)."""
+        found = []
+        for place, (shape, dtype), (dim, group) in zip(self._places, self._operands, self._repeated, strict=True):
+            layout = strategy.operands[place]
+            local = local_shape(layout, shape, num_ranks)
+            # consecutive heads of one group are one head of keys, which a view repeats; other parts are copied first
+            alike = layout.is_shard and layout.dim == dim and not layout.sections and local[dim] <= group
+            found.append(Operand(local, dtype, repeats=local[dim] if alike else 1.0))
+        if not strategy.form or self._spared == 1:
+            return found
+        fewer = [replace(o, shape=(o.shape[0], o.shape[1] // self._spared, *o.shape[2:])) for o in found[1:3]]
+        return [found[0], *fewer, *found[3:]]
+
+    @cached_property
+    def _spared(self) -> int:
+        """Factor by which the number of key heads shrinks when repeated heads are not materialised."""
+        times = repetitions(self.node)
+        return times // exchanged_times(self._operands[1][0][1], times, self._tp) if times > 1 else 1
+
+    def seconds(self, strategy: Strategy, num_ranks: int, device: DeviceType) -> float:
+        """Seconds of the operator's local form, forward and, if it has a gradient, backward."""
+        operands = self.operands(strategy, num_ranks)
+        results = [
+            Operand(local_shape(layout, shape, num_ranks), dtype)
+            for layout, (shape, dtype) in zip(strategy.results, self._results, strict=True)
+        ]
+        if strategy.form:
+            ways = (False, True) if self.backward else (False,)
+            zigzag = strategy.operands[0].zigzag
+            return sum(
+                kernels_time(form_kernels(self.node, operands, results, num_ranks, zigzag, back), device)
+                for back in ways
+            )
+        key = tuple((o.shape, o.repeats) for o in operands), tuple(r.shape for r in results)
+        if key not in self._seconds:
+            seconds = kernels_time(forward_kernels(self.node, operands, results), device)
+            if self.backward:
+                seconds += kernels_time(backward_kernels(self.node, operands, results, self._needs), device)
+            self._seconds[key] = seconds
+        return self._seconds[key]
+
+
+def _repeated(node: fx.Node) -> tuple[int, float]:
+    """The dim of ``node`` in which a view repeats each part of a smaller tensor consecutively (keys of a group of
+    heads), and the number of repetitions; ``(-1, 1.0)`` if there is none."""
+    group, source = repeats_of(node, copied=True), node
+    if group == 1:
+        return -1, 1.0
+    while source.op == "call_function" and operator_name(source) in VIEWS:
+        source = source.all_input_nodes[0]
+    shape, smaller = node.meta["val"].shape, source.meta["val"].shape
+    grown = [dim for dim, (size, of) in enumerate(zip(shape, smaller, strict=False)) if size == of * group]
+    return (grown[0], group) if len(shape) == len(smaller) and len(grown) == 1 else (-1, 1.0)
+
+
+def made_bytes(node: fx.Node) -> int:
+    """Bytes of a node's results; 0 for a view."""
+    return 0 if is_view(node) else sum(r.nbytes for r in results_of(node) if isinstance(r, Tensor))
+
+
+# What tp leaves whole of the matrix products and of the weights costs, if that is all of them, this many times the time
+# of all products and the start of this many all-reduces, or of this many for each product; and this many all-reduces of
+# the results of all products, so that how much is divided does not depend on how fast the links are.
+_UNDIVIDED = 10.0
+_UNDIVIDED_EXCHANGES = 1000.0
+_UNDIVIDED_OF_EACH = 3.0
+_UNDIVIDED_RESULTS = 4.0
+
+
+def divided_costs(model: FoldedModel, axis: str, device: DeviceType, group: Group, precision: str) -> TensorCosts:
+    """Costs on ``axis`` over ``group``: products and weights are dear where they are left whole; over ``cp`` all values
+    are, whose memory is what that axis is there to divide."""
+    products = [(often, node) for often, node in _operators(model) if matmul_flops(node)]
+    flops = sum(often * matmul_flops(node) for often, node in products)
+    results = sum(often * made_bytes(node) for often, node in products)
+    made = sum(often * made_bytes(node) for often, node in _operators(model)) if axis == "cp" else 0
+    trained = sum(s.spec.nbytes for s in model.states.values() if s.requires_grad)
+    starts = max(_UNDIVIDED_EXCHANGES, _UNDIVIDED_OF_EACH * sum(often for often, _ in products))
+    moved_s = moved_share("all_reduce", group.size) * results / group.all_reduce_bandwidth
+    exchanges = starts * max(group.all_reduce_start, device.launch) + _UNDIVIDED_RESULTS * moved_s
+    dear = _UNDIVIDED * 3 * flops / device.peak_of(precision) + exchanges
+    return TensorCosts(
+        device,
+        group,
+        undivided=dear / flops if flops else 0.0,
+        repeated=exchanges / made if made else 0.0,
+        state_price=dear / trained if trained else 0.0,
+    )
+
+
+def _operators(model: FoldedModel) -> Iterator[tuple[int, fx.Node]]:
+    """Every operator, with how often its block is called."""
+    for name, block in model.blocks.items():
+        often = model.num_calls(name)
+        yield from ((often, node) for node in block.graph.nodes if node.op == "call_function")

@@ -1,0 +1,149 @@
+"""Experts over ranks: what a mesh asks of the sharding over ``tp``, and the blocks with experts spread over ``ep``.
+
+The ``ep`` ranks that share the experts are ranks of dp x cp x tp. Rows that go to experts must not be alike on two of
+them. So where ranks along ``tp`` have different experts (``etp`` of 1), rows are sharded over ``tp`` and experts'
+weights are not; where they share each expert (``etp`` as large as ``tp``), it is the other way round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Collection, Mapping
+
+from torch import fx
+
+from partitioner.candidate import Split, split_of
+from partitioner.errors import PlanError
+from partitioner.solve.sharding.batch import shard_batch
+from partitioner.solve.sharding.choices import ShardingError
+from partitioner.solve.sharding.sharding import Allowed, ShardingSolution
+from passes.errors import UnsupportedError
+from passes.experts.dispatch import spread_experts
+from passes.experts.regions import ExpertRegion, find_regions
+from passes.ir.layouts import READ_SHARDED, REPLICATED, Layout, shard
+from passes.ir.model import FoldedModel
+from passes.rules.factors import Strategy, operands_of
+
+
+def regions_of(model: FoldedModel, apart: Collection[str] = ()) -> dict[str, list[ExpertRegion]]:
+    """The regions of each block that has some; ``apart``: axes whose ranks are to have different experts."""
+    found = {name: find_regions(block, apart) for name, block in model.blocks.items()}
+    return {name: regions for name, regions in found.items() if regions}
+
+
+def expert_states(model: FoldedModel, regions: Mapping[str, list[ExpertRegion]]) -> dict[str, tuple[int, int]]:
+    """The experts' states, with the dim that counts experts and how many there are."""
+    found: dict[str, tuple[int, int]] = {}
+    for call in model.calls:
+        bound = dict(zip(model.blocks[call.block].states, call.states, strict=True))
+        for region in regions.get(call.block, ()):
+            found |= {bound[name]: (dim, region.num_experts) for name, dim in region.states.items()}
+    return found
+
+
+def allowed_strategies(model: FoldedModel, split: Split, *, in_order: bool = True) -> Allowed | None:
+    """Which strategies leave the experts' work as ``split`` says; ``in_order``: rows are cut into consecutive parts."""
+    if not split:
+        return None
+    rows, tables = _places(model)
+    products = {node for regions in regions_of(model).values() for region in regions for node in region.products}
+
+    def within(node: fx.Node, strategy: Strategy) -> bool:
+        if node in tables:
+            return strategy.results[0] != shard(tables[node])
+        if node not in rows:
+            return True
+        read = [(to, tables[o]) for o, to in zip(operands_of(node), strategy.operands, strict=True) if o in tables]
+        apart = all(not to.is_shard or to.dim != dim for to, dim in read)
+        divided = node not in products or all(to.is_shard for to, _ in read)
+        return apart and divided and strategy.results[0] != shard(rows[node])
+
+    return _by_rows(rows, tables, in_order) if split == "rows" else within
+
+
+def _places(model: FoldedModel) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
+    """What works by row in the experts, with the dim of its rows, and what only their states make, with theirs."""
+    rows: dict[fx.Node, int] = {}
+    tables: dict[fx.Node, int] = {}
+    for regions in regions_of(model).values():
+        for region in regions:
+            rows |= {node: places[0].rows for node, places in region.nodes.items()}
+            tables |= region.tables
+    return rows, tables
+
+
+def _by_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int], in_order: bool = True) -> Allowed:
+    """Every rank has rows of its own."""
+
+    def allowed(node: fx.Node, strategy: Strategy) -> bool:
+        made = strategy.results[0]
+        if node in rows:
+            return made == shard(rows[node]) if in_order else made.is_shard and made.dim == rows[node]
+        return node not in tables or made.is_whole
+
+    return allowed
+
+
+def _all_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int]) -> Allowed:
+    """Every rank has all rows, and of their gradients a part: a row that comes to its expert twice counts once."""
+
+    def allowed(node: fx.Node, strategy: Strategy) -> bool:
+        made = strategy.results[0]
+        if node in rows:
+            return made == READ_SHARDED or (made == REPLICATED and not node.meta.get("grad"))
+        return node not in tables or made.is_whole
+
+    return allowed
+
+
+def spread_batch(model: FoldedModel, batch: ShardingSolution, samples: int) -> ShardingSolution:
+    """``batch`` where the ranks of a batch may have different experts as it is, or else a split with which they may;
+    ``batch`` where there is none."""
+    if spreads(model, batch):
+        return batch
+    for way in (_by_rows, _all_rows):
+        with contextlib.suppress(ShardingError):
+            return shard_batch(model, samples, way(*_places(model)))
+    return batch
+
+
+def spreads(model: FoldedModel, batch: ShardingSolution) -> bool:
+    """Whether ranks with different parts of the batch may have different experts: nothing but rows is cut within."""
+    ways = [way(*_places(model)) for way in (_by_rows, _all_rows)]
+    for name, regions in regions_of(model).items():
+        chosen = batch.blocks[name].strategies
+        for region in regions:
+            inside = [(n, chosen[n.name]) for n in (*region.nodes, *region.tables) if n.name in chosen]
+            if not any(all(way(node, strategy) for node, strategy in inside) for way in ways):
+                return False
+    return True
+
+
+def spread_over_ranks(model: FoldedModel, tp: int, ep: int, etp: int) -> tuple[FoldedModel, dict[str, Layout]]:
+    """``model``, local over ``tp``, with its experts spread over ``ep`` ranks, and the layouts of their states.
+
+    Raises :class:`PlanError` where the graph does not allow it.
+    """
+    merged = "tp" if split_of(tp, ep, etp) == "rows" else None
+    apart = ("dp", "cp") if merged is None else ("dp", "cp", merged)
+    regions = regions_of(model, apart)
+    try:
+        made = {n: spread_experts(model.blocks[n], found, "ep", ep, merged, apart) for n, found in regions.items()}
+    except UnsupportedError as error:
+        raise PlanError(f"ep={ep}: {error}") from error
+    layouts: dict[str, Layout] = {}
+    for call in model.calls:
+        bound = zip(model.blocks[call.block].states, call.states, strict=True)
+        spread = made[call.block][1] if call.block in made else {}
+        for placeholder, state in bound:
+            layout = spread.get(placeholder, Layout("R"))
+            if layouts.setdefault(state, layout) != layout:
+                raise PlanError(f"ep={ep}: {state} is experts' weights in one call and not in another")
+    blocks = {**model.blocks, **{name: block for name, (block, _) in made.items()}}
+    return model.with_(blocks=blocks), {name: layout for name, layout in layouts.items() if layout.is_shard}
+
+
+def common_experts(states: Mapping[str, tuple[int, int]]) -> int:
+    """The most ranks that all layers' experts can be spread over evenly; 0 without experts."""
+    return math.gcd(*(count for _, count in states.values()))

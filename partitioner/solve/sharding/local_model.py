@@ -1,0 +1,117 @@
+"""From the model of one microbatch to what one rank runs: ``tp`` sharded, and where everything lives."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from partitioner.candidate import split_of
+from partitioner.emit.program import Layouts
+from partitioner.emit.zero import states_left_whole
+from partitioner.solve.sharding.expert_parallel import spread_over_ranks
+from partitioner.solve.sharding.sharding import ShardingSolution
+from passes.ir.gradient_flow import stops_gradient
+from passes.ir.layouts import REPLICATED, Layout, local_shape
+from passes.ir.model import Block, FoldedModel, TensorSpec
+from passes.shard.shard_block import fuse_bias, shard_block
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """What one rank runs for one microbatch, and where its tensors live over ``tp``."""
+
+    model: FoldedModel  # blocks and values as one rank has them; states and inputs with their global specs
+    sharding: ShardingSolution
+    context: ShardingSolution | None = None  # over cp
+    experts: dict[str, Layout] = field(default_factory=dict)  # experts' states over ep
+    by_rows: bool = False  # whether ranks along tp have rows of their own for the experts, and other experts
+
+    @property
+    def complete(self) -> frozenset[str]:
+        """States whose gradients every rank of ``cp`` has whole, without adding anything up."""
+        if self.context is None:
+            return frozenset()
+        return frozenset(name for name, layout in self.context.states.items() if layout.kind != "R'")
+
+    @cached_property
+    def left_whole(self) -> frozenset[str]:
+        """States that ZeRO-3 does not shard."""
+        return states_left_whole(self.model)
+
+    def spread(self, tp: int, ep: int, etp: int) -> LocalModel:
+        """With its experts spread over ``ep`` ranks, each over ``etp`` of them (0: ``tp``). Raises ``PlanError``."""
+        if ep == 1:
+            return self
+        model, experts = spread_over_ranks(self.model, tp, ep, etp)
+        return replace(self, model=model, experts=experts, by_rows=split_of(tp, ep, etp) == "rows")
+
+
+def localized(
+    split: FoldedModel,
+    solution: ShardingSolution,
+    context: ShardingSolution | None,
+    known: dict[Hashable, Block],
+) -> LocalModel:
+    """``split``, the model of one microbatch on a rank along ``cp``, sharded over ``tp`` as ``solution`` says.
+
+    ``known``: the blocks of other solutions for the same ``split``, which ones that are sharded alike share.
+    """
+    tp = solution.num_ranks
+    blocks: dict[str, Block] = {}
+    for name, block in split.blocks.items():
+        key = id(block), tp, solution.blocks[name].key
+        if key not in known:
+            known[key] = unmark_stopped(fuse_bias(shard_block(block, solution.blocks[name], "tp", tp)))
+        blocks[name] = known[key]
+    values = {
+        name: TensorSpec(local_shape(solution.values.get(name, REPLICATED), spec.shape, tp), spec.dtype)
+        for name, spec in split.values.items()
+    }
+    return LocalModel(split.with_(blocks=blocks, values=values), solution, context)
+
+
+def unmark_stopped(block: Block) -> Block:
+    """``block``, where what a lowering makes of detached values alone is not marked like the operator it stands for."""
+    for node in block.graph.nodes:
+        if node.op == "call_function" and node.meta.get("grad"):
+            node.meta["grad"] = not stops_gradient(node) and any(n.meta.get("grad", True) for n in node.all_input_nodes)
+    return block
+
+
+def layouts_of(local: LocalModel, batch: ShardingSolution) -> Layouts:
+    """Where everything lives, for the emitter: over ``tp``, over ``cp``, and over microbatches and ``dp``."""
+    tensor = local.sharding
+    axes: dict[str, tuple[str, ...]] = {}
+    for name, state in local.model.states.items():
+        if state.requires_grad:
+            partial = {
+                "dp": batch.states[name].kind == "R'",
+                "cp": local.context is not None and local.context.states[name].kind == "R'",
+                "tp": tensor.states.get(name, REPLICATED).kind == "R'",
+            }
+            axes[name] = tuple(axis for axis, is_partial in partial.items() if is_partial)
+            if name in local.experts:  # rows of all the ranks that have other experts were here
+                axes[name] = ("edp", "etp") if partial["tp"] and not local.by_rows else ("edp",)
+    dims = {i.value: _batch_dim(batch.values[i.value]) for i in local.model.inputs}
+    leaving = [o.value for o in local.model.outputs if o.value is not None]
+    leaving += [local.model.loss] if local.model.loss is not None else []
+    apart = dict.fromkeys(local.experts, REPLICATED) if local.by_rows else {}
+    return Layouts(
+        states={**tensor.states, **apart},
+        experts=local.experts,
+        values=tensor.values,
+        grad_axes=axes,
+        batch_dims=dims,
+        batch={name: "P" if name == local.model.loss else _joined(batch.values[name]) for name in leaving},
+        context=local.context.values if local.context is not None else {},
+    )
+
+
+def _batch_dim(layout: Layout) -> int | None:
+    return layout.dim if layout.is_shard else None
+
+
+def _joined(layout: Layout) -> str:
+    """How the parts that microbatches and ranks have make the whole."""
+    return "R" if layout.is_whole else str(layout)

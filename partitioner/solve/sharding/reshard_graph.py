@@ -1,0 +1,195 @@
+"""One value and its readers, as a part of the pairwise problem: every reshard is paid once, however many read it.
+
+With one reader the value is an edge. With several it is a node whose choices are the layout that its source makes and
+the set of layouts made available from it; layouts that cost nothing are available in any case.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from partitioner.solve.pairwise.assignment import AssignmentProblem
+from partitioner.solve.pairwise.presolve import Table, Vector
+from passes.ir.gradient_flow import differentiable
+from passes.ir.layouts import Layout
+from passes.ir.model import TensorSpec
+from passes.shard.shard_block import RESHARDS
+
+MAX_SETS = 400  # choices of one value; with more, each layout gets an on-off node of its own, an equal if looser form
+
+T = TypeVar("T")
+
+ReshardCost = Callable[[TensorSpec, Layout, Layout, bool], float]
+
+
+class ProblemBuilder:
+    """An :class:`AssignmentProblem` that grows; ``names`` say what each node stands for."""
+
+    def __init__(self) -> None:
+        self.costs: list[Vector] = []
+        self.edges: list[tuple[int, int, Table]] = []
+        self.names: list[str] = []
+
+    def add(self, name: str, cost: Vector) -> int:
+        """A node with a cost per choice; its number."""
+        self.costs.append(cost)
+        self.names.append(name)
+        return len(self.costs) - 1
+
+    def problem(self) -> AssignmentProblem:
+        return AssignmentProblem(self.costs, self.edges)
+
+
+class Reshards:
+    """Seconds of a change of layout, remembered; infinite where it cannot be had."""
+
+    def __init__(self, cost: ReshardCost) -> None:
+        self._cost = cost
+        self._known: dict[tuple[TensorSpec, bool, Layout, Layout], float] = {}
+        self._tables: dict[tuple[TensorSpec, bool, tuple[Layout, ...], tuple[Layout, ...]], Table] = {}
+
+    def table(self, spec: TensorSpec, grad: bool, made: Sequence[Layout], targets: Sequence[Layout]) -> Table:
+        """Indexed (made, target)."""
+        key = spec, grad, tuple(made), tuple(targets)
+        if key not in self._tables:
+            costs = [[self._of(spec, grad, source, target) for target in targets] for source in made]
+            self._tables[key] = np.array(costs, dtype=np.float64).reshape(len(made), -1)
+        return self._tables[key]
+
+    def _of(self, spec: TensorSpec, grad: bool, source: Layout, target: Layout) -> float:
+        if source == target and source.kind != "P":
+            return 0.0
+        key = (spec, grad, source, target)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._look_up(spec, grad, source, target)
+        return found
+
+    def _look_up(self, spec: TensorSpec, grad: bool, source: Layout, target: Layout) -> float:
+        if (source.kind, target.kind) not in RESHARDS:
+            return math.inf
+        if target.kind == "P" and source.is_whole and not differentiable(spec.meta()):
+            return math.inf  # a number without fractions cannot be cut into addends
+        if source.kind == "P" and spec.dtype == torch.bool:
+            return math.inf
+        if source == target:
+            return 0.0
+        cost = float(self._cost(spec, source, target, grad))
+        assert cost >= 0, (spec, source, target, cost)
+        return cost
+
+
+@dataclass(frozen=True)
+class Source:
+    """The problem's node that makes a value, and in which layout under each of its choices."""
+
+    variable: int
+    layouts: Sequence[Layout]
+
+
+@dataclass(frozen=True)
+class Asker:
+    """A node of the problem that reads a value, and the layouts that it asks for under each of its choices."""
+
+    variable: int
+    layouts: Sequence[frozenset[Layout]]
+
+
+def connect(
+    builder: ProblemBuilder,
+    reshards: Reshards,
+    name: str,
+    value: tuple[TensorSpec, bool],
+    source: Source,
+    askers: Sequence[Asker],
+    weight: float,
+) -> None:
+    """Adds to ``builder`` what it costs that ``askers`` get what they ask for from ``source``, ``weight`` times.
+
+    ``value`` is its spec and whether it carries a gradient.
+    """
+    made, made_of = _distinct(source.layouts)
+    asked = [_distinct(a.layouts) for a in askers]
+    targets = list(dict.fromkeys(t for sets, _ in asked for s in sets for t in sorted(s)))
+    cost = weight * reshards.table(*value, made, targets)
+    # what each reader asks for, as 0/1 per target
+    wants = [np.array([[t in s for t in targets] for s in sets], dtype=bool) for sets, _ in asked]
+    if len(askers) == 1:
+        bare = np.where(wants[0][None, :, :], cost[:, None, :], 0.0).sum(axis=2)
+        builder.edges.append((source.variable, askers[0].variable, bare[np.ix_(made_of, asked[0][1])]))
+        return
+    sizes = [int(w.sum(axis=1).max(initial=0)) for w in wants]
+    sets = _available(cost, sum(sizes))
+    if sets is None:
+        _connect_by_target(builder, name, source, askers, cost, made_of, wants, [of for _, of in asked])
+        return
+    origin, has = sets
+    price = np.where(has & np.isfinite(cost[origin]), cost[origin], 0.0).sum(axis=1)
+    node = builder.add(name, price)
+    if len(made) > 1:
+        builder.edges.append((source.variable, node, _forbid(made_of[:, None] != origin[None, :])))
+    for asker, want, (_, of) in zip(askers, wants, asked, strict=True):
+        missing = (want[None, :, :] & ~has[:, None, :]).any(axis=2)
+        builder.edges.append((node, asker.variable, _forbid(missing)[:, of]))
+
+
+def _distinct(items: Sequence[T]) -> tuple[list[T], NDArray[np.intp]]:
+    """The distinct items, and which of them each item is."""
+    places: dict[T, int] = {}
+    which = [places.setdefault(item, len(places)) for item in items]
+    return list(places), np.array(which, dtype=np.intp)
+
+
+def _forbid(mask: NDArray[Any] | np.bool_) -> Table:
+    return np.where(mask, np.inf, 0.0)
+
+
+def _available(cost: Table, most: int) -> tuple[NDArray[np.intp], NDArray[np.bool_]] | None:
+    """Per choice the layout made and the layouts available; ``None`` where there are too many.
+
+    ``cost`` is indexed (made, target). No more than ``most`` layouts are ever read at once.
+    """
+    count = 0
+    for row in cost:
+        costly = int(((row > 0) & np.isfinite(row)).sum())
+        count += sum(math.comb(costly, size) for size in range(min(most, costly) + 1))
+    if count > MAX_SETS:
+        return None
+    origin, has = [], []
+    for made, row in enumerate(cost):
+        costly = ((row > 0) & np.isfinite(row)).nonzero()[0].tolist()
+        for size in range(min(most, len(costly)) + 1):
+            for chosen in combinations(costly, size):
+                available = row == 0
+                available[list(chosen)] = True
+                origin.append(made)
+                has.append(available)
+    return np.array(origin, dtype=np.intp), np.array(has, dtype=bool)
+
+
+def _connect_by_target(
+    builder: ProblemBuilder,
+    name: str,
+    source: Source,
+    askers: Sequence[Asker],
+    cost: Table,
+    made_of: NDArray[np.intp],
+    wants: Sequence[NDArray[np.bool_]],
+    asked_of: Sequence[NDArray[np.intp]],
+) -> None:
+    """A node (absent, available) per target instead of one node for all sets of them."""
+    for target in range(cost.shape[1]):
+        node = builder.add(f"{name}, layout {target}", np.zeros(2))
+        table = np.stack([np.zeros(len(cost)), cost[:, target]], axis=1)
+        builder.edges.append((source.variable, node, table[made_of]))
+        for asker, want, of in zip(askers, wants, asked_of, strict=True):
+            absent = np.stack([want[:, target], np.zeros(len(want), dtype=bool)])
+            builder.edges.append((node, asker.variable, _forbid(absent)[:, of]))

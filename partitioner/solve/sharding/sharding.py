@@ -1,0 +1,380 @@
+"""Choose a layout for every value and a strategy for every operator on one mesh axis, at the least expected time.
+
+The folded model becomes a pairwise problem (``partitioner/solve/pairwise/assignment.py``):
+
+=====================  ============================================  =================================================
+node                   its choices                                   its cost
+=====================  ============================================  =================================================
+operator               its strategies                                compute, forward and backward, times its calls
+value, many readers    (layout made, layouts made available)         the reshards, each once however many read it
+values between calls   ``S(d)`` or ``R``                             keeping and sending them
+states                 ``S(d)``, ``R`` or ``R'``                     memory, and the reduction of their gradients
+=====================  ============================================  =================================================
+
+A value with one reader is an edge whose table is the reshard's cost. Values between calls (and states) that some
+block's port ties together, because blocks repeat, are one node. All block types are solved together.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+from torch import fx
+
+from partitioner.solve.pairwise.assignment import Assignment, solve_assignment
+from partitioner.solve.pairwise.presolve import InfeasibleError
+from partitioner.solve.sharding.choices import (
+    LayoutRules,
+    ShardingError,
+    candidates,
+    matmul_flops,
+    state_options,
+    value_options,
+)
+from partitioner.solve.sharding.layout_ties import (
+    BlockValue,
+    Port,
+    Tie,
+    operators_of,
+    tied_states,
+    tied_values,
+    values_of,
+)
+from partitioner.solve.sharding.reshard_graph import Asker, ProblemBuilder, Reshards, Source, connect
+from passes.ir.layouts import PARTIAL, REPLICATED, Layout
+from passes.ir.model import Block, FoldedModel, TensorSpec
+from passes.rules import factors_of
+from passes.rules.factors import Strategy, operands_of, results_of
+from passes.rules.strategies import NO_SIZES
+from passes.shard.shard_block import RESHARDS, BlockSharding
+
+DATA = "data"  # the axis of the batch: microbatches times data-parallel ranks
+
+
+class ShardingCosts(Protocol):
+    """Seconds of one step; ``math.inf`` forbids."""
+
+    def node(self, node: fx.Node, strategy: Strategy, num_ranks: int) -> float:
+        """One call of an operator, forward and backward, with the collectives of a special lowering."""
+
+    def reshard(self, spec: TensorSpec, source: Layout, target: Layout, differentiable: bool) -> float:
+        """One change of layout of a value of global ``spec``, forward and, where differentiable, backward."""
+
+    def state(self, spec: TensorSpec, layout: Layout, num_ranks: int) -> float:
+        """Keeping a state in ``layout``; under ``R'`` also the reduction of its gradient, once per step."""
+
+    def boundary(self, spec: TensorSpec, layout: Layout) -> float:
+        """Keeping or sending a value between calls."""
+
+
+@dataclass(frozen=True)
+class ShardingSolution:
+    """The layouts on one axis. ``objective`` and ``bound`` are seconds; no sharding costs less than ``bound``.
+
+    ``values`` and ``states`` are by name. ``matmul_sharded`` is the share of the matrix-multiply work that is divided
+    over the ranks, ``without_rule`` the share of the compute time of each operator that has no factor rule.
+    """
+
+    axis: str
+    num_ranks: int
+    blocks: dict[str, BlockSharding]
+    values: dict[str, Layout]
+    states: dict[str, Layout]
+    objective: float
+    bound: float
+    matmul_sharded: float
+    without_rule: dict[str, float]
+    seconds: float = 0.0
+    num_choices: int = 0  # of all nodes of the pairwise problem
+
+
+Allowed = Callable[[fx.Node, Strategy], bool]
+
+
+def solve_sharding(
+    model: FoldedModel,
+    axis: str,
+    num_ranks: int,
+    costs: ShardingCosts,
+    *,
+    input_layouts: Mapping[str, Collection[Layout]] | None = None,
+    output_layouts: Mapping[str, Collection[Layout]] | None = None,
+    pins: Mapping[str, Layout] | None = None,
+    whole_states: bool | None = None,
+    lengths: Collection[int] = NO_SIZES,
+    allowed: Allowed | None = None,
+    time_limit_s: float = 60.0,
+) -> ShardingSolution:
+    """The best sharding of ``model`` over ``num_ranks`` ranks of ``axis``.
+
+    Args:
+        input_layouts: value -> the layouts that a model input may have; ``R`` for those not named.
+        output_layouts: value -> the layouts that a model output may have; ``S`` or ``R`` for those not named, ``P``
+            only where no call reads it. The loss is ``P`` on the axis ``data`` and ``R`` on others unless it is named.
+        pins: value or state -> its layout.
+        whole_states: no state is sharded and trained ones have partial-sum gradients; by default on the axis ``data``.
+        lengths: of sequences that the axis shards: dims of these sizes may be zigzag, operators in further forms.
+        allowed: which strategies an operator may have.
+
+    Raises:
+        ShardingError: a name is unknown, or what is asked excludes every sharding.
+        TimeLimitError: no sharding was found in time.
+    """
+    rules = _rules(model, axis, input_layouts, output_layouts, pins, whole_states, lengths)
+    if num_ranks == 1:
+        return whole_sharding(model, axis, costs)
+    return ShardingProblem(model, axis, num_ranks, costs, rules).solve(allowed, time_limit_s)
+
+
+def sharding_problem(model: FoldedModel, axis: str, num_ranks: int, costs: ShardingCosts) -> ShardingProblem:
+    """The problem of :func:`solve_sharding` over at least two ranks, with nothing fixed from outside."""
+    return ShardingProblem(model, axis, num_ranks, costs, _rules(model, axis))
+
+
+def _rules(
+    model: FoldedModel,
+    axis: str,
+    input_layouts: Mapping[str, Collection[Layout]] | None = None,
+    output_layouts: Mapping[str, Collection[Layout]] | None = None,
+    pins: Mapping[str, Layout] | None = None,
+    whole_states: bool | None = None,
+    lengths: Collection[int] = NO_SIZES,
+) -> LayoutRules:
+    outputs = dict(output_layouts or {})
+    if model.loss is not None:
+        outputs.setdefault(model.loss, (PARTIAL,) if axis == DATA else (REPLICATED,))
+    rules = LayoutRules(
+        input_layouts or {},
+        outputs,
+        pins or {},
+        whole_states=axis == DATA if whole_states is None else whole_states,
+        partial_values=axis == DATA,
+        lengths=frozenset(lengths),
+    )
+    rules.check(model)
+    return rules
+
+
+class ShardingProblem:
+    """The pairwise problem of a model, and what its nodes stand for; to be solved with different strategies allowed."""
+
+    def __init__(self, model: FoldedModel, axis: str, num_ranks: int, costs: ShardingCosts, rules: LayoutRules) -> None:
+        self.model, self.axis, self.num_ranks, self.costs, self.rules = model, axis, num_ranks, costs, rules
+        self.builder = ProblemBuilder()
+        self.reshards = Reshards(costs.reshard)
+        self.state_reshards = Reshards(self._state_reshard)
+        self.weights = {name: float(model.num_calls(name)) for name in model.blocks}
+        self.operators: dict[str, dict[fx.Node, tuple[int, list[Strategy]]]] = {}
+        self.ties: list[tuple[Tie, int, list[Layout]]] = []
+        self.ports: dict[Port, tuple[int, list[Layout]]] = {}
+        self._best: Assignment | None = None  # of all strategies
+        values = {name: values_of(block) for name, block in model.blocks.items()}
+        for name, block in model.blocks.items():
+            self._add_operators(name, block, values[name])
+        for tie in tied_values(model):
+            options = value_options(model, tie, num_ranks, rules)
+            self._add_tie(tie, options, [costs.boundary(tie.spec, layout) for layout in options])
+        for tie in tied_states(model):
+            options = self._state_options(tie, values)
+            self._add_tie(tie, options, [costs.state(tie.spec, layout, num_ranks) for layout in options])
+        self._tie_updates()
+        for name in model.blocks:
+            for value in values[name]:
+                self._connect(name, value)
+
+    def solve(self, allowed: Allowed | None = None, time_limit_s: float = 60.0) -> ShardingSolution:
+        """The best sharding of the strategies that are allowed. Raises as :func:`solve_sharding` does."""
+        start = time.perf_counter()
+        try:
+            answer = self._answer(allowed, time_limit_s)
+        except InfeasibleError as error:
+            around = ", ".join(dict.fromkeys(self.builder.names[i] for i in error.nodes[:6]))
+            raise ShardingError(
+                f"no sharding over {self.num_ranks} ranks of {self.axis!r} satisfies the layouts asked for; they meet "
+                f"at {around}. Allow other layouts for the inputs, outputs or pins nearby, or use another number of "
+                "ranks"
+            ) from error
+        return self._solution(answer, time.perf_counter() - start)
+
+    def _answer(self, allowed: Allowed | None, time_limit_s: float) -> Assignment:
+        """The best of all strategies is also that of those allowed where it has no others."""
+        problem = self.builder.problem()
+        if self._best is None:
+            self._best = solve_assignment(problem, time_limit_s=time_limit_s, settle=True)
+        if allowed is None:
+            return self._best
+        masks = {
+            variable: np.array([allowed(node, strategy) for strategy in choices], dtype=bool)
+            for operators in self.operators.values()
+            for node, (variable, choices) in operators.items()
+        }
+        if all(mask[self._best.choice[variable]] for variable, mask in masks.items()):
+            return self._best
+        costs = [np.where(masks[i], cost, math.inf) if i in masks else cost for i, cost in enumerate(problem.costs)]
+        return solve_assignment(replace(problem, costs=costs), time_limit_s=time_limit_s, settle=True)
+
+    def _add_operators(self, name: str, block: Block, values: list[BlockValue]) -> None:
+        found = candidates(values, operators_of(block), self.num_ranks, self.rules.lengths)
+        weight = self.weights[name]
+        self.operators[name] = {}
+        for node, choices in found.items():
+            cost = np.array([weight * self.costs.node(node, strategy, self.num_ranks) for strategy in choices])
+            self.operators[name][node] = self.builder.add(f"{name}/{node.name}", cost), choices
+
+    def _add_tie(self, tie: Tie, options: list[Layout], cost: list[float]) -> None:
+        variable = self.builder.add(tie.names[0], len(tie.names) * np.array(cost))
+        self.ties.append((tie, variable, options))
+        self.ports.update(dict.fromkeys(tie.ports, (variable, options)))
+
+    def _tie_updates(self) -> None:
+        """What forward leaves in a buffer is laid out as the buffer is."""
+        if not self.model.updates:
+            return
+        of = {name: (variable, options) for tie, variable, options in self.ties for name in tie.names}
+        tables: dict[tuple[int, int], list[list[float]]] = {}
+        for name, made_name in self.model.updates.items():
+            (state, held), (value, made) = of[name], of[made_name]
+            tables[state, value] = [[0.0 if a == b else math.inf for b in made] for a in held]
+        self.builder.edges += [(state, value, np.array(table)) for (state, value), table in tables.items()]
+
+    def _state_options(self, tie: Tie, values: Mapping[str, list[BlockValue]]) -> list[Layout]:
+        trained, asked = False, dict[Layout, None]()
+        for name, _, place in tie.ports:
+            block = self.model.blocks[name]
+            for value in values[name]:
+                if value.source.name == block.states[place]:
+                    trained |= value.grad
+                    for asker in self._operators_reading(name, value):
+                        asked.update(dict.fromkeys(t for wants in asker.layouts for t in sorted(wants) if t.sections))
+        return state_options(self.model, tie, self.num_ranks, self.rules, trained, asked)
+
+    def _connect(self, name: str, value: BlockValue) -> None:
+        block = self.model.blocks[name]
+        if value.source.op == "placeholder":
+            source = Source(*self.ports[_port(block, value.source)])
+        else:
+            variable, choices = self.operators[name][value.source]
+            source = Source(variable, [s.results[value.index] for s in choices])
+        askers = [*self._operators_reading(name, value), *self._ties_reading(name, value)]
+        label = f"{name}/{value.source.name}"
+        is_state = value.source.op == "placeholder" and value.source.name in block.states
+        reshards = self.state_reshards if is_state else self.reshards
+        connect(self.builder, reshards, label, (value.spec, value.grad), source, askers, self.weights[name])
+
+    def _state_reshard(self, spec: TensorSpec, source: Layout, target: Layout, differentiable: bool) -> float:
+        """A state is read as it is kept: gathering weights for every microbatch is what sharding over ``dp`` is for."""
+        change = RESHARDS.get((source.kind, target.kind))
+        if change is None or change.forward is not None:
+            return math.inf
+        return self.costs.reshard(spec, source, target, differentiable)
+
+    def _operators_reading(self, name: str, value: BlockValue) -> Iterator[Asker]:
+        for reader in value.readers:
+            if reader.node is not None:
+                variable, choices = self.operators[name][reader.node]
+                yield Asker(variable, [frozenset(s.operands[p] for p in reader.positions) for s in choices])
+
+    def _ties_reading(self, name: str, value: BlockValue) -> Iterator[Asker]:
+        """The values between calls that this value becomes."""
+        places = [p for reader in value.readers if reader.node is None for p in reader.positions]
+        for variable, options in dict(self.ports[name, "output", p] for p in places).items():
+            yield Asker(variable, [frozenset((layout,)) for layout in options])
+
+    def _solution(self, answer: Assignment, seconds: float) -> ShardingSolution:
+        chosen = {
+            name: {node: choices[answer.choice[variable]] for node, (variable, choices) in operators.items()}
+            for name, operators in self.operators.items()
+        }
+        ports = {port: options[answer.choice[variable]] for port, (variable, options) in self.ports.items()}
+        blocks = {
+            name: BlockSharding(
+                {node.name: strategy for node, strategy in chosen[name].items()},
+                {p: ports[name, "input", i] for i, p in enumerate(block.inputs)},
+                {p: ports[name, "state", i] for i, p in enumerate(block.states)},
+                tuple(ports[name, "output", i] for i in range(len(block.outputs))),
+            )
+            for name, block in self.model.blocks.items()
+        }
+        layouts = {name: o[answer.choice[v]] for tie, v, o in self.ties for name in tie.names}
+        sharded, without_rule = _shares(self.model, chosen, self.costs, self.num_ranks)
+        return ShardingSolution(
+            self.axis,
+            self.num_ranks,
+            blocks,
+            {name: layouts[name] for name in self.model.values if name in layouts},
+            {name: layouts[name] for name in self.model.states},
+            answer.objective,
+            answer.bound,
+            sharded,
+            without_rule,
+            seconds,
+            sum(map(len, self.builder.costs)),
+        )
+
+
+def _port(block: Block, placeholder: fx.Node) -> Port:
+    if placeholder.name in block.states:
+        return block.name, "state", block.states.index(placeholder.name)
+    return block.name, "input", block.inputs.index(placeholder.name)
+
+
+def _shares(
+    model: FoldedModel, chosen: Mapping[str, Mapping[fx.Node, Strategy]], costs: ShardingCosts, num_ranks: int
+) -> tuple[float, dict[str, float]]:
+    """The share of matrix-multiply work that is sharded, and of compute time per operator without a rule."""
+    flops = sharded = total = 0.0
+    unruled: dict[str, float] = {}
+    for name, strategies in chosen.items():
+        weight = model.num_calls(name)
+        for node, strategy in strategies.items():
+            work = weight * matmul_flops(node)
+            flops += work
+            sharded += work if strategy.factor is not None else 0.0
+            seconds = weight * costs.node(node, strategy, num_ranks)
+            total += seconds
+            if factors_of(node) is None:
+                unruled[str(node.target)] = unruled.get(str(node.target), 0.0) + seconds
+    return sharded / flops if flops else 0.0, {k: v / total if total else 0.0 for k, v in unruled.items()}
+
+
+def whole_sharding(model: FoldedModel, axis: str, costs: ShardingCosts) -> ShardingSolution:
+    """The sharding over one rank: everything whole."""
+    chosen: dict[str, dict[fx.Node, Strategy]] = {}
+    blocks: dict[str, BlockSharding] = {}
+    for name, block in model.blocks.items():
+        chosen[name] = {
+            node: Strategy(None, (), (REPLICATED,) * len(operands_of(node)), (REPLICATED,) * len(results_of(node)))
+            for node in operators_of(block)
+        }
+        blocks[name] = BlockSharding(
+            {node.name: strategy for node, strategy in chosen[name].items()},
+            dict.fromkeys(block.inputs, REPLICATED),
+            dict.fromkeys(block.states, REPLICATED),
+            (REPLICATED,) * len(block.outputs),
+        )
+    objective = sum(
+        model.num_calls(name) * costs.node(node, strategy, 1)
+        for name, strategies in chosen.items()
+        for node, strategy in strategies.items()
+    )
+    objective += sum(costs.state(state.spec, REPLICATED, 1) for state in model.states.values())
+    objective += sum(costs.boundary(spec, REPLICATED) for spec in model.values.values())
+    _, without_rule = _shares(model, chosen, costs, 1)
+    values, states = dict.fromkeys(model.values, REPLICATED), dict.fromkeys(model.states, REPLICATED)
+    return ShardingSolution(axis, 1, blocks, values, states, objective, objective, 0.0, without_rule)
+
+
+__all__ = [
+    "ShardingCosts",
+    "ShardingError",
+    "ShardingProblem",
+    "ShardingSolution",
+    "sharding_problem",
+    "solve_sharding",
+    "whole_sharding",
+]

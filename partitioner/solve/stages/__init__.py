@@ -1,0 +1,1 @@
+"""Cuts the calls of a model into pipeline stages under the memory of each stage."""

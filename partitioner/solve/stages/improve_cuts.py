@@ -1,0 +1,196 @@
+"""Cuts of the calls into a schedule's virtual stages: better cuts, and a lower bound on all cuts.
+
+The time of a schedule is the longest of the paths through its actions. Each path is a weighted sum of the virtual
+stages' forwards and backwards. No cuts take less than the best cuts for one path, or for a mean of paths; these best
+cuts are a shortest path over (stage, cut). Alternately, the cuts answer the mean of all paths so far, and the longest
+path of these cuts is added to the mean (fictitious play, Brown 1951; Robinson 1951): the two sides approach each other.
+Runs of calls that for all microbatches take longer than a step under the first cuts are excluded, because a rank runs
+them one after the other. If the two sides stay apart, a local search moves cuts. If there are few cuts, all are tried.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partitioner.schedules.actions import Timetable
+from partitioner.schedules.makespan import Phases, follow, follow_all, longest_path
+from partitioner.solve.stages.tables import TINY, StageTables
+
+Table = NDArray[np.float64]
+
+Places = NDArray[np.int64]
+_CLOSE = 0.005  # relative gap at which the search stops
+_MOST_TURNS = 40
+_ACTIONS = 200_000  # to follow, in all turns
+_MOVED, _ALL = 500_000, 2_000_000  # actions of the local search, and of trying all cuts; many at once take less
+_KEPT = 1000  # cuts that are returned if all are tried
+_STEPS = (1, -1, 2, -2)  # calls that cuts are moved by
+
+
+@dataclass(frozen=True)
+class Found:
+    """``cuts`` with the step time of each, fastest first. ``bound``: lower bound on the step time of all cuts."""
+
+    cuts: tuple[tuple[float, tuple[int, ...]], ...]
+    bound: float
+
+
+def better_cuts(
+    tables: StageTables, timetable: Timetable, start: Sequence[int], enough_s: float = math.inf, *, quick: bool = False
+) -> Found:
+    """Improve the cuts ``start`` of the problem of ``tables``, so that each stage fits on its rank alone.
+
+    ``enough_s``: cuts that take this long or longer are of no interest. ``quick``: run a quarter of the iterations.
+    """
+    costs = _Costs(tables)
+    how = {"train": tables.problem.train, "overlap_steps": tables.problem.overlap_steps}
+    seen: dict[tuple[int, ...], float] = {}
+    paths = np.zeros((tables.problem.num_stages, 5))
+    bound, cuts = 0.0, tuple(start)
+    actions = sum(map(len, timetable.orders))
+    calls, stages = len(tables.problem.calls), tables.problem.num_stages
+    if math.comb(calls - 1, stages - 1) * actions <= _ALL:
+        return _best_of_all(costs, timetable, how, calls, stages)
+    bands = costs.bands(follow(timetable, costs.phases(cuts), **how) / _microbatches(timetable))
+    turns = max(4, min(_MOST_TURNS, _ACTIONS // actions) // (4 if quick else 1))
+    for turn in range(1, turns + 1):
+        seconds, path = longest_path(timetable, costs.phases(cuts), **how)
+        seen[cuts] = seconds
+        paths += (path - paths) / turn
+        least, cuts = bands.shortest(paths)
+        bound = max(bound, least)
+        if min(min(seen.values()) * (1 - _CLOSE), enough_s) <= bound:
+            break
+    else:
+        _moved(costs, timetable, how, seen, (_MOVED // 4 if quick else _MOVED) // actions)
+    order = sorted((taken, found) for found, taken in seen.items())
+    return Found(tuple(order), min(bound, order[0][0]))
+
+
+def _moved(
+    costs: _Costs, timetable: Timetable, how: Mapping[str, bool], seen: dict[tuple[int, ...], float], left: int
+) -> None:
+    """Local search from the best of ``seen``: move single cuts, and neighbouring cuts together, as long as that helps.
+    ``left``: greatest number of schedules to simulate."""
+    best, before = min(seen, key=lambda cuts: seen[cuts]), None
+    while best != before and left > 0:
+        near = [cuts for cuts in _near(best) if cuts not in seen][:left]
+        seen |= costs.taken(timetable, np.array(near, dtype=np.int64).reshape(-1, len(best)), how)
+        left -= len(near)
+        best, before = min(seen, key=lambda cuts: seen[cuts]), best
+
+
+def _near(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """``cuts`` with one or more neighbouring cuts moved by a few calls, fewest moved cuts first."""
+    inner = len(cuts) - 2
+    for count in range(1, inner + 1):
+        for first in range(1, inner + 2 - count):
+            for step in _STEPS:
+                moved = (*cuts[:first], *(c + step for c in cuts[first : first + count]), *cuts[first + count :])
+                if all(a < b for a, b in pairwise(moved)):
+                    yield moved
+
+
+def _best_of_all(costs: _Costs, timetable: Timetable, how: Mapping[str, bool], calls: int, stages: int) -> Found:
+    """All cuts, tried one by one."""
+    taken = costs.taken(timetable, _all_cuts(calls, stages), how, _KEPT)  # the cuts of the start fit
+    order = tuple((seconds, cuts) for cuts, seconds in taken.items())
+    return Found(order, order[0][0])
+
+
+@lru_cache(maxsize=16)
+def _all_cuts(calls: int, stages: int) -> Places:
+    inner = np.array(list(combinations(range(1, calls), stages - 1)), dtype=np.int64)
+    return np.pad(inner, ((0, 0), (1, 1)), constant_values=((0, 0), (0, calls)))
+
+
+class _Costs:
+    """Seconds of every run of calls on every virtual stage, by :class:`Phases`, shape
+    ``[stages, 5, calls + 1, calls + 1]``; the backward for inputs is infinite where a run does not fit."""
+
+    def __init__(self, tables: StageTables) -> None:
+        problem = tables.problem
+        made = []
+        for k in range(problem.num_stages):
+            pace = problem.pace(k)
+            forward, times = tables.seconds(k)[0] + pace.overhead.forward_total_s, tables.times[k]
+            later = [c.later_s if problem.train else 0.0 for c in pace.costs]
+            weights = tables.segments.sums(later)
+            values, gradients = (np.broadcast_to(waits, times.shape) for waits in tables.transfers(k))
+            inputs = times - forward - values - gradients - weights
+            if problem.chunks == 1:  # see :func:`partitioner.solve.stages.virtual_stages.phases_of`
+                forward, inputs = forward + values, inputs + gradients
+                values = gradients = np.zeros_like(times)
+            made.append(np.stack([forward, inputs, weights, values, gradients]))
+        self.of_stage = made
+
+    def phases(self, cuts: Sequence[int]) -> list[Phases]:
+        return [
+            Phases(*(float(seconds) for seconds in table[:, cuts[k], cuts[k + 1]]))
+            for k, table in enumerate(self.of_stage)
+        ]
+
+    def taken(
+        self, timetable: Timetable, cuts: Places, how: Mapping[str, bool], most: int | None = None
+    ) -> dict[tuple[int, ...], float]:
+        """Step times of the rows of ``cuts`` whose stages each fit on their rank, fastest first. ``most``: number of
+        results."""
+        each = np.stack([table[:, cuts[:, k], cuts[:, k + 1]] for k, table in enumerate(self.of_stage)])
+        fit = np.flatnonzero(np.isfinite(each[:, 1]).all(axis=0))
+        if not len(fit):
+            return {}
+        seconds = follow_all(timetable, each[:, :, fit].transpose(2, 0, 1), **how)
+        order = np.argsort(seconds, kind="stable")[:most]
+        return dict(zip(map(tuple, cuts[fit[order]].tolist()), seconds[order].tolist(), strict=True))
+
+    def bands(self, most: float) -> _Bands:
+        """The runs of calls that take at most ``most`` seconds."""
+        size = self.of_stage[0].shape[-1]
+        total = np.stack([table[:3].sum(axis=0) for table in self.of_stage])
+        length = np.arange(size)[None, :] - np.arange(size)[:, None]
+        fits = np.isfinite(total) & (total <= most * (1 + TINY)) & (length > 0)
+        width = int(length[fits.any(axis=0)].max())
+        stop, start = np.arange(size)[:, None], np.arange(size)[:, None] - np.arange(1, width + 1)[None, :]
+        inside = start >= 0
+        start = np.maximum(start, 0)
+        fit = fits[:, start, stop] & inside
+        seconds = np.stack([table[:, start, stop] for table in self.of_stage])
+        return _Bands(np.where(fit[:, None], seconds, 0.0), np.where(fit, 0.0, np.inf))
+
+
+@dataclass(frozen=True)
+class _Bands:
+    """Runs of calls by their end and their length minus one. ``seconds``: shape ``[stages, 5, calls + 1, width]``.
+    ``barred``: shape ``[stages, calls + 1, width]``, infinite for entries that are no run."""
+
+    seconds: Table
+    barred: Table
+
+    def shortest(self, paths: Table) -> tuple[float, tuple[int, ...]]:
+        """The least sum of the stages' phases, each weighted by ``paths``, and its cuts."""
+        sums = np.einsum("kc,kcjw->kjw", paths, self.seconds) + self.barred
+        _, size, width = sums.shape
+        reached = np.full(width + size, np.inf)  # the first ``width`` are before all calls
+        reached[width] = 0.0
+        before = np.arange(size)[:, None] - np.arange(1, width + 1)[None, :] + width
+        came = []
+        for of_stage in sums:
+            total = reached[before] + of_stage
+            came.append(total.argmin(axis=1))
+            reached = np.concatenate([np.full(width, np.inf), total.min(axis=1)])
+        cuts = [size - 1]
+        for step in reversed(came):
+            cuts.append(cuts[-1] - 1 - int(step[cuts[-1]]))
+        return float(reached[-1]), tuple(cuts[::-1])
+
+
+def _microbatches(timetable: Timetable) -> int:
+    """Number of microbatches of a timetable."""
+    return sum(action.kind == "F" and action.chunk == 0 for action in timetable.orders[0])

@@ -1,0 +1,219 @@
+"""What no stages can go below, quickly: the least maximum and the least sum of times, be they of one split or two.
+
+Stages are alike where memory lets them be, so that runs of calls that take much longer than an even share need not be
+looked at: with many stages few are left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partitioner.errors import CapacityError
+from partitioner.schedules.csv_table import ScheduleTable
+from partitioner.schedules.formulas import is_formula, least_fill
+from partitioner.solve.stages.problem import Pace, StageProblem
+from partitioner.solve.stages.split import capacity_error, stage_plan
+from partitioner.solve.stages.tables import ROUNDING_BYTES, TINY, StageTables
+from partitioner.units import bytes_text, plural
+
+Vector = NDArray[np.float64]
+
+Places = NDArray[np.int64]
+_ROUNDING = 1e-9  # of a number of stages
+_LONG, _SEVERAL = 2.0, 4  # times an even share, or the largest call; microbatches, of fewer the slowest says little
+
+
+@dataclass(frozen=True)
+class LeastTime:
+    """Seconds of a microbatch that no split can go below: on the slowest stage, and on all together; ``forward_s``: the
+    forwards of ``total_s``; ``backward_s``: of a single stage, with what it recomputes. ``unseen``: the same two of the
+    splits that were not looked at, which may be all. ``step_s``: of a whole step, of those that were, see
+    :func:`_after_others`."""
+
+    slowest_s: float
+    total_s: float
+    forward_s: float
+    backward_s: float = 0.0
+    unseen: tuple[float, float] = (np.inf, np.inf)
+    step_s: float = 0.0
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether splits were looked at, and fit."""
+        return bool(np.isfinite(self.total_s))
+
+    def pipeline_s(self, schedule: str | ScheduleTable, p: int, m: int, overlap_steps: bool = False) -> float:
+        """Seconds of ``m`` microbatches under a schedule that has one stage on each of ``p`` ranks."""
+        fill = least_fill(schedule, p, m, 1, overlap_steps)
+        seen = max(self.step_s, self._pipeline_s(schedule, p, m, fill, self.slowest_s, self.total_s))
+        return min(seen, self._pipeline_s(schedule, p, m, fill, *self.unseen))
+
+    def _pipeline_s(
+        self, schedule: str | ScheduleTable, p: int, m: int, fill: tuple[float, float], slowest: float, total: float
+    ) -> float:
+        if total == np.inf:
+            return total
+        if is_formula(schedule):
+            return (m - 1) * slowest + total
+        filled = fill[0] * self.forward_s + fill[1] * (total - self.forward_s)
+        return max(m * slowest, m * total / p + (1 - 1 / p) * filled)
+
+
+def least_time(problem: StageProblem, enough_s: float = np.inf, *, quick: bool = False) -> LeastTime:
+    """The least times of ``problem``. Runs that alone make a step of ``enough_s`` seconds are left unseen; ``quick``:
+    all long runs, even where there are no others.
+
+    Raises as :func:`partitioner.solve.stages.split.solve_stages` does, where all runs are looked at.
+    """
+    tables = StageTables(problem)
+    if tables.hopeless:
+        raise capacity_error(tables, relaxed=True)
+    p = problem.num_stages
+    paces = {id(pace): pace for pace in map(problem.pace, range(p))}.values()
+    forward = sum(
+        min(costs) for costs in zip(*([c.forward_total_s for c in pace.costs] for pace in paces), strict=True)
+    )
+    alone = np.diagonal(tables.least_work, 1)  # each call by itself, on the stage that is fastest for it
+    work = float(alone.sum())
+    limit = _LONG * max(work / p, float(alone.max()))
+    limit = limit if problem.num_microbatches >= _SEVERAL else np.inf
+    enough = enough_s / problem.num_microbatches
+    found = _over_runs(tables, min(limit, enough))
+    if found is None and enough <= limit and enough < np.inf:
+        return LeastTime(np.inf, np.inf, forward, 0.0, (enough, max(work, enough)))
+    if found is None and limit < np.inf:
+        if quick:
+            _check_memory(tables)
+            return LeastTime(np.inf, np.inf, forward, 0.0, (limit, work))
+        limit = np.inf
+        found = _over_runs(tables, enough)
+    if found is None and enough < np.inf:
+        return LeastTime(np.inf, np.inf, forward, 0.0, (enough, max(work, enough)))
+    if found is None:
+        raise capacity_error(tables, relaxed=True)
+    backward = 0.0
+    if p == 1:
+        plan = stage_plan(tables, 0, 0, len(problem.calls))
+        backward = plan.backward_s + plan.recompute_s
+    limit = min(limit, enough)
+    most, total, step = found
+    return LeastTime(most, total, forward, backward, (limit, max(work, limit)), step)
+
+
+def _over_runs(tables: StageTables, limit: float) -> tuple[float, float, float] | None:
+    """The least maximum and the least sum of stages of runs whose work alone takes at most ``limit`` seconds, and the
+    least step of :func:`_after_others`; ``None`` if there are none, or longer runs might be better."""
+    start, stop, firsts = _runs_by_stop(tables, limit)
+    if not len(start):
+        return None
+    problem = tables.problem
+    stages = np.arange(problem.num_stages)
+    times = tables.run_times(stages, start, stop)
+    if tables.slim is not None:
+        slim = tables.slim.run_times(stages, start, stop)
+        times = slim if problem.recompute == "selective" else np.minimum(times, slim)
+    followed = not is_formula(problem.schedule)  # of others a formula says more
+    of_pace: dict[int, Others] = {}
+    ends, values = stop[firsts], np.empty((2 + followed, len(start)))
+    # the least maximum, the least sum and the least step, up to each call
+    least = np.full((len(values), len(problem.calls) + 1), np.inf)
+    least[:, 0] = 0.0
+    for stage, time in enumerate(times):
+        before = least[:, start]
+        np.maximum(before[0], time, out=values[0])
+        np.add(before[1], time, out=values[1])
+        if followed:
+            pace = problem.pace(stage)
+            if id(pace) not in of_pace:
+                of_pace[id(pace)] = _others(problem, pace)
+            others = of_pace[id(pace)]
+            np.maximum(before[2], _after_others(problem, stage, others, start, stop, time), out=values[2])
+        least.fill(np.inf)
+        least[:, ends] = np.minimum.reduceat(values, firsts, axis=1)
+    most, total, *step = least[:, -1].tolist()
+    return (most, total, step[0] if step else 0.0) if most <= limit and most < np.inf else None
+
+
+class Others(NamedTuple):
+    """Seconds of a microbatch, by call up to which: its forward through all calls at least, its backward for inputs,
+    and its backward for weights on the devices of one stage."""
+
+    ahead: Vector
+    back: Vector
+    weights: Vector
+
+
+def _after_others(
+    problem: StageProblem, stage: int, others: Others, start: Places, stop: Places, times: Vector
+) -> Vector:
+    """Seconds of a step in which ``stage`` runs the calls from ``start`` to ``stop``, ``times`` each microbatch.
+
+    It begins when the first microbatch has been through all calls before, and ends with the last one's backward; which
+    goes on through all calls before, while no more than so many of the stage's backwards for weights are left. Where
+    steps overlap, either counts, the first stage's from its begin to its end, or the stage's own alone.
+    """
+    ahead, back, weights = others
+    late = problem.half_done(stage) * (weights[stop] - weights[start])
+    if problem.overlap_steps:
+        besides = np.maximum(0.0, ahead[start] + back[start] - late)
+    else:
+        besides = ahead[start] + np.maximum(0.0, back[start] - late)
+    through: Vector = problem.num_microbatches * times + besides
+    return through
+
+
+def _others(problem: StageProblem, pace: Pace) -> Others:
+    """``pace``: of the stage's devices."""
+    paces = {id(pace): pace for pace in map(problem.pace, range(problem.num_stages))}.values()
+    ahead = [min(costs) for costs in zip(*([c.forward_total_s for c in p.costs] for p in paces), strict=True)]
+    train = problem.train
+    halves = ([(c.backward_total_s - c.later_s) * train for c in p.costs] for p in paces)
+    back = [min(costs) for costs in zip(*halves, strict=True)]
+    weights = [c.later_s * train for c in pace.costs]
+    return Others(*(np.concatenate([[0.0], np.cumsum(values)]) for values in (ahead, back, weights)))
+
+
+def _check_memory(tables: StageTables) -> None:
+    """Raise :class:`CapacityError` where no split fits, whatever it takes; it says what is missing and not where."""
+    problem = tables.problem
+    if problem.pinned or problem.recompute == "full":
+        return
+    start, stop, firsts = _runs_by_stop(tables, np.inf)
+    excess = tables.least_bytes(start, stop) - np.array(problem.capacity, dtype=np.float64)[:, None]
+    most = np.full(len(problem.calls) + 1, np.inf)
+    most[0] = -np.inf
+    for of_stage in excess:
+        most = _least_by_stop(np.maximum(most[start], of_stage), firsts, stop[firsts], len(most))
+    if most[-1] > ROUNDING_BYTES:
+        missing = bytes_text(float(most[-1]))
+        raise CapacityError(
+            f"one of {plural(problem.num_stages, 'stage')} needs at least {missing} more than is usable on a device, "
+            "however layers are divided and recomputed",
+            missing_bytes=round(float(most[-1])),
+            at_least=True,
+        )
+
+
+def _runs_by_stop(tables: StageTables, limit: float) -> tuple[Places, Places, Places]:
+    """The runs whose work takes at most ``limit`` seconds, in the order of their stops: where each starts and stops,
+    and the first of each stop."""
+    start, stop = tables.short_runs(limit)
+    # as many stages as the calls before and behind take at least, and one for the run
+    done = np.concatenate([[0.0], np.cumsum(np.diagonal(tables.least_work, 1))]) / max(limit, TINY)
+    before, behind = done[start], done[-1] - done[stop]
+    stages = np.ceil(before - _ROUNDING).clip(start > 0) + 1 + np.ceil(behind - _ROUNDING).clip(stop < len(done) - 1)
+    start, stop = start[stages <= tables.problem.num_stages], stop[stages <= tables.problem.num_stages]
+    order = np.argsort(stop, kind="stable")
+    start, stop = start[order], stop[order]
+    return start, stop, np.flatnonzero(np.diff(stop, prepend=-1))
+
+
+def _least_by_stop(values: Vector, firsts: Places, ends: Places, size: int) -> Vector:
+    least = np.full(size, np.inf)
+    if len(ends):
+        least[ends] = np.minimum.reduceat(values, firsts)
+    return least

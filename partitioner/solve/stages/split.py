@@ -1,0 +1,291 @@
+"""Cut the sequence of calls into pipeline stages: the exact optimum under every stage's memory.
+
+A stage is a run of consecutive calls. With ``t_s`` the time of one microbatch on stage ``s`` (forward, backward,
+recomputation, waits for neighbours) a step of ``m`` microbatches takes ``(m - b) max t_s + b sum t_s`` (Narayanan et
+al. 2021, section 2.2, for uneven stages; ``b`` is the schedule's, see ``partitioner/schedules/formulas.py``). Stages
+keep as many microbatches as the schedule has in flight, and recompute as many of their first calls as memory demands.
+
+For a limit on the maximum, the least sum is a shortest path over (stage, cut), one vectorised min-plus step per stage.
+Few limits matter: above the least feasible limit, the sum can fall only to its value without a limit.
+
+When nothing fits: what lacks how much on which stage.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partitioner.errors import CapacityError, PlanError
+from partitioner.solve.stages.problem import StageProblem
+from partitioner.solve.stages.tables import TINY, StageTables, Table, min_max
+from partitioner.units import bytes_text
+
+_HOW = {
+    "none": " without recomputation",
+    "selective": " with activations recomputed in part",
+    "full": " with repeated layers recomputed",
+}
+
+
+def check_room(takes: str, needed: float, room: float) -> None:
+    """Raise :class:`CapacityError` where what ``takes`` the ``needed`` bytes has no ``room``; no plan lacks less."""
+    if (missing := math.ceil(needed - room)) > 0:
+        text = f"{takes} of the {bytes_text(room)} usable on a device: {bytes_text(missing)} too much"
+        raise CapacityError(text, missing_bytes=missing, at_least=True)
+
+
+def _shortage(tables: StageTables) -> tuple[float, int, list[int]]:
+    """Over all splits, the least that any rank can lack (bytes, negative: to spare), on which stage, and the cuts."""
+    least = [_pinned(tables, stage) for stage in range(len(tables.allowed))]
+    excess = [m - c for m, c in zip(least, tables.problem.capacity, strict=True)]
+    worst, cuts = min_max(excess)
+    lacking = [float(excess[s][cuts[s], cuts[s + 1]]) for s in range(len(excess))]
+    return worst, int(np.argmax(lacking)), cuts
+
+
+def _pinned(tables: StageTables, stage: int) -> Table:
+    """The least peak bytes of every segment: where "full" is asked for, with just that recomputed."""
+    if tables.problem.recompute != "full" or not tables.problem.train:
+        return tables.least_memory[stage]
+    start, stop = np.nonzero(tables.allowed[stage])
+    found = np.full(tables.allowed[stage].shape, np.inf)
+    found[start, stop] = tables.memory(stage, start, stop, tables.recomputed(stage, start, stop))
+    return found
+
+
+def capacity_error(tables: StageTables, *, relaxed: bool = False) -> PlanError:
+    """Why no split of a problem is possible: what lacks least, and where; ``relaxed``: a plan lacks that or more."""
+    problem = tables.problem
+    missing, stage, cuts = _shortage(tables)
+    if not np.isfinite(missing):
+        pins = ", ".join(f"{problem.calls[i].path} on stage {s}" for i, s in sorted(problem.pinned.items()))
+        return PlanError(f"no split into {problem.num_stages} stages has {pins}; leave every stage at least one call")
+    capacity = problem.capacity[stage]
+    first, last = problem.calls[cuts[stage]].path, problem.calls[cuts[stage + 1] - 1].path
+    where = f"{first} to {last}" if first != last else first
+    how = _HOW.get(problem.recompute or "", " even with everything recomputed") if problem.train else ""
+    least = "at least " if relaxed else ""
+    return CapacityError(
+        f"stage {stage} of {problem.num_stages} ({where}) needs {least}{bytes_text(capacity + missing)} of the "
+        f"{bytes_text(capacity)} usable on a device{how}: {least}{bytes_text(missing)} too much",
+        stage=stage,
+        missing_bytes=round(missing),
+    )
+
+
+SLACK = 0.01  # share of the optimum that may be lost for equal stages
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """The calls ``start:stop`` of a stage. Backward recomputes the first ``recompute`` of them and, if ``selective``,
+    the parts of the others that are quick to recompute.
+
+    Seconds are per microbatch. ``transfer_s``: waits for neighbours, in both directions; ``forward_wait_s``: the part
+    before the forward. ``in_flight``: number of microbatches at a time. ``number``: the stage's number in the problem.
+    ``parts``: a rank's virtual stages; between them lie calls of other ranks.
+    """
+
+    start: int
+    stop: int
+    recompute: int
+    forward_s: float
+    backward_s: float
+    recompute_s: float
+    transfer_s: float
+    memory: int
+    forward_wait_s: float = 0.0
+    number: int = 0
+    parts: tuple[StagePlan, ...] = ()
+    selective: bool = False
+    in_flight: float = 1.0
+
+    @property
+    def runs(self) -> tuple[StagePlan, ...]:
+        """The stage's runs of consecutive calls."""
+        return self.parts or (self,)
+
+    @property
+    def places(self) -> list[int]:
+        """The positions of the stage's calls."""
+        return [place for run in self.runs for place in range(run.start, run.stop)]
+
+    @property
+    def time_s(self) -> float:
+        return self.forward_s + self.backward_s + self.recompute_s + self.transfer_s
+
+
+@dataclass(frozen=True)
+class StageSplit:
+    """The stages in order, and the seconds of a step's pipeline.
+
+    ``least_s``: lower bound on the pipeline's seconds; the optimum may be less balanced than ``stages``.
+    ``microbatch_s``: of a microbatch through all calls, forward and backward, by the calls' own costs. ``virtual``: the
+    virtual stages, if they differ from the stages.
+    """
+
+    stages: tuple[StagePlan, ...]
+    pipeline_s: float
+    least_s: float
+    microbatch_s: float = 0.0
+    virtual: tuple[StagePlan, ...] = ()
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        return tuple(stage.start for stage in self.stages[1:])
+
+
+class NoneLeft(CapacityError):
+    """Every feasible split has a stage that is a barred run of calls."""
+
+
+def solve_stages(problem: StageProblem, tables: StageTables | None = None) -> StageSplit:
+    """The best split. Raises :class:`PlanError` with more stages than calls, :class:`CapacityError` if none fits."""
+    tables = tables or StageTables(problem)
+    split = None if tables.hopeless else _Splitter(tables).best()
+    if split is None:
+        raise NoneLeft("no other stages fit") if problem.barred else capacity_error(tables)
+    return split
+
+
+class _Splitter:
+    """Shortest paths over the tables of a problem."""
+
+    def __init__(self, tables: StageTables) -> None:
+        self.tables = tables
+        self.problem = tables.problem
+
+    def best(self) -> StageSplit | None:
+        """The split of least ``(m - b) max + b sum``; ``None`` if nothing fits."""
+        bubble = self.problem.bubble
+        often = self.problem.num_rounds - bubble
+        free = self.path(np.inf)
+        if free is None:
+            return None
+        if self.problem.num_stages == 1:
+            return self.split(free, self.cost(free))
+        if often <= 0:
+            return self.split(self.balanced(free), self.cost(free))
+        least_sum, lowest = self.total(free), self.lowest_limit()
+        even = self.path(lowest)
+        assert even is not None, lowest
+        best, best_cost = min(((cuts, self.cost(cuts)) for cuts in (even, free)), key=lambda found: found[1])
+        ceiling = np.inf
+        while True:
+            # whatever is better has a smaller maximum than these
+            limit = min((best_cost - bubble * least_sum) / often, ceiling) * (1 - TINY)
+            if limit <= lowest:
+                break
+            cuts = self.path(limit)
+            assert cuts is not None, limit
+            if self.cost(cuts) < best_cost:
+                best, best_cost = cuts, self.cost(cuts)
+            # under a smaller limit the least sum does not fall
+            least_sum = max(least_sum, self.total(cuts))
+            ceiling = self.largest(cuts)
+        return self.split(self.balanced(best), best_cost)
+
+    def balanced(self, best: list[int]) -> list[int]:
+        """The cuts of the least maximum among those that cost at most slightly more than ``best``.
+
+        With few microbatches the time hardly depends on the cuts, and memory and later schedules prefer equal stages.
+        """
+        low, high = self.lowest_limit(), self.largest(best)
+        limit, allowed = low, (1 + SLACK) * self.cost(best)
+        while high - low > SLACK * high:
+            cuts = self.path(limit)
+            if cuts is not None and self.cost(cuts) <= allowed:
+                best, high = cuts, self.largest(cuts)
+            else:
+                low = limit
+            limit = (low + high) / 2
+        return best
+
+    def path(self, limit: float) -> list[int] | None:
+        """The cuts of the least sum of stage times, none above ``limit``; ``None`` if there are none."""
+        n, p = len(self.problem.calls), self.problem.num_stages
+        reached = np.full(n + 1, np.inf)
+        reached[0] = 0.0
+        came: list[NDArray[np.int64]] = []
+        ends = np.arange(n + 1)
+        for stage, time in enumerate(self.tables.times):
+            total = reached[:, None] + (time if limit == np.inf else np.where(time <= limit, time, np.inf))
+            came.append(total.argmin(axis=0))
+            reached = total[came[stage], ends]
+        if not np.isfinite(reached[n]):
+            return None
+        cuts = [n]
+        for stage in range(p - 1, -1, -1):
+            cuts.append(int(came[stage][cuts[-1]]))
+        return cuts[::-1]
+
+    def lowest_limit(self) -> float:
+        """The least possible maximum of the stages' times."""
+        return float(min_max(self.tables.times)[0])
+
+    def stage_times(self, cuts: list[int]) -> list[float]:
+        return [float(self.tables.times[s][cuts[s], cuts[s + 1]]) for s in range(self.problem.num_stages)]
+
+    def largest(self, cuts: list[int]) -> float:
+        return max(self.stage_times(cuts))
+
+    def total(self, cuts: list[int]) -> float:
+        return sum(self.stage_times(cuts))
+
+    def cost(self, cuts: list[int]) -> float:
+        bubble = self.problem.bubble
+        return (self.problem.num_rounds - bubble) * self.largest(cuts) + bubble * self.total(cuts)
+
+    def split(self, cuts: list[int], least_s: float) -> StageSplit:
+        stages = tuple(stage_plan(self.tables, s, cuts[s], cuts[s + 1]) for s in range(self.problem.num_stages))
+        costs = [call.cost for call in self.problem.calls]
+        microbatch = sum(c.forward_total_s + (c.backward_total_s if self.problem.train else 0.0) for c in costs)
+        return StageSplit(stages, self.cost(cuts), least_s, microbatch)
+
+
+def stage_plan(
+    tables: StageTables, stage: int, start: int, stop: int, recompute: int | None = None, *, in_part: bool = False
+) -> StagePlan:
+    """The plan of stage ``stage`` with the calls ``start:stop``.
+
+    ``recompute``: number of calls to recompute whole; by default the least that memory allows. ``in_part``: also
+    recompute selectively in the other calls, if ``recompute`` is given.
+    """
+    problem = tables.problem
+    here = np.array([start]), np.array([stop])
+    if recompute is None:
+        way = tables.way(stage, start, stop)
+        recomputed = way.recomputed(stage, *here)
+    else:
+        way, recomputed = (tables.slim if in_part else None) or tables, np.array([recompute])
+    selective = way is not tables
+    forward, backward = tables.seconds(stage)
+    slim = float(way.seconds(stage)[1][start, stop] - backward[start, stop])
+    before, after = tables.transfers(stage)
+    return StagePlan(
+        start=start,
+        stop=stop,
+        recompute=int(recomputed[0]),
+        forward_s=float(forward[start, stop]) + problem.pace(stage).overhead.forward_total_s,
+        backward_s=float(backward[start, stop]) if problem.train else 0.0,
+        recompute_s=slim + float(way.again(stage, here[0], recomputed)[0]),
+        transfer_s=float(before[start, 0] + after[0, stop]),
+        forward_wait_s=float(before[start, 0]),
+        number=stage,
+        memory=round(float(way.memory(stage, *here, recomputed)[0])),
+        selective=selective,
+        in_flight=problem.in_flight(stage),
+    )
+
+
+__all__ = [
+    "NoneLeft",
+    "StagePlan",
+    "StageSplit",
+    "solve_stages",
+    "stage_plan",
+]

@@ -1,0 +1,103 @@
+"""Cut calls into stages for the least step, of which the pipeline is a part.
+
+A solver of stages finds the least pipeline. What follows it, reductions and the optimizer's update, depends on the cuts
+too: cuts of a longer pipeline may have less of that. So runs of calls with as much behind the pipeline as the cuts
+found have are barred, and the solver asked again, until the pipeline alone takes as long as the best step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from partitioner.errors import PlanError
+from partitioner.schedules.formulas import is_formula
+from partitioner.solve.stages.problem import StageProblem
+from partitioner.solve.stages.split import NoneLeft, StageSplit
+from partitioner.solve.stages.tables import Table, min_max
+
+_ROUNDS, _ROUNDS_FOLLOWED = 24, 8  # of cuts; of those that a schedule has to be followed for
+
+_ROUNDING = 1e-12
+
+Priced = TypeVar("Priced")
+
+
+@dataclass(frozen=True)
+class Cut(Generic[Priced]):
+    """Stages, the seconds of their step and what came with these; ``least_s``: what no cuts go below, if that is below
+    what was asked."""
+
+    split: StageSplit
+    step_s: float
+    priced: Priced
+    least_s: float
+
+
+def cut_for_step(
+    problem: StageProblem,
+    solve: Callable[[StageProblem], StageSplit],
+    price: Callable[[StageSplit], tuple[float, Priced]],
+    least_tail_s: float,
+    run_tails: Callable[[float], Sequence[Table]],
+    enough_s: float = np.inf,
+) -> Cut[Priced]:
+    """The stages of the least step.
+
+    Args:
+        solve: the stages of the least pipeline; raises :class:`PlanError` where there are none.
+        price: seconds of a step with some stages.
+        least_tail_s: what follows the pipeline at least, wherever calls are cut.
+        run_tails: the same by stage and run of calls; of runs that alone take a step longer than so many seconds
+            infinite.
+        enough_s: steps that take as long as that are of no interest.
+
+    Raises as ``solve`` and ``price`` do for the least pipeline.
+    """
+    split = solve(problem)
+    step, priced = price(split)
+    best = split, step, priced
+    pipeline, least = split.least_s, np.inf
+    if problem.num_stages == 1:
+        return Cut(*best, step)
+    if pipeline + least_tail_s >= min(enough_s, step) * (1 - _ROUNDING):
+        return Cut(*best, min(step, pipeline + least_tail_s))
+    tails = run_tails(min(enough_s, step))
+    lowest = max(least_tail_s, min_max(list(tails))[0])
+    rounds = _ROUNDS if is_formula(problem.schedule) else _ROUNDS_FOLLOWED
+    for left in range(rounds, -1, -1):
+        if pipeline + lowest >= min(enough_s, best[1]) * (1 - _ROUNDING) or not left:
+            least = min(least, pipeline + lowest)
+            break
+        behind = max(_of(tails, split))
+        least = min(least, pipeline + max(behind, lowest))  # of the cuts that are barred now
+        if behind <= lowest * (1 + _ROUNDING):
+            break
+        barred = tuple(tail >= behind * (1 - _ROUNDING) for tail in tails)
+        try:
+            split = solve(replace(problem, barred=barred))
+        except NoneLeft:
+            break
+        except PlanError:  # some may fit that were not found
+            least = min(least, pipeline + lowest)
+            break
+        pipeline = max(pipeline, split.least_s)
+        try:
+            step, priced = price(split)
+        except PlanError:
+            continue
+        if step < best[1]:
+            best = split, step, priced
+    return Cut(*best, min(least, best[1], enough_s))
+
+
+def _of(tails: Sequence[Table], split: StageSplit) -> list[float]:
+    """What follows the pipeline at least, by stage."""
+    stages = split.virtual or split.stages
+    return [float(tail[stage.start, stage.stop]) for tail, stage in zip(tails, stages, strict=True)]
+
+
+__all__ = ["Cut", "cut_for_step"]

@@ -1,0 +1,379 @@
+"""Time and memory of every run of calls on every stage.
+
+Tables have a row for each start and a column for each end of a run, ``[calls + 1, calls + 1]``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partitioner.errors import PlanError
+from partitioner.solve.stages.problem import StageProblem
+from partitioner.solve.stages.range_sums import segments_of
+
+Table = NDArray[np.float64]
+
+Vector = NDArray[np.float64]
+Counts = NDArray[np.int64]
+TINY = 1e-12  # relative rounding of sums of seconds
+ROUNDING_BYTES = 0.01  # rounding of sums of sizes
+_MOST_ENTRIES = 1 << 21  # entries of tables that are made together
+
+
+class StageTables:
+    """Time and memory of every segment ``[i, j)`` on every stage, each of shape ``[calls + 1, calls + 1]``.
+
+    ``slim``: the tables under selective recomputation, ``None`` if that is not allowed. A segment takes the faster of
+    the two.
+    """
+
+    def __init__(self, problem: StageProblem) -> None:
+        self.problem = problem
+        n, p = len(problem.calls), problem.num_stages
+        if p > n:
+            raise PlanError(
+                f"{p} pipeline stages for {n} calls that can be placed; expected at most {n}: lower pp, or let the "
+                "model be split more finely"
+            )
+        self.segments = segments_of(problem.calls, problem.local)
+        self.states = self.segments.states_of(problem.state_bytes)
+        self._capacity = np.array(problem.capacity, dtype=np.float64)
+        self._counts = _counts([problem.held(stage) for stage in range(p)])
+        paces = [problem.pace(stage) for stage in range(p)]
+        places = {id(pace): place for place, pace in enumerate({id(pace): pace for pace in paces}.values())}
+        self._pace_of = np.array([places[id(pace)] for pace in paces])
+        different = list({id(pace): pace for pace in paces}.values())
+        sums = self.segments.sums
+        self._forward = np.stack([sums([c.forward_total_s for c in pace.costs]) for pace in different])
+        self._backward = np.stack([sums([c.backward_total_s for c in pace.costs]) for pace in different])
+        whole = [[c.forward_total_s - c.remade_s for c in pace.costs] for pace in different]
+        self._whole_again = np.stack([np.concatenate([[0.0], np.cumsum(seconds)]) for seconds in whole])
+        self._overhead = np.array([pace.overhead.forward_total_s for pace in paces])
+        self.allowed = self._allowed()
+        self.slim = StageTables(problem.slim) if problem.slim is not None else None
+
+    @property
+    def times(self) -> list[Table]:
+        """Seconds of every segment by stage, with selective recomputation if that is faster."""
+        return self._ways[0]
+
+    @cached_property
+    def _ways(self) -> tuple[list[Table], list[NDArray[np.bool_]]]:
+        """:attr:`times`, and by stage the segments that recompute selectively."""
+        p, n = self.problem.num_stages, len(self.problem.calls)
+        chunks = np.array_split(np.arange(p), math.ceil(p * (n + 1) ** 2 / _MOST_ENTRIES))
+        times = [table for stages in chunks for table in self._times(stages)]
+        if self.slim is None:
+            return times, []
+        always = self.problem.recompute == "selective"
+        both = list(zip(times, self.slim.times, strict=True))
+        slimmed = [(slim < plain) | always for plain, slim in both]
+        return [np.where(at, slim, plain) for at, (plain, slim) in zip(slimmed, both, strict=True)], slimmed
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether the states alone exceed the capacity of all stages; then no table of times is needed."""
+        return bool(self.states[0, -1] > sum(self.problem.capacity))
+
+    def way(self, stage: int, start: int, stop: int) -> StageTables:
+        """The tables that a segment uses: these, or :attr:`slim` if it recomputes selectively."""
+        return self.slim if self.slim is not None and self._ways[1][stage][start, stop] else self
+
+    @cached_property
+    def least_memory(self) -> list[Table]:
+        """Peak bytes of every segment on every stage under the most recomputation allowed."""
+        start, stop = self._runs
+        least = np.full((self.problem.num_stages, *self.segments.saved.shape), np.inf)
+        least[:, start, stop] = self.least_bytes(start, stop)
+        return [np.where(allowed, of_stage, np.inf) for allowed, of_stage in zip(self.allowed, least, strict=True)]
+
+    def least_bytes(self, start: Counts, stop: Counts) -> Table:
+        """Peak bytes of the segments ``[start, stop)`` under the most recomputation, barred ones included; shape
+        ``[stages, segments]``."""
+        stages = np.arange(self.problem.num_stages)[:, None]
+        fixed = np.broadcast_to(self.fixed_memory[start, stop], (len(stages), len(start)))
+        least: Table = self._whole(stages, start, stop) if self.problem.train else fixed
+        if self.most_recomputed.any():
+            again = self._again(stages, start, stop)
+            least = np.where(self.most_recomputed[start, stop] > 0, np.minimum(least, again), least)
+        if self.slim is None:
+            return least
+        slim = self.slim.least_bytes(start, stop)
+        return slim if self.problem.recompute == "selective" else np.minimum(least, slim)
+
+    def _times(self, stages: Counts) -> Table:
+        """Seconds of every segment on ``stages``, shape ``[stages, calls + 1, calls + 1]``, see :meth:`run_times`."""
+        start, stop = self._runs
+        times = np.full((len(stages), *self.segments.saved.shape), np.inf)
+        times[:, start, stop] = self.run_times(stages, start, stop)
+        return times
+
+    @property
+    def _runs(self) -> tuple[Counts, Counts]:
+        """The starts and stops of the segments that leave at least one call to each of the other stages."""
+        n = len(self.problem.calls)
+        return _runs_of(n, n - self.problem.num_stages + 1)
+
+    def run_times(self, stages: Counts, start: Counts, stop: Counts) -> Table:
+        """Seconds of the segments ``[start, stop)`` on ``stages``, with as few calls recomputed as memory demands;
+        infinite if a segment does not fit or is barred. Shape ``[stages, segments]``."""
+        problem, pace = self.problem, self._pace_of[stages][:, None]
+        usable = self._capacity[stages][:, None]
+        before, after = (of_ends[stages] for of_ends in self._ends)
+        time: Table = self._forward[pace, start, stop] + self._overhead[stages][:, None]
+        time += before[:, start] + after[:, stop]
+        plain = self.fixed_memory[start, stop]
+        if problem.train:
+            time += self._backward[pace, start, stop]
+            plain = self._whole(stages[:, None], start, stop)
+        different = stages if problem.pinned or problem.barred else stages[:1]
+        every = [self.allowed[stage][start, stop] for stage in different.tolist()]
+        allowed = np.broadcast_to(np.stack(every), time.shape)
+        fits = allowed & (plain <= usable + ROUNDING_BYTES)
+        if problem.train and self.most_recomputed.any():
+            again = allowed & (self.most_recomputed[start, stop] > 0)
+            if problem.recompute != "full":  # only segments that do not fit without recomputation and may fit with it
+                least = self._again(stages[:, None], start, stop)
+                again &= ~(plain <= usable) & (least <= usable + ROUNDING_BYTES)
+            here, run = np.nonzero(again)
+            stage, begin, end = stages[here], start[run], stop[run]
+            count = self.recomputed(stage, begin, end)
+            time[here, run] += self.again(stage, begin, count)
+            memory = self.memory(stage, begin, end, count)
+            fits[here, run] = memory <= self._capacity[stage] + ROUNDING_BYTES
+        return np.where(fits, time, np.inf)
+
+    def short_runs(self, limit: float) -> tuple[Counts, Counts]:
+        """The segments whose work takes at most ``limit`` seconds on the fastest stage."""
+        start, stop = self._runs
+        near = np.flatnonzero(self.least_work[start, stop] <= limit)
+        return start[near], stop[near]
+
+    @cached_property
+    def least_work(self) -> Table:
+        """Seconds of every segment on the fastest stage, without recomputation and waits."""
+        least: Table = (self._forward + self._backward if self.problem.train else self._forward).min(axis=0)
+        return least
+
+    def _allowed(self) -> list[NDArray[np.bool_]]:
+        """Segments that each stage may hold: not empty, with the calls pinned to the stage and no calls pinned to
+        another."""
+        n = len(self.problem.calls)
+        start, stop = np.arange(n + 1)[:, None], np.arange(n + 1)[None, :]
+        if self.problem.barred:
+            both = zip(self._pinned(start, stop), self.problem.barred, strict=True)
+            return [allowed & ~barred for allowed, barred in both]
+        return self._pinned(start, stop)
+
+    def _pinned(self, start: Counts, stop: Counts) -> list[NDArray[np.bool_]]:
+        if not self.problem.pinned:
+            return [start < stop] * self.problem.num_stages
+        tables = []
+        for stage in range(self.problem.num_stages):
+            allowed = start < stop
+            for call, pinned in self.problem.pinned.items():
+                inside = (start <= call) & (call < stop)
+                allowed = allowed & (inside == (pinned == stage))
+            tables.append(allowed)
+        return tables
+
+    def seconds(self, stage: int) -> tuple[Table, Table]:
+        """Forward and backward seconds of every segment on a stage's devices, without the calls that every stage
+        runs."""
+        return self._forward[self._pace_of[stage]], self._backward[self._pace_of[stage]]
+
+    def transfers(self, stage: int) -> tuple[Table, Table]:
+        """Seconds that a stage waits: for values at its start ``[i, 1]``, for gradients at its end ``[1, j]``."""
+        before, after = self._ends
+        return before[stage][:, None], after[stage][None, :]
+
+    @cached_property
+    def _ends(self) -> tuple[Table, Table]:
+        """Seconds that each stage waits at its start and at its end, each of shape ``[stages, calls + 1]``."""
+        problem, cut = self.problem, self.segments
+        before, after = np.zeros((2, problem.num_stages, len(problem.calls) + 1))
+        different = dict.fromkeys((link.bandwidth, link.latency) for link in problem.links)
+        number = {link: n for n, link in enumerate(different)}
+        crossed = [number[link.bandwidth, link.latency] for link in problem.links[: problem.num_stages - 1]]
+        if crossed:
+            before[1:] = np.stack([_message_times(cut.forward, *link) for link in different])[crossed]
+            if problem.train:
+                after[:-1] = np.stack([_message_times(cut.backward, *link) for link in different])[crossed]
+        return before, after
+
+    @cached_property
+    def most_recomputed(self) -> Counts:
+        """Greatest number of calls that each segment may recompute."""
+        n = len(self.problem.calls)
+        stop = np.arange(n + 1)[None, :]
+        if self.problem.recompute == "full":  # embedding's and head's tensors are hardly worth it
+            stop = np.minimum(stop, self.problem.last_repeated)
+        length = np.maximum(0, stop - np.arange(n + 1)[:, None])
+        return length if self.problem.train and self.problem.recompute in (None, "full") else np.zeros_like(length)
+
+    def recomputed(self, stage: int | Counts, start: Counts, stop: Counts) -> Counts:
+        """Number of first calls that each segment ``[start, stop)`` recomputes: all if pinned, else the least that
+        memory allows. ``stage``: one for all segments, or one for each.
+
+        Recomputed calls keep all their inputs, and the other calls what they save. For each start, a prefix sum of the
+        saved bytes gives the number of calls to recompute.
+        """
+        most, capacity = self.most_recomputed[start, stop], self._capacity[stage]
+        if self.problem.recompute == "full" or not most.any():
+            return most
+        cut, prefix = self.segments, self.segments.saved[0]
+        inputs, saved, carried = (of[start, stop] for of in (cut.all_inputs, cut.saved, cut.carried))
+        excess = np.full(most.shape, -np.inf)
+        for whole, half in self._counts:  # a recomputed byte frees one byte per microbatch not begun
+            taken = whole[stage] * (saved + inputs) + half[stage] * (carried + inputs)
+            over = taken + self._fixed_again[start, stop] - capacity
+            excess = np.maximum(excess, over / np.maximum(whole[stage], TINY))
+            if cut.closing.any():  # when one of these microbatches is already freed
+                gone = np.minimum(whole[stage], 1.0)
+                over = taken - gone * (saved + inputs) + self._rest[start, stop] + cut.closing[start] - capacity
+                excess = np.maximum(excess, over / np.maximum(whole[stage] - gone, TINY))
+        count = np.searchsorted(prefix, prefix[start] + excess * (1 - TINY), side="left")
+        count = np.clip(count - start, 1, np.maximum(most, 1))
+        return np.where(self._whole(stage, start, stop) <= capacity, 0, np.minimum(count, most))
+
+    def again(self, stage: int | Counts, start: Counts, recomputed: Counts) -> Table:
+        """Seconds of recomputing the first ``recomputed`` calls from ``start`` on whole."""
+        prefix, pace = self._whole_again, self._pace_of[stage]
+        stop = np.minimum(start + recomputed, prefix.shape[1] - 1)
+        seconds: Table = prefix[pace, stop] - prefix[pace, start]
+        return seconds
+
+    @cached_property
+    def fixed_memory(self) -> Table:
+        """Bytes that do not depend on the microbatches in flight: states, buffers and working memory."""
+        cut = self.segments
+        return self.states + cut.largest_working + cut.boundary + self.problem.overhead.working_bytes
+
+    @cached_property
+    def _fixed(self) -> Table:
+        """:attr:`fixed_memory` without recomputation. Late gradients count only as far as they exceed the bytes that
+        backward has freed by then."""
+        late = self.problem.late_bytes
+        if not late:
+            return self.fixed_memory
+        calls = self.problem.calls
+        change = [sum(late.get(name, 0.0) for name in call.states) - call.cost.saved_bytes for call in calls]
+        after: Table = np.concatenate([[0.0], np.cumsum(change)])
+        # when call k runs backward, later calls have run: the maximum over all k of a segment
+        behind = np.where(np.arange(len(after))[None, :] > np.arange(len(after))[:, None], after[None, :], np.inf)
+        grown = np.maximum(0.0, after[None, :] - np.minimum.accumulate(behind, axis=1))
+        coming = self.segments.states_of(late)
+        return np.maximum(self.fixed_memory - coming + np.minimum(grown, coming), self.states - self._kept)
+
+    @cached_property
+    def _fixed_again(self) -> Table:
+        """Bytes besides inputs under recomputation: one call at a time holds its saved bytes. The peak may also be in a
+        call that is not recomputed, whose gradients are as large."""
+        return self._rest + np.maximum(self.segments.largest_working, self.segments.largest_again)
+
+    @cached_property
+    def _kept(self) -> Table:
+        return self.segments.saved + self.segments.saved_inputs
+
+    def _held(self, stage: int | Counts, whole: Table, half: Table, gone: Table | float = 0.0) -> Table:
+        """Greatest bytes of the microbatches that a stage holds at a time.
+
+        ``whole``: of a microbatch whose backward has not begun. ``half``: of one between the two backward halves. One
+        of the former has ``gone`` bytes less.
+        """
+        held: Table = np.zeros(())
+        for begun, (of_whole, of_half) in enumerate(self._counts):
+            taken = of_whole[stage] * whole - np.minimum(of_whole[stage], 1.0) * gone
+            taken = taken + of_half[stage] * half if of_half.any() else taken
+            held = np.maximum(held, taken) if begun else taken
+        return held
+
+    def _whole(self, stage: int | Counts, start: Counts, stop: Counts) -> Table:
+        """Peak bytes of segments without full recomputation."""
+        inputs = self.segments.saved_inputs[start, stop]
+        carried = self.segments.carried[start, stop] + inputs
+        held = self.segments.saved[start, stop] + inputs, carried
+        peak: Table = self._fixed[start, stop] + self._held(stage, *held)
+        return self._closed(peak, stage, start, stop, *held)
+
+    def _closed(
+        self, peak: Table, stage: int | Counts, start: Counts, stop: Counts, whole: Table, half: Table
+    ) -> Table:
+        """The larger of ``peak`` and the bytes at the end of a backward, where gradients are sent and ``whole`` is
+        freed."""
+        closing = self.segments.closing[start]
+        if not closing.any():
+            return peak
+        return np.maximum(peak, self._rest[start, stop] + closing + self._held(stage, whole, half, whole))
+
+    @cached_property
+    def _rest(self) -> Table:
+        """:attr:`fixed_memory` without the working memory of calls."""
+        return self.fixed_memory - self.segments.largest_working
+
+    def _again(self, stage: int | Counts, start: Counts, stop: Counts) -> Table:
+        """Peak bytes of segments whose calls are all recomputed, so that only inputs are kept."""
+        inputs = self.segments.all_inputs[start, stop]
+        held = inputs, inputs + self.segments.carried[start, stop]
+        peak: Table = self._fixed_again[start, stop] + self._held(stage, *held)
+        return self._closed(peak, stage, start, stop, *held)
+
+    def each(self, start: Counts, stop: Counts, recomputed: Counts) -> tuple[Table, Table]:
+        """Bytes of a microbatch whose backward has not begun, and of one between the two backward halves."""
+        cut, prefix = self.segments, self.segments.saved[0]
+        made = prefix[np.minimum(start + recomputed, len(prefix) - 1)] - prefix[start]
+        inputs = np.where(recomputed > 0, cut.all_inputs[start, stop], cut.saved_inputs[start, stop])
+        return inputs + np.maximum(0.0, cut.saved[start, stop] - made), inputs + cut.carried[start, stop]
+
+    def memory(self, stage: int | Counts, start: Counts, stop: Counts, recomputed: Counts) -> Table:
+        """Peak bytes of a rank that holds the segments ``[start, stop)``, of which the first ``recomputed`` calls are
+        recomputed."""
+        if not self.problem.train:
+            return self.fixed_memory[start, stop]
+        fixed = np.where(recomputed > 0, self._fixed_again[start, stop], self._fixed[start, stop])
+        each = self.each(start, stop, recomputed)
+        peak: Table = fixed + self._held(stage, *each)
+        return self._closed(peak, stage, start, stop, *each)
+
+
+@lru_cache(maxsize=8)
+def _runs_of(calls: int, most: int) -> tuple[Counts, Counts]:
+    """Starts and stops of all non-empty segments of at most ``most`` calls."""
+    start, stop = np.triu_indices(calls + 1, 1)
+    short = stop - start <= most
+    return start[short], stop[short]
+
+
+def _counts(held: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[Vector, Vector]]:
+    """The pairs of counts that stages hold, one array of shape ``[stages]`` each; the last pair of a stage is
+    repeated."""
+    most = max(map(len, held))
+    padded = np.array([[*pairs, *[pairs[-1]] * (most - len(pairs))] for pairs in held], dtype=np.float64)
+    return [(pairs[:, 0].copy(), pairs[:, 1].copy()) for pairs in np.moveaxis(padded, 1, 0)]
+
+
+def _message_times(num_bytes: Table, bandwidth: float, latency: float) -> Table:
+    """Seconds of messages between stages, see :func:`partitioner.cost.call.collectives.message_time`."""
+    seconds: Table = np.where(num_bytes > 0, latency + num_bytes / bandwidth, 0.0)
+    return seconds
+
+
+def min_max(tables: list[Table]) -> tuple[float, list[int]]:
+    """The least maximum over the stages' ``tables``, and its cuts."""
+    n = tables[0].shape[0] - 1
+    reached = np.full(n + 1, np.inf)
+    reached[0] = -np.inf
+    came: list[NDArray[np.int64]] = []
+    for table in tables:
+        worst = np.maximum(reached[:, None], table)
+        came.append(worst.argmin(axis=0))
+        reached = worst.min(axis=0)
+    cuts = [n]
+    for step in reversed(came):
+        cuts.append(int(step[cuts[-1]]))
+    return float(reached[n]), cuts[::-1]

@@ -1,0 +1,392 @@
+"""Stages for schedules without a formula: several virtual stages on a rank, backwards in two halves.
+
+The calls are cut into as many stages as the schedule has. The first cuts are exact under the model that the largest
+stage paces all others, ``(m v - b) max t_k + b sum t_k``, each within a share of its rank's memory; the shares follow
+from the stages' needs. The time of the cuts is then found by simulating the schedule's order, action by action. Better
+cuts, and a lower bound on all cuts, come from the paths through the schedule (``improve_cuts.py``).
+
+What a rank of several virtual stages makes again, where it is known which calls each of them has.
+
+Calls are made again one after the other, those first that free most bytes for each second, until what the virtual
+stages hold together fits: the same call frees the more, the more microbatches its virtual stage has on their way.
+Or what is quickly made is, of one virtual stage after the other, and then whole calls besides. The quickest way is
+taken, for each rank by itself.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+from itertools import pairwise
+
+import numpy as np
+
+from partitioner.errors import CapacityError
+from partitioner.schedules.actions import held
+from partitioner.schedules.csv_table import ScheduleTable
+from partitioner.schedules.formulas import Counts, Held, held_microbatches, pipeline_seconds, shortened
+from partitioner.schedules.makespan import Phases
+from partitioner.schedules.registry import ranks_of
+from partitioner.solve.stages.improve_cuts import better_cuts
+from partitioner.solve.stages.problem import StageProblem
+from partitioner.solve.stages.split import StagePlan, StageSplit, solve_stages, stage_plan
+from partitioner.solve.stages.tables import StageTables
+from partitioner.units import bytes_text
+
+Taken = Callable[[Sequence[StagePlan]], float]
+
+
+def fitted(tables: StageTables, plans: Sequence[StagePlan], taken: Taken, capacity: float) -> list[StagePlan] | None:
+    """A rank's virtual stages, cut as ``plans`` are, that take no more than ``capacity`` bytes together by what
+    ``taken`` says; ``None`` where too much is left, whatever is made again."""
+    every = _by_calls(tables, plans), _in_part(tables, plans), _by_calls(tables, plans, in_part=True)
+    found = [ways for ways in map(list, every) if ways]
+    fits = [best for ways in found if (best := _shortest(ways, taken, capacity)) is not None]
+    return min(fits, key=lambda plans: sum(plan.time_s for plan in plans), default=None)
+
+
+def _shortest(ways: Sequence[list[StagePlan]], taken: Taken, capacity: float) -> list[StagePlan] | None:
+    """The first of ``ways``, each of which makes more again than the one before it, that fits."""
+    low, high = 0, len(ways) - 1
+    if taken(ways[high]) > capacity:
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if taken(ways[middle]) <= capacity else (middle + 1, high)
+    return ways[high]
+
+
+def _by_calls(tables: StageTables, plans: Sequence[StagePlan], *, in_part: bool = False) -> Iterator[list[StagePlan]]:
+    """``plans`` with no call made again whole, then with one more each time, the others all ``in_part`` or not at all;
+    none where there is no choice."""
+    most = [int(tables.most_recomputed[plan.start, plan.stop]) for plan in plans]
+    if tables.problem.recompute == "full" or not any(most) or (in_part and tables.slim is None):
+        return
+    problem = tables.slim.problem if in_part and tables.slim is not None else tables.problem
+
+    def worth(chunk: int, place: int) -> tuple[float, int, int]:
+        cost, stage = problem.calls[place].cost, plans[chunk].number
+        of_stage = problem.pace(stage).costs[place]
+        seconds = of_stage.forward_total_s - of_stage.remade_s
+        return -problem.not_begun(stage) * cost.saved_bytes / max(seconds, 1e-15), chunk, place
+
+    now = [stage_plan(tables, plan.number, plan.start, plan.stop, 0, in_part=in_part) for plan in plans]
+    yield list(now)
+    heap = [worth(chunk, plan.start) for chunk, plan in enumerate(plans) if most[chunk]]
+    heapq.heapify(heap)
+    while heap:
+        _, chunk, place = heapq.heappop(heap)
+        plan, count = plans[chunk], place + 1 - plans[chunk].start
+        now[chunk] = stage_plan(tables, plan.number, plan.start, plan.stop, count, in_part=in_part)
+        yield list(now)
+        if count < most[chunk]:
+            heapq.heappush(heap, worth(chunk, place + 1))
+
+
+def _in_part(tables: StageTables, plans: Sequence[StagePlan]) -> Iterator[list[StagePlan]]:
+    """``plans`` with nothing made again, then with one more made again in part each time, the longest kept first; none
+    where there is no choice."""
+    if tables.slim is None or tables.problem.recompute == "selective":
+        return
+    now = [stage_plan(tables, plan.number, plan.start, plan.stop, 0) for plan in plans]
+    yield list(now)
+    order = sorted(range(len(plans)), key=lambda chunk: -tables.problem.not_begun(plans[chunk].number))
+    for chunk in order:
+        plan = plans[chunk]
+        now[chunk] = stage_plan(tables, plan.number, plan.start, plan.stop, 0, in_part=True)
+        yield list(now)
+
+
+_ROUNDS = 6  # rounds of dividing a rank's memory
+
+_ENOUGH = 1 << 60  # bytes
+
+
+def solve_virtual(
+    problem: StageProblem,
+    schedule: str | ScheduleTable,
+    num_ranks: int,
+    chunks: int | None,
+    *,
+    proven: bool = True,
+    improved: bool = True,
+    enough_s: float = np.inf,
+) -> StageSplit:
+    """The stages of ``problem`` and their time. The problem has one stage for each virtual stage, with the capacity of
+    its rank.
+
+    ``proven``: also compute a lower bound on all cuts. ``improved``: search other cuts than those that are best by the
+    model of the largest stage. ``enough_s``: pipelines that take this long or longer are of no interest.
+
+    If memory is short, cuts under selective recomputation and under full recomputation of all stages are tried, too:
+    cuts chosen without recomputation may fit worse.
+
+    Raises :class:`PlanError` with more stages than calls, :class:`CapacityError` if no cuts were found that fit.
+    """
+    lacking: CapacityError | None = None
+    found: list[StageSplit] = []
+    try:
+        found.append(_solved(problem, schedule, num_ranks, chunks, proven, improved, enough_s))
+    except CapacityError as error:
+        lacking = error
+    if found and not _cut_by_memory(problem, found[0]):
+        return found[0]
+    if lacking is not None and (not problem.train or problem.recompute is not None):
+        raise lacking
+    for how in ("selective", "full") if problem.slim is not None else ("full",):
+        with suppress(CapacityError):
+            found.append(
+                _solved(replace(problem, recompute=how), schedule, num_ranks, chunks, False, improved, enough_s)
+            )
+    if lacking is not None and found:
+        roomy = replace(problem, capacity=tuple(_ENOUGH for _ in problem.capacity))  # no stages go below its bound
+        least = _solved(roomy, schedule, num_ranks, chunks, proven, improved, enough_s).least_s
+    elif lacking is not None:
+        raise lacking
+    else:
+        least = found[0].least_s
+    best = min(found, key=lambda split: split.pipeline_s)
+    return replace(best, least_s=min(best.pipeline_s, least))
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """The virtual stages of ``problem`` on their ranks under a schedule.
+
+    ``chunks``: number of virtual stages on a rank. ``own``: the virtual stages of each rank.
+    """
+
+    problem: StageProblem
+    schedule: str | ScheduleTable
+    chunks: int | None
+    own: Sequence[Sequence[int]]
+
+    @classmethod
+    def of(cls, problem: StageProblem, schedule: str | ScheduleTable, num_ranks: int, chunks: int | None) -> _Ranks:
+        own = held(ranks_of(schedule, num_ranks, chunks), num_ranks)
+        return cls(followed(problem, schedule, num_ranks, chunks), schedule, chunks, own)
+
+    @cached_property
+    def flying(self) -> Held:
+        """The numbers of microbatches that each stage holds."""
+        return held_microbatches(self.schedule, len(self.own), self.problem.num_microbatches, self.chunks)
+
+    @cached_property
+    def capacity(self) -> list[float]:
+        """Usable bytes of each rank."""
+        return [self.problem.capacity[stages[0]] for stages in self.own]
+
+    def seconds(self, split: StageSplit) -> float:
+        """Seconds of the pipeline, simulated action by action."""
+        problem = self.problem
+        phases = [phases_of(problem, k, plan) for k, plan in enumerate(split.stages)]
+        m, overlap = problem.num_microbatches, problem.overlap_steps
+        how = self.schedule, len(self.own), m, self.chunks, phases, problem.train
+        return pipeline_seconds(*how, overlap_steps=overlap)
+
+    def memory(self, tables: StageTables, every: Sequence[StagePlan]) -> list[float]:
+        """Peak bytes of each rank, see :meth:`taken`."""
+        return [self.taken(tables, rank, [every[k] for k in own]) for rank, own in enumerate(self.own)]
+
+    def hold(self, tables: StageTables, every: Sequence[StagePlan]) -> bool:
+        """Whether each rank has room for its virtual stages."""
+        every_rank = zip(self.own, self.capacity, strict=True)
+        return all(
+            self.taken(tables, rank, [every[k] for k in own]) <= room for rank, (own, room) in enumerate(every_rank)
+        )
+
+    def taken(self, tables: StageTables, rank: int, plans: Sequence[StagePlan]) -> float:
+        """Peak bytes of a rank: the sum of its stages' peaks, without bytes that the stages need at different times or
+        share."""
+        problem, stages = tables.problem, self.own[rank]
+        ways = [tables.slim if plan.selective and tables.slim is not None else tables for plan in plans]
+        places = [(np.array([plan.start]), np.array([plan.stop])) for plan in plans]
+        working = [
+            float(way.segments.largest_working[plan.start, plan.stop]) + problem.overhead.working_bytes
+            for way, plan in zip(ways, plans, strict=True)
+        ]
+        states = [float(tables.states[plan.start, plan.stop]) for plan in plans]
+        names = {name for plan in plans for call in problem.calls[plan.start : plan.stop] for name in call.states}
+        total = sum(float(plan.memory) for plan in plans) - sum(working) + max(working)
+        total += sum(problem.state_bytes.get(name, 0.0) for name in names) - sum(states)
+        if not problem.train:
+            return total
+        apart, each = 0.0, []
+        for k, plan, way, (start, stop) in zip(stages, plans, ways, places, strict=True):
+            sizes = way.each(start, stop, np.array([plan.recompute]))
+            each.append((float(sizes[0][0]), float(sizes[1][0])))
+            apart += max(_held(pair, each[-1]) for pair in problem.held(k))
+        at_once = max(sum(map(_held, counts, each)) for counts in self.flying.together[rank])
+        return total - apart + at_once
+
+
+def _solved(
+    problem: StageProblem,
+    schedule: str | ScheduleTable,
+    num_ranks: int,
+    chunks: int | None,
+    proven: bool,
+    improved: bool,
+    enough_s: float,
+) -> StageSplit:
+    ranks = _Ranks.of(problem, schedule, num_ranks, chunks)
+    capacity = ranks.capacity
+    whole = tables = StageTables(ranks.problem)
+    split = solve_stages(ranks.problem, tables)  # raises where one of the stages does not fit on a rank of its own
+    found: list[StageSplit] = []
+    lacking: tuple[int, float] = 0, np.inf
+    for attempt in range(_ROUNDS):
+        excess = [t - c for t, c in zip(ranks.memory(tables, split.stages), capacity, strict=True)]
+        if max(excess) <= 0:
+            found.append(split)
+            break
+        lacking = min(lacking, (int(np.argmax(excess)), max(excess)), key=lambda lacks: lacks[1])
+        if attempt == 0 and (made := _made_again(whole, split, ranks)) is not None:
+            found.append(made)
+        if attempt == _ROUNDS - 1:
+            break
+        needs = [float(stage.memory) for stage in split.stages]
+        limits = _shares(needs, ranks.own, [c - max(0.0, e) for c, e in zip(capacity, excess, strict=True)])
+        limited = replace(ranks.problem, capacity=tuple(int(limit) for limit in limits))
+        try:
+            tables = StageTables(limited)
+            split = solve_stages(limited, tables)
+        except CapacityError:
+            break
+    if found:
+        split = min(found, key=ranks.seconds)
+        quick = not proven and _cut_by_memory(ranks.problem, split)
+        bound = 0.0
+        if improved:
+            split, bound = _improved(whole, split, ranks, enough_s, quick)
+        return _joined(split, ranks, ranks.memory(whole, split.stages), bound)
+    stage, missing = lacking
+    raise CapacityError(
+        f"rank {stage} of {num_ranks} needs {bytes_text(capacity[stage] + missing)} of the "
+        f"{bytes_text(capacity[stage])} of a device for its {len(ranks.own[stage])} virtual stages: "
+        f"{bytes_text(missing)} too much",
+        stage=stage,
+        missing_bytes=round(missing),
+    )
+
+
+def followed(problem: StageProblem, schedule: str | ScheduleTable, num_ranks: int, chunks: int | None) -> StageProblem:
+    """``problem`` with the microbatches that each stage holds, from the schedule's order."""
+    if not problem.train:
+        return problem
+    flying = held_microbatches(schedule, num_ranks, problem.num_microbatches, chunks)
+    return replace(problem, flying=flying.pairs)
+
+
+def _made_again(tables: StageTables, split: StageSplit, ranks: _Ranks) -> StageSplit | None:
+    """The cuts of ``split`` with enough recomputation on each rank to fit; ``None`` if some rank cannot fit."""
+    stages = list(split.stages)
+    for rank, (virtual, room) in enumerate(zip(ranks.own, ranks.capacity, strict=True)):
+        taken = partial(ranks.taken, tables, rank)
+        plans = [stages[k] for k in virtual]
+        if taken(plans) <= room:
+            continue
+        made = fitted(tables, plans, taken, room)
+        if made is None:
+            return None
+        for k, plan in zip(virtual, made, strict=True):
+            stages[k] = plan
+    return replace(split, stages=tuple(stages))
+
+
+def _shares(needs: Sequence[float], own: Sequence[Sequence[int]], capacity: Sequence[float]) -> list[float]:
+    """Each rank's capacity, divided among its stages in proportion to ``needs``."""
+    limits = [0.0] * len(needs)
+    for stages, room in zip(own, capacity, strict=True):
+        total = sum(needs[k] for k in stages)
+        for k in stages:
+            limits[k] = room * needs[k] / total if total else room / len(stages)
+    return limits
+
+
+def _held(counts: Counts, each: tuple[float, float]) -> float:
+    """Bytes of the microbatches in ``counts``: (backward not begun, between the two backward halves)."""
+    return counts[0] * each[0] + counts[1] * each[1]
+
+
+def _improved(
+    tables: StageTables, split: StageSplit, ranks: _Ranks, enough_s: float, quick: bool
+) -> tuple[StageSplit, float]:
+    """The fastest cuts that fit, searched from those of ``split``, and a lower bound in seconds on all cuts.
+
+    ``tables``: of stages that may each use all of their rank's memory.
+    """
+    problem, p = ranks.problem, len(ranks.own)
+    table, more = shortened(ranks.schedule, p, problem.num_microbatches, ranks.chunks)
+    times = np.array(
+        [
+            [c.forward_total_s + (c.backward_total_s if problem.train else 0.0) for c in pace.costs]
+            for pace in {id(pace): pace for pace in map(problem.pace, range(problem.num_stages))}.values()
+        ]
+    )
+    steady = max(float(times.sum(axis=1).min()) / p, float(times.min(axis=0).max()))  # even, or the largest call
+    rest = more[2] * steady if more is not None else 0.0
+    found = better_cuts(tables, table, (0, *(plan.stop for plan in split.stages)), enough_s - rest, quick=quick)
+    bound = found.bound + rest
+    # other cuts that fit may need no recomputation
+    known = ranks.seconds(split) if _cut_by_memory(problem, split) else np.inf
+    plan_of = cache(partial(stage_plan, tables))  # cuts have most runs of calls in common
+    for seconds, cuts in found.cuts:
+        if seconds + rest >= known:
+            break
+        stages = tuple(plan_of(k, *pair) for k, pair in enumerate(pairwise(cuts)))
+        if not ranks.hold(tables, stages):
+            continue
+        faster = replace(split, stages=stages)
+        if known == np.inf or ranks.seconds(faster) < known:
+            return faster, bound
+        break
+    return split, bound
+
+
+def _cut_by_memory(problem: StageProblem, split: StageSplit) -> bool:
+    """Whether calls are recomputed only to fit in memory, which the search for better cuts does not consider."""
+    return problem.recompute is None and any(plan.recompute or plan.selective for plan in split.stages)
+
+
+def _joined(split: StageSplit, ranks: _Ranks, memory: Sequence[float], bound: float) -> StageSplit:
+    """The stages by rank, and the seconds of the schedule with them."""
+    seconds = ranks.seconds(split)
+    stages = tuple(
+        _together([split.stages[k] for k in virtual], round(taken))
+        for virtual, taken in zip(ranks.own, memory, strict=True)
+    )
+    return StageSplit(stages, seconds, min(seconds, bound), split.microbatch_s, split.stages)
+
+
+def _together(parts: Sequence[StagePlan], memory: int) -> StagePlan:
+    """A rank's virtual stages as one stage."""
+    total = {
+        name: sum(getattr(part, name) for part in parts)
+        for name in ("forward_s", "backward_s", "recompute_s", "transfer_s", "recompute")
+    }
+    return StagePlan(
+        start=parts[0].start,
+        stop=parts[-1].stop,
+        memory=memory,
+        number=parts[0].number,
+        parts=tuple(parts),
+        selective=any(part.selective for part in parts),
+        **total,
+    )
+
+
+def phases_of(problem: StageProblem, stage: int, plan: StagePlan) -> Phases:
+    """Seconds of a microbatch in a virtual stage. Collectives and recomputation belong to the backward for inputs. A
+    stage waits for values before its forward and for gradients before its backward. A rank with one stage is idle
+    then; a rank with several virtual stages computes for another one."""
+    costs = problem.pace(stage).costs[plan.start : plan.stop]
+    weights = sum(c.later_s for c in costs) if problem.train else 0.0
+    values, gradients = plan.forward_wait_s, plan.transfer_s - plan.forward_wait_s
+    inputs = plan.backward_s + plan.recompute_s - weights
+    if problem.chunks > 1:
+        return Phases(plan.forward_s, inputs, weights, values, gradients)
+    return Phases(plan.forward_s + values, inputs + gradients, weights)

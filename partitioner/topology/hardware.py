@@ -1,0 +1,409 @@
+"""The parts of a topology: device types, levels of links, nodes, hosts, and overrides of single devices and links."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from partitioner.topology.quantities import (
+    Bytes,
+    BytesOrNone,
+    Count,
+    Factor,
+    Flops,
+    Number,
+    Power,
+    PowerOrNone,
+    Price,
+    Rate,
+    Ratio,
+    Rising,
+    Seconds,
+    Size,
+)
+
+
+class Part(BaseModel):
+    """Base model: frozen, and strict about unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+PRECISIONS = ("fp8", "fp16", "bf16", "tf32", "fp32", "fp64")
+
+
+class DeviceType(Part):
+    """Capabilities of a device type. Peaks in FLOP/s by precision (``bf16``), bandwidth in bytes/s, times in seconds.
+
+    ``matmul_efficiency``: (smallest of M, N, K; fraction of peak), interpolated over the logarithm.
+    ``unaligned``: factor on it if rows of 16-bit matrices are not multiples of 16 bytes.
+    ``attention_efficiency``: of a fused attention over long sequences. ``attention_lengths``: (keys; fraction of it),
+    interpolated likewise, also below the first; empty: equal at all lengths. ``attention_widths``: (width of a head;
+    fraction), likewise.
+    ``memory_efficiency``: fraction of the memory bandwidth by kind of kernel, ``default`` for the others.
+    ``launch``: of a kernel on the device. ``dispatch``: of an operator on the host that issues it.
+    ``communicator``: bytes that the communication library keeps for each group of ranks that a device is in.
+    ``matches``: the names by which the driver reports the device. ``torch``: torch's device type.
+    ``price``: US dollars per device and hour. ``power_busy``, ``power_idle``: watts of one device; ``None``: not known.
+    ``power_limit``: power cap in watts; below ``power_busy`` it lowers the clock, see :attr:`clock`.
+    ``memory_sizes``: (bytes that a kernel moves; greatest multiple of the memory bandwidth that it reaches),
+    interpolated over the logarithm: data in caches is faster, for kinds of kernels whose efficiency allows it. Empty:
+    no such limits.
+    ``fused_attention``: whether no attention kernel materialises scores; kernels for CPUs do if heads of queries and of
+    values differ in width.
+    ``whole_scatter``: in a reduce-scatter a rank receives every rank's part before it sums them, as over Gloo.
+    ``single_ring``: an all-reduce is one ring through all ranks, as over Gloo, so that only one device of a node at a
+    time sends to the next node; NCCL's rings use all cards.
+    """
+
+    memory: Bytes
+    reserved: BytesOrNone = 0
+    communicator: BytesOrNone = 0
+    peak: dict[str, Flops]
+    memory_bandwidth: Rate
+    launch: Seconds = 0.0
+    dispatch: Seconds = 0.0
+    matmul_efficiency: Rising[tuple[tuple[Number, Number], ...]] = ((1.0, 1.0),)
+    unaligned: float = Field(default=1.0, gt=0, le=1)
+    attention_efficiency: Number = 1.0
+    attention_lengths: Rising[tuple[tuple[Number, Number], ...]] = ()
+    attention_widths: Rising[tuple[tuple[Number, Number], ...]] = ()
+    memory_efficiency: dict[str, Number] = Field(default_factory=lambda: {"default": 1.0})
+    memory_sizes: Rising[tuple[tuple[Size, Number], ...]] = ()
+    overlap_slowdown: float = Field(default=1.0, ge=1.0, allow_inf_nan=False)
+    fused_attention: bool = True
+    whole_scatter: bool = False
+    single_ring: bool = False
+    matches: tuple[str, ...] = ()
+    torch: Literal["cuda", "cpu"] = "cuda"
+    price: Price | None = None
+    power_busy: Power | None = None
+    power_idle: PowerOrNone | None = None
+    power_limit: Power | None = None
+
+    @field_validator("peak")
+    @classmethod
+    def _some_peak(cls, peak: dict[str, float]) -> dict[str, float]:
+        if not peak:
+            raise ValueError("give the peak of at least one precision, like {bf16: 989 TFLOP/s}")
+        for name in peak:
+            if name not in PRECISIONS:
+                raise ValueError(
+                    f"unknown precision {name!r}; expected {', '.join(PRECISIONS)}, like bf16: 989 TFLOP/s"
+                )
+        return peak
+
+    @model_validator(mode="after")
+    def _some_memory(self) -> Self:
+        if self.reserved >= self.memory:
+            raise ValueError(
+                f"memory of {self.memory} bytes, of which {self.reserved} are reserved: nothing is left; expected "
+                "reserved below memory"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _some_power(self) -> Self:
+        if self.power_busy is not None and (self.power_idle or 0.0) > self.power_busy:
+            raise ValueError(
+                f"power_idle of {self.power_idle:g} W above power_busy of {self.power_busy:g} W: expected a device to "
+                "take no more when idle than when busy; are the two swapped?"
+            )
+        if self.power_limit is None:
+            return self
+        if self.power_busy is None or self.power_limit <= (self.power_idle or 0.0):
+            raise ValueError(
+                f"power_limit of {self.power_limit:g} W with power_busy {self.power_busy} and power_idle "
+                f"{self.power_idle}: expected what it takes when busy to be given, and a limit above what it takes idle"
+            )
+        return self
+
+    @property
+    def clock(self) -> float:
+        """Fraction of the full clock at which a device runs under ``power_limit``: power above idle is proportional to
+        the cube of the clock, since voltage is proportional to frequency."""
+        if self.power_limit is None or self.power_busy is None or self.power_limit >= self.power_busy:
+            return 1.0
+        idle = self.power_idle or 0.0
+        return float(((self.power_limit - idle) / (self.power_busy - idle)) ** (1 / 3))
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether the device multiplies in fp8: its peaks list it. CPUs compute it slowly, for experiments."""
+        return "fp8" in self.peak or self.torch == "cpu"
+
+    @property
+    def in_tf32(self) -> DeviceType:
+        """This device type with products in float32 at the rate of TF32, if it has that. Fused attention in float32
+        does not use TF32 (torch 2.11 on H200)."""
+        faster = self.peak_of("tf32") / self.peak_of("fp32")
+        return self.model_copy(
+            update={
+                "peak": {**self.peak, "fp32": self.peak_of("tf32")},
+                "attention_efficiency": self.attention_efficiency / faster,
+            }
+        )
+
+    def peak_of(self, precision: str) -> float:
+        """Peak FLOP/s in ``precision``; a precision that the device does not list is replaced by the nearest one that
+        it does."""
+        for name in (precision, *_STAND_INS.get(precision, ())):
+            if name in self.peak:
+                return self.peak[name]
+        return min(self.peak.values())
+
+
+_STAND_INS = {
+    "fp8": ("fp16", "bf16", "fp32"),
+    "bf16": ("fp16", "fp32"),
+    "fp16": ("bf16", "fp32"),
+    "tf32": ("fp32",),
+    "fp64": ("fp32",),
+}
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+Measured = Rising[tuple[tuple[Count, Seconds, Rate], ...]]
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")  # collectives with measured tables
+
+
+class Level(Part):
+    """Links of one level. ``bandwidth``: bytes/s per direction, of a device inside a node and of a network card beyond
+    it (:attr:`NodeGroup.nics`). ``latency``: seconds for one message.
+
+    ``step``: seconds per step of a collective (``None``: the latency). ``base``: seconds to start one. ``efficiency``:
+    the fraction of the bandwidth that large collectives reach. ``all_reduce``: (ranks, start-up seconds, bus
+    bandwidth) measured inside one group; likewise ``all_gather``, ``reduce_scatter`` and ``all_to_all``, which are
+    derived from ``all_reduce`` and the bandwidth if they are not given. ``oversubscription``: divisor of the bandwidth
+    when all devices communicate (``4:1`` is 4). ``only``: the islands of nodes that have these links; empty: all.
+    """
+
+    name: str
+    devices: Count | None = None
+    nodes: Count | None = None
+    bandwidth: Rate
+    latency: Seconds = 0.0
+    step: Seconds | None = None
+    base: Seconds = 0.0
+    efficiency: float = Field(default=1.0, gt=0, le=1)
+    oversubscription: Ratio = 1.0
+    only: tuple[str, ...] = ()
+    all_reduce: Measured = ()
+    all_gather: Measured = ()
+    reduce_scatter: Measured = ()
+    all_to_all: Measured = ()
+
+    @model_validator(mode="after")
+    def _one_extent(self) -> Self:
+        if self.devices is not None and self.nodes is not None:
+            raise ValueError(f"level {self.name!r} gives both devices and nodes; give one, or none for all devices")
+        return self
+
+    @property
+    def step_s(self) -> float:
+        return self.latency if self.step is None else self.step
+
+    def shared(self, share: float = 1.0) -> Level:
+        """This level when all devices communicate, over links that have ``share`` of their bandwidth left."""
+        share /= self.oversubscription
+        if share == 1.0:
+            return self
+        tables = {
+            op: tuple((ranks, start, bandwidth * share) for ranks, start, bandwidth in getattr(self, op))
+            for op in COLLECTIVES
+        }
+        return self.model_copy(update={"bandwidth": self.bandwidth * share, "oversubscription": 1.0, **tables})
+
+
+class PatternLink(Part):
+    """Links of ``bandwidth`` bytes/s per direction between ``pairs`` of positions in a node, or between ``all``."""
+
+    pairs: Literal["all"] | tuple[tuple[int, int], ...]
+    bandwidth: Rate
+
+    @field_validator("pairs", mode="before")
+    @classmethod
+    def _all_or_pairs(cls, pairs: Any) -> Any:
+        listed = isinstance(pairs, list | tuple) and all(isinstance(p, list | tuple) and len(p) == 2 for p in pairs)
+        if pairs != "all" and not (listed and all(_is_whole(place) for pair in pairs for place in pair)):
+            raise ValueError(f"expected all, or pairs of places like [[0, 1], [2, 3]]; got {pairs!r}")
+        return pairs
+
+
+class Pattern(Part):
+    """The direct links inside one node, if pairs of devices differ; described once for a kind of node.
+
+    A pair that is not listed communicates over the levels. ``latency``, ``step``, ``base``, ``efficiency``: see
+    :class:`Level`. ``starts``: (ranks, seconds) of a measured all-reduce of no bytes.
+    """
+
+    links: tuple[PatternLink, ...] = Field(min_length=1)
+    latency: Seconds = 0.0
+    step: Seconds | None = None
+    base: Seconds = 0.0
+    efficiency: float = Field(default=1.0, gt=0, le=1)
+    starts: Rising[tuple[tuple[Count, Seconds], ...]] = ()
+
+    @property
+    def step_s(self) -> float:
+        return self.latency if self.step is None else self.step
+
+
+class Host(Part):
+    """The host of a node: memory and disk, in bytes per node.
+
+    ``bandwidth``: bytes/s between each device and the host's memory, per direction (PCIe, C2C). ``memory_bandwidth``:
+    bytes/s of host memory under the host's own processors (``None``: not known). ``shared``: host memory is the
+    devices' own memory, so offloading gains nothing. ``disk_bandwidth``: bytes/s of the node's local disks together,
+    for reads and for writes.
+    """
+
+    memory: Bytes
+    bandwidth: Rate
+    latency: Seconds = 0.0
+    memory_bandwidth: Rate | None = None
+    shared: bool = False
+    disk: BytesOrNone = 0
+    disk_bandwidth: Rate | None = None
+
+    @model_validator(mode="after")
+    def _disk_has_a_rate(self) -> Self:
+        if self.disk and self.disk_bandwidth is None:
+            raise ValueError("a disk without disk_bandwidth; give both, like {disk: 30 TB, disk_bandwidth: 20 GB/s}")
+        return self
+
+
+class NodeGroup(Part):
+    """``count`` nodes of ``devices`` devices of type ``type``. ``names``: of each device; by default ``node<n>/<k>``.
+
+    ``island``: the name by which levels refer to these nodes; by default the type. ``pattern``: of the links inside a
+    node. ``nics``: number of network cards of a node, each with the bandwidth of the levels that leave the node; its
+    devices share them evenly. ``None``: one for each device. ``concurrent``: number of devices of a node that can
+    compute at full speed at a time; more devices share that capacity evenly (ranks that compete for a machine's cores).
+    ``None``: all.
+    """
+
+    type: str
+    devices: Count = 1
+    count: Count = 1
+    concurrent: Number | None = None
+    names: tuple[str, ...] = ()
+    island: str = ""
+    pattern: str | None = None
+    nics: Count | None = None
+    host: Host | None = None
+
+    @property
+    def island_name(self) -> str:
+        return self.island or self.type
+
+    @property
+    def num_cards(self) -> int:
+        """Number of network cards of a node."""
+        return self.nics or self.devices
+
+    @model_validator(mode="after")
+    def _names_fit(self) -> Self:
+        if self.names and len(self.names) != self.devices * self.count:
+            expected = f"{self.count} x {self.devices} devices"
+            raise ValueError(f"{len(self.names)} names for {expected}; name every device or none")
+        return self
+
+
+class DeviceOverride(Part):
+    """Differences of one device from its type. ``speed``: factor on compute rate and memory bandwidth. ``memory``:
+    bytes."""
+
+    type: str | None = None
+    memory: Bytes | None = None
+    speed: Factor = 1.0
+
+
+class NodeOverride(Part):
+    """Differences of one node. ``network``: the remaining fraction of its bandwidth to other nodes.
+
+    ``dead_nics``: the number of failed network cards (counted from the last), or their indices from 0; their devices
+    share the nearest working card. ``memory`` and ``speed``: of each of its devices.
+    """
+
+    network: Factor = Field(default=1.0, le=1)
+    dead_nics: int | tuple[int, ...] = 0
+    memory: Bytes | None = None
+    speed: Factor = 1.0
+
+    @field_validator("dead_nics", mode="before")
+    @classmethod
+    def _how_many_or_which(cls, dead: Any) -> Any:
+        cards = dead if isinstance(dead, list | tuple) else [dead]
+        if not all(_is_whole(card) and card >= 0 for card in cards):
+            raise ValueError(f"expected how many cards are gone, like 1, or which, like [0, 3]; got {dead!r}")
+        return dead
+
+    def dead(self, nics: int) -> frozenset[int]:
+        """The indices of the failed cards among ``nics`` cards."""
+        if isinstance(self.dead_nics, int):
+            return frozenset(range(nics - self.dead_nics, nics))
+        return frozenset(self.dead_nics)
+
+
+class LinkOverride(Part):
+    """A link between two devices, by name, which replaces the link of the levels; in both directions.
+
+    ``latency``: seconds for one message. ``efficiency``: the fraction of the bandwidth that large collectives reach.
+    ``None``: the value of the replaced link, if there is one; else no latency, and the full bandwidth.
+    """
+
+    between: tuple[str, str]
+    bandwidth: Rate
+    latency: Seconds | None = None
+    efficiency: float | None = Field(default=None, gt=0, le=1)
+
+
+class Link(Part):
+    """The link between two devices: bytes/s and seconds. ``level``: its index from the inside out, -1 for a direct
+    link."""
+
+    name: str
+    bandwidth: float
+    latency: float
+    level: int
+
+    def time(self, num_bytes: float) -> float:
+        """Seconds for one message of ``num_bytes``."""
+        return self.latency + num_bytes / self.bandwidth
+
+
+class Hop(NamedTuple):
+    """A hop in which all ranks of a ring send at the same time: latency in seconds and bytes/s of the slowest
+    message."""
+
+    latency: float
+    bandwidth: float
+
+    def time(self, num_bytes: float) -> float:
+        """Seconds until all messages of ``num_bytes`` have arrived."""
+        return self.latency + num_bytes / self.bandwidth if num_bytes else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device of a topology. ``memory``, ``reserved``: bytes. ``speed``: relative to its type."""
+
+    index: int
+    name: str
+    node: int
+    kind: str
+    memory: int
+    reserved: int
+    speed: float = 1.0
+
+    @property
+    def usable(self) -> int:
+        """Usable bytes of the device."""
+        return self.memory - self.reserved

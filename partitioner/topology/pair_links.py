@@ -1,0 +1,183 @@
+"""The communication group of some devices: over levels from the inside out, and over direct links of single pairs.
+
+Messages between the ranks of a ring: every rank sends to the one that is so many places further, at the same time.
+
+A hop lasts as long as its slowest pair. Pairs inside a node talk over their own links; pairs on different nodes talk
+over one network card each, which they share with the other pairs of all groups that use it in the same hop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partitioner.topology.fabric import Ints, Storey, inside_levels, least_cut, least_share, links_at_once
+from partitioner.topology.group import (
+    Group,
+    Pair,
+    Single,
+    Tier,
+    level_like,
+    matrix_of,
+    narrowest_needed,
+    round_lag,
+    singles_among,
+)
+from partitioner.topology.hardware import Hop, Level
+from partitioner.topology.topology import Topology
+
+_RINGS_FOUND = 64  # devices: of larger groups rings are taken to pass by slow links of single pairs
+
+_MOST_KEPT = 1 << 16  # groups with links of their own
+
+
+def group_of(topology: Topology, devices: Ints) -> Group:
+    """The group of ``devices``: by level or, if that is faster, over direct links of single pairs."""
+    if not topology.own_links:
+        return _level_group(topology, devices)
+    key = np.sort(devices).tobytes()
+    known = topology.linked_groups
+    if key not in known:
+        if len(known) >= _MOST_KEPT:
+            known.clear()
+        known[key] = _linked_group(topology, devices)
+    return known[key]
+
+
+def _linked_group(topology: Topology, devices: Ints) -> Group:
+    size, plain = len(devices), _level_group(topology, devices)
+    singles = singles_among(topology, devices.tolist())
+    if not singles:
+        return plain
+    import networkx as nx
+
+    joined: nx.Graph[int] = nx.Graph(list(singles))
+    joins_all = len(joined) == size and nx.is_connected(joined)
+    if len(singles) == size * (size - 1) // 2:  # there are no other links
+        return _over_singles(plain, singles)
+    groups = [_past_singles(plain, singles), *([_over_singles(plain, singles)] if joins_all else [])]
+    return max(groups, key=lambda group: group.bus_bandwidth)
+
+
+def _past_singles(group: Group, singles: Mapping[Pair, Single]) -> Group:
+    """``group`` by level, whose rings use as few of the ``singles`` as possible, and the fastest of them."""
+    size, every = group.size, singles.values()
+    group = replace(group, pair_cap=min(own.reached for own in every), pair_lag=max(own.more for own in every))
+    if size > _RINGS_FOUND:
+        return group
+    rates = matrix_of({pair: own.reached for pair, own in singles.items()}, size)
+    rates[rates == 0] = math.inf
+    cap = narrowest_needed(rates)
+    if math.isinf(cap):
+        return group
+    more = matrix_of({pair: own.more for pair, own in singles.items()}, size)
+    return replace(group, cap=cap, lag=round_lag(more, (rates >= cap) & ~np.eye(size, dtype=bool)))
+
+
+def _over_singles(plain: Group, singles: Mapping[Pair, Single]) -> Group:
+    """The group over the ``singles`` alone, which join all devices; with the efficiency of the links in ``plain`` that
+    they replace."""
+    size, every = plain.size, list(singles.values())
+    step, latency = min(own.step for own in every), max(own.link.latency for own in every)
+    if len(plain.tiers) == 1 and all(own.as_level for own in every):
+        rate = least_cut(matrix_of({pair: own.link.bandwidth for pair, own in singles.items()}, size))
+        level = level_like(plain.tiers[0].level, rate, latency, step)
+    else:
+        rate = least_cut(matrix_of({pair: own.reached for pair, own in singles.items()}, size))
+        base = max(own.base for own in every)
+        level = Level.model_construct(name="own", bandwidth=rate, latency=latency, step=step, base=base)
+    more = matrix_of({pair: max(0.0, own.step - level.step_s) for pair, own in singles.items()}, size)
+    allowed = matrix_of(dict.fromkeys(singles, 1.0), size) > 0
+    return Group(
+        size,
+        (Tier(level, size, 1),),
+        lag=round_lag(more, allowed),
+        pair_cap=min(own.reached for own in every),
+        pair_lag=float(more.max()),
+    )
+
+
+def spread_of(ids: Ints) -> tuple[Ints, Ints, Ints]:
+    """For each row of group numbers: the number of distinct groups, the fewest and the most members of one."""
+    ordered = np.sort(ids, axis=1)
+    place = np.arange(ids.shape[1])
+    starts = np.ones(ids.shape, dtype=bool)
+    starts[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    ends = np.ones(ids.shape, dtype=bool)
+    ends[:, :-1] = starts[:, 1:]
+    length = place - np.maximum.accumulate(np.where(starts, place, 0), axis=1) + 1
+    fewest = np.where(ends, length, ids.shape[1] + 1).min(axis=1)
+    return starts.sum(axis=1), fewest, length.max(axis=1)
+
+
+def _level_group(topology: Topology, devices: Ints) -> Group:
+    """The group of ``devices``, level by level from the inside out."""
+    size = len(devices)
+    tiers: list[Tier] = []
+    ring = math.inf
+    parts, below, ids = size, 1, devices
+    for storey in topology.storeys:
+        joined = storey.joined[devices]
+        count, fewest, _ = (int(column[0]) for column in spread_of(joined[None]))
+        if count < parts:
+            share = 1.0
+            if storey.shares is not None:
+                share = float(least_share(ids[None], storey.shares[devices][None])[0]) / below
+            links = _storey_level(topology, storey, devices)
+            level = links.shared(share)
+            if topology.single_ring and tiers:
+                ring = min(ring, links.bandwidth * links.efficiency)
+            tiers.append(Tier(level, math.ceil(parts / count), below))
+            parts, below, ids = count, fewest, joined
+    if parts > 1:  # no level joins them all: they reach each other over other devices
+        bandwidth, latency = topology.links_between(devices)
+        for (i, j), own in singles_among(topology, devices.tolist()).items():
+            bandwidth[i, j] = bandwidth[j, i] = own.reached
+        routed = Level.model_construct(
+            name="routed", bandwidth=narrowest_needed(bandwidth), latency=float(latency.max())
+        )
+        tiers.append(Tier(routed, parts, below))
+    return Group(size, tuple(tiers), ring=ring)
+
+
+def _storey_level(topology: Topology, storey: Storey, ranks: Ints) -> Level:
+    """The slowest of the levels of ``storey`` that join some of ``ranks``."""
+    if not storey.levels:
+        (inside,) = inside_levels(topology, ranks[None])
+        assert inside is not None
+        return inside
+    used = [n for n in storey.levels if len(np.unique(topology.groups[n][ranks])) < len(ranks)]
+    return min(
+        (topology.levels[n] for n in used or storey.levels), key=lambda level: level.bandwidth * level.efficiency
+    )
+
+
+def ring_hops(topology: Topology, rows: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """(seconds of latency, bytes/s) of hops in each of the groups ``rows`` of devices, in the order of the ring.
+
+    ``rows``: shape ``[groups, size]``, all groups that hop at the same time; the results ``[groups, size // 2]``, for
+    hops of 1, 2, ... places. As many places back take as long, which is why there are no more.
+    """
+    latencies, bandwidths = [], []
+    for places in range(1, rows.shape[1] // 2 + 1):
+        bandwidth, latency = links_at_once(topology, rows.reshape(1, -1), np.roll(rows, -places, 1).reshape(1, -1))
+        latencies.append(latency.reshape(rows.shape).max(axis=1))
+        bandwidths.append(bandwidth.reshape(rows.shape).min(axis=1))
+    return np.stack(latencies, axis=1), np.stack(bandwidths, axis=1)
+
+
+def hops_of(latencies: NDArray[np.float64], bandwidths: NDArray[np.float64]) -> tuple[Hop, ...]:
+    """The hops of one group, of its row of :func:`ring_hops`."""
+    return tuple(map(Hop, latencies.tolist(), bandwidths.tolist()))
+
+
+def near(topology: Topology, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The first of ``rows`` and those that may share a network card with it: of nodes that it is in."""
+    if not topology.cards.are_shared:
+        return rows[:1]
+    mine = np.unique(topology.node_of[rows[0]])
+    return rows[np.isin(topology.node_of[rows], mine).any(axis=1)]

@@ -1,0 +1,147 @@
+"""A cluster without some of its devices."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partitioner.errors import TopologyError
+from partitioner.topology.fabric import Ints, fitting_levels
+from partitioner.topology.hardware import NodeGroup, Pattern, PatternLink
+
+if TYPE_CHECKING:
+    from partitioner.topology.topology import Topology
+
+_ROUNDING = 1e-9
+
+Places = tuple[int, ...]  # in a node
+Marks = NDArray[np.bool_]
+
+
+def without(topology: Topology, names: Collection[str]) -> Topology:
+    """``topology`` as if the devices ``names`` were not there (``node3``: all of node 3); others keep names and links.
+
+    Raises :class:`TopologyError` for names that no device has, where no device is left, and where what is left cannot
+    be written down: levels join aligned runs, which a gap would move, and network cards are told apart by place.
+    """
+    kept = np.ones(topology.num_devices, dtype=bool)
+    for name in names:
+        kept[_devices(topology, name)] = False
+    if not kept.any():
+        raise TopologyError(f"{topology.name} without all of its {topology.num_devices} devices: leave some in")
+    alive = {name for name, stays in zip(topology.names, kept.tolist(), strict=True) if stays}
+    nodes, patterns = [], dict(topology.patterns)
+    for group, places, names_of in _runs(topology, kept):
+        whole = len(places) == group.devices
+        pattern = group.pattern
+        if pattern is not None and not whole:
+            pattern = f"{group.pattern}[{','.join(map(str, places))}]"
+            patterns[pattern] = _among(topology.patterns[str(group.pattern)], places)
+        count = len(names_of) // len(places)
+        changed = {"count": count, "devices": len(places), "names": names_of, "pattern": pattern}
+        nodes.append(group.model_copy(update={**changed, "nics": group.nics if whole else _cards(group, places)}))
+    left = np.unique(topology.node_of[kept])
+    numbers = {int(node): number for number, node in enumerate(left)}
+    levels = fitting_levels(topology.levels, nodes)
+    smaller = topology.changed(
+        name=f"{topology.name} without {_named(topology, ~kept)}",
+        nodes=tuple(nodes),
+        levels=tuple(levels.values()),
+        overrides={name: own for name, own in topology.overrides.items() if name in alive},
+        links=tuple(link for link in topology.links if alive.issuperset(link.between)),
+        patterns={name: pattern for name, pattern in patterns.items() if any(g.pattern == name for g in nodes)},
+        node_overrides={numbers[n]: own for n, own in topology.node_overrides.items() if n in numbers},
+    )
+    _check(topology, smaller, tuple(levels), np.flatnonzero(kept))
+    return smaller
+
+
+def _devices(topology: Topology, name: str) -> Ints:
+    """The device of a name, or all devices of a node."""
+    if name in topology.index:
+        return np.array([topology.index[name]])
+    node = re.fullmatch(r"node ?(\d+)", name)
+    if node is None or int(node[1]) >= topology.num_nodes:
+        raise TopologyError(
+            f"{topology.name} has no device or node {name!r}; it has the devices {topology.names[0]!r} to "
+            f"{topology.names[-1]!r}, and node0 to node{topology.num_nodes - 1}"
+        )
+    return np.flatnonzero(topology.node_of == int(node[1]))
+
+
+def _runs(topology: Topology, kept: Marks) -> Iterator[tuple[NodeGroup, Places, tuple[str, ...]]]:
+    """Consecutive nodes of a group of which the same places are left: the group, these, and the devices' names."""
+    start = 0
+    for group in topology.nodes:
+        nodes = kept[start : start + group.count * group.devices].reshape(group.count, group.devices)
+        number = 0
+        for places, run in groupby(tuple(np.flatnonzero(node).tolist()) for node in nodes):
+            count = len(list(run))
+            firsts = range(start + number * group.devices, start + (number + count) * group.devices, group.devices)
+            if places:
+                yield group, places, tuple(topology.names[first + place] for first in firsts for place in places)
+            number += count
+        start += group.count * group.devices
+
+
+def _cards(group: NodeGroup, places: Places) -> int | None:
+    """The network cards of what is left of a node: those that its devices use."""
+    if group.nics is None:
+        return None
+    if group.nics < group.devices:
+        return len({place * group.nics // group.devices for place in places})
+    return group.nics * len(places) // group.devices
+
+
+def _among(pattern: Pattern, places: Places) -> Pattern:
+    """The links of a pattern that are among ``places``."""
+    at = {place: number for number, place in enumerate(places)}
+    links = []
+    for link in pattern.links:
+        pairs = link.pairs
+        if not isinstance(pairs, str):
+            pairs = tuple((at[i], at[j]) for i, j in pairs if i in at and j in at)
+        links += [PatternLink(pairs=pairs, bandwidth=link.bandwidth)] if pairs else []
+    if not links:
+        raise TopologyError("no direct links are left in a node that has them by a pattern; leave the whole node out")
+    return pattern.model_copy(update={"links": tuple(links)})
+
+
+def _check(topology: Topology, smaller: Topology, numbers: Sequence[int], kept: Ints) -> None:
+    """Raise :class:`TopologyError` where what is left is joined otherwise than before; ``numbers``: of its levels."""
+    before = [topology.groups[number] for number in numbers]
+    for level, old, new in zip(smaller.levels, before, smaller.groups, strict=True):
+        pairs = len({*zip(old[kept].tolist(), new.tolist(), strict=True)})
+        if not pairs == len(set(old[kept].tolist())) == len(set(new.tolist())):
+            raise TopologyError(
+                f"level {level.name!r} joins aligned runs, which would join others without these devices; leave out "
+                "whole runs, or describe what is left in a file of its own"
+            )
+    same = np.allclose(topology.cards.alone[kept], smaller.cards.alone)
+    if not same or (smaller.network_share < topology.network_share[kept] * (1 - _ROUNDING)).any():
+        raise TopologyError(
+            "the devices that are left would have other network cards; describe them in a file of its own"
+        )
+
+
+def _named(topology: Topology, gone: Marks) -> str:
+    """Devices in words: whole nodes by number, and a few devices by name."""
+    whole, single = [], []
+    for node in np.unique(topology.node_of[gone]).tolist():
+        of_node = np.flatnonzero(topology.node_of == node)
+        if gone[of_node].all():
+            whole.append(node)
+        else:
+            single += [topology.names[d] for d in of_node if gone[d]]
+    parts = [f"node{'s' if len(whole) > 1 else ''} {_listed(whole)}"] if whole else []
+    return " and ".join([*parts, *([_listed(single)] if single else [])])
+
+
+def _listed(items: Sequence[object]) -> str:
+    shown = ", ".join(map(str, items[:4]))
+    return f"{shown} and {len(items) - 4} more" if len(items) > 4 else shown

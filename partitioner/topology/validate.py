@@ -1,0 +1,290 @@
+"""Complaints about a topology in plain words: what, where, what came, what to do.
+
+What must hold between the parts of a topology.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from types import NoneType
+from typing import TYPE_CHECKING, Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from partitioner.errors import TopologyError
+from partitioner.topology.fabric import MOST_PLACES, extent, largest_node
+from partitioner.topology.hardware import NodeGroup, NodeOverride, Pattern
+
+if TYPE_CHECKING:
+    from partitioner.topology.topology import Topology
+
+_WORDS = {  # pydantic's kind of complaint -> what was expected
+    "tuple_type": "expected a list, like [a, b]",
+    "dict_type": "expected a mapping, like {{name: value}}",
+    "model_type": "expected a mapping, like {{name: value}}",
+    "string_type": "expected text",
+    "float_type": "expected a number, with a unit where it has one",
+    "float_parsing": "expected a number, with a unit where it has one",
+    "finite_number": "expected a finite number",
+    "int_type": "expected a whole number",
+    "int_parsing": "expected a whole number",
+    "int_from_float": "expected a whole number",
+    "bool_type": "expected true or false",
+    "bool_parsing": "expected true or false",
+    "missing": "missing; give it",
+    "too_short": "expected at least {min_length} of them",
+    "too_long": "expected at most {max_length} of them",
+    "greater_than": "expected greater than {gt:g}",
+    "greater_than_equal": "expected greater than or equal to {ge:g}",
+    "less_than_equal": "expected at most {le:g}",
+}
+_SAID = ("value_error", "missing", "extra_forbidden")  # whose message says what came
+_MARKS = ("[key]",)  # what pydantic puts among the keys
+
+
+def explain(
+    error: ValidationError,
+    model: type[BaseModel],
+    what: str,
+    line_of: Callable[[Sequence[int | str]], int | None] | None = None,
+) -> str:
+    """The first of ``error``'s complaints about a ``model`` as one sentence; ``line_of`` maps a path of keys to a line
+    of a file."""
+    every = error.errors()
+    # what is inside tells more than that nothing is left of the whole, what was given more than what was not
+    first = min(every, key=lambda each: (_has_inside(each["loc"], every), each["type"] == "missing"))
+    context: Mapping[str, Any] = first.get("ctx", {})
+    place: Sequence[int | str] = getattr(context.get("error"), "path", None) or first["loc"]
+    place = [key for key in place if key not in _MARKS]
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] in _WORDS:
+        message = _WORDS[first["type"]].format_map(context)
+    if first["type"] == "extra_forbidden":
+        message = _unknown_key(str(place[-1]), _fields(model, place[:-1]))
+    line = line_of(place) if line_of is not None else None
+    got = "" if first["type"] in _SAID else f" (got {first['input']!r})"
+    path, where = ".".join(str(key) for key in place), f", line {line}" if line else ""
+    return f"{what}{where}: {path + ': ' if path else ''}{message}{got}"
+
+
+def _has_inside(place: Sequence[int | str], every: Iterable[ErrorDetails]) -> bool:
+    """Whether one of ``every`` complaint is about what is inside of ``place``."""
+    return any(len(each["loc"]) > len(place) > 0 and each["loc"][: len(place)] == place for each in every)
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """``did you mean ..?``, where some of ``known`` is like ``name``; else nothing."""
+    name = name.lower()
+    near = [each for each in known if name and name in each] or get_close_matches(name, known, n=3)
+    return f"did you mean {' or '.join(near)}? " if near else ""
+
+
+def _unknown_key(key: str, known: Sequence[str]) -> str:
+    return f"unknown key; {nearest(key, known)}expected {', '.join(known)}" if known else "unknown key; leave it out"
+
+
+def _fields(model: Any, place: Sequence[int | str]) -> list[str]:
+    """The keys that what stands at ``place`` of a ``model`` may have; none where it is no mapping of known keys."""
+    for key in place:
+        known = model.model_fields if _is_model(model) else {}
+        if known and key not in known:
+            return []
+        inner = known[str(key)].annotation if known else (get_args(model) or [None])
+        model = inner if known else [part for part in inner if part is not ...][-1]
+        options = [part for part in get_args(model) if part is not NoneType]
+        model = options[0] if NoneType in get_args(model) and options else model
+    return list(model.model_fields) if _is_model(model) else []
+
+
+def _is_model(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+MOST_DEVICES = 1 << 20  # what each has of its own fills some gigabytes
+
+
+class MisplacedError(ValueError):
+    """A complaint about what stands under the keys ``path``."""
+
+    def __init__(self, message: str, *path: int | str) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+def expect(name: str, value: object, kind: Any) -> None:
+    """Raise :class:`TopologyError` unless ``value``, the argument ``name``, is of ``kind``."""
+    if not isinstance(value, kind) or isinstance(value, bool):
+        wanted = " or ".join(k.__name__ for k in getattr(kind, "__args__", (kind,)))
+        raise TopologyError(f"{name} must be {wanted}; got {value!r}")
+
+
+def check_parts(topology: Topology) -> None:
+    """Raises :class:`MisplacedError` for names that are not described or given twice, and for what cannot be."""
+    if topology.num_devices > MOST_DEVICES:  # before each is named
+        raise MisplacedError(
+            f"{topology.num_devices:,} devices; expected at most {MOST_DEVICES:,}: lower count or devices", "nodes"
+        )
+    _check_types(topology)
+    _check_names(topology)
+    _check_levels(topology)
+    for number, group in enumerate(topology.nodes):
+        if group.pattern is not None:
+            _check_pattern(topology, group, number)
+    for node, override in topology.node_overrides.items():
+        _check_node(topology, node, override)
+    if topology.overrides or topology.node_overrides:
+        _check_memory(topology)
+
+
+def _check_types(topology: Topology) -> None:
+    named: list[tuple[str, tuple[int | str, ...]]] = [
+        (g.type, ("nodes", i, "type")) for i, g in enumerate(topology.nodes)
+    ]
+    named += [(o.type, ("overrides", name, "type")) for name, o in topology.overrides.items() if o.type]
+    for kind, path in named:
+        if kind not in topology.types:
+            known = ", ".join(sorted(topology.types)) or "none"
+            raise MisplacedError(f"device type {kind!r} is not described; described are {known}", *path)
+
+
+def _check_names(topology: Topology) -> None:
+    duplicates = _duplicates(topology.names)
+    if duplicates:
+        twice = ", ".join(duplicates)
+        raise MisplacedError(f"duplicate device names: {twice}; give every device a name of its own", "nodes")
+    mentioned: list[tuple[str, tuple[int | str, ...]]] = [(name, ("overrides", name)) for name in topology.overrides]
+    mentioned += [(name, ("links", i)) for i, link in enumerate(topology.links) for name in link.between]
+    for name, path in mentioned:
+        if name not in topology.index:
+            few = ", ".join(topology.names[:4])
+            raise MisplacedError(f"unknown device {name!r} in overrides or links; devices are named {few}, ...", *path)
+    for i, link in enumerate(topology.links):
+        if link.between[0] == link.between[1]:
+            raise MisplacedError(f"a link joins {link.between[0]!r} to itself; name two devices", "links", i)
+    joined: set[frozenset[str]] = set()
+    for i, link in enumerate(topology.links):
+        if frozenset(link.between) in joined:
+            raise MisplacedError(
+                f"a second link between {' and '.join(map(repr, link.between))}; give one for each pair, as fast as "
+                "all together (it is for both directions)",
+                *("links", i),
+            )
+        joined.add(frozenset(link.between))
+
+
+def _check_levels(topology: Topology) -> None:
+    islands = list(dict.fromkeys(g.island_name for g in topology.nodes))
+    for i, level in enumerate(topology.levels):
+        for name in level.only:
+            if name not in islands:
+                raise MisplacedError(
+                    f"level {level.name!r} is only of {name!r}, which no nodes are; nodes are of {', '.join(islands)} "
+                    "(their island, else their type)",
+                    *("levels", i, "only"),
+                )
+        if level.devices is not None and level.devices > (most := largest_node(topology.nodes, level)):
+            raise MisplacedError(
+                f"level {level.name!r} joins every {level.devices} devices of a node, where the largest has {most}; "
+                f"expected at most {most}, or nodes: 2 for what joins the devices of every two nodes",
+                *("levels", i, "devices"),
+            )
+        for outer in topology.levels[:i]:
+            if extent(outer) >= extent(level) and set(level.only or islands) <= set(outer.only or islands):
+                raise MisplacedError(
+                    f"level {level.name!r} is never used: {outer.name!r}, listed before it, joins all that it joins; "
+                    "list levels from the inside out, each with how far it reaches (nodes: 1 is inside each node)",
+                    *("levels", i),
+                )
+
+
+def _check_pattern(topology: Topology, group: NodeGroup, number: int) -> None:
+    path = ("nodes", number, "pattern")
+    if group.pattern not in topology.patterns:
+        known = ", ".join(topology.patterns) or "none"
+        raise MisplacedError(f"pattern {group.pattern!r} is not described; described are {known}", *path)
+    if group.devices > MOST_PLACES:
+        raise MisplacedError(
+            f"a pattern for nodes of {group.devices} devices; at most {MOST_PLACES}: describe larger ones by levels",
+            *path,
+        )
+    for k, link in enumerate(topology.patterns[group.pattern].links):
+        for i, j in link.pairs if link.pairs != "all" else ():
+            if i == j or not (0 <= i < group.devices and 0 <= j < group.devices):
+                raise MisplacedError(
+                    f"the pair [{i}, {j}] on nodes of {group.devices} devices; expected two different places from 0 to "
+                    f"{group.devices - 1}",
+                    *("patterns", group.pattern, "links", k, "pairs"),
+                )
+    _check_pairs(group.pattern, topology.patterns[group.pattern])
+
+
+def _check_pairs(name: str, pattern: Pattern) -> None:
+    """Raise where a pair is listed twice; ``all`` stands before what differs."""
+    listed: set[frozenset[int]] = set()
+    for k, link in enumerate(pattern.links):
+        if link.pairs == "all":
+            if listed:
+                raise MisplacedError(
+                    "all pairs, among them some that are listed before; list all first, then those that differ",
+                    *("patterns", name, "links", k, "pairs"),
+                )
+            continue
+        for pair in link.pairs:
+            if frozenset(pair) in listed:
+                raise MisplacedError(
+                    f"the pair {list(pair)} twice; give it once, as fast as all of its links together (it is for both "
+                    "directions)",
+                    *("patterns", name, "links", k, "pairs"),
+                )
+            listed.add(frozenset(pair))
+
+
+def _check_node(topology: Topology, node: int, override: NodeOverride) -> None:
+    if not 0 <= node < topology.num_nodes:
+        raise MisplacedError(
+            f"there is no node {node}; nodes are numbered 0 to {topology.num_nodes - 1}", "node_overrides", node
+        )
+    first = 0
+    for group in topology.nodes:
+        first += group.count
+        if node < first:
+            break
+    cards = group.num_cards
+    dead = override.dead(cards)
+    if not all(0 <= card < cards for card in dead):
+        raise MisplacedError(
+            f"dead_nics of node {node} names or counts more than it has: {cards} cards, numbered from 0",
+            *("node_overrides", node, "dead_nics"),
+        )
+    if len(dead) == cards:
+        raise MisplacedError(
+            f"all {cards} network cards of node {node} are dead; leave the node out, or give network: a small fraction",
+            *("node_overrides", node, "dead_nics"),
+        )
+
+
+def _check_memory(topology: Topology) -> None:
+    """What the overrides leave of a device's memory."""
+    kinds = [g.type for g in topology.nodes for _ in range(g.count)]
+    given: list[tuple[str, int | None, tuple[int | str, ...]]] = [
+        (kinds[n], o.memory, ("node_overrides", n, "memory")) for n, o in topology.node_overrides.items()
+    ]
+    for name, override in topology.overrides.items():
+        kind = override.type or kinds[topology.node_of[topology.index[name]]]
+        given.append((kind, override.memory, ("overrides", name, "memory")))
+    for kind, memory, path in given:
+        reserved = topology.types[kind].reserved
+        if memory is not None and memory <= reserved:
+            raise MisplacedError(
+                f"memory of {memory} bytes, of which {reserved} are reserved on {kind!r}: nothing is left; give more",
+                *path,
+            )
+
+
+def _duplicates(names: Sequence[str]) -> list[str]:
+    if len(set(names)) == len(names):
+        return []
+    seen: set[str] = set()
+    return sorted({name for name in names if name in seen or seen.add(name)})  # type: ignore[func-returns-value]

@@ -1,0 +1,146 @@
+"""What can be known to be wrong before anything is traced or solved."""
+
+from __future__ import annotations
+
+from collections import Counter
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+from partitioner.constraints import Constraints
+from partitioner.errors import ConstraintError
+from partitioner.optimizers import optimizer_bytes
+from partitioner.topology import Topology
+from partitioner.topology.files import with_margin
+from partitioner.topology.hosts import has_disks
+from passes.errors import InputsError
+
+if TYPE_CHECKING:
+    from passes.ir.model import FoldedModel
+
+OBJECTIVES = ("train", "infer")
+
+_SHOWN = 3  # leaves of a result that a message lists
+_AROUND = {"fp8": "bf16", "tf32": "fp32"}  # of products, and what is between them
+_PRECISIONS = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32", "torch.float64": "fp64"}
+
+
+def check_request(topology: Any, constraints: Constraints, optimizer: str, train: bool = True) -> None:
+    """Raise a :class:`passes.errors.PartitionError` for arguments that no model could make right."""
+    if not isinstance(topology, Topology):
+        raise InputsError(
+            f"topology must be a Topology, got {type(topology).__name__}: write Topology.local(4), "
+            'Topology.preset("dgx-h100", nodes=2) or Topology.load("cluster.yaml")'
+        )
+    if not isinstance(constraints, Constraints):
+        raise ConstraintError(f"constraints must be Constraints(...), got {type(constraints).__name__}")
+    optimizer_bytes(1, 4, optimizer)
+    constraints.check_idle()
+    constraints.check_coupling()
+    constraints.check_world(topology.num_devices)
+    constraints.check_offload()
+    constraints.check_reduction(topology.num_nodes, train)
+    if not train and constraints.recompute not in (None, "none"):
+        raise ConstraintError(
+            f"recompute={constraints.recompute} without training, which has no backward to make anything again for; "
+            "leave it out"
+        )
+    if constraints.offload and None in topology.different_host_shares:
+        raise ConstraintError(
+            f"offload={'+'.join(constraints.offload)}, but {topology.name} does not say what hosts its nodes have; "
+            "give each group of nodes one, like host: dgx-h100 or host: {memory: 2 TB, bandwidth: 55 GB/s}"
+        )
+    if constraints.offload and "disk" in constraints.offload and not has_disks(topology):
+        raise ConstraintError(
+            f"offload={'+'.join(constraints.offload)}, but {topology.name} does not say what disks its nodes have; "
+            "give the host of each group of nodes one, like disk: 30 TB, disk_bandwidth: 20 GB/s"
+        )
+
+
+def check_precision(topology: Topology, precision: str | None) -> None:
+    """Raise :class:`InputsError` where a device cannot multiply in ``precision``, the argument."""
+    lacking = sorted({k for k, _ in topology.paces[0] if not topology.types[k].has_fp8}) if precision == "fp8" else []
+    if lacking:
+        listed = ", ".join(topology.types[lacking[0]].peak)
+        raise InputsError(
+            f'precision="fp8", but {" and ".join(lacking)} of {topology.name} cannot multiply in it: expected fp8 in '
+            f"the peak of every kind of device, as of h100-sxm; {lacking[0]} lists {listed}; plan with "
+            'precision="bf16" or "fp16"; where the devices do have it, give its rate, like peak: {fp8: 1979 TFLOP/s}'
+        )
+
+
+def check_options(time_limit_s: Any, progress: Any) -> None:
+    """Raise :class:`InputsError` for options of a search that are of a wrong kind."""
+    check_seconds("time_limit_s", time_limit_s)
+    check_callback("progress", progress)
+
+
+def check_seconds(name: str, seconds: Any) -> None:
+    """Raise :class:`InputsError` unless ``seconds``, the argument ``name``, is a length of time or ``None``."""
+    if seconds is None:
+        return
+    if isinstance(seconds, bool) or not isinstance(seconds, Real) or not float(seconds) > 0:  # nan is not
+        raise InputsError(f"{name} must be a positive number of seconds, or None; got {seconds!r}")
+
+
+def check_callback(name: str, function: Any) -> None:
+    """Raise :class:`InputsError` unless ``function``, the argument ``name``, can be called or is ``None``."""
+    if function is not None and not callable(function):
+        raise InputsError(f"{name} must be a function, or None; got {type(function).__name__}")
+
+
+def check_work(model: FoldedModel, train: bool) -> None:
+    """Raise where the model lacks what the objective needs."""
+    if not train:
+        if not model.updates and all(output.value is None for output in model.outputs):
+            raise InputsError(
+                "the model computes nothing: its output has no tensor, and it changes no buffer; expected a forward "
+                "that returns tensors"
+            )
+        return
+    if model.loss is None:
+        raise InputsError(
+            "training needs a loss: the model's output is no scalar and has no `loss`; "
+            f"it has {_output_text(model)}; pass labels among the inputs, loss=callable(output) -> scalar "
+            '(as in loss=lambda output: output[0]), or objective="infer"'
+        )
+    if not any(state.requires_grad for state in model.states.values()):
+        count = sum(state.kind == "parameter" for state in model.states.values())
+        raise InputsError(
+            f"training needs parameters that the loss depends on: of {count} none asks for a gradient that reaches it; "
+            'look for requires_grad_(False), detach() and torch.no_grad(), or give objective="infer"'
+        )
+
+
+def _output_text(model: FoldedModel) -> str:
+    """The leaves of the model's result, with shapes: ``0: (), 1: (8, 5)``."""
+    leaves = [f"{o.path or 'a tensor'}: {tuple(model.values[o.value].shape)}" for o in model.outputs if o.value]
+    more = f" and {len(leaves) - _SHOWN} more" if len(leaves) > _SHOWN else ""
+    return ", ".join(leaves[:_SHOWN]) + more if leaves else "no tensor"
+
+
+def type_of(precision: str | None) -> str | None:
+    """The type of parameters and activations: under fp8 and TF32 only products are shorter."""
+    return _AROUND.get(precision, precision) if precision else precision
+
+
+def rated(topology: Topology, precision: str, margin: float = 0.0) -> Topology:
+    """``topology`` with the rates that its products have in ``precision``, as :func:`precision_of` gives it, and
+    without the ``margin`` of its memory that is to stay free."""
+    return with_margin(topology.in_tf32 if precision == "tf32" else topology, margin)
+
+
+def precision_of(model: FoldedModel, asked: str | None = None) -> str:
+    """The floating type of most of the parameters, as hardware files name it; ``fp8`` or ``tf32`` where that is asked
+    for."""
+    if asked in _AROUND:
+        return asked
+    sizes: Counter[str] = Counter()
+    for state in model.states.values():
+        if str(state.spec.dtype) in _PRECISIONS:
+            sizes[str(state.spec.dtype)] += state.spec.numel
+    return _PRECISIONS[sizes.most_common(1)[0][0]] if sizes else "fp32"
+
+
+def torch_device(topology: Topology) -> str:
+    """The type by which torch knows the devices: ``cpu`` where all of them are, else ``cuda``."""
+    return "cpu" if all(topology.types[kind].torch == "cpu" for kind, _ in topology.paces[0]) else "cuda"

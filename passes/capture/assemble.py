@@ -1,0 +1,292 @@
+"""From a flat exported program to a captured model: one graph, and what its placeholders and results are.
+
+Requires: a program from ``passes/capture/functionalize.py``. Provides: a :class:`Captured`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.utils import _pytree as pytree
+
+from passes.capture.export import leaf_paths
+from passes.errors import InputsError, UnsupportedError
+from passes.experts.loops import SELECTS
+from passes.experts.trace_marks import MARKS
+from passes.experts.traced_branches import emptied
+from passes.experts.traced_loops import empty_mask, is_turn
+from passes.faults import source_of
+from passes.ir.interpret import META
+from passes.ir.model import CallSignature, Captured, ModelInput, ModelOutput, Plain, State, StateKind, TensorSpec
+from passes.ir.rewrite import drop_unused
+from passes.select.masked_row_ops import Unselectable
+from passes.select.masked_rows import SelectedRows
+
+_KINDS: dict[InputKind, StateKind] = {
+    InputKind.PARAMETER: "parameter",
+    InputKind.BUFFER: "buffer",
+    InputKind.CONSTANT_TENSOR: "constant",
+}
+# Strides differ between devices and layouts: what asks for particular ones becomes what does not.
+_STRIDE_FREE: dict[Any, Any] = {
+    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
+    torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
+}
+
+
+def assemble(
+    program: ExportedProgram,
+    canonical: Mapping[str, str],
+    with_loss: bool,
+    *,
+    empty_turns: int | None = None,
+    decided: Collection[int] = (),
+    numbers: Mapping[str, int | float] | None = None,
+) -> Captured:
+    """The program as one graph; ``canonical``: for every name of a state the one that it goes by. ``empty_turns``: with
+    the masks empty of the even turns (0) or the odd ones (1) of loops through the experts that are hit. ``numbers``: by
+    path, the inputs that are Python numbers of which the graph reads tensors."""
+    graph = fx.Graph()
+    env: dict[fx.Node, Any] = {}
+    states = _states(program, canonical)
+    nodes = list(program.graph.nodes)
+    sources = dict(zip([n for n in nodes if n.op == "placeholder"], program.graph_signature.input_specs, strict=True))
+    placeholders: dict[str, str] = {}
+    made: dict[str, fx.Node] = {}
+    for node, spec in sources.items():
+        if spec.kind in _KINDS and node.users:
+            name = canonical.get(str(spec.target), str(spec.target))
+            if name not in made:
+                made[name] = _placeholder(graph, node, states[name].spec)
+                placeholders[made[name].name] = name
+            env[node] = made[name]
+    inputs = []
+    fixed: dict[str, Plain] = {}
+    paths = _input_paths(program)
+    for node, spec in sources.items():
+        if spec.kind is InputKind.USER_INPUT:
+            path = next(paths)
+            if isinstance(node.meta.get("val"), Tensor):
+                inputs.append(ModelInput(path, path, _spec(node), _number_kind((numbers or {}).get(path))))
+                env[node] = _placeholder(graph, node, inputs[-1].spec)
+                placeholders[env[node].name] = path
+            else:
+                fixed[path] = getattr(spec.arg, "value", None)
+        elif spec.kind not in _KINDS:
+            raise UnsupportedError(
+                f"the model holds {spec.target!r}, which is not a tensor ({spec.kind.name}): pass it as an argument"
+            )
+    classes: dict[str, str] = {}
+    selected = SelectedRows(graph, nodes)
+    empty = emptied(nodes, empty_turns, decided) if empty_turns is not None else ()
+    for node in nodes:
+        if empty_turns is not None and (is_turn(node, empty_turns) or node in empty):
+            env[node] = empty_mask(graph, node, _place(node, classes))
+        elif node.target in MARKS:
+            env[node] = env[node.args[0]]
+        elif node.op == "call_function" and selected.concerns(node, env):
+            env[node] = _select(selected, node, env, classes)
+        elif node.op == "call_function":
+            env[node] = graph.node_copy(node, env.__getitem__)
+            env[node].target = _STRIDE_FREE.get(node.target, node.target)
+            env[node].meta = _clean_meta(node, classes)
+            env[node].args = fx.node.map_aggregate(env[node].args, _on_meta)
+            env[node].kwargs = fx.node.map_aggregate(env[node].kwargs, _on_meta)
+    outputs, loss, tree, updates = _outputs(program, env, with_loss, canonical)
+    results = dict.fromkeys([o.value for o in outputs if o.value is not None] + ([loss] if loss else []))
+    results |= dict.fromkeys(updates.values())
+    by_name = {n.name: n for n in graph.nodes}
+    graph.output(tuple(by_name[name] for name in results))
+    drop_unused(graph)
+    constants = _constants(program, set(placeholders.values()) | updates.keys())
+    states = {name: s for name, s in states.items() if s.kind != "constant" or name in constants}
+    notes = (SELECTS,) if selected.rows else ()
+    found = Captured(graph, states, placeholders, inputs, outputs, loss, constants, tree, notes, classes, updates)
+    return found.with_(signature=CallSignature(fixed=fixed))
+
+
+def _number_kind(value: int | float | None) -> Literal["int", "float"] | None:
+    if value is None:
+        return None
+    return "float" if isinstance(value, float) else "int"
+
+
+def _select(selected: SelectedRows, node: fx.Node, env: Mapping[fx.Node, Any], classes: dict[str, str]) -> Any:
+    try:
+        return selected.copy(node, env, _place(node, classes))
+    except Unselectable as error:
+        if str(error):
+            raise UnsupportedError(f"{node.target} ({_where(node)}): {error}") from None
+        if not selected.reads_rows(node, env):
+            raise UnsupportedError(
+                f"the item() that {node.target} reads ({_where(node)}) takes a number out of a tensor, which plans do "
+                "not know beforehand; keep it a tensor of no dims (no item(), float() or int()), or pass it as an input"
+            ) from None
+        _check_static(node, node.meta.get("val"))
+        raise UnsupportedError(
+            f"{node.target} ({_where(node)}) reads rows that a mask selects, of which there is no fixed number; "
+            "write it with a fixed size (torch.where, a mask) instead"
+        ) from None
+
+
+def _placeholder(graph: fx.Graph, node: fx.Node, spec: TensorSpec) -> fx.Node:
+    made = graph.create_node("placeholder", node.name, name=node.name)
+    made.meta["val"] = spec.meta()
+    return made
+
+
+def _on_meta(argument: Any) -> Any:
+    return META if isinstance(argument, torch.device) else argument
+
+
+def _spec(node: fx.Node) -> TensorSpec:
+    value = node.meta["val"]
+    _check_static(node, value)
+    return TensorSpec(tuple(value.shape), value.dtype)
+
+
+def _check_static(node: fx.Node, value: Any) -> None:
+    if isinstance(value, Tensor) and not all(isinstance(s, int) for s in value.shape):
+        raise UnsupportedError(
+            f"{node.target} ({_where(node)}) has a shape that depends on tensors' numbers: "
+            f"{tuple(value.shape)}; write it with a fixed size (torch.where, a mask) instead"
+        )
+
+
+def _where(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {"": ("the model", "")}
+    return f"{next(reversed(stack.values()))[0] or 'the model'}, {source_of(node.meta.get('stack_trace'))}"
+
+
+def _clean_meta(node: fx.Node, classes: dict[str, str]) -> dict[str, Any]:
+    value = pytree.tree_map(lambda v: _meta_value(node, v), node.meta.get("val"))
+    return {"val": value, **_place(node, classes)}
+
+
+def _place(node: fx.Node, classes: dict[str, str]) -> dict[str, Any]:
+    """Where in the model a node is; ``classes`` gets the classes of its modules."""
+    stack = node.meta.get("nn_module_stack") or {}
+    calls = []
+    for key, (path, kind) in stack.items():
+        count = key.rpartition("@")[2] if "@" in key else ""
+        calls.append(f"{path}@{count}" if count.isdigit() else path)
+        classes[path] = (kind if isinstance(kind, str) else kind.__name__).rpartition(".")[2]
+    return {
+        "path": next(reversed(stack.values()))[0] if stack else "",
+        "source": source_of(node.meta.get("stack_trace")),
+        "stack": tuple(c for c in calls if c),
+    }
+
+
+def _meta_value(node: fx.Node, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    _check_static(node, value)
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
+
+
+def _states(program: ExportedProgram, canonical: Mapping[str, str]) -> dict[str, State]:
+    names: dict[str, list[str]] = {}
+    for alias, name in canonical.items():
+        names.setdefault(name, []).append(alias)
+    states: dict[str, State] = {}
+    for spec in program.graph_signature.input_specs:
+        if spec.kind not in _KINDS:
+            continue
+        name = canonical.get(str(spec.target), str(spec.target))
+        tensor = program.state_dict.get(str(spec.target))
+        if tensor is None:
+            tensor = program.constants[str(spec.target)]
+        kind = _KINDS[spec.kind]
+        trains = kind == "parameter" and tensor.requires_grad
+        others = tuple(n for n in names.get(name, ()) if n != name)
+        states.setdefault(name, State(name, TensorSpec.of(tensor), kind, trains, others))
+    return states
+
+
+def _constants(program: ExportedProgram, read: set[str]) -> dict[str, Tensor]:
+    """The values of the constants that the graph reads."""
+    constants = {}
+    for spec in program.graph_signature.input_specs:
+        name = str(spec.target)
+        if spec.kind is InputKind.CONSTANT_TENSOR and name in read:
+            value = program.constants[name]
+            if value.is_meta or isinstance(value, FakeTensor):
+                raise UnsupportedError(
+                    f"the tensor {name!r} that the model holds has no numbers: build the model on a real device, "
+                    "or register it as a buffer"
+                )
+            constants[name] = value.detach().cpu()
+    return constants
+
+
+def _input_paths(program: ExportedProgram) -> Iterator[str]:
+    """The paths of all leaves of the arguments: ``0`` for a positional one, ``input_ids`` for a keyword."""
+    spec = program.call_spec.in_spec
+    assert spec is not None
+    args, kwargs = pytree.tree_unflatten([0] * spec.num_leaves, spec)
+    for path, _ in [*leaf_paths(args), *leaf_paths(kwargs)]:
+        yield path
+
+
+def _outputs(
+    program: ExportedProgram, env: Mapping[fx.Node, fx.Node], with_loss: bool, canonical: Mapping[str, str]
+) -> tuple[list[ModelOutput], str | None, str | None, dict[str, str]]:
+    """The leaves of the result, the loss, the result's tree, and what forward leaves in buffers and parameters."""
+    results: Any = next(n for n in program.graph.nodes if n.op == "output").args[0]
+    leaves = []
+    updates: dict[str, str] = {}
+    for spec, result in zip(program.graph_signature.output_specs, results, strict=True):
+        if isinstance(result, fx.Node):
+            _check_static(result, result.meta.get("val"))
+        if spec.kind is OutputKind.USER_OUTPUT:
+            leaves.append(env[result] if isinstance(result, fx.Node) else result)
+        elif spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION):
+            updates[canonical.get(str(spec.target), str(spec.target))] = env[result].name
+        else:
+            raise UnsupportedError(_CHANGED.get(spec.kind, _CHANGED[None]).format(target=spec.target))
+    tree = program.call_spec.out_spec
+    assert tree is not None
+    loss = None
+    if with_loss:
+        loss = leaves.pop()
+        if not isinstance(loss, fx.Node) or not _is_scalar(loss):
+            raise InputsError(f"loss(output) must be a floating scalar; it is {_describe(loss)}")
+        tree = tree.child(0)
+    paths = leaf_paths(pytree.tree_unflatten([0] * tree.num_leaves, tree))
+    outputs = [
+        ModelOutput(path, leaf.name) if isinstance(leaf, fx.Node) else ModelOutput(path, None, leaf)
+        for (path, _), leaf in zip(paths, leaves, strict=True)
+    ]
+    if loss is None:
+        named = [leaf for (path, _), leaf in zip(paths, leaves, strict=True) if path == "loss" or len(leaves) == 1]
+        loss = next((leaf for leaf in named if isinstance(leaf, fx.Node) and _is_scalar(leaf)), None)
+    try:
+        written = pytree.treespec_dumps(tree)
+    except (NotImplementedError, ValueError, TypeError):  # a class that does not say how it is written
+        written = None
+    return outputs, loss.name if loss is not None else None, written, updates
+
+
+_CHANGED: dict[OutputKind | None, str] = {
+    OutputKind.USER_INPUT_MUTATION: "forward changes its argument {target!r} in place: make it change a copy",
+    None: "forward changes {target!r} in place, which a plan cannot keep",
+}
+
+
+def _is_scalar(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    return isinstance(value, Tensor) and value.dim() == 0 and value.dtype.is_floating_point
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        tensor = value.meta["val"]
+        return f"a tensor of shape {tuple(tensor.shape)} and type {tensor.dtype}"
+    return repr(value)

@@ -1,0 +1,565 @@
+"""Operators that write to running statistics, of which their schemas say nothing.
+
+Requires: a flat graph of one export. Provides: the same graph with those among them spelled out that torch's own
+functionalisation does not see through.
+
+States that forward changes in ways that torch.export loses or cannot follow, as it is traced.
+
+Inside :func:`writes_traced` a buffer or frozen parameter that forward sets as an attribute is written to in the end, of
+whichever module it is. ``x.data`` is ``x.detach()``; what forward sets as ``x.data`` is read instead of ``x`` from
+there on, and written to ``x`` in the end, so that views of the old memory keep what they show. A batch norm that
+averages over all batches so far (``momentum=None``) counts them by a tensor, where torch asks what number that holds.
+Inside :func:`aliases_traced` parameters and buffers are followed also where plain objects hold them.
+
+What forward leaves in the model's buffers and frozen parameters, as values of the graph.
+
+Requires: a captured graph in normal form. Provides: for every state that forward changes an operator of its own, whose
+result the state takes at the end of a step: of the state's type, without a gradient, in memory of its own.
+
+What a model's buffers hold before its first step, as far as few numbers say it.
+
+Weights that a run starts from say it too; a run without any starts from this. Requires: a folded model.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.nn.modules import module as nn_module
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from passes.errors import UnsupportedError
+from passes.ir.inplace import is_view
+from passes.ir.interpret import infer
+from passes.ir.model import Captured, FoldedModel, State
+from passes.trace.concrete_scalars import memory_of, written_by
+
+aten = torch.ops.aten
+
+_NORMS = (
+    aten.batch_norm.default,
+    aten.native_batch_norm.default,
+    aten.cudnn_batch_norm.default,
+    aten.miopen_batch_norm.default,
+    aten.instance_norm.default,
+)
+_STATISTICS, _FROM_BATCH = (3, 4), 5  # the places of their operands, and of what says that these are changed
+
+
+def spell_out(graph: fx.Graph) -> bool:
+    """Rewrite ``graph`` in place; whether some operator in it changes running statistics."""
+    found = [n for n in graph.nodes if n.target in _NORMS and n.args[_FROM_BATCH] and _changed(n)]
+    for node in found:
+        if node.target is aten.instance_norm.default:
+            _as_batch_norm(graph, node)
+    return bool(found)
+
+
+def _changed(node: fx.Node) -> list[fx.Node]:
+    return [a for a in (node.args[place] for place in _STATISTICS) if isinstance(a, fx.Node)]
+
+
+def _as_batch_norm(graph: fx.Graph, node: fx.Node) -> None:
+    """Instance norm as torch defines it: batch norm with a channel for each channel of each sample. The statistics are
+    moved for each sample, and what they become is averaged."""
+    x, weight, bias, *statistics, _, momentum, eps, cudnn = node.args
+    assert isinstance(x, fx.Node), node
+    samples, channels, *rest = x.meta["val"].shape
+
+    def add(target: Any, *args: Any) -> fx.Node:
+        made = graph.call_function(target, args)
+        made.meta = dict(node.meta)
+        return made
+
+    def repeated(operand: Any) -> Any:
+        return add(aten.repeat.default, operand, [samples]) if isinstance(operand, fx.Node) else operand
+
+    with graph.inserting_before(node):
+        of_samples = [repeated(s) for s in statistics]
+        each = add(aten.reshape.default, x, [1, samples * channels, *rest])
+        normed = add(
+            aten.batch_norm.default, each, repeated(weight), repeated(bias), *of_samples, True, momentum, eps, cudnn
+        )
+        for held, moved in zip(statistics, of_samples, strict=True):
+            if isinstance(held, fx.Node):
+                seen = add(aten.mean.dim, add(aten.reshape.default, moved, [samples, channels]), [0])
+                add(aten.copy_.default, held, seen)
+        node.replace_all_uses_with(add(aten.reshape.default, normed, [samples, channels, *rest]))
+    graph.erase_node(node)
+
+
+_TABLES = {"_buffers": "buffer", "_parameters": "parameter"}
+
+_DATA_GET, _DATA_SET = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
+
+_MOST_OBJECTS = 100_000  # that are searched for tensors
+
+
+@contextmanager
+def writes_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
+    """Inside, what forward of ``model`` leaves in buffers and parameters can be traced.
+
+    ``double``: floating tensors of all types are float64 in the trace. Raises :class:`UnsupportedError` for what a plan
+    cannot keep: other shapes or types, states that come or go, and states that share memory from then on.
+    """
+    averaging = [m for m in model.modules() if isinstance(m, _BatchNorm) and _averages(m)]
+    for module in averaging:
+        module.__dict__["forward"] = functools.partial(_averaging_forward, module)
+    own = model.__dict__.get("forward")
+    forward: Callable[..., Any] = model.forward
+
+    @functools.wraps(forward)
+    def writing(*args: Any, **kwargs: Any) -> Any:
+        held = _HeldStates.by(model)  # the tensors of this trace
+        with _export_unaware(), _DataAccess(held, (args, kwargs), double) as data:
+            output = data.output(forward(*args, **kwargs))
+        _write_all([*data.writes(), *held.set_anew(data)], held, double)
+        return output
+
+    model.__dict__["forward"] = writing
+    try:
+        yield
+    finally:
+        model.__dict__.pop("forward", None)
+        if own is not None:
+            model.__dict__["forward"] = own
+        for module in averaging:
+            module.__dict__.pop("forward", None)
+
+
+@contextmanager
+def aliases_traced(model: nn.Module) -> Iterator[None]:
+    """Inside, forward of ``model`` reads and writes its parameters and buffers also where plain objects hold them.
+
+    torch.export sets the tensors of a trace in modules alone: a list, a dict or another object that holds a parameter
+    or buffer of a module, as a generation cache does, would keep the one of before.
+    """
+    aliases = aliases_of(model)
+    forward, own = model.forward, model.__dict__.get("forward")
+
+    @functools.wraps(forward)
+    def following(*args: Any, **kwargs: Any) -> Any:
+        before = [alias.holder[alias.key] for alias in aliases]
+        try:
+            for alias in aliases:
+                alias.follow()
+            return forward(*args, **kwargs)
+        finally:
+            for alias, tensor in zip(aliases, before, strict=True):
+                alias.holder[alias.key] = tensor
+
+    if aliases:
+        model.__dict__["forward"] = following
+    try:
+        yield
+    finally:
+        if aliases:
+            model.__dict__.pop("forward", None)
+            if own is not None:
+                model.__dict__["forward"] = own
+
+
+@dataclass(frozen=True)
+class StateAlias:
+    """``holder[key]`` is the tensor that a module holds as ``states[name]``."""
+
+    holder: Any
+    key: Any
+    states: dict[str, Any]
+    name: str
+
+    def follow(self) -> None:
+        """Hold what the module holds now."""
+        self.holder[self.key] = self.states[self.name]
+
+
+def aliases_of(model: nn.Module) -> list[StateAlias]:
+    """Places outside of modules' own tables that hold parameters or buffers."""
+    found = []
+    owners = {
+        id(tensor): (states, name)
+        for module in model.modules()
+        for states in (module._parameters, module._buffers)
+        for name, tensor in states.items()
+        if tensor is not None
+    }
+    modules = [vars(module) for module in model.modules()]
+    seen = {id(own[table]) for own in modules for table in ("_parameters", "_buffers", "_modules")}
+    waiting: list[Any] = [*modules]
+    while waiting and len(seen) < _MOST_OBJECTS:
+        holder = waiting.pop()
+        if id(holder) in seen:
+            continue
+        seen.add(id(holder))
+        for key, value in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
+            if isinstance(value, Tensor):
+                if id(value) in owners and isinstance(holder, dict | list):
+                    found.append(StateAlias(holder, key, *owners[id(value)]))
+            elif isinstance(value, dict | list | tuple):
+                waiting.append(value)
+            elif not isinstance(value, nn.Module | type) and isinstance(getattr(value, "__dict__", None), dict):
+                waiting.append(vars(value))
+    return found
+
+
+@contextmanager
+def _export_unaware() -> Iterator[None]:
+    """Inside, torch.export does not note which buffers of the outermost module are set: it would write to one after the
+    other, and to what another is still to be set to."""
+    hooks = nn_module._global_buffer_registration_hooks
+    others = {
+        number: hook for number, hook in hooks.items() if not getattr(hook, "__module__", "").startswith("torch.")
+    }
+    with mock.patch.object(nn_module, "_global_buffer_registration_hooks", OrderedDict(others)):
+        yield
+
+
+@dataclass(frozen=True)
+class _Write:
+    """``tensor``, which is of the model, takes ``value``, by ``how``."""
+
+    tensor: Tensor
+    value: Tensor
+    how: str
+
+
+@dataclass
+class _HeldStates:
+    """The model's buffers and parameters as forward finds them. ``plain``: tensors that are attributes and neither."""
+
+    model: nn.Module
+    states: dict[tuple[nn.Module, str, str], Tensor | None] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)  # by identity of a tensor
+    plain: dict[tuple[nn.Module, str], Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def by(cls, model: nn.Module) -> _HeldStates:
+        held = cls(model)
+        for path, module in model.named_modules():
+            for table in _TABLES:
+                for key, tensor in module.__dict__[table].items():
+                    held.states[module, table, key] = tensor
+                    if tensor is not None:
+                        held.names.setdefault(id(tensor), f"{path}.{key}" if path else key)
+            for key, value in vars(module).items():
+                if isinstance(value, Tensor):
+                    held.plain[module, key] = value
+        return held
+
+    def set_anew(self, data: _DataAccess) -> Iterator[_Write]:
+        """What forward has set as attributes, which are then as they were."""
+        for (module, key), plain in self.plain.items():
+            if id(plain) in data.read and vars(module).get(key) is not plain:
+                raise UnsupportedError(
+                    f"forward reads {self._name(module, key)!r}, a tensor that is no buffer, and sets it anew: a plan "
+                    "would read the old one at each step; register it (register_buffer)"
+                )
+        for module in self.model.modules():
+            for table, kind in _TABLES.items():
+                for key in module.__dict__[table]:
+                    if (module, table, key) not in self.states:
+                        raise UnsupportedError(
+                            f"forward registers the {kind} {self._name(module, key)!r}; expected it in the model "
+                            "before, of the shape that it is to have: a plan holds what there is when it is made"
+                        )
+        now = {place: place[0].__dict__[place[1]].get(place[2]) for place in self.states}
+        for (module, table, key), before in self.states.items():
+            value = now[module, table, key]
+            if value is before:
+                continue
+            name, kind = self._name(module, key), _TABLES[table]
+            if before is None or value is None:
+                raise UnsupportedError(
+                    f"forward sets the {kind} {name!r}, {_shown(before)}, to {_shown(value)}; expected the same shape: "
+                    f"a plan holds {kind}s of fixed shapes"
+                )
+            if kind == "parameter" and (before.requires_grad or value.requires_grad):
+                raise UnsupportedError(
+                    f"forward sets the parameter {name!r} anew, and one of the two takes a gradient, which no "
+                    "optimizer would know; expected a frozen parameter that is changed in place (.copy_(...))"
+                )
+            if any(held is before and now[place] is not value for place, held in self.states.items()):
+                raise UnsupportedError(
+                    f"forward sets the {kind} {name!r}, which has several names in the model, under one of them alone; "
+                    "expected a change in place (.copy_(...)), which all of them see"
+                )
+            module.__dict__[table][key] = before
+            yield _Write(before, data.now(value), f"sets the {kind} {name!r}")
+
+    def _name(self, module: nn.Module, key: str) -> str:
+        path = next((path for path, part in self.model.named_modules() if part is module), type(module).__name__)
+        return f"{path}.{key}" if path else key
+
+
+class _DataAccess(TorchFunctionMode):
+    """``x.data``, read and set, while forward is traced; and which plain tensors of the model are ``read``."""
+
+    def __init__(self, held: _HeldStates, inputs: Any, double: bool) -> None:
+        super().__init__()
+        self.held, self.double = held, double
+        self.inputs = {id(leaf) for leaf in pytree.tree_leaves(inputs)}
+        self.values: dict[int, tuple[Tensor, Tensor]] = {}  # by identity of a tensor: it, and what stands for it
+        self.read: set[int] = set()
+        self._plain = {id(t) for t in held.plain.values()}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._plain:
+            self.read |= {id(a) for a in pytree.tree_leaves((args, kwargs))} & self._plain
+        if func == _DATA_SET and isinstance(args[1], Tensor):
+            value = self.now(args[1])
+            _check_alike(f"sets .data of {self._name(args[0])}", args[0], value, self.double)
+            self.values[id(args[0])] = args[0], value
+            return None
+        if self.values:
+            alone = func == _DATA_GET or func is Tensor.detach or not torch.is_grad_enabled()
+            args, kwargs = pytree.tree_map(functools.partial(self.now, alone=alone), (args, kwargs))
+        return args[0].detach() if func == _DATA_GET else func(*args, **kwargs)
+
+    def now(self, value: Any, *, alone: bool = True) -> Any:
+        """What stands for a tensor, itself where nothing does. ``alone``: its gradient is not asked for."""
+        if not isinstance(value, Tensor) or id(value) not in self.values:
+            return value
+        if value.requires_grad and not alone:
+            raise UnsupportedError(
+                f"forward sets .data of {self._name(value)}, which takes a gradient, and reads it afterwards: its "
+                "gradient would be that of numbers that it no longer has. Change what is trained after the "
+                "optimizer's step, or freeze it (requires_grad_(False)) where it is not trained"
+            )
+        return self.values[id(value)][1]
+
+    def output(self, output: Any) -> Any:
+        """What forward gives, with what stands for its tensors."""
+        return pytree.tree_map(functools.partial(self.now, alone=False), output) if self.values else output
+
+    def writes(self) -> Iterator[_Write]:
+        """What was set of tensors that the trace is given: of the model, or its inputs."""
+        for tensor, value in self.values.values():
+            if id(tensor) in self.held.names or id(tensor) in self.inputs:
+                yield _Write(tensor, value, f"sets .data of {self._name(tensor)}")
+
+    def _name(self, tensor: Tensor) -> str:
+        name = self.held.names.get(id(tensor))
+        return "a tensor" if name is None else repr(name)
+
+
+def _write_all(writes: Iterable[_Write], held: _HeldStates, double: bool) -> None:
+    """At the end of forward: what was set goes into the memory that the model has."""
+    last = {id(w.tensor): w for w in writes}  # under one of the names of a tensor that has several
+    if not last:
+        return
+    for write in last.values():
+        _check_alike(write.how, write.tensor, write.value, double)
+    _check_apart(last, held)
+    values = [w.value.clone() if _is_given(w.value) else w.value for w in last.values()]
+    with torch.no_grad():
+        for write, value in zip(last.values(), values, strict=True):
+            write.tensor.copy_(value)
+
+
+def _check_apart(writes: Mapping[int, _Write], held: _HeldStates) -> None:
+    """Raise :class:`UnsupportedError` where states share memory after forward, and one of them is changed in place."""
+    before = {id(t): t for t in held.states.values() if t is not None}
+    after = {key: writes[key].value if key in writes else tensor for key, tensor in before.items()}
+    memory = {key: _memory(tensor) for key, tensor in after.items()}
+    changed = {memory_of(to) for node in _nodes(memory.values()) for to in written_by(node)}
+    for key, write in writes.items():
+        sharing = [k for k in after if memory[k] is memory.get(key) and _overlap(after[k], write.value)]
+        moved = any(before[k].requires_grad or _memory(before[k]) in changed for k in sharing)
+        if key in memory and memory[key] is not None and len(sharing) > 1 and moved:
+            others = ", ".join(repr(held.names[k]) for k in sharing if k != key)
+            raise UnsupportedError(
+                f"forward {write.how} to memory that it shares from then on with {others}, of which one is changed "
+                "in place; expected a copy: .copy_(...), or clone()"
+            )
+
+
+def _nodes(some: Iterable[fx.Node | None]) -> Iterable[fx.Node]:
+    """All nodes of the graph that ``some`` are in."""
+    return next((node.graph.nodes for node in some if node is not None), ())
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors in the same memory may have elements in common."""
+    (start, end), (first, last) = (
+        (t.storage_offset(), t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))
+        for t in (one, other)
+    )
+    return start <= last and first <= end
+
+
+def _is_given(tensor: Tensor) -> bool:
+    """Whether a tensor has the memory of a state or an input."""
+    memory = _memory(tensor)
+    return memory is not None and memory.op == "placeholder"
+
+
+def _check_alike(what: str, tensor: Tensor, value: Tensor, double: bool) -> None:
+    both_float = double and tensor.dtype.is_floating_point and value.dtype.is_floating_point
+    if tensor.shape == value.shape and (tensor.dtype == value.dtype or both_float):
+        return
+    wanted = "shape" if tensor.shape != value.shape else "type"
+    raise UnsupportedError(
+        f"forward {what}, {_shown(tensor)}, to {_shown(value)}; expected the same {wanted}: a plan holds states of "
+        "fixed shapes and types"
+    )
+
+
+def _node_of(tensor: Tensor) -> fx.Node | None:
+    """The node of the trace that makes a tensor."""
+    mode = get_proxy_mode()
+    slot = get_proxy_slot(tensor, mode.tracer, None) if mode is not None else None
+    return slot.proxy.node if slot is not None else None
+
+
+def _memory(tensor: Tensor) -> fx.Node | None:
+    node = _node_of(tensor)
+    return memory_of(node) if node is not None else None
+
+
+def _shown(value: Tensor | None) -> str:
+    if value is None:
+        return "None"
+    return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
+
+
+def _averages(module: _BatchNorm) -> bool:
+    """Whether a module asks how many batches it has seen."""
+    plain = type(module).forward is _BatchNorm.forward
+    return plain and module.momentum is None and module.training and module.num_batches_tracked is not None
+
+
+def _averaging_forward(self: _BatchNorm, input: Tensor) -> Tensor:
+    self._check_input_dim(input)
+    assert self.running_mean is not None
+    assert self.running_var is not None
+    assert self.num_batches_tracked is not None
+    self.num_batches_tracked.add_(1)
+    mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
+    result = nn.functional.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
+    for held, seen in ((self.running_mean, mean), (self.running_var, variance)):
+        held.add_((seen - held) / self.num_batches_tracked)
+    return result
+
+
+_PLACE = ("path", "source", "stack")
+
+
+def settle_updates(captured: Captured) -> dict[str, fx.Node]:
+    """The operator of each state that forward changes. The graph is changed in place, and returns what these give.
+
+    Raises :class:`UnsupportedError` for a parameter that is trained.
+    """
+    if not captured.updates:
+        return {}
+    _check_frozen(captured)
+    graph = captured.graph
+    output = graph.output_node()
+    by_name = {n.name: n for n in graph.nodes}
+    made: dict[str, fx.Node] = {}
+    for state, name in captured.updates.items():
+        value = by_name[name]
+        with graph.inserting_before(output if value.op == "placeholder" else value.next):
+            made[state] = _settled(graph, value, captured.states[state])
+    named = {captured.loss, *(o.value for o in captured.outputs)}
+    returned: tuple[fx.Node, ...] = output.args[0]  # type: ignore[assignment]
+    output.args = ((*(n for n in returned if n.name in named), *made.values()),)
+    return made
+
+
+def with_frozen_as_buffers(states: Mapping[str, State], changed: Collection[str]) -> dict[str, State]:
+    """``states``, the parameters among those that forward ``changed`` as buffers, which is what they are to a plan: no
+    optimizer steps them, and each rank takes what forward leaves in them."""
+    return {n: replace(s, kind="buffer") if n in changed and s.kind == "parameter" else s for n, s in states.items()}
+
+
+def _check_frozen(captured: Captured) -> None:
+    for name in captured.updates:
+        state = captured.states[name]
+        if state.kind == "parameter" and state.requires_grad:
+            raise UnsupportedError(
+                f"forward changes the parameter {name!r}, which is trained: the optimizer changes it too, from a "
+                "gradient of numbers that it no longer has. Expected a frozen parameter (requires_grad_(False)) or a "
+                "buffer; change what is trained after the optimizer's step"
+            )
+
+
+def _settled(graph: fx.Graph, value: fx.Node, state: State) -> fx.Node:
+    place = {k: value.meta[k] for k in _PLACE if k in value.meta}
+    place = place or {"path": state.name.rpartition(".")[0], "source": "", "stack": ()}
+
+    def then(target: torch._ops.OpOverload, node: fx.Node, **how: Any) -> fx.Node:
+        with graph.inserting_after(node) if node is not value else nullcontext():
+            after = graph.call_function(target, (node,), how)
+        after.meta = {**place, "val": infer(target, (node.meta["val"],), how)}
+        return after
+
+    made = then(aten.detach.default, value)
+    if made.meta["val"].dtype != state.spec.dtype:
+        return then(aten._to_copy.default, made, dtype=state.spec.dtype)
+    return then(aten.clone.default, made) if _may_be_held(value) else made
+
+
+def _may_be_held(node: fx.Node) -> bool:
+    """Whether a value may share its memory with a state or an input."""
+    while is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node.op == "placeholder"
+
+
+def leading_to(graph: fx.Graph, ends: Collection[fx.Node]) -> set[fx.Node]:
+    """``ends``, and the operators whose results go nowhere else."""
+    found = set(ends)
+    if not found:
+        return found
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and node.users and all(user in found for user in node.users):
+            found.add(node)
+    return found
+
+
+_LISTED = 256  # elements of a buffer whose values are listed; of larger ones only one value that all have is kept
+
+_LOOKED_AT = 1 << 20  # elements
+
+
+def initial_values(model: nn.Module | ExportedProgram, folded: FoldedModel) -> dict[str, Any]:
+    """By name of a buffer of ``folded`` that is no constant: the number that all of its elements are, or its values as
+    nested lists. Large ones, and those that have no values (on ``meta``), are left out."""
+    every: dict[str, Any] = (
+        {} if isinstance(model, ExportedProgram) else {"remove_duplicate": False}
+    )  # which that does not take
+    named = dict(model.named_buffers(**every))
+    found = {}
+    for name, state in folded.states.items():
+        value = next((named[n] for n in (name, *state.aliases) if n in named), None)
+        if state.kind == "buffer" and name not in folded.constants and value is not None:
+            written = _written(value)
+            if written is not None:
+                found[name] = written
+    return found
+
+
+def _written(value: Tensor) -> Any | None:
+    known = not (value.is_meta or isinstance(value, FakeTensor) or value.is_complex() or value.is_quantized)
+    if not known or value.layout != torch.strided or not 0 < value.numel() <= _LOOKED_AT:
+        return None
+    first = value.detach().flatten()[0]
+    if bool((value == first).all()):
+        return first.item()
+    return value.detach().cpu().tolist() if value.numel() <= _LISTED else None

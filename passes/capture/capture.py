@@ -1,0 +1,259 @@
+"""Capture: from an unmodified model to one flat functional graph.
+
+Provides: placeholders for states (parameters, buffers, constants that are read), then for inputs; operators on meta
+tensors with ``val``, ``path`` (the module that runs it), ``source`` (``file:line``) and ``stack`` (the module calls
+around it, outermost first: ``layers.0@1`` is the second call of ``layers.0``); an output node that lists the leaves
+that are tensors. Nothing else in the project looks at the model itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from passes.capture.assemble import assemble
+from passes.capture.export import Twin, cast, export, leaf_paths, make_twin, try_forward
+from passes.capture.functionalize import flatten_program
+from passes.capture.inputs import (
+    NO_BATCH,
+    Bound,
+    Inputs,
+    bind_inputs,
+    sample_batch,
+    sample_dims_of,
+    split_inputs,
+    without_numbers,
+)
+from passes.capture.tracing import Tracer, make_hookless_twin, notes_on_fixed
+from passes.capture.wrappers import check_inputs, check_model
+from passes.errors import InputsError, UnsupportedError
+from passes.ir.interpret import propagate
+from passes.ir.model import Captured, TensorSpec
+from passes.ir.rewrite import retype
+from passes.trace.autocast import autocast_on
+from passes.trace.autograd_functions import (
+    check_hooks,
+    collections_kept,
+    forward_hooks_of,
+    global_hooks_dropped,
+    hooks_refused,
+)
+from passes.trace.kv_cache import caches_matter
+
+__all__ = ["PRECISIONS", "Captured", "capture"]
+
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+# A value of a non-persistent buffer is in no checkpoint; small ones are kept with the plan.
+_KEPT_BUFFER_NUMEL = 1 << 16
+_FEW = 2  # samples of a batch, to see what forward does
+_CACHES_OFF = "generation caches are left out: use_cache is off in the plan"
+_CACHES_KEPT = (
+    "forward computes something else where it makes generation caches: the plan makes them, and returns none; "
+    "switch use_cache off in the model's configuration to plan it without"
+)
+
+
+def capture(
+    model: nn.Module | ExportedProgram,
+    inputs: Inputs,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    global_batch: int | None = None,
+    precision: str | None = None,
+    objective: str = "train",
+    device: str = "cpu",
+    lift_numbers: bool = True,
+) -> Captured:
+    """Trace ``model`` on one whole global batch. The model is not changed and no weight is copied.
+
+    Args:
+        inputs: a tuple (positional) or a dict (keyword arguments); ``None``: the program's or model's own sample.
+        loss: makes the scalar loss of the model's output; ``None``: the output is the loss or has it as ``loss``.
+        global_batch: the inputs' batch is a sample of this many.
+        precision: ``bf16``, ``fp16``, ``fp32`` or ``fp64``: parameters, buffers and inputs as ``model.to`` would cast
+            them; ``fp64`` also makes casts to other floating types inside the model casts to float64.
+        device: ``cpu`` or ``cuda``, on which the model is to run: what ``torch.autocast`` in forward is about.
+        lift_numbers: read Python numbers of the inputs as 0-dimensional tensors, where the forward allows it.
+
+    Raises :class:`CaptureError`, :class:`InputsError`, :class:`UnsupportedError`.
+    """
+    if precision is not None and precision not in PRECISIONS:
+        raise InputsError(f"precision must be one of {', '.join(PRECISIONS)} or None; got {precision!r}")
+    if autocast_on() is not None:
+        raise InputsError(
+            "the call is inside a region of torch.autocast, which is no part of the model; expected outside: leave it, "
+            "and give precision=, or put the region into the model's forward"
+        )
+    dtype = None if precision is None else PRECISIONS[precision]
+    if isinstance(model, nn.Module):
+        check_model(model)
+    check_inputs([leaf for part in split_inputs(model, inputs) for leaf in leaf_paths(part)])
+    if isinstance(model, ExportedProgram):
+        program, notes = _fit_program(model, inputs, global_batch)
+        if loss is not None:
+            raise InputsError("loss= needs the module: an ExportedProgram must return its loss itself")
+        canonical, kept = _canonical_names(program.state_dict.items()), {}
+        captured = assemble(flatten_program(program), canonical, with_loss=False)
+    else:
+        train = objective == "train"
+        of_hooks = list(check_hooks(model, train=train))
+        twin = make_hookless_twin(model, dtype, casts=device if dtype != torch.float64 else None)
+        arguments = bind_inputs(
+            twin, model, inputs, global_batch=global_batch, dtype=dtype, with_labels=train and loss is None
+        )
+        canonical, kept = _canonical_names(_named_tensors(model)), _unsaved_buffers(model, dtype)
+        with (
+            hooks_refused(of_hooks) if train else nullcontext(),
+            global_hooks_dropped(),
+            collections_kept(model, of_hooks),
+        ):
+            tracer = Tracer(model, dtype, loss, canonical, train, tuple(forward_hooks_of(model)))
+            before = tracer.state_of(twin.module)
+            twin, notes = _with_caches_settled(model, twin, arguments, dtype)
+            trace = tracer.capture(twin, arguments, lift_numbers, before)
+        captured = trace.captured
+        notes += (*dict.fromkeys(of_hooks), *_other_losses(captured, loss))
+        notes += _decided(captured, {canonical[name] for name in twin.asked})
+        notes += tuple(notes_on_fixed(captured.signature, trace.uses))
+    captured = captured.with_(notes=notes + captured.notes, constants=captured.constants | kept)
+    if precision == "fp64":
+        captured = _cast(captured, torch.float64, ("parameter", "buffer", "constant"))
+        retype(captured.graph, torch.float64)
+    elif dtype is not None and isinstance(model, ExportedProgram):
+        captured = _cast(captured, dtype, ("parameter", "buffer"))
+        propagate(captured.graph)
+    return captured
+
+
+def given_samples(model: nn.Module | ExportedProgram, inputs: Inputs) -> tuple[int, dict[str, int | None]]:
+    """How many samples the inputs of :func:`capture` have, and by path where.
+
+    Raises :class:`InputsError` where they have none.
+    """
+    count, dims = sample_dims_of(split_inputs(model, inputs))
+    if count is None:
+        raise InputsError(NO_BATCH)
+    return count, dims
+
+
+def _with_caches_settled(
+    model: nn.Module, twin: Twin, arguments: Bound, dtype: torch.dtype | None
+) -> tuple[Twin, tuple[str, ...]]:
+    """The twin to trace, and what is to be said of its generation caches."""
+    if not twin.caches:
+        return twin, ()
+    args, kwargs = (
+        without_numbers(arguments, twin, _FEW, dtype) if sample_batch(pytree.tree_leaves(arguments)) else arguments
+    )
+    run = functools.partial(try_forward, twin, args, kwargs, constants=True)
+    matter = caches_matter(twin.module, twin.mode, twin.caches, run)
+    twin = replace(make_hookless_twin(model, dtype, twin.mode, twin.casts, keep_caches=matter), asked=twin.asked)
+    return twin, (_CACHES_KEPT if matter else _CACHES_OFF,)
+
+
+def _decided(captured: Captured, asked: set[str]) -> tuple[str, ...]:
+    """What a plan takes for granted of the numbers of buffers by which forward has decided."""
+    changed = sorted(asked & set(captured.updates))
+    if changed:
+        raise UnsupportedError(
+            f"forward decides what it computes by the numbers of {changed[0]!r}, a buffer that it changes: a plan is "
+            "one way through forward; run the first step in one process, or decide outside of the model"
+        )
+    names = ", ".join(sorted(asked)[:3]) + (", ..." if len(asked) > 3 else "")
+    return (f"forward decides by the numbers of {names}: the plan is for those that it has now",) if asked else ()
+
+
+def _other_losses(captured: Captured, loss: Callable[[Any], Tensor] | None) -> tuple[str, ...]:
+    """A note for the user if the model returns a loss of its own that the argument ``loss`` replaces; else empty."""
+    returned = [output.value for output in captured.outputs if output.path == "loss"]
+    if loss is None or not set(returned) - {None, captured.loss}:
+        return ()
+    return ("what is trained on is what loss= makes of the output; the loss that the model itself returns is not",)
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+def _canonical_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """For every name the first name of the same tensor."""
+    first: dict[Any, str] = {}
+    return {name: first.setdefault(_identity(tensor), name) for name, tensor in named}
+
+
+def _identity(tensor: Tensor) -> Any:
+    if _without_numbers(tensor) or tensor.numel() == 0:
+        return id(tensor)
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _without_numbers(tensor: Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
+def _unsaved_buffers(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The values of small buffers that no checkpoint holds."""
+    saved = set(model.state_dict(keep_vars=True))
+    return {
+        name: buffer.detach().to("cpu", cast(buffer.dtype, dtype))
+        for name, buffer in model.named_buffers()
+        if name not in saved and not buffer.is_meta and buffer.numel() <= _KEPT_BUFFER_NUMEL
+    }
+
+
+# --- an exported program ----------------------------------------------------------------------------------------------
+def _fit_program(
+    program: ExportedProgram, inputs: Inputs, global_batch: int | None
+) -> tuple[ExportedProgram, tuple[str, ...]]:
+    """The program for these inputs: itself where its shapes are fixed, exported anew where they are not."""
+    if inputs is None and global_batch is None and _is_static(program):
+        return program, ()
+    args, kwargs = split_inputs(program, inputs)
+    module = program.module(check_guards=False)
+    twin = make_twin(module, None)
+    args, kwargs = without_numbers((args, kwargs), twin, global_batch, None)
+    fixed = [n for n in program.graph.nodes if n.op == "placeholder" and n.name in program.graph_signature.user_inputs]
+    leaves = pytree.tree_leaves((args, kwargs))
+    if len(leaves) != len(fixed):
+        raise InputsError(f"the ExportedProgram takes {len(fixed)} inputs; got {len(leaves)}")
+    for node, leaf in zip(fixed, leaves, strict=True):
+        want = node.meta["val"]
+        if isinstance(want, Tensor) and any(
+            isinstance(a, int) and a != b for a, b in zip(want.shape, leaf.shape, strict=False)
+        ):
+            raise InputsError(
+                f"the ExportedProgram was made for {node.name} of shape {tuple(want.shape)}; got {tuple(leaf.shape)}: "
+                "export it with a dynamic batch dim, or pass the module"
+            )
+    return (program if _is_static(program) else export(twin, args, kwargs)), ()
+
+
+def _is_static(program: ExportedProgram) -> bool:
+    values = [n.meta.get("val") for n in program.graph.nodes if n.op == "placeholder"]
+    return all(isinstance(s, int) for v in values if isinstance(v, Tensor) for s in v.shape)
+
+
+def _cast(captured: Captured, dtype: torch.dtype, kinds: tuple[str, ...]) -> Captured:
+    """Inputs, and states of ``kinds``, in ``dtype``; the graph's operators are left as they are."""
+
+    def recast(spec: TensorSpec) -> TensorSpec:
+        return replace(spec, dtype=cast(spec.dtype, dtype))
+
+    states = {k: replace(s, spec=recast(s.spec)) if s.kind in kinds else s for k, s in captured.states.items()}
+    inputs = [replace(i, spec=recast(i.spec)) for i in captured.inputs]
+    specs = {k: s.spec for k, s in states.items()} | {i.value: i.spec for i in inputs}
+    for node in captured.graph.nodes:
+        if node.op == "placeholder":
+            node.meta["val"] = specs[captured.placeholders[node.name]].meta()
+    constants = {k: c.to(specs[k].dtype) for k, c in captured.constants.items()}
+    return captured.with_(states=states, inputs=inputs, constants=constants)

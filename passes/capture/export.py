@@ -1,0 +1,485 @@
+"""Run ``torch.export`` on a twin of the user's model that holds no numbers.
+
+The twin is a deep copy in which every parameter and buffer is a fake tensor of the same shape and type, so that neither
+the user's model is touched nor a weight copied; tied weights stay tied. Plain tensors that a module holds as attributes
+are constants of the model and keep their values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import io
+import linecache
+import logging
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import FrameType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributions import Distribution
+from torch.export import ExportedProgram
+from torch.fx import proxy as fx_proxy
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.fx.proxy import TracerBase
+from torch.utils import _pytree as pytree
+
+from passes.capture.buffers import aliases_traced, writes_traced
+from passes.capture.wrappers import copy_model, leaves_text
+from passes.errors import CaptureError, InputsError, PartitionError
+from passes.experts.traced_loops import Hits, hits_traced
+from passes.faults import FRAME, is_users, shorten
+from passes.ir.lifted_numbers import LiftedNumber, LiftScope, NotLiftable, is_lifted, numbers_followed
+from passes.ops.experts import grouped_traced
+from passes.ops.fake_quantize import OBSERVERS_OFF, fused_quantizers_traced
+from passes.ops.random import draws_traced
+from passes.select.traced_selections import selections_traced
+from passes.trace.autocast import casts_traced
+from passes.trace.autograd_functions import traced_with_own_gradients
+from passes.trace.concrete_scalars import conversions_traced, numbers_known
+from passes.trace.inner_gradients import inner_gradients_traced
+from passes.trace.kv_cache import switch_caches_off
+from passes.trace.layer_equality import is_simple
+
+with contextlib.suppress(ImportError):  # where torch.export's tracer lives, which it imports at its first call
+    importlib.import_module("torch.export._trace")
+
+_CPU, _META = torch.device("cpu"), torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Counter:
+    """A Python number that the forward changes, the attribute ``name`` of the module ``path``. The traced copy of the
+    model holds it as the buffer ``buffer``, a 0-dimensional tensor; ``value``: what it is at first."""
+
+    path: str
+    name: str
+    buffer: str
+    value: int | float
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.path}.{self.name}" if self.path else self.name
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64 if isinstance(self.value, float) else torch.int64
+
+
+@dataclass(frozen=True)
+class Twin:
+    """The copy without numbers, and the mode that its tensors belong to.
+
+    ``caches``: its configurations in which generation caches were on; they are off, unless they are ``kept``.
+    ``casts``: the type of devices (``cpu``, ``cuda``) as on which ``torch.autocast`` casts; ``None``: it does not.
+    ``held``: the model's own buffers that have numbers; ``asked``: those by whose numbers forward has decided.
+    ``numbers``: by path, the planned values of inputs that are Python numbers; the forward gets a lifted number for
+    each, and ``scope`` holds what it did with them. ``counters``: Python numbers that the forward changes, as buffers.
+    ``attributes``: by module and name, attributes that are set before the forward runs; ``warm_up``: runs the forward
+    of a new twin once, before it is traced.
+    """
+
+    module: nn.Module
+    mode: FakeTensorMode
+    caches: tuple[Any, ...] = ()
+    casts: str | None = None
+    kept: bool = False
+    held: Mapping[str, Tensor] = field(default_factory=dict)
+    asked: set[str] = field(default_factory=set)
+    hits: Hits = field(default_factory=Hits)
+    numbers: Mapping[str, int | float] = field(default_factory=dict[str, int | float])
+    counters: tuple[Counter, ...] = ()
+    attributes: Mapping[tuple[str, str], Any] = field(default_factory=dict[tuple[str, str], Any])
+    warm_up: Callable[[Twin], None] | None = None
+    scope: LiftScope = field(default_factory=lambda: LiftScope(_line_now))
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        with self.mode:
+            return torch.empty(shape, dtype=dtype, device=_CPU)
+
+
+def make_twin(
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    mode: FakeTensorMode | None = None,
+    casts: str | None = None,
+    keep_caches: bool = False,
+) -> Twin:
+    """A twin of ``model``, its floating tensors in ``dtype`` (``None``: as they are), in ``mode`` or one of its own.
+
+    ``keep_caches``: generation caches are left on where they are on.
+
+    Raises :class:`CaptureError` where the model cannot be copied.
+    """
+    mode = mode or FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    memo: dict[int, Any] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        empty = torch.empty(tensor.shape, dtype=cast(tensor.dtype, dtype), device=_META)
+        return FakeTensor(mode, empty, _CPU)  # ten times as fast as an operator in the mode
+
+    for parameter in model.parameters():
+        made = memo[id(parameter)] = fake(parameter).requires_grad_(parameter.requires_grad)
+        made._is_param = True  # as ``nn.Parameter`` says it of a fake tensor, of which it takes another view first
+    for buffer in model.buffers():
+        memo[id(buffer)] = fake(buffer)
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and id(value) not in memo:
+                memo[id(value)] = fake(value) if value.is_meta else value.detach().to(_CPU)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            twin = copy_model(model, memo)
+    except Exception as error:
+        raise CaptureError(
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}); "
+            "keep what copy.deepcopy refuses (locks, handles, process groups) out of the module, "
+            "or pass an ExportedProgram"
+        ) from error
+    held = {n: b for n, b in model.named_buffers() if not b.is_meta and not isinstance(b, FakeTensor)}
+    return Twin(twin, mode, () if keep_caches else switch_caches_off(twin), casts, keep_caches, held)
+
+
+def cast(dtype: torch.dtype, to: torch.dtype | None) -> torch.dtype:
+    """What ``module.to(to)`` makes of a tensor of ``dtype``."""
+    return to if to is not None and dtype.is_floating_point else dtype
+
+
+def export(
+    twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool = True, diagnose: bool = True
+) -> ExportedProgram:
+    """Export the twin, to ``train`` it or not. Without ``diagnose``, what goes wrong is raised as it comes.
+
+    Raises :class:`InputsError` where forward itself fails on these inputs, :class:`CaptureError` with the model's line
+    and torch.export's reason where it cannot be traced.
+    """
+    drawn: list[str] = []
+    try:
+        own = traced_with_own_gradients() if train else contextlib.nullcontext()
+        casts = casts_traced(twin.casts, _line_now)
+        known = numbers_known(twin.module, twin.held, twin.asked, drawn)
+        contained, written = (
+            _in_containers(twin.module, bare=twin.kept),
+            writes_traced(twin.module, double=twin.casts is None),
+        )
+        aliases = aliases_traced(twin.module)
+        with (
+            _quiet(),
+            _lines_noted(),
+            own,
+            casts,
+            contained,
+            written,
+            aliases,
+            _inference_traced(),
+            inner_gradients_traced(_line_now),
+            grouped_traced(),
+            _conversions(twin),
+            known,
+            selections_traced(is_users),
+            draws_traced(_line_now),
+            fused_quantizers_traced(_line_now),
+            hits_traced(twin.hits),
+            _numbers_lifted(twin),
+        ):
+            program = torch.export.export(twin.module, args, kwargs, strict=False)
+        if twin.scope.problem:
+            raise NotLiftable(twin.scope.problem)
+        return program
+    except (PartitionError, NotLiftable):
+        raise
+    except Exception as error:
+        if not diagnose:
+            raise
+        failure = _forward_failure(twin, args, kwargs)
+        if failure is not None:
+            raise InputsError(_explain_failure(twin.module, failure, args, kwargs)) from error
+        raise CaptureError(_explain(twin.module, error, drawn)) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """None of torch's warnings, logs and dumps; encoder layers as operators, not as one fused inference kernel; and
+    distributions do not look at the numbers that they are given."""
+    fused, disabled = torch.backends.mha.get_fastpath_enabled(), logging.root.manager.disable
+    looks = Distribution._validate_args
+    torch.backends.mha.set_fastpath_enabled(False)
+    Distribution.set_default_validate_args(False)
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
+        Distribution.set_default_validate_args(looks)
+        logging.disable(disabled)
+
+
+@contextlib.contextmanager
+def _inference_traced() -> Iterator[None]:
+    """``torch.inference_mode`` switches gradients, as ``torch.no_grad`` does: torch.export does not see it."""
+
+    def enter(self: Any) -> None:
+        self._inference_mode_context = torch.is_grad_enabled()
+        torch.set_grad_enabled(not self.mode)
+
+    def leave(self: Any, *_: Any) -> None:
+        torch.set_grad_enabled(self._inference_mode_context)
+
+    with (
+        mock.patch.object(torch.inference_mode, "__enter__", enter),
+        mock.patch.object(torch.inference_mode, "__exit__", leave),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _in_containers(model: nn.Module, bare: bool) -> Iterator[None]:
+    """Forward's results are in containers that torch knows; ``bare``: without objects that it does not, as caches."""
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def contained(*args: Any, **kwargs: Any) -> Any:
+        output = in_containers(forward(*args, **kwargs))
+        return pytree.tree_map(lambda leaf: leaf if _is_plain(leaf) else None, output) if bare else output
+
+    with mock.patch.dict(model.__dict__, {"forward": contained}):
+        yield
+
+
+@contextlib.contextmanager
+def _numbers_lifted(twin: Twin) -> Iterator[None]:
+    """Inside, the twin's forward gets a :class:`LiftedNumber` for each tensor that stands for a Python number, and has
+    one in place of each attribute that is a counter, which is written back to its buffer in the end."""
+    if not twin.numbers and not twin.counters:
+        yield
+        return
+    forward = twin.module.forward
+
+    def lift(path: str, leaf: Any) -> Any:
+        if path not in twin.numbers or not isinstance(leaf, Tensor):
+            return leaf
+        return LiftedNumber(leaf, twin.numbers[path], ("given", path), twin.scope)
+
+    @functools.wraps(forward)
+    def lifted(*args: Any, **kwargs: Any) -> Any:
+        twin.scope.start()
+        holders = [(vars(twin.module.get_submodule(c.path)), c) for c in twin.counters]
+        for held, counter in holders:
+            buffer = twin.module.get_buffer(counter.buffer)
+            value = buffer.detach().clone()  # what is computed with is not what is written to
+            held[counter.name] = LiftedNumber(value, counter.value, ("state", counter.full_name), twin.scope)
+        output = forward(*map_leaves(lift, args), **map_leaves(lift, kwargs))
+        for held, counter in holders:
+            _write_counter(twin.module.get_buffer(counter.buffer), held[counter.name], counter, twin.scope)
+        return output
+
+    with mock.patch.dict(twin.module.__dict__, {"forward": lifted}), numbers_followed():
+        yield
+
+
+def _write_counter(buffer: Tensor, value: Any, counter: Counter, scope: LiftScope) -> None:
+    with torch.no_grad():
+        if is_lifted(value):
+            buffer.copy_(value.tensor)
+        elif type(value) in (int, float):
+            buffer.fill_(value)
+        else:
+            raise scope.refuse(f"{counter.full_name} = a {type(value).__name__}")
+        if isinstance(value, float) and not isinstance(counter.value, float):
+            raise scope.refuse(f"{counter.full_name}, a whole number, as a fraction")
+
+
+def _is_plain(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) or is_simple(leaf)
+
+
+@contextlib.contextmanager
+def _lines_noted() -> Iterator[None]:
+    """Operators keep the line of the user's function that calls them; torch.export keeps that of a ``forward``, and
+    takes the text of every frame for it."""
+    known = hasattr(TracerBase, "_filter_traceback_frames") and hasattr(fx_proxy, "CapturedTraceback")
+    if not known:  # another torch
+        yield
+        return
+    unchanged = mock.patch.object(TracerBase, "_filter_traceback_frames", lambda tracer, line: line)
+    with unchanged, mock.patch.object(fx_proxy, "CapturedTraceback", _Line):
+        yield
+
+
+class _Line(tuple[str, ...]):
+    """The line of the innermost frame that is the user's and inside a forward, where fx takes a whole traceback."""
+
+    @classmethod
+    def extract(cls) -> _Line:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and not is_users(frame.f_code.co_filename):
+            frame = frame.f_back
+        within = frame
+        while within is not None and within.f_code.co_name not in _ENTRIES:
+            within = within.f_back
+        if frame is None or within is None:
+            return cls()
+        return cls([f'File "{frame.f_code.co_filename}", line {frame.f_lineno}'])
+
+    def summary(self) -> _Line:
+        return self
+
+    def format(self) -> _Line:
+        return self
+
+
+_ENTRIES = ("forward", "with_loss")  # functions that a trace enters a model by; the latter calls its loss
+
+
+def try_forward(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any], *, constants: bool = False) -> Any:
+    """The twin's output without numbers; where its forward fails, the exception. ``constants``: what depends on neither
+    inputs nor weights has numbers."""
+    try:
+        mode = contextlib.nullcontext() if constants else twin.mode
+        with _quiet(), mode, torch.no_grad(), grouped_traced(), _conversions(twin), _numbers_lifted(twin):
+            return twin.module(*args, **kwargs)
+    except Exception as error:
+        return error
+
+
+def _conversions(twin: Twin) -> contextlib.AbstractContextManager[None]:
+    return conversions_traced(twin.module, double=twin.casts is None)
+
+
+def _forward_failure(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
+    """What forward raises by itself on these inputs, without being traced; not where it is for want of numbers."""
+    failure = try_forward(twin, args, kwargs)
+    torchs = type(failure).__module__.partition(".")[0] == "torch" or isinstance(failure, RecursionError)
+    wanting = torchs or any(word in str(failure).lower() for word in ("fake", "meta", "does not require grad"))
+    return failure if isinstance(failure, Exception) and not wanting else None
+
+
+def _explain_failure(model: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    return (
+        f"{type(model).__name__}.forward fails on these inputs{place_of(error)}: "
+        f"{type(error).__name__}: {_reason(error)}\n"
+        f"The inputs are {leaves_text([*leaf_paths(args), *leaf_paths(kwargs)])}."
+    )
+
+
+_NUMBERS = (
+    "shapes and control flow must not depend on tensors' numbers; change that line, or pass an ExportedProgram "
+    "(a loop that passes over experts without rows can go through all of them: no rows add nothing)"
+)
+_DRAWN = (
+    "a random number ({}) decides here what forward computes, and a plan is one way through forward for all steps: "
+    "compute both and let the number choose, as in x = torch.where(torch.rand(()) < p, layer(x), x), which draws one "
+    "number for the whole batch; or decide outside of the model"
+)
+_ASKS_LEN = re.compile(r"\blen\(")
+_LEN = (
+    "how many rows a mask selects only the data tell, and len() makes a number of it: ask for rows.shape[0], or for "
+    "rows.numel()"
+)
+# Functions of torch that ask for numbers -> what to write instead.
+_INSTEAD = {
+    "_detect_is_causal_mask": "torch looks whether a mask that is an input is causal: say so (is_causal=, of "
+    "nn.Transformer tgt_is_causal=), or make the mask in forward or in a buffer",
+    "ctc_loss": "the lengths of F.ctc_loss decide shapes: compute it outside of the model, or with plain operators",
+    "_calculate_qparams": f"an observer of fake quantisation {OBSERVERS_OFF}",
+    "flex_attention": "what flex_attention is given is no operator that can be sharded: use "
+    "scaled_dot_product_attention with a mask",
+}
+
+# What torch.export says -> what to do.
+_ADVICE = {
+    "RecursionError": "modules or calls are nested deeper than Python's limit: raise it (sys.setrecursionlimit), "
+    "unless forward calls itself without end",
+    "not a known type": "forward must return tensors, in tuples, lists, dicts, named tuples or dataclasses: a plan has "
+    "to know each of them",
+}
+
+
+def _explain(model: nn.Module, error: Exception, drawn: list[str]) -> str:
+    """Why the model cannot be traced; ``drawn``: the operators that drew what forward asked for last."""
+    called = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    where, said = place_of(error), f"{type(error).__name__}: {error}"
+    by_draw = [_DRAWN.format(", ".join(dict.fromkeys(drawn)))]
+    by_function = (_INSTEAD[name] for name in reversed(called) if name in _INSTEAD)
+    by_text = (advice for text, advice in _ADVICE.items() if text in said)
+    asks_len = _ASKS_LEN.search(where) and "integer" in str(error)
+    is_drawn = drawn and isinstance(error, GuardOnDataDependentSymNode)
+    instead = [*(by_draw if is_drawn else ()), *by_function, *by_text, *((_LEN,) if asks_len else ()), _NUMBERS][0]
+    return (
+        f"{type(model).__name__} cannot be traced{where}.\n"
+        f"torch.export says: {type(error).__name__}: {_reason(error)}\n{instead[0].upper()}{instead[1:]}."
+    )
+
+
+def _reason(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def place_of(error: Exception, *, but: str = "") -> str:
+    """`` at file:line (code)`` of the innermost frame that is the user's, and not of the file ``but``."""
+    frames = traceback.extract_tb(error.__traceback__)
+    user = [f for f in frames if is_users(f.filename) and f.filename != but]
+    if user:
+        return f" at {shorten(user[-1].filename)}:{user[-1].lineno} ({user[-1].line})"
+    named = [f for f in FRAME.findall(str(error)) if is_users(f[0])]
+    return f" at {shorten(named[-1][0])}:{named[-1][1]}" if named else ""
+
+
+def _line_now() -> str:
+    """`` (file:line)`` of the innermost frame that is the user's."""
+    frames = [f for f in traceback.extract_stack() if is_users(f.filename)]
+    return f" ({shorten(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+
+
+def line_of(frame: FrameType) -> str:
+    """`` at file:line (code)`` of a frame."""
+    code = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    return f" at {shorten(frame.f_code.co_filename)}:{frame.f_lineno}" + (f" ({code})" if code else "")
+
+
+def in_containers(tree: Any) -> Any:
+    """``tree`` with dicts for dataclasses, namespaces and mappings that torch takes for leaves."""
+    if isinstance(tree, Mapping):
+        fields: Any = tree
+    elif isinstance(tree, SimpleNamespace):
+        fields = vars(tree)
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        fields = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
+    else:
+        fields = None
+    if fields is not None and pytree.tree_is_leaf(tree):
+        return {name: in_containers(value) for name, value in fields.items()}
+    return tree if pytree.tree_is_leaf(tree) else pytree.tree_map(in_containers, tree)
+
+
+def leaf_paths(tree: Any) -> list[tuple[str, Any]]:
+    """The leaves of a pytree with their paths: ``logits``, ``0``, ``past.0.key``."""
+    leaves, _ = pytree.tree_flatten_with_path(tree)
+    return [(".".join(str(_key(k)) for k in path), leaf) for path, leaf in leaves]
+
+
+def map_leaves(change: Callable[[str, Any], Any], tree: Any) -> Any:
+    """``tree`` with ``change(path, leaf)`` in place of each leaf; paths are those of :func:`leaf_paths`."""
+    leaves, spec = pytree.tree_flatten(tree)
+    paths = [path for path, _ in leaf_paths(tree)]
+    return pytree.tree_unflatten([change(p, leaf) for p, leaf in zip(paths, leaves, strict=True)], spec)
+
+
+def _key(key: Any) -> Any:
+    for name in ("key", "idx", "name"):
+        if hasattr(key, name):
+            return getattr(key, name)
+    return key

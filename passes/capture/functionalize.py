@@ -1,0 +1,474 @@
+"""From an exported program to one flat graph of pure operators.
+
+Requires: an ``ExportedProgram``. Provides: a program whose graph has no sub-graphs (what enters a region without
+gradients passes through an explicit ``detach``), no assertions and no in-place operators; buffers that the model
+changes are its first outputs, as torch.export's signature lists them.
+
+Which tensors of a flat graph share memory, which carry gradients, and what is written behind a gradient's back.
+
+``with torch.no_grad(): y.clamp_()`` and ``y.detach().clamp_()`` change the numbers of ``y`` and leave its gradient as
+it was. A graph of pure operators says what is computed and differentiates that: it would stop the gradient. Such a
+tensor may be written to, but not be read afterwards. Neither may ``w.data.mul_()`` change what an operator before it
+keeps for its gradient: torch would compute that of the new numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._C._functorch import get_dynamic_layer_stack_depth, pop_dynamic_layer_stack_and_undo_to_depth
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+from torch.utils._pytree import TreeSpec
+
+from passes.capture.buffers import spell_out
+from passes.errors import UnsupportedError
+from passes.faults import source_of
+from passes.ir.inplace import remove_inplace
+from passes.trace.concrete_scalars import written_by
+
+aten = torch.ops.aten
+
+# Operators that return the very tensor that they are given where there is nothing to do, and when that is so: it keeps
+# its gradient even where gradients are off.
+_NOTHING: dict[Any, Callable[..., bool]] = {
+    aten.contiguous.default: lambda x, **options: not options and x.is_contiguous(),
+    aten.flatten.using_ints: lambda x, *_: x.dim() == 1,
+    aten.type_as.default: lambda x, other: x.dtype == other.dtype,
+    **dict.fromkeys(
+        (
+            aten.dropout.default,
+            aten.feature_dropout.default,
+            aten.alpha_dropout.default,
+            aten.feature_alpha_dropout.default,
+        ),
+        lambda x, p, train: p == 0 or not train,
+    ),
+    aten.positive.default: lambda x: True,
+    aten.real.default: lambda x: not x.is_complex(),
+    aten.conj.default: lambda x: not x.is_complex(),
+    aten.resolve_conj.default: lambda x: not x.is_complex(),
+    aten.resolve_neg.default: lambda x: not x.is_complex(),
+    aten.atleast_1d.default: lambda x: x.dim() >= 1,
+    aten.atleast_2d.default: lambda x: x.dim() >= 2,
+    aten.atleast_3d.default: lambda x: x.dim() >= 3,
+}
+
+
+def does_nothing(node: fx.Node) -> bool:
+    """Whether an operator returns its operand itself."""
+    condition = _NOTHING.get(node.target)
+    if condition is None:
+        return False
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    return isinstance(args[0], Tensor) and condition(*args, **kwargs)
+
+
+# Operators whose gradients are computed from no value of their operands or results, but for indices and masks.
+_KEEPS_NOTHING = frozenset(
+    {
+        aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor, aten.neg.default, aten.clone.default, aten.detach.default,
+        aten.cat.default, aten.stack.default, aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim,
+        aten.add_.Tensor, aten.sub_.Tensor, aten.copy_.default, aten._to_copy.default, aten.to.dtype,
+        aten.zeros_like.default, aten.ones_like.default, aten.empty_like.default, operator.getitem,
+    }
+)  # fmt: skip
+
+
+class Memory:
+    """Follows nodes in their order; the keys of all tables are nodes."""
+
+    def __init__(self) -> None:
+        self._memory: dict[fx.Node, fx.Node] = {}  # the first node of the same memory
+        self._history: dict[fx.Node, fx.Node] = {}  # the same, but what is detached begins anew
+        self._grad: dict[fx.Node, set[fx.Node]] = {}  # memory -> its histories with a gradient
+        self._without: dict[fx.Node, fx.Node] = {}  # what stands for a node where gradients are off -> that node
+        self._hidden: dict[fx.Node, fx.Node] = {}  # memory -> what wrote to it behind a gradient's back
+        self._kept: dict[fx.Node, fx.Node] = {}  # memory -> the first operator whose gradient may need its numbers
+        self._spoilt: list[tuple[fx.Node, fx.Node]] = []  # what writes to such memory, and that operator
+
+    def needs_grad(self, node: fx.Node) -> bool:
+        """Whether ``node`` has a gradient by now; a write to a view of it may have brought one."""
+        return self._history.get(node, node) in self._grad.get(self._memory.get(node, node), ())
+
+    def marks(self, node: fx.Node) -> None:
+        """``node`` has a gradient from now on, and so have its views."""
+        self._grad.setdefault(self._memory.get(node, node), set()).add(self._history.get(node, node))
+
+    def stands_for(self, detached: fx.Node, node: fx.Node) -> None:
+        """``detached`` was appended, to be ``node`` to operators where gradients are off."""
+        self._without[detached] = node
+        self.follows(detached)
+
+    def follows(self, made: fx.Node) -> None:
+        """``made`` was appended.
+
+        Raises :class:`UnsupportedError` where it reads what was written behind its gradient's back.
+        """
+        target, source = made.target, made.args[0] if made.args else None
+        detaches = target in (aten.detach.default, aten.detach_.default)
+        for operand in () if detaches else made.all_input_nodes:
+            self.reads(operand)
+        brings = not detaches and any(self.needs_grad(n) for n in made.all_input_nodes)
+        pieces = target is operator.getitem and source in self._memory
+        if isinstance(source, fx.Node) and (pieces or _is_alias(made, source)):
+            self._memory[made] = self._memory.get(source, source)
+            if _is_in_place(target):
+                source = self._without.get(source, source)  # it returns the very tensor
+            if not detaches:
+                self._history[made] = self._history.get(source, source)
+        for written in _written_nodes(made):
+            self._writes(made, written)
+            if brings and _is_in_place(target):
+                self.marks(written)
+            memory = self._memory.get(written, written)
+            if not self.needs_grad(written) and self._grad.get(memory):
+                self._hidden.setdefault(memory, made)
+        if brings:
+            self.marks(made)
+            alias = isinstance(source, fx.Node) and _is_alias(made, source) and not _is_in_place(target)
+            for kept in () if alias or target in _KEEPS_NOTHING else (*made.all_input_nodes, made):
+                self._kept.setdefault(self._memory.get(kept, kept), made)
+
+    def _writes(self, made: fx.Node, written: fx.Node) -> None:
+        """Note where ``made`` writes, by ``.data`` or ``detach()``, to what is kept."""
+        memory = self._memory.get(written, written)
+        apart = written not in self._without and self._history.get(written, written) is not memory
+        trained = memory.op == "placeholder" and self.needs_grad(memory)  # which may not be changed at all
+        if apart and memory in self._kept and memory is not written and not trained:
+            self._spoilt.append((made, self._kept[memory]))
+
+    def finish(self) -> None:
+        """Raises :class:`UnsupportedError` if some operator's gradient would be computed from numbers written later."""
+        for writer, reader in self._spoilt:
+            raise UnsupportedError(
+                f"forward changes a tensor in place by .data or detach() ({_text(writer)}) after an operator has read "
+                f"it ({_text(reader)}), whose gradient torch would compute from the new numbers; change it before it "
+                "is read, or set new ones (x.data = ...)"
+            )
+
+    def reads(self, node: fx.Node) -> None:
+        """Raises :class:`UnsupportedError` if ``node`` was written behind its gradient's back."""
+        writer = self._hidden.get(self._memory.get(node, node))
+        if writer is not None and self.needs_grad(node):
+            raise UnsupportedError(
+                f"forward changes a tensor in place behind the back of its gradient ({_text(writer)}) and reads it "
+                "afterwards; change a copy, or write what is meant: y = y + (changed - y).detach() for other numbers "
+                "under the old gradient, y = changed without torch.no_grad() for the gradient of the change"
+            )
+
+
+def _text(node: fx.Node) -> str:
+    """An operator's name and line."""
+    name = str(node.target).removeprefix("aten.").partition(".")[0]
+    return f"{name}, {source_of(node.meta.get('stack_trace')) or 'under torch.no_grad() or after detach()'}"
+
+
+def _is_alias(made: fx.Node, source: fx.Node) -> bool:
+    """Whether ``made`` has the memory of ``source``, its first argument, as far as the operator's schema tells."""
+    schema = getattr(made.target, "_schema", None)
+    if schema is None or not schema.returns or schema.returns[0].alias_info is None:
+        return False
+    return _dtype(made) is None or _dtype(made) == _dtype(source)  # ``to`` another type copies
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    value = node.meta.get("val")
+    return value.dtype if isinstance(value, Tensor) else None
+
+
+def _written_nodes(node: fx.Node) -> list[fx.Node]:
+    """What an operator writes to; where it changes shapes alone, nothing."""
+    shapes_alone = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.inplace_view in node.target.tags
+    return [] if shapes_alone else written_by(node)
+
+
+def _is_in_place(target: Any) -> bool:
+    """Whether what is written has the operator's gradient; the statistics that a norm keeps have none."""
+    return isinstance(target, torch._ops.OpOverload) and target._schema.name.endswith("_")
+
+
+_CHECKS = ("_assert", "sym_constrain", "_check", "_functional_assert")
+_CONSTANT_CHANGED = re.compile(r"Constant (\S+) is mutated")
+_NO_FUNCTION = re.compile(r"Found a custom .* has alias annotations: (\w+)::(\w+)")
+_CAUSE = re.compile(r"\n.*", re.DOTALL)
+_CALLS_FUNCTION = "_call_custom_autograd_function_in_pre_dispatch"
+_TRANSFORMS = "torch._functorch.predispatch"
+# In-place by their schema, but applied to tensors made for the purpose.
+_TO = {aten.to.dtype, aten.to.device, aten.to.other, aten.to.dtype_layout}
+_PURE: dict[Any, Any] = {aten.detach_.default: aten.detach.default}
+
+
+def flatten_program(program: ExportedProgram, own: Mapping[int, str] | None = None) -> ExportedProgram:
+    """The program, flat and functional. The one given is not changed.
+
+    ``own``: by address, the names of the tensors of the model that the program is of a copy of.
+    Raises :class:`UnsupportedError` for a region or operator that cannot be kept exact.
+    """
+    _check_followed(program, own or {})
+    inliner = _Inliner(_trainable(program))
+    graph = inliner.run(program)
+    functional = not spell_out(graph) and inliner.transforms is None and not inliner.closed
+    functional = functional and (not inliner.mutates or remove_inplace(graph))
+    flat = copy.copy(program)
+    flat._graph_module = fx.GraphModule({}, graph)
+    flat._graph_module.meta.update(program.graph_module.meta)
+    if functional:
+        return flat
+    _untie_buffers(flat)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        depth = get_dynamic_layer_stack_depth()
+        try:
+            decomposed: ExportedProgram = flat.run_decompositions({})
+        except Exception as error:
+            pop_dynamic_layer_stack_and_undo_to_depth(depth)  # transforms that were entered and not left
+            changed = _CONSTANT_CHANGED.match(str(error))
+            if changed:
+                raise UnsupportedError(
+                    f"forward changes {changed[1]!r}, a tensor that is no buffer; register it (register_buffer)"
+                ) from error
+            writer = _NO_FUNCTION.match(str(error))
+            if writer:
+                raise UnsupportedError(
+                    f"forward writes in place by {writer[1]}::{writer[2]}, of which torch knows no form that writes "
+                    f"nothing; call the function that returns a new tensor ({writer[2].removesuffix('_')}) instead"
+                ) from error
+            if inliner.transforms is None and "functionalization" in str(error):
+                raise UnsupportedError(
+                    f"what forward writes in place cannot be made functional: {_CAUSE.sub('', str(error)).strip()}; "
+                    "change a copy (clone()) instead"
+                ) from error
+            if inliner.transforms is None:
+                raise
+            raise UnsupportedError(
+                f"the torch.func transform {inliner.transforms.name}{_line_of(inliner.transforms, [])} cannot be "
+                f"traced anew ({type(error).__name__}): write what it computes with plain operators on tensors"
+            ) from error
+    return decomposed
+
+
+def _check_followed(program: ExportedProgram, own: Mapping[int, str]) -> None:
+    """Raise :class:`UnsupportedError` where a value of forward stands in the program as a constant without numbers,
+    on which torch goes down when it is written to, and where one of the model's ``own`` tensors does, by address."""
+    used = {n.name for n in program.graph.nodes if n.op == "placeholder" and n.users}
+    for spec in program.graph_signature.input_specs:
+        if spec.kind is not InputKind.CONSTANT_TENSOR or spec.arg.name not in used:
+            continue
+        name = str(spec.target)
+        constant = program.constants[name]
+        if isinstance(constant, FakeTensor) and name.rpartition(".")[2].startswith("lifted_tensor"):
+            raise UnsupportedError(
+                "forward computes a tensor in a way that torch.export does not follow, as by backward() inside "
+                "forward; write it with operators on tensors, or pass it as an input"
+            )
+        held = None if isinstance(constant, FakeTensor) or constant.is_meta else own.get(constant.data_ptr())
+        if held is not None:
+            raise UnsupportedError(
+                f"forward reads {held!r} in a way that copies of the model do not follow: through a closure, a global, "
+                "or a forward that was compiled or wrapped; read it as an attribute of the module (of "
+                "torch.compile(model.forward), pass the model as it was before)"
+            )
+
+
+def _untie_buffers(program: ExportedProgram) -> None:
+    """Let all readers and writers of a buffer know it by one name: what follows takes each for a tensor of its own."""
+    by_tensor: dict[int, fx.Node] = {}
+    held: dict[str, Any] = {**program.constants, **program.state_dict}
+    untied: dict[str, Tensor] = {}
+    nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+    for spec in program.graph_signature.input_specs:
+        if spec.kind not in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR) or str(spec.target) not in held:
+            continue
+        node, tensor = nodes[spec.arg.name], held[str(spec.target)]
+        first = by_tensor.setdefault(id(tensor), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            untied[str(spec.target)], node.meta["val"] = _apart(tensor), _apart(node.meta["val"])
+    program._state_dict = {n: untied.get(n, t) for n, t in program.state_dict.items()}
+    program._constants = {n: untied.get(n, t) for n, t in program.constants.items()}
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    """A tensor like another, in memory of its own."""
+    with tensor.fake_mode if isinstance(tensor, FakeTensor) else nullcontext():
+        return torch.empty_like(tensor)
+
+
+def _held_twice(program: ExportedProgram) -> dict[fx.Node, fx.Node]:
+    """The placeholders of constants that are a parameter or buffer of the module, which plain objects hold too."""
+    nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+    held: dict[str, Any] = {**program.constants, **program.state_dict}
+    specs = [(spec, held.get(str(spec.target)), nodes[spec.arg.name]) for spec in program.graph_signature.input_specs]
+    states = {
+        id(tensor): node
+        for spec, tensor, node in specs
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and tensor is not None
+    }
+    return {
+        node: states[id(tensor)]
+        for spec, tensor, node in specs
+        if spec.kind is InputKind.CONSTANT_TENSOR and id(tensor) in states
+    }
+
+
+def _trainable(program: ExportedProgram) -> set[str]:
+    """The placeholders of parameters that take a gradient."""
+    return {
+        spec.arg.name
+        for spec in program.graph_signature.input_specs
+        if spec.kind is InputKind.PARAMETER and program.state_dict[str(spec.target)].requires_grad
+    }
+
+
+class _Inliner:
+    """Copies a graph and its regions into one graph; knows which values so far may need a gradient."""
+
+    def __init__(self, trainable: set[str]) -> None:
+        self.graph = fx.Graph()
+        self.trainable = trainable
+        self.memory = Memory()
+        self.detached: dict[fx.Node, fx.Node] = {}
+        self.mutates = False
+        self.closed = False  # whether there are calls of functions that are to be traced anew
+        self.transforms: fx.Node | None = None  # the first of torch.vmap and its kin: gone once traced anew
+
+    def run(self, program: ExportedProgram) -> fx.Graph:
+        env: dict[fx.Node, Any] = {}
+        for node in program.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = self.graph.node_copy(node)
+                if node.name in self.trainable:
+                    self.memory.marks(env[node])
+        for constant, state in _held_twice(program).items():
+            env[constant] = env[state]
+        results = self.body(program.graph_module, env, grad=True)
+        fx.node.map_arg(results, self.memory.reads)
+        self.memory.finish()
+        self.graph.output(results)
+        return self.graph
+
+    def body(self, owner: fx.GraphModule, env: dict[fx.Node, Any], grad: bool) -> Any:
+        """Copy the operators of ``owner``'s graph; returns what it outputs. ``grad``: whether gradients are on."""
+        for node in owner.graph.nodes:
+            if node.op == "output":
+                return fx.node.map_arg(node.args[0], env.__getitem__)
+            if node.op == "get_attr":
+                env[node] = getattr(owner, str(node.target))
+            elif node.op == "call_function":
+                env[node] = self.operator(node, env, grad)
+        raise AssertionError("a graph ends in an output node")
+
+    def operator(self, node: fx.Node, env: dict[fx.Node, Any], grad: bool) -> Any:
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            return self.region(node, env, grad)
+        if node.target is operator.getitem and not isinstance(env[node.args[0]], fx.Node):  # type: ignore[index]
+            return env[node.args[0]][node.args[1]]  # type: ignore[index]
+        if not isinstance(node.target, torch._ops.OpOverload):
+            if self.transforms is None and getattr(node.target, "__module__", "") == _TRANSFORMS:
+                self.transforms = node
+            return self.copy(node, env, grad)
+        if node.target._schema.name.split("::")[1].startswith(_CHECKS):
+            return None
+        if _returns_itself(node) or (not grad and does_nothing(node)):
+            return env[node.args[0]]  # type: ignore[index]
+        self.mutates |= node.target._schema.is_mutable and node.target not in _PURE
+        return self.copy(node, env, grad)
+
+    def region(self, node: fx.Node, env: dict[fx.Node, Any], grad: bool) -> Any:
+        """Inline a sub-graph that runs with gradients or autocast switched."""
+        args: list[Any] = [env[a] if isinstance(a, fx.Node) else a for a in node.args]
+        name = node.target.name()  # type: ignore[union-attr]
+        if name == "wrap_with_set_grad_enabled":
+            enabled, owner, *operands = args
+            grad = bool(enabled)
+        elif name == "wrap_with_autocast" and args[2] is False:
+            owner, *operands = args[4:]
+        elif name == "wrap_with_autocast":
+            raise UnsupportedError(
+                f"the torch.autocast region{_line_of(node, args)} of an exported program cannot be kept exact: "
+                "pass the module, or take the region out and give the precision by partition(precision=...)"
+            )
+        elif name == "flat_apply" and (function := _own_function(args)) is not None and not self._needs_grad(args):
+            return self.applied(node, function, *pytree.tree_unflatten(args[2:], args[1]))
+        else:
+            raise UnsupportedError(
+                f"the operator {name}{_line_of(node, args)} runs a function of its own, which cannot be partitioned: "
+                "write it without torch.cond, while_loop and their kin"
+            )
+        inner = [n for n in owner.graph.nodes if n.op == "placeholder"]
+        return self.body(owner, dict(zip(inner, operands, strict=True)), grad)
+
+    def _needs_grad(self, args: list[Any]) -> bool:
+        return any(isinstance(a, fx.Node) and self.memory.needs_grad(a) for a in args)
+
+    def applied(self, node: fx.Node, function: Callable[..., Any], args: Any, kwargs: Any) -> fx.Node:
+        """A call of a ``torch.autograd.Function`` that torch.export leaves closed, to be opened when it is traced anew:
+        without a gradient it is what its forward is."""
+        made = self.graph.call_function(function, args, kwargs)
+        made.meta = dict(node.meta)
+        self.memory.follows(made)
+        self.closed = True
+        return made
+
+    def copy(self, node: fx.Node, env: dict[fx.Node, Any], grad: bool) -> fx.Node:
+        def operand(n: fx.Node) -> Any:
+            value = env[n]
+            return self.without_grad(value, node) if not grad and self.memory.needs_grad(value) else value
+
+        made = self.graph.node_copy(node, operand)
+        made.target = _PURE.get(node.target, node.target)
+        self.memory.follows(made)
+        return made
+
+    def without_grad(self, value: fx.Node, reader: fx.Node) -> fx.Node:
+        if not _floating(value):
+            return value
+        if value not in self.detached:
+            self.detached[value] = self.graph.call_function(aten.detach.default, (value,))
+            self.detached[value].meta = {**reader.meta, "val": value.meta["val"]}
+            self.memory.stands_for(self.detached[value], value)
+        return self.detached[value]
+
+
+def _line_of(node: fx.Node, args: list[Any]) -> str:
+    """`` (file:line)`` of a region, or of the first operator in it that has one."""
+    inner = [n for a in args if isinstance(a, fx.GraphModule) for n in a.graph.nodes]
+    lines = [source_of(n.meta.get("stack_trace")) for n in (node, *inner)]
+    return next((f" ({line})" for line in lines if line), "")
+
+
+def _own_function(args: list[Any]) -> Callable[..., Any] | None:
+    """What calls a ``torch.autograd.Function`` by name, if that is what a closed call is of."""
+    function = getattr(pytree.tree_unflatten([], args[0]), "func", None) if isinstance(args[0], TreeSpec) else None
+    return function if getattr(function, "__name__", "") == _CALLS_FUNCTION else None
+
+
+def _returns_itself(node: fx.Node) -> bool:
+    """Whether a ``to`` changes nothing: its result is then the very tensor that it is given."""
+    if node.target not in _TO or not isinstance(node.args[0], fx.Node):
+        return False
+    given = dict(zip([a.name for a in node.target._schema.arguments], node.args, strict=False)) | node.kwargs
+    before, after = node.args[0].meta.get("val"), node.meta.get("val")
+    if (
+        given.get("copy")
+        or given.get("memory_format")
+        or not (isinstance(before, Tensor) and isinstance(after, Tensor))
+    ):
+        return False
+    return (before.dtype, before.device, before.layout) == (after.dtype, after.device, after.layout)
+
+
+def _floating(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)

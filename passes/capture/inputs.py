@@ -1,0 +1,188 @@
+"""One whole global batch for a model: completed, checked against ``forward``, and without numbers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from passes.capture.export import Twin, cast, leaf_paths, map_leaves, try_forward
+from passes.errors import InputsError
+from passes.ir.model import Argument
+
+Inputs = tuple[Any, ...] | Mapping[str, Any] | None
+
+Bound = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
+NO_BATCH = "no input has a batch dim: every input is 0-dimensional; pass inputs whose first dim is the batch"
+
+
+def bind_inputs(
+    twin: Twin,
+    original: nn.Module,
+    inputs: Inputs,
+    *,
+    global_batch: int | None,
+    dtype: torch.dtype | None,
+    with_labels: bool,
+) -> Bound:
+    """The arguments for the twin's forward; every tensor is a fake one of its own, its batch dim ``global_batch``.
+
+    ``with_labels``: where the model's own dummy inputs are used, add labels if its forward then gives a loss.
+    Raises :class:`InputsError` where there are no inputs or forward does not take them.
+    """
+    args, kwargs = split_inputs(original, inputs)
+    check_signature(type(original).__name__, original.forward, args, kwargs)
+    (args, kwargs) = without_numbers((args, kwargs), twin, global_batch, dtype)
+    if inputs is None and with_labels:
+        kwargs = _add_labels(twin, kwargs)
+    return args, kwargs
+
+
+def plain_numbers(arguments: Bound) -> dict[str, int | float]:
+    """By path, the Python numbers among the arguments; ``True`` and ``False`` are none."""
+    leaves = [(path, leaf) for part in arguments for path, leaf in leaf_paths(part)]
+    return {path: leaf for path, leaf in leaves if type(leaf) in (int, float)}
+
+
+def lift_leaves(arguments: Bound, twin: Twin) -> Bound:
+    """The arguments with a 0-dimensional tensor for each number that the twin lifts."""
+
+    def lift(path: str, leaf: Any) -> Any:
+        if path not in twin.numbers:
+            return leaf
+        return twin.empty((), torch.float64 if isinstance(leaf, float) else torch.int64)
+
+    args, kwargs = arguments
+    return map_leaves(lift, args), map_leaves(lift, kwargs)
+
+
+def arguments_of(model: nn.Module) -> tuple[Argument, ...]:
+    """The parameters of the model's ``forward`` that have a name, in order, with their defaults."""
+    found = []
+    for name, parameter in inspect.signature(model.forward).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        required = parameter.default is parameter.empty
+        plain = required or type(parameter.default) in (bool, int, float, str, type(None))
+        found.append(Argument(name, parameter.default if plain and not required else None, required, plain))
+    return tuple(found)
+
+
+def split_inputs(model: nn.Module | ExportedProgram, inputs: Any) -> Bound:
+    """The positional and keyword arguments that ``inputs`` are; ``None``: the model's or program's own.
+
+    Raises :class:`InputsError` where there are none, and for what is no inputs.
+    """
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, Tensor):
+        return (inputs,), {}
+    if isinstance(inputs, tuple | list):
+        return tuple(inputs), {}
+    if inputs is None:
+        return _examples(model) if isinstance(model, ExportedProgram) else ((), _dummy_inputs(model))
+    raise InputsError(
+        "inputs must be a tuple (positional) or a dict (keyword arguments), one whole global batch; "
+        f"got {type(inputs).__name__}"
+    )
+
+
+def _examples(program: ExportedProgram) -> Bound:
+    """What a program was exported with."""
+    if program.example_inputs is None:
+        raise InputsError("the ExportedProgram carries no example inputs: pass inputs=")
+    args, kwargs = program.example_inputs
+    return args, kwargs
+
+
+def _dummy_inputs(model: nn.Module) -> dict[str, Any]:
+    """A Hugging Face model's own sample."""
+    config, main = getattr(model, "config", None), getattr(model, "main_input_name", None)
+    accepted = inspect.signature(model.forward).parameters
+    size = getattr(config, "image_size", None)
+    if main == "pixel_values" and size is not None:
+        height, width = size if isinstance(size, tuple | list) else (size, size)
+        return {main: torch.empty(2, getattr(config, "num_channels", 3), height, width, device="meta")}
+    sample = getattr(model, "dummy_inputs", None)
+    if isinstance(sample, dict) and main in sample:
+        return {k: v for k, v in sample.items() if k in accepted}
+    takes = ", ".join(accepted)
+    raise InputsError(
+        f"{type(model).__name__} has no inputs of its own: pass inputs=(...) for positional or inputs={{...}} for "
+        f"keyword arguments, one whole global batch (meta tensors are fine); forward takes ({takes})"
+    )
+
+
+def check_signature(name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise :class:`InputsError` where ``forward`` does not take these arguments."""
+    signature = inspect.signature(forward)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        got = [f"{len(args)} positional"] if args else []
+        got += list(kwargs)
+        raise InputsError(
+            f"the inputs do not fit {name}.forward: {error}; it takes {signature}, the inputs are ({', '.join(got)})"
+        ) from None
+
+
+def without_numbers(tree: Any, twin: Twin, global_batch: int | None, dtype: torch.dtype | None) -> Any:
+    """``tree`` with a fake tensor of its own at every tensor leaf, the sample's batch enlarged to ``global_batch``."""
+    leaves, spec = pytree.tree_flatten(tree)
+    sample = sample_batch(leaves)
+    if global_batch is not None and sample is None:
+        raise InputsError(f"global_batch is given, but {NO_BATCH}")
+    made = [
+        twin.empty(enlarged(leaf, sample, global_batch), cast(leaf.dtype, dtype))
+        if isinstance(leaf, Tensor)
+        else python_number(leaf)
+        for leaf in leaves
+    ]
+    return pytree.tree_unflatten(made, spec)
+
+
+def python_number(value: Any) -> Any:
+    """``value``, of NumPy's numbers as Python's own."""
+    return value.item() if isinstance(value, np.number | np.bool_) else value
+
+
+def sample_batch(leaves: list[Any]) -> int | None:
+    """The size of the first dim of the first tensor that has one."""
+    return next((int(leaf.shape[0]) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
+
+
+def sample_dims_of(arguments: Bound) -> tuple[int | None, dict[str, int | None]]:
+    """The samples of a batch, and in each tensor, by path, the dim that :func:`enlarged` takes for theirs."""
+    leaves = [(path, leaf) for part in arguments for path, leaf in leaf_paths(part) if isinstance(leaf, Tensor)]
+    sample = sample_batch([leaf for _, leaf in leaves])
+    return sample, {p: next((d for d, size in enumerate(x.shape) if size == sample), None) for p, x in leaves}
+
+
+def enlarged(tensor: Tensor, sample: int | None, global_batch: int | None) -> tuple[int, ...]:
+    """The shape of ``tensor`` with its first dim of ``sample`` elements made ``global_batch``."""
+    shape = list(tensor.shape)
+    if global_batch is not None and sample in shape:
+        shape[shape.index(sample)] = global_batch
+    return tuple(shape)
+
+
+def _add_labels(twin: Twin, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """``kwargs`` with the first labels that make the model give a loss: one per token, one per sample."""
+    if "labels" not in inspect.signature(twin.module.forward).parameters or "labels" in kwargs:
+        return kwargs
+    main = next((v for v in kwargs.values() if isinstance(v, Tensor)), None)
+    if main is None:
+        return kwargs
+    per_token = kwargs.get("decoder_input_ids", main)
+    shapes = ([tuple(per_token.shape)] if not per_token.is_floating_point() else []) + [tuple(main.shape[:1])]
+    for shape in shapes:
+        labelled = {**kwargs, "labels": twin.empty(shape, torch.int64)}
+        if isinstance(getattr(try_forward(twin, (), labelled), "loss", None), Tensor):
+            return labelled
+    return kwargs

@@ -1,0 +1,491 @@
+"""State of the forward that is in no tensor: attributes, globals, closures, generators of Python and NumPy, the clock.
+
+A trace runs the forward once. A counter that it counts, a draw of Python's generator, the time of day would stay what
+they were then. :class:`PythonState` is taken before a trace and compared after it: what has changed is state, and
+``passes/capture/capture.py`` makes it a buffer, shows that it has no effect, or refuses the model. The caller's own
+objects are given back as they were.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import enum
+import functools
+import hashlib
+import itertools
+import random
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+
+from passes.capture.export import line_of
+from passes.faults import is_users
+from passes.ir.lifted_numbers import is_lifted
+from passes.ir.model import Captured
+
+_PLAIN = (bool, type(None), int, float, str, complex, bytes, torch.dtype, torch.device, torch.Size)
+
+_CONTAINERS = (list, tuple, set, frozenset, collections.deque, dict)
+_MOST_ELEMENTS = 4096  # of a container that is looked into
+_DEPTH = 6
+_OWN = frozenset({*vars(nn.Module()), "forward"}) - {"training"}  # attributes of every module, looked at elsewhere
+_CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
+_FIRST_DRAWS = (0.02, 0.98)  # a draw below the one and a draw above the other tell what a draw can change
+_SEEDS = 4096
+_MOST_NUMBERS = 1 << 22  # of a value that is computed to be compared
+
+Attributes = dict[tuple[str, str], tuple[Any, Any]]  # (module, name) -> how it is told, and its value
+
+
+@dataclass(frozen=True)
+class StateChange:
+    """A piece of Python state that the forward changes. ``what``: for messages; ``module``, ``name``: of an attribute
+    of a module, its place; ``before``, ``after``: where both are Python numbers."""
+
+    what: str
+    module: str | None = None
+    name: str = ""
+    before: int | float | None = None
+    after: int | float | None = None
+    generator: bool = False
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is an attribute of a module that was a number and is one."""
+        return self.module is not None and self.before is not None and self.after is not None
+
+
+@dataclass
+class _Variable:
+    """A variable outside of the traced copy, which the caller shares. ``content``: a copy of a container's elements."""
+
+    what: str
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+    value: Any
+    content: Any
+    told: Any
+
+    def restore(self) -> None:
+        if self.read() is not self.value:
+            self.write(self.value)
+        if self.content is not None and not _holds_same(self.value, self.content):
+            self.value.clear()
+            if isinstance(self.value, set | dict):
+                self.value.update(self.content)
+            else:
+                self.value.extend(self.content)
+
+
+def _holds_same(one: Any, other: Any) -> bool:
+    """Whether two containers of one type hold the same objects, in one order."""
+    if isinstance(one, dict):
+        one, other = [*one.keys(), *one.values()], [*other.keys(), *other.values()]
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+
+
+@dataclass
+class PythonState:
+    """What the code of a model can change besides tensors, as it is now."""
+
+    attributes: Attributes
+    places: list[_Variable]
+    generators: list[tuple[str, Any, Any]]  # what it is, the generator, its state
+
+    @classmethod
+    def of(cls, module: nn.Module, *functions: Any) -> PythonState:
+        """The state of ``module``, a copy that is to be traced, and of what its code and ``functions`` can reach."""
+        generators: dict[int, tuple[str, Any, Any]] = {}
+        for name, generator in (("Python's random", random), ("NumPy's random", np.random)):
+            generators[id(generator)] = (name, generator, _generator_state(generator))
+        places = list(_places(module, functions))
+        for place in places:
+            if _generator_state(place.value) is not None:
+                generators.setdefault(id(place.value), (place.what, place.value, _generator_state(place.value)))
+        return cls(attributes_of(module), places, list(generators.values()))
+
+    def changes(self, after: Attributes) -> list[StateChange]:
+        """What has changed since; ``after``: the attributes of the traced copy when its forward had run."""
+        found = list[StateChange]()
+        for (path, name), (told, value) in after.items():
+            before = self.attributes.get((path, name))
+            if before is None or before[0] != told:
+                of = f"the attribute {name!r} of {f'the module {path!r}' if path else 'the model'}"
+                was = None if before is None else before[1]
+                generator = _generator_state(value) is not None
+                found.append(StateChange(of, path, name, _number(was), _number(value), generator))
+        found += [StateChange(p.what) for p in self.places if _told(p.read(), {}) != p.told]
+        found += [
+            StateChange(what, generator=True)
+            for what, generator, state in self.generators
+            if not _same_state(_generator_state(generator), state)
+        ]
+        return found
+
+    def restore(self) -> None:
+        """Give the caller's variables and generators back as they were."""
+        for place in self.places:
+            place.restore()
+        for _, generator, state in self.generators:
+            _set_generator_state(generator, state)
+
+    def draw_first(self, module: nn.Module, below: bool) -> None:
+        """Seed all generators, those of ``module`` among them, so that the first number in [0, 1) that each draws is an
+        extreme one."""
+        own = [value for part in module.modules() for value in vars(part).values()]
+        for generator in (*(g for _, g, _ in self.generators), *(v for v in own if _generator_state(v) is not None)):
+            _seed_generator(generator, below)
+
+
+# --- what can be changed ----------------------------------------------------------------------------------------------
+def attributes_of(module: nn.Module) -> Attributes:
+    """The attributes of a module and its parts, as they are now."""
+    known: dict[int, Any] = {}
+    return {
+        (path, name): (_told(value, known), value)
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if name not in _OWN
+    }
+
+
+def _places(module: nn.Module, functions: tuple[Any, ...]) -> Iterator[_Variable]:
+    """The variables that code can reach: of the classes of the model's modules, of their files, of closures."""
+    seen: set[int] = set()
+    classes = {cls for part in module.modules() for cls in type(part).__mro__ if _has_code_of_users(cls.__module__)}
+    codes = [f for f in functions if f is not None]
+    codes += [v for part in module.modules() for n, v in vars(part).items() if n not in _OWN and _is_function(v)]
+    for cls in classes:
+        for name, value in list(vars(cls).items()):
+            if not name.startswith("__") and _is_data(value):
+                what = f"the attribute {name!r} of the class {cls.__qualname__}"
+                yield _place(what, vars(cls), name, functools.partial(setattr, cls, name))
+            elif _is_function(value):
+                codes.append(value)
+    names = {cls.__module__ for cls in classes}
+    for function in _functions_in(codes):
+        names.add(function.__module__ or "")
+        for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+            if id(cell) not in seen and _cell_has_data(cell):
+                seen.add(id(cell))
+                what = f"the variable {variable!r} that {function.__qualname__} closes over"
+                yield _place(what, cell, "cell_contents", functools.partial(setattr, cell, "cell_contents"))
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), vars(function)):
+            if isinstance(value, list | dict | set | collections.deque) and id(value) not in seen:
+                seen.add(id(value))
+                yield _kept(f"a default value of {function.__qualname__}", value)
+    for name in names:
+        file = sys.modules.get(name)
+        for variable, value in list(vars(file).items()) if file is not None and _has_code_of_users(name) else ():
+            if not variable.startswith("__") and _is_data(value):
+                what = f"the global {variable!r} of {name}"
+                yield _place(what, vars(file), variable, functools.partial(setattr, file, variable))
+
+
+def _place(what: str, holder: Any, name: str, write: Callable[[Any], None]) -> _Variable:
+    def read() -> Any:
+        return holder[name] if isinstance(holder, Mapping) else getattr(holder, name)
+
+    value = read()
+    return _Variable(what, read, write, value, _copied(value), _told(value, {}))
+
+
+def _kept(what: str, value: Any) -> _Variable:
+    return _Variable(what, lambda: value, lambda _: None, value, _copied(value), _told(value, {}))
+
+
+def _copied(value: Any) -> Any:
+    mutable = isinstance(value, list | set | dict | collections.deque) and len(value) <= _MOST_ELEMENTS
+    return type(value)(value) if mutable and type(value) in (list, set, dict, collections.deque) else None
+
+
+def _functions_in(codes: list[Any]) -> Iterator[types.FunctionType]:
+    """The functions written in Python among ``codes``, and those that they wrap or close over."""
+    left, seen = list(codes), set[int]()
+    while left:
+        code = left.pop()
+        if id(code) in seen:
+            continue
+        seen.add(id(code))
+        if isinstance(code, functools.partial):
+            left += [code.func, *code.args, *code.keywords.values()]
+        elif isinstance(code, types.MethodType | staticmethod | classmethod):
+            left.append(code.__func__)
+        elif isinstance(code, types.FunctionType):
+            if not _has_code_of_users(code.__module__ or ""):
+                continue
+            yield code
+            left += [getattr(code, "__wrapped__", None)]
+            left += [c.cell_contents for c in code.__closure__ or () if _cell_has_function(c)]
+        elif callable(code) and not isinstance(code, type | nn.Module) and _has_code_of_users(type(code).__module__):
+            left.append(type(code).__call__)
+
+
+def _is_function(value: Any) -> bool:
+    return isinstance(value, types.FunctionType | types.MethodType | functools.partial | staticmethod | classmethod)
+
+
+def _cell_has_function(cell: Any) -> bool:
+    with contextlib.suppress(ValueError):  # an empty cell
+        return _is_function(cell.cell_contents)
+    return False
+
+
+def _cell_has_data(cell: Any) -> bool:
+    with contextlib.suppress(ValueError):
+        return _is_data(cell.cell_contents)
+    return False
+
+
+def _is_data(value: Any) -> bool:
+    """Whether a variable may be state: not a class, a function, a module of Python or of torch."""
+    if isinstance(value, type | types.ModuleType | nn.Module | Tensor | enum.Enum) or _is_function(value):
+        return False
+    told = isinstance(value, (*_PLAIN, *_CONTAINERS, itertools.count)) or _generator_state(value) is not None
+    return told or _has_attributes(value)
+
+
+def _has_attributes(value: Any) -> bool:
+    """Whether ``value`` is an object whose attributes are data: of a user's class, a dataclass or a namespace."""
+    plain_object = isinstance(value, types.SimpleNamespace) or dataclasses.is_dataclass(value)
+    return plain_object or (hasattr(value, "__dict__") and _has_code_of_users(type(value).__module__))
+
+
+@functools.lru_cache(maxsize=4096)
+def _has_code_of_users(module: str) -> bool:
+    """Whether a module of Python is a user's: in a notebook or script, or in a file that is not torch's or Python's."""
+    if module.split(".")[0] in ("torch", "builtins", "numpy", "functools", "collections", "typing", "pytest", "abc"):
+        return False
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return file is None or is_users(file)
+
+
+def _told(value: Any, known: dict[int, Any], depth: int = 0) -> Any:
+    """How ``value`` is told from what it was, hashable or not; what cannot be looked into is told by its type.
+
+    ``known``: of objects that were told already, by identity.
+    """
+    kind = type(value)
+    if kind in _PLAIN:
+        return kind, repr(value)
+    if is_lifted(value):
+        return "number"
+    if isinstance(value, Tensor):
+        return "tensor"
+    if depth > _DEPTH or isinstance(value, nn.Module | type | types.ModuleType):
+        return kind
+    if id(value) in known:
+        return known[id(value)]
+    known[id(value)] = kind  # of what holds itself
+    told: Any = kind
+    if isinstance(value, itertools.count):
+        told = repr(value)
+    elif _generator_state(value) is not None:
+        told = kind, repr(_listed(_generator_state(value)))
+    elif isinstance(value, dict) and len(value) <= _MOST_ELEMENTS:
+        told = kind, tuple((_told(k, known, depth + 1), _told(v, known, depth + 1)) for k, v in value.items())
+    elif isinstance(value, set | frozenset) and len(value) <= _MOST_ELEMENTS:
+        told = kind, len(value), frozenset(repr(v) for v in value if type(v) in _PLAIN)
+    elif isinstance(value, list | tuple | collections.deque) and len(value) <= _MOST_ELEMENTS:
+        told = kind, tuple(_told(v, known, depth + 1) for v in value)
+    elif isinstance(value, _CONTAINERS):
+        told = kind, len(value)
+    elif not _is_function(value) and _has_attributes(value):
+        told = kind, tuple((n, _told(v, known, depth + 1)) for n, v in getattr(value, "__dict__", {}).items())
+    known[id(value)] = told
+    return told
+
+
+def _number(value: Any) -> int | float | None:
+    return value if type(value) in (int, float) else None
+
+
+# --- generators -------------------------------------------------------------------------------------------------------
+def _generator_state(generator: Any) -> Any:
+    """The state of a generator of Python or NumPy; ``None`` for what is none."""
+    if generator is random or (isinstance(generator, random.Random) and type(generator) is not random.SystemRandom):
+        return generator.getstate()
+    if generator is np.random:
+        return np.random.get_state(legacy=False)
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else None
+
+
+def _set_generator_state(generator: Any, state: Any) -> None:
+    if generator is random or isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif generator is np.random or isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        generator.bit_generator.state = state
+
+
+def _same_state(one: Any, other: Any) -> bool:
+    return repr(_listed(one)) == repr(_listed(other))
+
+
+def _listed(state: Any) -> Any:
+    if isinstance(state, Mapping):
+        return {k: _listed(v) for k, v in state.items()}
+    return state.tolist() if isinstance(state, np.ndarray) else state
+
+
+def _seed_generator(generator: Any, below: bool) -> None:
+    low, high = _FIRST_DRAWS
+    for seed in range(_SEEDS):
+        if generator is random or isinstance(generator, random.Random):
+            generator.seed(seed)
+            first = generator.random()
+            generator.seed(seed)
+        elif generator is np.random or isinstance(generator, np.random.RandomState):
+            generator.seed(seed)
+            first = generator.random_sample()
+            generator.seed(seed)
+        else:
+            state = type(generator.bit_generator)(seed).state
+            generator.bit_generator.state = state
+            first = generator.random()
+            generator.bit_generator.state = state
+        if first < low if below else first > high:
+            return
+
+
+def find_draw(run: Callable[[], Any]) -> str:
+    """`` at file:line (code)`` of the first draw from a generator of Python or NumPy while ``run`` runs; empty where it
+    cannot be told."""
+    found: list[str] = []
+    generators = (random.Random, np.random.RandomState, np.random.Generator)
+
+    def watch(frame: types.FrameType, event: str, argument: Any) -> None:
+        if found:
+            return
+        owner = getattr(argument, "__self__", None) if event == "c_call" else frame.f_locals.get("self")
+        if event in ("call", "c_call") and isinstance(owner, generators):
+            at: types.FrameType | None = frame
+            while at is not None and not is_users(at.f_code.co_filename):
+                at = at.f_back
+            if at is not None:
+                found.append(line_of(at))
+
+    before = sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        with contextlib.suppress(Exception):
+            run()
+    finally:
+        sys.setprofile(before)
+    return found[0] if found else ""
+
+
+# --- the clock --------------------------------------------------------------------------------------------------------
+@dataclass
+class Clock:
+    """Python's clock while a forward is traced. ``asked_at``: where the user's code asks for the time first."""
+
+    shift_s: int = 0
+    asked_at: str = ""
+    _originals: dict[str, Callable[[], Any]] = field(default_factory=dict, repr=False)
+
+    @contextlib.contextmanager
+    def watched(self, module: nn.Module) -> Iterator[None]:
+        """Inside, the clock tells the time ``shift_s`` later, and who asked."""
+        originals = {name: getattr(time, name) for name in _CLOCKS}
+        by_function = {id(f): name for name, f in originals.items()}
+        watched = {name: self._watched(name, f) for name, f in originals.items()}
+        with contextlib.ExitStack() as stack:
+            for name, function in watched.items():
+                stack.enter_context(mock.patch.object(time, name, function))
+            files = {type(part).__module__ for part in module.modules()}
+            for file in (sys.modules.get(f) for f in files if _has_code_of_users(f)):
+                for variable, value in list(vars(file).items()) if file is not None else ():
+                    if id(value) in by_function and not variable.startswith("__"):
+                        stack.enter_context(mock.patch.object(file, variable, watched[by_function[id(value)]]))
+            yield
+
+    def _watched(self, name: str, function: Callable[[], Any]) -> Callable[[], Any]:
+        shift = self.shift_s * (10**9 if name.endswith("_ns") else 1)
+
+        def now() -> Any:
+            frame = sys._getframe(1)
+            if not self.asked_at and is_users(frame.f_code.co_filename):
+                self.asked_at = line_of(frame)
+            return function() + shift if is_users(frame.f_code.co_filename) else function()
+
+        return now
+
+
+# --- whether a change has an effect -----------------------------------------------------------------------------------
+def same_computation(one: Captured, other: Captured) -> bool:
+    """Whether two captures of a model compute the same, of the same states and inputs.
+
+    What depends on constants alone is compared by its numbers: a table that one has computed the other may have kept.
+    """
+    return bool(_described(one) == _described(other))
+
+
+def _described(captured: Captured) -> Any:
+    fixed = _constant_values(captured)
+    places: dict[fx.Node, str] = {}
+    rows: list[tuple[str, str, str, str]] = []
+    for node in captured.graph.nodes:
+        if node in fixed:
+            places[node] = _digest(fixed[node])
+            continue
+        target = captured.placeholders.get(node.name, "") if node.op == "placeholder" else str(node.target)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), places.__getitem__)
+        places[node] = f"%{len(rows)}"
+        rows.append((node.op, target, repr(args), repr(sorted(kwargs.items()))))
+    by_name = {n.name: place for n, place in places.items()}
+    outputs = [(o.path, by_name.get(o.value or ""), repr(o.constant)) for o in captured.outputs]
+    updates = sorted((name, by_name[value]) for name, value in captured.updates.items())
+    output_row = [row for row in rows if row[0] != "output"]  # in the order of the leaves, which follow
+    return output_row, outputs, updates, by_name.get(captured.loss or "")
+
+
+def _constant_values(captured: Captured) -> dict[fx.Node, Any]:
+    """The values of nodes that depend on constants alone, and have not too many numbers."""
+    values: dict[fx.Node, Any] = {}
+    for node in captured.graph.nodes:
+        if node.op == "placeholder":
+            name = captured.placeholders.get(node.name, "")
+            state = captured.states.get(name)
+            if state is not None and state.kind == "constant" and name in captured.constants:
+                values[node] = captured.constants[name]
+        elif node.op == "call_function" and all(n in values for n in node.all_input_nodes) and _is_repeatable(node):
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+            args, kwargs = fx.node.map_aggregate((args, kwargs), _on_cpu)
+            with contextlib.suppress(Exception), torch.no_grad():
+                values[node] = node.target(*args, **kwargs)
+    return values
+
+
+def _is_repeatable(node: fx.Node) -> bool:
+    """Whether a node gives the same whenever it is run, and quickly."""
+    tags, given = getattr(node.target, "tags", ()), node.meta.get("val")
+    small = not isinstance(given, Tensor) or given.numel() <= _MOST_NUMBERS
+    of_torch = getattr(node.target, "namespace", "aten") == "aten"
+    return small and of_torch and torch.Tag.nondeterministic_seeded not in tags
+
+
+def _on_cpu(argument: Any) -> Any:
+    return torch.device("cpu") if isinstance(argument, torch.device) else argument
+
+
+def _digest(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return repr([_digest(v) for v in value])
+    if not isinstance(value, Tensor):
+        return repr(value)
+    data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return f"{tuple(value.shape)} {value.dtype} {hashlib.sha256(data).hexdigest()}"

@@ -1,0 +1,500 @@
+"""Trace a twin of the model, and settle what of the forward is in no tensor.
+
+Requires: a twin from ``passes/capture/export.py`` and its arguments. Provides: a captured graph in which Python numbers
+of the inputs are 0-dimensional tensors, and Python numbers that the forward counts are buffers. State that cannot
+become part of the graph, and that has an effect, is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from passes.capture.assemble import assemble
+from passes.capture.export import Counter, Twin, export, make_twin, try_forward
+from passes.capture.functionalize import flatten_program
+from passes.capture.inputs import Bound, arguments_of, lift_leaves, plain_numbers
+from passes.capture.python_state import (
+    Attributes,
+    Clock,
+    PythonState,
+    StateChange,
+    attributes_of,
+    find_draw,
+    same_computation,
+)
+from passes.capture.wrappers import take_hooks_into_forward
+from passes.errors import CaptureError, PartitionError, UnsupportedError
+from passes.experts.traced_loops import Hits
+from passes.ir.lifted_numbers import Expression, Guard, LiftScope, NotLiftable
+from passes.ir.model import CallSignature, Captured, State, TensorSpec
+from passes.trace.autograd_functions import drop_looking_hooks, with_terms_added
+from passes.trace.layer_equality import Group, PutAway
+from passes.trace.layer_expansion import Unrepeated, expand, in_order
+from passes.trace.layer_reuse import Repeats
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One trace: what was captured of ``twin``. ``left``: the twin's attributes when its forward had run."""
+
+    captured: Captured
+    twin: Twin
+    left: Attributes
+    arguments: Bound
+    uses: Mapping[str, str]  # of numbers of the inputs that stay fixed, what the forward uses them for
+
+
+@dataclass(frozen=True)
+class Tracer:
+    """What every trace of one capture has in common. ``canonical``: for every name of a state the one it goes by;
+    ``functions``: code besides the modules' own that a trace runs, such as hooks."""
+
+    model: nn.Module
+    dtype: torch.dtype | None
+    loss: Callable[[Any], Tensor] | None
+    canonical: Mapping[str, str]
+    train: bool
+    functions: tuple[Any, ...] = ()
+
+    def state_of(self, module: nn.Module) -> PythonState:
+        """The Python state that the forward of ``module``, a copy of the model, starts from."""
+        return PythonState.of(module, self.model.forward, self.loss, *self.functions)
+
+    def capture(self, twin: Twin, arguments: Bound, lift_numbers: bool, before: PythonState) -> Trace:
+        """Trace the forward. ``before``: the Python state that the forward starts from, which is given back.
+
+        Raises :class:`UnsupportedError` where Python state that the forward changes has an effect on what it computes
+        and cannot become state of the plan.
+        """
+        clock = Clock()
+        before.restore()
+        try:
+            with clock.watched(twin.module):
+                trace = self._trace_with_numbers(twin, arguments, lift_numbers)
+            changes = before.changes(trace.left)
+            if changes or clock.asked_at:
+                trace = _Settling(self, before, trace).settle(changes, clock)
+        finally:
+            before.restore()
+        return trace
+
+    def trace(self, twin: Twin, arguments: Bound, uses: Mapping[str, str]) -> Trace:
+        """Trace ``twin``, and its variants for loops over experts that are hit."""
+        left: Attributes = {}
+        captured, traced = self._trace_module(twin, arguments, left)
+        scope, hits, pairs = twin.scope, traced.hits, list[Captured]()
+        guards = tuple(scope.guards)
+        for parity, empty in enumerate(captured.turns):
+            twin = self.renew(twin, hits=hits.leaving_out(parity))
+            pairs += [empty, self._trace_module(twin, arguments, {})[0]]
+        signature = replace(captured.signature, arguments=arguments_of(self.model), guards=guards)
+        return Trace(captured.with_(turns=tuple(pairs), signature=signature), traced, left, arguments, uses)
+
+    def renew(self, twin: Twin, **changes: Any) -> Twin:
+        """Another twin, as if the forward had not run. ``changes``: of fields of the twin; ``flipped``: decisions that
+        are to go the other way."""
+        scope = LiftScope(twin.scope.find_line, changes.pop("flipped", ()))
+        hits = changes.pop("hits", None) or Hits()
+        made = make_hookless_twin(self.model, self.dtype, twin.mode, twin.casts, twin.kept)
+        given: dict[str, Any] = {"numbers": twin.numbers, "counters": twin.counters, "attributes": twin.attributes}
+        given |= {"warm_up": twin.warm_up, **changes}
+        made = replace(made, asked=twin.asked, hits=hits, scope=scope, **given)
+        for (path, name), value in made.attributes.items():
+            vars(made.module.get_submodule(path))[name] = _copy_container(value)
+        for counter in made.counters:
+            made.module.register_buffer(counter.buffer, made.empty((), counter.dtype))
+        if made.warm_up is not None:
+            made.warm_up(made)
+        return made
+
+    # -- numbers of the inputs
+
+    def _trace_with_numbers(self, twin: Twin, arguments: Bound, lift_numbers: bool) -> Trace:
+        numbers, uses = self._choose_numbers(twin, arguments) if lift_numbers else ({}, {})
+        if numbers:
+            lifted = self.renew(twin, numbers=numbers)
+            with contextlib.suppress(NotLiftable, CaptureError, UnsupportedError):
+                return self.trace(lifted, lift_leaves(arguments, lifted), uses)
+            twin = self.renew(twin)
+        return self.trace(twin, arguments, uses)
+
+    def _choose_numbers(self, twin: Twin, arguments: Bound) -> tuple[dict[str, int | float], dict[str, str]]:
+        """By path, the numbers of the inputs for which the forward can be given tensors; and what it uses the others
+        for."""
+        numbers, uses = plain_numbers(arguments), dict[str, str]()
+
+        def runs(chosen: dict[str, int | float]) -> bool:
+            tried = self.renew(twin, numbers=chosen)
+            result = try_forward(tried, *lift_leaves(arguments, tried))
+            if len(chosen) == 1:
+                uses.update(dict.fromkeys(chosen, tried.scope.problem))
+            return not isinstance(result, Exception) and not tried.scope.problem
+
+        if not numbers or runs(numbers) or not runs({}):  # where it does not run in any case, the trace will tell
+            return numbers, {}
+        return {path: value for path, value in numbers.items() if runs({path: value})}, uses
+
+    # -- one trace
+
+    def _trace_module(self, twin: Twin, arguments: Bound, left: Attributes) -> tuple[Captured, Twin]:
+        """The twin's graph, and the twin that was traced in the end. Of layers that are alike one is traced, or all
+        where that fails. ``left`` takes the attributes that the forward leaves: torch.export resets them."""
+        args, kwargs = arguments
+        canonical = {**self.canonical, **{c.buffer: c.full_name for c in twin.counters}}
+        self.prepare(twin, left)
+
+        def made(twin: Twin, program: ExportedProgram, finish: Callable[[Captured], Captured]) -> tuple[Captured, Twin]:
+            hits = twin.hits
+            hits.check()
+
+            def captured(parity: int | None) -> Captured:
+                decided = hits.guards.decided if hits.guards is not None else ()
+                with_loss, numbers = self.loss is not None, twin.numbers
+                found = assemble(program, canonical, with_loss, empty_turns=parity, decided=decided, numbers=numbers)
+                return with_terms_added(_with_counters(finish(found), twin.counters))
+
+            whole = captured(hits.leaves_out if hits.guards is not None else None)
+            pairs = [captured(parity) for parity in range(2)] if hits.found and hits.leaves_out is None else []
+            return whole.with_(turns=tuple(pairs)), twin
+
+        own = _own_tensors(self.model)
+        repeats, given_up = Repeats.of(twin.module).put_away(twin.module), list[Group]()
+        while repeats.groups and twin.hits.guards is None:
+            away = repeats.away
+            try:
+                with repeats.tracing():
+                    program = flatten_program(export(twin, args, kwargs, train=self.train, diagnose=False), own)
+                if away is None:
+                    return made(twin, program, expand)
+                return made(twin, program, functools.partial(_restored, _states_of(away, canonical), canonical))
+            except Unrepeated as error:
+                repeats.refuse(error.number)
+            except Exception:  # the shortcut's or the model's own: the full trace will tell
+                pass
+            refused, given_up = repeats.refused, given_up + repeats.refused
+            twin = self._again(twin, twin.hits.leaving_out(twin.hits.leaves_out), left)
+            remaining = Repeats.of(twin.module).without(given_up)
+            if refused:
+                repeats = remaining.put_away(twin.module) if away is not None else remaining
+            else:  # the weights that were put away may have been missed
+                repeats = remaining if away is not None else Repeats([])
+        try:
+            program = export(twin, args, kwargs, train=self.train)
+        except CaptureError as error:
+            if not isinstance(error.__cause__, GuardOnDataDependentSymNode) or twin.hits.guards is not None:
+                raise
+            twin = self._again(twin, twin.hits.guarded(), left)
+            try:
+                program = export(twin, args, kwargs, train=self.train, diagnose=False)
+            except Exception:  # another decision stands in the way, which has been told
+                raise error from error.__cause__
+        return made(twin, flatten_program(program, own), lambda captured: captured)
+
+    def _again(self, twin: Twin, hits: Hits, left: Attributes) -> Twin:
+        """Another twin for another attempt at the same trace."""
+        made = replace(self.renew(twin, hits=hits), scope=twin.scope)
+        self.prepare(made, left)
+        return made
+
+    def prepare(self, twin: Twin, left: Attributes) -> None:
+        """Make the twin return (output, loss of output), where there is a loss, and note what attributes it leaves."""
+        loss, forward = self.loss, twin.module.forward
+
+        @functools.wraps(forward)
+        def with_loss(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            output = output if loss is None else (output, loss(output))
+            left.clear()
+            left.update(attributes_of(twin.module))
+            return output
+
+        twin.module.forward = with_loss
+
+
+def make_hookless_twin(
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    mode: FakeTensorMode | None = None,
+    casts: str | None = None,
+    keep_caches: bool = False,
+) -> Twin:
+    """A twin of the model (:func:`passes.capture.export.make_twin`), without the hooks that a plan leaves out; those on
+    the forward of the model itself are part of its forward."""
+    twin = make_twin(model, dtype, mode, casts, keep_caches)
+    drop_looking_hooks(twin.module)
+    take_hooks_into_forward(twin.module)
+    return twin
+
+
+def notes_on_fixed(signature: CallSignature, uses: Mapping[str, str]) -> Iterator[str]:
+    """What to know of inputs whose values are part of the plan."""
+    given = {path: value for path, value in signature.fixed.items() if value is not None}
+    if given:
+        texts = [
+            f"{path}={value!r}" + (f" (used as {uses[path]})" if uses.get(path) else "")
+            for path, value in given.items()
+        ]
+        yield f"fixed inputs: {', '.join(texts)}: a batch with another value is refused; plan again for it"
+
+
+def _with_counters(captured: Captured, counters: Sequence[Counter]) -> Captured:
+    """The counters' states under their own names alone, with the values that they start from."""
+    states, constants = dict(captured.states), dict(captured.constants)
+    for counter in counters:
+        if counter.full_name in states:
+            states[counter.full_name] = replace(states[counter.full_name], aliases=())
+            constants[counter.full_name] = torch.tensor(counter.value, dtype=counter.dtype)
+    return captured.with_(states=states, constants=constants)
+
+
+# --- Python state that the forward changes ----------------------------------------------------------------------------
+class _NotRun(Exception):
+    """The forward cannot be run without being traced."""
+
+
+@dataclass
+class _Settling:
+    """What becomes of the Python state that a trace was seen to change."""
+
+    tracer: Tracer
+    before: PythonState
+    first: Trace
+
+    def settle(self, changes: Sequence[StateChange], clock: Clock) -> Trace:
+        notes = [*self._check_draws([c for c in changes if c.generator]), *self._check_clock(clock)]
+        changes = [c for c in changes if not c.generator]
+        trace = self.first
+        if changes:
+            trace, more = self._settle_changes(changes)
+            notes += more
+        return replace(trace, captured=trace.captured.with_(notes=(*trace.captured.notes, *notes)))
+
+    # -- draws and the clock
+
+    def _check_draws(self, changes: Sequence[StateChange]) -> Iterator[str]:
+        for below in (True, False) if changes else ():
+            self.before.restore()
+            twin = self.tracer.renew(self.first.twin)
+            self.before.draw_first(twin.module, below)
+            other = self._try(twin, self.first.arguments)
+            if other is None or not same_computation(self.first.captured, other.captured):
+                self.before.restore()
+                twin = self.tracer.renew(self.first.twin)
+                at = find_draw(functools.partial(try_forward, twin, *self.first.arguments))
+                raise UnsupportedError(
+                    f"the forward draws from {changes[0].what}{at}, and what it computes depends on it: a plan would "
+                    "repeat one draw at every step; expected draws of torch, which are made anew at every step, as in "
+                    "torch.where(torch.rand(()) < p, a, b); or draw outside of the model and pass what was drawn as an "
+                    "input"
+                )
+        self.before.restore()
+        for change in changes:
+            yield f"forward draws from {change.what}: other draws changed nothing that was traced; the plan draws none"
+
+    def _check_clock(self, clock: Clock) -> Iterator[str]:
+        if not clock.asked_at:
+            return
+        later = Clock(shift_s=86_399)
+        with later.watched(self.first.twin.module):
+            other = self._try(self.tracer.renew(self.first.twin), self.first.arguments)
+        if other is None or not same_computation(self.first.captured, other.captured):
+            raise UnsupportedError(
+                f"the forward asks for the time{clock.asked_at}, and what it computes depends on it: a plan would keep "
+                "the time when it was made; pass what is made of the time as an input"
+            )
+        yield f"forward asks for the time{clock.asked_at}, which has no effect on what it computes"
+
+    # -- attributes, globals, closures
+
+    def _settle_changes(self, changes: Sequence[StateChange]) -> tuple[Trace, list[str]]:
+        second, changed_again = self._trace_after(self.first)
+        same = second is not None and same_computation(self.first.captured, second.captured)
+        if same and not changed_again:  # from now on the state stays as it is, and so does what is computed
+            return self.first, []
+        others = [c for c in changes if not c.is_number]
+        counted = self._count([c for c in changes if c.is_number])
+        if counted is not None:
+            return self._settle_counted(counted, others)
+        if not same:
+            self._refuse(changes)
+        return self.first, [_note_unused(changes)]
+
+    def _settle_counted(self, counted: Trace, others: Sequence[StateChange]) -> tuple[Trace, list[str]]:
+        """The trace in which numbers that the forward changes are buffers."""
+        for guard in (g for g in counted.captured.signature.guards if g.reads_state):
+            flipped = self._count_flipped(counted, guard.expression)
+            if flipped is None or not same_computation(counted.captured, flipped.captured):
+                self._refuse_decision(guard)
+        if others:
+            second, _ = self._trace_after(counted)
+            if second is None or not same_computation(counted.captured, second.captured):
+                self._refuse(others)
+        counters = counted.twin.counters
+        used = {c.full_name for c in counters if _is_used(counted.captured, c.full_name)}
+        notes = [_note_unused(others)] if others else []
+        if not used:
+            changes = [*(StateChange(f"the attribute {c.full_name!r}") for c in counters), *others]
+            return self.first, [_note_unused(changes)]
+        names = ", ".join(sorted(used))
+        notes.append(
+            f"forward counts in {names}: Python numbers that are state of the plan, as buffers are; a run starts from "
+            "the values of the module that it is given, else from those of now, and leaves the module as it is"
+        )
+        guards = tuple(g for g in counted.captured.signature.guards if not g.reads_state)
+        captured = counted.captured.with_(signature=replace(counted.captured.signature, guards=guards))
+        return replace(counted, captured=captured), notes
+
+    def _count(self, numbers: Sequence[StateChange]) -> Trace | None:
+        """A trace with a buffer for each of ``numbers``; nothing where there are none, or that cannot be."""
+        counters = tuple(
+            Counter(c.module or "", c.name, f"counter_{k}", c.before)
+            for k, c in enumerate(numbers)
+            if c.before is not None
+        )
+        if not counters:
+            return None
+        self.before.restore()
+        twin = self.tracer.renew(self.first.twin, counters=counters)
+        try:
+            return self.tracer.trace(twin, self.first.arguments, self.first.uses)
+        except (NotLiftable, PartitionError):
+            return None
+
+    def _count_flipped(self, counted: Trace, expression: Expression) -> Trace | None:
+        self.before.restore()
+        return self._try(self.tracer.renew(counted.twin, flipped=(expression,)), counted.arguments)
+
+    def _trace_after(self, trace: Trace) -> tuple[Trace | None, list[StateChange]]:
+        """The trace of a second call of the forward, nothing where it fails; and what the second call changes."""
+        try:
+            twin = self.tracer.renew(trace.twin, warm_up=functools.partial(self._run_once, trace.arguments))
+        except _NotRun:
+            self.before.restore()
+            left = {key: v for key, (_, v) in trace.left.items() if not _is_alike(self.before, trace.left, key)}
+            counters = {(c.path, c.name) for c in trace.twin.counters}
+            twin = self.tracer.renew(trace.twin, attributes={k: v for k, v in left.items() if k not in counters})
+        state = self.tracer.state_of(twin.module)
+        second = self._try(twin, trace.arguments)
+        changed = [] if second is None else state.changes(second.left)
+        return second, [c for c in changed if not c.generator]
+
+    def _run_once(self, arguments: Bound, twin: Twin) -> None:
+        """Run the forward of ``twin`` from the state that the first call starts from. Tensors that the forward keeps
+        have numbers where these depend on neither inputs nor weights."""
+        self.before.restore()
+        own = vars(twin.module).get("forward")
+        self.tracer.prepare(twin, {})
+        result = try_forward(twin, *arguments, constants=True)
+        vars(twin.module).pop("forward")
+        if own is not None:
+            vars(twin.module)["forward"] = own
+        if isinstance(result, Exception):
+            raise _NotRun from result
+
+    def _try(self, twin: Twin, arguments: Bound) -> Trace | None:
+        try:
+            return self.tracer.trace(twin, arguments, self.first.uses)
+        except (PartitionError, NotLiftable, _NotRun):
+            return None
+
+    # -- what is said
+
+    def _refuse(self, changes: Sequence[StateChange]) -> None:
+        raise UnsupportedError(
+            f"the forward changes {_listed(changes)}, and what it computes at its next call depends on it: a plan "
+            "would repeat the first call at every step; keep it in a buffer of the module (self.register_buffer, a "
+            "tensor that forward changes in place), or pass it as an input"
+        )
+
+    def _refuse_decision(self, guard: Guard) -> None:
+        where = f" ({guard.where})" if guard.where else ""
+        raise UnsupportedError(
+            f"the forward decides what it computes by {guard}{where}, a Python number that it changes itself: a plan "
+            "is one way through the forward; write it as a value (torch.where, min and max), or decide outside of the "
+            "model and pass the number as an input"
+        )
+
+
+def _note_unused(changes: Sequence[StateChange]) -> str:
+    return (
+        f"forward changes {_listed(changes)}, which had no effect on what it computes at its next call: the plan does "
+        "not change it"
+    )
+
+
+def _listed(changes: Sequence[StateChange]) -> str:
+    names = list(dict.fromkeys(c.what for c in changes))
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _is_used(captured: Captured, name: str) -> bool:
+    """Whether anything but what the state ``name`` becomes is computed from it."""
+    nodes = {n.name: n for n in captured.graph.nodes}
+    placeholder = next((nodes[p] for p, state in captured.placeholders.items() if state == name and p in nodes), None)
+    if placeholder is None:
+        return False
+    reached = {placeholder}
+    for node in captured.graph.nodes:
+        if node.op == "call_function" and not reached.isdisjoint(node.all_input_nodes):
+            reached.add(node)
+    results = {captured.loss, *(o.value for o in captured.outputs)}
+    results |= {value for state, value in captured.updates.items() if state != name}
+    return any(node.name in results for node in reached)
+
+
+def _is_alike(before: PythonState, after: Attributes, key: tuple[str, str]) -> bool:
+    """Whether an attribute is what it was."""
+    return key in before.attributes and before.attributes[key][0] == after[key][0]
+
+
+def _own_tensors(model: nn.Module) -> dict[int, str]:
+    """The names of the model's tensors that have numbers, by the address of these."""
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    known = [(n, t) for n, t in named if not (t.is_meta or isinstance(t, FakeTensor))]
+    return {t.data_ptr(): name for name, t in known if t.numel()}
+
+
+def _copy_container(value: Any) -> Any:
+    """A value that a forward may change in place as one of its own; tensors as they are."""
+    if isinstance(value, Tensor | nn.Module | type) or callable(value):
+        return value
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of iterators, which later versions of Python do not copy
+        return copy.copy(value)
+
+
+# --- layers that are alike --------------------------------------------------------------------------------------------
+def _restored(
+    states: Mapping[int, Sequence[State | None]], canonical: Mapping[str, str], captured: Captured
+) -> Captured:
+    """``captured`` with copies for the layers that are alike, and the states that the trace did not see."""
+    return in_order(expand(captured, states), canonical.values())
+
+
+def _states_of(away: PutAway, canonical: Mapping[str, str]) -> dict[int, list[State | None]]:
+    """The states of modules whose parameters the trace did not see, by number of the module."""
+    names: dict[str, list[str]] = {}
+    for alias, name in canonical.items():
+        names.setdefault(name, []).append(alias)
+
+    def state(alias: str) -> State:
+        name, parameter = canonical[alias], away.parameters[alias]
+        others = tuple(n for n in names[name] if n != name)
+        return State(name, TensorSpec.of(parameter), "parameter", parameter.requires_grad, others)
+
+    return {
+        number: [state(name) if name is not None else None for name in of_module]
+        for number, of_module in away.by_number().items()
+    }

@@ -1,0 +1,387 @@
+"""What a model may be made of, and which tensors: everything else is refused before it is traced or run.
+
+torch knows tensors that are no plain arrays: sparse, quantized, nested, distributed. They have no strides or no
+storage, and fail deep inside of a trace or of a rank. The texts here say what to convert them to.
+
+Modules around the model that say how to run it, and not what it computes: left out, with a note, or refused.
+
+``torch.compile``, ``DataParallel``, ``DistributedDataParallel`` and ``checkpoint_wrapper`` put a module around another,
+and a part like ``_orig_mod.`` into the names of its weights. :func:`unwrapped` gives the module inside, with the same
+tensors. Requires: a module as the user gives it. Provides: one whose names are those of the model's own code.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from functools import partial
+from types import CellType, FunctionType, MethodType, NoneType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from passes.errors import CaptureError, InputsError, PartitionError, UnsupportedError
+from passes.trace.autograd_functions import CHECKPOINT_NOTE, OFFLOAD_NOTE
+
+_LEAVES = (NoneType, bool, int, float, str, nn.Module, torch.ScriptObject)
+
+_SHOWN_LEAVES = 8  # leaves that a message lists
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise :class:`InputsError` or :class:`UnsupportedError` for a module that no trace can follow."""
+    if not callable(getattr(model, "forward", None)):
+        raise InputsError(
+            f"{type(model).__name__} has no method forward; expected one: a plan is made of what it computes"
+        )
+    for name, module in model.named_modules():
+        where = f"the module {name!r}" if name else "the model"
+        packed = [key for key, value in vars(module).items() if isinstance(value, torch.ScriptObject)]
+        if packed:
+            raise UnsupportedError(
+                f"{where} ({type(module).__name__}) holds packed weights ({packed[0]}), as torch.ao.quantization makes "
+                "them, which no gradient or layout is known for; pass the model as it was before it was quantized"
+            )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise InputsError(
+                f"{name!r} has no shape yet (it is of a lazy module); expected an initialized model: call it once, "
+                "model(...), on inputs of the right width"
+            )
+        check_tensor(tensor, f"{name!r} of the model", UnsupportedError)
+
+
+def check_tensor(tensor: Tensor, what: str, error: type[PartitionError], *, numbers: bool = False) -> None:
+    """Raise ``error`` unless ``tensor``, called ``what``, is a plain array; ``numbers``: one that has numbers."""
+    kind, instead = _kind_of(tensor, numbers)
+    if kind:
+        raise error(f"{what} is {kind}; expected a plain tensor: {instead}")
+
+
+def _kind_of(tensor: Tensor, numbers: bool) -> tuple[str, str]:
+    if tensor.is_nested:
+        return "a nested tensor", "pad it (torch.nested.to_padded_tensor) and mask what is padded"
+    if hasattr(tensor, "full_tensor"):
+        return "a DTensor", "pass tensor.full_tensor(), or the model before it was sharded"
+    if tensor.layout not in (torch.strided, torch._mkldnn):  # type: ignore[attr-defined]
+        return f"a sparse tensor ({str(tensor.layout).removeprefix('torch.')})", "convert it with to_dense()"
+    if tensor.layout is not torch.strided:
+        return "an MKL-DNN tensor", "convert it with to_dense()"
+    if tensor.is_quantized:
+        return f"quantized ({str(tensor.dtype).removeprefix('torch.')})", "convert it with dequantize()"
+    if is_traceable_wrapper_subclass(tensor):
+        return f"a {type(tensor).__name__}, which holds other tensors", "convert it to the tensor that it stands for"
+    if numbers and (tensor.is_meta or isinstance(tensor, FakeTensor)):
+        return "on the meta device and has no numbers", "pass real tensors to run a plan"
+    return "", ""
+
+
+def check_inputs(leaves: Sequence[tuple[str, Any]]) -> None:
+    """Raise :class:`InputsError` for a leaf of the arguments, by path, that no trace takes."""
+    for path, leaf in leaves:
+        if isinstance(leaf, Tensor):
+            check_tensor(leaf, f"input {path!r}", InputsError)
+        elif not isinstance(leaf, _LEAVES):
+            raise InputsError(
+                f"input {path!r} is a {type(leaf).__name__}; expected tensors, numbers, strings or None, in tuples, "
+                f"lists, dicts or named tuples: {_instead_of(leaf)}"
+            )
+
+
+def _instead_of(leaf: Any) -> str:
+    if hasattr(leaf, "__array__"):
+        return "make a tensor of it (torch.from_numpy, torch.tensor)"
+    if isinstance(leaf, Set):
+        return "pass a list"
+    if isinstance(leaf, SimpleNamespace) or dataclasses.is_dataclass(leaf):
+        return "pass its fields as a dict or a named tuple, or register its class (torch.export.register_dataclass)"
+    return "convert it before forward, or keep it in the module"
+
+
+def leaves_text(leaves: Sequence[tuple[str, Any]]) -> str:
+    """``x: (4, 8), scale: float`` for the leaves of arguments, a few of many."""
+    shown = [
+        f"{path}: {tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__}" for path, x in leaves[:_SHOWN_LEAVES]
+    ]
+    return ", ".join(shown) + (f" and {len(leaves) - _SHOWN_LEAVES} more" if len(leaves) > _SHOWN_LEAVES else "")
+
+
+_Class = tuple[str, str]  # a module, which need not be loaded, and the name of a class in it
+
+_COMPILED: _Class = ("torch._dynamo.eval_frame", "OptimizedModule")
+
+_REPLICATED: _Class = ("torch.nn.parallel.distributed", "DistributedDataParallel")
+_THREADS: _Class = ("torch.nn.parallel.data_parallel", "DataParallel")
+_CHECKPOINTED: _Class = ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "CheckpointWrapper")
+_OFFLOADED: _Class = ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "OffloadWrapper")
+# A wrapper's class -> the attribute in which it holds the module inside.
+_INSIDE: dict[_Class, str] = {
+    _COMPILED: "_orig_mod",
+    _REPLICATED: "module",
+    _THREADS: "module",
+    _CHECKPOINTED: "_checkpoint_wrapped_module",
+    _OFFLOADED: "_checkpoint_wrapped_module",
+}
+_ROOT_PREFIX = "module."  # of the names of a wrapper around a whole model
+_PARTS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}  # of names, which no model gives itself
+_SHARDED: dict[_Class, str] = {
+    ("torch.distributed.fsdp", "FullyShardedDataParallel"): "FullyShardedDataParallel",
+    ("torch.distributed.fsdp", "FSDPModule"): "fully_shard",
+    ("torch.distributed._composable.replicate", "DDP"): "replicate",
+    ("torch.distributed._composable.replicate_with_fsdp", "ReplicateModule"): "replicate",
+}
+_DTENSOR: _Class = ("torch.distributed.tensor", "DTensor")
+_CHILDREN = ("_parameters", "_buffers", "_modules")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+COMPILED_NOTE = (
+    "torch.compile in the model ({where}) is left out: runtime.Engine(..., compile=True) compiles the plan's programs"
+)
+_REPLICATED_NOTE = "{kind} ({where}) is left out: the plan itself divides the batch and adds up gradients"
+_SHOWN = 3  # places that a note lists
+
+
+def unwrapped(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
+    """The model without wrappers, with the same tensors, and a note on each kind that was left out; a model without
+    any is given back itself.
+
+    Raises :class:`UnsupportedError` for a wrapper that does more than its kind: that has hooks.
+    """
+    named = [(_own_name(model, path), module) for path, module in model.named_modules()]
+    wrappers = [(name, module) for name, module in named if _inside(module) is not None]
+    compiled = [name for name, module in named if _is_compiled(module)]
+    for path, wrapper in wrappers:
+        _refuse_hooked(path, wrapper)
+    notes = tuple(_notes(wrappers, compiled))
+    while (inner := _inside(model)) is not None:
+        model = inner
+    if not any(_inside(module) is not None or _holds_compiled(module) for module in model.modules()):
+        return model, notes
+    memo = shared_tensors(model)
+    for module in reversed([*model.modules()]):  # those inside of others first
+        if (inner := _inside(module)) is not None:
+            memo[id(module)] = copy.deepcopy(inner, memo)
+    return copy_model(model, memo), notes
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Raise :class:`UnsupportedError` for a model of which this process has a part, and :class:`CaptureError` for one
+    that has no Python code."""
+    for path, module in model.named_modules():
+        kind = next((said for of, said in _SHARDED.items() if _is(module, of)), None)
+        if kind is None and any(_is(p, _DTENSOR) for p in module.parameters(recurse=False)):
+            kind = "DTensors (parallelize_module or distribute_tensor)"
+        if kind is not None:
+            raise UnsupportedError(
+                f"{f'the module {path!r}' if path else 'the model'} is sharded already, by {kind}; expected the model "
+                "as it is before: the plan shards it, as Constraints(zero=3, tp=N) say, and an engine takes weights "
+                "from a full state dict"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{f'the module {path!r}' if path else 'the model'} is TorchScript, which cannot be traced; expected "
+                "the module that it was made from, or an ExportedProgram"
+            )
+
+
+def _notes(wrappers: Sequence[tuple[str, nn.Module]], compiled: Sequence[str]) -> Iterator[str]:
+    if compiled:
+        yield COMPILED_NOTE.format(where=_places(compiled))
+    for of, note in (
+        (_REPLICATED, _REPLICATED_NOTE),
+        (_THREADS, _REPLICATED_NOTE),
+        (_CHECKPOINTED, CHECKPOINT_NOTE),
+        (_OFFLOADED, OFFLOAD_NOTE),
+    ):
+        if places := [path for path, module in wrappers if _is(module, of)]:
+            yield note.format(kind=of[1], where=_places(places))
+
+
+def _places(paths: Sequence[str]) -> str:
+    """``the whole model``, or the modules' names."""
+    names = list(dict.fromkeys(path or "the whole model" for path in paths))
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _own_name(model: nn.Module, path: str) -> str:
+    """The name of a module without the parts that wrappers around it put into it."""
+    names, module = [], model
+    for part in filter(None, path.split(".")):
+        if _inside(module) is None:
+            names.append(part)
+        module = module.get_submodule(part)
+    return ".".join(names)
+
+
+def _inside(module: nn.Module) -> nn.Module | None:
+    """The module that ``module`` is a wrapper of; ``None`` where it is none."""
+    attribute = next((name for of, name in _INSIDE.items() if _is(module, of)), None)
+    return None if attribute is None else module._modules[attribute]
+
+
+def _is(value: Any, of: _Class) -> bool:
+    """Whether ``value`` is of a class; not where its module was never loaded."""
+    kind = getattr(sys.modules.get(of[0]), of[1], None)
+    return kind is not None and isinstance(value, kind)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    own = getattr(module, "_compiled_call_impl", None) is not None  # by module.compile()
+    decorated = getattr(type(module).forward, "_torchdynamo_orig_callable", None) is not None
+    return _is(module, _COMPILED) or own or decorated or _holds_compiled(module)
+
+
+def _holds_compiled(module: nn.Module) -> bool:
+    """Whether an attribute, such as a ``forward`` of the instance, is a function that ``torch.compile`` made."""
+    return any(_original(value) is not None for value in vars(module).values())
+
+
+def _original(value: Any) -> Any:
+    """The function that ``torch.compile`` made ``value`` of; ``None`` where it is no such."""
+    return getattr(value, "_torchdynamo_orig_callable", None) if isinstance(value, FunctionType) else None
+
+
+def _refuse_hooked(path: str, wrapper: nn.Module) -> None:
+    where = f"the {type(wrapper).__name__} around {repr(path) if path else 'the model'}"
+    if any(getattr(wrapper, name, None) for name in _HOOKS):
+        raise UnsupportedError(
+            f"{where} has hooks, which a plan would leave out with it; register them on the module inside"
+        )
+    if getattr(wrapper, "_comm_hooks", None):
+        raise UnsupportedError(
+            f"{where} has a communication hook, which changes gradients and which a plan would leave out; expected "
+            'none: Constraints(grad_compression="bf16") sends gradients so'
+        )
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+def shared_tensors(model: nn.Module) -> dict[int, Any]:
+    """A memo with which ``copy.deepcopy`` copies a model and none of its tensors."""
+    held = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
+    return {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers(), *held)}
+
+
+def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy, in which functions that hold modules of ``model``, as hooks do, hold their copies.
+
+    ``copy.deepcopy`` keeps functions as they are: a ``forward`` put around another would run the model's own layers.
+    """
+    made = copy.deepcopy(model, memo)
+    for module in made.modules():
+        for name, value in list(vars(module).items()):
+            if name in _CHILDREN:
+                continue
+            if isinstance(value, dict):  # of hooks, say
+                value.update({key: _rebound(entry, memo) for key, entry in value.items() if callable(entry)})
+            elif (changed := _rebound(value, memo)) is not value:
+                module.__dict__[name] = changed
+                if name == "forward" and changed == MethodType(type(module).forward, module):
+                    del module.__dict__[name]
+    return made
+
+
+def _rebound(value: Any, memo: dict[int, Any]) -> Any:
+    """``value`` with copies for the modules of which there are some; itself where it holds none."""
+    if isinstance(value, nn.Module):
+        return memo.get(id(value), value)
+    if isinstance(value, MethodType):
+        owner = _rebound(value.__self__, memo) if isinstance(value.__self__, nn.Module) else value.__self__
+        return value if owner is value.__self__ else MethodType(value.__func__, owner)
+    if isinstance(value, partial):
+        parts = [value.func, *value.args, *value.keywords.values()]
+        changed = [_rebound(part, memo) for part in parts]
+        if all(a is b for a, b in zip(parts, changed, strict=True)):
+            return value
+        function, *rest = changed
+        arguments, named = rest[: len(value.args)], rest[len(value.args) :]
+        return partial(function, *arguments, **dict(zip(value.keywords, named, strict=True)))
+    if isinstance(value, FunctionType):
+        return _rebound_function(value, memo)
+    return value
+
+
+def _rebound_function(function: FunctionType, memo: dict[int, Any]) -> Any:
+    if id(function) in memo:  # it calls itself, too
+        return memo[id(function)]
+    memo[id(function)] = function
+    original = _original(function)
+    if original is not None:
+        return _rebound(original, memo)
+    cells, defaults = function.__closure__ or (), function.__defaults__ or ()
+    held = [*map(_content, cells), *defaults]
+    changed = [_rebound(value, memo) for value in held]
+    if all(a is b for a, b in zip(held, changed, strict=True)):
+        return function
+    closure = tuple(
+        cell if a is b else CellType(b) for cell, a, b in zip(cells, held, changed[: len(cells)], strict=False)
+    )
+    made = FunctionType(
+        function.__code__, function.__globals__, function.__name__, tuple(changed[len(cells) :]) or None, closure
+    )
+    made.__dict__.update(function.__dict__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    memo[id(function)] = made
+    return made
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing yet
+        return None
+
+
+# --- hooks of the outermost module ------------------------------------------------------------------------------------
+def take_hooks_into_forward(model: nn.Module) -> None:
+    """Make the forward hooks of ``model`` part of its ``forward``, of which a trace says what it returns."""
+    before, behind = dict(model._forward_pre_hooks), dict(model._forward_hooks)
+    if not before and not behind:
+        return
+    named = {*model._forward_pre_hooks_with_kwargs, *model._forward_hooks_with_kwargs}
+    own: Callable[..., Any] = model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        for number, hook in before.items():
+            found = hook(model, args, kwargs) if number in named else hook(model, args)
+            if found is not None and number in named:
+                args, kwargs = found
+            elif found is not None:
+                args = found if isinstance(found, tuple) else (found,)
+        output = own(*args, **kwargs)
+        for number, hook in behind.items():
+            found = hook(model, args, kwargs, output) if number in named else hook(model, args, output)
+            output = output if found is None else found
+        return output
+
+    forward.__wrapped__ = own  # type: ignore[attr-defined]  # whose signature it has
+    model.__dict__["forward"] = forward
+    model._forward_pre_hooks.clear()
+    model._forward_hooks.clear()
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+def plain_name(name: str) -> str:
+    """The name of a state or module without the parts that wrappers put into it."""
+    return ".".join(part for part in name.split(".") if part not in _PARTS)
+
+
+def spellings(present: Iterable[str], wanted: Collection[str]) -> dict[str, str]:
+    """For names that are ``present`` and not ``wanted``, the wanted ones that are meant: those with or without the
+    parts of wrappers, and of a wrapper around the whole model, which all of them have, without its prefix."""
+    held = set(present)
+    prefix = _ROOT_PREFIX if held and all(plain_name(name).startswith(_ROOT_PREFIX) for name in held) else ""
+    meant = {plain_name(name): name for name in wanted}
+    found = {}
+    for name in held - set(wanted):
+        plain = plain_name(name)
+        target = meant.get(plain, meant.get(plain.removeprefix(prefix)))
+        if target is not None and target not in held:
+            found[name] = target
+    return found

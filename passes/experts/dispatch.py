@@ -1,0 +1,223 @@
+"""Expert parallelism: every rank has some of the experts, and rows go to the rank that has theirs and come back.
+
+Requires: a local block (after the last :func:`passes.shard.shard_block.shard_block`) and its expert regions. Provides:
+the same block where experts' states hold the ``size``-th part of a rank, rows are sent before a region and brought back
+behind it. Rows that two ranks hold alike would be worked on twice: the ranks along the axis must have rows of their
+own.
+
+In the routed form any number of rows may come to a rank, none and all of them among them, and nothing is dropped or
+padded: operators of the region carry no number of rows in their arguments. In the dense form every expert works on the
+rows of all ranks, so an even all-to-all does.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes.errors import UnsupportedError
+from passes.experts.regions import ExpertRegion
+from passes.ir.collectives import collective_name, is_over, ops
+from passes.ir.interpret import call, infer, value_of
+from passes.ir.layouts import Layout, local_shape, shard
+from passes.ir.model import Block, TensorSpec
+from passes.ir.rewrite import drop_unused
+from passes.rules.factors import operands_of, with_operands
+from passes.rules.strategies import local_call, strategies
+
+aten = torch.ops.aten
+
+_SHAPED = (aten.reshape.default, aten.view.default, aten.expand.default)  # operators that are given a shape
+_MORE_ROWS = 7  # how many rows more an operator is tried with
+
+
+def spread_experts(
+    block: Block,
+    regions: Sequence[ExpertRegion],
+    axis: str,
+    size: int,
+    merged: str | None = None,
+    apart: Collection[str] = (),
+) -> tuple[Block, dict[str, Layout]]:
+    """``block`` with its experts spread over ``size`` ranks of ``axis``, and the layouts of their states.
+
+    ``merged``: a mesh axis whose ranks are among those of ``axis``; what was to be added up over it for the experts'
+    gradients is not, since its ranks have different experts. ``apart``: all axes whose ranks are among those of
+    ``axis``; parts of the experts' work that these have of one another would be of different experts.
+
+    Raises :class:`UnsupportedError` where the experts do not divide, an operator between them cannot do with another
+    number of rows, or they are cut over ranks ``apart``.
+    """
+    rewriter = _Spreader(axis, size, merged, apart)
+    for region in regions:
+        rewriter.add(region)
+    for node in block.graph.nodes:
+        rewriter.copy(node)
+    drop_unused(rewriter.graph)
+    layouts = {name: shard(dim) for region in regions for name, dim in region.states.items()}
+    return Block(block.name, rewriter.graph, block.states, block.inputs), layouts
+
+
+class _Spreader:
+    """Builds the new graph; ``env`` has the values outside the regions, ``inside`` those within."""
+
+    def __init__(self, axis: str, size: int, merged: str | None, apart: Collection[str]) -> None:
+        self.graph = fx.Graph()
+        self.axis, self.size, self.merged, self.apart = axis, size, merged, apart
+        self.env: dict[fx.Node, fx.Node] = {}
+        self.inside: dict[fx.Node, fx.Node] = {}
+        self.tables: dict[fx.Node, int] = {}
+        self.region_of: dict[fx.Node, ExpertRegion] = {}
+        self.routes: dict[fx.Node, tuple[fx.Node, fx.Node, fx.Node]] = {}
+        self.sent: dict[tuple[int, fx.Node], fx.Node] = {}
+
+    def add(self, region: ExpertRegion) -> None:
+        if region.num_experts % self.size:
+            where = region.products[0].meta.get("path") or region.products[0].name
+            raise UnsupportedError(
+                f"{where}: {region.num_experts} experts cannot be spread over {self.axis}={self.size}; "
+                f"expected a divisor of {region.num_experts}"
+            )
+        self.tables |= region.tables
+        self.region_of |= dict.fromkeys(region.nodes, region)
+
+    def copy(self, node: fx.Node) -> None:
+        if node in self.tables:
+            self._table(node, self.tables[node])
+        elif node in self.region_of:
+            self._inside(node, self.region_of[node])
+        else:
+            self.env[node] = self.graph.node_copy(node, self.env.__getitem__)
+
+    def _table(self, node: fx.Node, dim: int) -> None:
+        """What only experts' states make: this rank's part of it."""
+        if node.op == "placeholder":
+            local = self.graph.create_node("placeholder", node.name, name=node.name)
+            local.meta.update(node.meta)
+            shape = local_shape(shard(dim), tuple(node.meta["val"].shape), self.size)
+            local.meta["val"] = TensorSpec(shape, node.meta["val"].dtype).meta()
+            self.env[node] = local
+            return
+        operands = operands_of(node)
+        if collective_name(node.target) == "copy" and self.merged in node.args:
+            self.env[node] = self.env[operands[0]]
+            return
+        self._check_apart(node)
+        wanted = tuple(shard(self.tables[o]) for o in operands)
+        found = (s for s in strategies(node, self.size) if s.operands == wanted and s.results == (shard(dim),))
+        strategy = next(found, None)
+        if strategy is None:
+            raise UnsupportedError(f"{_where(node)} cannot be cut by expert")
+        local = local_call(node, strategy, self.axis, self.size, [self.env[o] for o in operands], self.graph)
+        local.meta.update({k: v for k, v in node.meta.items() if k != "val"})
+        self.env[node] = local
+
+    def _inside(self, node: fx.Node, region: ExpertRegion) -> None:
+        self._check_apart(node)
+        operands = [self._operand(o, region) for o in operands_of(node)]
+        args, kwargs = with_operands(node, operands)
+        if node.target in _SHAPED:
+            args = (args[0], _local_sizes(node, region, self.size), *args[2:])
+        if region.keys is not None:
+            self._check_rows(node, region, args, kwargs)
+        assert callable(node.target)
+        made = call(self.graph, node.target, args, kwargs, like=node)
+        made.meta.update({k: v for k, v in node.meta.items() if k != "val"})
+        self.inside[node] = made
+        if node in region.exits:
+            self.env[node] = self._back(made, node, region)
+
+    def _operand(self, node: fx.Node, region: ExpertRegion) -> fx.Node:
+        """What a node of the region reads in place of ``node``."""
+        if node in region.nodes:
+            return self.inside[node]
+        if region.keys is not None and node is region.keys:
+            return self._route(region, node)[2]
+        if node not in region.entries:
+            return self.env[node]
+        key = id(region), node
+        if key not in self.sent:
+            self.sent[key] = self._send(self.env[node], node, region)
+        return self.sent[key]
+
+    def _route(self, region: ExpertRegion, like: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+        assert region.keys is not None
+        if region.keys not in self.routes:
+            keys = self.env[region.keys]
+            made = self._collective("route", like, keys, region.num_experts)
+            getitem = [self._plain(made, i) for i in range(3)]
+            self.routes[region.keys] = (getitem[0], getitem[1], getitem[2])
+        return self.routes[region.keys]
+
+    def _plain(self, source: fx.Node, index: int) -> fx.Node:
+        return call(self.graph, operator.getitem, (source, index), like=source)
+
+    def _send(self, local: fx.Node, node: fx.Node, region: ExpertRegion) -> fx.Node:
+        if region.keys is None:
+            return self._collective("all_to_all", node, local, 0, 1)
+        return self._collective("dispatch", node, local, *self._route(region, region.keys))
+
+    def _back(self, local: fx.Node, node: fx.Node, region: ExpertRegion) -> fx.Node:
+        if region.keys is None:
+            return self._collective("all_to_all", node, local, 1, 0)
+        return self._collective("combine", node, local, *self._route(region, region.keys))
+
+    def _collective(self, name: str, like: fx.Node, *args: Any) -> fx.Node:
+        made = call(self.graph, getattr(ops, name).default, (*args, self.axis, self.size), like=like)
+        if name == "route":
+            made.meta["grad"] = False
+        return made
+
+    def _check_apart(self, node: fx.Node) -> None:
+        """Refuse what puts together, or takes apart, what would be of different experts."""
+        if is_over(node, self.apart):
+            raise UnsupportedError(
+                f"{_where(node)} is among the experts' work and runs over ranks that are to have different experts; "
+                f"expected nothing over {', '.join(sorted(self.apart))} there; use {self.axis}=1, or fewer ranks on "
+                "that axis"
+            )
+
+    def _check_rows(
+        self, node: fx.Node, region: ExpertRegion, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Refuse an operator whose arguments fix the number of rows: try it with more."""
+        rows = {self.inside[n] for n in region.nodes if n in self.inside} | set(self.sent.values())
+        rows.add(self._route(region, node)[2])
+
+        def longer(value: Any) -> Any:
+            return value.new_empty((value.shape[0] + _MORE_ROWS, *value.shape[1:]))
+
+        def given(operand: fx.Node) -> Any:
+            value = operand.meta["val"]
+            if operand not in rows:
+                return value
+            return tuple(map(longer, value)) if isinstance(value, tuple) else longer(value)
+
+        try:
+            made = infer(node.target, fx.node.map_arg(args, given), fx.node.map_arg(kwargs, given))  # type: ignore[arg-type]
+            plain = infer(node.target, value_of(args), value_of(kwargs))  # type: ignore[arg-type]
+        except Exception as error:
+            raise UnsupportedError(f"{_where(node)} cannot work on another number of rows: {error}") from error
+        shapes = [[tuple(v.shape) for v in (m if isinstance(m, tuple) else (m,))] for m in (made, plain)]
+        if any(m != (p[0] + _MORE_ROWS, *p[1:]) for m, p in zip(*shapes, strict=True)):
+            raise UnsupportedError(f"{_where(node)} makes {shapes[0]} of {_MORE_ROWS} rows more, not of {shapes[1]}")
+
+
+def _local_sizes(node: fx.Node, region: ExpertRegion, size: int) -> list[int]:
+    """The shape that a reshape or an expansion is given within a region."""
+    value: Tensor = node.meta["val"]
+    sizes, (place,) = list(value.shape), region.nodes[node]
+    if place.experts is not None:
+        sizes[place.experts] //= size
+        sizes[place.rows] *= size
+    else:
+        sizes[place.rows] = -1
+    return sizes
+
+
+def _where(node: fx.Node) -> str:
+    return f"{node.meta.get('path') or node.name} ({node.target})"

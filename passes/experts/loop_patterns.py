@@ -1,0 +1,371 @@
+"""What the corresponding nodes of all experts of a loop are merged into. See ``passes/experts/loops.py``.
+
+Find the ends of loops over experts: sums and ``where`` chains that combine one part per expert.
+
+The part of an expert is zero, or not selected, in all rows but the expert's own. Requires values on every node, and
+normal form. See ``passes/experts/loops.py``.
+
+What a loop over experts knows of each of them beside its rows, for all experts at once: shares, masks.
+
+``shares[:, i]`` and ``(chosen == i)`` are of one expert each, and need no parameter of it. What is computed of them is
+computed here once, with the experts in a dim more, the last; a row takes its own expert's.
+
+Requires and keeps values on every node, and normal form. See ``passes/experts/loops.py``.
+
+Parameters of the experts in a loop, for all experts at once: stacks of their own, or slices of what holds all.
+
+Requires and keeps values on every node, and normal form. See ``passes/experts/loops.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.experts.routing_masks import Choice, choice_of
+from passes.experts.stacked_modules import Different, Packing, addends_of, is_inner, is_sum
+from passes.ir.interpret import META
+from passes.ir.rewrite import Builder, shape, val
+from passes.ir.value_numbering import Numbers
+
+aten = torch.ops.aten
+
+RESHAPES = (aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default)
+SCALED = (aten.mul.Tensor, aten.div.Tensor)
+LINEAR = {  # operators that are linear in their first operand
+    *RESHAPES, *SCALED, aten.permute.default, aten.transpose.int, aten.sum.dim_IntList, aten.to.dtype,
+}  # fmt: skip
+_LEAST = 2  # experts in a loop
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop over experts whose ``chain`` of nodes sums one part per expert, or selects between them row by row.
+
+    ``parts[i]`` holds the rows of expert ``first + i``: the rows whose chosen number in ``of`` is that; dim ``j`` of
+    the masks is dim ``dims[j]`` of ``of``. ``others``: further operands of the chain. ``adds``: the chain is a sum.
+    """
+
+    parts: tuple[fx.Node, ...]
+    of: fx.Node
+    dims: tuple[int, ...]
+    first: int
+    others: tuple[fx.Node, ...]
+    chain: frozenset[fx.Node]
+    adds: bool
+    where: tuple[int, ...] = ()  # shape of the masks that select; empty for a sum
+
+
+def loops_at(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
+    """The loops whose last addition or ``where`` is ``head``."""
+    if is_sum(head) and not is_inner(head):
+        yield from _sums(head, numbers)
+    elif _is_choice(head) and not any(_is_choice(u) and u.args[2] is head for u in head.users):
+        yield from _choices(head, numbers)
+
+
+def _sums(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
+    """The loops that ``head`` sums: each addend is zero in all rows but its expert's own."""
+    addends, chain = addends_of(head)
+    found = {n: choice for n in addends if addends.count(n) == 1 and (choice := _own_rows(n)) is not None}
+    yield from _loops(found, lambda parts: [n for n in addends if n not in parts], chain, numbers, adds=True)
+
+
+def _own_rows(addend: fx.Node) -> Choice | None:
+    """The mask outside of which ``addend`` is zero; ``None`` if no mask of an expert tells."""
+    node: Any = addend
+    while isinstance(node, fx.Node) and node.target in LINEAR and len(node.users) == 1:
+        node = node.args[0]
+    if not isinstance(node, fx.Node) or node.target is not aten.masked_fill.Scalar or node.args[2] != 0:
+        return None
+    choice, negated = _mask(node.args[1])
+    return choice if negated else None
+
+
+def _choices(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
+    """The loops of a ``where`` chain: each ``where`` takes its expert's part in its own rows, else the rest of the
+    chain."""
+    found: dict[fx.Node, Choice] = {}
+    chain: set[fx.Node] = set()
+    where = _spots(head)
+    node: Any = head
+    while _is_choice(node) and shape(node) == shape(head) and (not chain or len(node.users) == 1):
+        choice, negated = _mask(node.args[0])
+        if choice is None or negated or shape(node.args[1]) != shape(head) or node.args[1] in found:
+            break
+        if _spots(node) != where or math.prod(where) != val(choice.of).numel():
+            break
+        found[node.args[1]] = choice
+        chain.add(node)
+        node = node.args[2]
+    if len(found) >= _LEAST and shape(node) == shape(head):
+        for loop in _loops(found, lambda parts: [node] if len(parts) == len(found) else [], chain, numbers, adds=False):
+            yield replace(loop, where=where)
+
+
+def _spots(node: fx.Node) -> tuple[int, ...]:
+    """Shape of the condition of a ``where`` before expansion, with 1 in front up to the rank of the ``where``."""
+    condition: Any = node.args[0]
+    while condition.target is aten.expand.default:
+        condition = condition.args[0]
+    sizes = shape(condition)
+    return (*[1] * (len(shape(node)) - len(sizes)), *sizes)
+
+
+def _is_choice(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.target is aten.where.self and len(node.args) == 3
+
+
+def _loops(
+    found: Mapping[fx.Node, Choice],
+    others: Callable[[Collection[fx.Node]], list[fx.Node]],
+    chain: Collection[fx.Node],
+    numbers: Numbers,
+    *,
+    adds: bool,
+) -> Iterator[Loop]:
+    """Group the parts whose masks test the same chosen numbers into one loop each; expert numbers are consecutive.
+
+    ``found``: part -> its mask. ``others``: returns the chain's remaining operands for the parts of a loop.
+    """
+    by_source: dict[Any, dict[int, list[fx.Node]]] = {}
+    for node, choice in found.items():
+        by_source.setdefault((numbers(choice.of), choice.dims), {}).setdefault(choice.number, []).append(node)
+    for parts in by_source.values():
+        order = sorted(parts)
+        if len(order) < _LEAST or order != list(range(order[0], order[0] + len(order))):
+            continue
+        nodes = [parts[number] for number in order]
+        if all(len(of) == 1 for of in nodes):
+            mine = tuple(of[0] for of in nodes)
+            rest = others(mine)
+            if adds or rest:
+                choice = found[mine[0]]
+                yield Loop(mine, choice.of, choice.dims, order[0], tuple(rest), frozenset(chain), adds)
+
+
+def _mask(node: Any) -> tuple[Choice | None, bool]:
+    """The choice that the mask ``node`` tests for, through reshapes, and whether the mask is negated."""
+    negated = False
+    while isinstance(node, fx.Node):
+        choice = choice_of(node)
+        if choice is not None:
+            return choice, negated
+        if node.target is aten.logical_not.default:
+            negated = not negated
+        elif node.target not in RESHAPES:
+            break
+        node = node.args[0]
+    return None, False
+
+
+def is_opposite(node: Any) -> bool:
+    """Whether the mask ``node`` is the ``logical_not`` of another, through reshapes."""
+    while isinstance(node, fx.Node) and node.target in RESHAPES:
+        node = node.args[0]
+    return isinstance(node, fx.Node) and node.target is aten.logical_not.default
+
+
+_SIZED = (aten.reshape.default, aten.expand.default)  # whose argument is the result's shape
+_ONE_DIM = (aten.unsqueeze.default, aten.squeeze.dim)
+_OVER = (aten.sum.dim_IntList, aten.any.dim)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A value of every expert: ``node`` has them in its last dim."""
+
+    node: fx.Node
+
+
+class Columns:
+    """The columns of one loop, appended to a graph."""
+
+    def __init__(self, build: Builder, loop: Loop, numbers: Numbers) -> None:
+        self.build, self.loop, self.numbers = build, loop, numbers
+
+    def picked(self, nodes: tuple[fx.Node, ...]) -> Column | None:
+        """What stands for slices of one value, one for each expert in order."""
+        first, wanted = nodes[0], range(self.loop.first, self.loop.first + len(nodes))
+        if any(n.target is not aten.select.int or n.args[1] != first.args[1] for n in nodes):
+            return None
+        if [n.args[2] for n in nodes] != list(wanted) or len({self.numbers(n.args[0]) for n in nodes}) > 1:  # type: ignore[arg-type]
+            return None
+        whole: Any = first.args[0]
+        dim: int = first.args[1] % len(shape(whole))  # type: ignore[operator, assignment]
+        others = [d for d in range(len(shape(whole))) if d != dim]
+        if dim < len(others):
+            whole = self.build(aten.permute.default, whole, [*others, dim])
+        if shape(whole)[-1] != len(nodes):
+            whole = self.build(aten.slice.Tensor, whole, len(others), wanted.start, wanted.stop)
+        return Column(whole)
+
+    def of_choice(self) -> Column:
+        """Which numbers are each expert's."""
+        numbers = self.loop.of
+        every = self.build(aten.arange.default, len(self.loop.parts), dtype=val(numbers).dtype, device=META)
+        if self.loop.first:
+            every = self.build(aten.add.Tensor, every, self.loop.first)
+        apart = self.build(aten.unsqueeze.default, numbers, len(shape(numbers)))
+        return Column(self.build(aten.eq.Tensor, apart, every))
+
+    def made(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Column:
+        """What stands for ``node``, of columns and of what all experts share. Raises :class:`Different`."""
+        assert isinstance(node.target, torch._ops.OpOverload)
+        value, rest, many = args[0], list(args[1:]), len(self.loop.parts)
+        if node.target in _SIZED:
+            operands = [value.node, [*shape(node), many]]
+        elif node.target in _ONE_DIM:
+            rank = max(len(shape(node)), len(shape(node.args[0])))  # type: ignore[arg-type]
+            operands = [value.node, rest[0] % rank]
+        elif node.target in _OVER:
+            rank, dims = len(shape(node.args[0])), rest[0]  # type: ignore[arg-type]
+            if dims is None or dims == []:  # all of them, of which the experts would be one
+                raise Different
+            over = [d % rank for d in dims] if isinstance(dims, list | tuple) else dims % rank
+            operands = [value.node, over, *rest[1:]]
+        elif node.target is aten.to.dtype or torch.Tag.pointwise in node.target.tags:
+            operands = [self._widened(argument) for argument in args]
+        else:
+            raise Different
+        return Column(self.build(node.target, *operands, **kwargs))
+
+    def at(self, column: Column, keys: fx.Node, dim: int) -> fx.Node:
+        """For each row its own expert's, by ``keys``; ``dim``: the one of the rows, beside dims of size 1."""
+        sizes = shape(column.node)
+        if any(size != 1 for d, size in enumerate(sizes[:-1]) if d != dim):
+            raise Different
+        rows = self.build(aten.reshape.default, column.node, [sizes[dim], sizes[-1]])
+        own = self.build(aten.gather.default, rows, 1, self.build(aten.reshape.default, keys, [sizes[dim], 1]))
+        return self.build(aten.reshape.default, own, list(sizes[:-1]))
+
+    def _widened(self, argument: Any) -> Any:
+        if isinstance(argument, Column):
+            return argument.node
+        if isinstance(argument, fx.Node) and val(argument).dim():
+            return self.build(aten.unsqueeze.default, argument, val(argument).dim())
+        return argument
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Each expert's mask of its own rows, or of all other rows if ``negated``.
+
+    ``dim`` is the dim of the rows; ``None`` if they are not in one dim yet. ``plain``: the mask has the dims of the
+    chosen numbers.
+    """
+
+    dim: int | None
+    negated: bool
+    plain: bool = False
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A merged value whose rows, along ``dim`` of ``node``, each have the value that the row's own expert computes.
+
+    ``zeroed``: in each expert's separate value, the rows of other experts are zero.
+    """
+
+    node: fx.Node
+    dim: int
+    zeroed: bool
+
+
+@dataclass(frozen=True)
+class Several:
+    """Merged rows of an operator with several results. ``dims[k]`` is the dim of the rows in result ``k``."""
+
+    node: fx.Node
+    dims: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Added:
+    """The sum of all experts' parts, of which at most one is non-zero in each row."""
+
+    node: fx.Node
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Merged rows in their order, with the dim of the rows unflattened.
+
+    ``where``: shape of the row dims within the value, with 1 for every other dim.
+    """
+
+    node: fx.Node
+    where: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The corresponding parameters of all experts, one node each."""
+
+    nodes: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One parameter that stacks those of all experts along dim 0 of ``node``."""
+
+    node: fx.Node
+
+
+Merged = Mask | Rows | Several | Added | Placed | Stack | Packed | Column
+
+
+class Weights:
+    """The parameters that the experts of one loop read, appended to a graph where they are read."""
+
+    def __init__(self, packing: Packing, build: Builder, loop: Loop) -> None:
+        self.packing, self.build, self.loop = packing, build, loop
+        self.read = False  # whether any is
+
+    def sliced(self, nodes: tuple[fx.Node, ...]) -> Packed | None:
+        """Each expert's part of a state of all, in order."""
+        source: Any = nodes[0].args[0] if nodes[0].target is aten.select.int else None
+        captured, first = self.packing.captured, self.loop.first
+        if source is None or captured.placeholders.get(source.name) not in captured.states:
+            return None
+        if [(n.target, *n.args) for n in nodes] != [(aten.select.int, source, 0, first + i) for i in range(len(nodes))]:
+            return None
+        if shape(source)[0] == len(nodes):
+            return Packed(source)
+        return Packed(self.build(aten.slice.Tensor, source, 0, first, first + len(nodes)))
+
+    def of_all(self, stack: Stack | Packed) -> fx.Node:
+        """One value for all experts, which its first dim counts."""
+        self.read = True
+        return stack.node if isinstance(stack, Packed) else self.packing.pack(stack.nodes)
+
+    def turned(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Packed:
+        """A parameter with its dims in another order, or of another type. Raises :class:`Different`."""
+        whole, rank, rest = self.of_all(args[0]), len(shape(node)), list(args[1:])
+        if node.target is aten.t.default and rank == len(rest) + 2:
+            return Packed(self.build(aten.transpose.int, whole, 1, 2))
+        if node.target is aten.transpose.int:
+            rest = [d % rank + 1 for d in rest]
+        elif node.target is aten.permute.default:
+            rest = [[0, *(d % rank + 1 for d in rest[0])]]
+        elif node.target is not aten.to.dtype:
+            raise Different
+        return Packed(self.build(node.target, whole, *rest, **kwargs))
+
+    def by_row(self, node: fx.Node, stack: Stack | Packed, rows: Rows, expert: Callable[[], fx.Node]) -> fx.Node:
+        """For each row the parameter of its ``expert``, where an operator reads elements that stand beside each other.
+        Raises :class:`Different` where it does not."""
+        assert isinstance(node.target, torch._ops.OpOverload)
+        whole = self.of_all(stack)
+        own = shape(whole)[1:]
+        after = len(shape(node)) - 1 - rows.dim  # dims behind the rows
+        if torch.Tag.pointwise not in node.target.tags or any(s != 1 for s in own[: max(0, len(own) - after)]):
+            raise Different
+        found = self.build(aten.index_select.default, whole, 0, expert())
+        kept = own[max(0, len(own) - after) :]
+        return self.build(aten.reshape.default, found, [shape(rows.node)[rows.dim], *[1] * (after - len(kept)), *kept])

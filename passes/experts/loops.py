@@ -1,0 +1,373 @@
+"""Loops over experts that pick each expert's rows, as products by expert.
+
+Such a loop arrives with every row in every expert and all but the expert's own left out of what is added up
+(``passes/select/masked_rows.py``). Where the own rows are those that chose the expert's number, no row is two experts'
+own: one walk through all experts at once does what each did to its own rows, with each row's own expert. Products
+become ``partition::expert_mm``, other parameters are looked up, and what leaves rows out has none left to leave out.
+
+Requires and keeps values on every node. Requires normal form: products without bias, sums of two.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.errors import PartitionError
+from passes.experts.loop_patterns import (
+    LINEAR,
+    RESHAPES,
+    SCALED,
+    Added,
+    Column,
+    Columns,
+    Loop,
+    Mask,
+    Merged,
+    Packed,
+    Placed,
+    Rows,
+    Several,
+    Stack,
+    Weights,
+    is_opposite,
+    loops_at,
+)
+from passes.experts.routing_masks import choice_of, num_choices
+from passes.experts.stacked_modules import Different, Packing
+from passes.ir.model import Captured
+from passes.ir.rewrite import Builder, drop_unused, shape, val
+from passes.ir.value_numbering import Numbers
+from passes.ops import experts
+from passes.rules import factors_of
+from passes.rules.factors import operands_of
+
+SELECTS = "rows that a mask selects are of no fixed number: the plan computes all rows and leaves out the others"
+
+aten = torch.ops.aten
+
+_PRODUCTS: dict[Any, bool] = {  # whether the weight is [n, k]
+    aten.linear.default: True,
+    aten.mm.default: False,
+    aten.matmul.default: False,
+}
+_ROUTED = "loops over experts are computed as products of each row with its experts' matrices alone"
+
+
+def route_loops(captured: Captured) -> Captured:
+    """``captured`` with its loops over experts as products by expert; its graph is changed in place."""
+    graph = captured.graph
+    if not any(n.target is aten.masked_fill.Scalar for n in graph.nodes):  # by which rows are left out
+        return captured
+    numbers, routed = Numbers(), False
+    for head in reversed(list(graph.nodes)):
+        if head._erased or head.op != "call_function":
+            continue
+        for loop in loops_at(head, numbers):
+            merging = _Merging(captured, head, loop, numbers)
+            if merging.run():
+                captured, routed = merging.packing.settle(), True
+                break
+    if not routed:
+        return captured
+    left = any(n.target is aten.masked_fill.Scalar and is_opposite(n.args[1]) for n in graph.nodes)
+    return captured.with_(notes=(*(n for n in captured.notes if left or n != SELECTS), _ROUTED))
+
+
+class _Merging:
+    """One loop: its parts, walked together. What all experts share is a plain node."""
+
+    def __init__(self, captured: Captured, head: fx.Node, loop: Loop, numbers: Numbers) -> None:
+        self.packing = Packing(captured)
+        self.build = Builder(captured.graph, head)
+        self.columns = Columns(self.build, loop, numbers)
+        self.weights = Weights(self.packing, self.build, loop)
+        self.head, self.loop, self.numbers = head, loop, numbers
+        self.num_rows = val(loop.of).numel()
+        self.known: dict[tuple[fx.Node, ...], Any] = {}
+        self.inner: set[fx.Node] = set()  # what is done to rows, and to parameters
+        self.keys: fx.Node | None = None
+        covers = num_choices(loop.of)
+        self.covers = loop.first == 0 and covers == len(loop.parts)  # whether every row is an expert's
+
+    def run(self) -> bool:
+        """Rewrite the loop; ``False``, and nothing done, where it is not what it seemed."""
+        graph = self.build.graph
+        with graph.inserting_before(self.head):
+            try:
+                total = self._total(self.merge(self.loop.parts))
+                apart = self._is_apart() and _is_like(total, self.head)
+            except Different:
+                apart = False
+        if apart:  # in its place, so that an output keeps its name
+            self.head.target, self.head.args, self.head.kwargs = total.target, total.args, total.kwargs
+        drop_unused(graph)
+        if not apart:
+            self.packing.abandon()
+        return apart
+
+    def _total(self, made: Any) -> fx.Node:
+        if self.loop.adds:
+            if not isinstance(made, Added) and not (isinstance(made, Rows) and made.zeroed):
+                raise Different
+            total = made.node
+            for other in self.loop.others:
+                total = self.build(aten.add.Tensor, other, total)
+            return total
+        if not isinstance(made, Rows | Placed):
+            raise Different
+        where = made.where if isinstance(made, Placed) else _alone(made.node, made.dim)
+        if where != self.loop.where:  # what is chosen in one dim is of the rows in another
+            raise Different
+        if self.covers:
+            return made.node
+        chosen = self.build(aten.reshape.default, self._known(), list(where))
+        return self.build(aten.where.self, chosen, made.node, *self.loop.others)
+
+    def _is_apart(self) -> bool:
+        """Whether nothing else reads what is done to the experts' rows, or their parameters; and there are some."""
+        read = self.inner | {n for nodes in self.packing.packed for n in nodes}
+        users = self.inner | self.loop.chain
+        return self.weights.read and all(u in users for n in read for u in n.users)
+
+    def merge(self, nodes: tuple[fx.Node, ...]) -> Any:
+        """What stands for ``nodes``, one of each expert. Raises :class:`Different`."""
+        if nodes not in self.known:
+            alike = len({self.numbers(n) for n in nodes}) == 1
+            self.known[nodes] = nodes[0] if alike else self._merged(nodes)
+        return self.known[nodes]
+
+    def _merged(self, nodes: tuple[fx.Node, ...]) -> Any:
+        first = nodes[0]
+        if first.op == "placeholder":
+            self.packing.check(nodes)
+            return Stack(nodes)
+        made = self._chosen(nodes) or self._sliced(nodes) or self.columns.picked(nodes)
+        if made is not None:
+            return made
+        if all(n.target is operator.getitem and n.args[1:] == first.args[1:] for n in nodes):
+            return self._result(nodes)
+        if any(n.target != first.target for n in nodes) or not isinstance(first.target, torch._ops.OpOverload):
+            raise Different
+        args, kwargs = self._arguments(nodes)
+        given = [a for a in args if isinstance(a, Merged)]
+        if isinstance(args[0], Mask) and first.target in (aten.logical_not.default, *RESHAPES):
+            return self._moved(first, args[0])
+        if given and all(isinstance(a, Column) or (isinstance(a, Mask) and a.plain) for a in given):
+            return self.columns.made(
+                first, [self.columns.of_choice() if isinstance(a, Mask) else a for a in args], kwargs
+            )
+        self.inner.update(nodes)
+        if isinstance(args[0], Stack | Packed) and len(given) == 1:
+            return self.weights.turned(first, args, kwargs)
+        if first.target is aten.masked_fill.Scalar and isinstance(args[1], Mask):
+            return self._filled(first, args[0], args[1])
+        if any(isinstance(a, Mask | Placed | Column | Several) for a in given):
+            raise Different
+        if first.target in _PRODUCTS and isinstance(args[1], Stack | Packed):
+            return self._product(first, args)
+        if any(isinstance(a, Added) for a in given):
+            return self._linear(first, args, kwargs)
+        return self._by_row(first, args, kwargs)
+
+    def _sliced(self, nodes: tuple[fx.Node, ...]) -> Packed | None:
+        made = self.weights.sliced(nodes)
+        self.inner.update(nodes if made is not None else ())
+        return made
+
+    def _arguments(self, nodes: tuple[fx.Node, ...]) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of ``nodes``, merged."""
+        first = nodes[0]
+        if any(len(n.args) != len(first.args) or n.kwargs != first.kwargs for n in nodes):
+            raise Different
+        if any(isinstance(v, fx.Node) for v in first.kwargs.values()):
+            raise Different
+        return [self._argument([n.args[i] for n in nodes]) for i in range(len(first.args))], dict(first.kwargs)
+
+    def _argument(self, given: Sequence[Any]) -> Any:
+        if all(isinstance(g, fx.Node) for g in given):
+            return self.merge(tuple(given))
+        if isinstance(given[0], list | tuple) and all(type(g) is type(given[0]) for g in given):
+            if any(len(g) != len(given[0]) for g in given):
+                raise Different
+            made = [self._argument([g[i] for g in given]) for i in range(len(given[0]))]
+            if any(isinstance(m, Merged) for m in made):
+                raise Different
+            return made
+        if any(isinstance(g, fx.Node) or type(g) is not type(given[0]) or g != given[0] for g in given):
+            raise Different
+        return given[0]
+
+    # -- masks ------------------------------------------------------------------------------------------------------
+
+    def _chosen(self, nodes: tuple[fx.Node, ...]) -> Mask | None:
+        """Whether ``nodes`` are the loop's choices, each expert's own."""
+        loop, of = self.loop, self.numbers(self.loop.of)
+        for number, node in enumerate(nodes, loop.first):
+            choice = choice_of(node)
+            if choice is None or (choice.number, choice.dims, self.numbers(choice.of)) != (number, loop.dims, of):
+                return None
+        return Mask(0 if val(nodes[0]).dim() == 1 else None, False, loop.dims == tuple(range(len(loop.dims))))
+
+    def _moved(self, node: fx.Node, mask: Mask) -> Mask:
+        """The opposite of a mask, or the same in another shape."""
+        if node.target is aten.logical_not.default:
+            return Mask(mask.dim, not mask.negated)
+        sizes = shape(node)
+        along = [d for d, size in enumerate(sizes) if size == self.num_rows]
+        if node.target not in RESHAPES or val(node).numel() != self.num_rows:
+            raise Different
+        if len(sizes) == 1:
+            return Mask(0, mask.negated)
+        if mask.dim is None or len(along) != 1:
+            raise Different
+        return Mask(along[0], mask.negated)
+
+    def _filled(self, node: fx.Node, value: Any, mask: Mask) -> Rows:
+        """The expert's own rows as they are, and a number in all others."""
+        held = value.node if isinstance(value, Rows | Column) else value
+        if not mask.negated or mask.dim is None or not isinstance(held, fx.Node):
+            raise Different
+        dim = mask.dim + val(node).dim() - val(node.args[1]).dim()  # type: ignore[arg-type]
+        if isinstance(value, Column) and dim >= 0:
+            held = self.columns.at(value, self._expert(), dim)
+        if dim < 0 or shape(held)[dim] != self.num_rows or (isinstance(value, Rows) and value.dim != dim):
+            raise Different
+        number: Any = node.args[2]
+        if not self.covers:
+            none = self.build(aten.logical_not.default, self._known())
+            none = self.build(aten.reshape.default, none, shape(node.args[1]))  # type: ignore[arg-type]
+            held = self.build(aten.masked_fill.Scalar, held, none, number)
+        return Rows(held, dim, zeroed=bool(number == 0))
+
+    def _known(self) -> fx.Node:
+        """Which rows are an expert's."""
+        keys = self._chosen_numbers()
+        above, below = self.build(aten.ge.Scalar, keys, 0), self.build(aten.lt.Scalar, keys, len(self.loop.parts))
+        return self.build(aten.logical_and.default, above, below)
+
+    def _chosen_numbers(self) -> fx.Node:
+        """The place among the experts of the number that each row chose; of some rows, none."""
+        loop, numbers = self.loop, self.loop.of
+        if val(numbers).dtype not in (torch.int32, torch.int64):  # by which others can be looked up
+            numbers = self.build(aten.to.dtype, numbers, torch.int64)
+        if loop.dims != tuple(range(len(loop.dims))):
+            numbers = self.build(aten.permute.default, numbers, list(loop.dims))
+        if len(loop.dims) != 1:
+            numbers = self.build(aten.reshape.default, numbers, [self.num_rows])
+        return self.build(aten.sub.Tensor, numbers, loop.first) if loop.first else numbers
+
+    def _expert(self) -> fx.Node:
+        """The expert of each row; any of them for a row that is no expert's."""
+        if self.keys is None:
+            keys = self._chosen_numbers()
+            self.keys = keys if self.covers else self.build(aten.clamp.default, keys, 0, len(self.loop.parts) - 1)
+        return self.keys
+
+    # -- rows -------------------------------------------------------------------------------------------------------
+
+    def _product(self, node: fx.Node, args: Sequence[Any]) -> Rows:
+        x, weight = args[0], self.weights.of_all(args[1])
+        if not isinstance(x, Rows) or len(args) != 2 or len(shape(weight)) != 3:
+            raise Different
+        sizes = shape(x.node)
+        if x.dim == len(sizes) - 1 or any(s != 1 for d, s in enumerate(sizes[:-1]) if d != x.dim):
+            raise Different
+        rows = x.node if len(sizes) == 2 else self.build(aten.reshape.default, x.node, [self.num_rows, sizes[-1]])
+        if _PRODUCTS[node.target]:
+            weight = self.build(aten.transpose.int, weight, 1, 2)
+        made = self.build(experts.ops.expert_mm.default, rows, weight, self._expert())
+        made = made if len(sizes) == 2 else self.build(aten.reshape.default, made, shape(node))
+        return Rows(made, x.dim, x.zeroed)
+
+    def _linear(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Added:
+        """What is done to the whole that the parts add up to."""
+        given = [i for i, a in enumerate(args) if isinstance(a, Rows | Added | Stack | Packed)]
+        if node.target not in LINEAR or len(given) != 1 or not isinstance(args[given[0]], Added):
+            raise Different
+        if given[0] != 0 and node.target not in SCALED[:1]:
+            raise Different
+        return Added(self.build(node.target, *(a.node if isinstance(a, Added) else a for a in args), **kwargs))
+
+    def _by_row(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rows | Several | Added | Placed:
+        """An operator that works on each row by itself."""
+        rows = [a for a in args if isinstance(a, Rows)]
+        if not rows:
+            raise Different
+        operands = [a.node if isinstance(a, Rows) else a for a in args]
+        for i, argument in enumerate(args):
+            if isinstance(argument, Stack | Packed):
+                operands[i] = self.weights.by_row(node, argument, rows[0], self._expert)
+        made = self.build(node.target, *operands, **kwargs)
+        if not _is_like(made, node):
+            raise Different
+        scaled = node.target in LINEAR and any(a.zeroed for a in rows)
+        dims = self._row_dims(made, {r.node: r.dim for r in rows})
+        if isinstance(made.meta["val"], tuple | list):
+            if dims is None:
+                raise Different
+            return Several(made, dims)
+        if dims is not None:
+            return Rows(made, dims[0], scaled and (node.target in SCALED[:1] or (args[0] in rows and args[0].zeroed)))
+        if node.target is aten.reshape.default and not scaled:
+            return Placed(made, _taken_apart(rows[0], made))
+        if scaled and all(r.zeroed for r in rows):
+            return self._linear(node, [Added(a.node) if isinstance(a, Rows) else a for a in args], kwargs)
+        raise Different
+
+    def _row_dims(self, made: fx.Node, rows: Mapping[fx.Node, int]) -> tuple[int, ...] | None:
+        """The dim of each result that has the rows, if each of its rows is made of the same rows of the operands."""
+        try:
+            rule = factors_of(made)
+        except PartitionError:
+            rule = None
+        if rule is None:
+            return None
+        names = {rule.operands[i][rows[o]] for i, o in enumerate(operands_of(made)) if o in rows}
+        if len(names) != 1 or len(next(iter(names))) != 1:
+            return None
+        ((name,),) = names
+        cut = rule.spans is not None and rule.spans.factor == name
+        if cut or name in rule.whole or name in rule.lower:
+            return None
+        dims = [[d for d, held in enumerate(result) if name in held] for result in rule.results]
+        alone = all(
+            len(spots) == 1 and result[spots[0]] == (name,) for result, spots in zip(rule.results, dims, strict=True)
+        )
+        return tuple(spots[0] for spots in dims) if alone else None
+
+    def _result(self, nodes: tuple[fx.Node, ...]) -> Rows:
+        """One of several results."""
+        whole: Any = self.merge(tuple(n.args[0] for n in nodes))  # type: ignore[misc]
+        if not isinstance(whole, Several):
+            raise Different
+        self.inner.update(nodes)
+        index: Any = nodes[0].args[1]
+        return Rows(self.build(operator.getitem, whole.node, index), whole.dims[index], zeroed=False)
+
+
+def _alone(node: fx.Node, dim: int) -> tuple[int, ...]:
+    """The shape of ``node`` with 1 in all dims but ``dim``."""
+    return tuple(size if d == dim else 1 for d, size in enumerate(shape(node)))
+
+
+def _taken_apart(rows: Rows, made: fx.Node) -> tuple[int, ...]:
+    """The shape of ``made`` with 1 in all dims but those into which it takes the dim of ``rows`` apart."""
+    sizes, end = shape(made), len(shape(made)) - (len(shape(rows.node)) - 1 - rows.dim)
+    before, after = shape(rows.node)[: rows.dim], shape(rows.node)[rows.dim + 1 :]
+    if sizes[: len(before)] != before or sizes[end:] != after or end < len(before):
+        raise Different
+    return (*[1] * len(before), *sizes[len(before) : end], *[1] * len(after))
+
+
+def _is_like(made: fx.Node, node: fx.Node) -> bool:
+    """Whether ``made`` can stand for ``node``."""
+    forms = [
+        [(v.shape, v.dtype) for v in (held if isinstance(held, tuple | list) else (held,))]
+        for held in (made.meta["val"], node.meta["val"])
+    ]
+    return forms[0] == forms[1]

@@ -1,0 +1,320 @@
+"""Where a block works by expert: what is sent to the experts, what comes back, and which states are the experts'.
+
+Seen from the graph alone. Two forms:
+
+* *routed*: rows, each with the number of its expert (``keys``), go through ``partition::expert_mm``, look-ups of what
+  an expert has (a bias) and operators that work row by row in between;
+* *dense*: every expert works on all rows, ``[e, t, k]`` through ``bmm`` with a weight ``[e, k, n]``, and a choice of
+  the best (``topk`` over as many) says what counts.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes.errors import PartitionError
+from passes.ir.collectives import is_over
+from passes.ir.model import Block
+from passes.ops.experts import row_products
+from passes.rules import factors_of
+from passes.rules.factors import OpFactors, operands_of, results_of, shape
+
+aten = torch.ops.aten
+
+CHOICES = (aten.topk.default, aten.sort.default, aten.argsort.default, aten.argmax.default, aten.max.dim)
+_LOOKUPS: dict[Any, tuple[int, int]] = {
+    aten.index.Tensor: (0, 1),
+    aten.index_select.default: (0, 2),
+    aten.embedding.default: (0, 1),
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """The dims of a value along which its rows and its experts stand; ``experts`` is ``None`` in the routed form."""
+
+    rows: int
+    experts: int | None = None
+
+
+@dataclass(frozen=True)
+class ExpertRegion:
+    """``keys``: the expert of each row, ``None`` in the dense form. ``tables``: the values that only experts' states
+    make, with the dim that counts experts; ``states``: the placeholders among them. ``nodes``: what works by row, in
+    order, with the places of its results; ``entries``: the values from outside whose rows it reads; ``exits``: those of
+    ``nodes`` that are read outside. ``products``: the matrix products among ``nodes``."""
+
+    keys: fx.Node | None
+    num_experts: int
+    tables: Mapping[fx.Node, int]
+    nodes: Mapping[fx.Node, tuple[Place, ...]]
+    entries: Mapping[fx.Node, Place]
+    exits: tuple[fx.Node, ...]
+    products: tuple[fx.Node, ...]
+
+    @property
+    def states(self) -> dict[str, int]:
+        """The experts' states by placeholder, with the dim that counts experts."""
+        return {n.name: dim for n, dim in self.tables.items() if n.op == "placeholder"}
+
+
+def find_regions(block: Block, apart: Collection[str] = ()) -> list[ExpertRegion]:
+    """The regions of ``block``, in order. What does not fit the forms above is left out.
+
+    ``apart``: axes whose ranks are to have different experts: what talks over them and only follows a region is behind.
+    """
+    found = []
+    products: dict[fx.Node, list[fx.Node]] = {}
+    for node in block.graph.nodes:
+        if node.target in row_products():
+            products.setdefault(row_products()[node.target](node)[2], []).append(node)
+    for keys, nodes in products.items():
+        region = _Finder(block, keys, nodes, apart).region()
+        if region is not None:
+            found.append(region)
+    dense: dict[int, list[fx.Node]] = {}
+    for node in block.graph.nodes:
+        if node.target == aten.bmm.default:
+            dense.setdefault(shape(node)[0], []).append(node)
+    for nodes in dense.values():
+        region = _Finder(block, None, nodes, apart).region()
+        if region is not None:
+            found.append(region)
+    return found
+
+
+class _Finder:
+    """Grows a region from its products; ``table_of`` has the table that each expert node reads."""
+
+    def __init__(
+        self, block: Block, keys: fx.Node | None, products: list[fx.Node], apart: Collection[str] = ()
+    ) -> None:
+        self.block = block
+        self.apart = apart
+        self.keys = keys
+        self.products = products
+        self.states = set(block.states)
+        self.tables: dict[fx.Node, int] = {}
+        self.places: dict[fx.Node, tuple[Place, ...]] = {}
+        self.entries: dict[fx.Node, Place] = {}
+        self.num_experts = 0
+
+    def region(self) -> ExpertRegion | None:
+        seeds = self._seeds()
+        if not seeds:
+            return None
+        inside = seeds | (_after(self.block, seeds) & _before(self.block, seeds))
+        inside -= set(self.tables)
+        order = [n for n in self.block.graph.nodes if n in inside]
+        if not all(self._add(node, node in seeds) for node in order):
+            return None
+        self._extend()
+        if not all(u in self.tables or u in self.places for table in self.tables for u in table.users):
+            return None
+        exits = tuple(n for n in self.places if any(u not in self.places for u in n.users))
+        if not all(place == self._sent for n in exits for place in self.places[n]):
+            return None
+        if not all(place == self._sent for place in self.entries.values()):
+            return None
+        products = tuple(n for n in self.products if n in self.places)
+        return ExpertRegion(self.keys, self.num_experts, self.tables, self.places, self.entries, exits, products)
+
+    @property
+    def _sent(self) -> Place:
+        """Where rows and experts stand in what is sent."""
+        return Place(0) if self.keys is not None else Place(1, 0)
+
+    def _seeds(self) -> set[fx.Node]:
+        """What reads experts' states: products, look-ups, and whatever combines a table with rows."""
+        if self.keys is None:
+            tables = {n: n.args[1] for n in self.products if self._is_table(n.args[1], 0)}
+            tables = {n: t for n, t in tables.items() if not self._is_table(n.args[0], 0)}
+        else:
+            tables = {n: row_products()[n.target](n)[1] for n in self.products}
+            tables = {n: t for n, t in tables.items() if self._is_table(t, 0)}
+            for node in self.keys.users:
+                at = _LOOKUPS.get(node.target)
+                if at is not None and _index_of(node, at[1]) is self.keys and self._is_table(node.args[at[0]], 0):
+                    tables[node] = node.args[at[0]]
+        sizes = {shape(t)[0] for t in tables.values()}  # type: ignore[arg-type]
+        if len(sizes) != 1 or not any(n in tables for n in self.products):
+            return set()
+        (self.num_experts,) = sizes
+        if self.keys is None and not self._is_chosen(tables):
+            return set()
+        for table in tables.values():
+            self._add_table(table, 0)
+        if self.keys is not None:
+            return set(tables)
+        return {u for t in self.tables for u in t.users if u not in self.tables and u.op == "call_function"}
+
+    def _is_chosen(self, products: Iterable[fx.Node]) -> bool:
+        """Whether the best of as many as there are experts are chosen, for the products or for what becomes of them."""
+        behind = _after(self.block, set(products))
+        around = _before(self.block, behind | set(products)) - behind
+        return any(n.target in CHOICES and shape(n.args[0])[-1:] == (self.num_experts,) for n in around)  # type: ignore[arg-type]
+
+    def _is_table(self, node: Any, dim: int) -> bool:
+        """Whether only states make ``node``, each of which is cut along some dim where ``dim`` is cut."""
+        return isinstance(node, fx.Node) and _sources(node, dim, self.states) is not None
+
+    def _add_table(self, node: Any, dim: int) -> None:
+        found = _sources(node, dim, self.states)
+        assert found is not None
+        self.tables |= found
+
+    def _add(self, node: fx.Node, seed: bool) -> bool:
+        """Place a node of the region, and find what it reads from outside; ``False`` where it does not work by row."""
+        if seed and self.keys is not None:
+            if any(node is p for p in self.products):
+                self._enter(row_products()[node.target](node)[0], Place(0))
+            self.places[node] = (Place(0),)
+            return True
+        if node.target is operator.getitem:
+            source, index = node.args
+            self.places[node] = (self.places[source][index],)  # type: ignore[index]
+            return True
+        rule = _rule(node)
+        if rule is None:
+            return False
+        rows, experts = self._factors(node, rule)
+        if rows is None or (self.keys is None and experts is None):
+            return False
+        places = [_place(rows, experts, dims) for dims in rule.results]
+        if len(places) != len(results_of(node)) or any(p is None for p in places):
+            return False
+        for operand, dims in zip(operands_of(node), rule.operands, strict=True):
+            if operand in self.tables:
+                continue
+            if operand in self.places:
+                if _place(rows, experts, dims) != self.places[operand][0]:
+                    return False
+            elif any(rows in factors or experts in factors for factors in dims):
+                place = _place(rows, experts, dims)
+                by = [d for d, held in enumerate(dims) if experts in held]
+                if not any(rows in held for held in dims) and self._is_table(operand, by[0]):  # a bias of each expert
+                    self._add_table(operand, by[0])
+                    continue
+                if place is None:
+                    return False
+                self._enter(operand, place)
+        self.places[node] = tuple(places)  # type: ignore[arg-type]
+        return True
+
+    def _factors(self, node: fx.Node, rule: OpFactors) -> tuple[str | None, str | None]:
+        """The factors of rows and of experts in an operator's rule, where each passes through."""
+        rows: set[str] = set()
+        experts: set[str] = set()
+        for operand, dims in zip(operands_of(node), rule.operands, strict=True):
+            if operand in self.places:
+                place = self.places[operand][0]
+                rows |= set(dims[place.rows])
+                experts |= set() if place.experts is None else set(dims[place.experts])
+            elif operand in self.tables:
+                experts |= set(dims[self.tables[operand]])
+        if self.keys is None and not rows and node in self.products:
+            rows = {"m"}
+        if len(rows) != 1 or len(experts) != (self.keys is None):
+            return None, None
+        cut = {rule.spans.factor} if rule.spans else set()
+        if (rows | experts) & (rule.whole | set(rule.lower) | cut):
+            return None, None
+        return rows.pop(), experts.pop() if experts else None
+
+    def _enter(self, node: fx.Node, place: Place) -> None:
+        if node not in self.places:
+            self.entries[node] = place
+
+    def _extend(self) -> None:
+        """Take in what follows row by row and reads nothing else by row: a bias, an activation, the end of a sum."""
+        for node in self.block.graph.nodes:
+            operands = operands_of(node) if node.op == "call_function" else ()
+            inside = [o for o in operands if o in self.places]
+            if not inside or node in self.places or is_over(node, self.apart):
+                continue
+            if _bytes(node) > max(_bytes(o) for o in inside):
+                continue
+            entries, tables = dict(self.entries), dict(self.tables)
+            added = self._add(node, False) and all(place == self._sent for place in self.places[node])
+            if not added or self.entries != entries:
+                self.entries, self.tables = entries, tables
+                self.places.pop(node, None)
+
+
+def _index_of(node: fx.Node, at: int) -> Any:
+    """The index of a look-up on dim 0."""
+    if node.target == aten.index.Tensor:
+        indices: Any = node.args[1]
+        return indices[0] if len(indices) == 1 else None
+    if node.target == aten.index_select.default and node.args[1] != 0:
+        return None
+    return node.args[at]
+
+
+def _sources(node: fx.Node, dim: int, states: set[str]) -> dict[fx.Node, int] | None:
+    """What makes ``node``, with the dim of each that is cut where ``dim`` of ``node`` is; ``None`` if not states."""
+    if node.op == "placeholder":
+        return {node: dim} if node.name in states else None
+    if node.op != "call_function" or not isinstance(node.meta["val"], Tensor):
+        return None
+    rule = _rule(node)
+    factors = () if rule is None else rule.results[0][dim]
+    if rule is None or len(factors) != 1:
+        return None
+    (name,) = factors
+    if name in rule.whole or name in rule.lower or (rule.spans and rule.spans.factor == name):
+        return None
+    found = {node: dim}
+    for operand, dims in zip(operands_of(node), rule.operands, strict=True):
+        at = [d for d, held in enumerate(dims) if name in held]
+        if len(at) != 1 or dims[at[0]] != (name,):
+            return None
+        deeper = _sources(operand, at[0], states)
+        if deeper is None:
+            return None
+        found |= deeper
+    return found
+
+
+def _rule(node: fx.Node) -> OpFactors | None:
+    try:
+        return factors_of(node)
+    except PartitionError:
+        return None
+
+
+def _place(rows: str | None, experts: str | None, dims: tuple[tuple[str, ...], ...]) -> Place | None:
+    """Where the factors stand, each by itself and once."""
+    at = [d for d, held in enumerate(dims) if rows in held]
+    by = [d for d, held in enumerate(dims) if experts is not None and experts in held]
+    if len(at) != 1 or dims[at[0]] != (rows,):
+        return None
+    if experts is None:
+        return Place(at[0])
+    return Place(at[0], by[0]) if len(by) == 1 and dims[by[0]] == (experts,) else None
+
+
+def _bytes(node: fx.Node) -> int:
+    return sum(v.nbytes for v in results_of(node))
+
+
+def _after(block: Block, nodes: set[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    for node in block.graph.nodes:
+        if node.op == "call_function" and any(o in found or o in nodes for o in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _before(block: Block, nodes: set[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    for node in reversed(block.graph.nodes):
+        if node.op == "call_function" and any(u in found or u in nodes for u in node.users):
+            found.add(node)
+    return found

@@ -1,0 +1,394 @@
+"""Undo sorting by expert, so that rows keep their order and can be sharded.
+
+A mixture of experts sorts the choices of all tokens, gathers rows in that order, works on each row by itself and by its
+expert, and puts the rows back. What is done to the rows commutes with their order: where an operator's rule lets the
+sorted dim pass through, the operator is moved to the unsorted rows. A value that does not depend on the order (rows put
+back, sums over all rows) then takes the place of the one that came by way of the sort, which is left unread.
+
+Keep rows sorted by expert from one product to the next.
+
+``partition::expert_mm`` sorts the rows that it reads and puts back those that it makes. Between two of them with the
+same experts, rows need not be put back: what is done there is done to each row by itself. Requires: a local graph.
+Provides: the same function, where rows are sorted once before and put back once behind, in backward as well.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.errors import PartitionError
+from passes.experts.regions import ExpertRegion, find_regions
+from passes.ir.interpret import META, call
+from passes.ir.model import Block
+from passes.ir.rewrite import Builder, drop_unused, shape, val
+from passes.ops import experts
+from passes.ops.experts import ops
+from passes.rules import factors_of
+from passes.rules.factors import argument, operands_of, results_of, with_operands
+
+aten = torch.ops.aten
+
+_CASTS = (aten._to_copy.default, aten.to.dtype)
+_SORTS = (aten.sort.default, aten.sort.stable)
+_ARGSORTS = (aten.argsort.default, aten.argsort.stable)
+_LOOKUPS = (aten.index.Tensor, aten.index_select.default)
+
+
+def unsort(graph: fx.Graph) -> None:
+    """Rewrite ``graph`` in place. Requires and keeps values on every node."""
+    for node in list(graph.nodes):
+        if node.target in (*_SORTS, *_ARGSORTS) and len(shape(operands_of(node)[0])) == 1:
+            _Unsorter(graph, node).run()
+    drop_unused(graph)
+
+
+@dataclass(frozen=True)
+class _Twin:
+    """The value that a node would have without the sort; ``dims``: for each of its results, the dim along which the
+    node has the same slices in sorted order, ``None`` where the order makes no difference."""
+
+    node: fx.Node
+    dims: tuple[int | None, ...] = (0,)
+
+
+class _Unsorter:
+    """Follows one sort forward; ``twins`` has what was reached, ``inverse`` what puts rows back."""
+
+    def __init__(self, graph: fx.Graph, sort: fx.Node) -> None:
+        self.graph = graph
+        self.sort = sort
+        self.keys = operands_of(sort)[0]
+        self.num_rows = shape(self.keys)[0]
+        self.ascending = not argument(sort, "descending", False)
+        self.twins: dict[fx.Node, _Twin] = {}
+        self.order: fx.Node | None = None
+        self.inverse: set[fx.Node] = set()
+
+    def run(self) -> None:
+        nodes = list(self.graph.nodes)
+        with self.graph.inserting_before(self.sort):
+            build = Builder(self.graph, self.sort)
+            self.place = build(aten.arange.default, self.num_rows, device=META)
+        if self.sort.target in _ARGSORTS:
+            self._is_order(self.sort)
+        reached = set(self.sort.users)
+        for node in nodes[nodes.index(self.sort) + 1 :]:
+            if (node in reached or node.target is aten.searchsorted.Tensor) and node.op == "call_function":
+                with self.graph.inserting_before(node):
+                    self._visit(node, Builder(self.graph, node))
+                if node in self.twins or node in self.inverse:
+                    reached.update(node.users)
+
+    def _is_order(self, node: fx.Node) -> None:
+        self.order = node
+        self.twins[node] = _Twin(self.place)
+
+    def _visit(self, node: fx.Node, build: Builder) -> None:
+        source: Any = node.args[0]
+        if source is self.sort and self.sort.target in _SORTS:
+            if node.args[1] == 0:
+                self.twins[node] = _Twin(self.keys)
+            else:
+                self._is_order(node)
+        elif self._inverts(node):
+            self.inverse.add(node)
+        elif self._finds_keys(node):
+            keys = self.keys
+            if val(keys).dtype != val(node).dtype:
+                keys = build(aten.to.dtype, keys, val(node).dtype)
+            self.twins[node] = _Twin(keys)
+        elif node.target is operator.getitem:
+            self._pick(node, build)
+        else:
+            twin = self._put_back(node) or self._written(node) or self._grouped(node, build)
+            twin = twin or self._added(node, build) or self._commuted(node, build)
+            if twin is not None:
+                self._keep(node, twin)
+
+    def _keep(self, node: fx.Node, twin: _Twin) -> None:
+        if any(dim is not None for dim in twin.dims):
+            self.twins[node] = twin
+        elif twin.node.op == "call_function":  # in its place, so that an output keeps its name
+            node.target, node.args, node.kwargs = twin.node.target, twin.node.args, twin.node.kwargs
+        else:
+            node.replace_all_uses_with(twin.node)
+
+    def _pick(self, node: fx.Node, build: Builder) -> None:
+        """One of several results."""
+        source, index = node.args
+        if source in self.twins:
+            twin = self.twins[source]  # type: ignore[index]
+            assert isinstance(index, int)
+            self._keep(node, _Twin(build(node.target, twin.node, index), (twin.dims[index],)))
+
+    def _inverts(self, node: fx.Node) -> bool:
+        """Whether ``node`` is the inverse of the order: written at the order's places, or sorted once more."""
+        if self.order is None:
+            return False
+        if node.target in _ARGSORTS:
+            return node.args[0] is self.order and not argument(node, "descending", False)
+        if node.target is aten.index_put.default:
+            base, places, values, *_ = node.args
+            return shape(base) == [self.num_rows] and list(places) == [self.order] and _counts(values, self.num_rows)  # type: ignore[arg-type]
+        if node.target is aten.scatter.src:
+            base, _, places, values = node.args
+            return shape(base) == [self.num_rows] and places is self.order and _counts(values, self.num_rows)  # type: ignore[arg-type]
+        return False
+
+    def _put_back(self, node: fx.Node) -> _Twin | None:
+        """Sorted rows read through the inverse."""
+        found = _lookup(node)
+        if found is None or found[1] not in self.inverse or found[0] not in self.twins:
+            return None
+        twin = self.twins[found[0]]
+        return _Twin(twin.node, (None,)) if twin.dims == (0,) else None
+
+    def _written(self, node: fx.Node) -> _Twin | None:
+        """Sorted rows written where they were."""
+        args: Any = node.args
+        if node.target is aten.index_copy.default and args[1] == 0:
+            base, places, rows = args[0], args[2], args[3]
+        elif node.target is aten.index_put.default and len(args[1]) == 1 and not any(args[3:]) and not node.kwargs:
+            base, places, rows = args[0], args[1][0], args[2]
+        else:
+            return None
+        if base in self.twins or not all(n in self.twins and self.twins[n].dims == (0,) for n in (places, rows)):
+            return None
+        if self.twins[places].node is not self.place or shape(base) != shape(rows):
+            return None
+        return _Twin(self.twins[rows].node, (None,))
+
+    def _finds_keys(self, node: fx.Node) -> bool:
+        """Whether ``node`` finds each sorted row's expert from where the rows of each end."""
+        if node.target is not aten.searchsorted.Tensor or not argument(node, "right"):
+            return False
+        ends, rows = node.args[:2]
+        plain = argument(node, "side") is None and argument(node, "sorter") is None
+        return plain and _counts(rows, self.num_rows) and self._are_ends(ends, shape(ends)[0])  # type: ignore[arg-type]
+
+    def _grouped(self, node: fx.Node, build: Builder) -> _Twin | None:
+        """Products group by group, where the groups are those of the keys."""
+        how = experts.grouped(node.target)
+        if how is None:
+            return None
+        operands = operands_of(node)
+        if len(operands) != 3 or operands[0] not in self.twins or self.twins[operands[0]].dims != (0,):
+            return None
+        rows, weight, ends = operands
+        are_groups = self._are_ends if how.groups == "ends" else self._are_sizes
+        if weight in self.twins or len(shape(weight)) != 3 or not are_groups(ends, shape(weight)[0]):
+            return None
+        weight = build(aten.transpose.int, weight, 1, 2) if how.transposed else weight
+        made = build(experts.ops.expert_mm.default, self.twins[rows].node, weight, self.keys)
+        return _Twin(made) if made.meta["val"].dtype == node.meta["val"].dtype else None
+
+    def _are_ends(self, node: fx.Node, num_experts: int) -> bool:
+        """Whether ``node`` tells where the rows of each expert end: the running sum of how often each key occurs."""
+        total = _uncast(node)
+        return total.target is aten.cumsum.default and self._are_sizes(total.args[0], num_experts)
+
+    def _are_sizes(self, node: Any, num_experts: int) -> bool:
+        """Whether ``node`` tells how many rows each expert has, in the rows' order: how often each key occurs."""
+        counts = _uncast(node)
+        if not self.ascending:
+            return False
+        if counts.target is aten.histc.default:
+            bins = [argument(counts, name) for name in ("bins", "min", "max")]
+            return bins == [num_experts, 0, num_experts - 1] and self._is_keys(counts.args[0])
+        if counts.target is aten.bincount.default:
+            return argument(counts, "minlength") == num_experts and self._is_keys(counts.args[0])
+        if counts.target is aten.sum.dim_IntList:
+            marks = _uncast(counts.args[0])  # type: ignore[arg-type]
+            return counts.args[1] == [0] and marks.target is aten.one_hot.default and self._is_keys(marks.args[0])
+        return False
+
+    def _is_keys(self, node: Any) -> bool:
+        return _same(_uncast(node), _uncast(self.keys))
+
+    def _added(self, node: fx.Node, build: Builder) -> _Twin | None:
+        """Sorted rows added up at sorted places."""
+        if node.target is not aten.index_add.default:
+            return None
+        base, dim, places, rows = node.args[:4]
+        if dim != 0 or base in self.twins or len(node.args) > 4 or node.kwargs:
+            return None
+        if not all(n in self.twins and self.twins[n].dims == (0,) for n in (places, rows)):  # type: ignore[index]
+            return None
+        where, what = self.twins[places].node, self.twins[rows].node  # type: ignore[index]
+        times = self._repeats(where, shape(base)[0])  # type: ignore[arg-type]
+        if times is None:
+            return _Twin(build(node.target, base, 0, where, what), (None,))
+        split = build(aten.reshape.default, what, [shape(what)[0] // times, times, *shape(what)[1:]])
+        summed = build(aten.sum.dim_IntList, split, [1])
+        return _Twin(build(aten.add.Tensor, base, summed), (None,))
+
+    def _commuted(self, node: fx.Node, build: Builder) -> _Twin | None:
+        """The operator on unsorted rows, if its rule lets them pass through or adds them up."""
+        try:
+            rule = factors_of(node)
+        except PartitionError:
+            return None
+        operands = operands_of(node)
+        if rule is None or any(o in self.inverse for o in operands):
+            return None
+        names = {n for i, o in enumerate(operands) if o in self.twins for n in self._sorted_factor(o, rule.operands[i])}
+        if len(names) != 1:
+            return None
+        (name,) = names
+        if name == "" or name in rule.whole or name in rule.lower or (rule.spans and rule.spans.factor == name):
+            return None
+        for i, o in enumerate(operands):
+            held = sum(name in factors for factors in rule.operands[i])
+            if held != (1 if o in self.twins else 0):
+                return None
+        dims = [_dim_of(name, factors) for factors in rule.results]
+        if any(dim == -1 for dim in dims) or len(dims) != len(results_of(node)):
+            return None
+        args, kwargs = with_operands(node, [self.twins[o].node if o in self.twins else o for o in operands])
+        made = self._looked_up(node, args, build) or build(node.target, *args, **kwargs)
+        return _Twin(made, tuple(dims))
+
+    def _sorted_factor(self, node: fx.Node, dims: tuple[tuple[str, ...], ...]) -> set[str]:
+        """The factor of a sorted operand's sorted dim; an empty name where it is not one factor."""
+        dim = self.twins[node].dims[0]
+        assert dim is not None
+        return {dims[dim][0]} if dim < len(dims) and len(dims[dim]) == 1 else {""}
+
+    def _looked_up(self, node: fx.Node, args: tuple[Any, ...], build: Builder) -> fx.Node | None:
+        """Rows in the order of their places, each once or each some times in a row: a reshape tells that."""
+        found = _lookup(node)
+        if found is None:
+            return None
+        rows, where = found[0], self.twins[found[1]].node if found[1] in self.twins else found[1]
+        if rows in self.twins:
+            return None
+        times = self._repeats(where, shape(rows)[0])
+        if times is None:
+            return None
+        if times == 1:
+            return rows
+        wide = build(aten.unsqueeze.default, rows, 1)
+        wide = build(aten.expand.default, wide, [shape(rows)[0], times, *shape(rows)[1:]])
+        return build(aten.reshape.default, wide, [self.num_rows, *shape(rows)[1:]])
+
+    def _repeats(self, where: fx.Node, num_places: int) -> int | None:
+        """``k`` where ``where`` is ``0 0 .. 0 1 1 .. 1 ..`` with each of ``num_places`` numbers k times."""
+        times = 1
+        if where.target in (aten.floor_divide.default, aten.floor_divide.Scalar, aten.div.Tensor_mode):
+            if where.kwargs.get("rounding_mode", "floor") not in ("floor", "trunc") or not isinstance(
+                where.args[1], int
+            ):
+                return None
+            times, where = where.args[1], where.args[0]  # type: ignore[assignment]
+        return times if where is self.place and times * num_places == self.num_rows else None
+
+
+def _lookup(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """For ``rows[places]`` on dim 0: rows and places."""
+    if node.target is aten.index.Tensor and len(node.args[1]) == 1:  # type: ignore[arg-type]
+        return node.args[0], node.args[1][0]  # type: ignore[index,return-value]
+    if node.target is aten.index_select.default and node.args[1] == 0:
+        return node.args[0], node.args[2]  # type: ignore[return-value]
+    return None
+
+
+def _uncast(node: fx.Node) -> fx.Node:
+    while node.target in _CASTS:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two arguments are one value, be it computed twice."""
+    if isinstance(a, fx.Node) and isinstance(b, fx.Node):
+        computed = a.op == b.op == "call_function" and a.target == b.target and a.kwargs == b.kwargs
+        return a is b or (computed and _same(a.args, b.args))
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return type(a) is type(b) and bool(a == b)
+
+
+def _counts(node: Any, num: int) -> bool:
+    """Whether ``node`` is 0, 1, .. ``num`` - 1."""
+    if not isinstance(node, fx.Node) or "aten.arange" not in str(node.target):
+        return False
+    return (argument(node, "start", 0), argument(node, "end"), argument(node, "step", 1)) == (0, num, 1)
+
+
+def _dim_of(name: str, dims: tuple[tuple[str, ...], ...]) -> int | None:
+    """Where a factor stands by itself; ``None`` if it is absent, -1 if it stands among others or twice."""
+    held = [d for d, factors in enumerate(dims) if name in factors]
+    if not held:
+        return None
+    return held[0] if len(held) == 1 and dims[held[0]] == (name,) else -1
+
+
+MADE_BY = "made_by"  # in a node's meta: the node of the block that it is kept, or made once more, with
+
+_PRODUCT = ops.expert_mm.default
+
+
+def kept_sorted(block: Block) -> Block:
+    """``block`` itself where no two products have the same experts."""
+    products = Counter(n.args[2] for n in block.graph.nodes if n.target is _PRODUCT)
+    if max(products.values(), default=0) < 2:
+        return block
+    block = block.copy()
+    for region in find_regions(block):
+        if sum(n.target is _PRODUCT for n in region.products) > 1 and len(region.products) == sum(
+            n.target is _PRODUCT for n in region.nodes
+        ):
+            _Sorter(block.graph, region).run()
+    drop_unused(block.graph)
+    return block
+
+
+class _Sorter:
+    def __init__(self, graph: fx.Graph, region: ExpertRegion) -> None:
+        assert region.keys is not None
+        self.graph, self.region, self.keys = graph, region, region.keys
+        self.moved: dict[fx.Node, fx.Node] = {}
+
+    def run(self) -> None:
+        nodes = [n for n in self.graph.nodes if n in self.region.nodes]
+        with self.graph.inserting_after(self.keys):
+            found = self._call(ops.sort_experts.default, self.keys, self.keys, self.region.num_experts)
+        with self.graph.inserting_after(found):
+            self.order = call(self.graph, operator.getitem, (found, 0), like=found)
+        with self.graph.inserting_after(self.order):
+            self.ends = call(self.graph, operator.getitem, (found, 1), like=found)
+        for node in nodes:
+            with self.graph.inserting_before(node):
+                self._rewrite(node)
+        for node in self.region.exits:
+            outside = [u for u in node.users if u not in self.region.nodes]
+            with self.graph.inserting_after(node):
+                back = self._call(ops.unsort_rows.default, node, node, self.order)
+            for user in outside:
+                user.replace_input_with(node, back)
+
+    def _rewrite(self, node: fx.Node) -> None:
+        if node.target is _PRODUCT:
+            rows, weight, _ = node.args
+            node.target, node.args = ops.grouped_mm.default, (self._sorted(rows), weight, self.ends)  # type: ignore[arg-type]
+        else:
+            node.args, node.kwargs = with_operands(node, [self._sorted(o) for o in operands_of(node)])
+
+    def _sorted(self, node: fx.Node) -> fx.Node:
+        """What a node of the region reads in place of ``node``."""
+        if node is not self.keys and node not in self.region.entries:
+            return node
+        if node not in self.moved:
+            self.moved[node] = self._call(ops.sort_rows.default, node, node, self.order)
+        return self.moved[node]
+
+    def _call(self, target: object, like: fx.Node, *args: object) -> fx.Node:
+        made = call(self.graph, target, args, like=like)  # type: ignore[arg-type]
+        made.meta[MADE_BY] = like.name
+        return made

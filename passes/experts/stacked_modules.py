@@ -1,0 +1,391 @@
+"""Experts that are modules of their own in a list, as one stack of them.
+
+A loop over modules, each on all rows and times its own column of weights, adds up to products with stacked weights: the
+same numbers in fewer operators, and experts that can be spread over ranks. The modules' parameters become one state
+whose first dim counts them (:attr:`passes.ir.model.State.parts`).
+
+Requires and keeps values on every node. Requires normal form: products without bias, sums of two.
+
+Parameters of modules that are alike as one state, whose first dim counts the modules.
+
+Products with gathered weights as products by expert: one matrix for each row, picked from a stack of them.
+
+``bmm(weight[expert], x)`` reads a copy of an expert's matrix for every row; ``partition::expert_mm`` reads each once,
+and says what it does. Requires and keeps values on every node.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.experts.regions import CHOICES
+from passes.ir.model import Captured, State, TensorSpec
+from passes.ir.rewrite import Builder, drop_unused, placeholder_name, shape
+from passes.ops import experts
+
+aten = torch.ops.aten
+
+
+class Different(Exception):
+    """Modules in a list do not do the same, or something that has no stacked form."""
+
+
+class Packing:
+    """The stacks that are made in a captured graph; ``captured`` has those that are in use."""
+
+    def __init__(self, captured: Captured) -> None:
+        self.captured = captured
+        self.packed: dict[tuple[fx.Node, ...], fx.Node] = {}
+
+    def check(self, nodes: tuple[fx.Node, ...]) -> None:
+        """Raise :class:`Different` where ``nodes`` are not parameters that have one form and one name each."""
+        states = [self.captured.states.get(self.captured.placeholders.get(n.name, "")) for n in nodes]
+        kinds = {(s.kind, s.spec, s.requires_grad, s.aliases, s.parts) if s is not None else None for s in states}
+        kind = kinds.pop()
+        if kinds or kind is None or kind[0] != "parameter" or kind[3] or kind[4] or len(set(nodes)) != len(nodes):
+            raise Different
+
+    def pack(self, nodes: tuple[fx.Node, ...]) -> fx.Node:
+        """One placeholder for the parameters ``nodes`` of all modules."""
+        if nodes in self.packed:
+            return self.packed[nodes]
+        names = tuple(self.captured.placeholders[n.name] for n in nodes)
+        old = self.captured.states[names[0]]
+        name = _common(names)
+        if name in self.captured.states:
+            name += f" of {names[0]}"
+        spec = TensorSpec((len(names), *old.spec.shape), old.spec.dtype)
+        state = State(name, spec, old.kind, old.requires_grad, parts=names)
+        graph = self.captured.graph
+        with graph.inserting_before(next(iter(graph.nodes))):
+            made = graph.placeholder(placeholder_name(name.replace("*", "all")))
+        made.meta = {**nodes[0].meta, "val": spec.meta()}
+        self.captured = self.captured.with_(
+            states={**self.captured.states, name: state},
+            placeholders={**self.captured.placeholders, made.name: name},
+        )
+        self.packed[nodes] = made
+        return made
+
+    def abandon(self) -> None:
+        """Take back the placeholders that were made, which nothing reads."""
+        for made in self.packed.values():
+            self.captured.graph.erase_node(made)
+
+    def settle(self) -> Captured:
+        """``captured`` without the parameters that are packed, which nothing reads any more."""
+        placeholders, states = dict(self.captured.placeholders), dict(self.captured.states)
+        for node in (n for nodes in self.packed for n in nodes):
+            states.pop(placeholders.pop(node.name))
+            self.captured.graph.erase_node(node)
+        self.captured = self.captured.with_(states=states, placeholders=placeholders)
+        return self.captured
+
+
+def _common(names: Sequence[str]) -> str:
+    """The names as one: ``experts.*.up.weight``."""
+    parts = [name.split(".") for name in names]
+    return ".".join(p[0] if len(set(p)) == 1 else "*" for p in zip(*parts, strict=False))
+
+
+_PRODUCTS = {aten.linear.default: True, aten.mm.default: False}  # whether the weight is [n, k]
+_ON_DIM = {aten.split_with_sizes.default: 2, aten.slice.Tensor: 1, aten.softmax.int: 1}  # the place of their dim
+
+
+def stack_experts(captured: Captured) -> Captured:
+    """``captured`` with its lists of experts stacked; its graph is changed in place."""
+    named = {o.value for o in captured.outputs} | {captured.loss, *captured.updates.values()}
+    for head in reversed(list(captured.graph.nodes)):
+        if head.target is aten.add.Tensor and head.name not in named and not is_inner(head):
+            stacking = _Stacking(captured, head)
+            if stacking.run():
+                captured = stacking.packing.settle()
+    return captured
+
+
+def is_sum(node: fx.Node) -> bool:
+    """Whether ``node`` adds two values of its own shape."""
+    nodes = [a for a in node.args if isinstance(a, fx.Node)]
+    return (
+        node.target is aten.add.Tensor
+        and len(nodes) == len(node.args) == 2
+        and not node.kwargs
+        and all(shape(n) == shape(node) for n in nodes)
+    )
+
+
+def is_inner(node: fx.Node) -> bool:
+    """Whether ``node`` is an addend of a longer sum."""
+    return len(node.users) == 1 and is_sum(next(iter(node.users)))
+
+
+def addends_of(node: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
+    """What ``node``, a sum, adds up, and the sums of two that it consists of."""
+    found, sums = [], {node}
+    for addend in node.all_input_nodes if len(node.all_input_nodes) == 2 else node.all_input_nodes * 2:
+        if is_sum(addend) and len(addend.users) == 1:
+            more, inner = addends_of(addend)
+            found += more
+            sums |= inner
+        else:
+            found.append(addend)
+    return found, sums
+
+
+class _Stacking:
+    """One sum: its gated addends, walked together from their products down to the parameters."""
+
+    def __init__(self, captured: Captured, head: fx.Node) -> None:
+        self.packing = Packing(captured)
+        self.head = head
+        self.build = Builder(captured.graph, head)
+        self.made: dict[tuple[fx.Node, ...], tuple[fx.Node, bool]] = {}
+        self.visited: set[fx.Node] = set()
+        self.packed: list[tuple[fx.Node, ...]] = []
+        self.sums: set[fx.Node] = set()
+        self.num = 0
+
+    def run(self) -> bool:
+        """Stack the sum's experts; ``False``, and nothing done, where it has none."""
+        if not is_sum(self.head) or len(shape(self.head)) != 2:
+            return False
+        addends, self.sums = addends_of(self.head)
+        gated = {n: found for n in addends if (found := self._gated(n)) is not None}
+        if len(gated) < 2 or not self._is_chosen(list(gated)):
+            return False
+        self.num = len(gated)
+        self.visited |= set(gated)
+        outputs = [made for made, _ in gated.values()]
+        try:
+            self._check(tuple(outputs))
+        except Different:
+            return False
+        if not self._is_apart():
+            return False
+        with self.build.graph.inserting_before(self.head):
+            total = self._sum(outputs, [gate for _, gate in gated.values()])
+            for other in [n for n in addends if n not in gated]:
+                total = self.build(aten.add.Tensor, other, total)
+        self.head.replace_all_uses_with(total)
+        drop_unused(self.build.graph)
+        return True
+
+    def _gated(self, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+        """For an expert's output times its column of weights: both."""
+        if node.target is not aten.mul.Tensor or len(node.users) != 1:
+            return None
+        for made, gate in (node.args, node.args[::-1]):
+            if isinstance(made, fx.Node) and isinstance(gate, fx.Node):
+                rows = shape(node)[0]
+                if made.op == "call_function" and shape(made) == shape(node) and shape(gate) == [rows, 1]:
+                    return made, gate
+        return None
+
+    def _is_chosen(self, addends: Sequence[fx.Node]) -> bool:
+        """Whether the best of as many as there are addends are chosen before."""
+        seen: set[fx.Node] = set()
+        stack = list(addends)
+        while stack:
+            node = stack.pop()
+            if node not in seen:
+                seen.add(node)
+                stack += node.all_input_nodes
+        return any(n.target in CHOICES and shape(n.args[0])[-1:] == [len(addends)] for n in seen)  # type: ignore[arg-type]
+
+    def _check(self, nodes: tuple[fx.Node, ...]) -> None:
+        """Visit what makes ``nodes``; raises :class:`Different` unless all of it can be stacked."""
+        if len(set(nodes)) == 1 or nodes in self.packed:
+            return
+        first = nodes[0]
+        if len(set(nodes)) != len(nodes) or (
+            any(n.op != first.op or n.target != first.target for n in nodes[1:]) and (first.op != "placeholder")
+        ):
+            raise Different
+        if first.op == "placeholder":
+            self.packing.check(nodes)
+            self.packed.append(nodes)
+            return
+        self.visited |= set(nodes)
+        flat = [_flat(n) for n in nodes]
+        if any(len(f) != len(flat[0]) for f in flat):
+            raise Different
+        for arguments in zip(*flat, strict=True):
+            if all(isinstance(a, fx.Node) for a in arguments):
+                self._check(arguments)
+            elif any(type(a) is not type(arguments[0]) or a != arguments[0] for a in arguments):
+                raise Different
+        if not self._has_form(first):
+            raise Different
+
+    def _has_form(self, node: fx.Node) -> bool:
+        if node.target in _PRODUCTS:
+            weight: Any = node.args[1]
+            return len(node.args) == 2 and len(shape(node)) == 2 and len(shape(weight)) == 2
+        if node.target in _ON_DIM or node.target is operator.getitem:
+            return True
+        return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+
+    def _is_apart(self) -> bool:
+        """Whether nothing else reads what the experts compute, or their parameters."""
+        inner = self.visited | {n for nodes in self.packed for n in nodes}
+        return bool(self.packed) and all(u in self.visited or u in self.sums for n in inner for u in n.users)
+
+    def _sum(self, outputs: list[fx.Node], gates: list[fx.Node]) -> fx.Node:
+        made, _ = self._stack(tuple(outputs))
+        columns = self.build(aten.cat.default, gates, 1)
+        weights = self.build(aten.unsqueeze.default, self.build(aten.transpose.int, columns, 0, 1), -1)
+        return self.build(aten.sum.dim_IntList, self.build(aten.mul.Tensor, made, weights), [0])
+
+    def _stack(self, nodes: tuple[fx.Node, ...]) -> tuple[fx.Node, bool]:
+        """The stacked form of ``nodes``, and whether it is one: what all share stays as it is."""
+        if len(set(nodes)) == 1:
+            return nodes[0], False
+        if nodes not in self.made:
+            first = nodes[0]
+            if first.op == "placeholder":
+                self.made[nodes] = self.packing.pack(nodes), True
+            else:
+                self.made[nodes] = self._operator(nodes), True
+        return self.made[nodes]
+
+    def _operator(self, nodes: tuple[fx.Node, ...]) -> fx.Node:
+        first = nodes[0]
+        if first.target in _PRODUCTS:
+            x, x_stacked = self._stack(_arguments(nodes, 0))
+            weight, weight_stacked = self._stack(_arguments(nodes, 1))
+            if _PRODUCTS[first.target]:
+                dims = (1, 2) if weight_stacked else (0, 1)
+                weight = self.build(aten.transpose.int, weight, *dims)
+            x = x if x_stacked else self._repeated(x)
+            weight = weight if weight_stacked else self._repeated(weight)
+            return self.build(aten.bmm.default, x, weight)
+        if first.target in _ON_DIM or first.target is operator.getitem:
+            x, _ = self._stack(_arguments(nodes, 0))
+            rest: list[Any] = list(first.args[1:])
+            at = _ON_DIM.get(first.target)  # type: ignore[arg-type]
+            if at is not None and len(rest) >= at and rest[at - 1] >= 0:
+                rest[at - 1] += 1
+            return self.build(first.target, x, *rest, **first.kwargs)
+        rank = len(first.meta["val"].shape)
+        args: list[Any] = []
+        for place, argument in enumerate(first.args):
+            if isinstance(argument, fx.Node):
+                made, stacked = self._stack(_arguments(nodes, place))
+                for _ in range(rank + 1 - len(shape(made)) if stacked else 0):
+                    made = self.build(aten.unsqueeze.default, made, 1)
+                args.append(made)
+            else:
+                args.append(argument)
+        return self.build(first.target, *args, **first.kwargs)
+
+    def _repeated(self, x: fx.Node) -> fx.Node:
+        return self.build(aten.expand.default, self.build(aten.unsqueeze.default, x, 0), [self.num, *shape(x)])
+
+
+def _flat(node: fx.Node) -> list[Any]:
+    found: list[Any] = []
+    for argument in (*node.args, *(v for _, v in sorted(node.kwargs.items()))):
+        found += list(argument) if isinstance(argument, list | tuple) else [argument]
+    return found
+
+
+def _arguments(nodes: tuple[fx.Node, ...], place: int) -> tuple[fx.Node, ...]:
+    return tuple(n.args[place] for n in nodes)  # type: ignore[misc]
+
+
+_BATCHED_PRODUCTS = (aten.bmm.default, aten.matmul.default)
+_MOVES = (
+    aten.reshape.default, aten.view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.transpose.int,
+    aten.permute.default, aten.t.default, aten.expand.default, aten.clone.default, aten.slice.Tensor,
+    aten.select.int, aten._to_copy.default, aten.to.dtype, aten.repeat_interleave.self_int,
+)  # fmt: skip
+_CHOICES: dict[Any, int] = {
+    aten.topk.default: 1,
+    aten.sort.default: 1,
+    aten.sort.stable: 1,
+    aten.max.dim: 1,
+    aten.min.dim: 1,
+}
+_PLACES = (aten.argmax.default, aten.argmin.default, aten.argsort.default)
+
+
+def ungather(graph: fx.Graph) -> None:
+    """Rewrite ``graph`` in place."""
+    for node in list(graph.nodes):
+        if node.target in _BATCHED_PRODUCTS and len(node.args) == 2:
+            with graph.inserting_before(node):
+                _rewrite(node, Builder(graph, node))
+    drop_unused(graph)
+
+
+def _rewrite(node: fx.Node, build: Builder) -> None:
+    left, right = node.args
+    assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
+    if len(shape(left)) != 3 or len(shape(right)) != 3:
+        return
+    column = shape(right)[2] == 1 and _picked(left)
+    row = shape(left)[1] == 1 and _picked(right)
+    if column:
+        stack, expert = column
+        x, dim = right, 2
+        stack = build(aten.transpose.int, stack, 1, 2)
+    elif row:
+        stack, expert = row
+        x, dim = left, 1
+    else:
+        return
+    rows = build(aten.squeeze.dim, x, dim)
+    made = build(experts.ops.expert_mm.default, rows, stack, expert)
+    whole = build(aten.unsqueeze.default, made, dim)
+    if whole.meta["val"].dtype == node.meta["val"].dtype and shape(whole) == shape(node):
+        for user in list(node.users):  # a squeeze that undoes the unsqueeze
+            if user.target == aten.squeeze.dim and user.args[1] in (dim, dim - 3):
+                user.replace_all_uses_with(made)
+        node.replace_all_uses_with(whole)
+        if x.target == aten.unsqueeze.default and x.args[1] in (dim, dim - 3):
+            rows.replace_all_uses_with(x.args[0])  # type: ignore[arg-type]
+
+
+def _picked(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The stack of matrices and the numbers of those that ``node`` picks, one for each row."""
+    if node.target == aten.index.Tensor and len(node.args[1]) == 1:  # type: ignore[arg-type]
+        stack, picks = node.args[0], node.args[1][0]  # type: ignore[index]
+    elif node.target == aten.index_select.default and node.args[1] == 0:
+        stack, _, picks = node.args
+    else:
+        return None
+    assert isinstance(stack, fx.Node) and isinstance(picks, fx.Node)
+    if len(shape(stack)) != 3 or len(shape(picks)) != 1 or not _in_range(picks, shape(stack)[0]):
+        return None
+    return stack, picks
+
+
+def _in_range(node: Any, size: int) -> bool:
+    """Whether ``node`` is places of the best of at most ``size``: a number beyond is read otherwise by a look-up."""
+    while isinstance(node, fx.Node):
+        if node.target in _MOVES:
+            node = node.args[0]
+        elif node.target in _PLACES:
+            return _counted(node) <= size
+        elif node.target is operator.getitem:
+            source, index = node.args
+            if not (isinstance(source, fx.Node) and source.target in _CHOICES and index == 1):
+                return False
+            return _counted(source) <= size
+        else:
+            return False
+    return False
+
+
+def _counted(node: Any) -> int:
+    """How many places a choice is made of: along its dim, the last one unless it says another."""
+    among = shape(node.args[0])
+    names = [a.name for a in node.target._schema.arguments]
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    dim = given.get("dim", -1)
+    return among[dim] if isinstance(dim, int) and among else max([1, *among])

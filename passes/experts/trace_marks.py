@@ -1,0 +1,22 @@
+"""Marker operators that a trace inserts behind the masks and chosen expert numbers that decide a branch of forward.
+
+Markers return a copy of their operand. :func:`passes.capture.capture.capture` removes them from its result.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from passes.ir.collectives import _library
+
+_library.define("hits(Tensor mask, int dim) -> Tensor")
+
+_library.define("hit(Tensor x, int number, int listing, bool numbers) -> Tensor")
+for _name in ("hits", "hit"):
+    torch.library.impl(f"partition::{_name}", "CompositeExplicitAutograd", lambda x, *_: x.clone(), lib=_library)
+    torch.library.register_fake(f"partition::{_name}", lambda x, *_: torch.empty_like(x), lib=_library)
+HITS = torch.ops.partition.hits.default  # marks a stack of masks, one per expert along ``dim``
+# Marks the mask of the expert ``number`` or, with ``numbers``, the chosen numbers that contain it; ``listing``: the
+# number of the listing of its rows that a branch may depend on.
+HIT = torch.ops.partition.hit.default
+MARKS = (HITS, HIT)

@@ -1,0 +1,298 @@
+"""Trace branches on whether some row has chosen an expert, as if every expert had rows.
+
+``if mask.any():`` and ``if rows.numel() == 0: continue`` skip experts without rows; their outcome depends on the data,
+so a trace cannot know it. Inside :func:`guards_traced` every such condition finds rows. The traced branch must
+therefore have no effect for an expert without rows. ``passes/experts/traced_loops.py`` proves this afterwards, from
+traces in which every other expert has no rows; for these proofs, ``partition::hit`` marks the masks and numbers that
+decide.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import SymBool, SymInt, Tensor, fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.overrides import TorchFunctionMode
+
+from passes.experts.routing_masks import (
+    ALIKE,
+    CASTS,
+    SHAPED,
+    before,
+    choice_of,
+    chosen_by_any,
+    classes_of,
+    dims_over,
+    is_count,
+    num_choices,
+    numbers_of,
+)
+from passes.experts.trace_marks import HIT
+from passes.ir.value_numbering import Numbers
+from passes.rules.factors import argument
+from passes.trace.concrete_scalars import is_written, memory_of
+
+aten = torch.ops.aten
+
+LISTING = frozenset({torch.where, torch.nonzero, Tensor.nonzero})
+_ASKING = frozenset({Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero})
+_COUNTING = frozenset({torch.bincount, Tensor.bincount})
+_SAME = (*CASTS, *SHAPED)
+_COUNTS = (aten.any.default, aten.sum.default, aten.count_nonzero.default)
+SOME = (aten.gt.Scalar, aten.greater.Scalar, aten.ne.Scalar, aten.not_equal.Scalar)
+_NONE = (aten.eq.Scalar, aten.le.Scalar, aten.less_equal.Scalar)
+_MANY = 1 << 20  # rows
+
+
+@dataclass
+class Guards:
+    """The data-dependent branches on experts that one trace met.
+
+    ``leaves_out``: the trace treats experts with even (0) or odd (1) numbers as having no rows; ``None``: no expert.
+    """
+
+    leaves_out: int | None = None
+    seen: int = 0
+    changed: bool = False  # whether a marked mask was written in place afterwards
+    marked: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)  # pairs of a marked node and its mark
+    counted: dict[Any, tuple[SymInt, int, int]] = field(default_factory=dict)  # symbol -> (rows, listing, expert)
+    decided: set[int] = field(default_factory=set)  # listings that some branch depended on
+    num_listings: int = 0
+
+    def listing(self) -> int:
+        self.num_listings += 1
+        return self.num_listings
+
+    def has_rows(self, number: int, listing: int) -> bool:
+        """Whether the trace treats expert ``number`` as having rows; records that ``listing`` decided a branch."""
+        self.seen += 1
+        self.decided.add(listing)
+        return number % 2 != self.leaves_out
+
+    def count(self, rows: Any, listing: int, number: int) -> None:
+        """Register the symbolic row count ``rows`` of expert ``number``, so that branches on it can be answered."""
+        if isinstance(rows, SymInt):
+            self.counted[rows.node.expr] = rows, listing, number
+
+    def decides(self, question: Any) -> bool:
+        """Fix the outcome of ``question`` if it only asks whether a registered row count is zero.
+
+        Returns whether the question was of that kind.
+        """
+        symbols = [s for s in question.free_symbols if s in self.counted]
+        if len(symbols) != 1 or len(question.free_symbols) != 1:
+            return False
+        answers = [bool(question.subs(symbols[0], rows)) for rows in (0, 1, 2, 3, _MANY)]
+        if len(set(answers[1:])) != 1 or answers[0] == answers[1]:
+            return False
+        rows, listing, number = self.counted[symbols[0]]
+        torch._check(rows > 0 if self.has_rows(number, listing) else rows == 0)
+        return True
+
+    def look_back(self) -> None:
+        """At the end of a trace, set ``changed`` if a marked node was written in place, and forget the marks."""
+        self.changed |= any(is_written(mark, {memory_of(of), mark}) for of, mark in self.marked)
+        self.marked = []
+
+
+@contextmanager
+def guards_traced(guards: Guards) -> Iterator[None]:
+    """Inside the context, branches on whether an expert has rows can be traced; ``guards`` records them."""
+    plain: Callable[[SymBool], bool] = SymBool.__bool__
+
+    def decided(self: SymBool) -> bool:
+        try:
+            return plain(self)
+        except GuardOnDataDependentSymNode:
+            if not guards.decides(self.node.expr):
+                raise
+            return plain(self)
+
+    with mock.patch.object(SymBool, "__bool__", decided), _Guarded(guards):
+        yield
+    guards.look_back()
+
+
+class _Guarded(TorchFunctionMode):
+    """Intercept functions that list the rows of a mask, count them, or ask whether there are any."""
+
+    def __init__(self, guards: Guards) -> None:
+        super().__init__()
+        self.guards = guards
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if get_proxy_mode() is None:
+            return func(*args, **kwargs)
+        if func in LISTING and len(args) == 1:
+            return self._listed(func, args[0], kwargs)
+        if func is Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
+            return self._listed(lambda mask: func(args[0], mask), args[1], {})
+        if func in _COUNTING:
+            made = _counts(*args, **kwargs)
+            return func(*args, **kwargs) if made is None else made
+        if func in _ASKING or (func is Tensor.item and args[0].dtype == torch.bool):
+            asked = _asked(node_of(args[0]))
+            if asked is not None:
+                return asked.some == self.guards.has_rows(asked.number, self._marked(asked))
+        made = func(*args, **kwargs)
+        asked = _asked(node_of(args[0])) if func is Tensor.item and isinstance(made, SymInt) else None
+        if asked is not None and asked.some:
+            self.guards.count(made, self._marked(asked), asked.number)
+        return made
+
+    def _listed(self, func: Callable[..., Any], mask: Tensor, kwargs: dict[str, Any]) -> Any:
+        """Run ``func``, which lists the rows of ``mask``, on the marked mask, and register the number of rows."""
+        number = _number_of(node_of(mask))
+        if number is None:
+            return func(mask, **kwargs)
+        listing = self.guards.listing()
+        made = func(HIT(mask, number, listing, False), **kwargs)
+        self.guards.count((made[0] if isinstance(made, tuple) else made).shape[0], listing, number)
+        return made
+
+    def _marked(self, asked: _Asked) -> int:
+        """Replace the mask and the chosen numbers behind ``asked`` by marks in the rest of the trace.
+
+        Returns the number of the new listing.
+        """
+        mode = get_proxy_mode()
+        assert mode is not None
+        tracker, listing = mode.tracer.tensor_tracker, self.guards.listing()
+        for tensor, held in list(tracker.items()):
+            node = held.proxy.node
+            numbers = asked.of is not None and _is_chosen(node, asked.of)
+            if numbers or node in asked.masks:
+                mark = get_proxy_slot(HIT(tensor, asked.number, listing, numbers), mode.tracer)
+                self.guards.marked.append((node, mark.proxy.node))
+                tracker[tensor] = mark
+        return listing
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The question whether any row, or how many rows, chose the expert ``number``.
+
+    ``some``: the answer ``True`` means that there are rows, otherwise that there are none. ``masks``: the nodes of one
+    mask, in several types, that tells the rows. ``of``: the chosen numbers. At least one of the two is known.
+    """
+
+    number: int
+    some: bool
+    masks: tuple[fx.Node, ...]
+    of: fx.Node | None
+
+
+def node_of(value: Any) -> Any:
+    """The FX node of ``value`` in the running trace; ``None`` if there is none."""
+    mode = get_proxy_mode()
+    slot = get_proxy_slot(value, mode.tracer, None) if mode is not None and isinstance(value, Tensor) else None
+    return None if slot is None else slot.proxy.node
+
+
+def _counts(numbers: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor | None:
+    """``bincount`` with the fixed size ``minlength``, ``[minlength]``; ``None`` if larger numbers may occur, or weights
+    are given."""
+    node = node_of(numbers)
+    places = None if node is None else num_choices(numbers_of(node))
+    if weights is not None or places is None or places > minlength:
+        return None
+    every = torch.arange(minlength, device=numbers.device, dtype=numbers.dtype)
+    return (numbers.unsqueeze(-1) == every).sum(0)
+
+
+def _asked(node: Any) -> _Asked | None:
+    """The question that ``node`` answers; ``None`` if it answers none about the rows of an expert."""
+    some = True
+    while isinstance(node, fx.Node):
+        args: Any = node.args
+        if node.target in _COUNTS:
+            masks = [args[0]]
+            while masks[-1].target in ALIKE:
+                masks.append(masks[-1].args[0])
+            number, chosen = _number_of(masks[-1]), _chosen(masks[-1])
+            return None if number is None else _Asked(number, some, tuple(masks), chosen and numbers_of(chosen[0]))
+        if node.target is aten.select.int:
+            return _of_table(args[0], args[1], args[2], some)
+        if node.target is operator.getitem and args[0].target is aten.unbind.int:
+            return _of_table(args[0].args[0], argument(args[0], "dim", 0), args[1], some)
+        if node.target is aten.logical_not.default or (node.target in _NONE and args[1] == 0):
+            some = not some
+        elif node.target not in _SAME and not (node.target in SOME and args[1] == 0):
+            return None
+        node = args[0]
+    return None
+
+
+def _of_table(node: Any, dim: int, index: Any, some: bool) -> _Asked | None:
+    """The question that element ``index`` of ``node`` answers, if ``node`` is a table of row counts of all experts."""
+    node = before(node, CASTS)
+    if node.target is not aten.sum.dim_IntList or argument(node, "keepdim", False) or not isinstance(index, int):
+        return None
+    table = before(node.args[0], ALIKE)
+    classes, over = classes_of(table), dims_over(node)
+    left = [d for d in range(table.meta["val"].dim()) if d not in over]
+    if classes is None or left != [classes.dim] or dim % len(left) or index < 0:
+        return None
+    return _Asked(index, some, (), numbers_of(classes.of))
+
+
+def _number_of(node: Any) -> int | None:
+    """The number of the expert that the mask ``node`` belongs to; ``None`` if it is no mask of an expert."""
+    found = _chosen(node)
+    if found is not None:
+        return found[1]
+    while isinstance(node, fx.Node) and node.target in _SAME:
+        node = node.args[0]
+    if not isinstance(node, fx.Node) or node.target is not aten.select.int or not is_count(node):
+        return None
+    whole, dim, index = node.args
+    return index % whole.meta["val"].shape[dim] if isinstance(index, int) else None  # type: ignore[union-attr]
+
+
+def _chosen(node: Any) -> tuple[fx.Node, int] | None:
+    """The chosen numbers and the expert number that the mask ``node`` looks for in them; ``None`` if it is no mask."""
+    choice = choice_of(node)
+    return chosen_by_any(node) if choice is None else (choice.of, choice.number)
+
+
+def _is_chosen(node: fx.Node, of: fx.Node) -> bool:
+    """Whether ``node`` is the node ``of``, or a mark of it."""
+    return before(node, (HIT,)) is of
+
+
+def emptied(nodes: Sequence[fx.Node], parity: int, decided: Collection[int]) -> frozenset[fx.Node]:
+    """The masks of experts that the trace treats as having no rows, among the ``nodes`` of an exported graph.
+
+    ``parity``: the experts without rows have even (0) or odd (1) numbers. ``decided``: listings that some branch
+    depended on; masks of other experts do not count. A mask that only derives from another such mask is left out.
+    """
+    marks: list[Any] = [n for n in nodes if n.target is HIT and n.args[2] in decided]
+    if not marks:
+        return frozenset()
+    same = Numbers()
+
+    def key(of: fx.Node, number: int) -> tuple[int, int]:
+        return same(numbers_of(of)), number
+
+    found = [(mark.args[0], mark.args[1]) if mark.args[3] else _chosen(mark.args[0]) for mark in marks]
+    asked = {key(*pair) for pair in found if pair is not None}
+    masks = {mark for mark in marks if not mark.args[3] and mark.args[1] % 2 == parity}
+    tell, first = set[Any](), set[fx.Node]()
+    for node in nodes:
+        if node.op == "call_function" and isinstance(node.meta.get("val"), Tensor):
+            pair = _chosen(node)
+            if node in masks if pair is None else pair[1] % 2 == parity and key(*pair) in asked:
+                tell.add(node)
+                first |= {node} if node.args[0] not in tell else set()  # else it derives from a mask found before
+    return frozenset(first)

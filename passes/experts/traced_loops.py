@@ -1,0 +1,282 @@
+"""Loops over the experts that some row has chosen, traced as loops over all of them.
+
+``for i in mask.sum((1, 2)).nonzero():`` has as many turns as experts have rows, which no trace can know. Inside
+:func:`hits_traced` it has one for each expert. A turn of an expert without rows then does what the model would not do.
+That this comes to nothing is shown afterwards (``passes/experts/traced_loops.py``), from traces without the even turns
+and without the odd ones: for that the masks that decide are marked by ``partition::hits``.
+
+Whether turns of a loop that a trace took besides come to nothing. See ``passes/experts/traced_loops.py`` and
+``passes/experts/traced_branches.py``.
+
+The trace went through all experts, where the model goes through those that some row has chosen. Of it there are two
+more graphs: the same with the masks of every other expert empty, and that of a trace which left out their turns. In
+normal form what is filled, chosen or added up by an empty mask goes away; then both must be the same graph.
+
+Requires values on every node, and normal form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.overrides import TorchFunctionMode
+
+from passes.errors import UnsupportedError
+from passes.experts.loop_patterns import LINEAR, RESHAPES
+from passes.experts.routing_masks import ALIKE, SHAPED, before, dims_over, is_count
+from passes.experts.trace_marks import HITS
+from passes.experts.traced_branches import LISTING, SOME, Guards, guards_traced, node_of
+from passes.ir.interpret import META, call
+from passes.ir.rewrite import drop_unused, shape
+from passes.ir.value_numbering import Numbers
+from passes.rules.factors import argument
+from passes.trace.concrete_scalars import is_written, memory_of
+
+aten = torch.ops.aten
+
+_OVER = (aten.sum.dim_IntList, aten.any.dim, aten.any.dims)
+
+
+@dataclass
+class Hits:
+    """What a trace found of such loops. ``leaves_out``: the turns that it does not take, even ones (0) or odd (1)."""
+
+    leaves_out: int | None = None
+    seen: int = 0
+    left_early: bool = False
+    changed: bool = False  # masks, since it was asked which of them are true anywhere
+    turns: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # by identity
+    guards: Guards | None = None  # where decisions are traced as well
+
+    @property
+    def found(self) -> bool:
+        """Whether what was traced has to be shown to be the model."""
+        return self.seen > 0 or (self.guards is not None and self.guards.seen > 0)
+
+    def guarded(self) -> Hits:
+        """For the same trace, decisions included."""
+        return Hits(self.leaves_out, guards=Guards(self.leaves_out))
+
+    def leaving_out(self, parity: int | None) -> Hits:
+        """For the same trace without the even turns (0), the odd ones (1) or none."""
+        return Hits(parity, guards=self.guards and Guards(parity))
+
+    def turn(self, number: int, *, listed: bool = False) -> Tensor:
+        """What forward has for the turn of an expert; ``listed``: with a dim of size 1."""
+        made = torch.tensor([number] if listed else number)
+        self.turns[id(made)] = made, number
+        return made
+
+    def check(self) -> None:
+        """Raise :class:`UnsupportedError` where a loop was left before its last turn, or its masks were changed."""
+        if self.changed or (self.guards is not None and self.guards.changed):
+            raise UnsupportedError(
+                "which experts some row has chosen was asked before the masks were changed in place: change a copy of "
+                "them, or write the loop as one that goes through all (for i in range(num_experts))"
+            )
+        if self.left_early:
+            raise UnsupportedError(
+                "a loop through the experts that some row has chosen is left before its end: which turns it has "
+                "depends on tensors' numbers; write it as one that goes through all (for i in range(num_experts))"
+            )
+
+
+@contextmanager
+def hits_traced(hits: Hits) -> Iterator[None]:
+    """Inside, such loops can be traced; ``hits`` takes what was found."""
+    plain: Callable[[Tensor], Iterator[Tensor]] = Tensor.__iter__
+
+    def turns(self: Tensor) -> Iterator[Any]:
+        found = _table(self)
+        return plain(self) if found is None else _turns(hits, self.dim(), *found)
+
+    guarded = nullcontext() if hits.guards is None else guards_traced(hits.guards)
+    with mock.patch.object(Tensor, "__iter__", turns), _Indexed(hits), guarded:
+        yield
+
+
+def _turns(hits: Hits, rank: int, masks: list[Tensor], dim: int, first: fx.Node) -> Iterator[Tensor]:
+    mode = get_proxy_mode()
+    assert mode is not None
+    tracker = mode.tracer.tensor_tracker
+    slots = {tensor: tracker[tensor] for tensor in masks}
+    for mask in masks:  # from here on the trace reads it by way of a mark
+        tracker[mask] = get_proxy_slot(HITS(mask, dim), mode.tracer)
+    marks = [tracker[mask] for mask in masks]
+    hits.seen += 1
+    done = False
+    try:
+        for number in range(masks[0].shape[dim]):
+            if number % 2 == hits.leaves_out:
+                continue
+            yield hits.turn(number, listed=rank == 2)
+        done = True
+    finally:
+        hits.left_early |= not done
+    held = [slot.proxy.node for slot in (*slots.values(), *marks)]
+    hits.changed |= is_written(first, {memory_of(node) for node in held})
+    for mask, slot in slots.items():
+        tracker[mask] = slot
+
+
+class _Indexed(TorchFunctionMode):
+    """What is picked by a turn is picked by its number."""
+
+    def __init__(self, hits: Hits) -> None:
+        super().__init__()
+        self.hits = hits
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.__getitem__ and self.hits.turns:
+            of, index = args
+            turn, number = self._number(of), self._number(index)
+            if turn is not None and of.dim() == 1 and isinstance(index, int) and index in (0, -1):
+                return self.hits.turn(turn)
+            if number is not None:
+                found = of.select(0, number)
+                return found.unsqueeze(0) if index.dim() else found
+            if isinstance(index, tuple):
+                numbers = [self._number(i) if isinstance(i, Tensor) and not i.dim() else None for i in index]
+                args = of, tuple(i if n is None else n for i, n in zip(index, numbers, strict=True))
+        made = func(*args, **kwargs or {})
+        if func in LISTING and self.hits.turns and len(args) == 1 and _is_turns(args[0]):
+            rows = (made[0] if isinstance(made, tuple) else made).shape[0]
+            torch._check(rows != 0)  # the turn is of an expert that some row has chosen
+        return made
+
+    def _number(self, value: Any) -> int | None:
+        held = self.hits.turns.get(id(value)) if isinstance(value, Tensor) else None
+        return None if held is None else held[1]
+
+
+def _is_turns(mask: Any) -> bool:
+    """Whether ``mask`` is that of one turn."""
+    node = node_of(mask)
+    node = None if node is None else before(node, (*ALIKE, *SHAPED))
+    return node is not None and node.target is aten.select.int and node.args[0].target is HITS
+
+
+def _table(value: Tensor) -> tuple[list[Tensor], int, fx.Node] | None:
+    """The masks of which ``value`` lists those that are true anywhere, in whatever types there are of them, and the dim
+    that counts them, and the operator that first looks at them; ``None``: it does not."""
+    mode, node = get_proxy_mode(), node_of(value)
+    if mode is None or node is None:
+        return None
+    node = before(node, (*SHAPED, aten.alias.default))
+    if node.target is not aten.nonzero.default or node.args[0].meta["val"].dim() != 1:
+        return None
+    node, dim, adds = before(node.args[0], ALIKE), 0, False
+    if node.target in SOME and node.args[1] == 0:
+        node = before(node.args[0], ALIKE)
+    if node.target not in _OVER:
+        return None
+    first = node
+    while node.target in _OVER:
+        if argument(node, "keepdim", False):
+            return None
+        first, over, adds = node, dims_over(node), adds or node.target is aten.sum.dim_IntList
+        dim = [d for d in range(node.args[0].meta["val"].dim()) if d not in over][dim]
+        node = node.args[0]
+        if before(node, ALIKE).target in _OVER:
+            node = before(node, ALIKE)
+    if adds and not is_count(node):
+        return None
+    alike = {node}
+    while node.target in ALIKE:
+        node = node.args[0]
+        alike.add(node)
+    masks = [tensor for tensor, held in mode.tracer.tensor_tracker.items() if held.proxy.node in alike]
+    return (masks, dim, first) if masks else None
+
+
+def is_turn(node: fx.Node, parity: int) -> bool:
+    """Whether ``node`` is the mask of a turn with an even number (``parity`` 0), or an odd one (1)."""
+    args: Any = node.args
+    if node.target is not aten.select.int or args[0].target is not HITS:
+        return False
+    mask, dim = args[0].args
+    return bool(args[1] % mask.meta["val"].dim() == dim and args[2] % 2 == parity)
+
+
+def empty_mask(graph: fx.Graph, node: fx.Node, where: dict[str, Any]) -> fx.Node:
+    """What stands for the mask ``node`` where no row has chosen its expert."""
+    value: Tensor = node.meta["val"]
+    made = call(graph, aten.full.default, (list(value.shape), 0), {"dtype": value.dtype, "device": META})
+    made.meta.update(where)
+    return made
+
+
+_CASTS = {aten.to.dtype, aten._to_copy.default, aten.clone.default}
+_KEEP_TRUE = {*RESHAPES, *_CASTS}
+_KEEP_FALSE = {*_KEEP_TRUE, aten.ne.Scalar, aten.gt.Scalar, aten.any.default, aten.any.dim, aten.any.dims,
+               aten.sum.default, aten.sum.dim_IntList}  # fmt: skip
+_KEEP_ZERO = (LINEAR | _CASTS) - {aten.mul.Tensor}
+_ADDING = {aten.index_add.default: 3, aten.scatter_add.default: 3, aten.index_put.default: 2}  # where what is added is
+
+
+def check_turns(empty: fx.Graph, left_out: fx.Graph) -> None:
+    """Raise :class:`UnsupportedError` where the two are not the same. The graphs are changed."""
+    alike: dict[tuple[str, str, str], int] = {}
+    outputs = []
+    for graph in (empty, left_out):
+        _without_nothing(graph)
+        (last,) = graph.find_nodes(op="output")
+        outputs.append(list(map(Numbers(alike), last.args[0])))
+    if outputs[0] != outputs[1]:
+        raise UnsupportedError(
+            "forward leaves out the experts that no row has chosen, and a turn does more than to add to its rows, so "
+            "that a loop through all of them, which a plan needs, is not the same; write it as one that goes through "
+            "all (for i in range(num_experts)), and compute what depends on which were chosen from their masks"
+        )
+
+
+def _without_nothing(graph: fx.Graph) -> None:
+    """Drop what empty masks select."""
+    false, true, zero = set[Any](), set[Any](), set[Any]()
+    for node in list(graph.nodes):
+        args: Any = node.args
+        if node.target is aten.full.default and args[1] in (0, False):
+            (zero if node.meta["val"].is_floating_point() else false).add(node)
+        elif node.target is aten.masked_fill.Scalar:
+            if args[1] in true and args[2] == 0:
+                zero.add(node)
+            elif args[1] in false:
+                node.replace_all_uses_with(args[0])
+        elif node.target is aten.where.self and args[0] in false:
+            _stand_in(node, args[2])
+        elif node.target is aten.logical_not.default:
+            true |= {node} if args[0] in false else set()
+        elif node.target is aten.add.Tensor and len(args) == 2 and not node.kwargs:
+            for kept, added in (args, args[::-1]):
+                if _is_in(added, zero) and isinstance(kept, fx.Node):
+                    _stand_in(node, kept)
+                    break
+        elif node.target in _ADDING:
+            accumulates = node.target is not aten.index_put.default or args[3:4] == (True,)
+            if accumulates and args[_ADDING[node.target]] in zero:
+                _stand_in(node, args[0])
+        elif node.target is aten.mul.Tensor:
+            zero |= {node} if any(_is_in(a, zero) for a in args) else set()
+        else:
+            for kind, keeping in ((false, _KEEP_FALSE), (true, _KEEP_TRUE), (zero, _KEEP_ZERO)):
+                if node.target in keeping and _is_in(args[0], kind):
+                    kind.add(node)
+    drop_unused(graph)
+
+
+def _is_in(value: Any, nodes: set[fx.Node]) -> bool:
+    return isinstance(value, fx.Node) and value in nodes
+
+
+def _stand_in(node: fx.Node, other: Any) -> None:
+    if shape(other) == shape(node) and other.meta["val"].dtype == node.meta["val"].dtype:
+        node.replace_all_uses_with(other)

@@ -1,0 +1,1 @@
+"""The representation that passes share: model classes, layouts, collectives, rewriting, checks."""

@@ -1,0 +1,245 @@
+"""The collectives of a sharded graph, as operators with their transpose as gradient.
+
+Every operator names a mesh *axis* and the number of ranks on it, so a graph is the same on all ranks of a stage. They
+are traced, never executed: the runtime binds them to a communicator (``runtime/comm/torch_backend.py``).
+
+===================================  =======================  ==============================================
+operator                             backward                 reshard
+===================================  =======================  ==============================================
+``all_gather(grad="slice")``         ``shard_slice``          ``S -> R``
+``all_gather(grad="reduce")``        ``reduce_scatter``       ``S -> R'``
+``shard_slice``                      ``all_gather``           ``R -> S``
+``shard_narrow``                     ``shard_pad``            ``R' -> S`` (nothing is sent)
+``copy``                             ``all_reduce``           ``R -> R'``
+``reduce_scatter``                   ``all_gather``           ``P -> S``
+``all_reduce(grad="copy")``          nothing                  ``P -> R``
+``all_reduce(grad="reduce")``        ``all_reduce``           ``P -> R'``
+``all_to_all``                       ``all_to_all`` back      ``S -> S``
+``axis_index``                       (an integer)             this rank's place on the axis, a 0-d int64 tensor
+``dispatch``                         ``combine``              rows to the ranks of their experts
+``combine``                          ``dispatch``             and back, to where they came from
+``context_attention``                its ``_backward``        queries here meet the keys of all ranks
+===================================  =======================  ==============================================
+
+Rows go to experts in numbers that only the data tells. ``route`` finds them: its results are the rows' order by expert;
+how many rows go to and come from each rank (two rows of counts, on the CPU, exchanged once at a fixed size); and the
+expert, counted from this rank's first, of every row that comes. ``dispatch`` and ``combine`` read these, forward and
+backward alike. Every rank enters all three however few rows it has. What a graph says of the rows that come is their
+number where all experts get the same; tracing for gradients (``passes/shard/differentiate.py``) leaves it open.
+
+``context_attention`` is attention within a band (``passes/ops/attention.py``) over a sequence of which each rank has a
+part, ``zigzag`` or in order. ``algorithm`` says how keys and values come: in an ``all_gather``, or in a ``ring`` of
+sends. It is one operator since what a rank computes depends on its place: a graph has no word for that. Backward brings
+keys and values together anew, so that a rank keeps those of its own part alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+NAMESPACE = "partition"
+
+_library = torch.library.Library(NAMESPACE, "DEF")
+
+_SCHEMAS = {
+    "all_gather": "(Tensor x, int dim, str axis, int size, str grad) -> Tensor",
+    "shard_slice": "(Tensor x, int dim, str axis, int size) -> Tensor",
+    "shard_narrow": "(Tensor x, int dim, str axis, int size) -> Tensor",
+    "shard_pad": "(Tensor x, int dim, str axis, int size) -> Tensor",
+    "copy": "(Tensor x, str axis, int size) -> Tensor",
+    "reduce_scatter": "(Tensor x, int dim, str axis, int size) -> Tensor",
+    "all_reduce": "(Tensor x, str axis, int size, str grad) -> Tensor",
+    "all_reduce_max": "(Tensor x, str axis, int size) -> Tensor",
+    "all_to_all": "(Tensor x, int split_dim, int concat_dim, str axis, int size) -> Tensor",
+    "axis_index": "(str axis, int size) -> Tensor",
+    "route": "(Tensor experts, int num_experts, str axis, int size) -> (Tensor, Tensor, Tensor)",
+    "dispatch": "(Tensor x, Tensor order, Tensor counts, Tensor experts, str axis, int size) -> Tensor",
+    "combine": "(Tensor x, Tensor order, Tensor counts, Tensor experts, str axis, int size) -> Tensor",
+    "context_attention": "(Tensor q, Tensor k, Tensor v, int before, int after, float? scale, str axis, int size, "
+    "bool zigzag, str algorithm) -> (Tensor, Tensor)",
+    "context_attention_backward": "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, int before, "
+    "int after, float? scale, str axis, int size, bool zigzag, str algorithm) -> (Tensor, Tensor, Tensor)",
+}
+for _name, _schema in _SCHEMAS.items():
+    _library.define(_name + _schema)
+
+ops = torch.ops.partition
+
+
+def _scaled(x: Tensor, dim: int, times: int, over: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = shape[dim] * times // over
+    return x.new_empty(shape)
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    sums = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
+    return _by_position(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=sums)
+
+
+def _attended_back(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _by_position(q, q.shape[-1]), _by_position(k, k.shape[-1]), _by_position(v, v.shape[-1])
+
+
+def _by_position(like: Tensor, width: int) -> Tensor:
+    """``[b, h, s, d]``, in memory ``[b, s, h, d]``."""
+    batch, heads, length, _ = like.shape
+    return like.new_empty((batch, length, heads, width)).transpose(1, 2)
+
+
+def _route(experts: Tensor, num_experts: int, axis: str, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    rows: Any = experts.shape[0]
+    device: Any = experts.device
+    if isinstance(experts, FakeTensor):
+        device = "cpu"
+        if experts.fake_mode.shape_env is not None:
+            rows = torch.library.get_ctx().new_dynamic_size()
+    counts = torch.empty((2, size), dtype=torch.int64, device=device)
+    return torch.empty_like(experts, dtype=torch.int64), counts, experts.new_empty(rows)
+
+
+_FAKES: dict[str, Callable[..., Any]] = {
+    "all_gather": lambda x, dim, axis, size, grad: _scaled(x, dim, size, 1),
+    "shard_slice": lambda x, dim, axis, size: _scaled(x, dim, 1, size),
+    "shard_narrow": lambda x, dim, axis, size: _scaled(x, dim, 1, size),
+    "shard_pad": lambda x, dim, axis, size: _scaled(x, dim, size, 1),
+    "copy": lambda x, axis, size: torch.empty_like(x),
+    "reduce_scatter": lambda x, dim, axis, size: _scaled(x, dim, 1, size),
+    "all_reduce": lambda x, axis, size, grad: torch.empty_like(x, memory_format=torch.contiguous_format),
+    "all_reduce_max": lambda x, axis, size: torch.empty_like(x, memory_format=torch.contiguous_format),
+    "all_to_all": lambda x, split_dim, concat_dim, axis, size: _scaled(
+        _scaled(x, split_dim, 1, size), concat_dim, size, 1
+    ),
+    "axis_index": lambda axis, size: torch.empty((), dtype=torch.int64),
+    "route": _route,
+    "dispatch": lambda x, order, counts, experts, axis, size: x.new_empty((experts.shape[0], *x.shape[1:])),
+    "combine": lambda x, order, counts, experts, axis, size: x.new_empty((order.shape[0], *x.shape[1:])),
+    "context_attention": _attended,
+    "context_attention_backward": _attended_back,
+}
+for _name, _fake in _FAKES.items():
+    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
+# Without a tensor among its arguments there is no device to dispatch on.
+_library.impl("axis_index", lambda axis, size: torch.empty((), dtype=torch.int64, device="meta"), "BackendSelect")
+
+
+def _keep(*names: str) -> Any:
+    """A ``setup_context`` that keeps the operator's non-tensor arguments under ``names``."""
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.kept = dict(zip(names, inputs[1:], strict=True))
+
+    return setup
+
+
+def _all_gather_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    k = ctx.kept
+    back = ops.reduce_scatter if k["grad"] == "reduce" else ops.shard_slice
+    return back(grad, k["dim"], k["axis"], k["size"]), None, None, None, None
+
+
+def _all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    k = ctx.kept
+    if k["grad"] == "reduce":
+        grad = ops.all_reduce(grad, k["axis"], k["size"], "copy")
+    return grad, None, None, None
+
+
+def _gather_dim(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    k = ctx.kept
+    return ops.all_gather(grad, k["dim"], k["axis"], k["size"], "slice"), None, None, None
+
+
+def _narrow_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    k = ctx.kept
+    return ops.shard_pad(grad, k["dim"], k["axis"], k["size"]), None, None, None
+
+
+def _pad_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    k = ctx.kept
+    return ops.shard_narrow(grad, k["dim"], k["axis"], k["size"]), None, None, None
+
+
+def _copy_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    k = ctx.kept
+    return ops.all_reduce(grad, k["axis"], k["size"], "copy"), None, None
+
+
+def _all_to_all_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    k = ctx.kept
+    return ops.all_to_all(grad, k["concat_dim"], k["split_dim"], k["axis"], k["size"]), None, None, None, None
+
+
+def _routed(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, order, counts, experts, axis, size = inputs
+    ctx.save_for_backward(order, counts, experts)
+    ctx.kept = axis, size
+
+
+def _dispatch_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return ops.combine(grad, *ctx.saved_tensors, *ctx.kept), None, None, None, None, None
+
+
+def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return ops.dispatch(grad, *ctx.saved_tensors, *ctx.kept), None, None, None, None, None
+
+
+_BACKWARD = {
+    "all_gather": (_all_gather_backward, ("dim", "axis", "size", "grad")),
+    "shard_slice": (_gather_dim, ("dim", "axis", "size")),
+    "shard_narrow": (_narrow_backward, ("dim", "axis", "size")),
+    "shard_pad": (_pad_backward, ("dim", "axis", "size")),
+    "reduce_scatter": (_gather_dim, ("dim", "axis", "size")),
+    "copy": (_copy_backward, ("axis", "size")),
+    "all_reduce": (_all_reduce_backward, ("axis", "size", "grad")),
+    "all_to_all": (_all_to_all_backward, ("split_dim", "concat_dim", "axis", "size")),
+}
+for _name, (_backward, _names) in _BACKWARD.items():
+    torch.library.register_autograd(f"{NAMESPACE}::{_name}", _backward, setup_context=_keep(*_names), lib=_library)
+
+torch.library.register_autograd(f"{NAMESPACE}::dispatch", _dispatch_backward, setup_context=_routed, lib=_library)
+
+torch.library.register_autograd(f"{NAMESPACE}::combine", _combine_backward, setup_context=_routed, lib=_library)
+
+
+def _attending(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:3], *output)
+    ctx.set_materialize_grads(False)
+    ctx.kept = inputs[3:]
+
+
+def _attention_backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
+    rest = (None,) * len(ctx.kept)
+    if grad is None:
+        return None, None, None, *rest
+    return *ops.context_attention_backward(grad, *ctx.saved_tensors, *ctx.kept), *rest
+
+
+torch.library.register_autograd(
+    f"{NAMESPACE}::context_attention", _attention_backward, setup_context=_attending, lib=_library
+)
+
+ROUTED = frozenset({"route", "dispatch", "combine"})  # in numbers of rows that only the data tells
+
+CONTEXT = frozenset({"context_attention", "context_attention_backward"})
+COMMUNICATING = (
+    frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_reduce_max", "all_to_all"}) | ROUTED | CONTEXT
+)
+
+
+def collective_name(target: Any) -> str | None:
+    """``all_gather`` and so on for one of the operators above, ``None`` for any other target."""
+    if isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE:
+        name = target._schema.name.split("::")[1]
+        return name if name in _SCHEMAS else None
+    return None
+
+
+def is_over(node: fx.Node, axes: Collection[str]) -> bool:
+    """Whether ``node`` is one of the operators above, over one of the mesh ``axes``."""
+    return collective_name(node.target) is not None and any(isinstance(a, str) and a in axes for a in node.args)

@@ -1,0 +1,178 @@
+"""Which values need a gradient.
+
+Requires: values (``val``) on every node. Provides: ``node.meta["grad"]`` on every node of every block, true where some
+call of the block needs it.
+
+Which gradients flow where, call by call: what backward takes, and what it gives.
+
+``passes/ir/gradient_flow.py`` marks the nodes of a block type for all of its calls at once, to decide on layouts;
+programs need the exact answer of each call.
+
+Parameters that no gradient reaches are not trained.
+
+Requires: a captured graph in normal form. Provides: states without ``requires_grad`` where every way to the loss leads
+through ``detach``, or through values without gradients. Torch leaves the gradient of such a parameter ``None``, so that
+no optimizer touches it; one of zeros would have it decay.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+
+from passes.ir.model import Block, Captured, FoldedModel
+
+
+def stops_gradient(node: fx.Node) -> bool:
+    """Whether no gradient passes ``node``, whatever reads it."""
+    return bool(node.target == torch.ops.aten.detach.default)
+
+
+def differentiable(value: Any) -> bool:
+    """Whether a (meta) value is of a type that can carry a gradient."""
+    if isinstance(value, tuple | list):
+        return any(differentiable(v) for v in value)
+    return isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
+
+
+def accumulated_in(dtype: torch.dtype) -> torch.dtype:
+    """The type in which numbers of ``dtype`` are added up, gradients among them: float32 for shorter ones."""
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
+
+
+def mark_block(block: Block, sources: set[str]) -> tuple[bool, ...]:
+    """Mark the nodes of ``block`` that depend on the placeholders ``sources``; which outputs need a gradient."""
+    for node in block.graph.nodes:
+        if node.op == "placeholder":
+            node.meta["grad"] = node.name in sources and differentiable(node.meta["val"])
+        elif node.op == "call_function":
+            node.meta["grad"] = (
+                differentiable(node.meta["val"])
+                and not stops_gradient(node)
+                and any(n.meta["grad"] for n in node.all_input_nodes)
+            )
+            if node.target is operator.getitem:
+                node.meta["grad"] = node.meta["grad"] and differentiable(node.meta["val"])
+    return tuple(bool(n.meta["grad"]) for n in block.outputs)
+
+
+def mark_gradients(model: FoldedModel, train: bool = True) -> set[str]:
+    """Mark all blocks; the names of the values between calls that need a gradient.
+
+    A block type is marked once for all of its calls: a placeholder needs a gradient if it does in any of them.
+    """
+    sources: dict[str, set[str]] = {name: set() for name in model.blocks}
+    needed: set[str] = set()
+    changed = train
+    while changed:
+        changed = False
+        for call in model.calls:
+            block, wanted = model.blocks[call.block], sources[call.block]
+            bound = [*zip(block.states, call.states, strict=True), *zip(block.inputs, call.inputs, strict=True)]
+            new = {p for p, name in bound if (name in needed or _trainable(model, name)) and p not in wanted}
+            if new or not wanted:
+                wanted |= new
+            for value, grad in zip(call.outputs, mark_block(block, wanted), strict=True):
+                if grad and value not in needed:
+                    needed.add(value)
+                    changed = True
+    if not train:
+        for block in model.blocks.values():
+            mark_block(block, set())
+    return needed
+
+
+def _trainable(model: FoldedModel, name: str) -> bool:
+    state = model.states.get(name)
+    return state is not None and state.kind == "parameter" and state.requires_grad
+
+
+class Run(Protocol):
+    """A call of a block: ``passes.ir.model.Call`` or ``runtime.program.program.CallData``."""
+
+    @property
+    def block(self) -> str: ...
+    @property
+    def states(self) -> tuple[str, ...]: ...
+    @property
+    def inputs(self) -> tuple[str, ...]: ...
+    @property
+    def outputs(self) -> tuple[str, ...]: ...
+
+
+def gradient_paths(block: Block) -> tuple[tuple[int, ...], ...]:
+    """For each output, the positions of the placeholders (states, then inputs) that its gradient reaches."""
+    reached: dict[fx.Node, frozenset[int]] = {}
+    for position, node in enumerate(block.placeholders):
+        reached[node] = frozenset([position] if differentiable(node.meta["val"]) else [])
+    for node in block.graph.nodes:
+        if node.op == "call_function":
+            stops = stops_gradient(node) or not differentiable(node.meta["val"])
+            reached[node] = frozenset() if stops else frozenset().union(*(reached[n] for n in node.all_input_nodes))
+    return tuple(tuple(sorted(reached[n])) for n in block.outputs)
+
+
+@dataclass(frozen=True)
+class GradientFlow:
+    """``values``: those through which a gradient flows, from the loss to a trainable state. Then, for each call, the
+    states and the input values that its backward adds to; both empty: the call has no backward."""
+
+    values: frozenset[str]
+    states: tuple[tuple[str, ...], ...]
+    inputs: tuple[tuple[str, ...], ...]
+
+    def has_backward(self, call: int) -> bool:
+        return bool(self.states[call] or self.inputs[call])
+
+
+def gradient_flow(
+    calls: Sequence[Run],
+    paths: Mapping[str, tuple[tuple[int, ...], ...]],
+    trainable: Collection[str],
+    loss: str | None,
+) -> GradientFlow:
+    """The gradients of ``calls``, which stand in execution order. ``paths``: :func:`gradient_paths` of each block."""
+    needed = set(trainable)
+    for call in calls:
+        bound = (*call.states, *call.inputs)
+        for value, path in zip(call.outputs, paths[call.block], strict=True):
+            if any(bound[i] in needed for i in path):
+                needed.add(value)
+    live = {loss} & needed
+    states: list[tuple[str, ...]] = []
+    inputs: list[tuple[str, ...]] = []
+    for call in reversed(calls):
+        bound = (*call.states, *call.inputs)
+        taken = [p for v, p in zip(call.outputs, paths[call.block], strict=True) if v in live]
+        reached = {bound[i] for path in taken for i in path if bound[i] in needed}
+        states.append(tuple(s for s in dict.fromkeys(call.states) if s in reached))
+        inputs.append(tuple(v for v in dict.fromkeys(call.inputs) if v in reached))
+        live |= set(inputs[-1])
+    return GradientFlow(frozenset(v for v in live if v is not None), tuple(states[::-1]), tuple(inputs[::-1]))
+
+
+def freeze_unreached(captured: Captured) -> Captured:
+    """``captured`` with the parameters frozen that its loss sends no gradient to."""
+    if captured.loss is None:
+        return captured
+    reached = _reached(captured.graph, captured.loss)
+    trained = {captured.placeholders[n] for n in reached if n in captured.placeholders}
+    states = {
+        name: replace(state, requires_grad=state.requires_grad and name in trained)
+        for name, state in captured.states.items()
+    }
+    return captured.with_(states=states)
+
+
+def _reached(graph: fx.Graph, loss: str) -> set[str]:
+    """The nodes to which the gradient of ``loss`` flows."""
+    reached = {loss}
+    for node in reversed(graph.nodes):
+        if node.name in reached and node.op == "call_function" and not stops_gradient(node):
+            reached |= {n.name for n in node.all_input_nodes if differentiable(n.meta["val"])}
+    return reached

@@ -1,0 +1,180 @@
+"""In-place operators as their functional kin, where nobody can tell the difference.
+
+Requires: a flat graph of one export. Provides: the same graph without those in-place operators whose target was made
+for the purpose: written to whole, or through one view of it. What is left is for ``run_decompositions``, which traces
+the whole graph anew.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+aten = torch.ops.aten
+
+_ITEM = operator.getitem
+
+# A view, and what puts a value into its place: both take the same arguments after the first.
+_INTO: dict[Any, Any] = {
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.select.int: aten.select_scatter.default,
+    aten.diagonal.default: aten.diagonal_scatter.default,
+}
+
+
+def remove_inplace(graph: fx.Graph) -> bool:
+    """Replace in place what can be replaced; whether nothing is left that writes to its arguments."""
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    clean = True
+    for node in list(graph.nodes):
+        if _writes(node) and not _replace(graph, node, order):
+            clean = False
+    if clean:
+        _refresh(graph)
+    return clean
+
+
+def _refresh(graph: fx.Graph) -> None:
+    """Values as without gradients: strides depend on which attention kernel can be taken."""
+    for node in graph.nodes:
+        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+            if any(isinstance(size, SymInt) for v in _tensors(node.meta.get("val")) for size in v.shape):
+                continue  # rows that the data select: slow to find anew, and of no fixed strides
+            values: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+            mode = next((v.fake_mode for v in _tensors(values) if isinstance(v, FakeTensor)), None)
+            if mode is not None:
+                with mode, torch.no_grad():
+                    node.meta["val"] = node.target(*values[0], **values[1])
+        elif node.target is _ITEM:
+            source, index = node.args
+            node.meta["val"] = source.meta["val"][index]
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _replace(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) -> bool:
+    """Take one in-place operator out; ``False`` where others may see what it writes."""
+    target, kin = node.args[0] if node.args else None, functional_kin(node.target)
+    if kin is None or not isinstance(target, fx.Node):
+        return False
+    base, view = target, None
+    if target.target in _INTO and isinstance(target.args[0], fx.Node):
+        base, view = target.args[0], target
+    if not _is_fresh(base):
+        return False
+    if any(is_view(user) and user is not view and order[user] < order[node] for user in base.users):
+        return False
+    if view is not None and any(is_view(user) and order[user] < order[node] for user in view.users):
+        return False
+    with graph.inserting_before(node):
+        added = [_written(graph, kin, node)]
+        if view is not None:
+            added.append(graph.call_function(_INTO[view.target], (base, added[0], *view.args[1:]), dict(view.kwargs)))
+            added.append(graph.create_node("call_function", view.target, (added[1], *view.args[1:]), dict(view.kwargs)))
+    wanted = [target] if view is None else [target, base, view]
+    pairs = zip(added, wanted, strict=True)
+    if not all(_like(made, old, strides=made is not added[0] or view is None) for made, old in pairs):
+        for unwanted in reversed(added):
+            graph.erase_node(unwanted)
+        return False
+    for made in added:
+        made.meta = {**node.meta, "val": made.meta["val"]}
+        order[made] = order[node]
+    node.replace_all_uses_with(added[-1])
+    _read_later(target, added[-1], order, order[node])
+    if view is not None:
+        _read_later(base, added[1], order, order[node])
+    graph.erase_node(node)
+    if not added[-1].users:
+        graph.erase_node(added[-1])
+    return True
+
+
+def _written(graph: fx.Graph, kin: Any, node: fx.Node) -> fx.Node:
+    """What ``node`` writes."""
+    if kin is not aten.copy.default:
+        return graph.call_function(kin, node.args, dict(node.kwargs))
+    target, source = (a.meta["val"] for a in node.args[:2])  # type: ignore[union-attr]
+    made: Any = node.args[1]
+    if source.dtype != target.dtype:
+        made = graph.call_function(aten._to_copy.default, (made,), {"dtype": target.dtype})
+        made.meta["val"] = source.to(target.dtype)
+    if source.shape != target.shape:
+        return graph.call_function(aten.expand.default, (made, list(target.shape)))
+    return graph.call_function(aten.clone.default, (made,)) if made is node.args[1] else made
+
+
+def functional_kin(target: Any) -> Any:
+    """The operator that returns what ``target`` would write to its first argument, and writes nothing."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    name = target._schema.name.partition("::")[2]
+    written = [a.alias_info is not None and a.alias_info.is_write for a in target._schema.arguments]
+    packet = getattr(aten, name.removesuffix("_"), None)
+    if target.namespace != "aten" or not name.endswith("_") or written != [True, *[False] * (len(written) - 1)]:
+        return None
+    kin = getattr(packet, target._overloadname, None)
+    if kin is None or kin._schema.is_mutable:
+        return None
+    (_, first), *same = [(a.name, str(a.type)) for a in kin._schema.arguments]
+    (_, wanted), *others = [(a.name, str(a.type)) for a in target._schema.arguments]
+    return kin if (first, same) == (wanted, others) else None  # the first has a name of its own: ``input``, ``self``
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a result may share its memory with an argument."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
+        return node.op == "call_function"
+    if any(r.alias_info is not None for r in node.target._schema.returns):
+        return True
+    # what is composed of other operators may end in a view without saying so, as dropout in eval does
+    return node.target._can_decompose() and node.target not in _MAKING
+
+
+_MAKING = {aten.linear.default, aten.matmul.default, aten.softmax.int, aten.log_softmax.int}
+
+
+def _is_fresh(node: fx.Node) -> bool:
+    """Whether nothing else holds the memory of a result."""
+    if node.target is _ITEM and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+        return isinstance(node.target, torch._ops.OpOverload) and not is_view(node)
+    return node.op == "call_function" and not is_view(node) and node.target is not _ITEM
+
+
+def _like(made: fx.Node, old: fx.Node, *, strides: bool) -> bool:
+    """Set the value of ``made``, and whether it is as that of ``old``: shape, type and ``strides``."""
+    wanted = old.meta.get("val")
+    values: Any = fx.node.map_arg((made.args, made.kwargs), lambda n: n.meta.get("val"))
+    modes = [v.fake_mode for v in _tensors(values) if isinstance(v, FakeTensor)]
+    if not modes or not isinstance(wanted, Tensor):
+        return False
+    with modes[0]:
+        value = made.target(*values[0], **values[1])  # type: ignore[operator]
+    made.meta["val"] = value
+    same = (value.shape, value.dtype) == (wanted.shape, wanted.dtype)
+    return same and (not strides or value.stride() == wanted.stride())
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, tuple | list):
+        for value in values:
+            yield from _tensors(value)
+    elif isinstance(values, dict):
+        yield from _tensors(list(values.values()))
+
+
+def _read_later(old: fx.Node, new: fx.Node, order: dict[fx.Node, int], place: int) -> None:
+    """Let what comes after ``place`` read ``new`` instead of ``old``."""
+    for user in list(old.users):
+        if order.get(user, -1) > place:
+            user.replace_input_with(old, new)

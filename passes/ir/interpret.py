@@ -1,0 +1,161 @@
+"""Run graphs and folded models with real tensors: the reference for every later form of the model.
+
+Shapes and types: run operators on meta tensors.
+
+``node.meta["val"]`` is a tensor on ``meta`` (a tuple of them for operators with several results); creation operators
+carry ``device=meta``, which stands for the rank's own device.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from passes.errors import PartitionError, UnsupportedError
+from passes.ir.model import FoldedModel
+
+META = torch.device("meta")
+
+# What operators make of which operands: layers repeat, and so do the candidates of a search.
+_known: dict[Any, Any] = {}
+_MOST_KNOWN = 1 << 14
+
+
+def infer(target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """The result of ``target`` on meta tensors: shapes and types, no numbers. It may be shared: do not change it."""
+    if target is operator.getitem and isinstance(args[0], tuple | list):
+        return args[0][args[1]]  # without a look at all the others, of which there may be hundreds
+    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+        return _run(target, args, kwargs)  # a mode may change what operators make
+    try:
+        key = (target, torch.get_default_dtype(), _described(args), _described(tuple(kwargs.items())))
+        known = _known.get(key, _known)
+    except TypeError:  # an argument that cannot be told from others
+        return _run(target, args, kwargs)
+    if known is _known:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        known = _known[key] = _run(target, args, kwargs)
+    return known
+
+
+def _described(argument: Any) -> Any:
+    """A hashable value, equal for tensors of equal shapes, strides and types and for equal constants."""
+    if isinstance(argument, Tensor):
+        if type(argument) is not Tensor:
+            raise TypeError("a tensor of another kind")
+        return "tensor", tuple(argument.shape), argument.stride(), argument.dtype, argument.device
+    if isinstance(argument, tuple | list):
+        return type(argument), tuple([_described(a) for a in argument])
+    if isinstance(argument, slice):
+        return "slice", _described(argument.start), _described(argument.stop), _described(argument.step)
+    return type(argument), repr(argument) if isinstance(argument, float) else argument
+
+
+# Operators that torch has no meta kernel of, and that the normal form replaces: as their first operand, broadcast.
+_LIKE_FIRST = frozenset(
+    {
+        torch.ops.aten._sample_dirichlet.default,
+        torch.ops.aten.binomial.default,
+        torch.ops.aten.fake_quantize_per_tensor_affine.default,
+        torch.ops.aten.fake_quantize_per_tensor_affine.tensor_qparams,
+        torch.ops.aten.fake_quantize_per_channel_affine.default,
+        torch.ops.aten._fake_quantize_learnable_per_tensor_affine.default,
+        torch.ops.aten._fake_quantize_learnable_per_channel_affine.default,
+    }
+)
+
+
+def _run(target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+    if target in _LIKE_FIRST:
+        other = args[1].shape if target is torch.ops.aten.binomial.default else ()
+        return args[0].new_empty(torch.broadcast_shapes(args[0].shape, other), device=META)
+    with torch.no_grad(), META:
+        result = target(*args, **kwargs)
+    return tuple(result) if isinstance(result, list) else result
+
+
+def value_of(argument: Any) -> Any:
+    """``argument`` with every graph node in it replaced by its meta value."""
+    return fx.node.map_arg(argument, lambda node: node.meta["val"])
+
+
+def refresh(node: fx.Node) -> None:
+    """Set ``node.meta["val"]`` from its operands' values."""
+    assert callable(node.target), node
+    try:
+        node.meta["val"] = infer(node.target, value_of(node.args), value_of(node.kwargs))
+    except PartitionError:
+        raise
+    except NotImplementedError as error:
+        where = f"{node.meta.get('path') or 'the model'} ({node.meta.get('source') or 'source unknown'})"
+        raise UnsupportedError(
+            f"{node.target} at {where} cannot be run without numbers ({str(error).split(': ')[0]} has no meta kernel): "
+            "write it with other operators, or register one (torch.library.register_fake)"
+        ) from error
+    except Exception as error:
+        shapes = [tuple(v.shape) for v in pytree.tree_leaves(value_of(node.args)) if isinstance(v, Tensor)]
+        where = node.meta.get("source") or node.meta.get("path") or node.name
+        raise AssertionError(f"{node.format_node()} on operand shapes {shapes} ({where}): {error}") from error
+
+
+def propagate(graph: fx.Graph) -> None:
+    """Refresh the values of all operators of ``graph`` in order."""
+    for node in graph.nodes:
+        if node.op == "call_function":
+            refresh(node)
+
+
+def call(
+    graph: fx.Graph,
+    target: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    like: fx.Node | None = None,
+) -> fx.Node:
+    """Append an operator with its value; ``path``, ``source`` and ``grad`` are taken from ``like``."""
+    node = graph.call_function(target, args, dict(kwargs or {}))
+    if like is not None:
+        node.meta.update({k: like.meta[k] for k in ("path", "source", "grad") if k in like.meta})
+    refresh(node)
+    return node
+
+
+def run_graph(graph: fx.Graph, arguments: Sequence[Tensor], device: torch.device | str = "cpu") -> tuple[Tensor, ...]:
+    """What ``graph`` gives for its placeholders' ``arguments``; operators on ``meta`` run on ``device``."""
+    env: dict[fx.Node, Any] = {}
+    rest = iter(arguments)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            env[node] = next(rest)
+        elif node.op == "output":
+            return tuple(env[n] for n in node.args[0])
+        else:
+            args = fx.node.map_arg(node.args, env.__getitem__)
+            kwargs = {
+                k: torch.device(device) if v == META else v
+                for k, v in fx.node.map_arg(node.kwargs, env.__getitem__).items()
+            }
+            result = node.target(*args, **kwargs)
+            env[node] = result
+    raise AssertionError("a graph ends in an output node")
+
+
+def run_folded(
+    model: FoldedModel,
+    states: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
+    device: torch.device | str = "cpu",
+) -> dict[str, Tensor]:
+    """All values of ``model`` by name. ``states``: parameters and buffers; constants are the model's own."""
+    values = dict(inputs)
+    known = {**model.constants, **states}
+    for call in model.calls:
+        arguments = [known[s] for s in call.states] + [values[i] for i in call.inputs]
+        values.update(zip(call.outputs, run_graph(model.blocks[call.block].graph, arguments, device), strict=True))
+    return values

@@ -1,0 +1,520 @@
+"""Python numbers that a plan reads as 0-dimensional tensors, so that another number needs no other plan.
+
+A script schedules numbers: a loss weight, a temperature, the step itself. A trace would keep the number of the moment.
+Here ``forward`` is given a :class:`LiftedNumber` instead, which computes with a 0-dimensional tensor of the graph and
+keeps Python's rules: a number does not change the type of the tensors that it meets. A question that only the number
+itself can answer (``if beta > 0``) is answered with the planned number and becomes a :class:`Guard`: a run with another
+number asks the question again, and refuses the number where the answer differs. A use that cannot be followed
+(``float(beta)``, ``range(n)``) raises :class:`NotLiftable`, and the number stays fixed.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+# ("number", value), ("given", path of an input), ("state", name of an attribute), or (operator, expression, ...)
+Expression = Sequence[Any]
+Number = int | float
+
+
+class NotLiftable(Exception):
+    """The forward uses a number in a way that no tensor can stand for."""
+
+
+@dataclass(frozen=True)
+class Guard:
+    """A decision that the forward took by numbers: ``expression`` had this ``outcome``. ``where``: ``file:line``."""
+
+    expression: Expression
+    outcome: bool
+    where: str = ""
+
+    def holds(self, numbers: Mapping[str, Number]) -> bool:
+        """Whether the decision is the same for these numbers, by name; true where one of them is not given."""
+        try:
+            return bool(evaluate(self.expression, numbers)) == self.outcome
+        except KeyError:
+            return True
+        except (ArithmeticError, ValueError):
+            return False
+
+    @property
+    def reads_state(self) -> bool:
+        """Whether the decision is by a number that the forward changes."""
+        return _reads_state(self.expression)
+
+    def __str__(self) -> str:
+        text = describe(self.expression)
+        return text if self.outcome else f"not ({text})"
+
+
+def _reads_state(expression: Expression) -> bool:
+    kind, *operands = expression
+    return kind == "state" or (kind not in ("number", "given") and any(map(_reads_state, operands)))
+
+
+@dataclass
+class LiftScope:
+    """What one run of the forward did with its lifted numbers. ``flipped``: decisions that are to go the other way."""
+
+    find_line: Callable[[], str]
+    flipped: Sequence[Expression] = ()
+    guards: list[Guard] = field(default_factory=list)
+    problem: str = ""  # the first use that cannot be followed, and where it is
+
+    def start(self) -> None:
+        """The forward begins."""
+        self.guards.clear()
+        self.problem = ""
+
+    def refuse(self, use: str) -> NotLiftable:
+        """Note a use that cannot be followed. The caller raises the result."""
+        self.problem = self.problem or f"{use}{self.find_line()}"
+        return NotLiftable(self.problem)
+
+    def decide(self, expression: Expression, outcome: bool) -> bool:
+        """Note a decision; whether it is taken as by the numbers of now."""
+        outcome = outcome != (expression in self.flipped)
+        guard = Guard(expression, outcome, self.find_line().strip(" ()"))
+        if all(g.expression != expression for g in self.guards):
+            self.guards.append(guard)
+        return outcome
+
+
+# --- operators: on Python numbers, and on 0-dimensional tensors -------------------------------------------------------
+@dataclass(frozen=True)
+class NumberOperator:
+    """``on_numbers`` is Python's own; ``on_tensors`` does the same to 0-dimensional tensors of float64 or int64."""
+
+    on_numbers: Callable[..., Any]
+    on_tensors: Callable[..., Tensor] | None
+    symbol: str = ""
+    real: bool = False  # operands are converted to float64 first
+
+
+def _smaller(*values: Any) -> Any:
+    return builtins_min(*values)
+
+
+def _larger(*values: Any) -> Any:
+    return builtins_max(*values)
+
+
+builtins_min, builtins_max = builtins.min, builtins.max
+
+
+def _power(base: Number, exponent: Number) -> Number:
+    made = base**exponent
+    if isinstance(made, complex):
+        raise ValueError("a negative number to a fractional power")
+    return made
+
+
+OPERATORS: dict[str, NumberOperator] = {
+    "add": NumberOperator(operator.add, torch.add, "+"),
+    "sub": NumberOperator(operator.sub, torch.sub, "-"),
+    "mul": NumberOperator(operator.mul, torch.mul, "*"),
+    "truediv": NumberOperator(operator.truediv, torch.true_divide, "/", real=True),
+    "floordiv": NumberOperator(operator.floordiv, torch.floor_divide, "//"),
+    "mod": NumberOperator(operator.mod, torch.remainder, "%"),
+    "pow": NumberOperator(_power, torch.pow, "**"),
+    "neg": NumberOperator(operator.neg, torch.neg, "-"),
+    "abs": NumberOperator(abs, torch.abs),
+    "min": NumberOperator(_smaller, torch.minimum),
+    "max": NumberOperator(_larger, torch.maximum),
+    **{
+        name: NumberOperator(getattr(math, name), getattr(torch, name), real=True)
+        for name in ("exp", "expm1", "log", "log2", "log10", "log1p", "sqrt", "sin", "cos", "tan", "sinh", "cosh",
+                     "tanh", "asin", "acos", "atan", "erf")
+    },
+    "float": NumberOperator(float, torch.Tensor.double, real=True),
+    "floor": NumberOperator(math.floor, lambda x: torch.floor(x).long()),
+    "ceil": NumberOperator(math.ceil, lambda x: torch.ceil(x).long()),
+    "trunc": NumberOperator(math.trunc, lambda x: torch.trunc(x).long()),
+    **{
+        name: NumberOperator(getattr(operator, name), None, symbol)
+        for name, symbol in {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}.items()
+    },
+}  # fmt: skip
+# Operators that Python refuses for some numbers, where a tensor has infinity or nan: the operand and what it must be.
+_DOMAINS: dict[str, tuple[int, str, Number]] = {
+    **dict.fromkeys(("truediv", "floordiv", "mod"), (1, "ne", 0)),
+    **dict.fromkeys(("log", "log2", "log10"), (0, "gt", 0)),
+    "log1p": (0, "gt", -1),
+    "sqrt": (0, "ge", 0),
+}
+
+
+def evaluate(expression: Expression, numbers: Mapping[str, Number]) -> Any:
+    """The value of ``expression`` for these numbers, by name."""
+    kind, *operands = expression
+    if kind == "number":
+        return operands[0]
+    if kind in ("given", "state"):
+        return numbers[operands[0]]
+    return OPERATORS[kind].on_numbers(*(evaluate(o, numbers) for o in operands))
+
+
+def describe(expression: Expression) -> str:
+    """``expression`` as Python writes it."""
+    kind, *operands = expression
+    if kind == "number":
+        return repr(operands[0])
+    if kind in ("given", "state"):
+        return str(operands[0])
+    texts = [describe(o) for o in operands]
+    symbol = OPERATORS[kind].symbol
+    if symbol and len(texts) == 2:
+        nested = [
+            f"({t})" if len(o) == 3 and OPERATORS[o[0]].symbol else t for t, o in zip(texts, operands, strict=True)
+        ]
+        return f"{nested[0]} {symbol} {nested[1]}"
+    return f"{symbol or kind}({', '.join(texts)})" if not symbol else f"{symbol}{texts[0]}"
+
+
+# --- the number -------------------------------------------------------------------------------------------------------
+class LiftedNumber:
+    """Stands for a Python number in a forward that is traced. ``value``: the number of now, by which decisions go."""
+
+    __slots__ = ("expression", "scope", "tensor", "value")
+
+    def __init__(self, tensor: Tensor, value: Number, expression: Expression, scope: LiftScope) -> None:
+        self.tensor, self.value, self.expression, self.scope = tensor, value, expression, scope
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self.value)
+
+    def __repr__(self) -> str:
+        return f"LiftedNumber({describe(self.expression)})"
+
+    def __deepcopy__(self, memo: Any) -> LiftedNumber:
+        return self
+
+    # -- questions that only the number can answer
+
+    def _decide(self, name: str, other: Any) -> Any:
+        if not _is_number(other):
+            return NotImplemented
+        theirs, value = _expression_of(other), _value_of(other)
+        outcome = bool(OPERATORS[name].on_numbers(self.value, value))
+        return self.scope.decide((name, self.expression, theirs), outcome)
+
+    def __lt__(self, other: Any) -> Any:
+        return self._compare("lt", other)
+
+    def __le__(self, other: Any) -> Any:
+        return self._compare("le", other)
+
+    def __gt__(self, other: Any) -> Any:
+        return self._compare("gt", other)
+
+    def __ge__(self, other: Any) -> Any:
+        return self._compare("ge", other)
+
+    def __eq__(self, other: Any) -> Any:
+        return self._compare("eq", other)
+
+    def __ne__(self, other: Any) -> Any:
+        return self._compare("ne", other)
+
+    def _compare(self, name: str, other: Any) -> Any:
+        if isinstance(other, Tensor):
+            return getattr(torch, name)(_matched(self, [other]), other)
+        return self._decide(name, other)
+
+    def __bool__(self) -> bool:
+        return bool(self._decide("ne", 0))
+
+    def is_integer(self) -> bool:
+        """Whether it is a whole number, as :meth:`float.is_integer` says."""
+        return bool(apply("mod", self, 1) == 0)
+
+    def _unknown(self, use: str) -> Any:
+        raise self.scope.refuse(use)
+
+    def __float__(self) -> float:
+        return self._unknown("float()")  # type: ignore[no-any-return]
+
+    def __int__(self) -> int:
+        return self._unknown("int()")  # type: ignore[no-any-return]
+
+    def __index__(self) -> int:
+        return self._unknown("an index, a size or a count")  # type: ignore[no-any-return]
+
+    def __hash__(self) -> int:
+        return self._unknown("a key")  # type: ignore[no-any-return]
+
+    def __str__(self) -> str:
+        return self._unknown("a text")  # type: ignore[no-any-return]
+
+    def __format__(self, spec: str) -> str:
+        return self._unknown("a text")  # type: ignore[no-any-return]
+
+    def __complex__(self) -> complex:
+        return self._unknown("complex()")  # type: ignore[no-any-return]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._unknown(f"the attribute {name!r}")
+
+    # -- arithmetic
+
+    def __neg__(self) -> Any:
+        return apply("neg", self)
+
+    def __pos__(self) -> Any:
+        return self
+
+    def __abs__(self) -> Any:
+        return apply("abs", self)
+
+    def __floor__(self) -> Any:
+        return apply("floor", self)
+
+    def __ceil__(self) -> Any:
+        return apply("ceil", self)
+
+    def __trunc__(self) -> Any:
+        return apply("trunc", self)
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return self._unknown("round()")
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call an operator of torch on tensors, with the number's own tensor in its place."""
+        return func(*_unlifted(func, args), **_unlifted(func, args, kwargs or {}))
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        name = _UFUNCS.get(ufunc.__name__)
+        if method != "__call__" or kwargs or name is None or not all(map(_is_number, inputs)):
+            return self._unknown(f"numpy.{ufunc.__name__}")
+        return apply(name, *inputs)
+
+
+_UFUNCS = {
+    **{name: name for name in OPERATORS},
+    "subtract": "sub", "multiply": "mul", "divide": "truediv", "true_divide": "truediv", "floor_divide": "floordiv",
+    "remainder": "mod", "power": "pow", "negative": "neg", "absolute": "abs", "minimum": "min", "maximum": "max",
+    "arcsin": "asin", "arccos": "acos", "arctan": "atan",
+}  # fmt: skip
+
+
+def _binary(name: str, swapped: bool) -> Callable[[Any, Any], Any]:
+    def method(self: Any, other: Any) -> Any:
+        if isinstance(other, Tensor):
+            mine = _matched(self, [other])
+            function = OPERATORS[name].on_tensors
+            assert function is not None
+            return function(other, mine) if swapped else function(mine, other)
+        if not _is_number(other):
+            return NotImplemented
+        return apply(name, other, self) if swapped else apply(name, self, other)
+
+    return method
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+    setattr(LiftedNumber, f"__{_name}__", _binary(_name, swapped=False))
+    setattr(LiftedNumber, f"__r{_name}__", _binary(_name, swapped=True))
+
+
+def is_lifted(value: Any) -> bool:
+    """Whether ``value`` stands for a number; ``isinstance`` says ``int`` or ``float`` of it."""
+    return type(value) is LiftedNumber
+
+
+def _is_number(value: Any) -> bool:
+    return is_lifted(value) or (isinstance(value, int | float) and not isinstance(value, Tensor))
+
+
+def _value_of(value: Any) -> Number:
+    return value.value if is_lifted(value) else value  # type: ignore[no-any-return]
+
+
+def _expression_of(value: Any) -> Expression:
+    return value.expression if is_lifted(value) else ("number", value)
+
+
+def apply(name: str, *operands: Any) -> Any:
+    """An operator of the table on numbers of which at least one is lifted."""
+    scope = next(o.scope for o in operands if is_lifted(o))
+    if name in _DOMAINS:
+        place, question, bound = _DOMAINS[name]
+        if is_lifted(operands[place]):
+            operands[place]._decide(question, bound)
+    used = OPERATORS[name]
+    expression: Expression = (name, *map(_expression_of, operands))
+    try:
+        value = used.on_numbers(*map(_value_of, operands))
+    except ValueError as error:
+        raise scope.refuse(str(error)) from error
+    if name == "pow" and not isinstance(value, float) and is_lifted(operands[1]):
+        raise scope.refuse("a whole power of a whole number")  # of which Python makes a float below zero
+    assert used.on_tensors is not None
+    real = used.real or any(isinstance(_value_of(o), float) for o in operands)
+    tensors = [_tensor_of(o, real) for o in operands]
+    return LiftedNumber(used.on_tensors(*tensors), value, expression, scope)
+
+
+def _tensor_of(value: Any, real: bool) -> Tensor:
+    dtype = torch.float64 if real else torch.int64
+    if is_lifted(value):
+        tensor: Tensor = value.tensor
+        return tensor if tensor.dtype == dtype else tensor.to(dtype)
+    return torch.scalar_tensor(value, dtype=dtype)
+
+
+# --- numbers among tensors --------------------------------------------------------------------------------------------
+_OF_ONE_TYPE = frozenset({torch.lerp, Tensor.lerp, Tensor.lerp_})  # operands that torch does not promote
+
+
+def _matched(number: LiftedNumber, others: Sequence[Tensor], of_one_type: bool = False) -> Tensor:
+    """The number's tensor, of a type that leaves the result's type what a Python number leaves it."""
+    tensor = number.tensor
+    real = [t for t in others if t.is_floating_point() or t.is_complex()]
+    if tensor.dtype == torch.int64 and not of_one_type:
+        whole = [t for t in others if not t.is_floating_point() and not t.is_complex() and t.dtype != torch.bool]
+        small = whole and not real and all(t.dim() == 0 for t in whole)
+        return tensor.to(_promoted(whole)) if small else tensor
+    if not real:
+        return tensor.to(torch.get_default_dtype()) if tensor.is_floating_point() else tensor
+    if any(t.dim() for t in real) and not of_one_type:
+        return tensor
+    dtype = _promoted(real)
+    return tensor.to(dtype.to_real() if dtype.is_complex else dtype)
+
+
+def _promoted(tensors: Sequence[Tensor]) -> torch.dtype:
+    dtype = tensors[0].dtype
+    for tensor in tensors[1:]:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+def _unlifted(func: Any, args: Any, tree: Any = None) -> Any:
+    """``tree`` (default: ``args``) with tensors for the lifted numbers in it."""
+    tree = args if tree is None else tree
+    others = [leaf for leaf in pytree.tree_leaves((args, tree)) if isinstance(leaf, Tensor)]
+
+    def replace(leaf: Any) -> Any:
+        return _matched(leaf, others, func in _OF_ONE_TYPE) if is_lifted(leaf) else leaf
+
+    return pytree.tree_map(replace, tree)
+
+
+class _Constructors(TorchFunctionMode):
+    """Functions of torch that take Python numbers alone, given a lifted one."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _MAKERS and any(map(is_lifted, (*args, *kwargs.values()))):
+            return _MAKERS[func](*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _make_scalar(number: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    kind = torch.get_default_dtype() if isinstance(number.value, float) else torch.int64
+    made: Tensor = number.tensor.to(dtype or kind)
+    return made
+
+
+def _make_full(size: Any, fill_value: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return _make_scalar(fill_value, dtype=dtype).expand(size).clone()
+
+
+def _make_full_like(like: Tensor, fill_value: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return _make_scalar(fill_value, dtype=dtype or like.dtype).expand(like.shape).clone()
+
+
+def _make_new_full(like: Tensor, size: Any, fill_value: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return _make_scalar(fill_value, dtype=dtype or like.dtype).expand(size).clone()
+
+
+def _make_new_tensor(like: Tensor, data: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return _make_scalar(data, dtype=dtype or like.dtype)
+
+
+def _add_scaled(function: Callable[..., Any]) -> Callable[..., Any]:
+    def scaled(x: Tensor, other: Any, *, alpha: Any = 1, **kwargs: Any) -> Any:
+        return function(x, other * alpha, **kwargs)
+
+    return scaled
+
+
+_MAKERS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((torch.tensor, torch.as_tensor, torch.scalar_tensor), _make_scalar),
+    torch.full: _make_full,
+    torch.full_like: _make_full_like,
+    Tensor.new_full: _make_new_full,
+    Tensor.new_tensor: _make_new_tensor,
+    **{f: _add_scaled(f) for f in (torch.add, torch.sub, Tensor.add, Tensor.sub, Tensor.add_, Tensor.sub_)},
+}
+
+
+# --- while the forward is traced --------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def numbers_followed() -> Iterator[None]:
+    """Inside, ``min``, ``max``, functions of ``math`` and constructors of torch take lifted numbers."""
+    patches = [
+        mock.patch.object(builtins, "min", _followed_extreme("min", builtins_min)),
+        mock.patch.object(builtins, "max", _followed_extreme("max", builtins_max)),
+        *(
+            mock.patch.object(math, name, _followed(name, getattr(math, name)))
+            for name in OPERATORS
+            if hasattr(math, name) and name not in ("floor", "ceil", "trunc")
+        ),
+        mock.patch.object(math, "pow", _followed("pow", math.pow)),
+        mock.patch.object(math, "fabs", _followed("abs", math.fabs)),
+    ]
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        stack.enter_context(_Constructors())
+        yield
+
+
+def _followed(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        if not any(type(a) is LiftedNumber for a in args):
+            return original(*args)
+        if name == "log" and len(args) == 2:
+            return apply("log", args[0]) / (apply("log", args[1]) if is_lifted(args[1]) else original(args[1]))
+        return apply(name, *args)
+
+    return call
+
+
+def _followed_extreme(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        values = args
+        if len(args) == 1 and isinstance(args[0], tuple | list):
+            values = tuple(args[0])
+        if not any(type(v) is LiftedNumber for v in values):
+            return original(*args, **kwargs)
+        if kwargs or not all(map(_is_number, values)):
+            return original(*args, **kwargs)
+        found = values[0]
+        for value in values[1:]:
+            found = apply(name, found, value) if is_lifted(found) or is_lifted(value) else original(found, value)
+        return found
+
+    return call

@@ -1,0 +1,230 @@
+"""Which values of a graph are linear in some of its inputs, and which have a part that does not depend on them.
+
+Requires: a functional graph of ATen operators with values (``val``). Every operator that reads a value which depends on
+the inputs must be listed here with the operands in which it is linear: derivatives cannot tell, since they say zero for
+``sign``, ``round`` and comparisons.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+aten = torch.ops.aten
+
+Positions = frozenset[int]
+
+_INSTEAD = "clip or change gradients after the step's backward instead"
+
+NOT_LINEAR = "is not linear in the gradient that it is given ({} reads it)"
+
+
+class NotAffine(Exception):
+    """A function is not linear in its inputs but for a constant part, or not known to be: ``what``, as a predicate, and
+    what to write ``instead``."""
+
+    def __init__(self, what: str, instead: str = _INSTEAD) -> None:
+        super().__init__(what)
+        self.what, self.instead = what, instead
+
+
+@dataclass(frozen=True)
+class AffinePart:
+    """What a value is to the inputs: whether it ``depends`` on them, and whether it is ``zero`` where they are."""
+
+    depends: bool
+    zero: bool
+
+
+def parts_of(graph: fx.Graph, inputs: Collection[fx.Node], zeros: Collection[fx.Node]) -> dict[fx.Node, AffinePart]:
+    """The part of every node. ``zeros``: placeholders that are known to be zero.
+
+    Raises :class:`NotAffine` where a value that depends on ``inputs`` is read by an operator that is not linear in it.
+    """
+    found: dict[fx.Node, AffinePart] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            found[node] = AffinePart(node in inputs, node in inputs or node in zeros)
+        elif node.op == "call_function":
+            found[node] = _part(node, found)
+    return found
+
+
+def without_shape_reads(graph: fx.Graph) -> None:
+    """Replace operators that read nothing but the shape and type of an operand (``zeros_like``, ``copy`` into it) by
+    ones that do not read it."""
+    for node in list(graph.nodes):
+        name = _name(node.target)
+        if node.op != "call_function" or name not in _SHAPE_ALONE:
+            continue
+        value, options = node.meta["val"], {}
+        if name != "copy":
+            options = {"dtype": value.dtype, "device": value.device}
+        with graph.inserting_before(node):
+            made = _remade(graph, node, name, list(value.shape), options)
+        made.meta = dict(node.meta)
+        node.replace_all_uses_with(made)
+        graph.erase_node(node)
+
+
+def _remade(graph: fx.Graph, node: fx.Node, name: str, shape: list[int], options: dict[str, Any]) -> fx.Node:
+    if name in ("full_like", "fill", "new_full"):
+        number = node.args[-1]
+        if isinstance(number, fx.Node):
+            return _like(graph, number, node)
+        return graph.call_function(aten.full.default, (shape, number), options)
+    if name == "copy":
+        assert isinstance(node.args[1], fx.Node), node
+        return _like(graph, node.args[1], node)
+    ones = name in ("ones_like", "new_ones")
+    return graph.call_function((aten.ones if ones else aten.zeros).default, (shape,), options)
+
+
+def _like(graph: fx.Graph, source: fx.Node, node: fx.Node) -> fx.Node:
+    """``source`` in the shape and type of ``node``."""
+    value, given = node.meta["val"], source.meta["val"]
+    if given.dtype != value.dtype:
+        source = graph.call_function(aten._to_copy.default, (source,), {"dtype": value.dtype})
+        source.meta = {**node.meta, "val": given.to(value.dtype)}
+    return graph.call_function(aten.expand.default, (source, list(value.shape)))
+
+
+def _part(node: fx.Node, found: Mapping[fx.Node, AffinePart]) -> AffinePart:
+    if node.target is operator.getitem:
+        return found[node.args[0]]  # type: ignore[index]
+    choices = _linear_in(node)
+    zero = any(_zero(node.args, positions, found) for positions in choices)
+    if not any(found[n].depends for n in node.all_input_nodes):
+        return AffinePart(False, zero or _is_zero_by_itself(node))
+    dependent = {i for i, a in enumerate(node.args) if any(found[n].depends for n in _nodes(a))}
+    fits = any(dependent <= positions for positions in choices)
+    if not fits or any(found[n].depends for n in _nodes(list(node.kwargs.values()))):
+        raise NotAffine(NOT_LINEAR.format(_text(node.target)))
+    if not all(_floating(v) for v in _values(node.meta.get("val"))):
+        raise NotAffine(NOT_LINEAR.format(_text(node.target)))
+    return AffinePart(True, zero)
+
+
+def _zero(operands: tuple[Any, ...], positions: Positions, found: Mapping[fx.Node, AffinePart]) -> bool:
+    """Whether all operands at ``positions`` are zero."""
+    return all(_is_zero(operands[i], found) for i in positions if i < len(operands))
+
+
+def _is_zero(operand: Any, found: Mapping[fx.Node, AffinePart]) -> bool:
+    if isinstance(operand, fx.Node):
+        return found[operand].zero
+    if isinstance(operand, tuple | list):
+        return all(_is_zero(o, found) for o in operand)
+    return operand is None or (isinstance(operand, int | float | complex) and bool(operand == 0))
+
+
+def _is_zero_by_itself(node: fx.Node) -> bool:
+    name = _name(node.target)
+    if name in ("full", "fill", "full_like", "new_full"):
+        return _is_zero(node.args[-1], {}) if not isinstance(node.args[-1], fx.Node) else False
+    return name in ("zeros", "zeros_like", "new_zeros", "zero")
+
+
+def _linear_in(node: fx.Node) -> tuple[Positions, ...]:
+    """The sets of operands in each of which an operator is linear, while all others are held."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return ()
+    name = _name(target)
+    if name in _ONLY_IF and not _ONLY_IF[name](node):
+        return ()
+    if name in _LINEAR:
+        return _LINEAR[name]
+    if name.endswith(("_backward", "_backward_data", "_backward_impl")):
+        given = [a.name for a in target._schema.arguments]
+        return (frozenset(i for i, a in enumerate(given) if a.startswith("grad")),)
+    return ()
+
+
+def _name(target: Any) -> str:
+    if not isinstance(target, torch._ops.OpOverload):
+        return getattr(target, "__name__", str(target))
+    name = target._schema.name
+    return name.removeprefix("aten::")
+
+
+def _text(target: Any) -> str:
+    return str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
+
+
+def _nodes(argument: Any) -> Iterator[fx.Node]:
+    if isinstance(argument, fx.Node):
+        yield argument
+    elif isinstance(argument, tuple | list):
+        for a in argument:
+            yield from _nodes(a)
+
+
+def _values(value: Any) -> Iterator[Any]:
+    if isinstance(value, tuple | list):
+        for v in value:
+            yield from _values(v)
+    elif value is not None:
+        yield value
+
+
+def _floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
+
+
+# What reads nothing of its first operand but shape and type.
+_SHAPE_ALONE = frozenset(
+    "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty new_empty_strided zero fill copy"
+    .split()
+)  # fmt: skip
+
+
+def _table(*rows: tuple[str, tuple[tuple[int, ...], ...]]) -> dict[str, tuple[Positions, ...]]:
+    return {name: tuple(map(frozenset, choices)) for names, choices in rows for name in names.split()}
+
+
+_LINEAR = _table(
+    (  # views, copies, moves, selections and sums; maps with fixed numbers
+        "alias as_strided clone contiguous detach diagonal expand lift lift_fresh lift_fresh_copy narrow_copy permute "
+        "_reshape_alias _reshape_copy reshape select slice slice_inverse split split_with_sizes squeeze t transpose "
+        "unbind unfold unsqueeze _unsafe_view unsafe_split unsafe_split_with_sizes view view_as_complex view_as_real "
+        "alias_copy as_strided_copy detach_copy diagonal_copy expand_copy permute_copy select_copy slice_copy "
+        "split_copy split_with_sizes_copy squeeze_copy t_copy transpose_copy unbind_copy unfold_copy unsqueeze_copy "
+        "view_copy view_as_complex_copy view_as_real_copy "
+        "conj _conj _conj_physical conj_physical imag neg _neg_view positive real resolve_conj resolve_neg _to_copy "
+        "channel_shuffle diag_embed flip pixel_shuffle pixel_unshuffle reflection_pad1d reflection_pad2d "
+        "reflection_pad3d repeat replication_pad1d replication_pad2d replication_pad3d roll rot90 trace tril triu "
+        "embedding gather index index_select masked_select max_unpool2d max_unpool3d take _unsafe_index "
+        "cat cumsum mean stack sum _adaptive_avg_pool2d _adaptive_avg_pool3d avg_pool2d avg_pool3d "
+        "affine_grid_generator col2im im2col _fft_c2c _fft_c2r _fft_r2c upsample_bicubic2d _upsample_bicubic2d_aa "
+        "upsample_bilinear2d _upsample_bilinear2d_aa upsample_linear1d upsample_nearest1d upsample_nearest2d "
+        "upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d "
+        "upsample_trilinear3d div true_divide",
+        ((0,),),
+    ),
+    (
+        "add sub rsub addcdiv complex as_strided_scatter diagonal_scatter select_scatter slice_scatter lerp",
+        ((0, 1),),
+    ),
+    ("where", ((1, 2),)),
+    ("constant_pad_nd masked_fill masked_scatter index_put _unsafe_index_put put", ((0, 2),)),
+    ("scatter scatter_add scatter_reduce index_add index_copy index_fill", ((0, 3),)),
+    # products: in one factor, while the other is held
+    ("mul mm bmm mv dot vdot", ((0,), (1,))),
+    ("addmm baddbmm addbmm addmv addr addcmul", ((0, 1), (0, 2))),
+    ("convolution", ((0, 2), (1, 2))),
+    ("_trilinear", ((0,), (1,), (2,))),
+)
+
+# Operators of which some forms alone are linear.
+_ONLY_IF: dict[str, Callable[[fx.Node], bool]] = {
+    "view": lambda node: node.target is not aten.view.dtype,
+    "div": lambda node: node.kwargs.get("rounding_mode") is None,
+    "scatter": lambda node: "reduce" not in node.kwargs,
+    "scatter_reduce": lambda node: node.args[4] in ("sum", "mean"),
+}

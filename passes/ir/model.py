@@ -1,0 +1,214 @@
+"""The folded model: block types, each with one graph, and the calls that make up the model.
+
+Invariants, kept by every pass (``passes/ir/verify.py`` tests them):
+
+* A block's graph is functional: placeholders (states first, then inputs, in the order of ``states`` and
+  ``inputs``), ``call_function`` nodes on ``OpOverload``s, ``operator.getitem`` for operators with several results,
+  one output node whose argument is a tuple of nodes.
+* Every node that carries a tensor has ``node.meta["val"]``: a tensor on ``meta`` (a tuple of them for several results).
+* Calls stand in execution order: what a call reads is a model input or an earlier call's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+
+from passes.ir.hashing import hashed_once
+from passes.ir.lifted_numbers import Guard
+
+StateKind = Literal["parameter", "buffer", "constant"]
+
+
+@hashed_once
+@dataclass(frozen=True)
+class TensorSpec:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def meta(self) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> TensorSpec:
+        return TensorSpec(tuple(tensor.shape), tensor.dtype)
+
+
+@dataclass(frozen=True)
+class State:
+    """A parameter, buffer or constant that the model owns.
+
+    ``name`` is its canonical qualified name, ``aliases`` the other names of the same tensor (tied weights). ``parts``
+    names the model's own parameters that this state stacks along dim 0; empty if the state is no stack.
+    """
+
+    name: str
+    spec: TensorSpec
+    kind: StateKind
+    requires_grad: bool = False
+    aliases: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    """One tensor of the global batch. ``path`` is its place in the call: ``input_ids``, ``0``, ``past.0.key``.
+
+    ``number``: the input is a Python number of this type, which the graph reads as a 0-dimensional tensor.
+    """
+
+    value: str
+    path: str
+    spec: TensorSpec
+    number: Literal["int", "float"] | None = None
+
+
+Plain = bool | int | float | str | None  # values of arguments that are no tensors
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An argument of the model's ``forward``.
+
+    ``required``: the argument has no default. ``plain``: its default is a :data:`Plain` value, held in ``default``.
+    """
+
+    name: str
+    default: Plain = None
+    required: bool = False
+    plain: bool = True
+
+
+@dataclass(frozen=True)
+class CallSignature:
+    """How a model is called, and which values of the call a plan assumes.
+
+    ``arguments``: the arguments of ``forward``, in order; ``None`` if unknown (an exported program). ``fixed``: path ->
+    value of every leaf of the planned batch that is no tensor; the plan is valid for these values only. ``guards``:
+    conditions on numbers of the batch that the traced forward branched on; the plan is valid only where they hold.
+    """
+
+    arguments: tuple[Argument, ...] | None = None
+    fixed: Mapping[str, Plain] = field(default_factory=dict[str, Plain])
+    guards: tuple[Guard, ...] = ()
+
+
+@dataclass(frozen=True)
+class ModelOutput:
+    """One leaf of the model's result: a value by name, or a constant (``None``, a number)."""
+
+    path: str
+    value: str | None
+    constant: Any = None
+
+
+@dataclass
+class Block:
+    """A block type: a functional graph that one or more calls run."""
+
+    name: str
+    graph: fx.Graph
+    states: tuple[str, ...]
+    inputs: tuple[str, ...]
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        return [n for n in self.graph.nodes if n.op == "placeholder"]
+
+    @property
+    def outputs(self) -> tuple[fx.Node, ...]:
+        output: Any = self.graph.output_node()
+        return tuple(output.args[0])
+
+    def copy(self) -> Block:
+        """Copy this block together with its graph."""
+        graph = fx.Graph()
+        env: dict[fx.Node, fx.Node] = {}
+        for node in self.graph.nodes:
+            env[node] = graph.node_copy(node, env.__getitem__)
+        return replace(self, graph=graph)
+
+    def node(self, name: str) -> fx.Node:
+        found: fx.Node = next(n for n in self.graph.nodes if n.name == name)
+        return found
+
+
+@dataclass(frozen=True)
+class Call:
+    """One run of a block: the states and values that it reads, and the values that it produces.
+
+    ``shared``: the call is a cheap function of the model's inputs and constants and needs no gradient; each pipeline
+    stage that reads its outputs computes them itself.
+    ``prologue``: the call runs on every microbatch before the pipeline starts; its outputs are summed over all
+    microbatches and data-parallel ranks, and every later call reads the sums.
+    """
+
+    block: str
+    path: str
+    states: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    shared: bool = False
+    prologue: bool = False
+
+
+@dataclass
+class FoldedModel:
+    """A whole model as calls of block types. ``values`` has the spec of every model input and call output."""
+
+    blocks: dict[str, Block]
+    calls: list[Call]
+    states: dict[str, State]
+    inputs: list[ModelInput]
+    outputs: list[ModelOutput]
+    loss: str | None
+    values: dict[str, TensorSpec]
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    tree: str | None = None  # the result's pytree, as torch.utils._pytree.treespec_dumps writes it
+    notes: tuple[str, ...] = ()  # what the user should know: operators left alone, caches dropped
+    updates: dict[str, str] = field(default_factory=dict)  # buffer -> the value that it takes at the end of a step
+    # buffer -> the factor of its old value, for updates that are summed over microbatches and data-parallel ranks
+    keeps: dict[str, float] = field(default_factory=dict)
+    initial: dict[str, Any] = field(default_factory=dict)  # buffer -> its initial value: a number, or nested lists
+    signature: CallSignature = field(default_factory=CallSignature)
+
+    def with_(self, **changes: Any) -> FoldedModel:
+        return replace(self, **changes)
+
+    def num_calls(self, block: str) -> int:
+        return sum(call.block == block for call in self.calls)
+
+
+@dataclass
+class Captured:
+    """A whole model as one graph; see the module's text. ``outputs``, ``loss`` and ``updates`` name nodes of it."""
+
+    graph: fx.Graph
+    states: dict[str, State]
+    placeholders: dict[str, str]  # placeholder -> state or input value
+    inputs: list[ModelInput]
+    outputs: list[ModelOutput]
+    loss: str | None
+    constants: dict[str, Tensor] = field(default_factory=dict)
+    tree: str | None = None
+    notes: tuple[str, ...] = ()
+    classes: dict[str, str] = field(default_factory=dict)  # module path -> class name
+    updates: dict[str, str] = field(default_factory=dict)  # state -> node: what forward leaves in it
+    keeps: dict[str, float] = field(default_factory=dict)  # see FoldedModel
+    signature: CallSignature = field(default_factory=CallSignature)
+    turns: tuple[Captured, ...] = ()  # with turns of loops empty, and without: see passes/experts/traced_loops.py
+
+    def with_(self, **changes: Any) -> Captured:
+        return replace(self, **changes)

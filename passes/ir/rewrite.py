@@ -1,0 +1,197 @@
+"""Rewrite a graph operator by operator from a table of small functions.
+
+A rule has the signature of the operator that it replaces, after the :class:`Builder`: it gets the operator's arguments
+with graph nodes for tensors, and returns the node (or tuple of nodes) that stands for the result, or ``KEEP``.
+
+Erase the operators of a graph whose results nobody reads.
+
+Make every floating type in a graph another one.
+
+Requires: placeholders of the wanted type already or retyped here. Provides: values of the new type throughout; a model
+that computes its norms and losses in float32 whatever its parameters are computes them in float64, too.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx
+
+from passes.ir.interpret import infer, propagate, value_of
+
+aten = torch.ops.aten
+
+
+def drop_unused(graph: fx.Graph) -> None:
+    """Erase, last first, every operator without a reader that does nothing besides.
+
+    As ``fx.Graph.eliminate_dead_code``, which asks of every node what it does and checks the graph first.
+    """
+    for node in reversed(graph.nodes):
+        if not node.users and not node.is_impure():
+            graph.erase_node(node)
+
+
+KEEP: Final = object()
+Rule = Callable[..., Any]
+_INHERITED = ("path", "source", "stack")
+
+
+class Builder:
+    """Appends operators to ``graph``; they inherit ``path``, ``source`` and ``stack`` from the operator at hand."""
+
+    def __init__(self, graph: fx.Graph | None = None, node: fx.Node | None = None) -> None:
+        self.graph = graph if graph is not None else fx.Graph()
+        self.node = node
+        self.constants: dict[str, Tensor] = {}
+        self._placeholders: dict[str, fx.Node] = {}
+
+    def constant(self, name: str, value: Tensor) -> fx.Node:
+        """A placeholder for the constant ``name``, made when it is first asked for."""
+        if name not in self.constants:
+            self.constants[name] = value
+            with self.graph.inserting_before(next(iter(self.graph.nodes))):
+                made = self.graph.placeholder(placeholder_name(name))
+            made.meta["val"] = value.to("meta")
+            self._placeholders[name] = made
+        return self._placeholders[name]
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        made = self.graph.call_function(target, args, kwargs)
+        if self.node is not None:
+            made.meta = {k: self.node.meta[k] for k in _INHERITED if k in self.node.meta}
+        made.meta["val"] = infer(target, value_of(args), value_of(kwargs))
+        return made
+
+    @property
+    def where(self) -> str:
+        """The module path and source line of the operator at hand, for messages."""
+        return where(self.node)
+
+
+def where(node: fx.Node | None) -> str:
+    """The module path and source line of an operator, for messages."""
+    meta = node.meta if node is not None else {}
+    return f"{meta.get('path') or 'the model'} ({meta.get('source') or 'unknown line'})"
+
+
+def placeholder_name(constant: str) -> str:
+    return "c_" + constant.replace(".", "_")
+
+
+def val(node: fx.Node) -> Tensor:
+    value = node.meta["val"]
+    assert isinstance(value, Tensor), node
+    return value
+
+
+def shape(node: fx.Node) -> list[int]:
+    return list(val(node).shape)
+
+
+def rewrite(graph: fx.Graph, rules: Mapping[Any, Rule]) -> tuple[fx.Graph, dict[str, str], dict[str, Tensor]]:
+    """A new graph in which every operator in ``rules`` is replaced; where each old node's value went, by name; and the
+    constants that the rules added.
+
+    Requires and provides: ``val`` on every operator. What becomes unused is removed, placeholders stay.
+    """
+    build = Builder()
+    env: dict[fx.Node, Any] = {}
+    for node in graph.nodes:
+        build.node = node
+        if node.op == "output":
+            build.graph.output(fx.node.map_arg(node.args[0], env.__getitem__))
+        elif node.target is operator.getitem and isinstance(env[node.args[0]], tuple):
+            env[node] = env[node.args[0]][node.args[1]]
+        else:
+            env[node] = _replace(build, node, env, rules.get(node.target))
+    drop_unused(build.graph)
+    moved = {old.name: new.name for old, new in env.items() if isinstance(new, fx.Node)}
+    return build.graph, moved, build.constants
+
+
+def _replace(build: Builder, node: fx.Node, env: dict[fx.Node, Any], rule: Rule | None) -> Any:
+    if rule is not None:
+        args = fx.node.map_arg(node.args, env.__getitem__)
+        kwargs = fx.node.map_arg(node.kwargs, env.__getitem__)
+        made = rule(build, *args, **kwargs)
+        if made is not KEEP and not _lacks(made, node):
+            return made
+    copied = build.graph.node_copy(node, env.__getitem__)
+    copied.meta = dict(node.meta)
+    return copied
+
+
+def _lacks(made: Any, node: fx.Node) -> bool:
+    """Whether a rule has left out a result that is read."""
+    read = [u.args[1] for u in node.users if u.target is operator.getitem] if isinstance(made, tuple) else []
+    return any(made[i] is None for i in read)
+
+
+_SMALL = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def as_type(given: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    """What a type becomes where floating ones become ``dtype``: complex ones have parts of it where there is such."""
+    if given.is_complex:
+        return _WITH_PARTS.get(dtype, given)
+    return dtype if given.is_floating_point else given
+
+
+_WITH_PARTS = {torch.float64: torch.complex128, torch.float32: torch.complex64}
+
+
+def retype(graph: fx.Graph, dtype: torch.dtype) -> None:
+    """Turn every floating placeholder and every floating type among the arguments into ``dtype``, in place."""
+
+    def retyped(argument: Any) -> Any:
+        return as_type(argument, dtype) if isinstance(argument, torch.dtype) and argument not in _SMALL else argument
+
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            value = node.meta.get("val")
+            if isinstance(value, Tensor):
+                node.meta["val"] = value.to(as_type(value.dtype, dtype))
+        elif node.op == "call_function":
+            node.args = fx.node.map_aggregate(node.args, retyped)
+            node.kwargs = fx.node.map_aggregate(node.kwargs, retyped)
+            if _takes_default(node):
+                node.kwargs = {**node.kwargs, "dtype": dtype}
+            elif dtype == torch.float64 and _promotes(node):
+                _promote(graph, node, dtype)
+    propagate(graph)
+
+
+def _takes_default(node: fx.Node) -> bool:
+    """Whether a floating value is made of torch's default type, since none is given."""
+    value = node.meta.get("val")
+    if node.all_input_nodes or not isinstance(value, Tensor) or not value.dtype.is_floating_point:
+        return False
+    schema = getattr(node.target, "_schema", None)
+    named = schema is not None and any(a.name == "dtype" for a in schema.arguments)
+    return named and node.kwargs.get("dtype") is None
+
+
+def _promotes(node: fx.Node) -> bool:
+    """Whether whole numbers are computed with as fractions, of torch's default type."""
+    value, operands = node.meta.get("val"), [n.meta.get("val") for n in node.all_input_nodes]
+    if not isinstance(value, Tensor) or not (value.dtype.is_floating_point or value.dtype.is_complex) or not operands:
+        return False
+    whole = all(isinstance(x, Tensor) and not x.dtype.is_floating_point and not x.dtype.is_complex for x in operands)
+    name = str(getattr(node.target, "_schema", None) and node.target._schema.name)  # type: ignore[union-attr]
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return whole and pointwise and name not in _OF_GIVEN_TYPE
+
+
+_OF_GIVEN_TYPE = ("aten::where", "aten::to", "aten::_to_copy", "aten::type_as")
+
+
+def _promote(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> None:
+    for operand in node.all_input_nodes:
+        with graph.inserting_before(node):
+            wide = graph.call_function(torch.ops.aten._to_copy.default, (operand,), {"dtype": dtype})
+        wide.meta = {**node.meta, "val": operand.meta["val"].to(dtype)}
+        node.replace_input_with(operand, wide)

@@ -1,0 +1,202 @@
+"""A block's graph as plain data, and back.
+
+A node is ``{"name", "op", "target", "args", "kwargs", "val", "path", "source"}``. Arguments are JSON values; what JSON
+lacks is an object with one key: ``{"node": "add_1"}``, ``{"dtype": "float32"}``, ``{"device": "rank"}``,
+``{"float": "inf"}``, ``{"slice": [a, b, c]}``, ``{"layout": ...}``, ``{"memory_format": ...}``. ``val`` is
+``[shape, dtype]``, with the strides behind them where the tensor is not contiguous: whether a reshape copies depends on
+them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes.errors import PartitionError
+from passes.ir.interpret import META
+from passes.ir.model import Block, TensorSpec
+
+_KEPT = ("path", "source")
+
+_CALLABLES = {"getitem": operator.getitem}
+
+
+class GraphFormatError(PartitionError):
+    """The data is not a graph that this version writes."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise GraphFormatError(f"{name!r} is not a tensor type; expected float32, bfloat16, int64, ...")
+    return dtype
+
+
+def block_to_data(block: Block) -> tuple[dict[str, Any], ...]:
+    """The nodes of a block as JSON values, in order."""
+    return tuple(_node_to_data(node) for node in block.graph.nodes)
+
+
+def block_from_data(
+    name: str, nodes: tuple[dict[str, Any], ...], states: tuple[str, ...], inputs: tuple[str, ...]
+) -> Block:
+    """The block that :func:`block_to_data` wrote. Raises :class:`GraphFormatError` with the node's name."""
+    graph = fx.Graph()
+    made: dict[str, fx.Node] = {}
+    for data in nodes:
+        try:
+            node = _node_from_data(graph, data, made)
+        except GraphFormatError as error:
+            raise GraphFormatError(f"block {name!r}, node {data.get('name')!r}: {error}") from None
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise GraphFormatError(f"block {name!r}, node {data.get('name')!r} cannot be read ({reason})") from error
+        made[data["name"]] = node
+    if not nodes or nodes[-1].get("op") != "output":
+        raise GraphFormatError(f"block {name!r} does not end in an output node")
+    return Block(name, graph, states, inputs)
+
+
+def _node_to_data(node: fx.Node) -> dict[str, Any]:
+    data: dict[str, Any] = {"name": node.name, "op": node.op}
+    if node.op == "call_function":
+        data["target"] = target_name(node.target)
+        data["args"] = _to_json(node.args)
+        if node.kwargs:
+            data["kwargs"] = {k: _to_json(v) for k, v in node.kwargs.items()}
+    elif node.op == "output":
+        data["args"] = _to_json(node.args[0])
+    if "val" in node.meta:
+        data["val"] = _val_to_json(node.meta["val"])
+    data.update({k: node.meta[k] for k in _KEPT if node.meta.get(k)})
+    return data
+
+
+def _node_from_data(graph: fx.Graph, data: dict[str, Any], made: dict[str, fx.Node]) -> fx.Node:
+    op = data["op"]
+    node: fx.Node
+    if op == "placeholder":
+        node = graph.create_node("placeholder", data["name"], name=data["name"])
+    elif op == "output":
+        node = graph.output(tuple(_from_json(data["args"], made)))
+        return node
+    elif op == "call_function":
+        args = tuple(_from_json(data["args"], made))
+        kwargs = {k: _from_json(v, made) for k, v in data.get("kwargs", {}).items()}
+        target = target_of(data["target"])
+        node = graph.create_node("call_function", target, args, kwargs, name=data["name"])
+    else:
+        raise GraphFormatError(f"unknown kind of node {op!r}")
+    if node.name != data["name"]:
+        raise GraphFormatError("two nodes have this name")
+    if "val" in data:
+        node.meta["val"] = _val_from_json(data["val"])
+    node.meta.update({k: data[k] for k in _KEPT if k in data})
+    return node
+
+
+def target_name(target: Any) -> str:
+    """``aten.add.Tensor``; ``getitem`` for the one plain function that graphs use."""
+    if target is operator.getitem:
+        return "getitem"
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    raise AssertionError(f"{target} cannot be in a block's graph")
+
+
+def target_of(name: str) -> Any:
+    """The operator called ``name``. Raises :class:`GraphFormatError` where it is not registered."""
+    if name in _CALLABLES:
+        return _CALLABLES[name]
+    if name.startswith("partition."):
+        for module in ("passes.ops.random", "passes.ops.experts", "passes.ops.fp8", "passes.ops.cross_entropy"):
+            importlib.import_module(module)
+    target: Any = torch.ops
+    try:
+        for part in name.split("."):
+            target = getattr(target, part)
+    except AttributeError:
+        target = None
+    if not isinstance(target, torch._ops.OpOverload):
+        raise GraphFormatError(f"operator {name!r} is not registered: import the library that defines it first")
+    return target
+
+
+def _to_json(value: Any) -> Any:
+    match value:
+        case fx.Node():
+            return {"node": value.name}
+        case tuple() | list():
+            return [_to_json(v) for v in value]
+        case None | bool() | str() | int():
+            return value
+        case float():
+            return value if math.isfinite(value) else {"float": str(value)}
+        case complex():
+            return {"complex": [_to_json(value.real), _to_json(value.imag)]}
+        case torch.dtype():
+            return {"dtype": dtype_name(value)}
+        case torch.device():
+            return {"device": "rank"}
+        case torch.layout():
+            return {"layout": str(value).removeprefix("torch.")}
+        case torch.memory_format():
+            return {"memory_format": str(value).removeprefix("torch.")}
+        case slice():
+            return {"slice": [_to_json(value.start), _to_json(value.stop), _to_json(value.step)]}
+    raise AssertionError(f"a graph's argument of type {type(value).__name__} cannot be written: {value!r}")
+
+
+def _from_json(value: Any, made: dict[str, fx.Node]) -> Any:
+    if isinstance(value, list):
+        return [_from_json(v, made) for v in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    match kind:
+        case "node":
+            if content not in made:
+                raise GraphFormatError(f"reads {content!r}, which is not defined before it")
+            return made[content]
+        case "dtype":
+            return dtype_of(content)
+        case "device":
+            return META
+        case "float":
+            return float(content)
+        case "complex":
+            return complex(*(_from_json(part, made) for part in content))
+        case "layout" | "memory_format":
+            return getattr(torch, content)
+        case "slice":
+            return slice(*(_from_json(v, made) for v in content))
+    raise GraphFormatError(f"unknown argument {value!r}")
+
+
+def _val_to_json(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        what = [list(value.shape), dtype_name(value.dtype)]
+        return what if value.is_contiguous() else [*what, list(value.stride())]
+    if isinstance(value, tuple | list):
+        return {"tuple": [_val_to_json(v) for v in value]}
+    return None
+
+
+def _val_from_json(value: Any) -> Any:
+    if value is None:
+        return None
+    if isinstance(value, dict):
+        return tuple(_val_from_json(v) for v in value["tuple"])
+    shape, dtype, *strides = value
+    if strides:
+        return torch.empty_strided(shape, strides[0], dtype=dtype_of(dtype), device="meta")
+    return TensorSpec(tuple(shape), dtype_of(dtype)).meta()

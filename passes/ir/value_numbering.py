@@ -1,0 +1,102 @@
+"""Numbers for the nodes of a graph, the same for those that are computed alike.
+
+What a run of operators is, apart from the names of what it reads: equal keys mean one block type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+
+class Numbers:
+    """A number for every node, the same for those on which the same operators work on the same inputs; one of its own
+    for each that is random.
+
+    ``alike``: what graphs share that are compared. Their inputs go by name, and what is random by its turn.
+    """
+
+    def __init__(self, alike: dict[tuple[str, str, str], int] | None = None) -> None:
+        self._alike = {} if alike is None else alike
+        self._known: dict[fx.Node, int] = {}
+        self._draws = 0
+
+    def __call__(self, node: fx.Node) -> int:
+        waiting = [node]
+        while waiting:  # not by recursion: there may be hundreds of layers before
+            last = waiting[-1]
+            missing = [n for n in last.all_input_nodes if n not in self._known]
+            if missing:
+                waiting.extend(missing)
+                continue
+            waiting.pop()
+            if last not in self._known:
+                args = fx.node.map_arg((last.args, last.kwargs), lambda n: ("node", self._known[n]))
+                key = self._own(last), str(last.target), str(args)
+                self._known[last] = self._alike.setdefault(key, len(self._alike))
+        return self._known[node]
+
+    def _own(self, node: fx.Node) -> str:
+        """What tells ``node`` from others of its kind."""
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            self._draws += 1
+            return str(self._draws)
+        return node.name if node.op == "placeholder" else ""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """``key`` is hashable; ``states`` and ``inputs`` are what the run reads from outside, in the order of first use."""
+
+    key: tuple[Any, ...]
+    states: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+
+
+def signature(nodes: Sequence[fx.Node], outputs: Iterable[fx.Node] = ()) -> Signature:
+    """The signature of the operators ``nodes`` (in order), of which ``outputs`` are read elsewhere.
+
+    Operators, constants, shapes, types, the flow of data inside and which operands are the same all count.
+    """
+    index: dict[fx.Node, int] = {}
+    states: dict[fx.Node, int] = {}
+    inputs: dict[fx.Node, int] = {}
+
+    def encode(argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            if argument in index:
+                return "n", index[argument]
+            if argument.op == "placeholder" and argument.meta.get("state") is not None:
+                return "s", states.setdefault(argument, len(states))
+            return "x", inputs.setdefault(argument, len(inputs))
+        if isinstance(argument, tuple | list):
+            return tuple([encode(a) for a in argument])
+        if isinstance(argument, slice):
+            return "slice", encode(argument.start), encode(argument.stop), encode(argument.step)
+        if isinstance(argument, bool | int | float):
+            return type(argument).__name__, repr(argument)
+        return argument
+
+    rows = []
+    for node in nodes:
+        kwargs = tuple([(k, encode(v)) for k, v in sorted(node.kwargs.items())]) if node.kwargs else ()
+        rows.append((node.target, encode(node.args), kwargs))
+        index[node] = len(index)
+    key = (
+        tuple(rows),
+        tuple([(*_spec(n), n.meta["state"].kind, n.meta["state"].requires_grad) for n in states]),
+        tuple([_spec(n) for n in inputs]),
+        tuple([index[n] for n in outputs]),
+    )
+    return Signature(key, tuple(states), tuple(inputs))
+
+
+def _spec(node: fx.Node) -> tuple[Any, ...]:
+    value = node.meta["val"]
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    return tuple((tuple(v.shape), v.dtype) for v in value)

@@ -1,0 +1,312 @@
+"""The checker that runs after each pass: is this a graph, and is this a model, as ``passes/ir/model.py`` says?
+
+Values are inferred anew and compared with those the nodes carry, so a graph that would fail, or would give another
+shape, is found here by the name of its first wrong node.
+
+Whether a value is the same on all ranks of a mesh axis, and whether collectives are given what they expect.
+
+A value that is said to be whole (``R``) must be alike on all ranks. Whether it is follows from the local graph alone:
+shards and data differ, what is gathered or reduced is alike again, and an operator's result differs where one of its
+operands does. So a collective that is missing, is there twice, or runs over another axis is seen without computing
+anything. (JAX checks ``shard_map`` in this way.)
+
+``unknown`` is what is alike to look at but may be a shard or a partial sum all the same: a new or expanded tensor of a
+shard's size, or a whole value scaled by 1/n to be added up again.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from passes.errors import PartitionError
+from passes.ir.collectives import COMMUNICATING, CONTEXT, collective_name
+from passes.ir.interpret import infer, value_of
+from passes.ir.model import Block, FoldedModel, TensorSpec
+
+Shape = tuple[tuple[int, ...], torch.dtype]
+
+
+class GraphError(PartitionError):
+    """A block or model that breaks an invariant. ``block`` and ``node`` say where."""
+
+    def __init__(self, message: str, block: str = "", node: str = "") -> None:
+        where = [f"block {block!r}"] if block else []
+        where += [f"node {node!r}"] if node else []
+        super().__init__(": ".join([", ".join(where), message]) if where else message)
+        self.block = block
+        self.node = node
+
+
+def check_block(block: Block, axes: Mapping[str, int] | None = None) -> None:
+    """Raise :class:`GraphError` at the first node of ``block`` that is not as it should be.
+
+    ``axes``: the ranks on each mesh axis that a collective may name; ``None``: any.
+    """
+    placeholders: list[str] = []
+    seen: set[fx.Node] = set()
+    ended = False
+    for node in block.graph.nodes:
+        try:
+            if ended:
+                raise GraphError("stands after the output node")
+            if any(n not in seen for n in node.all_input_nodes):
+                raise GraphError("reads a node that is not defined before it")
+            if node.op == "placeholder":
+                if len(placeholders) < len(seen):
+                    raise GraphError("a placeholder after the first operator")
+                placeholders.append(node.name)
+                _check_value(node)
+            elif node.op == "call_function":
+                _check_operator(node, axes)
+            elif node.op == "output":
+                ended = True
+                _check_output(node)
+            else:
+                raise GraphError(f"a node of kind {node.op!r}; expected placeholder, call_function or output")
+        except GraphError as error:
+            raise GraphError(str(error), block.name, node.name) from None
+        seen.add(node)
+    if not ended:
+        raise GraphError("has no output node", block.name)
+    if placeholders != [*block.states, *block.inputs]:
+        raise GraphError(f"has the placeholders {placeholders}, not {[*block.states, *block.inputs]}", block.name)
+
+
+def _check_value(node: fx.Node) -> None:
+    if shape_of(node.meta.get("val")) is None:
+        raise GraphError(f"carries no value: {node.meta.get('val')!r}; expected a tensor on meta, or a tuple of them")
+
+
+def _check_output(node: fx.Node) -> None:
+    if len(node.args) != 1 or not isinstance(node.args[0], tuple | list):
+        raise GraphError("does not return a tuple")
+    for result in node.args[0]:
+        if not isinstance(result, fx.Node):
+            raise GraphError(f"returns {result!r}, not a node")
+        if not isinstance(result.meta.get("val"), Tensor):
+            raise GraphError(f"returns {result.name!r}, which is no tensor")
+
+
+def _check_operator(node: fx.Node, axes: Mapping[str, int] | None) -> None:
+    target: Any = node.target
+    if target is not operator.getitem:
+        if not isinstance(target, torch._ops.OpOverload):
+            raise GraphError(f"calls {target!r}, not a registered operator")
+        if target._schema.is_mutable:
+            raise GraphError(f"{target} changes its operand in place")
+    _check_value(node)
+    if axes is not None:
+        _check_axis(node, axes)
+    try:
+        inferred = infer(target, value_of(node.args), value_of(node.kwargs))
+    except Exception as error:
+        raise GraphError(f"{target} does not accept its operands: {error}") from error
+    if shape_of(inferred) != shape_of(node.meta["val"]):
+        raise GraphError(f"{target} gives {describe(inferred)}, the node carries {describe(node.meta['val'])}")
+
+
+def _check_axis(node: fx.Node, axes: Mapping[str, int]) -> None:
+    named = axis_of(node)
+    if named is None:
+        return
+    axis, size = named
+    if axis not in axes:
+        raise GraphError(f"{node.target} on the axis {axis!r}; the mesh has {', '.join(axes)}")
+    if size != axes[axis]:
+        raise GraphError(f"{node.target} over {size} ranks; the axis {axis!r} has {axes[axis]}")
+    values = [a.meta["val"] for a in node.all_input_nodes]
+    name = collective_name(node.target)
+    if name in _DIVIDES and values:
+        dim = node.args[1]
+        shape = tuple(values[0].shape)
+        if not isinstance(dim, int) or not 0 <= dim < len(shape) or shape[dim] % size:
+            raise GraphError(f"{node.target} cannot divide dim {dim} of shape {shape} over {size} ranks")
+
+
+_DIVIDES = ("shard_slice", "shard_narrow", "reduce_scatter", "all_to_all")
+
+
+def axis_of(node: fx.Node) -> tuple[str, int] | None:
+    """The mesh axis that a collective operator names, and the ranks on it; ``None`` for any other operator."""
+    if node.op != "call_function" or collective_name(node.target) is None:
+        return None
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    bound = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    axis, size = bound.get("axis"), bound.get("size")
+    return (axis, size) if isinstance(axis, str) and isinstance(size, int) else None
+
+
+def shape_of(value: Any) -> Any:
+    """(shape, dtype) of a tensor, the same of each part of a tuple, ``None`` where neither."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, tuple | list):
+        return tuple(shape_of(v) for v in value)
+    return None
+
+
+def describe(value: Any) -> str:
+    """A meta value for an error message: ``float32[4, 8]``."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(describe(v) for v in value)})"
+    return repr(value)
+
+
+def check_model(model: FoldedModel, axes: Mapping[str, int] | None = None) -> None:
+    """Raise :class:`GraphError` at the first block or call of ``model`` that breaks an invariant."""
+    for name, block in model.blocks.items():
+        if block.name != name:
+            raise GraphError(f"is filed under {name!r}", block.name)
+        check_block(block, axes)
+    made = {i.value for i in model.inputs}
+    for number, call in enumerate(model.calls):
+        where = f"call {number} ({call.path!r})"
+        if call.block not in model.blocks:
+            raise GraphError(f"{where} is of the block {call.block!r}, which does not exist")
+        block = model.blocks[call.block]
+        nodes = block.placeholders
+        if len(call.states) != len(block.states) or len(call.inputs) != len(block.inputs):
+            raise GraphError(f"{where} passes {len(call.states)} states and {len(call.inputs)} inputs", call.block)
+        if len(call.outputs) != len(block.outputs):
+            raise GraphError(f"{where} names {len(call.outputs)} of {len(block.outputs)} outputs", call.block)
+        for name in call.states:
+            if name not in model.states:
+                raise GraphError(f"{where} reads the state {name!r}, which does not exist")
+        for name, node in zip(call.inputs, nodes[len(call.states) :], strict=True):
+            if name not in made:
+                raise GraphError(f"{where} reads {name!r}, which is no model input and no earlier call's output")
+            _check_spec(where, model.values[name], node, name)
+        for name, node in zip(call.outputs, block.outputs, strict=True):
+            if name in made:
+                raise GraphError(f"{where} makes {name!r}, which exists already")
+            made.add(name)
+            _check_spec(where, model.values[name], node, name)
+    leaving = [o.value for o in model.outputs if o.value is not None] + ([model.loss] if model.loss else [])
+    for name in leaving:
+        if name not in made:
+            raise GraphError(f"the model returns {name!r}, which no call makes")
+    for state, name in model.updates.items():
+        if state not in model.states or name not in made:
+            raise GraphError(f"the buffer {state!r} is to take the value {name!r}: there is no such buffer or value")
+
+
+def _check_spec(where: str, spec: TensorSpec, node: fx.Node, value: str) -> None:
+    if spec != TensorSpec.of(node.meta["val"]):
+        have = describe(spec.meta())
+        raise GraphError(f"{where} has {value!r} as {describe(node.meta['val'])}, the model as {have}", node=node.name)
+
+
+Sameness = Literal["alike", "different", "unknown"]
+
+_MAKES_ALIKE = frozenset({"all_gather", "all_reduce", "all_reduce_max"})
+
+_MAKES_DIFFERENT = (
+    frozenset({"reduce_scatter", "shard_slice", "shard_narrow", "shard_pad", "all_to_all", "axis_index"}) | CONTEXT
+)
+# What joins the ranks' parts makes no sense of copies of one value, what takes a whole value none of the ranks' parts.
+_WANTS_PARTS = frozenset({"all_gather", "all_reduce", "reduce_scatter", "all_to_all"})
+# What may make nothing new to look at where the ranks share the new elements, one each.
+_EXPANDS = ("aten.expand.", "aten.repeat.", "aten.repeat_interleave.")
+_WANTS_WHOLE = frozenset({"copy", "shard_slice", "shard_narrow"})
+
+
+def sameness(graph: fx.Graph, given: Mapping[str, Sameness], axis: str, size: int) -> dict[str, Sameness]:
+    """How each node's value compares over the ``size`` ranks of ``axis``. ``given``: the placeholders, by name."""
+    result: dict[str, Sameness] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            result[node.name] = given.get(node.name, "alike")
+        elif node.op == "call_function":
+            result[node.name] = _of_operator(node, result, axis, size)
+    return result
+
+
+def _of_operator(node: fx.Node, known: Mapping[str, Sameness], axis: str, size: int) -> Sameness:
+    named = axis_of(node)
+    if named is not None and named[0] == axis:
+        kind = collective_name(node.target)
+        if kind in _MAKES_ALIKE:
+            return "alike"
+        if kind in _MAKES_DIFFERENT:
+            return "different"
+    operands = {known[n.name] for n in node.all_input_nodes}
+    if "different" in operands:
+        return "different"
+    if "unknown" in operands or _makes_elements(node) or _is_spread(node, size):
+        return "unknown"
+    return "alike"
+
+
+def _makes_elements(node: fx.Node) -> bool:
+    """Whether the result's size may come from a constant rather than from an operand."""
+    if node.target is operator.getitem:
+        return False
+    sizes = [v.numel() for n in node.all_input_nodes for v in _tensors(n.meta["val"])]
+    name = str(node.target)
+    if not sizes or ".new_" in name or "_like" in name or name.startswith(_EXPANDS):
+        return True
+    constants = any(isinstance(a, int) for a in pytree.tree_leaves((node.args, node.kwargs)))
+    return constants and max((v.numel() for v in _tensors(node.meta["val"])), default=0) > max(sizes)
+
+
+def _is_spread(node: fx.Node, size: int) -> bool:
+    return any(isinstance(a, float) and a == 1.0 / size for a in node.args)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, tuple | list):
+        return [t for v in value for t in _tensors(v)]
+    return [value] if isinstance(value, Tensor) else []
+
+
+def misuse(graph: fx.Graph, known: Mapping[str, Sameness], axis: str) -> tuple[fx.Node, str] | None:
+    """The first collective over ``axis`` that is given what it makes no sense of, and why."""
+    for node in graph.nodes:
+        named = axis_of(node)
+        if named is None or named[0] != axis or not node.all_input_nodes:
+            continue
+        kind, operand = collective_name(node.target), known[node.all_input_nodes[0].name]
+        if kind in _WANTS_PARTS and operand == "alike":
+            return node, f"{kind} over {axis} of a value that is whole on every rank counts it {named[1]} times"
+        if kind in _WANTS_WHOLE and operand == "different":
+            return node, f"{kind} over {axis} of a value that differs from rank to rank"
+        if kind in COMMUNICATING and _routed_apart(node.all_input_nodes[0], known):
+            return node, f"{kind} over {axis} of rows that are routed apart: their number differs from rank to rank"
+    return None
+
+
+def _routed_apart(node: fx.Node, known: Mapping[str, Sameness]) -> bool:
+    """Whether ``node`` has as many rows as were dispatched, by experts that differ from rank to rank."""
+    rows = node.meta["val"].shape[:1]
+    seen, stack = set(), [node]
+    while stack:
+        node = stack.pop()
+        same = isinstance(node.meta["val"], tuple) or node.meta["val"].shape[:1] == rows
+        if node in seen or not node.meta.get("open", same):  # only a traced graph knows which rows are open
+            continue
+        seen.add(node)
+        if collective_name(node.target) == "combine":
+            continue
+        kind = collective_name(node.target)
+        experts = node if kind == "route" else node.args[3] if kind == "dispatch" else None
+        if isinstance(experts, fx.Node) and known[experts.name] == "different":
+            return True
+        stack += node.all_input_nodes
+    return False
+
+
+def culprit(node: fx.Node, known: Mapping[str, Sameness]) -> fx.Node:
+    """Where a difference comes from: the furthest operator before ``node`` whose value differs."""
+    while True:
+        before = [n for n in node.all_input_nodes if n.op == "call_function" and known[n.name] == "different"]
+        if not before:
+            return node
+        node = before[0]

@@ -1,0 +1,177 @@
+"""Recognise constant attention masks: those that are a band of positions become arguments, and are made no more.
+
+Requires: a graph in normal form. A mask counts where it depends on nothing but constants, however it is written. A
+causal one becomes ``is_causal``, one that shows everything is dropped; windows, causal or to both sides, become
+``partition::band_attention``. A window that is as long as the sequence counts as none.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, fx
+
+from passes.ir.interpret import call
+from passes.ir.rewrite import aten, drop_unused, shape
+from passes.normalize.constant_folding import LIMIT, Choice, Evaluator, Term, Value
+from passes.ops.attention import Band, limits_of
+
+_MASKED = -6e4  # what is added to a score to hide it is at most this: the type's smallest number, or -inf
+
+
+def drop_constant_masks(graph: fx.Graph, constants: Mapping[str, Tensor]) -> None:
+    """Rewrite attention under constant masks in place; ``constants``: values of placeholders, by name."""
+    evaluator = Evaluator(constants)
+    kinds: dict[tuple[fx.Node, int], Band | None] = {}
+    for node in list(graph.nodes):
+        if node.target is not aten.scaled_dot_product_attention.default:
+            continue
+        mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+        if not isinstance(mask, fx.Node):
+            continue
+        queries = shape(node.args[0])[-2]
+        if (mask, queries) not in kinds:
+            kinds[mask, queries] = _classify(evaluator.value(mask), queries, shape(mask)[-1])
+        band = kinds[mask, queries]
+        if band is not None:
+            _use(graph, node, band)
+    if any(band is not None for band in kinds.values()):
+        drop_unused(graph)
+
+
+def _use(graph: fx.Graph, node: fx.Node, band: Band) -> None:
+    """Let the attention ``node`` have ``band`` in place of its mask."""
+    if band.is_full or band.is_causal:
+        node.args = (*node.args[:3], None, 0.0, band.is_causal)
+        node.kwargs = {k: v for k, v in node.kwargs.items() if k in ("scale", "enable_gqa")}
+    elif _is_plain(node):
+        with graph.inserting_before(node):
+            arguments = (*node.args[:3], *limits_of(band), node.kwargs.get("scale"))
+            made = call(graph, torch.ops.partition.band_attention.default, arguments)
+            out = call(graph, operator.getitem, (made, 0))
+        for new in (made, out):
+            new.meta.update({k: v for k, v in node.meta.items() if k != "val"})
+        node.replace_all_uses_with(out)
+        graph.erase_node(node)
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether the attention is on ``[batch, heads, positions, d]`` of one batch, and no result of the model."""
+    query, key, value = (shape(n) for n in node.args[:3])  # type: ignore[arg-type]
+    if any(user.op == "output" for user in node.users) or not len(query) == len(key) == len(value) == 4:
+        return False
+    heads = node.kwargs.get("enable_gqa") or query[1] == key[1] == value[1]
+    return query[0] == key[0] == value[0] and bool(heads)
+
+
+def _classify(value: Value | None, queries: int, keys: int) -> Band | None:
+    """The band that a mask ``[..., queries, keys]`` shows, if it is one."""
+    if value is None:
+        return None
+    if isinstance(value, Tensor):
+        return _classify_tensor(value, queries, keys)
+    terms = _shown(value) if isinstance(value, Choice) else value
+    if terms is None:
+        return None
+    sides = [_sides(t, queries, keys) for t in terms]
+    known = [s for s in sides if s is not None]
+    if len(known) < len(sides):
+        return None
+    if all(_holds_everywhere(*s) for s in known):
+        return Band()
+    if queries == keys and all(_holds_below(*s) for s in known) and any(_fails_above(*s) for s in known):
+        return Band(None, 0)
+    return _narrowest([_limit(*s) for s in known], queries, keys)
+
+
+def _limit(strict: bool, over_keys: Tensor, over_queries: Tensor) -> Band | None:
+    """The band that one term shows: places of keys against places of queries, both counted by ones."""
+    if over_keys.numel() < 2 or over_queries.numel() < 2:
+        return None
+    step = int(over_keys[1] - over_keys[0])
+    if step not in (1, -1) or any(bool((x.diff() != step).any()) for x in (over_keys, over_queries)):
+        return None
+    between = float(over_queries[0] - over_keys[0])  # step * (key - query) is at most, or less than, this
+    limit = math.ceil(between) - 1 if strict else math.floor(between)
+    return Band(None, limit) if step == 1 else Band(limit, None)
+
+
+def _narrowest(bands: Sequence[Band | None], queries: int, keys: int) -> Band | None:
+    """What all bands show; ``None`` where a term is no band, or a query sees nothing before or ahead of itself."""
+    known = [b for b in bands if b is not None]
+    if len(known) < len(bands) or queries != keys:
+        return None
+    before = min((b.before for b in known if b.before is not None), default=queries)
+    after = min((b.after for b in known if b.after is not None), default=keys)
+    if before < 0 or after < 0:
+        return None
+    return Band(None if before >= queries - 1 else before, None if after >= keys - 1 else after)
+
+
+def _shown(choice: Choice) -> tuple[Term, ...] | None:
+    """The terms that must hold where a score is shown under an additive mask."""
+    if choice.shown == 0 and choice.hidden <= _MASKED:
+        return choice.terms
+    if choice.hidden == 0 and choice.shown <= _MASKED and len(choice.terms) == 1:
+        return (choice.terms[0].negated(),)
+    return None
+
+
+def _classify_tensor(value: Tensor, queries: int, keys: int) -> Band | None:
+    while value.dim() < 2:
+        value = value.unsqueeze(0)
+    if value.numel() != value.shape[-2] * value.shape[-1]:
+        return None
+    value = value.reshape(value.shape[-2:])
+    shown = value if value.dtype is torch.bool else value == 0
+    if bool(shown.all()):
+        return Band()
+    if queries != keys or queries * keys > LIMIT:
+        return None
+    hidden = ~value if value.dtype is torch.bool else value <= _MASKED
+    shown = shown.expand(queries, keys)
+    if not bool((shown | hidden).all()) or not bool(shown.any()):
+        return None
+    distance = torch.arange(queries).unsqueeze(1) - torch.arange(keys)
+    before, after = int(distance[shown].max()), int(-distance[shown].min())
+    if before < 0 or after < 0 or not torch.equal(shown, (distance <= before) & (distance >= -after)):
+        return None
+    return Band(None if before == queries - 1 else before, None if after == keys - 1 else after)
+
+
+def _sides(term: Term, queries: int, keys: int) -> tuple[bool, Tensor, Tensor] | None:
+    """(strict, vector over keys, vector over queries) of a term written as keys < or <= queries."""
+    a, b = term.a, term.b
+    if term.compare in ("gt", "ge"):
+        a, b = b, a
+    strict = term.compare in ("lt", "gt")
+    if any(x.numel() != x.shape[-1] * x.shape[-2] for x in (a, b)):
+        return None
+    a, b = (x.reshape(x.shape[-2:]) for x in (a, b))
+    if a.shape[0] > 1 or b.shape[1] > 1:  # queries <= keys: -keys <= -queries
+        a, b = -b, -a
+    if a.shape[0] > 1 or b.shape[1] > 1:
+        return None
+    return strict, a[0].expand(keys), b[:, 0].expand(queries)
+
+
+def _less(strict: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    return operator.lt if strict else operator.le
+
+
+def _holds_everywhere(strict: bool, over_keys: Tensor, over_queries: Tensor) -> bool:
+    return bool(_less(strict)(over_keys.max(), over_queries.min()))
+
+
+def _holds_below(strict: bool, over_keys: Tensor, over_queries: Tensor) -> bool:
+    """Whether every query sees all keys up to itself."""
+    return bool(_less(strict)(over_keys.cummax(0).values, over_queries).all())
+
+
+def _fails_above(strict: bool, over_keys: Tensor, over_queries: Tensor) -> bool:
+    """Whether no query sees a key after itself."""
+    smallest_after = over_keys.flip(0).cummin(0).values.flip(0)[1:]
+    return not bool(_less(strict)(smallest_after, over_queries[:-1]).any())

@@ -1,0 +1,365 @@
+"""The values of nodes that depend on nothing but constants, found without making large tensors.
+
+A tensor is held with size 1 in every dim along which it does not change, and a comparison of something that varies
+along one dim with something that varies along another stays a pair of vectors. So the cost of a mask grows with the
+sequence's length, not its square.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes.ir.rewrite import aten, shape, val
+
+LIMIT = 1 << 22  # elements of a tensor that is evaluated as it is
+
+
+@dataclass(frozen=True)
+class Term:
+    """``compare(a, b)``, broadcast; size 1 wherever it does not change; of int64, or float64."""
+
+    compare: str
+    a: Tensor
+    b: Tensor
+
+    def negated(self) -> Term:
+        return Term(_OPPOSITE[self.compare], self.a, self.b)
+
+
+_OPPOSITE = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """``shown`` where all of ``terms`` hold, else ``hidden``; both 0-d."""
+
+    terms: tuple[Term, ...]
+    shown: Tensor
+    hidden: Tensor
+
+
+# A tensor of size 1 where it does not change; or terms that must all hold; or a choice.
+Value = Tensor | tuple[Term, ...] | Choice
+
+
+class _Unknown(Exception):
+    """The value cannot be found at this cost."""
+
+
+class Evaluator:
+    """Values of nodes; ``constants`` are those of placeholders, by name."""
+
+    def __init__(self, constants: Mapping[str, Tensor]) -> None:
+        self.constants = constants
+        self.values: dict[fx.Node, Value | None] = {}
+
+    def value(self, node: fx.Node) -> Value | None:
+        """The node's value, ``None`` where it depends on more than constants or costs too much."""
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            waiting = [n for n in top.all_input_nodes if n not in self.values]
+            if waiting and top not in self.values:
+                stack += waiting
+            else:
+                stack.pop()
+                if top not in self.values:
+                    self.values[top] = self.evaluate(top)
+        return self.values[node]
+
+    def evaluate(self, node: fx.Node) -> Value | None:
+        if node.op == "placeholder":
+            constant = self.constants.get(node.name)
+            return None if constant is None or constant.numel() > LIMIT else _squeeze(constant)
+        operands = [self.values[n] for n in node.all_input_nodes]
+        if node.op != "call_function" or any(v is None for v in operands):
+            return None
+        try:
+            known: Callable[[fx.Node], Any] = self.values.__getitem__
+            args: Any = fx.node.map_arg(node.args, known)
+            kwargs: Any = fx.node.map_arg(node.kwargs, known)
+            rule = _RULES.get(node.target)
+            result = self.as_it_is(node) if rule is None else rule(node, *args, **kwargs)
+            return _squeeze(result) if isinstance(result, Tensor) else result
+        except (_Unknown, RuntimeError, IndexError, TypeError):
+            return None
+
+    def as_it_is(self, node: fx.Node) -> Tensor:
+        """What any other operator gives, run on operands of their true sizes."""
+        target: Any = node.target
+        random = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+        if random or not isinstance(val(node), Tensor) or val(node).numel() > LIMIT:
+            raise _Unknown
+        args: Any
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: _whole(self.values[n], list(shape(n))))
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        result: Tensor = target(*args, **kwargs)
+        return result
+
+
+def _squeeze(tensor: Tensor) -> Tensor:
+    """Size 1 in every dim along which ``tensor`` does not change."""
+    for dim in range(tensor.dim()):
+        first = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
+        if tensor.shape[dim] > 1 and bool((tensor == first).all()):
+            tensor = first
+    return tensor
+
+
+def _whole(tensor: Any, sizes: list[int]) -> Tensor:
+    if not isinstance(tensor, Tensor) or torch.Size(sizes).numel() > LIMIT:
+        raise _Unknown
+    return tensor.expand(sizes)
+
+
+def _along(tensor: Any, dim: int, size: int) -> Tensor:
+    """``tensor`` with its true size along ``dim``."""
+    if not isinstance(tensor, Tensor):
+        raise _Unknown
+    sizes = list(tensor.shape)
+    sizes[dim] = size
+    return _whole(tensor, sizes)
+
+
+# --- operators --------------------------------------------------------------------------------------------------------
+def _full(node: fx.Node, sizes: list[int], value: Any, **_: Any) -> Tensor:
+    return torch.full([1] * len(sizes), value, dtype=val(node).dtype)
+
+
+def _arange(node: fx.Node, start: Any, end: Any, step: Any, **_: Any) -> Tensor:
+    if shape(node)[0] > LIMIT:
+        raise _Unknown
+    return torch.arange(start, end, step, dtype=val(node).dtype)
+
+
+def _pointwise(node: fx.Node, *args: Any, **kwargs: Any) -> Tensor:
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    if any(isinstance(a, tuple | Choice) for a in args):
+        raise _Unknown
+    if torch.broadcast_shapes(*(t.shape for t in tensors)).numel() > LIMIT:
+        raise _Unknown
+    result: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
+    return result.reshape([1] * (val(node).dim() - result.dim()) + list(result.shape))
+
+
+def _compare(node: fx.Node, a: Any, b: Any) -> Value:
+    if isinstance(a, tuple | Choice) or isinstance(b, tuple | Choice):
+        raise _Unknown
+    given = a, b
+    a, b = (torch.as_tensor(x) for x in given)
+    if torch.broadcast_shapes(a.shape, b.shape).numel() <= LIMIT:
+        return _pointwise(node, *given)
+    name = str(node.target._schema.name).rpartition("::")[2]  # type: ignore[union-attr]
+    rank, kind = val(node).dim(), torch.result_type(a, b)
+    a, b = (_counted(x.to(kind)).reshape([1] * (rank - x.dim()) + list(x.shape)) for x in (a, b))
+    return (Term(name, a, b),)
+
+
+def _counted(x: Tensor) -> Tensor:
+    """``x`` in a type in which differences and signs are what they are of numbers."""
+    return x.double() if x.is_floating_point() else x.long()
+
+
+def _terms(value: Any) -> tuple[Term, ...]:
+    if isinstance(value, tuple):
+        return value
+    raise _Unknown
+
+
+def _and(node: fx.Node, a: Any, b: Any) -> Value:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return _pointwise(node, a, b)
+    for one, other in ((a, b), (b, a)):
+        if isinstance(one, Tensor) and one.numel() == 1 and bool(one):
+            return _map(other, lambda t: t.reshape([1] * (val(node).dim() - t.dim()) + list(t.shape)))
+    return _terms(a) + _terms(b)
+
+
+def _where(node: fx.Node, condition: Any, a: Any, b: Any) -> Value:
+    if isinstance(a, tuple | Choice) or isinstance(b, tuple | Choice):
+        raise _Unknown
+    a, b = (torch.as_tensor(x, dtype=val(node).dtype) for x in (a, b))
+    if isinstance(condition, Tensor):
+        if torch.broadcast_shapes(condition.shape, a.shape, b.shape).numel() > LIMIT:
+            raise _Unknown
+        result = torch.where(condition, a, b)
+        return result.reshape([1] * (val(node).dim() - result.dim()) + list(result.shape))
+    if a.numel() == b.numel() == 1:
+        return Choice(_terms(condition), a.reshape(()), b.reshape(()))
+    raise _Unknown
+
+
+def _not(node: fx.Node, x: Any) -> Value:
+    if isinstance(x, Tensor):
+        return _pointwise(node, x)
+    terms = _terms(x)
+    if len(terms) != 1:
+        raise _Unknown
+    return (terms[0].negated(),)
+
+
+def _masked_fill(node: fx.Node, x: Any, mask: Any, value: Any) -> Value:
+    return _where(node, mask, value, x)
+
+
+def _structural(operation: Callable[..., Tensor]) -> Callable[..., Value]:
+    """An operator that only moves dims: it does so to every part of a value."""
+
+    def rule(node: fx.Node, value: Value, *args: Any) -> Value:
+        return _map(value, lambda t: operation(t, *args))
+
+    return rule
+
+
+def _map(value: Value, move: Callable[[Tensor], Tensor]) -> Value:
+    if isinstance(value, Tensor):
+        return move(value)
+    if isinstance(value, Choice):
+        return Choice(_moved(value.terms, move), value.shown, value.hidden)
+    return _moved(value, move)
+
+
+def _moved(terms: tuple[Term, ...], move: Callable[[Tensor], Tensor]) -> tuple[Term, ...]:
+    return tuple(Term(t.compare, move(t.a), move(t.b)) for t in terms)
+
+
+def _expand(node: fx.Node, value: Value, _: Any) -> Value:
+    rank = val(node).dim()
+    return _map(value, lambda t: t.reshape([1] * (rank - t.dim()) + list(t.shape)))
+
+
+def _reshape(node: fx.Node, value: Value, sizes: list[int]) -> Value:
+    old = shape(node.args[0])  # type: ignore[arg-type]
+    if [s for s in old if s != 1] != [s for s in sizes if s != 1]:
+        return _whole(value, old).reshape(sizes)
+    wide = [d for d, s in enumerate(old) if s != 1]
+
+    def move(t: Tensor) -> Tensor:
+        held = iter([t.shape[d] for d in wide])
+        return t.reshape([1 if s == 1 else next(held) for s in sizes])
+
+    return _map(value, move)
+
+
+def _slice(node: fx.Node, value: Value, dim: int, start: int, end: int, step: int) -> Value:
+    if shape(node)[dim] == 0:
+        raise _Unknown
+    return _map(value, lambda t: t if t.shape[dim] == 1 else aten.slice.Tensor(t, dim, start, end, step))
+
+
+def _select(node: fx.Node, value: Value, dim: int, index: int) -> Value:
+    return _map(value, lambda t: t.select(dim, 0 if t.shape[dim] == 1 else index))
+
+
+def _index(node: fx.Node, source: Any, indices: list[Any]) -> Tensor:
+    """Indices into a dim along which ``source`` does not change do not matter."""
+    if (
+        not isinstance(source, Tensor)
+        or len(indices) != source.dim()
+        or any(not isinstance(i, Tensor) for i in indices)
+    ):
+        raise _Unknown
+    zero = torch.zeros((), dtype=torch.int64)
+    used = [zero if size == 1 else i for size, i in zip(source.shape, indices, strict=True)]
+    if torch.broadcast_shapes(*(i.shape for i in used)).numel() > LIMIT:
+        raise _Unknown
+    result = source[tuple(used)]
+    return result.reshape([1] * (val(node).dim() - result.dim()) + list(result.shape))
+
+
+def _cumsum(node: fx.Node, x: Any, dim: int, **kwargs: Any) -> Tensor:
+    return torch.cumsum(_along(x, dim, shape(node)[dim]), dim, **kwargs)
+
+
+def _diff(node: fx.Node, x: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Tensor:
+    def whole(position: int, value: Any) -> Tensor | None:
+        given = node.args[position] if len(node.args) > position else None
+        return _along(value, dim, shape(given)[dim]) if isinstance(given, fx.Node) else None
+
+    parts = [p for p in (whole(3, prepend), whole(0, x), whole(4, append)) if p is not None]
+    sizes = torch.broadcast_shapes(*([*p.shape[:dim], 1, *p.shape[dim % p.dim() + 1 :]] for p in parts))
+    parts = [p.expand([p.shape[d] if d == dim % p.dim() else s for d, s in enumerate(sizes)]) for p in parts]
+    return torch.diff(torch.cat(parts, dim), n, dim)
+
+
+def _triangle(node: fx.Node, x: Any, diagonal: int = 0) -> Value:
+    """``tril`` and ``triu``; of a constant also where it is too large to be made."""
+    lower = node.target is aten.tril.default
+    rows, columns = shape(node)[-2:]
+    if isinstance(x, Tensor) and x[..., :1, :1].numel() * rows * columns <= LIMIT:
+        whole = x.expand([*x.shape[:-2], rows, columns])
+        return whole.tril(diagonal) if lower else whole.triu(diagonal)
+    if not isinstance(x, Tensor) or x.numel() != 1:
+        raise _Unknown
+    rank = val(node).dim()
+    row = torch.arange(rows).reshape([1] * (rank - 2) + [rows, 1])
+    column = torch.arange(columns).reshape([1] * (rank - 1) + [columns])
+    terms = (Term("le" if lower else "ge", column, row + diagonal),)
+    if val(node).dtype is torch.bool and bool(x):
+        return terms
+    return Choice(terms, x.reshape(()), torch.zeros((), dtype=x.dtype))
+
+
+_COMPARISONS = [
+    getattr(getattr(aten, name), kind) for name in ("lt", "le", "gt", "ge") for kind in ("Tensor", "Scalar")
+]
+_POINTWISE = [
+    getattr(getattr(aten, name), kind)
+    for name, kinds in {
+        "eq": ("Tensor", "Scalar"),
+        "ne": ("Tensor", "Scalar"),
+        "add": ("Tensor", "Scalar"),
+        "sub": ("Tensor", "Scalar"),
+        "rsub": ("Tensor", "Scalar"),
+        "mul": ("Tensor", "Scalar"),
+        "div": ("Tensor", "Scalar", "Tensor_mode", "Scalar_mode"),
+        "floor_divide": ("default", "Scalar"),
+        "remainder": ("Tensor", "Scalar"),
+        "maximum": ("default",),
+        "minimum": ("default",),
+        "clamp": ("default",),
+        "abs": ("default",),
+        "neg": ("default",),
+        "bitwise_or": ("Tensor",),
+        "bitwise_xor": ("Tensor",),
+        "logical_or": ("default",),
+        "to": ("dtype",),
+    }.items()
+    for kind in kinds
+]
+
+_RULES: dict[Any, Callable[..., Value]] = {
+    **dict.fromkeys(_POINTWISE, _pointwise),
+    **dict.fromkeys(_COMPARISONS, _compare),
+    aten.bitwise_and.Tensor: _and,
+    aten.logical_and.default: _and,
+    aten.bitwise_not.default: _not,
+    aten.logical_not.default: _not,
+    aten.masked_fill.Scalar: _masked_fill,
+    aten.masked_fill.Tensor: _masked_fill,
+    aten.where.self: _where,
+    aten.where.ScalarSelf: _where,
+    aten.where.ScalarOther: _where,
+    aten.where.Scalar: _where,
+    aten.full.default: _full,
+    aten.arange.start_step: _arange,
+    aten.unsqueeze.default: _structural(torch.unsqueeze),
+    aten.transpose.int: _structural(torch.transpose),
+    aten.permute.default: _structural(torch.permute),
+    aten.t.default: _structural(torch.t),
+    aten.expand.default: _expand,
+    aten.reshape.default: _reshape,
+    aten.slice.Tensor: _slice,
+    aten.select.int: _select,
+    aten.index.Tensor: _index,
+    aten.cumsum.default: _cumsum,
+    aten.diff.default: _diff,
+    aten.tril.default: _triangle,
+    aten.triu.default: _triangle,
+}

@@ -1,0 +1,148 @@
+"""Take operators apart that have no rule of their own, but consist of operators.
+
+Requires: a captured graph. Provides: no operator that torch itself defines by others, unless a factor rule or a rewrite
+of the normal form knows it as it is. Their gradients are those of the parts, by torch's own definition.
+
+Recurrent nets that drop out between their layers, taken layer by layer: torch's own parts leave the dropout out.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from passes.ir.inplace import remove_inplace
+from passes.ir.interpret import META
+from passes.ir.rewrite import KEEP, Builder, Rule, aten, rewrite
+from passes.rules import has_rule
+
+_MOST_PARTS = 4096
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+def decompose(graph: fx.Graph, known: Collection[Any]) -> tuple[fx.Graph, dict[str, str]]:
+    """A new graph, and where each node's value went; ``known``: operators that are rewritten as they are."""
+    targets = {n.target for n in graph.nodes if n.op == "call_function"}
+    apart = {t for t in targets if _is_composite(t) and t not in known and not has_rule(t)}
+    if not apart:
+        return graph, {n.name: n.name for n in graph.nodes}
+    made, moved, _ = rewrite(graph, dict.fromkeys(apart, _inline))
+    return made, moved
+
+
+def parts_of(node: fx.Node) -> tuple[fx.Graph, list[fx.Node]] | None:
+    """The operators that ``node`` of an exported program consists of, whose sizes may be open: a graph, and what its
+    placeholders stand for. ``None``: torch defines it by no others, or they look at numbers."""
+    if not _is_composite(node.target):
+        return None
+    operands, run = _as_function(node, node.args, node.kwargs)
+    values = [n.meta.get("val") for n in operands]
+    if not all(isinstance(v, Tensor) for v in values):
+        return None
+    try:
+        traced = make_fx(torch.func.functionalize(run))(*values)
+    except Exception:  # it looks at numbers
+        return None
+    pure = remove_inplace(traced.graph) and _is_fit(traced.graph)
+    return (traced.graph, operands) if pure and all(n.target is not node.target for n in traced.graph.nodes) else None
+
+
+def _is_composite(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target.has_kernel_for_dispatch_key(_COMPOSITE)
+
+
+def _mutates(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def _as_function(node: fx.Node, args: Any, kwargs: Any) -> tuple[list[fx.Node], Callable[..., Any]]:
+    """The nodes that ``node`` is given, and a function of their values that runs its parts."""
+    leaves, tree = pytree.tree_flatten((args, kwargs))
+    operands = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
+
+    def run(*tensors: Tensor) -> Any:
+        rest = iter(tensors)
+        given, named = pytree.tree_unflatten([next(rest) if isinstance(x, fx.Node) else x for x in leaves], tree)
+        return node.target.decompose(*given, **named)  # type: ignore[union-attr]
+
+    return operands, run
+
+
+def _trace(run: Callable[..., Any], values: list[Any]) -> fx.Graph | None:
+    """The operators of ``run``; ``None``: they are too many, or write to what they are given."""
+    traced = make_fx(torch.func.functionalize(run))(*values)
+    if any(_mutates(n.target) for n in traced.graph.nodes):  # of torch's own composition, out of its sight
+        traced = make_fx(torch.func.functionalize(traced))(*values)
+    return traced.graph if _is_fit(traced.graph) else None
+
+
+def _is_fit(graph: fx.Graph) -> bool:
+    parts = list(graph.nodes)
+    return len(parts) <= _MOST_PARTS and not any(n.op == "get_attr" or _mutates(n.target) for n in parts)
+
+
+def _inline(build: Builder, *args: Any, **kwargs: Any) -> Any:
+    """The parts of the operator at hand, in its place; ``KEEP`` where it cannot be taken apart."""
+    node = build.node
+    assert node is not None
+    operands, run = _as_function(node, args, kwargs)
+    try:
+        with META:
+            graph = _trace(run, [o.meta["val"] for o in operands])
+    except Exception:  # it looks at numbers, or its kernel knows no tensors without any
+        return KEEP
+    if graph is None:
+        return KEEP
+    env: dict[fx.Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), operands, strict=True))
+    for part in graph.nodes:
+        if part.op == "output":
+            made = fx.node.map_arg(part.args[0], env.__getitem__)
+            return tuple(made) if isinstance(made, list) else made
+        if part.op == "call_function":
+            given, named = fx.node.map_arg((part.args, part.kwargs), env.__getitem__)
+            several = part.target is operator.getitem and isinstance(given[0], tuple)
+            env[part] = given[0][given[1]] if several else build(part.target, *given, **named)
+    raise AssertionError("a graph ends in an output node")
+
+
+def layer_by_layer(
+    build: Builder,
+    x: fx.Node,
+    state: Any,
+    weights: list[fx.Node],
+    biased: bool,
+    layers: int,
+    p: float,
+    train: bool,
+    both_ways: bool,
+    batch_first: bool,
+) -> Any:
+    """What one layer gives, dropped out, is the next one's input; the last states of all layers are joined."""
+    if not p or not train or layers == 1:
+        return KEEP
+    assert build.node is not None
+    each, ways = len(weights) // layers, 2 if both_ways else 1
+    several = isinstance(state, list | tuple)
+    states = list(state) if several else [state]
+    last: list[list[fx.Node]] = []
+    for layer in range(layers):
+        x = build(aten.dropout.default, x, p, True) if layer else x
+        first = [build(aten.slice.Tensor, s, 0, layer * ways, (layer + 1) * ways) for s in states]
+        own = weights[layer * each : (layer + 1) * each]
+        given = first if several else first[0]
+        made = build(build.node.target, x, given, own, biased, 1, 0.0, True, both_ways, batch_first)
+        x, *ends = (build(operator.getitem, made, i) for i in range(1 + len(first)))
+        last.append(ends)
+    return x, *(build(aten.cat.default, list(ends)) for ends in zip(*last, strict=True))
+
+
+RECURRENT: dict[Any, Rule] = dict.fromkeys(
+    (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input), layer_by_layer
+)

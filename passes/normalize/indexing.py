@@ -1,0 +1,225 @@
+"""Normal form of ``embedding_bag``: a look-up, and a sum, mean or maximum over the ids of each bag.
+
+The operator itself takes ids and the places where bags begin, and has a kernel for training and one without gradients.
+Where all bags are of one size, as ``nn.EmbeddingBag`` makes them of ids ``[bags, size]``, they are a dim, which can be
+sharded like any other.
+
+Normal form of look-ups and writes of whole slices: where one vector of places is expanded over all other dims,
+``gather`` is ``index_select``, ``scatter_add`` is ``index_add`` and ``scatter`` is ``index_copy``.
+
+Normal form of look-ups that stay with their rows: ``x[arange(n), places]`` is a gather, ``x[mask] = number`` is a
+choice between the two.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.errors import UnsupportedError
+from passes.ir.interpret import META
+from passes.ir.rewrite import KEEP, Builder, Rule, aten, shape, val
+from passes.normalize.shapes import to_dtype
+
+_SUM, _MEAN, _MAX = range(3)  # as torch numbers the modes
+
+
+def embedding_bag(
+    build: Builder,
+    weight: fx.Node,
+    ids: fx.Node,
+    offsets: fx.Node,
+    scale_grad_by_freq: bool = False,
+    mode: int = _SUM,
+    sparse: bool = False,
+    per_sample_weights: fx.Node | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Any:
+    """``[bags, width]``. Raises :class:`UnsupportedError` for bags of several sizes."""
+    bags, length = shape(offsets)[0] - include_last_offset, shape(ids)[0]
+    size = length // bags if bags > 0 else 0
+    regular = offsets.target is aten.arange.start_step and offsets.args[0] == 0 and offsets.args[2] == size
+    if not size or size * bags != length or not regular:
+        raise UnsupportedError(
+            f"embedding_bag at {build.where} has bags of any size, which would differ between ranks; "
+            "give ids as [bags, size], and fill short bags up with padding_idx"
+        )
+    if scale_grad_by_freq:
+        raise UnsupportedError(
+            f"embedding_bag at {build.where} scales gradients by how often an id is in the batch, which couples its "
+            "samples: expected scale_grad_by_freq=False"
+        )
+    table = _by_bag(build, ids, [bags, size])
+    rows = build(aten.embedding.default, weight, table)
+    if per_sample_weights is not None:
+        scale = _by_bag(build, per_sample_weights, [bags, size])
+        rows = build(aten.mul.Tensor, rows, build(aten.unsqueeze.default, scale, -1))
+    kept = None
+    if padding_idx is not None and padding_idx >= 0:
+        kept = build(aten.ne.Scalar, table, padding_idx)
+    return (_reduced(build, rows, kept, mode), None, None, None)
+
+
+def _by_bag(build: Builder, flat: fx.Node, sizes: list[int]) -> fx.Node:
+    while flat.target is aten.reshape.default:
+        flat = flat.args[0]  # type: ignore[assignment]
+    return flat if shape(flat) == sizes else build(aten.reshape.default, flat, sizes)
+
+
+def _reduced(build: Builder, rows: fx.Node, kept: fx.Node | None, mode: int) -> fx.Node:
+    """``rows`` (``[bags, size, width]``) over the ids ``kept`` (``[bags, size]``, all: ``None``); 0 where none is."""
+    left_out = None
+    if kept is not None:
+        left_out = build(aten.unsqueeze.default, build(aten.logical_not.default, kept), -1)
+    if mode == _MAX:
+        compared = rows if left_out is None else build(aten.masked_fill.Scalar, rows, left_out, float("-inf"))
+        largest = build(operator.getitem, build(aten.max.dim, compared, 1), 0)  # one row has the gradient, as there
+        if kept is None:
+            return largest
+        empty = build(aten.logical_not.default, build(aten.any.dim, kept, 1, True))
+        return build(aten.masked_fill.Scalar, largest, empty, 0)
+    if left_out is not None:
+        rows = build(aten.masked_fill.Scalar, rows, left_out, 0)
+    total = build(aten.sum.dim_IntList, rows, [1])
+    if mode == _SUM:
+        return total
+    if kept is None:
+        return build(aten.mul.Tensor, total, 1 / shape(rows)[1])
+    count = build(aten.sum.dim_IntList, to_dtype(build, kept, val(rows).dtype), [1], True)
+    return build(aten.div.Tensor, total, build(aten.clamp.default, count, 1))
+
+
+def embedding(
+    build: Builder, weight: fx.Node, ids: fx.Node, padding: int = -1, by_frequency: bool = False, sparse: bool = False
+) -> Any:
+    """A look-up whose gradient is dense: torch's sparse tensors say the same in another form."""
+    return build(aten.embedding.default, weight, ids, padding, by_frequency) if sparse else KEEP
+
+
+BAGS: dict[Any, Rule] = {
+    aten.embedding.default: embedding,
+    aten.embedding_bag.default: embedding_bag,
+    aten.embedding_bag.padding_idx: embedding_bag,
+}
+
+_VIEWS = (aten.expand.default, aten.repeat.default, aten.expand_as.default, aten.broadcast_to.default)
+
+
+def gather(build: Builder, x: fx.Node, dim: int, index: fx.Node, sparse_grad: bool = False) -> Any:
+    places = _places(build, x, dim, index)
+    return KEEP if places is None else build(aten.index_select.default, x, dim, places)
+
+
+def scatter_add(build: Builder, x: fx.Node, dim: int, index: fx.Node, source: fx.Node) -> Any:
+    return _written(build, aten.index_add.default, x, dim, index, source)
+
+
+def scatter(build: Builder, x: fx.Node, dim: int, index: fx.Node, source: fx.Node) -> Any:
+    return _written(build, aten.index_copy.default, x, dim, index, source)
+
+
+def index_fill(build: Builder, x: fx.Node, dim: int, index: fx.Node, value: fx.Node) -> Any:
+    """A choice: the operator's own gradient counts the places that recur, of which only the data tell how many."""
+    if not shape(x):
+        return KEEP
+    rank, size = len(shape(x)), shape(x)[dim]
+    none = build(aten.full.default, [size], False, dtype=torch.bool, device=META)
+    mask = build(aten.index_fill.int_Scalar, none, 0, index, True)
+    mask = build(aten.reshape.default, mask, [size if d == dim % rank else 1 for d in range(rank)])
+    return build(aten.where.self, mask, to_dtype(build, value, val(x).dtype), x)
+
+
+def _written(build: Builder, target: Any, x: fx.Node, dim: int, index: fx.Node, source: fx.Node) -> Any:
+    places = _places(build, x, dim, index) if shape(source) == shape(index) else None
+    return KEEP if places is None else build(target, x, dim, places, source)
+
+
+def _places(build: Builder, x: fx.Node, dim: int, index: fx.Node) -> fx.Node | None:
+    """The vector that ``index`` holds along ``dim`` for every slice of ``x``."""
+    sizes, rank = shape(index), len(shape(index))
+    if rank < 2 or index.target not in _VIEWS or val(index).dtype != torch.int64:
+        return None
+    dim %= rank
+    source: Any = index.args[0]
+    others = [d for d in range(rank) if d != dim]
+    known = [1] * (rank - len(shape(source))) + shape(source)
+    if any(sizes[d] != shape(x)[d] or known[d] != 1 for d in others) or known[dim] != sizes[dim]:
+        return None
+    while source.target is aten.reshape.default:
+        source = source.args[0]
+    return source if shape(source) == [sizes[dim]] else build(aten.reshape.default, source, [sizes[dim]])
+
+
+INDICES: dict[Any, Rule] = {
+    aten.gather.default: gather,
+    aten.scatter_add.default: scatter_add,
+    aten.scatter.src: scatter,
+    aten.index_fill.int_Tensor: index_fill,
+}
+
+_RESHAPES = (aten.unsqueeze.default, aten.reshape.default, aten.view.default, aten.squeeze.dim, aten._to_copy.default,
+             aten.to.dtype, aten.to.device)  # fmt: skip
+
+
+def index(build: Builder, x: fx.Node, indices: list[fx.Node | None]) -> Any:
+    """Leading indices that count the rows of their dim, and one more: along its dim, ``x`` is gathered."""
+    if any(i is None or val(i).dtype not in (torch.int64, torch.int32) for i in indices):
+        return KEEP
+    *rows, places = (i for i in indices if i is not None)
+    sizes = list(torch.broadcast_shapes(*(shape(i) for i in (*rows, places))))
+    if not rows or any(_counted(i, len(sizes)) != (d, shape(x)[d]) for d, i in enumerate(rows)):
+        return KEEP
+    dim = len(rows)
+    outer, inner, rest = sizes[:dim], sizes[dim:], shape(x)[dim + 1 :]
+    negative = build(aten.lt.Scalar, places, 0)
+    places = build(aten.where.self, negative, build(aten.add.Tensor, places, shape(x)[dim]), places)
+    places = build(aten.to.dtype, places, torch.int64)
+    if shape(places) != sizes:
+        places = build(aten.expand.default, places, sizes)
+    count = math.prod(inner)
+    places = build(aten.reshape.default, places, [*outer, count, *[1] * len(rest)])
+    if rest:
+        places = build(aten.expand.default, places, [*outer, count, *rest])
+    found = build(aten.gather.default, x, dim, places)
+    return build(aten.reshape.default, found, [*sizes, *rest])
+
+
+def _counted(node: fx.Node, rank: int) -> tuple[int, int] | None:
+    """The dim of ``rank`` that numbers 0, 1, .. run along, and how many there are; ``None`` for other numbers."""
+    sizes = [1] * (rank - len(shape(node))) + shape(node)
+    along = [d for d, size in enumerate(sizes) if size > 1]
+    while node.target in _RESHAPES and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    schema = getattr(node.target, "_schema", None)
+    if len(along) != 1 or schema is None or schema.name != "aten::arange":
+        return None
+    given = dict(zip([a.name for a in schema.arguments], node.args, strict=False)) | node.kwargs
+    if given.get("start", 0) != 0 or given.get("step", 1) != 1:
+        return None
+    return along[0], sizes[along[0]]
+
+
+def index_put(
+    build: Builder, x: fx.Node, indices: list[fx.Node | None], value: fx.Node, accumulate: bool = False
+) -> Any:
+    """One value wherever a mask of the leading dims is true, be it a number or of the dims behind."""
+    mask = indices[0] if len(indices) == 1 else None
+    if mask is None or val(mask).dtype != torch.bool:
+        return KEEP
+    behind, sizes = len(shape(x)) - len(shape(mask)), shape(value)
+    if len(sizes) > behind and math.prod(sizes[: len(sizes) - behind]) != 1:
+        return KEEP
+    mask = build(aten.reshape.default, mask, shape(mask) + [1] * behind)
+    if len(sizes) > behind:
+        value = build(aten.reshape.default, value, sizes[len(sizes) - behind :])
+    if accumulate:
+        return build(aten.add.Tensor, x, build(aten.where.ScalarOther, mask, value, 0))
+    return build(aten.where.self, mask, value, x)
+
+
+PLACES: dict[Any, Rule] = {aten.index.Tensor: index, aten.index_put.default: index_put}

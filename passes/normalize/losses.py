@@ -1,0 +1,328 @@
+"""Normal form of losses: per-target terms, a sum, and a division by a constant or by a count of targets.
+
+The count depends on targets alone, so that it can be had over the whole global batch before anything else runs.
+
+Losses of next tokens: the last position has no target, so models drop it. Here it stays, with one that is ignored.
+
+``cross_entropy(logits[:, :-1], tokens[:, 1:])`` is of one position less than the sequence has, which no number of ranks
+divides: the logits, of all values the largest, would be brought together. A position whose target is ignored adds
+nothing to the sum, to the count or to a gradient.
+
+The logarithm of a token's probability as its cross entropy, where the others of its row are not read.
+
+Requires: normal form. Provides: ``-cross_entropy(x, index)`` for ``gather(log_softmax(x), index)``, which is how models
+that rank, distil or learn from rewards write it, and what ``nll_loss`` is of the same.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.ir.rewrite import Builder, Rule, drop_unused, shape, val
+from passes.normalize.shapes import to_dtype
+from passes.ops.cross_entropy import CROSS_ENTROPY, NARROW
+from passes.rules.factors import argument, as_dim
+
+aten = torch.ops.aten
+
+CASTS = (aten._to_copy.default, aten.to.dtype)
+
+KEEPS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.clone.default)
+_DEFAULTS: tuple[Any, ...] = (None, 0, None, None, 1)  # of a slice
+SWAPS = (aten.transpose.int, aten.permute.default)
+_PASSED: tuple[object, ...] = (*CASTS, *KEEPS, *SWAPS)
+
+
+def unshifted(build: Builder, logits: fx.Node, target: fx.Node, ignore_index: int) -> tuple[fx.Node, fx.Node]:
+    """Logits of all positions, and targets that are ignored where there was none; as they are in any other form.
+
+    Logits ``[b * (s - n), classes]`` or ``[b, classes, s - n]`` of a slice of ``[b, s, classes]`` along its positions.
+    """
+    casts: list[fx.Node] = []
+    swaps = 0
+    node = logits
+    while node.target in _PASSED:
+        casts += [node] if node.target in CASTS else []
+        swaps += node.target in SWAPS
+        assert isinstance(node.args[0], fx.Node)
+        node = node.args[0]
+    if node.target != aten.slice.Tensor or len(shape(node)) != 3 or swaps > 1:
+        return logits, target
+    given: list[Any] = [*node.args, *_DEFAULTS[len(node.args) :]]
+    whole, dim, start, _, step = given
+    assert isinstance(whole, fx.Node)
+    batch, length, classes = shape(whole)
+    kept = shape(node)[1]
+    first = start or 0
+    if dim != 1 or step != 1 or not isinstance(first, int):
+        return logits, target
+    first = first + length if first < 0 else first
+    form = [batch, classes, kept] if swaps else [batch * kept, classes]
+    if shape(logits) != form or shape(target) != ([batch, kept] if swaps else [batch * kept]):
+        return logits, target
+    for cast in reversed(casts):
+        whole = build(cast.target, whole, *cast.args[1:], **cast.kwargs)
+    target = build(aten.reshape.default, target, [batch, kept])
+    target = build(aten.constant_pad_nd.default, target, [first, length - first - kept], ignore_index)
+    if swaps:
+        return build(aten.transpose.int, whole, 1, 2), target
+    return build(aten.reshape.default, whole, [batch * length, classes]), build(
+        aten.reshape.default, target, [batch * length]
+    )
+
+
+NONE, MEAN, SUM = 0, 1, 2  # torch's reductions
+
+_MOVES = (*KEEPS, *SWAPS, aten.slice.Tensor)
+
+
+def _reduce(build: Builder, terms: fx.Node, reduction: int) -> fx.Node:
+    """The terms, their mean over all elements, or their sum."""
+    if reduction == NONE:
+        return terms
+    result = build(aten.sum.default, terms)
+    return build(aten.mul.Tensor, result, 1 / math.prod(shape(terms))) if reduction == MEAN else result
+
+
+def cross_entropy(
+    build: Builder,
+    logits: fx.Node,
+    target: fx.Node,
+    weight: fx.Node | None = None,
+    reduction: int = MEAN,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> fx.Node:
+    """logsumexp(logits) - logits[target], summed over the targets that count. logits ``[N, C, ...]`` or ``[C]``."""
+    dim = min(1, len(shape(logits)) - 1)
+    if val(target).dtype.is_floating_point:
+        return _cross_entropy_of_probabilities(build, logits, target, weight, reduction, label_smoothing, dim)
+    if reduction != NONE:
+        logits, target = unshifted(build, logits, target, ignore_index)
+    counts, index = _targets(build, target, ignore_index, dim)
+    weights = normalizer = None
+    if label_smoothing:
+        normalizer = build(aten.logsumexp.default, logits, [dim], True)
+        terms = build(aten.sub.Tensor, normalizer, build(aten.gather.default, logits, dim, index))
+    else:
+        terms = target_terms(build, logits, index, dim)
+    if weight is not None:
+        weights = build(aten.index.Tensor, weight, [index])
+        terms = build(aten.mul.Tensor, terms, weights)
+    if normalizer is not None:
+        smooth = _smooth_terms(build, logits, normalizer, weight, dim)
+        size = shape(logits)[dim]
+        terms = build(
+            aten.add.Tensor,
+            build(aten.mul.Tensor, terms, 1 - label_smoothing),
+            build(aten.mul.Tensor, smooth, label_smoothing / size),
+        )
+    return _reduce_counted(build, terms, counts, weights, reduction, dim)
+
+
+def target_terms(build: Builder, logits: fx.Node, index: fx.Node, dim: int) -> fx.Node:
+    """Each row's cross entropy; logits that were widened for it are read as they were before."""
+    narrow = _before_cast(build, logits)
+    if narrow is None:
+        return build(CROSS_ENTROPY, logits, index, dim)
+    return build(CROSS_ENTROPY, narrow, index, dim, val(logits).dtype)
+
+
+def _before_cast(build: Builder, node: fx.Node) -> fx.Node | None:
+    """``node`` without a cast to float32 that its elements have gone through on the way; ``None`` without one."""
+    if node.target in CASTS and val(node).dtype == torch.float32:
+        source = node.args[0]
+        return source if isinstance(source, fx.Node) and val(source).dtype in NARROW else None
+    if node.target not in _MOVES or not isinstance(node.args[0], fx.Node):
+        return None
+    source = _before_cast(build, node.args[0])
+    return None if source is None else build(node.target, source, *node.args[1:], **node.kwargs)
+
+
+def nll(
+    build: Builder,
+    logs: fx.Node,
+    target: fx.Node,
+    weight: fx.Node | None = None,
+    reduction: int = MEAN,
+    ignore_index: int = -100,
+) -> fx.Node:
+    """-logs[target], summed over the targets that count. logs ``[N, C, ...]`` or ``[C]``."""
+    dim = min(1, len(shape(logs)) - 1)
+    counts, index = _targets(build, target, ignore_index, dim)
+    terms = build(aten.neg.default, build(aten.gather.default, logs, dim, index))
+    weights = None
+    if weight is not None:
+        weights = build(aten.index.Tensor, weight, [index])
+        terms = build(aten.mul.Tensor, terms, weights)
+    return _reduce_counted(build, terms, counts, weights, reduction, dim)
+
+
+def _targets(build: Builder, target: fx.Node, ignore_index: int, dim: int) -> tuple[fx.Node, fx.Node]:
+    """Which targets count, and the targets with 0 for those that do not; both with a class dim of 1."""
+    target = build(aten.unsqueeze.default, target, dim)
+    counts = build(aten.ne.Scalar, target, ignore_index)
+    return counts, build(aten.where.ScalarOther, counts, target, 0)
+
+
+def _reduce_counted(
+    build: Builder, terms: fx.Node, counts: fx.Node, weights: fx.Node | None, reduction: int, dim: int
+) -> fx.Node:
+    terms = build(aten.where.ScalarOther, counts, terms, 0.0)
+    if reduction == NONE:
+        return build(aten.squeeze.dim, terms, dim)
+    result = build(aten.sum.default, terms)
+    if reduction == SUM:
+        return result
+    if weights is not None:
+        counts = build(aten.where.ScalarOther, counts, weights, 0.0)
+    number = to_dtype(build, build(aten.sum.default, counts), val(result).dtype)
+    return build(aten.div.Tensor, result, number)
+
+
+def _smooth_terms(build: Builder, logits: fx.Node, normalizer: fx.Node, weight: fx.Node | None, dim: int) -> fx.Node:
+    """The sum over classes of -log softmax(logits), times the class weights."""
+    if weight is None:
+        whole = build(aten.mul.Tensor, normalizer, shape(logits)[dim])
+        return build(aten.sub.Tensor, whole, build(aten.sum.dim_IntList, logits, [dim], True))
+    logs = build(aten.sub.Tensor, normalizer, logits)
+    return build(aten.sum.dim_IntList, build(aten.mul.Tensor, logs, _by_class(build, weight, logits, dim)), [dim], True)
+
+
+def _by_class(build: Builder, weight: fx.Node, logits: fx.Node, dim: int) -> fx.Node:
+    sizes = [s if d == dim else 1 for d, s in enumerate(shape(logits))]
+    return build(aten.reshape.default, weight, sizes)
+
+
+def _cross_entropy_of_probabilities(
+    build: Builder, logits: fx.Node, target: fx.Node, weight: fx.Node | None, reduction: int, smoothing: float, dim: int
+) -> fx.Node:
+    size = shape(logits)[dim]
+    if smoothing:
+        target = build(aten.add.Tensor, build(aten.mul.Tensor, target, 1 - smoothing), smoothing / size)
+    logs = build(aten.log_softmax.int, logits, dim)
+    if weight is not None:
+        logs = build(aten.mul.Tensor, logs, _by_class(build, weight, logits, dim))
+    terms = build(aten.neg.default, build(aten.sum.dim_IntList, build(aten.mul.Tensor, logs, target), [dim]))
+    return _reduce(build, terms, reduction)
+
+
+def mse(build: Builder, x: fx.Node, y: fx.Node, reduction: int = MEAN) -> fx.Node:
+    distance = build(aten.sub.Tensor, x, y)
+    return _reduce(build, build(aten.mul.Tensor, distance, distance), reduction)
+
+
+def l1(build: Builder, x: fx.Node, y: fx.Node, reduction: int = MEAN) -> fx.Node:
+    return _reduce(build, build(aten.abs.default, build(aten.sub.Tensor, x, y)), reduction)
+
+
+def multilabel_margin(build: Builder, x: fx.Node, target: fx.Node, reduction: int = MEAN) -> fx.Node:
+    terms = build(aten.multilabel_margin_loss_forward.default, x, target, NONE)
+    return _reduce(build, build(operator.getitem, terms, 0), reduction)
+
+
+def elementwise(target: Any, position: int) -> Rule:
+    """A loss whose argument at ``position`` is its reduction: its terms, then the reduction."""
+
+    def rule(build: Builder, *args: Any, **kwargs: Any) -> fx.Node:
+        given = list(args)
+        reduction = kwargs.pop("reduction", MEAN)
+        if len(given) > position:
+            reduction, given[position] = given[position], NONE
+        else:
+            kwargs["reduction"] = NONE
+        return _reduce(build, build(target, *given, **kwargs), reduction)
+
+    return rule
+
+
+# Losses of one term for each element, or for each sample -> the position of their reduction.
+REDUCTION_AT = {
+    aten.mse_loss.default: 2,
+    aten.l1_loss.default: 2,
+    aten.smooth_l1_loss.default: 2,
+    aten.huber_loss.default: 2,
+    aten.soft_margin_loss.default: 2,
+    aten.kl_div.default: 2,
+    aten.multilabel_margin_loss_forward.default: 2,
+    aten.hinge_embedding_loss.default: 3,
+    aten.binary_cross_entropy.default: 3,
+    aten.binary_cross_entropy_with_logits.default: 4,
+    aten.poisson_nll_loss.default: 5,
+    aten.multi_margin_loss.default: 5,
+}
+
+# One result of several: without a rule here.
+_OF_TWO = {aten.multilabel_margin_loss_forward.default}
+
+LOSSES: dict[Any, Rule] = {
+    aten.cross_entropy_loss.default: cross_entropy,
+    aten.nll_loss.default: nll,
+    aten.nll_loss_nd.default: nll,
+    aten.nll_loss2d.default: nll,
+    **{t: elementwise(t, at) for t, at in REDUCTION_AT.items() if t not in _OF_TWO},
+    aten.mse_loss.default: mse,
+    aten.l1_loss.default: l1,
+    aten.multilabel_margin_loss.default: multilabel_margin,
+}
+
+_LOGS = (aten.log_softmax.int, aten._log_softmax.default)
+
+
+def pick_before_softmax(graph: fx.Graph) -> None:
+    """Rewrite ``graph`` in place."""
+    changed = False
+    for node in list(graph.nodes):
+        if node.target is aten.gather.default:
+            with graph.inserting_before(node):
+                changed |= _rewrite(node, Builder(graph, node))
+    if changed:
+        drop_unused(graph)
+
+
+def _rewrite(node: fx.Node, build: Builder) -> bool:
+    logs, dim, index = node.args[:3]
+    assert isinstance(logs, fx.Node) and isinstance(dim, int) and isinstance(index, fx.Node), node
+    sizes = shape(logs)
+    dim = as_dim(dim, len(sizes))
+    if shape(index) != [1 if d == dim else size for d, size in enumerate(sizes)]:
+        return False
+    scores = _scores(build, logs, dim)
+    if scores is None:
+        return False
+    terms = target_terms(build, scores, index, dim)
+    for user in list(node.users):
+        if user.target is aten.neg.default:
+            user.replace_all_uses_with(terms)
+            user.graph.erase_node(user)
+    if node.users:
+        node.replace_all_uses_with(build(aten.neg.default, terms))
+    return True
+
+
+def _scores(build: Builder, logs: fx.Node, dim: int) -> fx.Node | None:
+    """What ``logs``, which nothing else reads, are the logarithms of the softmax of, as it would lie in their place."""
+    if len(logs.users) > 1:
+        return None
+    if logs.target in _LOGS:
+        source = logs.args[0]
+        assert isinstance(source, fx.Node), logs
+        if as_dim(argument(logs, "dim"), len(shape(logs))) != dim:
+            return None
+        dtype = logs.meta["val"].dtype
+        return source if source.meta["val"].dtype == dtype else build(aten.to.dtype, source, dtype)
+    last = len(shape(logs)) - 1
+    if dim != last or not isinstance(logs.args[0], fx.Node):
+        return None
+    inner = logs.args[0]
+    if logs.target in KEEPS and shape(inner) and shape(inner)[-1] == shape(logs)[-1]:
+        pass
+    elif logs.target is not aten.slice.Tensor or as_dim(argument(logs, "dim"), last + 1) == last:
+        return None
+    scores = _scores(build, inner, len(shape(inner)) - 1)
+    return None if scores is None else build(logs.target, scores, *logs.args[1:], **logs.kwargs)

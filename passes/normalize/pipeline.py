@@ -1,0 +1,179 @@
+"""The normal form: one way to say each thing, so that few rules and patterns cover many models.
+
+Requires: a captured graph. Provides: no composite operators without a rule; no aliases, copies, casts or reshapes that
+do nothing, no bias-carrying products; means as sums times a constant, so that a sharded mean is a partial sum; losses
+as each target's cross entropy and sums over a count that depends on targets alone; constant attention masks recognised.
+Every rewrite is exact up to the order of sums.
+
+What a plan cannot hold, refused by the model's line.
+
+Requires: a graph in normal form. Provides: operators of torch on tensors alone.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils import _pytree as pytree
+
+from passes.errors import InputsError, UnsupportedError
+from passes.experts.loops import route_loops
+from passes.experts.sorted_rows import unsort
+from passes.experts.stacked_modules import stack_experts, ungather
+from passes.experts.traced_loops import check_turns
+from passes.ir.model import Captured, State, TensorSpec
+from passes.ir.rewrite import placeholder_name, rewrite, where
+from passes.normalize.algebra import ALGEBRA
+from passes.normalize.attention_masks import drop_constant_masks
+from passes.normalize.decompose import RECURRENT, decompose
+from passes.normalize.indexing import BAGS, INDICES, PLACES
+from passes.normalize.losses import LOSSES, pick_before_softmax
+from passes.normalize.random import RANDOM, refuse_draws
+from passes.normalize.shapes import SHAPES, STRIDES
+from passes.normalize.unflatten import unflatten
+from passes.ops.fake_quantize import QUANTIZED
+
+STRIDED = torch.strided
+
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+# Operators that torch computes in one type alone, which it only looks at where there are numbers: the first operands
+# that have to be of one type.
+_ONE_TYPE: dict[Any, int] = {
+    torch.ops.aten.linear: 2,
+    torch.ops.aten.matmul: 2,
+    torch.ops.aten.mm: 2,
+    torch.ops.aten.bmm: 2,
+    torch.ops.aten.convolution: 2,
+    torch.ops.aten.scaled_dot_product_attention: 3,
+}
+
+
+def refuse(graph: fx.Graph) -> None:
+    """Raises :class:`UnsupportedError` for numbers taken out of tensors, sparse tensors, and for what is no operator of
+    torch, :class:`InputsError` for a product of two types."""
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if isinstance(node.meta.get("val"), _NUMBERS):
+            raise UnsupportedError(
+                f"{_name(node)} at {where(node)} takes a number out of a tensor, which plans do not know beforehand; "
+                "keep it a tensor of no dims (no item(), float() or int()), or pass it as an input"
+            )
+        sparse = [v for v in pytree.tree_leaves(node.meta.get("val")) if getattr(v, "layout", STRIDED) is not STRIDED]
+        if sparse:
+            raise UnsupportedError(
+                f"{_name(node)} at {where(node)} makes a tensor of layout {sparse[0].layout}; expected dense ones: "
+                "write a product with a sparse matrix as index_add of rows that its columns select, times its values"
+            )
+        if not isinstance(node.target, torch._ops.OpOverload) and node.target is not operator.getitem:
+            raise UnsupportedError(
+                f"{_name(node)} at {where(node)} is no operator of torch and cannot be partitioned; write the line "
+                "with operators on tensors"
+            )
+        _check_types(node)
+
+
+def _check_types(node: fx.Node) -> None:
+    """Raise :class:`InputsError` where torch would refuse the types of what is multiplied."""
+    count = _ONE_TYPE.get(getattr(node.target, "overloadpacket", None), 0)
+    found = [a.meta["val"].dtype for a in node.args[:count] if isinstance(a, fx.Node)]
+    if len(set(found)) > 1:
+        types = " and ".join(str(dtype).removeprefix("torch.") for dtype in found)
+        raise InputsError(
+            f"{_name(node)} at {where(node)} is given {types}; expected operands of one type: convert the inputs "
+            "or the parameters, or give precision= for both"
+        )
+
+
+def _name(node: fx.Node) -> str:
+    named = not isinstance(node.target, torch._ops.OpOverload)
+    return str(getattr(node.target, "__name__", node.target) if named else node.target)
+
+
+RULES = {**SHAPES, **STRIDES, **ALGEBRA, **BAGS, **INDICES, **LOSSES, **RANDOM, **QUANTIZED}
+
+
+def normalize(captured: Captured) -> Captured:
+    """The captured model in normal form. Raises :class:`UnsupportedError` for what no plan can hold."""
+    try:
+        for empty, left_out in zip(captured.turns[::2], captured.turns[1::2], strict=True):
+            check_turns(_normalized(empty).graph, _normalized(left_out).graph)
+        normal = stack_experts(_unflattened(route_loops(_normalized(captured))))
+    except GuardOnDataDependentSymNode:  # a rule asked what a number is that only the data tell
+        refuse(captured.graph)
+        raise
+    refuse(normal.graph)
+    return normal
+
+
+def _normalized(captured: Captured) -> Captured:
+    graph, layers = captured.graph, {n.name: n.name for n in captured.graph.nodes}
+    if any(node.target in RECURRENT for node in graph.nodes):
+        graph, layers, _ = rewrite(graph, RECURRENT)
+    graph, parts = decompose(graph, RULES)
+    first = {old: parts[new] for old, new in layers.items() if new in parts}
+    graph, then, drawn = rewrite(graph, RULES)
+    refuse_draws(graph)
+    moved = {old: then[new] for old, new in first.items() if new in then}
+    captured = _with_constants(captured, drawn)
+    constants = {p: captured.constants[s] for p, s in captured.placeholders.items() if _is_constant(captured, s)}
+    results = _results(graph)
+    drop_constant_masks(graph, constants)
+    pick_before_softmax(graph)
+    unsort(graph)
+    ungather(graph)
+    became = _became(graph, results)
+    return _renamed(captured, graph, {old: became.get(new, new) for old, new in moved.items()})
+
+
+def _unflattened(captured: Captured) -> Captured:
+    """With dims as they are sharded, and places of rows that are no expert's by operators."""
+    graph, results = captured.graph, _results(captured.graph)
+    unflatten(graph)
+    moved = _became(graph, results)
+    if any(node.target in PLACES for node in graph.nodes):  # that are not a mask's, or counted in order
+        graph, last, _ = rewrite(graph, PLACES)
+        moved = {old: last[new] for old, new in moved.items()}
+    return _renamed(captured, graph, moved)
+
+
+def _results(graph: fx.Graph) -> list[str]:
+    nodes: Any = graph.output_node().args[0]
+    return [node.name for node in nodes]
+
+
+def _became(graph: fx.Graph, results: list[str]) -> dict[str, str]:
+    """By the names that results had the names that they have; each is a result once."""
+    output: Any = graph.output_node()
+    found = dict(zip(results, _results(graph), strict=True))
+    output.args = (tuple(dict.fromkeys(output.args[0])),)
+    return found
+
+
+def _renamed(captured: Captured, graph: fx.Graph, moved: Mapping[str, str]) -> Captured:
+    """``captured`` with another graph; ``moved``: the names in it of what was in its own."""
+    outputs = [replace(o, value=moved[o.value]) if o.value is not None else o for o in captured.outputs]
+    loss = moved[captured.loss] if captured.loss is not None else None
+    updates = {state: moved[node] for state, node in captured.updates.items()}
+    placeholders = {n.name: captured.placeholders[n.name] for n in graph.nodes if n.op == "placeholder"}
+    return captured.with_(graph=graph, outputs=outputs, loss=loss, updates=updates, placeholders=placeholders)
+
+
+def _with_constants(captured: Captured, added: dict[str, Tensor]) -> Captured:
+    """``captured`` with further constants, whose placeholders have names of their own."""
+    states = {name: State(name, TensorSpec.of(value), "constant") for name, value in added.items()}
+    return captured.with_(
+        states={**captured.states, **states},
+        constants={**captured.constants, **added},
+        placeholders={**captured.placeholders, **{placeholder_name(name): name for name in added}},
+    )
+
+
+def _is_constant(captured: Captured, name: str) -> bool:
+    return name in captured.states and captured.states[name].kind == "constant"

@@ -1,0 +1,315 @@
+"""Normal form of copies, casts, views, slices and creation.
+
+Normal form of what reads and writes by places in memory: look-ups and writes by place, since a rank's memory is
+another; what is written to a diagonal is a choice by place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.errors import UnsupportedError
+from passes.ir.gradient_flow import differentiable
+from passes.ir.interpret import META
+from passes.ir.rewrite import KEEP, Builder, Rule, aten, shape, val
+
+
+def same(build: Builder, x: fx.Node, *_: Any, **__: Any) -> Any:
+    return x
+
+
+def to_dtype(build: Builder, x: fx.Node, dtype: torch.dtype | None) -> fx.Node:
+    if dtype is None or val(x).dtype == dtype:
+        return x
+    return build(aten.to.dtype, x, dtype)
+
+
+def cast_to(build: Builder, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Any ``to``: a type among the arguments, or a tensor whose type is meant; devices do not count."""
+    if not isinstance(x, fx.Node):  # a plain number, as nested vmaps have it
+        return _full(build, x)
+    for argument in (*args, *kwargs.values()):
+        if isinstance(argument, torch.dtype):
+            return to_dtype(build, x, argument)
+        if isinstance(argument, fx.Node):
+            return to_dtype(build, x, val(argument).dtype)
+    return x
+
+
+def reshape(build: Builder, x: fx.Node, *_: Any, **__: Any) -> Any:
+    """Any view that keeps the order of elements, to the shape that it gave; a chain of them is one."""
+    assert build.node is not None
+    sizes = shape(build.node)
+    while x.target is aten.reshape.default:
+        x = x.args[0]  # type: ignore[assignment]
+    return x if sizes == shape(x) else build(aten.reshape.default, x, sizes)
+
+
+def expand(build: Builder, x: fx.Node, *_: Any, **__: Any) -> Any:
+    assert build.node is not None
+    sizes = shape(build.node)
+    return x if sizes == shape(x) else build(aten.expand.default, x, sizes)
+
+
+def broadcast(build: Builder, tensors: list[fx.Node]) -> tuple[fx.Node, ...]:
+    assert build.node is not None
+    sizes = list(build.node.meta["val"][0].shape)
+    return tuple(x if shape(x) == sizes else build(aten.expand.default, x, sizes) for x in tensors)
+
+
+def slice_(
+    build: Builder, x: fx.Node, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Any:
+    dim %= len(shape(x))
+    size = shape(x)[dim]
+    start, end, step = slice(start, end, step).indices(size)
+    if (start, step) == (0, 1) and end >= size:
+        return x
+    return build(aten.slice.Tensor, x, dim, start, max(start, end), step)
+
+
+def narrow(build: Builder, x: fx.Node, dim: int, start: Any, length: int) -> Any:
+    if not isinstance(start, int):
+        return KEEP
+    start = start + shape(x)[dim] if start < 0 else start
+    return slice_(build, x, dim, start, start + length)
+
+
+def split(build: Builder, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
+    """``split`` and ``chunk`` with the sizes that they gave."""
+    assert build.node is not None
+    dim %= len(shape(x))
+    return build(aten.split_with_sizes.default, x, [v.shape[dim] for v in build.node.meta["val"]], dim)
+
+
+def pad(build: Builder, x: fx.Node, pads: list[int], mode: str = "constant", value: float | None = None) -> Any:
+    if mode != "constant":
+        return KEEP
+    fill = value if value is not None else 0
+    return build(aten.constant_pad_nd.default, x, pads, int(fill) if not val(x).dtype.is_floating_point else fill)
+
+
+def detach(build: Builder, x: fx.Node) -> Any:
+    """Stays where it stops a gradient."""
+    return KEEP if differentiable(val(x)) else x
+
+
+def add_nothing(build: Builder, x: fx.Node, other: Any, **_: Any) -> Any:
+    integral = not val(x).dtype.is_floating_point and not val(x).dtype.is_complex
+    return x if integral and type(other) is int and other == 0 else KEEP
+
+
+def overwritten(build: Builder, x: fx.Node, value: Any, *_: Any) -> Any:
+    """What a tensor is after all of it was set to ``value``."""
+    if not isinstance(value, fx.Node):
+        return _full(build, value)
+    value = to_dtype(build, value, val(x).dtype)
+    return value if shape(value) == shape(x) else build(aten.expand.default, value, shape(x))
+
+
+# --- creation: nothing but ``full`` and ``arange``, on the rank's own device ------------------------------------------
+def _full(build: Builder, value: Any) -> fx.Node:
+    assert build.node is not None
+    like = val(build.node)
+    value = bool(value) if like.dtype is torch.bool else value
+    return build(aten.full.default, list(like.shape), value, dtype=like.dtype, device=META)
+
+
+def zeros(build: Builder, *_: Any, **__: Any) -> fx.Node:
+    return _full(build, 0)
+
+
+def ones(build: Builder, *_: Any, **__: Any) -> fx.Node:
+    return _full(build, 1)
+
+
+def full(build: Builder, _: Any, value: Any, **__: Any) -> fx.Node:
+    return _full(build, value)
+
+
+def new_full(build: Builder, _: fx.Node, sizes: Any, value: Any, **__: Any) -> Any:
+    return KEEP if isinstance(value, fx.Node) else _full(build, value)
+
+
+def scalar_tensor(build: Builder, value: Any, **_: Any) -> fx.Node:
+    return _full(build, value)
+
+
+def arange(build: Builder, *bounds: Any, **kwargs: Any) -> fx.Node:
+    assert build.node is not None
+    start, end, step = {1: (0, *bounds, 1), 2: (*bounds, 1), 3: bounds}[len(bounds)]
+    return build(aten.arange.start_step, start, end, step, dtype=val(build.node).dtype, device=META)
+
+
+_SAME = (
+    aten.alias.default,
+    aten.clone.default,
+    aten.contiguous.default,
+    aten.lift_fresh.default,
+    aten.lift_fresh_copy.default,
+    aten.lift.default,
+    aten.resolve_conj.default,
+    aten.resolve_neg.default,
+)
+_CASTS = (
+    aten.to.dtype,
+    aten.to.device,
+    aten.to.dtype_layout,
+    aten.to.other,
+    aten.to.prim_Device,
+    aten.to.prim_dtype,
+    aten.to.prim_other,
+    aten._to_copy.default,
+    aten.type_as.default,
+)
+_RESHAPES = (
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten._reshape_copy.default,
+    aten.view_as.default,
+    aten.reshape_as.default,
+    aten.flatten.using_ints,
+    aten.unflatten.int,
+    aten.ravel.default,
+    aten.squeeze.default,
+)
+_EXPANDS = (aten.expand.default, aten.expand_as.default, aten.broadcast_to.default)
+_SPLITS = (
+    aten.split.Tensor,
+    aten.split.sizes,
+    aten.chunk.default,
+    aten.split_with_sizes.default,
+    aten.unsafe_chunk.default,
+)
+_ZEROS = (
+    aten.zeros.default,
+    aten.new_zeros.default,
+    aten.zeros_like.default,
+    aten.empty.memory_format,
+    aten.new_empty.default,
+    aten.empty_like.default,
+)
+_ONES = (aten.ones.default, aten.new_ones.default, aten.ones_like.default)
+
+SHAPES: dict[Any, Rule] = {
+    **dict.fromkeys(_SAME, same),
+    **dict.fromkeys(_CASTS, cast_to),
+    **dict.fromkeys(_RESHAPES, reshape),
+    **dict.fromkeys(_EXPANDS, expand),
+    **dict.fromkeys(_SPLITS, split),
+    **dict.fromkeys(_ZEROS, zeros),
+    **dict.fromkeys(_ONES, ones),
+    aten.broadcast_tensors.default: broadcast,
+    aten.slice.Tensor: slice_,
+    aten.narrow.default: narrow,
+    aten.pad.default: pad,
+    aten.detach.default: detach,
+    aten.full.default: full,
+    aten.full_like.default: full,
+    aten.new_full.default: new_full,
+    aten.fill.Scalar: overwritten,
+    aten.fill.Tensor: overwritten,
+    aten.copy.default: overwritten,
+    aten.zero.default: zeros,
+    aten.scalar_tensor.default: scalar_tensor,
+    aten.arange.default: arange,
+    aten.arange.start: arange,
+    aten.arange.start_step: arange,
+}
+
+
+def as_strided(build: Builder, x: fx.Node, sizes: list[int], strides: list[int], offset: int | None = None) -> fx.Node:
+    """Places counted in memory, as places counted in order: a rank's memory is another."""
+    flat, _ = flat_in_memory(
+        build, x, 1 + (offset or 0) + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+    )
+    return build(aten.index.Tensor, flat, [strided_places(build, sizes, strides, offset)])
+
+
+def flat_in_memory(build: Builder, x: fx.Node, reach: int = 0) -> tuple[fx.Node, list[int]]:
+    """The first operand's elements as they lie in memory, and its dims in this order; ``reach``: how many are read."""
+    assert build.node is not None
+    old = build.node.args[0].meta["val"]  # type: ignore[union-attr]
+    order = sorted(range(old.dim()), key=lambda d: (-old.stride(d), -old.shape[d]))
+    if not old.permute(order).is_contiguous() or reach > old.numel():
+        raise UnsupportedError(
+            f"as_strided at {build.where} reads memory beside its operand: write it with unfold, slices or an index"
+        )
+    return build(aten.reshape.default, build(aten.permute.default, x, order), [old.numel()]), order
+
+
+def strided_places(build: Builder, sizes: list[int], strides: list[int], offset: int | None) -> fx.Node:
+    """The places in memory that ``as_strided`` speaks of."""
+    places = build(aten.full.default, [], offset or 0, dtype=torch.int64, device=META)
+    for dim, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
+        along = build(
+            aten.mul.Tensor, build(aten.arange.start_step, 0, size, 1, dtype=torch.int64, device=META), stride
+        )
+        along = build(aten.reshape.default, along, [size if d == dim else 1 for d in range(len(sizes))])
+        places = build(aten.add.Tensor, places, along)
+    return places
+
+
+def diagonal_scatter(
+    build: Builder, x: fx.Node, source: fx.Node, offset: int = 0, dim1: int = 0, dim2: int = 1
+) -> fx.Node:
+    """A choice by place between what is written and what was there."""
+    sizes = shape(x)
+    first, second = dim1 % len(sizes), dim2 % len(sizes)
+    along, across = (first, second) if offset >= 0 else (second, first)  # a place counts the diagonal along the first
+
+    def count(dim: int, start: int = 0) -> fx.Node:
+        numbers = build(aten.arange.start_step, start, start + sizes[dim], 1, dtype=torch.int64, device=META)
+        return build(aten.reshape.default, numbers, [size if d == dim else 1 for d, size in enumerate(sizes)])
+
+    missing = sizes[along] - shape(source)[-1]
+    if missing:
+        source = build(aten.constant_pad_nd.default, source, [0, missing], 0)
+    rest = [d for d in range(len(sizes)) if d not in (first, second)]
+    order = sorted(range(len(rest) + 1), key=lambda d: [*rest, along][d])
+    if order != sorted(order):
+        source = build(aten.permute.default, source, order)
+    source = build(aten.reshape.default, source, [1 if d == across else size for d, size in enumerate(sizes)])
+    return build(aten.where.self, build(aten.eq.Tensor, count(across), count(along, abs(offset))), source, x)
+
+
+def as_strided_scatter(
+    build: Builder, x: fx.Node, source: fx.Node, sizes: list[int], strides: list[int], offset: int | None = None
+) -> fx.Node:
+    """By place; torch's own operator has a wrong gradient (2.13: zero for what is kept)."""
+    assert build.node is not None
+    old = build.node.args[0].meta["val"]  # type: ignore[union-attr]
+    if old.dim() == 2 and not offset and [sum(old.stride())] == strides and [min(old.shape)] == sizes:
+        return diagonal_scatter(build, x, source)
+    number = torch.arange(old.numel()).as_strided(sizes, strides, offset or 0)
+    if number.unique().numel() != number.numel():
+        raise UnsupportedError(f"as_strided at {build.where} writes several values to one place: write each place once")
+    flat, order = flat_in_memory(build, x)
+    flat = build(aten.index_put.default, flat, [strided_places(build, sizes, strides, offset)], source)
+    there = build(aten.reshape.default, flat, [shape(x)[d] for d in order])
+    return build(aten.permute.default, there, [order.index(d) for d in range(len(order))])
+
+
+def written_piece(target: Any) -> Rule:
+    """``target`` puts a piece into a whole; of complex numbers by their parts, since torch differentiates no other."""
+
+    def rule(build: Builder, x: fx.Node, source: fx.Node, dim: int = 0, *place: Any, **named: Any) -> Any:
+        if not val(x).dtype.is_complex:
+            return KEEP
+        parts = [build(aten.view_as_real.default, value) for value in (x, source)]
+        return build(aten.view_as_complex.default, build(target, *parts, dim % len(shape(x)), *place, **named))
+
+    return rule
+
+
+STRIDES: dict[Any, Rule] = {
+    **{target: written_piece(target) for target in (aten.slice_scatter.default, aten.select_scatter.default)},
+    aten.as_strided.default: as_strided,
+    aten.as_strided_copy.default: as_strided,
+    aten.as_strided_scatter.default: as_strided_scatter,
+    aten.diagonal_scatter.default: diagonal_scatter,
+}

@@ -1,0 +1,178 @@
+"""Undo the flattening of dims around matrix products, transposes and elementwise operators, so that each dim can be
+sharded by itself.
+
+``reshape(reshape(x, [b * s, k]) @ w + bias, [b, s, n])`` is ``linear(x, w.t()) + bias``;
+``reshape(transpose(reshape(x, [s, b * h, d]), 0, 1), [b, h, s, d])`` is ``permute(reshape(x, [s, b, h, d]), ...)``;
+``reshape(repeat(x, [e, 1]) * reshape(w, [e * s, 1]), [e, s, d])`` is ``expand(x, [e, s, d]) * reshape(w, [e, s, 1])``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.ir.rewrite import Builder, aten, drop_unused, shape
+
+_PRODUCTS = (aten.mm.default, aten.linear.default)
+
+_TRANSPOSES = (aten.permute.default, aten.transpose.int)
+_FLAT = (aten.reshape.default, aten.repeat.default)
+
+
+def unflatten(graph: fx.Graph) -> None:
+    """Rewrite ``graph`` in place. Requires: normal form (``reshape`` alone, biases apart)."""
+    for node in list(graph.nodes):
+        if node.target is aten.reshape.default:
+            _unflatten_product(graph, node)
+            _unflatten_transpose(graph, node)
+            _unflatten_elementwise(graph, node)
+    drop_unused(graph)
+
+
+def _unflatten_product(graph: fx.Graph, node: fx.Node) -> None:
+    sizes = shape(node)
+    value: Any = node.args[0]
+    bias: Any = None
+    if value.target is aten.add.Tensor and not value.kwargs and len(value.users) == 1:
+        value, bias = value.args
+    if not _is_flat_product(value, sizes) or not _is_bias(bias, sizes[-1]):
+        return
+    rows, weight = value.args
+    source = rows.args[0] if rows.target is aten.reshape.default else rows
+    split = [*sizes[:-1], shape(rows)[-1]]
+    with graph.inserting_before(value):
+        build = Builder(graph, value)
+        whole = source if shape(source) == split else build(aten.reshape.default, source, split)
+        if value.target is aten.mm.default:
+            weight = build(aten.t.default, weight)
+        product = build(aten.linear.default, whole, weight)
+    with graph.inserting_before(node):
+        build = Builder(graph, node.args[0])  # type: ignore[arg-type]
+        node.replace_all_uses_with(product if bias is None else build(aten.add.Tensor, product, bias))
+
+
+def _is_flat_product(value: Any, sizes: list[int]) -> bool:
+    """Whether ``value`` is a product of ``[b * s, k]``, read here alone, where ``sizes`` are ``[b, s, n]``."""
+    if not isinstance(value, fx.Node) or value.target not in _PRODUCTS or len(value.users) > 1:
+        return False
+    flat = shape(value)
+    return len(value.args) == 2 and len(flat) == 2 and len(sizes) > 2 and sizes[-1] == flat[-1]
+
+
+def _is_bias(bias: Any, size: int) -> bool:
+    return bias is None or (isinstance(bias, fx.Node) and shape(bias) == [size])
+
+
+def _unflatten_transpose(graph: fx.Graph, node: fx.Node) -> None:
+    moved: Any = node.args[0]
+    order = _order(moved)
+    flat = moved.args[0] if order is not None else None
+    if order is None or flat is None or flat.target is not aten.reshape.default:
+        return
+    parts = _split(shape(moved), shape(node))
+    if parts is None:
+        return
+    by_source = {source: parts[place] for place, source in enumerate(order)}
+    start, first = 0, {}
+    for source in sorted(by_source):
+        first[source] = start
+        start += len(by_source[source])
+    places = [first[source] + i for source in order for i in range(len(by_source[source]))]
+    with graph.inserting_before(node):
+        build = Builder(graph, node)
+        split = build(aten.reshape.default, flat.args[0], [size for s in sorted(by_source) for size in by_source[s]])
+        node.replace_all_uses_with(build(aten.permute.default, split, places))
+
+
+def _unflatten_elementwise(graph: fx.Graph, node: fx.Node) -> None:
+    """Where all that an elementwise operator reads was flattened or repeated for it, or broadcasts."""
+    value: Any = node.args[0]
+    if not _is_elementwise(value) or len(value.users) > 1 or len(shape(node)) <= len(shape(value)):
+        return
+    parts = _split(shape(value), shape(node))
+    operands = value.all_input_nodes
+    if parts is None or not any(x.target in _FLAT for x in operands):
+        return
+    into = {x: _broadcast(x, shape(value), parts) for x in operands}
+    if not all(_can_split(x, sizes) for x, sizes in into.items()):
+        return
+    with graph.inserting_before(value):
+        build = Builder(graph, value)
+        split = {x: _split_operand(build, x, sizes) for x, sizes in into.items()}
+        args, kwargs = fx.map_arg((value.args, value.kwargs), split.__getitem__)
+        node.replace_all_uses_with(build(value.target, *args, **kwargs))
+    for made in split.values():
+        if made.target is aten.reshape.default:
+            _unflatten_elementwise(graph, made)
+
+
+def _is_elementwise(value: Any) -> bool:
+    tags = value.target.tags if isinstance(value, fx.Node) and hasattr(value.target, "tags") else ()
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+
+
+def _broadcast(x: fx.Node, sizes: list[int], parts: list[list[int]]) -> list[list[int]]:
+    """The parts that the dims of an operand are split into where those of ``sizes`` are split into ``parts``."""
+    own = shape(x)
+    last = list(zip(sizes, parts, strict=True))[len(sizes) - len(own) :]
+    return [part if size == whole else [1] * len(part) for size, (whole, part) in zip(own, last, strict=True)]
+
+
+def _can_split(x: fx.Node, parts: list[list[int]]) -> bool:
+    """Whether no more than a view, or none, is left of what flattened or repeated ``x``."""
+    if x.target is aten.repeat.default:
+        of = _repeated(x)
+        return all(times in (1, part[0]) for (times, _), part in zip(of, parts, strict=True))
+    return x.target in _FLAT or all(len(part) == 1 or set(part) == {1} for part in parts)
+
+
+def _repeated(x: fx.Node) -> list[tuple[int, int]]:
+    """How often each dim of what ``repeat`` makes was repeated, and the size that it had."""
+    source: Any = x.args[0]
+    times: Any = x.args[1]
+    own = [1] * (len(times) - len(shape(source))) + shape(source)
+    return list(zip(times, own, strict=True))
+
+
+def _split_operand(build: Builder, x: fx.Node, parts: list[list[int]]) -> fx.Node:
+    """``x`` with dims split into ``parts``, which :func:`_can_split` says there can be."""
+    source: Any = x.args[0] if x.target in _FLAT else x
+    sizes = [size for part in parts for size in part]
+    if x.target is not aten.repeat.default:
+        return source if shape(source) == sizes else build(aten.reshape.default, source, sizes)
+    once = [p if times == 1 else [1, *p[1:]] for (times, _), p in zip(_repeated(x), parts, strict=True)]
+    own = [size for part in once for size in part]
+    return build(
+        aten.expand.default, source if shape(source) == own else build(aten.reshape.default, source, own), sizes
+    )
+
+
+def _order(node: fx.Node) -> list[int] | None:
+    """For each dim of a transpose's result, the dim that it was; ``None`` for another operator."""
+    rank = len(shape(node)) if node.target in _TRANSPOSES else 0
+    given: Any = node.args[1:]
+    if node.target is aten.permute.default:
+        return [d % rank for d in given[0]]
+    if node.target is aten.transpose.int:
+        order = list(range(rank))
+        a, b = (d % rank for d in given)
+        order[a], order[b] = b, a
+        return order
+    return None
+
+
+def _split(sizes: list[int], into: list[int]) -> list[list[int]] | None:
+    """``into`` as the parts that each of ``sizes`` is split into; ``None`` where some are merged."""
+    parts, rest = [], list(into)
+    for size in sizes:
+        part: list[int] = []
+        product = 1
+        while rest and (product < size or not part):
+            part.append(rest.pop(0))
+            product *= part[-1]
+        if product != size or not part:
+            return None
+        parts.append(part)
+    return parts if not rest else None

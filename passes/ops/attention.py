@@ -1,0 +1,481 @@
+"""Attention within a band of positions, tile by tile, with the logarithms of its sums: what is computed in one place.
+
+A query at position ``i`` sees the keys at ``i - before`` to ``i + after``; ``None`` is no limit. Full attention has no
+limits, causal attention ``after = 0``, a sliding window both. Tiles that are seen whole or up to their diagonal go to
+the device's fused kernel as they are; only those that an end of a window crosses have a mask, of the tile's size.
+
+Tiles of the same queries are brought together by the logarithms of their sums of exponents, which no score overflows
+(Milakov and Gimelshein 2018; Dao et al. 2022): ``out = sum_t out_t * exp(lse_t - lse)``. Backward, each tile gives its
+addend of the gradients from the result and the logarithm of the whole (Liu et al. 2023, ring attention).
+
+Which keys the queries of a band see: tiles of both, on one rank or on ranks that share a sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from passes.ir.collectives import NAMESPACE, _library
+from passes.ir.layouts import shard, shard_slices
+
+aten = torch.ops.aten
+
+_ROWS = 512  # queries of a tile that an end of a window crosses
+
+
+class Band(NamedTuple):
+    """How far a query sees back and ahead; ``None``: as far as there are keys."""
+
+    before: int | None = None
+    after: int | None = None
+
+    @property
+    def is_full(self) -> bool:
+        return self.before is None and self.after is None
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether a query sees all keys up to its own, and none behind."""
+        return self.before is None and self.after == 0
+
+
+class Part(NamedTuple):
+    """Consecutive positions: where they start in the tensor at hand, how many, and where they start in the sequence."""
+
+    start: int
+    length: int
+    place: int
+
+
+class Tile(NamedTuple):
+    """Queries and keys, from and to, by their places in the tensors at hand: ``all`` is seen, or up to the
+    ``diagonal``, or what is within the ``band``. ``offset``: places from the first key to the first query."""
+
+    rows: tuple[int, int]
+    keys: tuple[int, int]
+    kind: Literal["all", "diagonal", "band"]
+    offset: int
+
+
+def parts_of(length: int, num_ranks: int, rank: int, zigzag: bool) -> tuple[Part, ...]:
+    """The positions that ``rank`` has of a sequence of which each rank has ``length``."""
+    slices = shard_slices(shard(0, (), zigzag), length * num_ranks, num_ranks, rank)
+    starts = accumulate((n for _, n in slices), initial=0)
+    return tuple(Part(start, n, place) for start, (place, n) in zip(starts, slices, strict=False))
+
+
+def ring_tiles(
+    queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band, rank: int, step: int
+) -> tuple[Tile, ...]:
+    """What ``rank`` sees of the keys that come from ``step`` ranks before it. ``queries``, ``keys``: of each rank."""
+    own = parts_of(queries, num_ranks, rank, zigzag)
+    return tiles_of(own, parts_of(keys, num_ranks, (rank - step) % num_ranks, zigzag), band)
+
+
+@lru_cache(maxsize=4096)
+def ring_steps(queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band) -> tuple[int, ...]:
+    """From how many ranks before it some rank sees keys, its own first."""
+    seen = [
+        s for s in range(1, num_ranks)
+        if any(ring_tiles(queries, keys, num_ranks, zigzag, band, r, s) for r in range(num_ranks))
+    ]  # fmt: skip
+    return 0, *seen
+
+
+@lru_cache(maxsize=4096)
+def most_pairs(queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band) -> int:
+    """Pairs of a query and a key that it sees, on the rank that has most; ``queries``, ``keys``: of each rank."""
+    before, after = band
+    most = 0
+    for rank in range(num_ranks):
+        pairs = 0
+        for part in parts_of(queries, num_ranks, rank, zigzag):
+            place = np.arange(part.place, part.place + part.length)
+            last = keys * num_ranks - 1
+            ends = np.full_like(place, last) if after is None else np.minimum(place + after, last)
+            starts = np.zeros_like(place) if before is None else np.maximum(place - before, 0)
+            pairs += int(np.maximum(ends - starts + 1, 0).sum())
+        most = max(most, pairs)
+    return most
+
+
+@lru_cache(maxsize=4096)
+def tiles_of(queries: tuple[Part, ...], keys: tuple[Part, ...], band: Band) -> tuple[Tile, ...]:
+    """The tiles that have something to see. Every query of a tile sees some key of it."""
+    found: list[Tile] = []
+    for q in queries:
+        for k in keys:
+            offset = q.place - k.place
+            for rows, columns, kind in _tiles(q.length, k.length, offset, band):
+                tile = Tile(
+                    (q.start + rows[0], q.start + rows[1]),
+                    (k.start + columns[0], k.start + columns[1]),
+                    kind,
+                    offset + rows[0] - columns[0],
+                )
+                if not any(_joined(found, i, tile) for i in range(len(found))):
+                    found.append(tile)
+    return tuple(found)
+
+
+def _joined(found: list[Tile], place: int, tile: Tile) -> bool:
+    """Make one of two tiles that are seen whole and lie side by side, if they do."""
+    other = found[place]
+    if tile.kind != "all" or other.kind != "all":
+        return False
+    for mine, theirs in ((tile.rows, other.rows), (tile.keys, other.keys)):
+        if mine[0] == theirs[1] and (tile.rows == other.rows or tile.keys == other.keys):
+            both = (theirs[0], mine[1])
+            found[place] = other._replace(rows=both) if tile.keys == other.keys else other._replace(keys=both)
+            return True
+    return False
+
+
+_Tile = tuple[tuple[int, int], tuple[int, int], Literal["all", "diagonal", "band"]]
+
+
+def _tiles(num_queries: int, num_keys: int, offset: int, band: Band) -> Iterator[_Tile]:
+    """The tiles where query 0 stands ``offset`` places after key 0."""
+    before, after = band
+    first = 0 if after is None else max(0, -offset - after)
+    last = num_queries if before is None else min(num_queries, num_keys + before - offset)
+    if first >= last:
+        return
+    if after is None and before is None:
+        yield (0, num_queries), (0, num_keys), "all"
+    elif before is None:
+        assert after is not None
+        yield from _causal(first, last, num_keys, first + offset + after)
+    else:
+        yield from _window(first, last, num_keys, offset, before, after)
+
+
+def _causal(first: int, last: int, num_keys: int, shared: int) -> Iterator[_Tile]:
+    """Queries ``first`` to ``last``, of which the first sees the keys up to place ``shared``, the next one more."""
+    shared = min(shared, num_keys)
+    if shared > 0:
+        yield (first, last), (0, shared), "all"
+    square = min(last - first, num_keys - shared)
+    if square > 0:
+        yield (first, first + square), (shared, shared + square), "diagonal"
+        if first + square < last:
+            yield (first + square, last), (shared, num_keys), "all"
+
+
+def _window(first: int, last: int, num_keys: int, offset: int, before: int, after: int | None) -> Iterator[_Tile]:
+    for start in range(first, last, _ROWS):
+        stop = min(start + _ROWS, last)
+        lowest = max(0, start + offset - before)
+        highest = num_keys if after is None else min(num_keys, stop + offset + after)
+        from_all = stop - 1 + offset - before <= lowest
+        to_all = after is None or start + offset + after >= highest - 1
+        yield (start, stop), (lowest, highest), "all" if from_all and to_all else "band"
+
+
+_NARROW = frozenset({torch.float16, torch.bfloat16})
+
+
+@dataclass
+class Attention:
+    """Attention of the queries ``q`` ``[..., heads, queries, d]``, to which keys are given bit by bit.
+
+    ``out`` and ``lse`` are of the keys so far; of narrow types they are held in float32.
+    """
+
+    q: Tensor
+    band: Band
+    scale: float | None
+    width: int  # of a value
+    out: Tensor | None = None
+    lse: Tensor | None = None
+    _seen: list[tuple[int, int]] = field(default_factory=list)
+    _masks: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
+
+    def add(self, tile: Tile, k: Tensor, v: Tensor) -> None:
+        """Let queries see some of the keys ``k`` ``[..., kv heads, keys, d]`` and of the values ``v``."""
+        rows, keys = slice(*tile.rows), slice(*tile.keys)
+        mask = _mask_of(tile, self.band, self.q, self._masks)
+        out, lse = attend(
+            self.q[..., rows, :], k[..., keys, :], v[..., keys, :], tile.kind == "diagonal", mask, self.scale
+        )
+        self._merge(rows, out, lse)
+
+    def _merge(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+        wide = _wide(self.q)
+        if self.out is None and (rows.start, rows.stop) == (0, self.q.shape[-2]):
+            self.out, self.lse = out.to(wide), lse.to(wide)
+        else:
+            self._place(rows, out, lse, *self._held())
+        self._seen.append((rows.start, rows.stop))
+
+    def _held(self) -> tuple[Tensor, Tensor]:
+        if self.out is None or self.lse is None:
+            batch, heads, length, _ = self.q.shape
+            self.out = self.q.new_zeros((batch, length, heads, self.width), dtype=_wide(self.q)).transpose(1, 2)
+            self.lse = self.q.new_full(self.q.shape[:-1], -math.inf, dtype=_wide(self.q))
+        return self.out, self.lse
+
+    def _place(self, rows: slice, out: Tensor, lse: Tensor, all_out: Tensor, all_lse: Tensor) -> None:
+        if any(start < rows.stop and rows.start < stop for start, stop in self._seen):
+            before = all_lse[..., rows]
+            both = torch.logaddexp(before, lse)
+            kept = all_out[..., rows, :].mul_((before - both).exp_().unsqueeze(-1))
+            kept.add_(out * (lse - both).exp_().unsqueeze(-1))
+            all_lse[..., rows] = both
+        else:
+            all_out[..., rows, :] = out
+            all_lse[..., rows] = lse
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """The whole attention in the queries' type, and the logarithms of its sums."""
+        out, lse = self._held()
+        return by_position(out.to(self.q.dtype)), lse
+
+
+@dataclass
+class Gradients:
+    """The gradients of an attention whose result ``out`` and sums ``lse`` are of all keys; ``of_q`` grows."""
+
+    grad: Tensor
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+    band: Band
+    scale: float | None
+    of_q: Tensor = field(init=False)
+    _masks: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.of_q = torch.zeros_like(self.q, dtype=_wide(self.q))
+
+    def add(self, tile: Tile, k: Tensor, v: Tensor, of_k: Tensor, of_v: Tensor) -> None:
+        """Add what the queries of a tile give to the gradients of its keys and values, and these to theirs."""
+        rows, keys = slice(*tile.rows), slice(*tile.keys)
+        found = attend_backward(
+            self.grad[..., rows, :],
+            self.q[..., rows, :],
+            k[..., keys, :],
+            v[..., keys, :],
+            self.out[..., rows, :],
+            self.lse[..., rows],
+            tile.kind == "diagonal",
+            _mask_of(tile, self.band, self.q, self._masks),
+            self.scale,
+        )
+        self.of_q[..., rows, :] += found[0]
+        of_k[..., keys, :] += found[1]
+        of_v[..., keys, :] += found[2]
+
+
+_Masks = dict[tuple[int, int, int], Tensor]
+
+
+def _mask_of(tile: Tile, band: Band, q: Tensor, made: _Masks) -> Tensor | None:
+    """The mask of a tile; one serves all of the same size and offset."""
+    if tile.kind != "band":
+        return None
+    key = (tile.rows[1] - tile.rows[0], tile.keys[1] - tile.keys[0], tile.offset)
+    if key not in made:
+        made[key] = band_mask(*key, band, q)
+    return made[key]
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """The type in which addends of ``x``'s type are added up."""
+    return torch.float32 if x.dtype in _NARROW else x.dtype
+
+
+def band_mask(num_queries: int, num_keys: int, offset: int, band: Band, like: Tensor) -> Tensor:
+    """What is added to the scores of a tile: 0 within the band, else minus infinity."""
+    distance = torch.arange(num_queries, device=like.device).unsqueeze(1) + offset
+    distance = distance - torch.arange(num_keys, device=like.device)
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    if band.before is not None:
+        hidden |= distance > band.before
+    if band.after is not None:
+        hidden |= distance < -band.after
+    return like.new_zeros(()).masked_fill(hidden, -math.inf)
+
+
+# One tile on one device. Tensors are [batch, heads, positions, d]; with fewer heads of keys than of queries, several
+# query heads share one.
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, diagonal: bool, mask: Tensor | None, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """The result and the logarithms of the sums of exponents of one tile."""
+    if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, diagonal, attn_mask=mask, scale=scale)
+        return out, lse
+    if _has_flash(q, v, mask):
+        k, v = _for_flash(k, q), _for_flash(v, q)
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, diagonal, False, scale=scale)
+        return out, lse[..., : q.shape[-2]]
+    scores = _scores(q, _repeated(k, q), diagonal, mask, scale)
+    lse = scores.logsumexp(-1)
+    return (scores - lse.unsqueeze(-1)).exp_().to(v.dtype) @ _repeated(v, q), lse
+
+
+def attend_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    diagonal: bool,
+    mask: Tensor | None,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of queries, keys and values through one tile; ``out`` and ``lse`` are those of all tiles."""
+    if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
+        of_q, of_k, of_v = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, diagonal, attn_mask=mask, scale=scale
+        )
+    elif _has_flash(q, v, mask):
+        keys, values = _for_flash(k, q), _for_flash(v, q)
+        state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        of_q, of_k, of_v = aten._scaled_dot_product_flash_attention_backward(
+            grad, q, keys, values, out, lse.contiguous(), None, None, q.shape[-2], k.shape[-2], 0.0, diagonal, state,
+            state[:0], scale=scale,
+        )  # fmt: skip
+    else:
+        keys, values = _repeated(k, q), _repeated(v, q)
+        factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+        weights = (_scores(q, keys, diagonal, mask, scale) - lse.unsqueeze(-1)).exp_()
+        of_v = weights.transpose(-2, -1).to(grad.dtype) @ grad
+        inner = (grad * out).sum(-1, keepdim=True, dtype=weights.dtype)
+        of_scores = (weights * (grad @ values.transpose(-2, -1) - inner) * factor).to(q.dtype)
+        of_q, of_k = of_scores @ keys, of_scores.transpose(-2, -1) @ q
+    return of_q, _summed(of_k, k), _summed(of_v, v)
+
+
+def _has_flash(q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+    width = q.shape[-1]
+    return (
+        q.is_cuda
+        and q.dtype in _NARROW
+        and mask is None
+        and width == v.shape[-1]
+        and width % 8 == 0
+        and width <= 256
+        and torch.cuda.get_device_capability(q.device) >= (8, 0)  # torch's kernel is for Ampere and later
+    )
+
+
+def _scores(q: Tensor, k: Tensor, diagonal: bool, mask: Tensor | None, scale: float | None) -> Tensor:
+    factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scores = (q @ k.transpose(-2, -1)).to(_wide(q)) * factor
+    if diagonal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        return scores.masked_fill_(hidden, -math.inf)
+    return scores if mask is None else scores + mask
+
+
+def _repeated(x: Tensor, q: Tensor) -> Tensor:
+    """Keys or values with a head for each head of queries."""
+    if x.dim() < 3 or x.shape[-3] == q.shape[-3]:
+        return x
+    return x.repeat_interleave(q.shape[-3] // x.shape[-3], -3)
+
+
+def _for_flash(x: Tensor, q: Tensor) -> Tensor:
+    """Keys or values as the device's fused kernel takes them: that of CUDA shares a head among several of queries."""
+    return x if torch.version.hip is None else _repeated(x, q)
+
+
+def _summed(gradient: Tensor, x: Tensor) -> Tensor:
+    """The inverse for gradients: one for each head of ``x``."""
+    if gradient.shape == x.shape:
+        return gradient
+    heads = x.shape[-3]
+    summed: Tensor = gradient.unflatten(-3, (heads, gradient.shape[-3] // heads)).sum(-3)
+    return summed
+
+
+# The operator: one place has all queries, keys and values. -1 is no limit.
+def band_attention(
+    q: Tensor, k: Tensor, v: Tensor, before: int, after: int, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention within a band: q ``[b, h, s, d]``, k and v ``[b, kv, t, d]``; the result and ``lse`` ``[b, h, s]``."""
+    attention = Attention(q, band_of(before, after), scale, v.shape[-1])
+    for tile in tiles_of((Part(0, q.shape[-2], 0),), (Part(0, k.shape[-2], 0),), attention.band):
+        attention.add(tile, k, v)
+    return attention.result()
+
+
+def band_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, before: int, after: int,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of queries, keys and values."""
+    found = Gradients(grad, q, out, lse, band_of(before, after), scale)
+    of_k, of_v = (torch.zeros_like(x, dtype=found.of_q.dtype) for x in (k, v))
+    for tile in tiles_of((Part(0, q.shape[-2], 0),), (Part(0, k.shape[-2], 0),), found.band):
+        found.add(tile, k, v, of_k, of_v)
+    return by_position(found.of_q.to(q.dtype)), by_position(of_k.to(k.dtype)), by_position(of_v.to(v.dtype))
+
+
+def by_position(x: Tensor) -> Tensor:
+    """``x`` ``[b, h, s, d]`` in memory as ``[b, s, h, d]``: heads are then joined without a copy."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def empty_by_position(like: Tensor, width: int) -> Tensor:
+    """A tensor of that form, of the shape of ``like`` but for its last dim."""
+    batch, heads, length, _ = like.shape
+    return like.new_empty((batch, length, heads, width)).transpose(1, 2)
+
+
+def band_of(before: int, after: int) -> Band:
+    return Band(None if before < 0 else before, None if after < 0 else after)
+
+
+def limits_of(band: Band) -> tuple[int, int]:
+    """The inverse of :func:`band_of`."""
+    return -1 if band.before is None else band.before, -1 if band.after is None else band.after
+
+
+def _empty_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return empty_by_position(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=_wide(q))
+
+
+def _empty_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(empty_by_position(x, x.shape[-1]) for x in (q, k, v))  # type: ignore[return-value]
+
+
+_library.define("band_attention(Tensor q, Tensor k, Tensor v, int before, int after, float? scale) -> (Tensor, Tensor)")
+
+_library.define(
+    "band_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, int before, int after, "
+    "float? scale) -> (Tensor, Tensor, Tensor)"
+)
+for _device in ("CPU", "CUDA"):
+    _library.impl("band_attention", band_attention, _device)
+    _library.impl("band_attention_backward", band_attention_backward, _device)
+torch.library.register_fake(f"{NAMESPACE}::band_attention", _empty_results, lib=_library)
+torch.library.register_fake(f"{NAMESPACE}::band_attention_backward", _empty_gradients, lib=_library)
+ops = torch.ops.partition
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:3], *output)
+    ctx.set_materialize_grads(False)
+    ctx.kept = inputs[3:]
+
+
+def _backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
+    if grad is None:
+        return (None,) * 6
+    return *ops.band_attention_backward(grad, *ctx.saved_tensors, *ctx.kept), None, None, None
+
+
+torch.library.register_autograd(f"{NAMESPACE}::band_attention", _backward, setup_context=_setup, lib=_library)

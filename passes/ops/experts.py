@@ -1,0 +1,295 @@
+"""Products of rows with the matrix of their expert, as one operator on rows in any order.
+
+Models sort the rows by expert, multiply group by group and sort back. Sorted rows of a whole batch cannot be sharded,
+rows in their own order can: that is the form that the rules see, and the sorting is within the operator.
+``passes/experts/sorted_rows.py`` rewrites the one into the other.
+
+Grouped matrix products: rows sorted by expert, each expert's rows times its own matrix.
+
+``sort_experts`` computes the order, ``sort_rows`` and ``unsort_rows`` apply and undo it (each is the gradient of the
+other), ``grouped_mm`` multiplies. The gradients of ``grouped_mm`` are ``grouped_mm`` itself (for the rows) and
+``grouped_mm_weight`` (for the weight).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
+
+from passes.ir.collectives import NAMESPACE, _library
+
+_ALIGNED_BYTES = 16  # torch._grouped_mm requires strides that are multiples of this
+
+_KERNELS = {
+    "cpu": frozenset((torch.float32, torch.bfloat16, torch.float16)),
+    "cuda": frozenset((torch.bfloat16,)),
+}
+
+
+def sort_experts(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Sort rows by expert, stably. ``expert`` ``[t]`` has the expert number of each row.
+
+    Returns the order ``[t]`` (int64 row indices) and the end of each expert's rows in that order, ``[num_experts]``
+    (int32). Rows whose number is outside ``[0, num_experts)`` come last.
+    """
+    others = (expert < 0) | (expert >= num_experts)
+    experts, order = expert.masked_fill(others, num_experts).sort(stable=True)
+    ends = torch.searchsorted(experts, torch.arange(num_experts, device=expert.device, dtype=experts.dtype), right=True)
+    return order, ends.to(torch.int32)
+
+
+def sort_rows(x: Tensor, order: Tensor) -> Tensor:
+    """``x[order]`` for rows ``x`` ``[t, ...]`` and a permutation ``order`` ``[t]``."""
+    return x.index_select(0, order)
+
+
+def unsort_rows(x: Tensor, order: Tensor) -> Tensor:
+    """Inverse of :func:`sort_rows`: move the sorted rows ``x`` ``[t, ...]`` back to their original positions."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format).index_copy_(0, order, x)
+
+
+def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Multiply the rows of expert ``i``, ``rows[ends[i - 1]:ends[i]]``, by its matrix ``weight[i]``.
+
+    ``rows`` ``[t, k]``, ``weight`` ``[e, k, n]``, ``ends`` ``[e]``; returns ``[t, n]``, with zeros behind the last end.
+    """
+    if _has_kernel(rows, weight):
+        made = torch._grouped_mm(rows.contiguous(), weight, offs=ends)
+        if made.is_cuda:
+            return made.masked_fill_((torch.arange(len(rows), device=rows.device) >= ends[-1]).unsqueeze(1), 0)
+    else:
+        made = rows.new_empty(len(rows), weight.shape[2])
+        for e, (start, end) in enumerate(_groups(ends)):
+            torch.mm(rows[start:end], weight[e], out=made[start:end])
+    made[int(ends[-1]) :].zero_()
+    return made
+
+
+def grouped_mm_weight(rows: Tensor, grads: Tensor, ends: Tensor) -> Tensor:
+    """The gradient of ``weight`` ``[e, k, n]``: for each expert, the sum of its rows' ``outer(rows[i], grads[i])``."""
+    if _has_kernel(rows, grads):
+        return torch._grouped_mm(rows.contiguous().t(), grads.contiguous(), offs=ends)
+    made = rows.new_empty(len(ends), rows.shape[1], grads.shape[1])
+    for e, (start, end) in enumerate(_groups(ends)):
+        torch.mm(rows[start:end].t(), grads[start:end], out=made[e])
+    return made
+
+
+def add_weight_gradient(total: Tensor, rows: Tensor, grads: Tensor, ends: Tensor, fresh: bool) -> None:
+    """Add the result of :func:`grouped_mm_weight` to ``total`` ``[e, k, n]`` in place, without a temporary tensor.
+
+    ``fresh``: overwrite ``total`` instead.
+    """
+    for e, (start, end) in enumerate(_groups(ends)):
+        if fresh:
+            torch.mm(rows[start:end].t(), grads[start:end], out=total[e])
+        else:
+            total[e].addmm_(rows[start:end].t(), grads[start:end])
+
+
+def _has_kernel(a: Tensor, b: Tensor) -> bool:
+    sizes = (a.shape[-1], b.shape[-1])
+    known = a.dtype == b.dtype and a.dtype in _KERNELS.get(a.device.type, ())
+    return known and all(s * a.itemsize % _ALIGNED_BYTES == 0 for s in sizes)
+
+
+def _groups(ends: Tensor) -> list[tuple[int, int]]:
+    borders = [0, *ends.tolist()]
+    return list(pairwise(borders))
+
+
+# --- operators --------------------------------------------------------------------------------------------------------
+ops = torch.ops.partition
+
+
+def _fake_order(expert: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(expert, dtype=torch.int64), expert.new_empty(num_experts, dtype=torch.int32)
+
+
+def _fake_moved(x: Tensor, order: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _fake_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[2])
+
+
+def _fake_grouped_weight(rows: Tensor, grads: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(ends.shape[0], rows.shape[1], grads.shape[1])
+
+
+_OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "sort_experts(Tensor expert, int num_experts) -> (Tensor, Tensor)": (sort_experts, _fake_order),
+    "sort_rows(Tensor x, Tensor order) -> Tensor": (sort_rows, _fake_moved),
+    "unsort_rows(Tensor x, Tensor order) -> Tensor": (unsort_rows, _fake_moved),
+    "grouped_mm(Tensor rows, Tensor weight, Tensor ends) -> Tensor": (grouped_mm, _fake_product),
+    "grouped_mm_weight(Tensor rows, Tensor grads, Tensor ends) -> Tensor": (grouped_mm_weight, _fake_grouped_weight),
+}
+for _schema, (_kernel, _fake) in _OPERATORS.items():
+    _name = _schema.partition("(")[0]
+    _library.define(_schema)
+    for _device in ("CPU", "CUDA"):
+        _library.impl(_name, _kernel, _device)
+    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
+
+
+def _keep_order(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def _unsorted(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return ops.unsort_rows(grad, *ctx.saved_tensors), None
+
+
+def _sorted(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return ops.sort_rows(grad, *ctx.saved_tensors), None
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _product_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    rows, weight, ends = ctx.saved_tensors
+    of_rows = ops.grouped_mm(grad, weight.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
+    of_weight = ops.grouped_mm_weight(rows, grad, ends) if ctx.needs_input_grad[1] else None
+    return of_rows, of_weight, None
+
+
+torch.library.register_autograd(f"{NAMESPACE}::sort_rows", _unsorted, setup_context=_keep_order, lib=_library)
+
+torch.library.register_autograd(f"{NAMESPACE}::unsort_rows", _sorted, setup_context=_keep_order, lib=_library)
+torch.library.register_autograd(f"{NAMESPACE}::grouped_mm", _product_backward, setup_context=_keep, lib=_library)
+
+
+def expert_mm(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
+    """``x[i] @ weight[expert[i]]``: x ``[t, k]``, weight ``[e, k, n]``, expert ``[t]``; result ``[t, n]``.
+
+    The result is zero for rows whose expert is none of the e.
+    """
+    order, ends = sort_experts(expert, weight.shape[0])
+    return unsort_rows(grouped_mm(sort_rows(x, order), weight, ends), order)
+
+
+def expert_mm_weight(x: Tensor, grad: Tensor, expert: Tensor, num_experts: int) -> Tensor:
+    """The gradient of ``weight``: for each expert, the sum of ``outer(x[i], grad[i])`` over its rows, ``[e, k, n]``."""
+    order, ends = sort_experts(expert, num_experts)
+    return grouped_mm_weight(sort_rows(x, order), sort_rows(grad, order), ends)
+
+
+_PRODUCTS_BY_GROUP = (torch._grouped_mm, getattr(torch.nn.functional, "grouped_mm", None))  # the latter since 2.10
+
+
+class _Grouped(TorchFunctionMode):
+    """Grouped products as products by expert: of the former, torch traces those of bfloat16 alone."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        made = _of_rows(*args, **kwargs) if func in _PRODUCTS_BY_GROUP else None
+        return func(*args, **kwargs) if made is None else made
+
+
+def _of_rows(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None = None, **options: Any) -> Tensor | None:
+    """``torch.nn.functional.grouped_mm`` of sorted rows, or of matrices one by one; ``None``: another of its forms."""
+    if mat_a.dtype != mat_b.dtype or any(options.get(name) is not None for name in ("bias", "out_dtype")):
+        return None
+    if mat_a.dim() == mat_b.dim() == 3 and offs is None:
+        return torch.bmm(mat_a, mat_b)
+    if mat_a.dim() != 2 or mat_b.dim() != 3 or offs is None:
+        return None
+    rows = torch.arange(mat_a.shape[0], device=offs.device)
+    made: Tensor = ops.expert_mm(mat_a, mat_b, torch.searchsorted(offs, rows, right=True))
+    return made
+
+
+@contextmanager
+def grouped_traced() -> Iterator[None]:
+    """Inside, torch's grouped products of any floating type can be traced."""
+    with _Grouped():
+        yield
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """A product of rows, sorted by expert, with their groups: whether these are told by their ends or their sizes, and
+    whether a weight is ``[e, n, k]`` instead of ``[e, k, n]``. Its operands are rows, weight and groups."""
+
+    groups: Literal["ends", "sizes"] = "ends"
+    transposed: bool = False
+
+
+_grouped: dict[str, Grouped] = {"aten::_grouped_mm": Grouped(), "transformers::grouped_mm_fallback": Grouped()}
+
+
+def by_group(name: str, groups: Literal["ends", "sizes"] = "ends", transposed: bool = False) -> None:
+    """Say that the operator ``name`` (``namespace::name``) multiplies rows, sorted by expert, with their experts'
+    matrices: ``(rows [t, k], weight [e, k, n], groups [e]) -> [t, n]``. See :class:`Grouped`.
+
+    Where the sorting is seen in the graph it is undone, and ``partition::expert_mm`` takes the operator's place.
+    """
+    _grouped[name] = Grouped(groups, transposed)
+
+
+def grouped(target: Any) -> Grouped | None:
+    """What is known of an operator as a product by group."""
+    return _grouped.get(target._schema.name) if isinstance(target, torch._ops.OpOverload) else None
+
+
+def by_expert(target: torch._ops.OpOverload, rows: int = 0, weight: int = 1, expert: int = 2) -> None:
+    """Say that an operator works on each row with what its expert has, and where among its arguments the rows
+    ``[t, ...]``, the experts' weights ``[e, ...]`` and the expert ``[t]`` of each row are: experts may then be spread
+    over ranks. How it may be sharded otherwise, :func:`passes.rules.rule` says.
+    """
+    _products[target] = lambda node: (node.args[rows], node.args[weight], node.args[expert])  # type: ignore
+
+
+def row_products() -> Mapping[Any, Callable[[fx.Node], tuple[fx.Node, fx.Node, fx.Node]]]:
+    """The operators that multiply rows with the matrix of their expert, with their rows, weight and experts."""
+    return _products
+
+
+_library.define("expert_mm(Tensor x, Tensor weight, Tensor expert) -> Tensor")
+
+_library.define("expert_mm_weight(Tensor x, Tensor grad, Tensor expert, int num_experts) -> Tensor")
+for _device in ("CPU", "CUDA"):
+    _library.impl("expert_mm", expert_mm, _device)
+    _library.impl("expert_mm_weight", expert_mm_weight, _device)
+_products: dict[Any, Callable[[fx.Node], tuple[fx.Node, fx.Node, fx.Node]]] = {
+    ops.expert_mm.default: lambda node: node.args[:3]  # type: ignore[dict-item,return-value]
+}
+
+
+def _fake_expert_mm(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+def _fake_weight(x: Tensor, grad: Tensor, expert: Tensor, num_experts: int) -> Tensor:
+    return x.new_empty(num_experts, x.shape[1], grad.shape[1])
+
+
+torch.library.register_fake(f"{NAMESPACE}::expert_mm", _fake_expert_mm, lib=_library)
+
+torch.library.register_fake(f"{NAMESPACE}::expert_mm_weight", _fake_weight, lib=_library)
+
+
+def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    x, weight, expert = ctx.saved_tensors
+    of_x = ops.expert_mm(grad, weight.transpose(1, 2), expert) if ctx.needs_input_grad[0] else None
+    of_weight = ops.expert_mm_weight(x, grad, expert, weight.shape[0]) if ctx.needs_input_grad[1] else None
+    return of_x, of_weight, None
+
+
+torch.library.register_autograd(f"{NAMESPACE}::expert_mm", _backward, setup_context=_setup, lib=_library)

@@ -1,0 +1,174 @@
+"""Fake quantisation, for quantisation-aware training, as plain operators: for plans and for the reference.
+
+``y = (clamp(round(x / scale) + zero_point) - zero_point) * scale``. The gradient passes straight through where nothing
+is clamped; scales and zero points that are learned have that of "Learned step size quantization" (Esser et al., 2020),
+as torch's operators define it. Torch's kernels compute in float32 even on float64, so that the reference runs these
+formulas, too. A formula is computed by whatever runs operators, on tensors or on a graph's nodes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx
+
+from passes.errors import UnsupportedError
+from passes.ir.rewrite import Builder, Rule
+from passes.ops.random import sizes_of
+
+aten = torch.ops.aten
+
+Run = Callable[..., Any]  # (operator, *its arguments) -> its result
+
+
+def per_tensor(run: Run, x: Any, scale: Any, zero_point: Any, quant_min: int, quant_max: int) -> Any:
+    """One scale and zero point for all elements, numbers or tensors."""
+    return _quantized(run, x, scale, zero_point, quant_min, quant_max)
+
+
+def per_channel(run: Run, x: Any, scale: Any, zero_point: Any, axis: int, quant_min: int, quant_max: int) -> Any:
+    """A scale and a zero point for each place of a dim."""
+    scale, zero_point = (_aligned(run, p, x, axis) for p in (scale, zero_point))
+    return _quantized(run, x, scale, zero_point, quant_min, quant_max)
+
+
+def learnable_per_tensor(
+    run: Run, x: Any, scale: Any, zero_point: Any, quant_min: int, quant_max: int, grad_factor: float = 1.0
+) -> Any:
+    return _learnable(run, x, scale, zero_point, quant_min, quant_max, grad_factor)
+
+
+def learnable_per_channel(
+    run: Run, x: Any, scale: Any, zero_point: Any, axis: int, quant_min: int, quant_max: int, grad_factor: float = 1.0
+) -> Any:
+    scale, zero_point = (_aligned(run, p, x, axis) for p in (scale, zero_point))
+    return _learnable(run, x, scale, zero_point, quant_min, quant_max, grad_factor)
+
+
+def _aligned(run: Run, parameter: Any, x: Any, axis: int) -> Any:
+    """A parameter for each place of a dim of ``x``, to be broadcast."""
+    dims = [1] * len(sizes_of(x))
+    dims[axis] = sizes_of(parameter)[0]
+    return run(aten.reshape.default, parameter, dims)
+
+
+def _quantized(run: Run, x: Any, scale: Any, zero_point: Any, low: int, high: int) -> Any:
+    fixed = run(aten.detach.default, x)
+    if isinstance(scale, Tensor | fx.Node):
+        scale = run(aten.detach.default, scale)
+        inverse = run(aten.reciprocal.default, scale)
+    else:  # a number, which torch's kernels round to float32
+        rounded = torch.tensor(scale, dtype=torch.float32)
+        scale, inverse = rounded.item(), rounded.reciprocal().item()
+    scaled = run(aten.mul.Tensor, fixed, inverse)
+    if isinstance(zero_point, Tensor | fx.Node):
+        zero_point = run(aten.detach.default, zero_point)
+        if _type_of(zero_point).is_floating_point:  # not rounded by itself
+            places = run(aten.round.default, run(aten.add.Tensor, scaled, zero_point))
+            return _straight_through(run, x, fixed, places, scale, zero_point, low, high)
+    places = run(aten.add.Tensor, run(aten.round.default, scaled), zero_point)
+    return _straight_through(run, x, fixed, places, scale, zero_point, low, high)
+
+
+def _straight_through(
+    run: Run, x: Any, fixed: Any, places: Any, scale: Any, zero_point: Any, low: int, high: int
+) -> Any:
+    """What the places on the grid stand for, with the gradient of ``x`` where they are on it."""
+    clamped = run(aten.clamp.default, places, low, high)
+    value = run(aten.mul.Tensor, run(aten.sub.Tensor, clamped, zero_point), scale)
+    change = run(aten.mul.Tensor, run(aten.sub.Tensor, x, fixed), run(aten.eq.Tensor, clamped, places))
+    return run(aten.add.Tensor, value, change)
+
+
+def _learnable(run: Run, x: Any, scale: Any, zero_point: Any, low: int, high: int, factor: float) -> Any:
+    fixed, scale_now, zero_now = (run(aten.detach.default, v) for v in (x, scale, zero_point))
+    zero = run(aten.clamp.default, run(aten.round.default, zero_now), low, high)
+    scaled = run(aten.mul.Tensor, fixed, run(aten.reciprocal.default, scale_now))
+    places = run(aten.clamp.default, run(aten.add.Tensor, run(aten.round.default, scaled), zero), low, high)
+    value = run(aten.mul.Tensor, run(aten.sub.Tensor, places, zero), scale_now)
+    # Backward rounds what forward has shifted: the two differ half way between two places.
+    places = run(aten.round.default, run(aten.add.Tensor, scaled, zero))
+    clamped = run(aten.clamp.default, places, low, high)
+    inside = run(aten.eq.Tensor, clamped, places)
+    level = run(aten.sub.Tensor, clamped, zero)
+    error = run(aten.sub.Tensor, level, run(aten.div.Tensor, fixed, scale_now))
+    of_scale = run(aten.mul.Tensor, run(aten.where.self, inside, error, level), factor)
+    of_zero = run(aten.where.ScalarSelf, inside, 0.0, run(aten.neg.default, run(aten.mul.Tensor, scale_now, factor)))
+    for parameter, now, slope in ((x, fixed, inside), (scale, scale_now, of_scale), (zero_point, zero_now, of_zero)):
+        change = run(aten.sub.Tensor, parameter, now)
+        value = run(aten.add.Tensor, value, run(aten.mul.Tensor, change, slope))
+    return value
+
+
+def _type_of(value: Tensor | fx.Node) -> torch.dtype:
+    tensor: Tensor = value.meta["val"] if isinstance(value, fx.Node) else value
+    return tensor.dtype
+
+
+# By the names of torch's functions.
+FORMULAS: dict[str, Callable[..., Any]] = {
+    "fake_quantize_per_tensor_affine": per_tensor,
+    "fake_quantize_per_channel_affine": per_channel,
+    "_fake_quantize_learnable_per_tensor_affine": learnable_per_tensor,
+    "_fake_quantize_learnable_per_channel_affine": learnable_per_channel,
+}
+
+
+def _rule(formula: Callable[..., Any]) -> Rule:
+    def rule(build: Builder, *args: Any, **kwargs: Any) -> Any:
+        return formula(build, *args, **kwargs)
+
+    return rule
+
+
+QUANTIZED: dict[Any, Rule] = {
+    aten.fake_quantize_per_tensor_affine.default: _rule(per_tensor),
+    aten.fake_quantize_per_tensor_affine.tensor_qparams: _rule(per_tensor),
+    aten.fake_quantize_per_channel_affine.default: _rule(per_channel),
+    aten._fake_quantize_learnable_per_tensor_affine.default: _rule(learnable_per_tensor),
+    aten._fake_quantize_learnable_per_channel_affine.default: _rule(learnable_per_channel),
+}
+
+
+@contextlib.contextmanager
+def fused_quantizers_traced(line_now: Callable[[], str] = lambda: "") -> Iterator[None]:
+    """Inside, quantisers that could observe at the same time only quantise. ``line_now``: where forward is.
+
+    Raises :class:`UnsupportedError` where one observes.
+    """
+
+    def quantize(
+        x: Tensor,
+        observer_on: Tensor,
+        fake_quant_on: Tensor,
+        running_min: Tensor,
+        running_max: Tensor,
+        scale: Tensor,
+        zero_point: Tensor,
+        averaging_const: float,
+        quant_min: int,
+        quant_max: int,
+        ch_axis: int,
+        per_row_fake_quant: bool = False,
+        symmetric_quant: bool = False,
+    ) -> Tensor:
+        if bool(observer_on[0] == 1):
+            raise UnsupportedError(f"forward observes what it quantises{line_now()}, which {OBSERVERS_OFF}")
+        if not bool(fake_quant_on[0] == 1):
+            return x
+        if per_row_fake_quant:
+            return torch.fake_quantize_per_channel_affine(x, scale, zero_point, ch_axis, quant_min, quant_max)
+        return torch.fake_quantize_per_tensor_affine(x, scale, zero_point, quant_min, quant_max)
+
+    with mock.patch.object(torch, "fused_moving_avg_obs_fake_quant", quantize):
+        yield
+
+
+OBSERVERS_OFF = (
+    "makes scales of numbers that it has seen; expected observers that are off: let them see data in one process, then "
+    "call model.apply(torch.ao.quantization.disable_observer)"
+)

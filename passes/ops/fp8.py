@@ -1,0 +1,224 @@
+"""Products with weights in 8 bits: operands in ``float8_e4m3fn``, gradients in ``float8_e5m2``.
+
+Requires: local blocks, after the last :func:`passes.shard.shard_block.fuse_bias`. Provides: ``partition::linear_fp8``
+in place of ``linear``, ``mm``, ``matmul`` and ``addmm`` with a state of two dims, where kernels take it (:func:`fits`,
+by which the planner prices them, too). Each tensor is scaled by its own largest number, found anew every time
+(Micikevicius et al. 2022, FP8 formats for deep learning), and what comes out is in the type that it had. What is not
+finite stays so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes.ir.collectives import NAMESPACE, _library
+from passes.ir.model import Block
+
+aten = torch.ops.aten
+
+ALIGNED = 16  # rows and columns of both operands of a product, of which the kernels take multiples
+_NUMBERS, _GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
+_SHORT = (torch.bfloat16, torch.float16)
+_LEAST = 1e-30  # of a largest number: tensors of zeros have a scale too
+
+
+def _scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """``x`` in 8 bits, and the number that it was divided by. It is scaled in its own type, in which the largest is
+    near enough to the largest of ``dtype`` to be rounded to it."""
+    largest = torch.linalg.vector_norm(x, math.inf, dtype=torch.float32)
+    scale = largest.clamp(min=_LEAST) / torch.finfo(dtype).max
+    return (x * scale.reciprocal()).to(dtype), scale
+
+
+def _product(
+    left: Tensor,
+    right: Tensor,
+    kinds: tuple[torch.dtype, torch.dtype],
+    *,
+    exact: bool,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """``left @ right.T``, both in rows of what is added up. ``exact``: sums in full float32, as gradients want them."""
+    a, of_a = _scaled(left, kinds[0])
+    b, of_b = _scaled(right, kinds[1])
+    product: Tensor = torch._scaled_mm(
+        a.contiguous(), b.contiguous().t(), of_a, of_b, bias=bias, out_dtype=left.dtype, use_fast_accum=not exact
+    )
+    return product
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def linear_fp8(x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False) -> Tensor:
+    """``x @ weight.T + bias``, with ``x[..., in]`` and ``weight[out, in]`` rounded to 8 bits; ``transposed``:
+    ``x @ weight + bias``, with ``weight[in, out]``."""
+    rows = weight.t() if transposed else weight
+    product = _product(_rows(x), rows, (_NUMBERS, _NUMBERS), exact=False, bias=bias)
+    return product.view(*x.shape[:-1], rows.shape[0])
+
+
+def linear_fp8_input(grad: Tensor, weight: Tensor, transposed: bool = False) -> Tensor:
+    """The gradient of ``x``."""
+    rows = weight if transposed else weight.t()
+    product = _product(_rows(grad), rows, (_GRADIENTS, _NUMBERS), exact=True)
+    return product.view(*grad.shape[:-1], rows.shape[0])
+
+
+def linear_fp8_weight(grad: Tensor, x: Tensor, transposed: bool = False) -> Tensor:
+    """The gradient of ``weight``."""
+    if transposed:
+        return _product(_rows(x).t(), _rows(grad).t(), (_NUMBERS, _GRADIENTS), exact=True)
+    return _product(_rows(grad).t(), _rows(x).t(), (_GRADIENTS, _NUMBERS), exact=True)
+
+
+_library.define("linear_fp8(Tensor x, Tensor weight, Tensor? bias=None, bool transposed=False) -> Tensor")
+
+_library.define("linear_fp8_input(Tensor grad, Tensor weight, bool transposed=False) -> Tensor")
+_library.define("linear_fp8_weight(Tensor grad, Tensor x, bool transposed=False) -> Tensor")
+for _device in ("CPU", "CUDA"):
+    for _function in (linear_fp8, linear_fp8_input, linear_fp8_weight):
+        _library.impl(_function.__name__, _function, _device)
+ops = torch.ops.partition
+
+
+def _empty(x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[1 if transposed else 0])
+
+
+def _empty_input(grad: Tensor, weight: Tensor, transposed: bool = False) -> Tensor:
+    return grad.new_empty(*grad.shape[:-1], weight.shape[0 if transposed else 1])
+
+
+def _empty_weight(grad: Tensor, x: Tensor, transposed: bool = False) -> Tensor:
+    out, inner = grad.shape[-1], x.shape[-1]
+    return grad.new_empty(inner, out) if transposed else grad.new_empty(out, inner)
+
+
+for _name, _fake in (("", _empty), ("_input", _empty_input), ("_weight", _empty_weight)):
+    torch.library.register_fake(f"{NAMESPACE}::linear_fp8{_name}", _fake, lib=_library)
+
+
+def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None, bool], output: Tensor) -> None:
+    x, weight, _, ctx.transposed = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (x, weight), needed = ctx.saved_tensors, ctx.needs_input_grad  # of what was given, without what is as by default
+    of_x = ops.linear_fp8_input(grad, weight, ctx.transposed) if needed[0] else None
+    of_weight = ops.linear_fp8_weight(grad, x, ctx.transposed) if needed[1] else None
+    of_bias = _rows(grad).sum(0) if any(needed[2:]) else None
+    return (of_x, of_weight, of_bias, None)[: len(needed)]
+
+
+torch.library.register_autograd(f"{NAMESPACE}::linear_fp8", _backward, setup_context=_setup, lib=_library)
+
+
+@dataclass(frozen=True)
+class Product:
+    """``x`` times a state of two dims or a view of one; ``transposed``: ``x @ weight`` rather than ``x @ weight.T``."""
+
+    x: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    transposed: bool
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Rows of ``x``, of what is added up, and of the result."""
+        x, weight = self.x.meta["val"], self.weight.meta["val"]
+        inner, out = weight.shape if self.transposed else reversed(weight.shape)
+        return x.numel() // max(1, x.shape[-1]), inner, out
+
+
+# The places of activations, weight and bias among the operands, and whether the weight is [in, out].
+_PLACES: dict[Any, tuple[int, int, int, bool]] = {
+    aten.linear.default: (0, 1, 2, False),
+    aten.mm.default: (0, 1, 2, True),
+    aten.matmul.default: (0, 1, 2, True),
+    aten.addmm.default: (1, 2, 0, True),
+}
+
+
+def product_of(node: fx.Node, states: Collection[str]) -> Product | None:
+    """What ``node`` multiplies, if it is a product that there is an operator in 8 bits for, whatever its sizes."""
+    if node.target not in _PLACES or node.kwargs:  # addmm's alpha and beta
+        return None
+    *places, transposed = _PLACES[node.target]
+    x, weight, bias = (node.args[place] if place < len(node.args) else None for place in places)
+    if not isinstance(x, fx.Node) or not isinstance(weight, fx.Node) or not _is_state(weight, states):
+        return None
+    if x.meta["val"].dim() < 2 or weight.meta["val"].dim() != 2:
+        return None
+    if isinstance(bias, fx.Node) and bias.meta["val"].shape != node.meta["val"].shape[-1:]:
+        return None
+    return Product(x, weight, bias if isinstance(bias, fx.Node) else None, transposed)
+
+
+def _is_state(node: fx.Node, states: Collection[str]) -> bool:
+    """A state, or a view of one: nothing computes it anew."""
+    while isinstance(node.target, torch._ops.OpOverload) and len(node.all_input_nodes) == 1:
+        if all(result.alias_info is None for result in node.target._schema.returns):
+            return False
+        node = node.all_input_nodes[0]
+    return node.op == "placeholder" and node.name in states
+
+
+def fits(product: Product) -> bool:
+    """Whether kernels take it in 8 bits."""
+    operands = [o.meta["val"] for o in (product.x, product.weight, product.bias) if o is not None]
+    alike = operands[0].dtype in _SHORT and all(o.dtype == operands[0].dtype for o in operands)
+    return alike and all(size and size % ALIGNED == 0 for size in product.sizes)
+
+
+def found_in(block: Block) -> dict[fx.Node, Product]:
+    """The products of ``block`` that are in 8 bits where that is asked for."""
+    states = frozenset(block.states)
+    known = {node: product_of(node, states) for node in block.graph.nodes}
+    return {node: product for node, product in known.items() if product is not None and fits(product)}
+
+
+def in_eight_bits(block: Block) -> int:
+    """Put ``linear_fp8`` where ``block`` multiplies by a state, in place; how many products that are."""
+    found = found_in(block)
+    for node, product in found.items():
+        node.target = ops.linear_fp8.default
+        others = (product.bias, True) if product.transposed else (product.bias,) * (product.bias is not None)
+        node.args = (product.x, product.weight, *others)
+    return len(found)
+
+
+def as_it_was(block: Block) -> None:
+    """The products of :func:`in_eight_bits` as they were, in place."""
+    for node in block.graph.nodes:
+        if node.target is not ops.linear_fp8.default:
+            continue
+        x, weight, bias, transposed = (*node.args, None, False)[:4]
+        if not transposed:
+            node.target, node.args = aten.linear.default, (x, weight, *((bias,) if bias is not None else ()))
+        elif bias is not None:
+            node.target, node.args = aten.addmm.default, (bias, x, weight)
+        else:
+            node.target, node.args = aten.matmul.default, (x, weight)
+
+
+__all__ = [
+    "ALIGNED",
+    "Product",
+    "as_it_was",
+    "fits",
+    "found_in",
+    "in_eight_bits",
+    "linear_fp8",
+    "linear_fp8_input",
+    "linear_fp8_weight",
+    "product_of",
+]

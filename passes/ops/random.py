@@ -1,0 +1,594 @@
+"""Counter-based random numbers: the same seed draws the same numbers under every plan.
+
+An element's number is a hash of the step's seed, the operator's stream and the element's index in the whole tensor. The
+index is computed from sums of ``arange``, which the factor rules shard like any other operator, so each rank draws just
+the numbers of its own shard. The hash is splitmix64 (Steele, Lea and Flood, OOPSLA 2014).
+
+What torch's operators draw, by place (``passes/ops/random.py``): one table, for plans and for the reference.
+
+Requires and provides nothing: a formula is computed by whatever runs operators, on tensors or on a graph's nodes. What
+it gives has no gradient, unless torch's operator has one that a rule of the normal form adds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx
+from torch.distributions import Gamma
+from torch.overrides import TorchFunctionMode
+
+from passes.errors import UnsupportedError
+from passes.ir.collectives import NAMESPACE, _library
+
+aten = torch.ops.aten
+
+SEED = "random.seed"  # the state that every random operator reads; the engine sets it before each step
+
+_GOLDEN, _MIX1, _MIX2 = (c - (1 << 64) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_STREAM_STRIDE = 1 << 40
+_BITS = 24  # random bits per number: the significand of a float32
+
+
+def stream_name(index: int) -> str:
+    """Name of the constant that holds the stream number of the model's ``index``-th random operator."""
+    return f"random.stream.{index}"
+
+
+def is_stream(name: str) -> bool:
+    return name.startswith("random.stream.")
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+def _hash(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
+    # The finalizer maps zero to zero, so that the first element of the first stream counts from one.
+    return _mixed((index + (stream * _STREAM_STRIDE + seed * _GOLDEN)).add_(1).mul_(_GOLDEN))
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """The finalizer of splitmix64, in place."""
+    x.bitwise_xor_(_shifted(x, 30)).mul_(_MIX1)
+    x.bitwise_xor_(_shifted(x, 27)).mul_(_MIX2)
+    return x.bitwise_xor_(_shifted(x, 31))
+
+
+def uniform(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
+    """Draw uniform float32 numbers in [0, 1), one per element of ``index``.
+
+    ``index`` (int64, any shape): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-d int64 tensors.
+    """
+    return _shifted(_hash(index, seed, stream), 64 - _BITS).to(torch.float32).mul_(2.0**-_BITS)
+
+
+def _between(bits: Tensor, count: int = _BITS) -> Tensor:
+    """Map integers of ``count`` bits to float64 numbers in the open interval (0, 1)."""
+    return bits.to(torch.float64).add_(0.5).mul_(2.0**-count)
+
+
+def normal(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
+    """Draw float32 numbers of the standard normal distribution (Box and Muller 1958); operands as :func:`uniform`."""
+    x = _hash(index, seed, stream)
+    radius = _between(_shifted(x, 64 - _BITS)).log_().mul_(-2.0).sqrt_()
+    angle = _between(_shifted(x, 64 - 2 * _BITS).bitwise_and_((1 << _BITS) - 1)).mul_(2 * math.pi)
+    return radius.mul_(angle.cos_()).to(torch.float32)
+
+
+def exponential(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
+    """Draw float32 numbers of the exponential distribution with rate 1; operands as for :func:`uniform`."""
+    return _between(_shifted(_hash(index, seed, stream), 64 - _BITS)).log_().neg_().to(torch.float32)
+
+
+def _like_index(index: Tensor, seed: Tensor, stream: Tensor, *, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(index, dtype=dtype)
+
+
+def bits(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
+    """Draw uniform integers (int64) in [0, ``MOST_BITS``); operands as for :func:`uniform`."""
+    return _shifted(_hash(index, seed, stream), 1)
+
+
+def fraction(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
+    """Draw uniform float64 numbers of 52 bits in the open interval (0, 1), for inverse distribution functions."""
+    return _fraction(_hash(index, seed, stream))
+
+
+def _fraction(hashed: Tensor) -> Tensor:
+    return _between(_shifted(hashed, 64 - _FINE_BITS), _FINE_BITS)
+
+
+class _Sequence:
+    """A splitmix64 generator per element, seeded by the element's hash, for samplers that need several numbers."""
+
+    def __init__(self, index: Tensor, seed: Tensor, stream: Tensor) -> None:
+        self.state = _hash(index, seed, stream)
+        self.step = 0
+
+    def fraction(self) -> Tensor:
+        self.step += 1
+        step = self.step * _GOLDEN & ((1 << 64) - 1)
+        return _fraction(_mixed(self.state + (step - (1 << 64) if step >> 63 else step)))
+
+    def normal(self) -> Tensor:
+        return self.fraction().log_().mul_(-2.0).sqrt_().mul_(self.fraction().mul_(2 * math.pi).cos_())
+
+
+def _all_done(left: Tensor) -> bool:
+    """Whether no element of ``left`` is true, so that further rounds can be skipped; always ``False`` on accelerators.
+
+    Skipping changes no result. Reading the answer would make an accelerator synchronise with the host.
+    """
+    return left.device.type == "cpu" and not bool(left.any())
+
+
+def gamma(index: Tensor, seed: Tensor, stream: Tensor, concentration: Tensor) -> Tensor:
+    """Draw numbers of the gamma distribution with rate 1, in the type of ``concentration``.
+
+    Uses the rejection method of Marsaglia and Tsang (2000) in float64 with ``ROUNDS`` rounds; each element takes its
+    first accepted candidate. A round accepts at least 95 of 100 candidates, so an element is left without one with a
+    probability below 1e-40; it is then ``concentration - 1/3``. For a concentration below 1, the number is drawn for
+    ``concentration + 1`` and multiplied by ``u ** (1 / concentration)`` with a uniform ``u``.
+    """
+    own = _Sequence(index, seed, stream)
+    alpha = concentration.to(torch.float64)
+    small = alpha < 1
+    d = torch.where(small, alpha + 1, alpha) - 1 / 3
+    found, left = d.expand(index.shape), torch.ones_like(index, dtype=torch.bool)
+    for _ in range(ROUNDS):
+        x, u = own.normal(), own.fraction()
+        v = (1 + x / (9 * d).sqrt()) ** 3
+        accepted = left & (v > 0) & (u.log() < 0.5 * x * x + d * (1 - v + v.log()))
+        found, left = torch.where(accepted, d * v, found), left & ~accepted
+        if _all_done(left):
+            break
+    # Use a number that no round draws, so that skipped rounds do not change it.
+    own.step = 3 * ROUNDS
+    found = torch.where(small, found * own.fraction() ** (1 / alpha), found)
+    return found.to(concentration.dtype).clamp_(min=torch.finfo(concentration.dtype).tiny)
+
+
+def poisson(index: Tensor, seed: Tensor, stream: Tensor, rate: Tensor) -> Tensor:
+    """Draw numbers of the Poisson distribution, in the type of ``rate``.
+
+    Inverts the distribution function, a regularised upper incomplete gamma function, by bisection in float64.
+    """
+    u, mean = fraction(index, seed, stream), rate.to(torch.float64)
+    # The probability outside of the interval is below 2**-53 (Chernoff's bound).
+    low = (mean - 9 * mean.sqrt()).floor().sub_(1).clamp_(min=-1).expand(u.shape)
+    high = (mean + 12 * mean.sqrt() + 40).ceil().expand(u.shape)
+    for _ in range(_BISECTIONS):
+        middle = ((low + high) / 2).floor()
+        reached = torch.special.gammaincc(middle + 1, mean.expand(u.shape)) >= u
+        low, high = torch.where(reached, low, middle), torch.where(reached, middle, high)
+        if _all_done(high - low > 1):
+            break
+    return high.to(rate.dtype)
+
+
+def binomial(index: Tensor, seed: Tensor, stream: Tensor, count: Tensor, prob: Tensor) -> Tensor:
+    """Draw numbers of the binomial distribution, in the type of ``count``; computed in float64.
+
+    If fewer than 10 successes are expected, inverts the distribution function term by term. Otherwise uses BTRS
+    (Hormann 1993) with ``ROUNDS`` rounds; each element takes its first accepted candidate. A round accepts at least 3
+    of 4 candidates, so an element is left without one with a probability below 1e-19; it is then the mode.
+    """
+    own = _Sequence(index, seed, stream)
+    n, p = count.to(torch.float64).expand(index.shape), prob.to(torch.float64).expand(index.shape)
+    flipped = p > 0.5
+    p = torch.where(flipped, 1 - p, p)
+    few = _few_successes(own.fraction(), n, p)
+    odds, spread = (p / (1 - p)).log(), (n * p * (1 - p)).sqrt()
+    mode = ((n + 1) * p).floor()
+    b = 1.15 + 2.53 * spread
+    a = -0.0873 + 0.0248 * b + 0.01 * p
+    top = (mode + 1).lgamma() + (n - mode + 1).lgamma()
+    many, left = mode, n * p >= _FEW
+    for _ in range(ROUNDS):
+        if _all_done(left):
+            break
+        u, v = own.fraction() - 0.5, own.fraction()
+        us = 0.5 - u.abs()
+        k = ((2 * a / us + b) * u + n * p + 0.5).floor()
+        bound = (v * (2.83 + 5.1 / b) * spread / (a / (us * us) + b)).log()
+        below = bound <= top - (k + 1).lgamma() - (n - k + 1).lgamma() + (k - mode) * odds
+        accepted = left & (k >= 0) & (k <= n) & (((us >= 0.07) & (v <= 0.92 - 4.2 / b)) | below)
+        many, left = torch.where(accepted, k, many), left & ~accepted
+    found = torch.where(n * p >= _FEW, many, few)
+    return torch.where(flipped, n - found, found).to(count.dtype)
+
+
+def _few_successes(u: Tensor, n: Tensor, p: Tensor) -> Tensor:
+    """Invert the binomial distribution function at ``u`` for ``n`` trials with success probability ``p``.
+
+    Valid if fewer than ``_FEW`` successes are expected: at most ``_MOST_SUCCESSES`` terms are summed.
+    """
+    term = (n * torch.log1p(-p)).exp()
+    total, k, ratio = term, torch.zeros_like(u), p / (1 - p)
+    for step in range(_MOST_SUCCESSES):
+        more = (total < u) & (k == step) & (n > step)
+        k = k + more
+        if _all_done(more):
+            break
+        term = term * ratio * (n - step) / (step + 1)
+        total = total + term
+    return k
+
+
+def gamma_grad(concentration: Tensor, sample: Tensor) -> Tensor:
+    """Derivative of a gamma sample with respect to its concentration, by torch's implicit differentiation."""
+    return torch._standard_gamma_grad(concentration, sample)
+
+
+def dirichlet_grad(sample: Tensor, concentration: Tensor, total: Tensor) -> Tensor:
+    """Derivative of a Dirichlet sample with respect to its concentration; ``total``: sum of all concentrations."""
+    return torch._dirichlet_grad(sample, concentration, total.expand_as(sample))
+
+
+def _like_parameter(index: Tensor, seed: Tensor, stream: Tensor, *parameters: Tensor) -> Tensor:
+    return torch.empty_like(index, dtype=parameters[0].dtype)
+
+
+def _like_sample(*operands: Tensor) -> Tensor:
+    return torch.empty_like(operands[0])
+
+
+MOST_BITS = 1 << 63
+
+ROUNDS = 32  # rounds of a rejection method
+_FINE_BITS = 52
+_BISECTIONS = 40  # for means up to 1e15, beyond which a float64 has no whole numbers
+_FEW, _MOST_SUCCESSES = 10, 96  # with fewer than 10 expected, more than 96 have a probability below 2**-53
+_NUMBERS = {
+    uniform: torch.float32,
+    normal: torch.float32,
+    exponential: torch.float32,
+    bits: torch.int64,
+    fraction: torch.float64,
+}
+_OPERATORS: tuple[tuple[Callable[..., Tensor], str, Callable[..., Tensor]], ...] = (
+    *((f, "Tensor index, Tensor seed, Tensor stream", partial(_like_index, dtype=d)) for f, d in _NUMBERS.items()),
+    (gamma, "Tensor index, Tensor seed, Tensor stream, Tensor concentration", _like_parameter),
+    (poisson, "Tensor index, Tensor seed, Tensor stream, Tensor rate", _like_parameter),
+    (binomial, "Tensor index, Tensor seed, Tensor stream, Tensor count, Tensor prob", _like_parameter),
+    (gamma_grad, "Tensor concentration, Tensor sample", _like_sample),
+    (dirichlet_grad, "Tensor sample, Tensor concentration, Tensor total", _like_sample),
+)
+for _function, _arguments, _fake in _OPERATORS:
+    _name = _function.__name__
+    _library.define(f"{_name}({_arguments}) -> Tensor")
+    _library.impl(_name, _function, "CPU")
+    _library.impl(_name, _function, "CUDA")
+    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
+
+ops = torch.ops.partition
+# The operators that draw numbers; their first operand is the index of each element.
+DRAWS = frozenset(
+    getattr(ops, name).default for name in (*(f.__name__ for f in _NUMBERS), "gamma", "poisson", "binomial")
+)
+
+
+def element_index(shape: tuple[int, ...], device: torch.device, group: int = 0) -> Tensor:
+    """The int64 index of every element of a whole tensor of ``shape``, counted on from all earlier groups' elements."""
+    count = torch.Size(shape).numel()
+    return torch.arange(group * count, (group + 1) * count, device=device).view(shape)
+
+
+def drawn(
+    distribution: torch._ops.OpOverload,
+    shape: tuple[int, ...],
+    device: torch.device,
+    at: list[int],
+    group: int = 0,
+    parameters: Sequence[Tensor] = (),
+) -> Tensor:
+    """Draw the numbers of a whole tensor of ``shape`` by ``distribution``, one of ``DRAWS``.
+
+    ``at``: seed and stream. ``group``: number of the group of samples. ``parameters``: the distribution's own operands.
+    """
+    places = (torch.tensor(v, device=device) for v in at)
+    numbers: Tensor = distribution(element_index(shape, device, group), *places, *parameters)
+    return numbers
+
+
+def dropout(x: Tensor, p: float, seed: int, stream: int, group: int = 0) -> Tensor:
+    """Apply dropout to a whole tensor; elements that are kept are scaled by ``1 / (1 - p)``."""
+    kept = drawn(ops.uniform.default, tuple(x.shape), x.device, [seed, stream], group) >= p
+    return torch.where(kept, x * (1.0 / (1.0 - p) if p < 1 else 0.0), torch.zeros_like(x))
+
+
+Run = Callable[..., Any]  # (operator, *its arguments) -> its result
+# (operator of ``DRAWS``, sizes, *parameters of the distribution) -> numbers, of a stream of their own
+Numbers = Callable[..., Any]
+_MOST_WHOLE = 1 << 40  # of more whole numbers that are no power of two the first would be drawn more often
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """What a formula has at hand: ``given`` are the operator's arguments by name, ``made`` the meta or real tensor that
+    torch's operator makes (the first of them)."""
+
+    run: Run
+    numbers: Numbers
+    given: Mapping[str, Any]
+    made: Tensor
+
+    @property
+    def sizes(self) -> list[int]:
+        return list(self.made.shape)
+
+    def parameter(self, name: str, otherwise: Any = None) -> Any:
+        """An argument, without gradient if it is a tensor."""
+        value = self.given.get(name, otherwise)
+        return self.run(aten.detach.default, value) if isinstance(value, Tensor | fx.Node) else value
+
+    def typed(self, value: Any) -> Any:
+        return self.run(aten.to.dtype, value, self.made.dtype)
+
+    def placed(self, numbers: Any, shift: Any, scale: Any) -> Any:
+        """``numbers`` times ``scale`` plus ``shift``, in the result's type."""
+        numbers = self.typed(numbers)
+        if _is_tensor(scale) or scale != 1:
+            numbers = self.run(aten.mul.Tensor, numbers, scale)
+        return self.run(aten.add.Tensor, numbers, shift) if _is_tensor(shift) or shift != 0 else numbers
+
+
+Formula = Callable[[Sampler], Any]
+
+
+def formula_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Formula | None:
+    """How an operator of torch draws, in place or not; ``None`` where it draws nothing, or nothing of the table."""
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return None
+    formula = _FORMULAS.get(_operator_name(target))
+    given = arguments_of(target, args, kwargs) if formula is not None else {}
+    if given.get("generator") is not None or (formula is _whole and _whole_range(given) is None):
+        return None
+    return formula
+
+
+def arguments_of(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, defaults among them."""
+    arguments = target._schema.arguments
+    given = {a.name: a.default_value for a in arguments}
+    return given | dict(zip([a.name for a in arguments], args, strict=False)) | dict(kwargs)
+
+
+def _operator_name(target: torch._ops.OpOverload) -> str:
+    return target._schema.name.partition("::")[2].removesuffix("_").removesuffix("_functional")
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor | fx.Node)
+
+
+def sizes_of(value: Tensor | fx.Node) -> list[int]:
+    return list((value.meta["val"] if isinstance(value, fx.Node) else value).shape)
+
+
+# --- numbers scaled, and compared -------------------------------------------------------------------------------------
+def _uniform(s: Sampler) -> Any:
+    low, high = s.given.get("from", 0.0), s.given.get("to", 1.0)
+    return s.placed(s.numbers(ops.uniform.default, s.sizes), low, high - low)
+
+
+def _normal(s: Sampler) -> Any:
+    mean, std = s.parameter("mean", 0.0), s.parameter("std", 1.0)
+    return s.placed(s.numbers(ops.normal.default, s.sizes), mean, std)
+
+
+def _log_normal(s: Sampler) -> Any:
+    return s.run(aten.exp.default, _normal(s))
+
+
+def _exponential(s: Sampler) -> Any:
+    return s.placed(s.numbers(ops.exponential.default, s.sizes), 0.0, 1.0 / s.given["lambd"])
+
+
+def _cauchy(s: Sampler) -> Any:
+    angle = s.run(aten.sub.Tensor, s.numbers(ops.fraction.default, s.sizes), 0.5)
+    return s.placed(
+        s.run(aten.tan.default, s.run(aten.mul.Tensor, angle, math.pi)), s.given["median"], s.given["sigma"]
+    )
+
+
+def _geometric(s: Sampler) -> Any:
+    """How many trials until the first success: the inverse of the distribution function."""
+    failing = math.log1p(-s.given["p"]) if s.given["p"] < 1 else -1e300
+    logs = s.run(aten.log.default, s.numbers(ops.fraction.default, s.sizes))
+    trials = s.run(aten.ceil.default, s.run(aten.div.Tensor, logs, failing))
+    return s.typed(s.run(aten.clamp_min.default, trials, 1))
+
+
+def bernoulli(s: Sampler) -> Any:
+    likely = s.parameter("p") if "p" in s.given else s.parameter("self", s.given.get("input"))
+    if isinstance(likely, fx.Node | Tensor):
+        return s.typed(s.run(aten.lt.Tensor, s.numbers(ops.uniform.default, s.sizes), likely))
+    return s.typed(s.run(aten.lt.Scalar, s.numbers(ops.uniform.default, s.sizes), likely))
+
+
+def _whole_range(given: Mapping[str, Any]) -> tuple[int, int] | None:
+    """The first of some whole numbers and how many there are; ``None`` where that is not known, or too many.
+
+    ``random_`` of no arguments draws all that its type of whole numbers holds.
+    """
+    low, high = given.get("low", given.get("from", 0)), given.get("high", given.get("to"))
+    if high is None and "self" in given and "from" not in given:
+        bits = _EXACT_BITS.get(_dtype(given["self"]))
+        high = None if bits is None else 1 << bits
+    if not isinstance(low, int) or not isinstance(high, int):
+        return None
+    count = high - low
+    exact = 0 < count <= MOST_BITS and count & (count - 1) == 0
+    return (low, count) if exact or 0 < count <= _MOST_WHOLE else None
+
+
+_EXACT_BITS = {torch.bool: 1, torch.uint8: 8, torch.int8: 7, torch.int16: 15, torch.int32: 31, torch.int64: 63}
+
+
+def _dtype(value: Tensor | fx.Node) -> torch.dtype:
+    tensor: Tensor = value.meta["val"] if isinstance(value, fx.Node) else value
+    return tensor.dtype
+
+
+def _whole(s: Sampler) -> Any:
+    found = _whole_range(s.given)
+    assert found is not None
+    low, count = found
+    numbers = s.numbers(ops.bits.default, s.sizes)
+    if count < MOST_BITS:
+        numbers = s.run(aten.remainder.Scalar, numbers, count)
+    return s.typed(s.run(aten.add.Tensor, numbers, low) if low else numbers)
+
+
+# --- distributions with parameters ------------------------------------------------------------------------------------
+def _poisson(s: Sampler) -> Any:
+    return s.numbers(ops.poisson.default, s.sizes, s.parameter("self"))
+
+
+def _binomial(s: Sampler) -> Any:
+    return s.numbers(ops.binomial.default, s.sizes, s.parameter("count"), s.parameter("prob"))
+
+
+def sample_gamma(s: Sampler) -> Any:
+    return s.numbers(ops.gamma.default, s.sizes, s.parameter("self"))
+
+
+def dirichlet(s: Sampler) -> Any:
+    parts = sample_gamma(s)
+    return s.run(aten.div.Tensor, parts, s.run(aten.sum.dim_IntList, parts, [-1], True))
+
+
+# --- choices ----------------------------------------------------------------------------------------------------------
+def _permutation(s: Sampler) -> Any:
+    """The order of numbers."""
+    order = s.run(aten.sort.stable, s.numbers(ops.bits.default, s.sizes), stable=True, dim=0, descending=False)
+    return s.typed(s.run(operator.getitem, order, 1))
+
+
+def _multinomial(s: Sampler) -> Any:
+    """With replacement: the inverse of each row's distribution function. Without: a race of exponential numbers whose
+    rates are the weights; whoever comes in first is first."""
+    weights = s.run(aten.to.dtype, s.parameter("self"), torch.float64)
+    count = s.given["num_samples"]
+    if not s.given.get("replacement"):
+        times = s.run(aten.log.default, s.numbers(ops.fraction.default, sizes_of(weights)))
+        fastest = s.run(aten.topk.default, s.run(aten.div.Tensor, weights, s.run(aten.neg.default, times)), count, -1)
+        return s.run(operator.getitem, fastest, 1)
+    sums = s.run(aten.cumsum.default, weights, -1)
+    total = s.run(aten.slice.Tensor, sums, -1, sizes_of(weights)[-1] - 1, sizes_of(weights)[-1])
+    wanted = s.run(aten.mul.Tensor, s.numbers(ops.fraction.default, s.sizes), total)
+    return s.run(aten.searchsorted.Tensor, sums, wanted, right=True)
+
+
+# --- what is drawn for activations ------------------------------------------------------------------------------------
+def native_dropout(s: Sampler) -> Any:
+    """Dropout, and what was kept."""
+    x, p = s.given["input"], s.given["p"]
+    if s.given["train"] is False or p == 0:
+        return x, s.run(aten.ones_like.default, x, dtype=torch.bool)
+    kept = s.run(aten.ge.Scalar, s.numbers(ops.uniform.default, s.sizes), p)
+    scaled = s.run(aten.mul.Tensor, x, 1.0 / (1.0 - p) if p < 1 else 0.0)
+    return s.run(aten.where.self, kept, scaled, s.run(aten.zeros_like.default, scaled)), kept
+
+
+def rrelu(s: Sampler) -> Any:
+    """Negative elements times a slope that is drawn, and all slopes."""
+    x, low, high = s.given["self"], s.given["lower"], s.given["upper"]
+    if not s.given["training"]:
+        return s.run(aten.leaky_relu.default, x, (low + high) / 2), None
+    drawn = s.placed(s.numbers(ops.uniform.default, s.sizes), low, high - low)
+    negative = s.run(aten.le.Scalar, x, 0)
+    slopes = s.run(aten.where.ScalarOther, negative, drawn, 1.0)
+    return s.run(aten.mul.Tensor, x, slopes), slopes
+
+
+_FORMULAS: dict[str, Formula] = {
+    **dict.fromkeys(("rand", "rand_like", "uniform"), _uniform),
+    **dict.fromkeys(("randn", "randn_like", "normal"), _normal),
+    **dict.fromkeys(("randint", "randint_like", "random"), _whole),
+    "exponential": _exponential,
+    "log_normal": _log_normal,
+    "cauchy": _cauchy,
+    "geometric": _geometric,
+    "bernoulli": bernoulli,
+    "poisson": _poisson,
+    "binomial": _binomial,
+    "_standard_gamma": sample_gamma,
+    "_sample_dirichlet": dirichlet,
+    "randperm": _permutation,
+    "multinomial": _multinomial,
+    "native_dropout": native_dropout,
+    "rrelu_with_noise": rrelu,
+}
+
+
+def drawing() -> list[torch._ops.OpOverload]:
+    """The operators of the table that write to nothing."""
+    names = [*_FORMULAS, "normal_functional", "rrelu_with_noise_functional"]
+    found = (getattr(getattr(aten, name), overload) for name in names for overload in getattr(aten, name).overloads())
+    return [target for target in found if not target._schema.is_mutable]
+
+
+# --- while a model is traced ------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def draws_traced(line_now: Callable[[], str]) -> Iterator[None]:
+    """Inside, forward may draw from torch's default generator as it finds it. ``line_now``: where it is.
+
+    Raises :class:`UnsupportedError` where forward draws from a generator of its own, or sets the state of torch's.
+    """
+
+    def refused(name: str) -> Callable[..., Any]:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            raise UnsupportedError(
+                f"forward sets the state of torch's random generator (torch.{name}){line_now()}; expected a forward "
+                "that draws from it as it is: a plan draws each element by its place, from the seed of the step. Make "
+                "numbers that stay the same in __init__ and keep them in a buffer, or pass them as an input"
+            )
+
+        return refuse
+
+    with contextlib.ExitStack() as stack:
+        for module in (torch, torch.random):
+            for name in ("manual_seed", "seed", "set_rng_state"):
+                stack.enter_context(mock.patch.object(module, name, refused(name)))
+        stack.enter_context(mock.patch.object(Gamma, "rsample", _gamma_rsample))
+        stack.enter_context(_Generators(line_now))
+        yield
+
+
+class _Generators(TorchFunctionMode):
+    def __init__(self, line_now: Callable[[], str]) -> None:
+        super().__init__()
+        self.line_now = line_now
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values())):
+            name = getattr(func, "__name__", str(func))
+            raise UnsupportedError(
+                f"forward draws from a torch.Generator ({name}, generator=){self.line_now()}; expected the default "
+                "generator: a plan draws each element by its place, from the seed of the step. Leave generator= away, "
+                "or draw the numbers outside of the model and pass them as an input"
+            )
+        bounds = [*args[1:], *(kwargs[name] for name in ("from", "to") if name in kwargs)]
+        if func is Tensor.random_ and len(bounds) == 2:  # torch.export cannot write an overload named 'from'
+            return args[0].random_(bounds[1] - bounds[0]).add_(bounds[0])
+        return func(*args, **kwargs)
+
+
+def _gamma_rsample(distribution: Gamma, sample_shape: Sequence[int] = ()) -> Tensor:
+    """``Gamma.rsample``, whose clamp writes in place without a gradient, as a sum."""
+    shape = distribution._extended_shape(torch.Size(sample_shape))
+    value = torch._standard_gamma(distribution.concentration.expand(shape)) / distribution.rate.expand(shape)
+    clamped = value.detach().clamp(min=torch.finfo(value.dtype).tiny)
+    return value + (clamped - value).detach()

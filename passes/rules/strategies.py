@@ -1,0 +1,283 @@
+"""The strategies of an operator on one mesh axis, and its local form, both derived from its factor rule.
+
+=============================  ==========================  ========================================
+strategy                       operands                    results
+=============================  ==========================  ========================================
+whole                          ``R``                       ``R``
+whole, partial gradient        ``R'``                      ``R'``
+factor f sharded               with f ``S``, others        with f ``S``, others ``P``
+                               ``R'``                      (or what the special lowering gives)
+linear in some operands        these ``P``, others ``R'``  ``P``
+=============================  ==========================  ========================================
+
+An operand or result that carries no gradient is ``R`` wherever the table says ``R'``.
+
+``operator.getitem`` picks one result of its operand's producer: its operand 0 has that result's layout, and its own
+result has the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
+
+from torch import Tensor, fx
+
+from passes.ir.gradient_flow import differentiable
+from passes.ir.interpret import call
+from passes.ir.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, shard
+from passes.rules import factors_of
+from passes.rules.factors import MAX_SECTIONS, Local, OpFactors, Strategy, operands_of, results_of, with_operands
+from passes.rules.factors import shape as shape_of
+
+__all__ = [
+    "OpFactors",
+    "Strategy",
+    "factors_of",
+    "local_call",
+    "needs_gradient",
+    "operands_of",
+    "results_of",
+    "strategies",
+]
+
+Sections = tuple[int, ...]
+
+NO_SIZES = frozenset[int]()
+Wanted = Mapping[int, Collection[Layout]]
+
+
+def needs_gradient(node: fx.Node) -> bool:
+    """Whether the node's value carries a gradient; by its type where no pass has marked it."""
+    grad = node.meta.get("grad")
+    return differentiable(node.meta["val"]) if grad is None else bool(grad)
+
+
+def strategies(
+    node: fx.Node, num_ranks: int, wanted: Wanted | None = None, lengths: Collection[int] = NO_SIZES
+) -> list[Strategy]:
+    """All ways to run ``node`` on an axis of ``num_ranks``, "whole" first.
+
+    ``wanted`` has layouts in sections that neighbours prefer: key ``i`` for operand ``i``, ``~k`` for result ``k``.
+    Each wanted layout that the operator can keep gives a further strategy. A factor that the operator itself cuts (the
+    pieces of ``split``, ``slice``, ``cat``) is always sharded in those sections or finer ones.
+
+    ``lengths``: lengths of the sequences that the axis shards. Factors of these sizes may also be sharded zigzag, and
+    an operator's further forms become available.
+
+    Raises :class:`passes.errors.RuleError` where a user's rule does not fit the operator's tensors.
+    """
+    nodes = operands_of(node)
+    factors = factors_of(node)
+    carries = needs_gradient(node)
+    reads = tuple(READ_SHARDED if needs_gradient(o) else REPLICATED for o in nodes)
+    makes = tuple(READ_SHARDED if carries and differentiable(r) else REPLICATED for r in results_of(node))
+    found = [Strategy(None, (), (REPLICATED,) * len(nodes), (REPLICATED,) * len(makes))]
+    if READ_SHARDED in reads:
+        found.append(Strategy(None, (), reads, makes))
+    if factors is None:
+        return found
+    wanted_sections = _wanted_sections(factors, wanted) if wanted else {}
+    for factor, places in _places(factors).items():
+        size = factors.sizes[factor]
+        if factor in factors.whole or size < num_ranks or size % num_ranks:
+            continue
+        for sections in _choices(factors, factor, wanted_sections.get(factor, ()), num_ranks):
+            for zigzag in (False, True) if _zigzags(factors, factor, sections, lengths, num_ranks) else (False,):
+                strategy = _sharded(factors, factor, sections, reads, places, zigzag)
+                if strategy is not None:
+                    found.append(strategy)
+    if lengths:
+        found += _in_forms(factors, nodes, results_of(node), reads, num_ranks)
+    for positions in factors.linear:
+        if any(i >= len(nodes) for i in positions):
+            continue  # the operand is a number
+        if not all(differentiable(v) for v in (*(nodes[i].meta["val"] for i in positions), *results_of(node))):
+            continue  # booleans do not add up, integers cannot be divided by n, and a cast to either rounds
+        operands = tuple(PARTIAL if i in positions else layout for i, layout in enumerate(reads))
+        found.append(Strategy(None, (), operands, (PARTIAL,) * len(makes)))
+    return found
+
+
+def local_call(
+    node: fx.Node, strategy: Strategy, axis: str, num_ranks: int, operands: Sequence[fx.Node], graph: fx.Graph
+) -> fx.Node:
+    """Append to ``graph`` the nodes that one rank runs for ``node`` under ``strategy``. Returns the result's node.
+
+    ``operands`` are the local operands, in the layouts ``strategy.operands``; ``meta["val"]`` of these and of the new
+    nodes is the local tensor.
+    """
+    if strategy.factor is not None:
+        factors = factors_of(node)
+        assert factors is not None, node
+        if strategy.form:
+            return factors.forms[strategy.form].build(Local(node, factors, strategy, axis, num_ranks, operands, graph))
+        local = Local(node, factors, strategy, axis, num_ranks, operands, graph)
+        if strategy.factor in factors.lower:
+            return factors.lower[strategy.factor].build(local)
+        if factors.local is not None:
+            return factors.local(local)
+    args, kwargs = with_operands(node, operands)
+    assert callable(node.target), node
+    return call(graph, node.target, args, kwargs, like=node)
+
+
+Place = tuple[int, int, tuple[str, ...]]  # operand i or result ~k; dim; the factors of that dim
+
+
+def _places(factors: OpFactors) -> dict[str, list[Place]]:
+    """Map each factor to all operand and result dims that it is part of."""
+    found: dict[str, list[Place]] = {}
+    for i, dims in enumerate(factors.operands):
+        for dim, names in enumerate(dims):
+            for name in names:
+                found.setdefault(name, []).append((i, dim, names))
+    for k, dims in enumerate(factors.results):
+        for dim, names in enumerate(dims):
+            for name in names:
+                found.setdefault(name, []).append((~k, dim, names))
+    return found
+
+
+def _zigzags(factors: OpFactors, factor: str, sections: Sections, lengths: Collection[int], num_ranks: int) -> bool:
+    """Whether ``factor`` may be sharded zigzag: it is a sequence, and no rank needs the position of its own part."""
+    size, lowering = factors.sizes[factor], factors.lower.get(factor)
+    is_sequence = all(any(s % n == 0 for n in lengths) for s in sections) if sections else size in lengths
+    if not is_sequence or (lowering is not None and not lowering.sections):
+        return False
+    return all(s % (2 * num_ranks) == 0 for s in sections or (size,))
+
+
+def _in_forms(
+    factors: OpFactors,
+    nodes: Sequence[fx.Node],
+    results: Sequence[Tensor],
+    reads: tuple[Layout, ...],
+    num_ranks: int,
+) -> list[Strategy]:
+    """The strategies of an operator's further forms; either all operands are sharded zigzag, or none is."""
+    found = []
+    for name, form in factors.forms.items():
+        sizes = [shape_of(n)[d] for n, d in zip(nodes, form.operands, strict=True) if d is not None]
+        for zigzag in (False, True):
+            if any(size % (num_ranks * (1 + zigzag)) for size in sizes):
+                continue
+            operands = tuple(
+                read if d is None else shard(d, (), zigzag) for read, d in zip(reads, form.operands, strict=True)
+            )
+            made = tuple(REPLICATED if d is None else shard(d, (), zigzag) for d in form.results[: len(results)])
+            found.append(Strategy(form.factor, (), operands, made, name))
+    return found
+
+
+def _sharded(
+    factors: OpFactors,
+    factor: str,
+    sections: Sections,
+    reads: tuple[Layout, ...],
+    places: Sequence[Place],
+    zigzag: bool = False,
+) -> Strategy | None:
+    """The strategy that shards ``factor`` in all dims ``places``; ``None`` if some tensor cannot be sharded so."""
+    spans = factors.spans if factors.spans is not None and factors.spans.factor == factor else None
+    lowering = factors.lower.get(factor)
+    operands = list(reads)
+    results = [PARTIAL if lowering is None else lowering.result] * len(factors.results)
+    if len({position for position, _, _ in places}) < len(places):
+        return None  # a diagonal: two dims of one tensor
+    for position, dim, names in places:
+        parts = sections
+        if len(names) > 1:
+            outer, inner = _around(names, factor, factors.sizes)
+            if outer > MAX_SECTIONS:
+                return None
+            parts = tuple(s * inner for s in sections or (factors.sizes[factor],)) * outer
+        elif spans is not None:
+            span = spans.operands[position] if position >= 0 else spans.results[~position]
+            parts = sections if span is None else within(sections, span)
+        side, index = (operands, position) if position >= 0 else (results, ~position)
+        side[index] = shard(dim, parts, zigzag)
+    return Strategy(factor, sections, tuple(operands), tuple(results))
+
+
+def _around(names: tuple[str, ...], factor: str, sizes: Mapping[str, int]) -> tuple[int, int]:
+    """How often ``factor`` repeats in a dim (product of the sizes before it), and how many elements one step spans."""
+    outer = inner = 1
+    at = names.index(factor)
+    for name in names[:at]:
+        outer *= sizes[name]
+    for name in names[at + 1 :]:
+        inner *= sizes[name]
+    return outer, inner
+
+
+# Sections. Below, a factor's sections are always a tuple of positive sizes that add up to it, or () for one section.
+def within(sections: Sections, span: tuple[int, int]) -> Sections:
+    """Select the sections that lie in the part (start, length) of a factor; both ends of it are section borders."""
+    start, length = span
+    ends = accumulate(sections)
+    return tuple(s for s, end in zip(sections, ends, strict=True) if start < end <= start + length)
+
+
+def refine(first: Sections, second: Sections) -> Sections:
+    """The coarsest sections that have the borders of both."""
+    if not first or not second:
+        return first or second
+    borders = sorted({*accumulate(first), *accumulate(second)})
+    return tuple(b - a for a, b in zip([0, *borders[:-1]], borders, strict=True))
+
+
+def _choices(factors: OpFactors, factor: str, wanted: Iterable[Sections], num_ranks: int) -> list[Sections]:
+    """The ways to cut ``factor`` that are worth a strategy."""
+    spans = factors.spans
+    if not wanted and spans is None:
+        return [()]
+    base: Sections = spans.sections if spans is not None and spans.factor == factor else ()
+    lowering = factors.lower.get(factor)
+    if lowering is not None and not lowering.sections:
+        return [()]
+    choices = [base]
+    together = base
+    for sections in wanted:
+        together = refine(together, sections)
+        choices.append(refine(base, sections))
+    choices.append(together)
+    unique = dict.fromkeys(c if len(c) > 1 else () for c in choices)
+    return [c for c in unique if len(c) <= MAX_SECTIONS and all(s % num_ranks == 0 for s in c)]
+
+
+def _wanted_sections(factors: OpFactors, wanted: Wanted) -> dict[str, list[Sections]]:
+    """Map each factor to the sections that give the wanted layouts; layouts that no sections give are left out."""
+    found: dict[str, list[Sections]] = {}
+    for position, layouts in wanted.items():
+        dims = factors.operands[position] if position >= 0 else factors.results[~position]
+        for layout in layouts:
+            if not layout.sections or layout.dim >= len(dims):
+                continue
+            span = None
+            names = dims[layout.dim]
+            spans = factors.spans
+            if spans is not None and spans.factor in names:
+                span = spans.operands[position] if position >= 0 else spans.results[~position]
+            for name in names:
+                sections = _realised(names, name, factors.sizes, layout.sections)
+                if span is not None:
+                    start, length = span
+                    rest = factors.sizes[name] - start - length
+                    sections = tuple(s for s in (start, *sections, rest) if s)
+                if len(sections) > 1 and sum(sections) == factors.sizes[name]:
+                    found.setdefault(name, []).append(sections)
+    return found
+
+
+def _realised(names: tuple[str, ...], factor: str, sizes: Mapping[str, int], sections: Sections) -> Sections:
+    """The sections of ``factor`` that cut a dim with the factors ``names`` into ``sections``; ``()`` if none do."""
+    if len(names) == 1:
+        return sections
+    outer, inner = _around(names, factor, sizes)
+    count = len(sections) // outer
+    if len(sections) % outer or count < 2 or sections != sections[:count] * outer:
+        return ()
+    if any(s % inner for s in sections[:count]):
+        return ()
+    return tuple(s // inner for s in sections[:count])

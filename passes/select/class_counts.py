@@ -1,0 +1,291 @@
+"""``torch.bincount`` and ``F.one_hot`` without a number of classes: as many as the largest class tells, and one more.
+
+No plan can know that number, but where it is known that it is no larger than ``E`` (the classes are places of the
+largest of ``E`` scores, or rows of a table of ``E``, or ``E`` classes are asked for) the result has ``E`` entries, of
+which a mask tells those that the model has (see ``passes/select/masked_rows.py``). Where the model needs it to be
+``E``, as it multiplies it with ``E`` others, it has no mask.
+
+Requires: nodes of an exported program. Provides: operators of static shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from passes.experts.routing_masks import num_choices, numbers_of
+from passes.ir.collectives import _library
+from passes.ir.interpret import META
+from passes.ir.value_numbering import Numbers
+from passes.rules.factors import argument
+from passes.select.masked_row_ops import Rows, Unselectable
+
+if TYPE_CHECKING:
+    from passes.select.masked_rows import SelectedRows
+
+aten = torch.ops.aten
+
+
+def _fake(x: Tensor) -> Tensor:
+    size = torch.library.get_ctx().new_dynamic_size(min=1)
+    return x.new_empty([*x.shape, size], dtype=torch.int64)
+
+
+_library.define("one_hot(Tensor x) -> Tensor")
+
+torch.library.impl("partition::one_hot", "CompositeExplicitAutograd", F.one_hot, lib=_library)
+torch.library.register_fake("partition::one_hot", _fake, lib=_library)
+ONE_HOT = torch.ops.partition.one_hot.default  # with as many classes as the largest tells
+ASSERTS = {aten._assert_scalar.default, aten.sym_constrain_range.default, aten.sym_constrain_range_for_size.default}
+COUNTING = (ONE_HOT, aten.bincount.default)
+
+_INSTEAD: dict[Any, str] = {
+    ONE_HOT: "F.one_hot has as many classes as its largest number tells; expected a number that is known: pass "
+    "num_classes=",
+    aten.bincount.default: "torch.bincount has as many entries as its largest number tells; expected a number that is "
+    "known: pass minlength=n and take the first n, as torch.bincount(x, minlength=n)[:n]",
+}
+
+
+def count_classes(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+    """What stands for a node of :data:`COUNTING`, of which ``args`` are those of the copy."""
+    if node.target is ONE_HOT:
+        return _one_hot(build, node, *args)
+    return _count(build, node, *args, **kwargs)
+
+
+def _one_hot(build: SelectedRows, node: fx.Node, numbers: fx.Node) -> fx.Node:
+    size, bound = _known_size(node), bound_of(node.args[0])
+    if size is None and bound is None:
+        raise Unselectable(_INSTEAD[ONE_HOT])
+    made: fx.Node = build.apply(aten.one_hot.default, numbers, bound if size is None else size)
+    return made if size is not None else _as_many(build, made, _up_to_largest(build, numbers, bound, 0))
+
+
+def _count(
+    build: SelectedRows, node: fx.Node, numbers: fx.Node, weights: fx.Node | None = None, minlength: int = 0
+) -> fx.Node:
+    least = minlength if isinstance(minlength, int) else 0
+    size, bound = _known_size(node), bound_of(node.args[0])
+    if size is None and bound is not None and bound <= least:
+        size = least
+    if size is None and least and all(_takes_first(user, least) for user in node.users):
+        size = least
+    if size is None and bound is None:
+        raise Unselectable(_INSTEAD[aten.bincount.default])
+    counted = bound if size is None else size
+    every = build.call(aten.arange.default, counted, dtype=torch.int64, device=META)
+    hits = build.apply(aten.eq.Tensor, build.apply(aten.unsqueeze.default, numbers, -1), every)
+    if weights is not None:
+        narrow = weights.meta["val"].dtype == torch.float32
+        weights = build.apply(aten.detach.default, weights)
+        weights = build.apply(aten.to.dtype, weights, torch.float32 if narrow else torch.float64)
+        hits = build.apply(aten.mul.Tensor, build.apply(aten.unsqueeze.default, weights, -1), hits)
+    made: fx.Node = build.apply(aten.sum.dim_IntList, hits, [0])
+    return made if size is not None else _as_many(build, made, _up_to_largest(build, numbers, bound, least))
+
+
+def _up_to_largest(build: SelectedRows, numbers: fx.Node, bound: int | None, least: int) -> fx.Node:
+    """Which classes there are: those up to the largest, and the first ``least``."""
+    every = build.call(aten.arange.default, bound, dtype=torch.int64, device=META)
+    largest = build.apply(aten.max.default, numbers)
+    if least:
+        largest = build.call(aten.clamp_min.default, largest, least - 1)
+    return build.call(aten.le.Tensor, every, largest)
+
+
+def _as_many(build: SelectedRows, made: fx.Node, mask: fx.Node) -> fx.Node:
+    if made in build.rows:  # rows that a mask selects, of classes of which another tells how many
+        raise Unselectable
+    build.rows[made] = Rows(mask, made.meta["val"].dim() - 1)
+    return made
+
+
+def _known_size(node: fx.Node) -> int | None:
+    """The size that the model needs the last dim to be."""
+    size = node.meta["val"].shape[-1]
+    if isinstance(size, int):
+        return size
+    known: int | None = size.node.maybe_as_int()
+    return known
+
+
+def _takes_first(user: fx.Node, most: int) -> bool:
+    """Whether ``user`` takes no more than the first ``most`` entries, or only asserts how many there are."""
+    if user.target is not aten.slice.Tensor:
+        return _is_asserted(user)
+    end = argument(user, "end")
+    plain = argument(user, "dim", 0) in (0, -1) and argument(user, "start") in (0, None) and argument(user, "step") == 1
+    return plain and isinstance(end, int) and 0 <= end <= most
+
+
+def _is_asserted(node: fx.Node) -> bool:
+    """Whether nothing but assertions reads a number."""
+    if isinstance(node.meta.get("val"), Tensor):
+        return False
+    return node.target in ASSERTS or all(_is_asserted(user) for user in node.users)
+
+
+# -- what is known of whole numbers ------------------------------------------------------------------------------------
+
+# Operators that pass numbers on, all or some of them, in another order or shape.
+_PASSING = (
+    aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten.contiguous.default, aten.clone.default,
+    aten.detach.default, aten.alias.default, aten.squeeze.default, aten.squeeze.dim, aten.unsqueeze.default,
+    aten.to.dtype, aten._to_copy.default, aten.to.dtype_layout, aten.to.device, aten.lift_fresh_copy.default,
+    aten.permute.default, aten.transpose.int, aten.t.default, aten.expand.default, aten.ravel.default,
+)  # fmt: skip
+_TAKING = (
+    aten.index.Tensor, aten.index_select.default, aten.gather.default, aten.slice.Tensor, aten.select.int,
+    aten.masked_select.default, aten.flip.default, aten.roll.default, aten.repeat.default, aten.max.default,
+    aten.min.default, aten.amax.default, aten.amin.default, aten.relu.default, aten.abs.default,
+)  # fmt: skip
+
+
+def bound_of(node: Any) -> int | None:
+    """A number that all of the whole numbers ``node`` are below; ``None``: none is known."""
+    found = [b for b in (_bound_by_origin(node), _bound_by_use(node)) if b is not None]
+    return min(found) if found else None
+
+
+def _bound_by_origin(node: Any) -> int | None:
+    """By what they are computed from."""
+    if not isinstance(node, fx.Node):
+        return node + 1 if isinstance(node, int) and not isinstance(node, bool) else None
+    value = node.meta.get("val")
+    if node.op != "call_function" or not isinstance(value, Tensor) or value.dtype.is_complex:
+        return 2 if isinstance(value, Tensor) and value.dtype == torch.bool else None
+    if value.dtype == torch.bool:
+        return 2
+    if not value.dtype.is_floating_point:
+        chosen = num_choices(numbers_of(node))
+        if chosen is not None:
+            return chosen
+    args: Any = node.args
+    if node.target in (*_PASSING, *_TAKING):
+        return _bound_by_origin(args[0]) if isinstance(args[0], fx.Node) else None
+    rule = _BOUNDS.get(node.target)
+    return None if rule is None else rule(node)
+
+
+def _all_below(*given: Any) -> int | None:
+    found = [_bound_by_origin(g) for g in given]
+    return None if any(b is None for b in found) else max(b for b in found if b is not None)
+
+
+def _below_either(node: fx.Node) -> int | None:
+    found = [b for b in map(_bound_by_origin, node.args[:2]) if b is not None]
+    return min(found) if found else None
+
+
+def _clamped(node: fx.Node) -> int | None:
+    """By a largest number, if it is none below the smallest."""
+    most, inner = argument(node, "max"), _bound_by_origin(node.args[0])
+    own = most + 1 if isinstance(most, int) else None
+    found = [b for b in (own, inner) if b is not None]
+    least = argument(node, "min")
+    bound = min(found) if found else None
+    return bound if bound is None or least is None else (max(bound, least + 1) if isinstance(least, int) else None)
+
+
+def _remainder(node: fx.Node) -> int | None:
+    divisor = node.args[1]
+    return divisor if isinstance(divisor, int) and divisor > 0 else None
+
+
+def _sum_bound(node: fx.Node) -> int | None:
+    first, second = map(_bound_by_origin, node.args[:2])
+    plain = not node.kwargs and len(node.args) == 2
+    return first + second - 1 if plain and first is not None and second is not None else None
+
+
+def _arange_bound(node: fx.Node) -> int | None:
+    end, step = argument(node, "end"), argument(node, "step", 1)
+    return max(end, 1) if isinstance(end, int) and step == 1 else None
+
+
+def _buckets(node: fx.Node) -> int | None:
+    edges: Any = node.args[1] if node.target is aten.bucketize.Tensor else node.args[0]
+    size = edges.meta["val"].shape[-1]
+    return size + 1 if isinstance(size, int) else None
+
+
+_BOUNDS: dict[Any, Callable[[fx.Node], int | None]] = {
+    aten.clamp.default: _clamped,
+    aten.clamp_max.default: _clamped,
+    aten.clamp_min.default: _clamped,
+    aten.remainder.Scalar: _remainder,
+    aten.fmod.Scalar: _remainder,
+    aten.add.Tensor: _sum_bound,
+    aten.minimum.default: _below_either,
+    aten.maximum.default: lambda node: _all_below(*node.args[:2]),
+    aten.where.self: lambda node: _all_below(*node.args[1:3]),
+    aten.where.ScalarOther: lambda node: _all_below(*node.args[1:3]),
+    aten.where.ScalarSelf: lambda node: _all_below(*node.args[1:3]),
+    aten.where.Scalar: lambda node: _all_below(*node.args[1:3]),
+    aten.masked_fill.Scalar: lambda node: _all_below(node.args[0], node.args[2]),
+    aten.cat.default: lambda node: _all_below(*node.args[0]),  # type: ignore[misc]
+    aten.stack.default: lambda node: _all_below(*node.args[0]),  # type: ignore[misc]
+    aten.full.default: lambda node: _all_below(node.args[1]),
+    aten.zeros_like.default: lambda node: 1,
+    aten.zeros.default: lambda node: 1,
+    aten.ones_like.default: lambda node: 2,
+    aten.ones.default: lambda node: 2,
+    aten.one_hot.default: lambda node: 2,
+    aten.arange.default: _arange_bound,
+    aten.arange.start: _arange_bound,
+    aten.bucketize.Tensor: _buckets,
+    aten.searchsorted.Tensor: _buckets,
+}
+
+
+def _bound_by_use(node: Any) -> int | None:
+    """By what reads them elsewhere as places, of which there are so many: torch refuses others."""
+    if not isinstance(node, fx.Node):
+        return None
+    key = Numbers()
+    wanted, found = key(_source(node)), []
+    for reader in node.graph.nodes:
+        for numbers, most in _read_as_places(reader):
+            if isinstance(most, int) and isinstance(numbers, fx.Node) and key(_source(numbers)) == wanted:
+                found.append(most)
+    return min(found) if found else None
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """Numbers in the shape and type that they had first."""
+    while node.target in _PASSING:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _read_as_places(reader: fx.Node) -> list[tuple[Any, Any]]:
+    """The numbers that an operator reads as places, each with how many places there are."""
+    args: Any = reader.args
+    if reader.target in _CLASSIFYING:
+        scores, classes = args[0].meta["val"], args[1]
+        by_number = not classes.meta["val"].dtype.is_floating_point and argument(reader, "ignore_index") < 0
+        return [(classes, scores.shape[min(1, scores.dim() - 1)])] if by_number else []
+    if reader.target is aten.embedding.default:
+        return [(args[1], args[0].meta["val"].shape[0])]
+    if reader.target is aten.one_hot.default:
+        return [(args[0], args[1] if len(args) > 1 and args[1] > 0 else None)]
+    if reader.target in (aten.index_select.default, aten.gather.default):
+        value = args[0].meta["val"]
+        return [(args[2], value.shape[args[1]])] if value.dim() else []
+    if reader.target is aten.index.Tensor:
+        value = args[0].meta["val"]
+        places = [(i, d) for d, i in enumerate(args[1]) if isinstance(i, fx.Node)]
+        if any(i.meta["val"].dtype in (torch.bool, torch.uint8) for i, _ in places):
+            return []
+        return [(i, value.shape[d]) for i, d in places]
+    return []
+
+
+_CLASSIFYING = (
+    aten.cross_entropy_loss.default, aten.nll_loss.default, aten.nll_loss_nd.default, aten.nll_loss2d.default,
+)  # fmt: skip

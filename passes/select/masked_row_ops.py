@@ -1,0 +1,424 @@
+"""Rewrite operators that select rows by index or write rows back, so that they keep all rows next to a mask.
+
+For what the rewrite requires and provides see ``passes/select/masked_rows.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from passes.experts.routing_masks import choice_of, chosen_by_any, is_distinct
+from passes.ir.interpret import META
+
+if TYPE_CHECKING:
+    from passes.select.masked_rows import SelectedRows
+
+aten = torch.ops.aten
+
+_BOTH = {aten.logical_and.default, aten.bitwise_and.Tensor, aten.__and__.Tensor}
+
+ALL_ROWS = (
+    "it combines rows that a mask selects with all rows, of which there are more; expected as many of both: select "
+    "them by the same mask"
+)
+_ORDER = (
+    "it puts rows in order of which a mask selects how many there are; expected a fixed number of rows: keep all, and "
+    "give those that are not selected a number that comes last, as x.masked_fill(~mask.unsqueeze(-1), -torch.inf)"
+)
+_MIDDLE = (
+    "it looks for the middle of rows of which a mask selects how many there are; expected a fixed number of rows: keep "
+    "all, as x.masked_fill(~mask.unsqueeze(-1), torch.nan).nanmedian(0)"
+)
+_PRODUCT = (
+    "it multiplies rows that a mask selects with each other, of which there is no fixed number; expected a fixed "
+    "number of rows: keep all, and leave out products of the others, as scores.masked_fill(~mask, -torch.inf)"
+)
+# Operator that cannot skip unselected rows -> advice for the user.
+INSTEAD: dict[Any, str] = {
+    **dict.fromkeys((aten.sort, aten.argsort, aten.topk, aten.kthvalue, aten.msort), _ORDER),
+    **dict.fromkeys((aten.median, aten.mode, aten.quantile), _MIDDLE),
+    **dict.fromkeys((aten.mm, aten.matmul, aten.bmm, aten.cdist), _PRODUCT),
+}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A value with all rows in dim ``dim``; the model selects the rows where ``mask`` (bool, one per row) is true."""
+
+    mask: fx.Node
+    dim: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """Coordinate ``dim`` of the true elements of ``condition``, of shape ``shape``. ``mask``: ``condition``, flat."""
+
+    mask: fx.Node
+    dim: int
+    shape: tuple[int, ...]
+    condition: fx.Node
+
+
+@dataclass(frozen=True)
+class Size:
+    """The number of rows that ``mask`` selects, where the model asks for a size."""
+
+    mask: fx.Node
+
+    def __int__(self) -> int:
+        return int(self.mask.meta["val"].shape[0])
+
+
+class Unselectable(Exception):
+    """An operator cannot work on all rows with a mask. The text, if any, says why and what to do instead."""
+
+
+def find_rows(build: SelectedRows, condition: fx.Node, as_tuple: bool = True) -> Any:
+    if condition in build.rows or not condition.meta["val"].dim():
+        raise Unselectable
+    found = _pairs(build, condition) or _ones(build, condition, build.mask_of(condition))
+    if as_tuple:
+        return tuple(found)
+    table = build.call(aten.stack.default, found, -1)
+    build.rows[table] = build.rows[found[0]]
+    if len(found) == 1:
+        build.places[table] = build.places[found[0]]
+    return table
+
+
+def _ones(build: SelectedRows, condition: fx.Node, mask: fx.Node) -> list[fx.Node]:
+    """One node per dim: that coordinate of every element of ``condition``. ``mask``: the flat ``condition``."""
+    shape = tuple(condition.meta["val"].shape)
+    inner = number = int(mask.meta["val"].shape[0])
+    every = build.call(aten.arange.default, number, dtype=torch.int64, device=META)
+    found = []
+    for i, size in enumerate(shape):
+        inner //= size
+        place = every if inner == 1 else build.call(aten.div.Tensor_mode, every, inner, rounding_mode="floor")
+        place = place if i == 0 else build.call(aten.remainder.Scalar, place, size)
+        found.append(place if place is not every else build.call(aten.clone.default, every))
+        build.places[found[-1]] = Place(mask, i, shape, condition)
+    build.rows.update(dict.fromkeys(found, Rows(mask, 0)))
+    return found
+
+
+def _pairs(build: SelectedRows, condition: fx.Node) -> list[fx.Node]:
+    """Coordinates of the true elements of ``condition``, in the memory order of the chosen numbers that it tests.
+
+    In that order the choices of a token are adjacent even if ``condition`` is transposed, so that the rows can be
+    sharded by tokens. If ``condition`` tells whether any of a token's k choices is a number, there is a row for each of
+    the k choices; these are distinct, so every token is selected once at most, and in the same order. Empty if
+    ``condition`` tests no chosen numbers, or is in this order already.
+    """
+    found, along = chosen_by_any(condition), list[int]()
+    if found is not None:
+        along = list(range(condition.meta["val"].dim()))
+    choice = choice_of(condition) if found is None and not build.in_order else None
+    if choice is not None and choice.dims != tuple(sorted(choice.dims)):
+        found, along = (choice.of, choice.number), list(choice.dims)
+    if found is None:
+        return []
+    key = build.key(condition)
+    if key not in build.pairs:
+        numbers, number = found
+        shape = list(numbers.meta["val"].shape)
+        if choice is None:  # places in the shape of the condition
+            shape = [*condition.meta["val"].shape, shape[-1]]
+        mask = build.mask_of(build.call(aten.eq.Scalar, numbers, number))
+        if shape != list(numbers.meta["val"].shape):
+            numbers = build.call(aten.reshape.default, numbers, shape)
+        ones = _ones(build, build.call(aten.eq.Scalar, numbers, number), mask)
+        build.pairs[key] = [ones[d] for d in along]
+    return build.pairs[key]
+
+
+def take_rows(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
+    given = [(d, i) for d, i in enumerate(indices) if i is not None]
+    first, index = given[0]
+    if x in build.rows:
+        return _take_of_rows(build, x, given)
+    if index.meta["val"].dtype == torch.bool and index not in build.rows:
+        if len(given) != 1:
+            return _take_by_both(build, x, indices)
+        pairs = _pairs(build, index)
+        if pairs:
+            return take_rows(build, x, [*indices[:first], *pairs])
+        mask = build.mask_of(index)
+        shape = list(x.meta["val"].shape)
+        covered = index.meta["val"].dim()
+        flat = [*shape[:first], int(mask.meta["val"].shape[0]), *shape[first + covered :]]
+        made = build.call(aten.reshape.default, x, flat)
+        build.rows[made] = Rows(mask, first)
+        made = build.harmless(made)
+        if first == 0:
+            build.read[made] = x, (mask,)
+        return made
+    if not any(i in build.rows for _, i in given):
+        return None
+    if [d for d, _ in given] != list(range(first, first + len(given))):
+        raise Unselectable
+    rows = build.same(*(i for _, i in given))
+    if rows.dim != 0 or any(i.meta["val"].dim() != 1 for _, i in given):
+        raise Unselectable
+    spread = _spread(build, x, first, [i for _, i in given])
+    made = spread if spread is not None else build.call(aten.index.Tensor, x, _guarded(build, indices))
+    build.rows[made] = Rows(rows.mask, first)
+    made = build.harmless(made)
+    if first == 0:
+        build.read[made] = x, tuple(i for _, i in given)
+    return made
+
+
+def _take_of_rows(build: SelectedRows, x: fx.Node, given: list[tuple[int, fx.Node]]) -> fx.Node:
+    """Index the selected rows ``x`` by a further mask, or take one element of dim 1 from each row."""
+    rows = build.rows[x]
+    dim, index = given[0]
+    if any(i not in build.rows or build.rows[i] != Rows(rows.mask, 0) for _, i in given) or rows.dim != dim:
+        raise Unselectable
+    if len(given) == 1 and index.meta["val"].dtype == torch.bool and index.meta["val"].dim() == 1:
+        made = build.call(aten.alias.default, x)
+        build.rows[made] = Rows(build.narrowed(rows.mask, index), dim)
+        return build.harmless(made)
+    if dim or [d for d, _ in given] != [0, 1] or build.numbered.get(index) is not rows.mask:
+        raise Unselectable
+    number = build.harmless(given[1][1], 0)
+    count = int(number.meta["val"].shape[0])
+    alone = build.call(aten.reshape.default, number, [count] + [1] * (x.meta["val"].dim() - 1))
+    places = build.call(aten.expand.default, alone, [count, 1, *x.meta["val"].shape[2:]])
+    taken = build.call(aten.gather.default, x, 1, places)
+    made = build.call(aten.squeeze.dim, taken, 1)
+    build.rows[made] = rows
+    return made
+
+
+def _take_by_both(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
+    """``x[mask, numbers[mask]]``: index ``x`` by a mask and by rows that the same mask selects."""
+    spread: list[Any] = []
+    for i in indices:
+        if i is not None and i.meta["val"].dtype == torch.bool and i not in build.rows:
+            spread += _ones(build, i, build.mask_of(i))
+        else:
+            spread.append(i)
+    rows = {build.rows[i].mask for i in spread if i is not None and i in build.rows}
+    if len(rows) != 1:
+        raise Unselectable
+    return take_rows(build, x, spread)
+
+
+def take_where(build: SelectedRows, x: fx.Node, mask: fx.Node) -> Any:
+    """``masked_select``: broadcast ``x`` and ``mask``, and select elements into one dim."""
+    if x in build.rows or mask in build.rows:
+        if x.meta["val"].shape != mask.meta["val"].shape or x.meta["val"].dim() != 1:
+            raise Unselectable
+        return take_rows(build, x, [mask])
+    shape = list(torch.broadcast_shapes(x.meta["val"].shape, mask.meta["val"].shape))
+    both = [n if list(n.meta["val"].shape) == shape else build.call(aten.expand.default, n, shape) for n in (x, mask)]
+    return take_rows(build, both[0], [both[1]])
+
+
+def take_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node) -> Any:
+    if x in build.rows or index.meta["val"].dim() != 1 or not x.meta["val"].dim():
+        return None
+    return take_rows(build, x, [*[None] * (dim % x.meta["val"].dim()), index])
+
+
+def put_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, values: Any) -> Any:
+    """``index_copy``, or ``index_fill`` with one number."""
+    if index.meta["val"].dim() != 1 or not x.meta["val"].dim():
+        return None
+    dim %= x.meta["val"].dim()
+    if isinstance(values, fx.Node) and values in build.rows:
+        return put_rows(build, x, [*[None] * dim, index], values)
+    covered, _ = _coordinates(build, x, dim, [index])
+    if len(covered) != 1 or (isinstance(values, fx.Node) and values.meta["val"].dim()):
+        raise Unselectable
+    sizes = [1] * x.meta["val"].dim()
+    sizes[dim] = covered[0]
+    chosen = build.call(aten.reshape.default, build.same(index).mask, sizes)
+    if not isinstance(values, fx.Node):
+        return build.call(aten.masked_fill.Scalar, x, chosen, values)
+    return build.call(aten.masked_fill.Tensor, x, chosen, values)
+
+
+def _guarded(build: SelectedRows, indices: Any) -> list[Any]:
+    """Replace the indices of unselected rows by 0, so that every index is valid."""
+    return [build.harmless(i, 0) if i in build.rows else i for i in indices]
+
+
+def _coordinates(
+    build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node]
+) -> tuple[tuple[int, ...], list[int]]:
+    """The shape of the mask that ``indices`` are coordinates of, and which of its coordinates they are.
+
+    Both are empty unless these coordinates match the sizes of ``x`` from dim ``first`` on. If they match, each row has
+    a fixed position, and no index is needed.
+    """
+    places = [build.places.get(i) for i in indices]
+    known = [place for place in places if place is not None]
+    if len(known) < len(places) or len({(place.mask, place.shape) for place in known}) != 1:
+        return (), []
+    covered, along = known[0].shape, [place.dim for place in known]
+    fits = [covered[i] for i in along] == list(x.meta["val"].shape[first : first + len(along)])
+    return (covered, along) if fits and len(along) == len(set(along)) else ((), [])
+
+
+def _spread(build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node]) -> fx.Node | None:
+    """Broadcast ``x`` to one row per element of the mask that ``indices`` are coordinates of; ``None`` if there is no
+    such mask."""
+    covered, along = _coordinates(build, x, first, indices)
+    if not along:
+        return None
+    sizes = list(x.meta["val"].shape)
+    before, after = sizes[:first], sizes[first + len(along) :]
+    if along != sorted(along):
+        moved = [first + along.index(i) for i in sorted(along)]
+        x = build.call(aten.permute.default, x, [*range(first), *moved, *range(first + len(along), len(sizes))])
+    alone = [size if i in along else 1 for i, size in enumerate(covered)]
+    value = build.call(aten.reshape.default, x, [*before, *alone, *after])
+    value = build.call(aten.expand.default, value, [*before, *covered, *after])
+    return build.call(aten.reshape.default, value, [*before, math.prod(covered), *after])
+
+
+def put_rows(build: SelectedRows, x: fx.Node, indices: Any, values: fx.Node, accumulate: bool = False) -> Any:
+    given = [(d, i) for d, i in enumerate(indices) if i is not None]
+    rows = build.rows.get(values)
+    first, index = given[0]
+    if rows is None or x in build.rows or [d for d, _ in given] != list(range(first, first + len(given))):
+        raise Unselectable
+    if index.meta["val"].dtype == torch.bool:
+        pairs = _pairs(build, index)
+        if pairs:
+            return put_rows(build, x, [*indices[:first], *pairs], values, accumulate)
+        mask, covered, whole = build.mask_of(index), tuple(index.meta["val"].shape), True
+    else:
+        mask = build.same(*(i for _, i in given)).mask
+        covered, along = _coordinates(build, x, first, [i for _, i in given])
+        whole = bool(along) and along == list(range(len(covered))) and first == 0
+    if rows.mask is not mask or rows.dim != first:
+        raise Unselectable
+    by = [mask] if index.meta["val"].dtype == torch.bool else [i for _, i in given]
+    more = _more(build, x, by, values) if whole and first == 0 and not accumulate else None
+    if more is not None:
+        values, accumulate = more, True
+    shape = list(x.meta["val"].shape)
+    if accumulate and not whole:
+        added = None if index.meta["val"].dtype == torch.bool else _at_places(build, x, first, by, values)
+        if added is not None:
+            return build.call(aten.add.Tensor, x, added)
+        return build.call(aten.index_put.default, x, _guarded(build, indices), build.zeroed(values), True)
+    if not whole:
+        put_once = _put_once(build, x, by, values) if first == 0 else None
+        if put_once is not None:
+            return put_once
+    if not whole or tuple(shape[first : first + len(covered)]) != covered:
+        raise Unselectable
+    put = build.zeroed(values) if accumulate else values
+    rest = [*shape[:first], int(mask.meta["val"].shape[0]), *shape[first + len(covered) :]]
+    put = build.call(aten.reshape.default, build.call(aten.expand.default, put, rest), shape)
+    if accumulate:
+        return build.call(aten.add.Tensor, x, put)
+    chosen = build.call(
+        aten.reshape.default, mask, [1] * first + list(covered) + [1] * (len(shape) - first - len(covered))
+    )
+    return build.call(aten.where.self, chosen, put, x)
+
+
+def add_rows(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, source: fx.Node, **kwargs: Any) -> Any:
+    if x in build.rows or build.same(index).mask is not build.same(source).mask:
+        raise Unselectable
+    dim %= x.meta["val"].dim()
+    if build.same(source).dim != dim:
+        raise Unselectable
+    added = _at_places(build, x, dim, [index], source)
+    if added is None:
+        return build.call(aten.index_add.default, x, dim, build.harmless(index, 0), build.zeroed(source), **kwargs)
+    return build.call(aten.add.Tensor, x, added, **kwargs)
+
+
+def _at_places(
+    build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node], source: fx.Node, *, chosen: bool = False
+) -> fx.Node | None:
+    """Sum the rows of ``source`` at each position of ``x``; ``None`` if that needs an index operator.
+
+    ``chosen``: the caller reads only positions that some selected row has.
+    """
+    covered, along = _coordinates(build, x, first, indices)
+    sizes = list(source.meta["val"].shape)
+    if not along or sizes[first + 1 :] != list(x.meta["val"].shape[first + len(along) :]):
+        return None
+    others = [first + i for i in range(len(covered)) if i not in along]
+    source = source if chosen and not others else build.zeroed(source)
+    apart = build.call(aten.reshape.default, source, [*sizes[:first], *covered, *sizes[first + 1 :]])
+    dtype = source.meta["val"].dtype
+    kept = {} if dtype.is_floating_point or dtype.is_complex else {"dtype": dtype}  # sums of integers widen the type
+    total = build.call(aten.sum.dim_IntList, apart, others, **kept) if others else apart
+    return _turned(build, total, first, along)
+
+
+def _turned(build: SelectedRows, value: fx.Node, first: int, along: list[int], *, back: bool = False) -> fx.Node:
+    """Permute the dims of ``value`` from ``first`` on from sorted coordinates into the order ``along``.
+
+    ``back``: permute from the order ``along`` into sorted coordinates instead.
+    """
+    if along == sorted(along):
+        return value
+    order = [sorted(along).index(i) for i in along]
+    order = [order.index(i) for i in range(len(order))] if back else order
+    order = [*range(first), *(first + i for i in order), *range(first + len(along), value.meta["val"].dim())]
+    args: Any = value.args
+    if value.target is aten.permute.default and [args[1][i] for i in order] == list(range(len(order))):
+        source: fx.Node = args[0]  # the two permutations cancel, as between the iterations of a loop
+        return source
+    return build.call(aten.permute.default, value, order)
+
+
+def _put_once(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: fx.Node) -> fx.Node | None:
+    """``x[indices] = values`` without an index operator; ``None`` unless each position is selected once at most."""
+    covered, along = _coordinates(build, x, 0, indices)
+    if not along:
+        return None
+    place = build.places[indices[0]]
+    left = [d for d in range(len(covered)) if d not in along]
+    if len(left) > 1 or (left and not _at_most_one(place.condition, left[0])):
+        return None
+    more = _more(build, x, indices, values)
+    if more is not None:
+        added = _at_places(build, x, 0, indices, more)
+        return None if added is None else build.call(aten.add.Tensor, x, added)
+    order = sorted(along)  # one order for all writes of a loop
+    straight = _turned(build, x, 0, along, back=True)
+    put = _at_places(build, straight, 0, [indices[along.index(i)] for i in order], values, chosen=True)
+    if put is None:
+        return None
+    chosen = build.call(aten.reshape.default, place.mask, list(covered))
+    chosen = build.call(aten.any.dim, chosen, left[0]) if left else chosen
+    sizes = chosen.meta["val"].shape
+    chosen = build.call(aten.reshape.default, chosen, [*sizes, *[1] * (x.meta["val"].dim() - len(sizes))])
+    return _turned(build, build.call(aten.where.self, chosen, put, straight), 0, along)
+
+
+def _at_most_one(condition: fx.Node, dim: int) -> bool:
+    """Whether ``condition`` is known to have at most one true element along ``dim``."""
+    if condition.target is aten.full.default:
+        return not condition.args[1]
+    choice = choice_of(condition)
+    if choice is not None:
+        return is_distinct(choice.of, choice.dims[dim])
+    both = condition.all_input_nodes if condition.target in _BOTH else []
+    shape = condition.meta["val"].shape
+    return any(_at_most_one(part, dim) for part in both if part.meta["val"].shape == shape)
+
+
+def _more(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: fx.Node) -> fx.Node | None:
+    """The other addend if ``values`` is ``x[indices]`` plus something: it can be added to ``x``. Else ``None``."""
+    args: Any = values.args
+    if values.target is not aten.add.Tensor or len(args) != 2 or values.kwargs:
+        return None
+    found = [b for a, b in (args, args[::-1]) if build.read.get(a) == (x, tuple(indices))]
+    rows = build.rows.get(found[0]) if found else None
+    return found[0] if rows is not None and rows.dim == 0 else None

@@ -1,0 +1,547 @@
+"""Rows that a mask selects, at a fixed size.
+
+``x[mask]``, ``torch.where(mask)`` and ``mask.nonzero()`` have as many rows as ``mask`` has ones, ``x.split(counts)`` as
+many as are counted, which no plan can know beforehand. Here every row is kept, with the mask beside it. What works on
+each row by itself (which its factor rule says) goes on all of them; what adds rows up, counts them or puts them back
+leaves out those that the mask does not select. The result is the same, for the work of all rows.
+
+Requires: nodes of an exported program, in order. Provides: the same operators with static shapes.
+
+Operators that count selected rows, cut them or ignore some, and the table of all that know of selected rows.
+
+Requires and provides: see ``passes/select/masked_rows.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes.experts.routing_masks import RESHAPES, undone
+from passes.ir.interpret import META, call
+from passes.ir.value_numbering import Numbers
+from passes.normalize.decompose import parts_of
+from passes.rules import factors_of
+from passes.rules.factors import operands_of
+from passes.select.class_counts import ASSERTS, COUNTING, count_classes
+from passes.select.masked_row_ops import (
+    ALL_ROWS,
+    INSTEAD,
+    Place,
+    Rows,
+    Size,
+    Unselectable,
+    add_rows,
+    find_rows,
+    put_along,
+    put_rows,
+    take_along,
+    take_rows,
+    take_where,
+)
+from passes.select.selected_numbers import ITEMS, ComputedSize, compute, is_number, with_tensors
+from passes.select.selected_statistics import STATISTICS
+
+aten = torch.ops.aten
+
+
+def _scatter_add(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, source: fx.Node) -> Any:
+    if x in build.rows or build.same(index, source).dim != dim % x.meta["val"].dim():
+        raise Unselectable
+    return build.call(aten.scatter_add.default, x, dim, build.harmless(index, 0), build.zeroed(source))
+
+
+def _masked_scatter(build: SelectedRows, x: fx.Node, mask: fx.Node, source: fx.Node) -> Any:
+    """The source's rows are taken in order: those that are selected come first."""
+    rows = build.same(source)
+    if x in build.rows or mask in build.rows or rows.dim != 0:
+        raise Unselectable
+    left_out = build.call(aten.to.dtype, build.call(aten.logical_not.default, rows.mask), torch.int64)
+    ordered = build.call(aten.sort.stable, left_out, stable=True, dim=0)
+    order = build.call(operator.getitem, ordered, 1)
+    return build.call(aten.masked_scatter.default, x, mask, build.call(aten.index_select.default, source, 0, order))
+
+
+def _split(build: SelectedRows, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
+    """Pieces of as many rows as is counted: the piece of each row is told by the running sum of the counts."""
+    counts = [size.args[0] for size in sizes if isinstance(size, fx.Node) and size.target in ITEMS]
+    if x in build.rows or len(counts) != len(sizes):
+        raise Unselectable
+    dim %= x.meta["val"].dim()
+    number = int(x.meta["val"].shape[dim])
+    every = build.call(aten.arange.default, number, dtype=torch.int64, device=META)
+    end, masks = None, list[fx.Node]()
+    before: fx.Node | None = None
+    for count in counts:
+        scalar = build.call(aten.reshape.default, count, [1])
+        end = scalar if end is None else build.call(aten.add.Tensor, end, scalar)
+        below = build.call(aten.lt.Tensor, every, end)
+        inside = below if before is None else build.call(aten.logical_and.default, below, before)
+        before = build.call(aten.logical_not.default, below)
+        masks.append(inside)
+    found = []
+    for i, mask in enumerate(masks):
+        build.pieces[mask] = x, i, len(masks)
+        piece = build.call(aten.alias.default, x)
+        build.rows[piece] = Rows(mask, dim)
+        found.append(piece)
+    return tuple(found)
+
+
+def _cat(build: SelectedRows, parts: Any, dim: int = 0) -> Any:
+    rows, dim = [build.rows.get(part) for part in parts], dim % parts[0].meta["val"].dim()
+    if all(r is not None and r.dim != dim for r in rows) or any(r is not None and r.dim != dim for r in rows):
+        return None
+    joined = _join_pieces(build, parts, rows)
+    return _cat_rows(build, parts, dim) if joined is None else joined
+
+
+def _join_pieces(build: SelectedRows, parts: Any, rows: list[Rows | None]) -> fx.Node | None:
+    """Pieces that are put together in the order in which they were cut; ``None``: they are something else."""
+    cut = [build.pieces.get(r.mask) for r in rows if r is not None]
+    if not cut or len(cut) != len(parts) or cut[0] is None:
+        return None
+    if cut != [(cut[0][0], i, len(parts)) for i in range(len(cut))]:
+        return None
+    whole: fx.Node = parts[-1]
+    for part in reversed(parts[:-1]):
+        whole = build.call(aten.where.self, build.unselected(part), whole, part)
+    return whole
+
+
+def _cat_rows(build: SelectedRows, parts: Any, dim: int) -> fx.Node:
+    """Rows of several masks, or all, one after the other; where there are equally many, one of each in turn, which
+    leaves samples together that a batch has together."""
+    sizes = [int(part.meta["val"].shape[dim]) for part in parts]
+    masks = [_mask_or_all(build, part, size) for part, size in zip(parts, sizes, strict=True)]
+    in_turn = len(set(sizes)) == 1
+    first, *others = masks
+
+    def joined() -> fx.Node:
+        if not in_turn:
+            return build.call(aten.cat.default, masks)
+        return build.call(aten.reshape.default, build.call(aten.stack.default, masks, 1), [sum(sizes)])
+
+    mask = build.once(first, ("cat", *others), joined)
+    if in_turn or build.unordered.intersection(masks):
+        build.unordered.add(mask)
+    if in_turn:
+        made = build.call(aten.stack.default, parts, dim + 1)
+        shape = list(parts[0].meta["val"].shape)
+        made = build.call(aten.reshape.default, made, [*shape[:dim], sum(sizes), *shape[dim + 1 :]])
+    else:
+        made = build.call(aten.cat.default, parts, dim)
+    build.rows[made] = Rows(mask, dim)
+    return made
+
+
+def _mask_or_all(build: SelectedRows, part: fx.Node, size: int) -> fx.Node:
+    if part in build.rows:
+        return build.rows[part].mask
+    if size not in build.all_of:
+        build.all_of[size] = build.call(aten.full.default, [size], True, dtype=torch.bool, device=META)
+    return build.all_of[size]
+
+
+def _reshaped(target: Any) -> Callable[..., Any]:
+    """Rows in one dim with others, of which then all or none are selected, and back."""
+
+    def rule(build: SelectedRows, x: fx.Node, *args: Any) -> Any:
+        try:
+            return build.by_rule(target, (x, *args), {})
+        except Unselectable:
+            made = build.by_rule(target, (build.call(aten.alias.default, x), *args), {}, plain=True)
+        rows, before, after = build.rows[x], tuple(x.meta["val"].shape), tuple(made.meta["val"].shape)
+        apart = build.flattened.get(rows.mask)
+        for dim in range(len(after)):
+            ahead = math.prod(after[:dim])
+            if apart is not None and ahead == math.prod(before[: rows.dim]):
+                mask, sizes, at = apart
+                if after[dim : dim + len(sizes)] == sizes:
+                    build.rows[made] = Rows(mask, dim + at)
+                    return made
+            for start in range(rows.dim + 1):
+                for end in range(rows.dim + 1, len(before) + 1):
+                    sizes = before[start:end]
+                    if math.prod(before[:start]) == ahead and math.prod(sizes) == after[dim] and len(sizes) > 1:
+                        build.rows[made] = Rows(build.flat_mask(rows.mask, sizes, rows.dim - start), dim)
+                        return made
+        raise Unselectable
+
+    return rule
+
+
+SPECIAL: dict[Any, Callable[..., Any]] = {
+    aten.split_with_sizes.default: _split,
+    aten.split.sizes: _split,
+    aten.cat.default: _cat,
+    aten.where.default: find_rows,
+    aten.nonzero_numpy.default: find_rows,
+    aten.nonzero.default: lambda build, condition: find_rows(build, condition, as_tuple=False),
+    aten.index.Tensor: take_rows,
+    aten.index_put.default: put_rows,
+    aten.index_add.default: add_rows,
+    aten.scatter_add.default: _scatter_add,
+    aten.masked_scatter.default: _masked_scatter,
+    aten.masked_select.default: take_where,
+    aten.index_select.default: take_along,
+    aten.index_copy.default: put_along,
+    aten.index_fill.int_Scalar: put_along,
+    aten.index_fill.int_Tensor: put_along,
+    **{target: _reshaped(target) for target in (*RESHAPES, aten._unsafe_view.default)},
+    **STATISTICS,
+}
+
+_SOURCES = {aten.index.Tensor, aten.masked_select.default, aten.where.default, aten.nonzero.default,
+            aten.nonzero_numpy.default, aten.split_with_sizes.default, aten.split.sizes}  # fmt: skip
+_IN_ORDER = {aten.split_with_sizes.default, aten.split.sizes, aten.masked_scatter.default}
+_SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.nansum.default, aten.count_nonzero.default,
+         aten.count_nonzero.dim_IntList, aten.mm.default, aten.bmm.default, aten.matmul.default,
+         aten.linear.default, aten.einsum.default}  # fmt: skip
+_KEEPS_PLACES = {aten.squeeze.dim, aten.squeeze.default, aten.view.default, aten.reshape.default,
+                 aten.flatten.using_ints, aten.contiguous.default}  # fmt: skip
+_MAKES_NEW = {aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default}
+# Operands that not every number may be, by place with one that each may be, and of which operators.
+_GUARDS: tuple[tuple[dict[int, float], tuple[Any, ...]], ...] = (
+    ({2: 0}, (aten.index_select.default, aten.gather.default)),
+    ({1: 0}, (aten.embedding.default, aten.multi_margin_loss.default, aten.multilabel_margin_loss_forward.default)),
+    ({0: 0}, (aten.one_hot.default, aten.exp.default, aten.exp2.default, aten.expm1.default, aten.sinh.default,
+              aten.cosh.default, aten.log1p.default, aten.tan.default, aten.asin.default, aten.acos.default,
+              aten.atanh.default, aten.erfinv.default)),
+    ({0: 1}, (aten.reciprocal.default, aten.sqrt.default, aten.rsqrt.default, aten.log.default, aten.log2.default,
+              aten.log10.default, aten.pow.Tensor_Scalar, aten.lgamma.default, aten.digamma.default)),
+    ({1: 1}, (aten.div.Tensor, aten.div.Tensor_mode, aten.remainder.Tensor, aten.fmod.Tensor,
+              aten.floor_divide.default, aten.kl_div.default)),
+    ({0: 1, 1: 1}, (aten.pow.Tensor_Tensor, aten.xlogy.Tensor, aten.atan2.default, aten.poisson_nll_loss.default)),
+    ({0: 0.5}, (aten.logit.default,)),
+    ({0: 0.5, 1: 0.5}, (aten.binary_cross_entropy.default,)),
+    ({0: 2}, (aten.acosh.default,)),
+)  # fmt: skip
+_GUARDED = {target: numbers for numbers, targets in _GUARDS for target in targets}
+_STRIDE_FREE: dict[Any, Any] = {aten.view.default: aten.reshape.default}  # strides are not those of the fewer rows
+
+
+class SelectedRows:
+    """Appends operators on selected rows to ``graph``; those of ``nodes`` that are among them are to be copied."""
+
+    def __init__(self, graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+        self.graph = graph
+        self.in_order = any(_reads_in_order(n) for n in nodes)  # whether rows have to be in the condition's order
+        self.rows: dict[fx.Node, Rows] = {}
+        self.places: dict[fx.Node, Place] = {}  # coordinates of a mask's ones
+        self.pairs: dict[int, list[fx.Node]] = {}  # the same of what chooses the places of a condition, by its key
+        self.read: dict[fx.Node, tuple[fx.Node, tuple[fx.Node, ...]]] = {}  # rows -> (of what, by which indices)
+        self.pieces: dict[fx.Node, tuple[fx.Node, int, int]] = {}  # a piece's mask -> (of what, which, of how many)
+        self.numbered: dict[fx.Node, fx.Node] = {}  # numbers 0, 1, .. of the rows that a mask selects -> the mask
+        self.flattened: dict[fx.Node, tuple[fx.Node, tuple[int, ...], int]] = {}  # see ``flat_mask``
+        self.unordered: set[fx.Node] = set()  # masks of rows that lie in another order than the model's
+        self.all_of: dict[int, fx.Node] = {}  # the mask of all of so many rows
+        self._made: dict[Any, fx.Node] = {}  # what was made for a mask
+        self._masks: dict[Any, fx.Node] = {}
+        self._filled: dict[fx.Node, float] = {}  # rows -> what those have that are not selected
+        self.key = Numbers()  # conditions that are computed alike have the same
+        self._where: dict[str, Any] = {}
+
+    def concerns(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> bool:
+        """Whether ``node`` selects rows, reads some, or comes of what did."""
+        given = [env.get(n) for n in node.all_input_nodes]
+        kinds = (Size, ComputedSize, tuple, int)
+        return _is_open(node.meta.get("val")) or any(
+            isinstance(g, kinds) or g in self.rows or (isinstance(g, fx.Node) and g.target in ITEMS) for g in given
+        )
+
+    def reads_rows(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> bool:
+        """Whether it is rows that ``node`` reads, or their number; not one that forward takes out of a tensor."""
+        given = [env.get(n) for n in node.all_input_nodes]
+        return _is_open(node.meta.get("val")) or any(isinstance(g, Size | tuple) or g in self.rows for g in given)
+
+    def copy(self, node: fx.Node, env: Mapping[fx.Node, Any], where: dict[str, Any]) -> Any:
+        """What stands for ``node``: a node, a tuple of nodes, or a number that only the data tell.
+
+        Raises :class:`Unselectable`.
+        """
+        self._where = where
+        args: Any
+        kwargs: Any
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+        if node.target is operator.getitem:
+            whole, index = args
+            return whole[index] if isinstance(whole, tuple) else self.call(operator.getitem, whole, index)
+        if node.target is aten.sym_size.int:
+            return self._size(*args)
+        if node.target in COUNTING:
+            return count_classes(self, node, args, kwargs)
+        if node.target is aten.sym_numel.default:
+            sizes = [self._size(args[0], d) for d in range(args[0].meta["val"].dim())]
+            return functools.reduce(lambda a, b: compute(self, operator.mul, (a, b)), sizes)
+        if node.target in ASSERTS:  # what torch.export asserts of what the model selects
+            return None
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return compute(self, node.target, args)  # type: ignore[arg-type]
+        try:
+            made = with_tensors(self, node, args, kwargs)
+            return self.apply(node.target, *args, **kwargs) if made is None else made
+        except Unselectable as raised:
+            parts = None if str(raised) else parts_of(node)
+            if parts is None:
+                instead = INSTEAD.get(getattr(node.target, "overloadpacket", None))
+                if instead is None or str(raised):
+                    raise
+                raise Unselectable(instead) from None
+        graph, operands = parts
+        return self._copy_parts(graph, [env[n] for n in operands], where)
+
+    def apply(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        """What an operator makes, of rows or not."""
+        special = SPECIAL.get(target)
+        if special is not None and (target in _SOURCES or any(n in self.rows for n in _nodes((args, kwargs)))):
+            made = special(self, *args, **kwargs)
+            if made is not None:
+                return made
+        return self.by_rule(target, args, kwargs)
+
+    def _copy_parts(self, parts: fx.Graph, operands: list[Any], where: dict[str, Any]) -> Any:
+        """What an operator makes that torch itself defines by others."""
+        inner: dict[fx.Node, Any] = dict(zip(parts.find_nodes(op="placeholder"), operands, strict=True))
+        for part in parts.nodes:
+            if part.op == "output":
+                made = fx.node.map_arg(part.args[0], inner.__getitem__)
+                return tuple(made) if isinstance(made, list) else made
+            if part.op == "call_function":
+                inner[part] = self.copy(part, inner, where)
+        raise AssertionError("a graph ends in an output node")
+
+    def _size(self, value: fx.Node, dim: int) -> Size | int:
+        rows, dim = self.rows.get(value), dim % value.meta["val"].dim()
+        return Size(rows.mask) if rows is not None and dim == rows.dim else int(value.meta["val"].shape[dim])
+
+    # -- what every operator does by its rule -----------------------------------------------------------------------
+
+    def by_rule(self, target: Any, args: Any, kwargs: Any, *, plain: bool = False) -> Any:
+        """``plain``: as if no value had rows that are left out."""
+        sized = [a for a in args if isinstance(a, list | tuple) for a in a if isinstance(a, Size)]
+        if any(is_number(a) for a in (*args, *kwargs.values())):
+            raise Unselectable  # a number that is computed with
+        flat_args, flat_kwargs = fx.node.map_aggregate((args, kwargs), _of_all_rows)
+        flat_args, flat_kwargs = fx.node.map_aggregate((flat_args, flat_kwargs), _on_meta)
+        for at, number in _GUARDED.get(target, {}).items():
+            if at < len(flat_args) and flat_args[at] in self.rows:
+                flat_args = (*flat_args[:at], self.harmless(flat_args[at], number), *flat_args[at + 1 :])
+        try:
+            made = self.call(_STRIDE_FREE.get(target, target), *flat_args, **flat_kwargs)
+        except Exception as error:  # what it makes depends on numbers
+            raise Unselectable from error
+        if plain:
+            return made
+        operands = operands_of(made)
+        masks = {self.rows[o].mask for o in operands if o in self.rows} | {s.mask for s in sized}
+        if not masks and not _is_open(made.meta["val"]):
+            return made  # rows that were put together again
+        if len(masks) != 1:
+            raise Unselectable
+        (mask,) = masks
+        if target in _MAKES_NEW or not any(o in self.rows for o in operands):
+            found = {s for a in args if isinstance(a, list | tuple) for s, x in enumerate(a) if isinstance(x, Size)}
+            return self._mark(made, mask, found) if found else self._refuse()
+        dims = self._row_dims(target, made, operands)
+        if dims is None:
+            zeroed = [self.zeroed(o) if o in self.rows else o for o in operands]
+            return self.call(made.target, *_replaced(flat_args, operands, zeroed), **flat_kwargs)
+        if target in _KEEPS_PLACES and operands[0] in self.places and made.meta["val"].dim() == 1:
+            self.places[made] = self.places[operands[0]]
+        return self._mark(made, mask, dims)
+
+    def _row_dims(self, target: Any, made: fx.Node, operands: tuple[fx.Node, ...]) -> set[int] | None:
+        """The dim of each result that has the rows; ``None``: they are added up."""
+        factors = factors_of(made)
+        if factors is None:
+            raise Unselectable
+        names = set()
+        for operand, dims in zip(operands, factors.operands, strict=True):
+            if operand in self.rows:
+                names.add(dims[self.rows[operand].dim])
+        if len(names) != 1 or len(next(iter(names))) != 1:
+            raise Unselectable
+        ((name,),) = names
+        if any(o not in self.rows and (name,) in dims for o, dims in zip(operands, factors.operands, strict=True)):
+            raise Unselectable(ALL_ROWS)
+        coupled = name in factors.whole or name in factors.lower
+        if coupled or (factors.spans is not None and factors.spans.factor == name):
+            raise Unselectable
+        spots = {d for dims in factors.results for d, held in enumerate(dims) if held == (name,)}
+        inner = any(name in held and held != (name,) for dims in factors.results for held in dims)
+        if len(spots) == 1 and not inner and all((name,) in dims for dims in factors.results):
+            return spots
+        if not spots and not inner and target in _SUMS:
+            return None
+        raise Unselectable
+
+    def _mark(self, made: fx.Node, mask: fx.Node, dims: set[int]) -> Any:
+        if len(dims) != 1:
+            raise Unselectable
+        (dim,) = dims
+        if isinstance(made.meta["val"], tuple):
+            parts = tuple(self.call(operator.getitem, made, i) for i in range(len(made.meta["val"])))
+            self.rows.update(dict.fromkeys(parts, Rows(mask, dim)))
+            return parts
+        self.rows[made] = Rows(mask, dim)
+        return made
+
+    def _refuse(self) -> Any:
+        raise Unselectable
+
+    # -- helpers ----------------------------------------------------------------------------------------------------
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        made = call(self.graph, target, args, kwargs)
+        made.meta.update(self._where)
+        return made
+
+    def mask_of(self, condition: fx.Node) -> fx.Node:
+        """The flat mask of a condition; one for all that are computed alike."""
+        condition = undone(condition)
+        while condition.target in RESHAPES:
+            condition = undone(condition.args[0])
+        key = self.key(condition)
+        if key not in self._masks and (spread := _spread_over_last(condition)) is not None:
+            self._masks[key] = self.flat_mask(self.mask_of(spread), (spread.meta["val"].numel(), *_last(condition)), 0)
+        if key not in self._masks:
+            value = condition.meta["val"]
+            flat = condition if value.dtype == torch.bool else self.call(aten.ne.Scalar, condition, 0)
+            self._masks[key] = flat if value.dim() == 1 else self.call(aten.reshape.default, flat, [value.numel()])
+        return self._masks[key]
+
+    def once(self, mask: fx.Node, kind: Any, make: Callable[[], fx.Node]) -> fx.Node:
+        """What is made for ``mask``, once for each ``kind``."""
+        if (mask, kind) not in self._made:
+            self._made[mask, kind] = make()
+        return self._made[mask, kind]
+
+    def count(self, mask: fx.Node) -> fx.Node:
+        """How many rows ``mask`` selects."""
+        return self.once(mask, "count", lambda: self.call(aten.sum.default, mask))
+
+    def nth(self, mask: fx.Node) -> fx.Node:
+        """For each selected row how many there are up to it."""
+        if mask in self.unordered:
+            raise Unselectable
+        return self.once(mask, "nth", lambda: self.call(aten.cumsum.default, mask, 0))
+
+    def narrowed(self, mask: fx.Node, condition: fx.Node) -> fx.Node:
+        """The mask of those rows of ``mask`` for which ``condition`` holds, too."""
+        found = self.once(
+            mask, ("and", self.key(condition)), lambda: self.call(aten.logical_and.default, mask, condition)
+        )
+        return self._ordered_as(found, mask)
+
+    def flat_mask(self, mask: fx.Node, sizes: tuple[int, ...], at: int) -> fx.Node:
+        """The mask of dims of ``sizes`` in one, of which the rows are number ``at``."""
+
+        def spread() -> fx.Node:
+            apart = [size if i == at else 1 for i, size in enumerate(sizes)]
+            made = self.call(aten.expand.default, self.call(aten.reshape.default, mask, apart), list(sizes))
+            return self.call(aten.reshape.default, made, [math.prod(sizes)])
+
+        found = self.once(mask, ("flat", sizes, at), spread)
+        self.flattened[found] = mask, sizes, at
+        return self._ordered_as(found, mask)
+
+    def _ordered_as(self, mask: fx.Node, other: fx.Node) -> fx.Node:
+        if other in self.unordered:
+            self.unordered.add(mask)
+        return mask
+
+    def harmless(self, value: fx.Node, number: float | None = None) -> fx.Node:
+        """``value`` with ``number`` in the rows that are not selected, or ones (zeros, of whole numbers): what these
+        hold may be what the model selects rows to avoid (a division by zero, an index of -100)."""
+        dtype = value.meta["val"].dtype
+        number = int(dtype.is_floating_point) if number is None else number
+        if dtype == torch.bool or self._filled.get(value) == number or (number == 0 and value in self.places):
+            return value
+        return self.filled(value, number)
+
+    def filled(self, value: fx.Node, number: float) -> fx.Node:
+        """``value`` with ``number`` in the rows that are not selected."""
+        filled = self.call(aten.masked_fill.Scalar, value, self.unselected(value), number)
+        self.rows[filled], self._filled[filled] = self.rows[value], number
+        return filled
+
+    def unselected(self, value: fx.Node) -> fx.Node:
+        """``[.., rows, ..]`` truth values that broadcast to ``value``: which of its rows are not the model's."""
+        rows = self.rows[value]
+        shape = [1] * value.meta["val"].dim()
+        shape[rows.dim] = rows.mask.meta["val"].shape[0]
+        left_out = self.call(aten.logical_not.default, rows.mask)
+        return left_out if shape == [shape[0]] else self.call(aten.reshape.default, left_out, shape)
+
+    def zeroed(self, value: fx.Node) -> fx.Node:
+        return self.call(aten.masked_fill.Scalar, value, self.unselected(value), 0)
+
+    def same(self, *values: Any) -> Rows:
+        """The rows that the values have in common."""
+        found = {self.rows[v] for v in values if v in self.rows}
+        if len(found) != 1 or any(v not in self.rows for v in values):
+            raise Unselectable
+        return next(iter(found))
+
+
+_SPREADS = (aten.expand.default, aten.expand_as.default, aten.broadcast_to.default)
+
+
+def _spread_over_last(condition: fx.Node) -> fx.Node | None:
+    """Truth values of whole rows that ``condition`` has for each element of a row; ``None``: it is something else."""
+    source: Any = condition.args[0] if condition.target in _SPREADS else None
+    if source is None or source.meta["val"].dtype != torch.bool:
+        return None
+    before, after = list(source.meta["val"].shape), list(condition.meta["val"].shape)
+    before = [1] * (len(after) - len(before)) + before
+    rows = max((d + 1 for d, size in enumerate(before) if size > 1), default=0)
+    return source if 0 < rows < len(after) and before[:rows] == after[:rows] else None
+
+
+def _last(condition: fx.Node) -> list[int]:
+    """The sizes of a row's dims."""
+    source: Any = condition.args[0]
+    before, after = source.meta["val"].shape, condition.meta["val"].shape
+    return list(after[max(d + 1 for d, size in enumerate(before) if size > 1) + len(after) - len(before) :])
+
+
+def _reads_in_order(node: fx.Node) -> bool:
+    """Whether ``node`` tells selected rows apart by their number."""
+    given = [node, *node.all_input_nodes] if node.target in _IN_ORDER else []
+    return any(_is_open(n.meta.get("val")) for n in given)
+
+
+def _is_open(value: Any) -> bool:
+    values = value if isinstance(value, tuple | list) else (value,)
+    return any(isinstance(v, Tensor) and not all(isinstance(s, int) for s in v.shape) for v in values)
+
+
+def _nodes(args: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.node.map_arg(args, lambda n: found.append(n) or n)  # type: ignore[func-returns-value]
+    return found
+
+
+def _of_all_rows(argument: Any) -> Any:
+    """The size of a dim as it is with all rows."""
+    if isinstance(argument, ComputedSize):
+        if not isinstance(argument.all_rows, int):
+            raise Unselectable
+        return argument.all_rows
+    return int(argument) if isinstance(argument, Size) else argument
+
+
+def _on_meta(argument: Any) -> Any:
+    return META if isinstance(argument, torch.device) else argument
+
+
+def _replaced(args: Any, old: tuple[fx.Node, ...], new: list[fx.Node]) -> Any:
+    instead = dict(zip(old, new, strict=True))
+    return fx.node.map_arg(args, lambda n: instead.get(n, n))

@@ -1,0 +1,173 @@
+"""Numbers that only the data tell, which forward computes with: how many rows a mask selects, ``tensor.item()``.
+
+``x[mask].shape[0]`` is a number to the model and a tensor of no dims here. What is computed of it by Python's operators
+is computed by torch's; an operator that is given one gets the tensor.
+
+Requires and provides: see ``passes/select/masked_rows.py``.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from passes.ir.interpret import META
+from passes.select.masked_row_ops import Rows, Size, Unselectable
+
+if TYPE_CHECKING:
+    from passes.select.masked_rows import SelectedRows
+
+aten = torch.ops.aten
+
+ITEMS = {aten.item.default, aten._local_scalar_dense.default}
+_WHOLE, _REAL = torch.int64, torch.float64  # what Python's numbers are
+
+
+@dataclass(frozen=True, eq=False)
+class ComputedSize:
+    """A number that only the data tell: ``node`` has it, a tensor of no dims; ``None``: only what is asserted of it may
+    read it. ``all_rows``: what it would be if every row were selected, which shapes are made of."""
+
+    node: fx.Node | None
+    all_rows: Any = None
+
+
+_OPERATORS: dict[Any, tuple[Any, bool]] = {  # Python's operator -> torch's, and whether its result is real
+    operator.add: (aten.add.Tensor, False),
+    operator.sub: (aten.sub.Tensor, False),
+    operator.mul: (aten.mul.Tensor, False),
+    operator.truediv: (aten.div.Tensor, True),
+    operator.floordiv: (aten.floor_divide.default, False),
+    operator.mod: (aten.remainder.Tensor, False),
+    operator.pow: (aten.pow.Tensor_Tensor, False),
+    operator.neg: (aten.neg.default, False),
+    torch.sym_max: (aten.maximum.default, False),
+    torch.sym_min: (aten.minimum.default, False),
+    torch.sym_float: (aten.positive.default, True),
+    math.sqrt: (aten.sqrt.default, True),
+    getattr(torch, "_sym_sqrt", None): (aten.sqrt.default, True),
+    getattr(torch, "_sym_log2", None): (aten.log2.default, True),
+}
+# Operators that take a number apart from a tensor -> those that take a tensor in its place.
+_OF_TENSORS: dict[Any, Any] = {
+    aten.pow.Tensor_Scalar: aten.pow.Tensor_Tensor,
+    aten.pow.Scalar: aten.pow.Tensor_Tensor,
+    aten.rsub.Scalar: aten.rsub.Tensor,
+    aten.clamp.default: aten.clamp.Tensor,
+    aten.clamp_min.default: aten.clamp_min.Tensor,
+    aten.clamp_max.default: aten.clamp_max.Tensor,
+    aten.masked_fill.Scalar: aten.masked_fill.Tensor,
+    aten.where.ScalarOther: aten.where.self,
+    aten.where.ScalarSelf: aten.where.self,
+    aten.where.Scalar: aten.where.self,
+    **{getattr(aten, name).Scalar: getattr(aten, name).Tensor for name in ("eq", "ne", "lt", "le", "gt", "ge", "add",
+       "sub", "mul", "div", "remainder", "fmod")},
+}  # fmt: skip
+_SAME_TYPE = {
+    aten.masked_fill.Scalar, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar, aten.clamp.default,
+    aten.clamp_min.default, aten.clamp_max.default,
+}  # fmt: skip
+# Operators that make a tensor of one number -> the place of the number; before it is the size.
+_MAKES = {aten.scalar_tensor.default: 0, aten.full.default: 1, aten.new_full.default: 2, aten.full_like.default: 1}
+
+
+def number_of(build: SelectedRows, given: Any) -> ComputedSize:
+    """What ``given``, which forward takes for a number, is computed from."""
+    if isinstance(given, Size):
+        return ComputedSize(build.count(given.mask), int(given))
+    if isinstance(given, fx.Node) and given.target in ITEMS:
+        return ComputedSize(build.call(aten.detach.default, given.args[0]))
+    if isinstance(given, ComputedSize):
+        return given
+    raise Unselectable
+
+
+def is_number(given: Any) -> bool:
+    return isinstance(given, Size | ComputedSize) or (isinstance(given, fx.Node) and given.target in ITEMS)
+
+
+def compute(build: SelectedRows, target: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """What Python's operator ``target`` makes of numbers."""
+    numbers = [number_of(build, a) if is_number(a) else a for a in args]
+    if not any(isinstance(n, ComputedSize) for n in numbers):
+        return target(*args)
+    whole = [n.all_rows if isinstance(n, ComputedSize) else n for n in numbers]
+    all_rows = None if any(n is None for n in whole) else _tried(target, whole)
+    known = _OPERATORS.get(target)
+    if known is None or any(isinstance(n, ComputedSize) and n.node is None for n in numbers):
+        return ComputedSize(None, all_rows)
+    torchs, real = known
+    given = [n.node if isinstance(n, ComputedSize) else n for n in numbers]
+    real = real or any(isinstance(g, float) or (isinstance(g, fx.Node) and _is_real(g)) for g in given)
+    real = real or (target is operator.pow and isinstance(given[1], int) and given[1] < 0)
+    return ComputedSize(build.call(torchs, *(_as_tensor(build, g, _REAL if real else _WHOLE) for g in given)), all_rows)
+
+
+def _tried(target: Callable[..., Any], args: list[Any]) -> Any:
+    try:
+        return target(*args)
+    except ArithmeticError:
+        return None
+
+
+def with_tensors(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """The operator of ``node`` with tensors in the place of numbers; in lists, which are shapes, they stay.
+
+    ``None``: it is given no such number.
+    """
+    if not any(is_number(a) for a in (*args, *kwargs.values())):
+        return None
+    value, target = node.meta["val"], node.target
+    if not isinstance(value, Tensor):
+        raise Unselectable
+    if target in _MAKES:
+        at = _MAKES[target]
+        made = _as_tensor(build, number_of(build, args[at]).node, value.dtype)
+        sizes = list(value.shape) if target is aten.full_like.default else args[at - 1]
+        return made if target is aten.scalar_tensor.default else build.apply(aten.expand.default, made, sizes)
+    if target is aten.arange.default and len(args) == 1 and isinstance(args[0], Size):
+        return numbered(build, args[0].mask, value.dtype)
+    dtype = value.dtype if value.dtype.is_floating_point else None
+    takes = _OF_TENSORS.get(target)
+    if takes is None:  # a number in the place of a tensor
+        if getattr(target, "_overloadname", "") not in ("Tensor", "Tensor_mode"):
+            raise Unselectable
+        takes = target
+
+    def tensor(given: Any, every: bool) -> Any:
+        if is_number(given):
+            return _as_tensor(build, number_of(build, given).node, dtype)
+        plain = every and isinstance(given, int | float) and not isinstance(given, bool)
+        return _as_tensor(build, given, dtype or value.dtype) if plain else given
+
+    apart = target in _SAME_TYPE or target is aten.pow.Scalar
+    made = build.apply(takes, *(tensor(a, apart) for a in args), **{k: tensor(a, apart) for k, a in kwargs.items()})
+    if not isinstance(made, fx.Node) or made.meta["val"].dtype != value.dtype:
+        raise Unselectable
+    return made
+
+
+def numbered(build: SelectedRows, mask: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """Selected rows by their number: 0, 1, .."""
+    made = build.call(aten.sub.Tensor, build.nth(mask), 1)
+    made = made if dtype == _WHOLE else build.call(aten.to.dtype, made, dtype)
+    build.rows[made], build.numbered[made] = Rows(mask, 0), mask
+    return made
+
+
+def _is_real(node: fx.Node) -> bool:
+    return bool(node.meta["val"].dtype.is_floating_point)
+
+
+def _as_tensor(build: SelectedRows, given: Any, dtype: torch.dtype | None) -> fx.Node:
+    if given is None:
+        raise Unselectable
+    if not isinstance(given, fx.Node):
+        return build.call(aten.full.default, [], given, dtype=dtype, device=META)
+    return given if dtype in (None, given.meta["val"].dtype) else build.call(aten.to.dtype, given, dtype)

@@ -1,0 +1,309 @@
+"""Sums, means, extremes, deviations and losses of selected rows, with every row kept and a mask beside it.
+
+A reduction leaves out what is not selected by what does not change it: zero for a sum, the lowest number for a largest.
+Where it divides, it divides by the number of rows that are selected. A loss is its terms, one for each element, and
+their reduction.
+
+Requires and provides: see ``passes/select/masked_rows.py``.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from passes.normalize.losses import MEAN, NONE, REDUCTION_AT, SUM
+from passes.select.masked_row_ops import ALL_ROWS, Rows, Unselectable
+
+if TYPE_CHECKING:
+    from passes.select.masked_rows import SelectedRows
+
+aten = torch.ops.aten
+
+_IGNORED = -100
+
+
+# -- sums and what is made of them -------------------------------------------------------------------------------------
+def _mean(build: SelectedRows, x: fx.Node, *, dtype: Any = None) -> Any:
+    return _mean_over(build, x, None, dtype=dtype)
+
+
+def _mean_over(build: SelectedRows, x: fx.Node, dims: Any, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    over = _over(build, x, dims)
+    if over is None:
+        return None
+    total = build.call(aten.sum.dim_IntList, build.zeroed(x), over, keepdim, dtype=dtype)
+    return build.call(aten.div.Tensor, total, _number(build, x, over))
+
+
+def _over(build: SelectedRows, x: fx.Node, dims: Any) -> list[int] | None:
+    """The dims that are reduced, all if there are none; ``None``: the rows are not."""
+    rank = x.meta["val"].dim()
+    dims = [dims] if isinstance(dims, int) else dims
+    over = [d % rank for d in (dims if dims else range(rank))]
+    return over if build.same(x).dim in over else None
+
+
+def _number(build: SelectedRows, x: fx.Node, over: list[int]) -> fx.Node:
+    """How many selected elements there are of ``x`` in these dims."""
+    rows, sizes = build.rows[x], x.meta["val"].shape
+    others = math.prod(sizes[d] for d in over if d != rows.dim)
+    count = build.count(rows.mask)
+    return count if others == 1 else build.call(aten.mul.Tensor, count, others)
+
+
+def _deviation(*, root: bool, with_mean: bool) -> Callable[..., Any]:
+    """``var``, ``std`` and their forms with the mean beside it."""
+
+    def rule(
+        build: SelectedRows,
+        x: fx.Node,
+        dims: Any = None,
+        unbiased: bool = True,
+        keepdim: bool = False,
+        *,
+        correction: float | None = None,
+    ) -> Any:
+        if isinstance(dims, bool):  # the form for all dims
+            dims, unbiased = None, dims
+        over = _over(build, x, dims)
+        if over is None:
+            return None
+        number = _number(build, x, over)
+        mean = build.call(aten.div.Tensor, build.call(aten.sum.dim_IntList, build.zeroed(x), over, True), number)
+        apart = build.call(aten.sub.Tensor, x, mean)
+        build.rows[apart] = build.rows[x]
+        apart = build.zeroed(apart)
+        squares = build.call(aten.sum.dim_IntList, build.call(aten.mul.Tensor, apart, apart), over, keepdim)
+        less = int(unbiased) if correction is None else correction
+        freedom = build.call(aten.clamp_min.default, build.call(aten.sub.Tensor, number, less), 0)
+        found = build.call(aten.div.Tensor, squares, freedom)
+        found = _root(build, found) if root else found
+        if not with_mean:
+            return found
+        return found, mean if keepdim else build.call(aten.squeeze.dims, mean, over)
+
+    return rule
+
+
+def _root(build: SelectedRows, x: fx.Node) -> fx.Node:
+    """A square root whose gradient at zero is zero."""
+    none = build.call(aten.eq.Scalar, x, 0)
+    root = build.call(aten.sqrt.default, build.call(aten.masked_fill.Scalar, x, none, 1))
+    return build.call(aten.masked_fill.Scalar, root, none, 0)
+
+
+# -- what a number that changes nothing takes the place of -------------------------------------------------------------
+def _lowest(value: Tensor) -> float:
+    return -math.inf if value.dtype.is_floating_point else int(torch.iinfo(value.dtype).min)
+
+
+def _highest(value: Tensor) -> float:
+    return math.inf if value.dtype.is_floating_point else int(torch.iinfo(value.dtype).max)
+
+
+def _filled(target: Any, number: Callable[[Tensor], float], dim_at: int | None = None) -> Callable[..., Any]:
+    """A reduction that is not changed by ``number``; ``dim_at``: the place of its dims, ``None``: it has none."""
+
+    def rule(build: SelectedRows, x: fx.Node, *args: Any, **kwargs: Any) -> Any:
+        given = (x, *args)
+        dims = None if dim_at is None or dim_at >= len(given) else given[dim_at]
+        over = _over(build, x, kwargs.get("dim", dims))
+        if over is None:
+            return None
+        return build.call(target, build.filled(x, number(x.meta["val"])), *args, **kwargs)
+
+    return rule
+
+
+def _extreme(target: Any, number: Callable[[Tensor], float]) -> Callable[..., Any]:
+    """The largest or smallest along a dim, and which of the selected rows it is of."""
+
+    def rule(build: SelectedRows, x: fx.Node, dim: int, keepdim: bool = False) -> Any:
+        if _over(build, x, dim) is None:
+            return None
+        made = build.call(target, build.filled(x, number(x.meta["val"])), dim, keepdim)
+        value, place = (build.call(operator.getitem, made, i) for i in range(2))
+        return value, _nth_place(build, x, place)
+
+    return rule
+
+
+def _extreme_place(target: Any, number: Callable[[Tensor], float]) -> Callable[..., Any]:
+    def rule(build: SelectedRows, x: fx.Node, dim: int | None = None, keepdim: bool = False) -> Any:
+        if _over(build, x, dim) is None:
+            return None
+        if dim is None and x.meta["val"].dim() != 1:
+            raise Unselectable
+        return _nth_place(build, x, build.call(target, build.filled(x, number(x.meta["val"])), dim, keepdim))
+
+    return rule
+
+
+def _nth_place(build: SelectedRows, x: fx.Node, place: fx.Node) -> fx.Node:
+    """The number among the selected rows of each row ``place``."""
+    nth = build.call(aten.sub.Tensor, build.nth(build.rows[x].mask), 1)
+    flat = build.call(aten.reshape.default, place, [place.meta["val"].numel()])
+    found = build.call(aten.index_select.default, nth, 0, flat)
+    return build.call(aten.reshape.default, found, list(place.meta["val"].shape))
+
+
+def _norm(target: Any, order_at: int, dim_at: int) -> Callable[..., Any]:
+    """Zeros add nothing to a norm of a positive order."""
+    zeroed = _filled(target, lambda value: 0, dim_at)
+
+    def rule(build: SelectedRows, x: fx.Node, *args: Any, **kwargs: Any) -> Any:
+        order = args[order_at - 1] if len(args) >= order_at else kwargs.get("ord", kwargs.get("p", 2))
+        order = 2 if order is None else order
+        if _over(build, x, args[dim_at - 1] if len(args) >= dim_at else kwargs.get("dim")) is None:
+            return None
+        if not isinstance(order, int | float) or order < 0:
+            raise Unselectable
+        return zeroed(build, x, *args, **kwargs)
+
+    return rule
+
+
+def _softmax(target: Any) -> Callable[..., Any]:
+    def rule(build: SelectedRows, x: fx.Node, dim: int, dtype: Any = None) -> Any:
+        if _over(build, x, dim) is None:
+            return None
+        made = build.call(target, build.filled(x, -math.inf), dim, dtype)
+        build.rows[made] = build.rows[x]
+        return build.harmless(made, 0)
+
+    return rule
+
+
+def _cumsum(build: SelectedRows, x: fx.Node, dim: int, **kwargs: Any) -> Any:
+    if _over(build, x, dim) is None:
+        return None
+    if build.rows[x].mask in build.unordered:
+        raise Unselectable
+    made = build.call(aten.cumsum.default, build.zeroed(x), dim, **kwargs)
+    build.rows[made] = build.rows[x]
+    return made
+
+
+# -- losses ------------------------------------------------------------------------------------------------------------
+def _reduced_terms(target: Any, position: int) -> Callable[..., Any]:
+    """A loss whose argument at ``position`` is its reduction."""
+
+    def rule(build: SelectedRows, *args: Any, **kwargs: Any) -> Any:
+        given = list(args)
+        reduction = kwargs.pop("reduction", MEAN)
+        if len(given) > position:
+            reduction, given[position] = given[position], NONE
+        else:
+            kwargs["reduction"] = NONE
+        if reduction == NONE:
+            return None
+        terms = build.apply(target, *given, **kwargs)
+        if isinstance(terms, tuple):  # a loss, and what its gradient needs
+            return _reduce(build, terms[0], reduction), *terms[1:]
+        return _reduce(build, terms, reduction)
+
+    return rule
+
+
+def _reduce(build: SelectedRows, terms: fx.Node, reduction: int) -> Any:
+    if reduction == NONE:
+        return terms
+    return build.apply(aten.sum.default if reduction == SUM else aten.mean.default, terms)
+
+
+def _classification(target: Any) -> Callable[..., Any]:
+    """Cross entropy or the like of numbers of classes: what is not selected has a class that is ignored."""
+
+    def rule(
+        build: SelectedRows,
+        x: fx.Node,
+        classes: fx.Node,
+        weight: Any = None,
+        reduction: int = MEAN,
+        ignored: int = _IGNORED,
+        *more: Any,
+    ) -> Any:
+        value: Tensor = classes.meta["val"]
+        if value.is_floating_point():
+            if reduction == NONE:
+                return None
+            terms = build.apply(target, x, classes, weight, NONE, ignored, *more)
+            return _reduce(build, terms, reduction)
+        rows = build.same(classes)
+        between = x.meta["val"].dim() > 1 and rows.dim >= 1  # the dim of classes is before that of rows
+        if build.rows.get(x) != Rows(rows.mask, rows.dim + between):
+            raise Unselectable("" if x in build.rows else ALL_ROWS)
+        kept = build.call(aten.masked_fill.Scalar, classes, build.unselected(classes), ignored)
+        made = build.call(target, x, kept, weight, reduction, ignored, *more)
+        if reduction == NONE:
+            build.rows[made] = rows
+        return made
+
+    return rule
+
+
+def _broadcast(build: SelectedRows, operands: Any) -> Any:
+    shape = torch.broadcast_shapes(*(o.meta["val"].shape for o in operands))
+    wide = []
+    for operand in operands:
+        value = operand.meta["val"]
+        made = operand if value.shape == shape else build.call(aten.expand.default, operand, list(shape))
+        if operand in build.rows and made is not operand:
+            rows = build.rows[operand]
+            build.rows[made] = Rows(rows.mask, rows.dim + len(shape) - value.dim())
+        wide.append(made)
+    found = {build.rows[w] for w in wide if w in build.rows}
+    if len(found) != 1:
+        raise Unselectable
+    (rows,) = found
+    if any(w not in build.rows and w is o for w, o in zip(wide, operands, strict=True)):
+        raise Unselectable(ALL_ROWS)
+    for made, operand in zip(wide, operands, strict=True):
+        if operand not in build.rows:
+            build.rows[made] = rows  # the same for every row
+    return tuple(wide)
+
+
+STATISTICS: dict[Any, Callable[..., Any]] = {
+    aten.mean.default: _mean,
+    aten.mean.dim: _mean_over,
+    **{
+        getattr(getattr(aten, name), form): _deviation(root=name.startswith("std"), with_mean=name.endswith("mean"))
+        for name in ("var", "std", "var_mean", "std_mean")
+        for form in ("default", "dim", "correction")
+    },
+    aten.prod.default: _filled(aten.prod.default, lambda value: 1),
+    aten.prod.dim_int: _filled(aten.prod.dim_int, lambda value: 1, 1),
+    aten.any.default: _filled(aten.any.default, lambda value: 0),
+    aten.any.dim: _filled(aten.any.dim, lambda value: 0, 1),
+    aten.all.default: _filled(aten.all.default, lambda value: 1),
+    aten.all.dim: _filled(aten.all.dim, lambda value: 1, 1),
+    aten.max.default: _filled(aten.max.default, _lowest),
+    aten.min.default: _filled(aten.min.default, _highest),
+    aten.amax.default: _filled(aten.amax.default, _lowest, 1),
+    aten.amin.default: _filled(aten.amin.default, _highest, 1),
+    aten.max.dim: _extreme(aten.max.dim, _lowest),
+    aten.min.dim: _extreme(aten.min.dim, _highest),
+    aten.argmax.default: _extreme_place(aten.argmax.default, _lowest),
+    aten.argmin.default: _extreme_place(aten.argmin.default, _highest),
+    aten.logsumexp.default: _filled(aten.logsumexp.default, lambda value: -math.inf, 1),
+    aten.norm.Scalar: _norm(aten.norm.Scalar, 1, 2),
+    aten.norm.ScalarOpt_dim: _norm(aten.norm.ScalarOpt_dim, 1, 2),
+    aten.linalg_vector_norm.default: _norm(aten.linalg_vector_norm.default, 1, 2),
+    aten.softmax.int: _softmax(aten.softmax.int),
+    aten.log_softmax.int: _softmax(aten.log_softmax.int),
+    aten.cumsum.default: _cumsum,
+    aten.broadcast_tensors.default: _broadcast,
+    **{
+        target: _classification(target)
+        for target in (aten.cross_entropy_loss.default, aten.nll_loss.default, aten.nll_loss_nd.default,
+                       aten.nll_loss2d.default)
+    },
+    **{target: _reduced_terms(target, at) for target, at in REDUCTION_AT.items()},
+}  # fmt: skip

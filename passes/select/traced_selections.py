@@ -1,0 +1,191 @@
+"""What forward selects, traced so that what is alike is seen to be alike, and losses that look at numbers.
+
+``x[t > 0]`` and ``y[t > 0]`` have equally many rows, which torch.export does not see: each mask that is computed has a
+number of rows of its own, and a loss of the two is refused. Inside :func:`selections_traced` masks that are computed
+alike have one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import sympy
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from passes.experts.traced_branches import node_of
+from passes.ir.value_numbering import Numbers
+from passes.select.class_counts import ONE_HOT
+from passes.trace.concrete_scalars import memory_of, written_by
+
+_BY_MASK = frozenset(
+    {
+        Tensor.__getitem__, Tensor.__setitem__, Tensor.nonzero, torch.nonzero, Tensor.argwhere, torch.argwhere,
+        torch.where, Tensor.index_put, Tensor.index_put_, torch.index_put,
+    }
+)  # fmt: skip
+_COUNTING = frozenset({torch.bincount, Tensor.bincount, F.one_hot})
+# Where forward goes as it calls a function of torch, the first of the modes, or a module.
+_ENTRIES = frozenset({"__torch_function__", "_wrapped_call_impl"})
+_BY_WHERE = frozenset({Tensor.masked_select, torch.masked_select})
+_ANY_TYPE = frozenset({Tensor.nonzero, torch.nonzero, Tensor.argwhere, torch.argwhere, torch.where})
+
+
+@contextmanager
+def selections_traced(is_users: Callable[[str], bool]) -> Iterator[None]:
+    """Inside, masks that are computed alike select one number of rows, and numbers of classes that only the data tell
+    are those that torch's functions need. ``is_users``: whether a source file is neither torch's nor this package's."""
+    selections = _Selections(is_users)
+    plain = ShapeEnv.evaluate_expr
+
+    def evaluate(env: ShapeEnv, expr: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return plain(env, expr, *args, **kwargs)
+        except GuardOnDataDependentSymNode:
+            if not selections.needs(expr):
+                raise
+            env.guard_or_defer_runtime_assert(expr, "the number of classes")
+            return sympy.true
+
+    with mock.patch.object(ShapeEnv, "evaluate_expr", evaluate), selections:
+        yield
+
+
+class _Selections(TorchFunctionMode):
+    def __init__(self, is_users: Callable[[str], bool]) -> None:
+        super().__init__()
+        self.is_users = is_users
+        self.graph: fx.Graph | None = None  # of the trace that runs
+        self.key = Numbers()
+        self.counts: dict[int, tuple[Any, fx.Node]] = {}  # how many rows a mask selects, and the mask, by its number
+        self.classes: set[Any] = set()  # symbols of numbers of classes
+
+    def needs(self, expr: Any) -> bool:
+        """Whether it is one of torch's functions that asks whether classes are of a certain number, as it compares
+        sizes that have to be equal; not forward, which decides by the answer."""
+        sides = expr.args if isinstance(expr, sympy.Eq) else ()
+        if not any(s in self.classes for s in sides) or not any(s.is_Integer for s in sides):
+            return False
+        frame: FrameType | None = sys._getframe(1)
+        called = frame
+        while frame is not None and not self.is_users(frame.f_code.co_filename):
+            called, frame = frame, frame.f_back
+        entered = called.f_code if called is not None else None
+        return entered is not None and (entered.co_name in _ENTRIES or entered.co_filename == F.__file__)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _BY_WHERE:
+            return self._by_where(*args, **kwargs)
+        if func in _BY_MASK:
+            return self._by_mask(func, args, kwargs)
+        rule = _LOOKING.get(func)
+        made = func(*args, **kwargs) if rule is None else rule(func, *args, **kwargs)
+        if func in _COUNTING and isinstance(made, Tensor) and isinstance(made.shape[-1], torch.SymInt):
+            self.classes.add(made.shape[-1].node.expr)
+        return made
+
+    def _by_where(self, input: Tensor, mask: Tensor) -> Any:
+        if input.shape != mask.shape:
+            shape = torch.broadcast_shapes(input.shape, mask.shape)
+            input, mask = (v if v.shape == shape else v.expand(shape) for v in (input, mask))
+        return self._by_mask(Tensor.__getitem__, (input, mask), {})
+
+    def _by_mask(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        masks = []
+        for tensor in pytree.tree_leaves((args, kwargs)):
+            if isinstance(tensor, FakeTensor) and (tensor.dtype == torch.bool or func in _ANY_TYPE):
+                node = node_of(tensor)
+                if node is not None:
+                    masks.append((tensor, node, self._key_of(node)))
+        for mask, node, key in masks:
+            count, other = self.counts.get(key, (None, node))
+            if count is not None and mask.nonzero_memo is None and _is_unwritten(node, other):
+                mask.nonzero_memo = count
+        made = func(*args, **kwargs)
+        for mask, node, key in masks:
+            if mask.nonzero_memo is not None:
+                self.counts.setdefault(key, (mask.nonzero_memo, node))
+        return made
+
+    def _key_of(self, node: fx.Node) -> int:
+        """A key that masks have in common if they are computed alike from what is not written to."""
+        if node.graph is not self.graph:
+            self.graph, self.key, self.counts = node.graph, Numbers(), {}
+        return self.key(node)
+
+
+def _is_unwritten(*nodes: fx.Node) -> bool:
+    """Whether nothing writes to ``nodes``, nor to what they are computed from."""
+    written = {memory_of(to) for other in nodes[0].graph.nodes for to in written_by(other)}
+    return not any(written.intersection(map(memory_of, _ancestors(node))) for node in nodes)
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    """``node``, and what it is computed from."""
+    seen, waiting = {node}, [node]
+    while waiting:
+        before = [n for n in waiting.pop().all_input_nodes if n not in seen]
+        seen.update(before)
+        waiting += before
+    return seen
+
+
+# -- functions of torch that look at numbers ---------------------------------------------------------------------------
+def _cross_entropy(func: Callable[..., Tensor], input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Cross entropy of probabilities: torch looks whether there are rows before it averages."""
+    plain = not _is_open(target) or not target.dtype.is_floating_point or kwargs.get("reduction", "mean") != "mean"
+    if plain or len(args) > 1:
+        return func(input, target, *args, **kwargs)
+    return func(input, target, *args, **{**kwargs, "reduction": "none"}).mean()
+
+
+def _one_hot(func: Callable[..., Tensor], input: Tensor, num_classes: int = -1) -> Tensor:
+    """Torch looks for the largest class."""
+    if num_classes != -1 or not isinstance(input, FakeTensor):
+        return func(input, num_classes)
+    made: Tensor = ONE_HOT(input.to(torch.int64))
+    return made
+
+
+def _logsumexp(func: Callable[..., Tensor], input: Tensor, dim: Any, keepdim: bool = False, **kwargs: Any) -> Tensor:
+    """Torch looks whether there are rows."""
+    if not _is_open(input) or kwargs:
+        return func(input, dim, keepdim=keepdim, **kwargs)
+    largest = input.detach().amax(dim, keepdim=True)
+    largest = largest.masked_fill(largest.isinf(), 0)
+    total = (input - largest).exp().sum(dim, keepdim=keepdim).log()
+    return total + (largest if keepdim else largest.squeeze(dim))
+
+
+def _gaussian_nll(func: Callable[..., Tensor], input: Tensor, target: Tensor, var: Any, **kwargs: Any) -> Tensor:
+    """Torch looks whether a variance is negative, and raises an error; here the loss is then not a number."""
+    if isinstance(var, Tensor):
+        var = torch.where(var < 0, torch.nan, var)
+    with mock.patch.object(torch, "any", return_value=False):
+        return func(input, target, var, **kwargs)
+
+
+def _is_open(tensor: Tensor) -> bool:
+    return any(isinstance(size, torch.SymInt) for size in tensor.shape)
+
+
+_LOOKING: dict[Any, Callable[..., Any]] = {
+    F.cross_entropy: _cross_entropy,
+    F.gaussian_nll_loss: _gaussian_nll,
+    F.one_hot: _one_hot,
+    torch.logsumexp: _logsumexp,
+    Tensor.logsumexp: _logsumexp,
+}

@@ -1,0 +1,191 @@
+"""How a backward is cut in two: what makes gradients of inputs, and what makes those of weights.
+
+Requires: a joint graph's nodes, those of its backward, and what that makes again. Provides: the operators of both
+halves and what the first hands on. It makes again what the second reads, and small gradients of weights, where less is
+handed on so.
+
+Selective recomputation: choose which values of a joint graph are saved, and which backward recomputes.
+
+Requires: a joint graph's nodes in order, and the forward nodes that should be recomputed. Provides: the saved nodes,
+and the nodes that backward runs again. Recomputed nodes read saved values, parameters, and views of these, which cost
+nothing; every other operand of theirs is saved.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from passes.ir.collectives import collective_name
+
+
+def slimmed(
+    saved: Sequence[fx.Node], again: set[fx.Node], nodes: Sequence[fx.Node], results: Collection[fx.Node | None] = ()
+) -> tuple[list[fx.Node], set[fx.Node]]:
+    """Choose the nodes to save instead of ``saved``, in the order of ``nodes``, and the nodes to recompute.
+
+    ``again``: nodes that should be recomputed rather than saved; their views and copies, which matrix products make of
+    their operands, are not saved either. ``results``: outputs of the forward, never recomputed.
+    """
+    again = again.difference(n for n in results if n is not None)
+    for node in nodes:
+        if node not in results and _is_copy(node) and node.all_input_nodes[0] in again:
+            again.add(node)
+    kept = {n for n in saved if not _remakable(n, again)}
+    remade: set[fx.Node] = set()
+    stack = [n for n in saved if n not in kept]
+    while stack:
+        node = stack.pop()
+        if node in remade:
+            continue
+        remade.add(node)
+        for operand in node.all_input_nodes:
+            if _remakable(operand, again) or _views_kept(operand, kept):
+                stack.append(operand)
+            else:
+                kept.add(operand)
+    return [n for n in nodes if n in kept], remade
+
+
+def woven(body: Sequence[fx.Node], remade: set[fx.Node], order: Sequence[fx.Node]) -> list[fx.Node]:
+    """``body`` with the recomputed nodes that it reads, each right before its first reader, so that it is short-lived.
+
+    ``remade``: all recomputed nodes. ``order``: the nodes of the joint graph.
+    """
+    place = {n: i for i, n in enumerate(order)}
+    result: list[fx.Node] = []
+    there: set[fx.Node] = set()
+    for node in body:
+        missing = needed([node], remade - there)
+        result += sorted(missing, key=place.__getitem__)
+        result.append(node)
+        there |= missing
+    return result
+
+
+def needed(readers: Iterable[fx.Node], remade: set[fx.Node]) -> set[fx.Node]:
+    """The recomputed nodes (in ``remade``) that ``readers`` depend on through recomputed nodes alone."""
+    found: set[fx.Node] = set()
+    stack = [o for n in readers for o in n.all_input_nodes if o in remade]
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(o for o in node.all_input_nodes if o in remade)
+    return found
+
+
+def _remakable(node: fx.Node, again: set[fx.Node]) -> bool:
+    """Whether ``node`` may be recomputed; one of several results only if its operator is recomputed as well."""
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return node in again and isinstance(source, fx.Node) and source in again
+    return node in again and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _views_kept(node: fx.Node, kept: set[fx.Node]) -> bool:
+    """Whether ``node``, which is not saved, is a view of a saved value or of a placeholder."""
+    if node in kept or node.op == "placeholder":
+        return False
+    while node not in kept and node.op == "call_function" and _is_view(node):
+        node = node.all_input_nodes[0]
+    return node in kept or node.op == "placeholder"
+
+
+def _is_copy(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return False
+    return node.target == torch.ops.aten.clone.default or collective_name(node.target) == "copy" or _is_view(node)
+
+
+def _is_view(node: fx.Node) -> bool:
+    if node.target == torch.ops.aten._unsafe_view.default:
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload) or len(node.all_input_nodes) != 1:
+        return False
+    returns = node.target._schema.returns
+    info = returns[0].alias_info if len(returns) == 1 else None
+    return info is not None and not info.is_write
+
+
+_SUMMING = frozenset("sum mul neg add div _to_copy clone view _unsafe_view expand squeeze unsqueeze permute".split())
+
+_SMALL = 4  # times smaller than what it is a sum over is a gradient that the first half makes
+
+Half = list[fx.Node]
+
+
+@dataclass(frozen=True)
+class Halves:
+    """``forward``, ``backward``: of ``nodes``, a joint graph's; ``remade``: of the forward, what backward makes again;
+    ``start``: what it begins with."""
+
+    nodes: Sequence[fx.Node]
+    forward: Collection[fx.Node]
+    backward: Sequence[fx.Node]
+    remade: set[fx.Node]
+    start: Sequence[fx.Node]
+
+    def cut(
+        self, of_inputs: Sequence[fx.Node | None], of_states: Sequence[fx.Node | None]
+    ) -> tuple[Half, Half, list[fx.Node]]:
+        """The operators that make the gradients ``of_inputs``, those that make the ones ``of_states``, and what the
+        first hand on to the second; ``None``: a gradient is zero."""
+        gradients = [g for g in of_states if g is not None]
+        through = upwards(g for g in of_inputs if g is not None) - set(self.forward)
+        if through:
+            through |= _sums(gradients, {*self.forward, *through})
+        first = woven([n for n in self.nodes if n in through and n.op == "call_function"], self.remade, self.nodes)
+        last, left = [n for n in self.backward if n not in through], self.remade - {*first}
+        place = {n: k for k, n in enumerate(self.nodes)}
+        early = sorted(needed(last, left), key=place.__getitem__) if through else []
+        found = []
+        for ahead in ([], early):
+            later = woven(last, left.difference(ahead), self.nodes)
+            known = {*self.start, *through, *first, *ahead}
+            picked = [n for n in later if n.target is operator.getitem and n.args[0] in known]  # of several results
+            later, known = [n for n in later if n not in picked], known.union(picked)
+            read = {o for n in later for o in n.all_input_nodes} | set(gradients)
+            found.append(([*first, *ahead, *picked], later, [n for n in self.nodes if n in known and n in read]))
+        return min(found, key=lambda half: _size(half[2]))
+
+
+def is_early(size: int, summed: int) -> bool:
+    """Whether the first half makes a weight's gradient of ``size``, a sum over ``summed`` as many."""
+    return _SMALL * size <= summed
+
+
+def _sums(gradients: Sequence[fx.Node], known: Collection[fx.Node]) -> set[fx.Node]:
+    """What makes those gradients of weights that are sums over much larger tensors, as those of norms: the half for
+    inputs makes them, rather than hand these tensors on."""
+    found: set[fx.Node] = set()
+    for gradient in gradients:
+        made = upwards([gradient], known)
+        read = {o for n in made for o in n.all_input_nodes} & set(known)
+        sums = all(isinstance(n.target, torch._ops.OpOverload) and n.target._opname in _SUMMING for n in made)
+        if sums and is_early(_size([gradient]), _size(read)):
+            found |= made
+    return found
+
+
+def _size(nodes: Iterable[fx.Node]) -> int:
+    """Bytes of tensors that operators make; views have those of what they view."""
+    values = [n.meta.get("val") for n in nodes if n.op == "call_function"]
+    storages = [v.untyped_storage() for v in values if isinstance(v, Tensor)]
+    return sum({s._cdata: s.nbytes() for s in storages}.values())
+
+
+def upwards(nodes: Iterable[fx.Node], known: Collection[fx.Node] = ()) -> set[fx.Node]:
+    """``nodes`` and all that they are computed from, as far as that is not ``known``."""
+    seen: set[fx.Node] = set()
+    stack = [n for n in nodes if n is not None]
+    while stack:
+        node = stack.pop()
+        if node not in seen and node not in known:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    return seen

@@ -1,0 +1,382 @@
+"""Buffers that take a sum over the batch, where each rank works on it in several microbatches.
+
+Requires: the model of one microbatch, split along ``data``, whose samples meet in collectives. Provides: the same
+model, in which each microbatch makes its part of what such a buffer takes, and the parts add up to it. That is exact
+where the new value is linear in what meets, but for a term that is the same for all microbatches: ``old + counts``,
+``0.9 * old + 0.1 * mean``, ``old`` with the batch's rows in some places. The first microbatch adds that term. A value
+that is read elsewhere, too, is needed whole within the step: its collective stays.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from passes.ir.collectives import COMMUNICATING, collective_name, ops
+from passes.ir.interpret import META, call
+from passes.ir.layouts import PARTIAL, shard
+from passes.ir.model import FoldedModel, TensorSpec
+from passes.ir.rewrite import drop_unused, val
+from passes.ir.verify import axis_of
+from passes.rules import factors_of
+from passes.rules.factors import Strategy, argument, as_dim, operands_of, with_operands
+from passes.rules.strategies import local_call, strategies
+
+aten = torch.ops.aten
+
+Part = tuple[fx.Node | None, fx.Node | None]  # what a microbatch adds, and the term that is added once; ``None``: zero
+
+
+def accumulate_updates(model: FoldedModel, axis: str, parts: int) -> FoldedModel:
+    """The model, in which buffers that are sums over ``axis``, of ``parts``, are added up at the end of a step.
+
+    Blocks are changed in place. What is no such sum is left as it is.
+    """
+    if not model.updates:
+        return model
+    states: dict[str, list[str]] = {}  # value -> the states that take it
+    for state, value in model.updates.items():
+        if state not in model.keeps:
+            states.setdefault(value, []).append(state)
+    work = _Accumulation(model, axis, parts)
+    keeps = dict(model.keeps)
+    for name, block in model.blocks.items():
+        for place in range(len(block.outputs)):
+            made = [c.outputs[place] for c in model.calls if c.block == name]
+            if all(value in states for value in made) and work.add_up(name, place):
+                keeps |= {state: 0.0 for value in made for state in states[value]}
+    return work.finished(keeps)
+
+
+class _NotLinear(Exception):
+    """A new value is no sum of what the microbatches make."""
+
+
+class _Accumulation:
+    def __init__(self, model: FoldedModel, axis: str, parts: int) -> None:
+        self.model, self.axis, self.parts = model, axis, parts
+        self.blocks, self.calls, self.values = dict(model.blocks), list(model.calls), dict(model.values)
+        self.producer = {v: (c.block, k) for c in self.calls for k, v in enumerate(c.outputs)}
+        self.meeting = self._meeting()
+        self._found: dict[fx.Node, Part] = {}
+        self._passed: dict[tuple[str, int], int] = {}  # output of a block -> the place of its part among the outputs
+        self._looking: set[fx.Node] = set()
+
+    def _meeting(self) -> set[fx.Node]:
+        """The operators that bring samples together, and what depends on them, in any call."""
+        found: set[fx.Node] = set()
+        values: set[str] = set()
+        size = -1
+        while size < len(found):
+            size = len(found)
+            for run in self.calls:
+                block = self.blocks[run.block]
+                inside = {n for n, v in zip(block.inputs, run.inputs, strict=True) if v in values}
+                found |= {n for n in block.placeholders if n.name in inside}
+                for node in block.graph.nodes:
+                    if node.op == "call_function" and (self._meets(node) or not found.isdisjoint(node.all_input_nodes)):
+                        found.add(node)
+                values |= {v for v, n in zip(run.outputs, block.outputs, strict=True) if n in found}
+        return found
+
+    def _meets(self, node: fx.Node) -> bool:
+        named = axis_of(node)
+        return named is not None and named[0] == self.axis and collective_name(node.target) in COMMUNICATING
+
+    def add_up(self, name: str, place: int) -> bool:
+        """Make the output ``place`` of the block ``name`` one microbatch's part of a sum; whether it is one now."""
+        block = self.blocks[name]
+        node = block.outputs[place]
+        if node not in self.meeting:
+            return False  # the same in every microbatch
+        try:
+            part = self._sum(name, node)
+        except _NotLinear:
+            return False
+        outputs = list(block.outputs)
+        outputs[place] = part
+        block.graph.output_node().args = (tuple(outputs),)
+        return True
+
+    def finished(self, keeps: dict[str, float]) -> FoldedModel:
+        for block in self.blocks.values():
+            drop_unused(block.graph)
+        passed = {c.outputs[place] for name, place in self._passed for c in self.calls if c.block == name}
+        while self._drop_unread(passed):
+            pass
+        return self.model.with_(blocks=self.blocks, calls=self.calls, values=self.values, keeps=keeps)
+
+    def _drop_unread(self, passed: Collection[str]) -> bool:
+        """Take out of the blocks those of the values that are ``passed`` in parts now that nothing reads; whether there
+        were some."""
+        read = {v for c in self.calls for v in c.inputs} | set(self.model.updates.values())
+        read |= {o.value for o in self.model.outputs if o.value is not None} | {self.model.loss or ""}
+        dropped = False
+        for name, block in self.blocks.items():
+            nodes = {n.name: n for n in block.placeholders}
+            runs = {i: c for i, c in enumerate(self.calls) if c.block == name}
+            keep_in = [i for i, n in enumerate(block.inputs)
+                       if nodes[n].users or not all(c.inputs[i] in passed for c in runs.values())]  # fmt: skip
+            keep_out = [k for k in range(len(block.outputs))
+                        if any(c.outputs[k] in read or c.outputs[k] not in passed for c in runs.values())]  # fmt: skip
+            if len(keep_in) == len(block.inputs) and len(keep_out) == len(block.outputs):
+                continue
+            dropped = True
+            for i in set(range(len(block.inputs))) - set(keep_in):
+                block.graph.erase_node(nodes[block.inputs[i]])
+            block.inputs = tuple(block.inputs[i] for i in keep_in)
+            block.graph.output_node().args = (tuple(block.outputs[k] for k in keep_out),)
+            drop_unused(block.graph)
+            for number, run in runs.items():
+                inputs, outputs = tuple(run.inputs[i] for i in keep_in), tuple(run.outputs[k] for k in keep_out)
+                self.calls[number] = replace(run, inputs=inputs, outputs=outputs)
+                for gone in set(run.outputs) - set(outputs):
+                    del self.values[gone]
+        return dropped
+
+    def _sum(self, name: str, node: fx.Node) -> fx.Node:
+        """A microbatch's part: of the first, with what is added once."""
+        if val(node).dtype == torch.bool:
+            raise _NotLinear
+        adds, once = self._part(name, node)
+        assert adds is not None, node
+        if once is None:
+            return adds
+        build = self._builder(name, node)
+        first = build(aten.eq.Scalar, build(ops.axis_index.default, self.axis, self.parts), 0)
+        return build(aten.add.Tensor, adds, build(aten.where.self, first, once, build(aten.zeros_like.default, once)))
+
+    def _builder(self, name: str, node: fx.Node) -> Callable[..., fx.Node]:
+        graph = self.blocks[name].graph
+
+        def build(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+            with graph.inserting_before(graph.output_node()):
+                return call(graph, target, args, kwargs, like=node)
+
+        return build
+
+    def _part(self, name: str, node: fx.Node) -> Part:
+        if node not in self.meeting:
+            return None, node
+        if node not in self._found:
+            if node in self._looking:
+                raise _NotLinear  # a value that goes from layer to layer
+            self._looking.add(node)
+            try:
+                self._found[node] = self._made(name, node)
+            finally:
+                self._looking.discard(node)
+        return self._found[node]
+
+    def _made(self, name: str, node: fx.Node) -> Part:
+        build = self._builder(name, node)
+        if node.op == "placeholder":
+            return self._passed_in(name, node)
+        if self._meets(node):
+            return self._own(node, build), None
+        if node.target is operator.getitem:
+            adds, once = self._part(name, node.args[0])  # type: ignore[arg-type]
+            return _item(build, adds, node.args[1]), _item(build, once, node.args[1])
+        operands = operands_of(node)
+        if node.target in _SUMS and len(operands) == 1 and isinstance(node.args[0], fx.Node):
+            return self._with_number(node, self._part(name, operands[0]), build)
+        summed = {i for i, o in enumerate(operands) if o in self.meeting}
+        together = next((p for p in _linear_in(node) if summed <= p), None)
+        if together is None:
+            return self._of_rows(name, node, build)
+        if any(val(o).dtype == torch.bool for i, o in enumerate(operands) if i in together):
+            raise _NotLinear
+        zero = aten.zeros_like.default
+        added, terms = list(operands), list(operands)
+        of = {i: self._part(name, operands[i]) for i in together}
+        for i, (adds, once) in of.items():
+            added[i] = adds if adds is not None else build(zero, operands[i])
+            terms[i] = once if once is not None else build(zero, added[i])
+        some = any(once is not None for _, once in of.values())
+        return _again(node, added, build), _again(node, terms, build) if some else None
+
+    def _with_number(self, node: fx.Node, part: Part, build: Callable[..., fx.Node]) -> Part:
+        """``x`` and a number, added up: the number is added once."""
+        adds, once = part
+        assert adds is not None, node
+        once = once if once is not None else build(aten.zeros_like.default, adds)
+        if val(adds).dtype != val(node).dtype:
+            adds = build(aten._to_copy.default, adds, dtype=val(node).dtype)
+        return adds, _again(node, [once], build)
+
+    def _of_rows(self, name: str, node: fx.Node, build: Callable[..., fx.Node]) -> Part:
+        """A sum over samples of what each of them makes: added to the first operand at places, or of all of them."""
+        operands = operands_of(node)
+        rows = _added_rows(node)
+        if rows is not None:
+            mine = [self._rows(name, o, dim) for o, dim in zip(operands[1:], rows, strict=True)]
+            adds, once = self._part(name, operands[0])
+            adds = adds if adds is not None else build(aten.zeros_like.default, operands[0])
+            return _again(node, [adds, *mine], build), once
+        for strategy in strategies(node, self.parts):
+            if strategy.factor is not None and all(layout == PARTIAL for layout in strategy.results):
+                with suppress(_NotLinear):
+                    return self._of_samples(name, node, strategy), None
+        raise _NotLinear
+
+    def _rows(self, name: str, node: fx.Node, dim: int) -> fx.Node:
+        """A microbatch's part of ``node`` along ``dim``. Raises :class:`_NotLinear` where it is not of its samples."""
+        build = self._builder(name, node)
+        if node not in self.meeting:
+            if val(node).shape[dim] % self.parts:
+                raise _NotLinear
+            return build(aten.index_select.default, node, dim, self._places(build, val(node).shape[dim] // self.parts))
+        if self._meets(node):
+            if collective_name(node.target) == "all_gather" and node.args[1] == dim:
+                return node.all_input_nodes[0]
+            raise _NotLinear
+        if node.op == "call_function" and isinstance(node.meta["val"], Tensor):
+            for strategy in strategies(node, self.parts):
+                if strategy.factor is not None and strategy.results == (shard(dim),):
+                    with suppress(_NotLinear):
+                        return self._of_samples(name, node, strategy)
+        raise _NotLinear
+
+    def _of_samples(self, name: str, node: fx.Node, strategy: Strategy) -> fx.Node:
+        """What ``node`` makes of a microbatch's part of its operands."""
+        operands = []
+        for operand, layout in zip(operands_of(node), strategy.operands, strict=True):
+            if layout.is_shard and not layout.sections:
+                operands.append(self._rows(name, operand, layout.dim))
+            elif layout.is_whole and operand not in self.meeting:
+                operands.append(operand)
+            else:
+                raise _NotLinear
+        graph = self.blocks[name].graph
+        with graph.inserting_before(graph.output_node()):
+            return local_call(node, strategy, self.axis, self.parts, operands, graph)
+
+    def _places(self, build: Callable[..., fx.Node], length: int) -> fx.Node:
+        """The places of a microbatch's ``length`` rows among those of all."""
+        start = build(aten.mul.Tensor, build(ops.axis_index.default, self.axis, self.parts), length)
+        return build(aten.add.Tensor, build(aten.arange.default, length, device=META), start)
+
+    def _own(self, node: fx.Node, build: Callable[..., fx.Node]) -> fx.Node:
+        """What a microbatch adds to what ``node`` brings together."""
+        kind, mine = collective_name(node.target), node.all_input_nodes[0]
+        if kind == "all_reduce":
+            return mine
+        if kind != "all_gather" or val(mine).dtype == torch.bool:
+            raise _NotLinear
+        dim = int(node.args[1])  # type: ignore[arg-type]
+        places = self._places(build, val(mine).shape[dim])
+        whole = build(aten.zeros.default, list(val(node).shape), dtype=val(mine).dtype, device=META)
+        return build(aten.index_add.default, whole, dim, places, mine)
+
+    def _passed_in(self, name: str, node: fx.Node) -> Part:
+        """The parts of a value that other calls make: they pass what they add, and what is added once."""
+        place = self.blocks[name].inputs.index(node.name)
+        sources = {c.inputs[place]: self.producer.get(c.inputs[place]) for c in self.calls if c.block == name}
+        outputs = {source for source in sources.values() if source is not None}
+        if None in sources.values() or any(self._output(o) not in self.meeting for o in outputs):
+            raise _NotLinear  # some calls read what is the same for all microbatches
+        for output in outputs:
+            self._pass_on(output)
+        made = []
+        for further in range(2):
+            values = {v: self._value(v, further) for v in sources}
+            made.append(self._add_input(name, place, values, val(node)))
+        return made[0], made[1]
+
+    def _output(self, output: tuple[str, int]) -> fx.Node:
+        block, place = output
+        return self.blocks[block].outputs[place]
+
+    def _value(self, value: str, further: int) -> str:
+        source = self.producer[value]
+        run = next(c for c in self.calls if value in c.outputs)
+        return run.outputs[self._passed[source] + further]
+
+    def _pass_on(self, output: tuple[str, int]) -> None:
+        """Let all calls of a block give the two parts of ``output``, after their other outputs."""
+        if output in self._passed:
+            return
+        name, block = output[0], self.blocks[output[0]]
+        node = self._output(output)
+        adds, once = self._part(name, node)
+        assert adds is not None, node
+        build = self._builder(name, node)
+        once = once if once is not None else build(aten.zeros_like.default, adds)
+        made = [build(aten.detach.default, n) for n in (adds, once)]
+        place = self._passed[output] = len(block.outputs)
+        block.graph.output_node().args = ((*block.outputs, *made),)
+        for i, run in enumerate(self.calls):
+            if run.block == name:
+                values = tuple(f"{run.outputs[output[1]]}.{part}" for part in ("part", "once"))
+                self.values |= {v: TensorSpec.of(val(n)) for v, n in zip(values, made, strict=True)}
+                self.producer |= {v: (name, place + k) for k, v in enumerate(values)}
+                self.calls[i] = replace(run, outputs=(*run.outputs, *values))
+
+    def _add_input(self, name: str, place: int, values: dict[str, str], like: Tensor) -> fx.Node:
+        """A further input of a block, by the value that its calls read at ``place``."""
+        block = self.blocks[name]
+        with block.graph.inserting_after(block.placeholders[-1]):
+            made = block.graph.placeholder(f"{block.inputs[place]}_part")
+        made.target = made.name
+        made.meta["val"] = TensorSpec.of(like).meta()
+        made.meta["grad"] = False
+        block.inputs = (*block.inputs, made.name)
+        for i, run in enumerate(self.calls):
+            if run.block == name:
+                self.calls[i] = replace(run, inputs=(*run.inputs, values[run.inputs[place]]))
+        return made
+
+
+_SUMS = (aten.add.Tensor, aten.sub.Tensor, aten.add.Scalar, aten.sub.Scalar)
+# Operators that are linear in operands together, where their rule for mesh axes does not say so.
+_LINEAR: dict[Any, tuple[frozenset[int], ...]] = {
+    aten.lerp.Scalar: (frozenset((0, 1)),),
+    aten.lerp.Tensor: (frozenset((0, 1)),),
+    aten.addcmul.default: (frozenset((0, 1)), frozenset((0, 2))),
+    aten.addcdiv.default: (frozenset((0, 1)),),
+    aten.scatter.src: (frozenset((0, 2)),),
+    aten.index_copy.default: (frozenset((0, 2)),),
+}
+
+
+def _linear_in(node: fx.Node) -> tuple[frozenset[int], ...]:
+    """The sets of operands that an operator is linear in together."""
+    factors = factors_of(node)
+    known = _LINEAR.get(node.target, () if factors is None else factors.linear)
+    if node.target is aten.copy.default and val(node).dtype == val(operands_of(node)[1]).dtype:
+        return (*known, frozenset((1,)))
+    return known
+
+
+def _added_rows(node: fx.Node) -> list[int] | None:
+    """The dim of rows of each other operand, for an operator that adds rows to its first operand at places."""
+    operands = operands_of(node)
+    shapes = [val(o).shape for o in operands]
+    if node.target in (aten.index_add.default, aten.scatter_add.default) and shapes[0] and shapes[2]:
+        dim = as_dim(argument(node, "dim"), len(shapes[0]))
+        rows = [0, dim] if node.target is aten.index_add.default else [dim, dim]
+    elif node.target is aten.index_put.default and argument(node, "accumulate"):
+        indexed = [d for d, i in enumerate(argument(node, "indices")) if i is not None]
+        at = indexed[0] if indexed == list(range(indexed[0], indexed[-1] + 1)) else 0
+        if any(len(s) != 1 for s in shapes[1:-1]) or len(shapes[-1]) != len(shapes[0]) - len(indexed) + 1:
+            return None
+        rows = [0] * len(indexed) + [at]
+    else:
+        return None
+    sizes = {s[d] for s, d in zip(shapes[1:], rows, strict=True)}
+    return rows if len(sizes) == 1 else None
+
+
+def _again(node: fx.Node, operands: Sequence[fx.Node], build: Callable[..., fx.Node]) -> fx.Node:
+    args, kwargs = with_operands(node, operands)
+    return build(node.target, *args, **kwargs)
+
+
+def _item(build: Callable[..., fx.Node], node: fx.Node | None, index: Any) -> fx.Node | None:
+    return None if node is None else build(operator.getitem, node, index)

@@ -1,0 +1,497 @@
+"""From a block's local forward graph, the functions that a rank runs: forward, backward, and backward in two halves.
+
+Requires: a local graph (``passes/shard/shard_block.py``). Provides: graphs of plain operators of the device at hand,
+with what is saved between forward and backward explicit. The backward collectives follow from the forward ones, which
+carry their transpose as gradient.
+
+Values that are zero whatever a graph is given, taken out of it.
+
+``x - detach(x)`` is zero, and there for its gradient alone (``passes/trace/autograd_functions.py``, and
+straight-through tricks). Once the gradient is a graph of its own, nobody needs the zero, nor what is linear in it: a
+value that it was added to is taken instead, and what was computed for it goes. Infinite values, of which the difference
+is no number, are not told apart.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from passes.errors import UnsupportedError
+from passes.experts.sorted_rows import MADE_BY, kept_sorted
+from passes.ir.collectives import COMMUNICATING, collective_name
+from passes.ir.interpret import META
+from passes.ir.model import Block
+from passes.ir.rewrite import drop_unused
+from passes.shard.backward_halves import Halves, slimmed, upwards, woven
+
+aten = torch.ops.aten
+
+# Zero if either operand is; if the first is; if both are, and else the other one.
+_EITHER = frozenset((aten.mul.Tensor, aten.mm.default, aten.bmm.default))
+_FIRST = frozenset(
+    (
+        aten.div.Tensor,
+        aten.mul.Scalar,
+        aten.div.Scalar,
+        aten.neg.default,
+        aten.clone.default,
+        aten._to_copy.default,
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.expand.default,
+        aten.t.default,
+        aten.transpose.int,
+        aten.permute.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.unsqueeze.default,
+        aten.select.int,
+        aten.slice.Tensor,
+        aten.sum.default,
+        aten.sum.dim_IntList,
+        aten.mean.default,
+        aten.mean.dim,
+        aten.tanh_backward.default,
+        aten.sigmoid_backward.default,
+        aten.silu_backward.default,
+        aten.gelu_backward.default,
+        aten.threshold_backward.default,
+        aten._softmax_backward_data.default,
+        aten._log_softmax_backward_data.default,
+    )
+)
+_BOTH = frozenset((aten.add.Tensor, aten.sub.Tensor))
+
+
+def take_out_zeros(graph: fx.Graph) -> None:
+    """Take out of ``graph`` what is zero by construction, where something else is left. Aliases are gone before."""
+    zeros: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function" or not node.args or not isinstance(node.meta.get("val"), Tensor):
+            continue
+        first, second = (*node.args, None)[:2]
+        one, other = (isinstance(o, fx.Node) and o in zeros for o in (first, second))
+        if _vanishes(node, one, other):
+            zeros.add(node)
+        elif node.target in _BOTH and other and _alike(first, node):
+            node.replace_all_uses_with(first)
+        elif node.target == aten.add.Tensor and one and _alike(second, node) and not node.kwargs:
+            node.replace_all_uses_with(second)
+    if zeros:
+        drop_unused(graph)
+
+
+def _vanishes(node: fx.Node, first: bool, second: bool) -> bool:
+    """Whether ``node`` is zero, whose ``first`` or ``second`` operand may be."""
+    if node.target in _EITHER:
+        return first or second
+    if node.target in _FIRST:
+        return first
+    if node.target == aten.sub.Tensor and node.args[0] is node.args[1] and not node.kwargs:
+        return True
+    return node.target in _BOTH and first and second
+
+
+def _alike(operand: object, node: fx.Node) -> bool:
+    """Whether ``operand`` can stand for ``node``: of its shape, type and memory order."""
+    if not isinstance(operand, fx.Node):
+        return False
+    one, other = operand.meta.get("val"), node.meta["val"]
+    if not isinstance(one, Tensor) or one.dtype != other.dtype:
+        return False
+    return tuple(one.shape) == tuple(other.shape) and one.stride() == other.stride()
+
+
+_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+_NO_DERIVATIVE = re.compile(r"derivative for '?([\w:]+)'? is not implemented")
+_ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A function cut out of the joint graph: it reads ``inputs`` and returns ``outputs``, both by joint node name.
+
+    ``graph`` has a placeholder for each of ``inputs``; an output that is ``None`` is a gradient that is zero.
+    """
+
+    graph: fx.Graph
+    inputs: tuple[str, ...]
+    outputs: tuple[str | None, ...]
+
+    @cached_property
+    def module(self) -> fx.GraphModule:
+        return fx.GraphModule(torch.nn.Module(), self.graph)
+
+
+@dataclass(frozen=True)
+class Differentiated:
+    """A block's functions.
+
+    ``forward(*states, *inputs) -> (*outputs, *saved)``;
+    ``backward(*saved, *grads of grad_outputs) -> (*grads of grad_inputs, *grads of grad_states)``;
+    ``backward_input(*saved, *grads) -> (*grads of grad_inputs, *carried)``;
+    ``backward_weight(*carried) -> grads of grad_states``.
+
+    ``saved`` are names of joint nodes; a state or an input that is saved is one of ``forward.inputs``.
+    Positions count the block's outputs, inputs and states. A gradient may be ``None``: zero.
+    """
+
+    forward: Piece
+    backward: Piece
+    backward_input: Piece
+    backward_weight: Piece
+    num_outputs: int
+    saved: tuple[str, ...]
+    grad_outputs: tuple[int, ...]
+    grad_inputs: tuple[int, ...]
+    grad_states: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Joint:
+    """Forward and backward of a block in one graph: its outputs are (outputs, gradients), its inputs (states, inputs,
+    tangents). ``needs``: which of states and inputs get a gradient; ``with_grad``: which outputs have one."""
+
+    graph: fx.Graph
+    block: Block
+    needs: tuple[bool, ...]
+    with_grad: tuple[int, ...]
+
+    def cut(self, again: Collection[str] = ()) -> Differentiated:
+        """The block's functions. What the nodes ``again`` of the block make is not saved: backward makes it once
+        more."""
+        return _cut(self.graph, self.block, self.needs, self.with_grad, frozenset(again))
+
+
+def differentiate(
+    block: Block,
+    device: torch.device,
+    needs_input_grad: Sequence[bool],
+    needs_state_grad: Sequence[bool],
+    output_grads: Sequence[bool],
+    again: Collection[str] = (),
+    *,
+    fused: bool = False,
+) -> Differentiated:
+    """The functions of :func:`joint_of`, cut with ``again``: see :meth:`Joint.cut`."""
+    return joint_of(block, device, needs_input_grad, needs_state_grad, output_grads, fused=fused).cut(again)
+
+
+def joint_of(
+    block: Block,
+    device: torch.device,
+    needs_input_grad: Sequence[bool],
+    needs_state_grad: Sequence[bool],
+    output_grads: Sequence[bool],
+    *,
+    fused: bool = False,
+) -> Joint:
+    """Differentiate ``block`` for the inputs, states and outputs marked; nothing is computed, only traced.
+
+    Operators that differ between devices (fused attention) are those of ``device``; ``fused``: as accelerators have
+    them, which ``device`` need not be for what is only looked at. What goes from function to function
+    is contiguous, which tracing takes for granted: kernels may read other memory than they should where it is not.
+    """
+    block = kept_sorted(block)
+    needs = [*needs_state_grad, *needs_input_grad]
+    placeholders = block.placeholders
+    taken: list[int] = []
+
+    def joint(primals: list[Tensor], tangents: list[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
+        leaves = [p.detach().requires_grad_() if need else p for p, need in zip(primals, needs, strict=True)]
+        with torch.enable_grad():
+            outputs = [o.contiguous() for o in _run(block.graph, leaves, device, fused)]
+        wanted = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
+        with_grad = [i for i, o in enumerate(outputs) if output_grads[i] and o.requires_grad]
+        taken[:] = with_grad
+        if not wanted or not with_grad:
+            return outputs, [None] * len(wanted)
+        seeds = [tangents[i] for i in with_grad]
+        try:
+            grads = torch.autograd.grad([outputs[i] for i in with_grad], wanted, seeds, allow_unused=True)
+        except RuntimeError as error:  # NotImplementedError among them
+            raise _underivable(block, error) from error
+        return outputs, [None if g is None else g.contiguous() for g in grads]
+
+    # Rows that are dispatched are of a number that is not known before they are.
+    sizes = ShapeEnv() if any(collective_name(n.target) == "route" for n in block.graph.nodes) else None
+    fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes)
+    fake.cache_enabled = False  # few operators of a block are asked for twice: to note them all takes longer
+    with fake, fx.traceback.preserve_node_meta():
+        primals = [_empty(n.meta["val"], device) for n in placeholders]
+        tangents = [_empty(n.meta["val"], device) for n in block.outputs]
+        traced = _traced(joint, primals, tangents)
+        if any(map(_mutates, traced.graph.nodes)):
+            traced = _functional(traced, [*primals, *tangents])
+    graph = traced.graph
+    if sizes is not None:
+        _settle_sizes(graph)
+    _simplify(graph)
+    take_out_zeros(graph)
+    _locate(graph)
+    return Joint(graph, block, tuple(needs), tuple(taken))
+
+
+def _underivable(block: Block, error: RuntimeError) -> Exception:
+    """What to raise where torch cannot differentiate ``block``: it names an operator without a derivative."""
+    named = _NO_DERIVATIVE.search(str(error))
+    if named is None:
+        return error
+    name = named[1].rpartition("::")[2]
+    nodes = [n for n in block.graph.nodes if name.strip("_") in str(n.target)]
+    where = f" ({nodes[0].meta['source']})" if nodes and nodes[0].meta.get("source") else ""
+    return UnsupportedError(
+        f"torch has no derivative of {named[1]}{where}, which the gradient of the loss leads through; write the "
+        "operator with simpler ones, or detach() its result"
+    )
+
+
+def _traced(function: Callable[..., Any], *arguments: Any) -> fx.GraphModule:
+    return make_fx(function, tracing_mode="real", _error_on_data_dependent_ops=False)(*arguments)
+
+
+def _mutates(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _functional(traced: fx.GraphModule, arguments: list[Tensor]) -> fx.GraphModule:
+    """``traced`` without operators that write into their operands, which nothing need read: kernels and derivatives of
+    torch's own write into memory formats (channels last) and into what they just made."""
+
+    def run(*flat: Tensor) -> list[Tensor | None]:
+        interpreter = fx.Interpreter(traced)
+        return list(interpreter.run(*flat, enable_io_processing=False))
+
+    return _traced(torch.func.functionalize(run, remove="mutations"), *arguments)
+
+
+def _empty(value: Tensor, device: torch.device) -> Tensor:
+    return torch.empty(value.shape, dtype=value.dtype, device=device)
+
+
+def _run(graph: fx.Graph, arguments: list[Tensor], device: torch.device, fused: bool) -> list[Tensor]:
+    """Interpret ``graph``; operators on ``meta`` run on ``device``."""
+    env: dict[fx.Node, Any] = {}
+    values = iter(arguments)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            env[node] = next(values)
+        elif node.op == "output":
+            return [env[n] for n in node.args[0]]
+        else:
+            args = fx.node.map_arg(node.args, env.__getitem__)
+            kwargs = {k: device if v == META else v for k, v in fx.node.map_arg(node.kwargs, env.__getitem__).items()}
+            where = {k: node.meta.get(k, "") for k in ("path", "source")} | {MADE_BY: node.meta.get(MADE_BY, node.name)}
+            with fx.traceback.annotate(where):
+                result = (_fused(node) if fused else node.target)(*args, **kwargs)
+            env[node] = result
+    raise AssertionError("a block's graph ends in an output node")
+
+
+def _fused(node: fx.Node) -> Any:
+    """The kernel that an accelerator has for an operator: attention of heads and norms, not in double precision."""
+    value, target = node.meta["val"], node.target
+    if target is aten.scaled_dot_product_attention.default and value.dim() == 4 and value.dtype != torch.float64:
+        return _fused_attention
+    weights = [o.meta["val"].dtype for o in node.all_input_nodes[1:]]
+    if target is aten.rms_norm.default and value.dtype != torch.float64 and set(weights) <= {value.dtype}:
+        return _fused_rms_norm
+    return target
+
+
+def _fused_rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """What keeps as much as the kernel for accelerators does, which cannot be traced without one: its operand, and two
+    numbers for each row. To be looked at, not to be run."""
+    alike: Sequence[Tensor] = aten.native_layer_norm(x, shape, weight, None, eps or 0.0)
+    return alike[0]
+
+
+def _fused_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The kernels for accelerators, which can be traced without one."""
+    if attn_mask is None and q.shape[-1] == v.shape[-1]:
+        flash: Sequence[Tensor] = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)
+        return flash[0]
+    if enable_gqa:
+        k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+    if attn_mask is not None:
+        added = attn_mask if attn_mask.is_floating_point() else torch.zeros_like(attn_mask, dtype=q.dtype)
+        attn_mask = added.expand(*q.shape[:-1], k.shape[-2])
+    kernel = aten._scaled_dot_product_efficient_attention
+    efficient: Sequence[Tensor] = kernel(q, k, v, attn_mask, True, dropout_p, is_causal, scale=scale)
+    return efficient[0]
+
+
+def _settle_sizes(graph: fx.Graph) -> None:
+    """Give values of an open number of rows that of even routing; ``node.meta["open"]`` tells them from others."""
+    even: dict[Any, int] = {}
+    for node in graph.nodes:
+        if collective_name(node.target) == "route":
+            order, _, experts = node.meta["val"]
+            even[experts.shape[0].node.expr] = int(order.shape[0])
+
+    def settled(size: Any) -> Any:
+        return int(size.node.expr.xreplace(even)) if isinstance(size, torch.SymInt) else size
+
+    def settle(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return type(value)(map(settle, value))
+        if isinstance(value, Tensor) and any(isinstance(s, torch.SymInt) for s in value.shape):
+            return torch.empty([settled(s) for s in value.shape], dtype=value.dtype, device=META)
+        return settled(value)
+
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        parts = value if isinstance(value, tuple | list) else (value,)
+        node.meta["open"] = any(isinstance(p, Tensor) and settle(p) is not p for p in parts)
+        node.meta["val"] = settle(value)
+
+
+def _simplify(graph: fx.Graph) -> None:
+    """Drop aliases, transposes that undo each other and views of views: each costs an interpreter step per run."""
+    for node in graph.nodes:
+        source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+        if source is None:
+            continue
+        if node.target in _ALIASES:
+            node.replace_all_uses_with(source)
+        elif node.target == aten.t.default and source.target == aten.t.default:
+            node.replace_all_uses_with(source.args[0])
+        elif node.target == aten.transpose.int and source.target == aten.transpose.int:
+            if _dims(node) == _dims(source):
+                node.replace_all_uses_with(source.args[0])
+        elif node.target in _VIEWS:
+            if source.target in _VIEWS:
+                node.args = (source.args[0], *node.args[1:])
+            if node.meta["val"].shape == node.args[0].meta["val"].shape:
+                node.replace_all_uses_with(node.args[0])
+    drop_unused(graph)
+
+
+def _dims(node: fx.Node) -> set[int]:
+    return {d % node.meta["val"].dim() for d in node.args[1:3]}
+
+
+def _inputs(node: fx.Node) -> list[fx.Node]:
+    return node.all_input_nodes
+
+
+def _users(node: fx.Node) -> list[fx.Node]:
+    return list(node.users)
+
+
+def _locate(graph: fx.Graph) -> None:
+    """Give backward nodes the module path and source line of the forward operators that they belong to."""
+    nodes = [n for n in graph.nodes if n.op == "call_function"]
+    for node in nodes:
+        node.meta.update(node.meta.pop("custom", {}))
+    from_inputs, from_users = (nodes, _inputs), (nodes[::-1], _users)
+    for order, neighbours in (from_inputs, from_users, from_inputs):
+        for node in order:
+            if not node.meta.get("path"):
+                known = [n for n in neighbours(node) if n.meta.get("path")]
+                if known:
+                    node.meta.update({k: known[-1].meta.get(k, "") for k in ("path", "source")})
+
+
+def _cut(
+    graph: fx.Graph, block: Block, needs: Sequence[bool], with_grad: Sequence[int], again: frozenset[str]
+) -> Differentiated:
+    """The pieces of the joint graph, which stays as it is."""
+    nodes = list(graph.nodes)
+    placeholders = [n for n in nodes if n.op == "placeholder"]
+    num_primals = len(block.placeholders)
+    num_states = len(block.states)
+    primals, tangents = placeholders[:num_primals], placeholders[num_primals:]
+    results = nodes[-1].args[0]
+    outputs, gradients = results[: len(block.outputs)], results[len(block.outputs) :]
+    forward = upwards(outputs)
+    forward |= {n for n in nodes if n.target is operator.getitem and n.args[0] in forward} | set(primals)
+    backward = [n for n in nodes if n.op == "call_function" and n not in forward]
+    read_later = {o for n in backward for o in n.all_input_nodes} | {g for g in gradients if g is not None}
+    saved = [n for n in nodes if n in forward and n in read_later]
+    unkept = {n for n in forward if n.meta.get(MADE_BY) in again}
+    saved, remade = slimmed(saved, unkept, [n for n in nodes if n in forward], gradients)
+    seeds = [tangents[i] for i in with_grad]
+
+    needed = [i for i, need in enumerate(needs) if need]
+    of_states = [g for i, g in zip(needed, gradients, strict=True) if i < num_states]
+    of_inputs = [g for i, g in zip(needed, gradients, strict=True) if i >= num_states]
+    start = [*saved, *seeds]
+    first, later, carried = Halves(nodes, forward, backward, remade, start).cut(of_inputs, of_states)
+    return Differentiated(
+        forward=_piece(_operators(nodes, forward), primals, [*outputs, *saved]),
+        backward=_piece(woven(backward, remade, nodes), start, [*of_inputs, *of_states]),
+        backward_input=_piece(first, start, [*of_inputs, *carried]),
+        backward_weight=_piece(later, carried, of_states),
+        num_outputs=len(outputs),
+        saved=tuple(n.name for n in saved),
+        grad_outputs=tuple(with_grad),
+        grad_inputs=tuple(i - num_states for i in needed if i >= num_states),
+        grad_states=tuple(i for i in needed if i < num_states),
+    )
+
+
+def _operators(nodes: list[fx.Node], chosen: set[fx.Node]) -> list[fx.Node]:
+    return [n for n in nodes if n in chosen and n.op == "call_function"]
+
+
+def _piece(body: list[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node | None]) -> Piece:
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        env[node] = graph.create_node("placeholder", node.name, name=node.name)
+        env[node].meta["val"] = node.meta.get("val")
+    for node in body:
+        env[node] = graph.node_copy(node, env.__getitem__)
+    graph.output(tuple(None if n is None else env[n] for n in outputs))
+    drop_unused(graph)
+    return Piece(graph, tuple(n.name for n in inputs), tuple(None if n is None else n.name for n in outputs))
+
+
+@dataclass(frozen=True)
+class CollectiveUse:
+    """One collective in a graph: what all members of its group must enter alike. ``shape`` is the operand's."""
+
+    node: str
+    op: str
+    axis: str
+    shape: tuple[int, ...]
+    dtype: str
+    path: str = ""
+    source: str = ""
+
+
+def collectives_of(graph: fx.Graph) -> list[CollectiveUse]:
+    """The communicating operators of ``graph``, in order."""
+    uses = []
+    for node in graph.nodes:
+        name = collective_name(node.target) if node.op == "call_function" else None
+        if name in COMMUNICATING:
+            value = node.args[0].meta["val"]
+            where = node.meta.get("path", ""), node.meta.get("source", "")
+            axis = next(a for a in node.args if isinstance(a, str))
+            dtype = str(value.dtype).removeprefix("torch.")
+            uses.append(CollectiveUse(node.name, name, axis, tuple(value.shape), dtype, *where))
+    return uses

@@ -1,0 +1,312 @@
+"""Fold a flat graph into block types and calls.
+
+Requires: a captured graph in normal form. Provides: a :class:`FoldedModel`. Values that depend on inputs and constants
+alone (masks, rotary tables, shifted labels) and that several calls read are made by ``shared`` calls; those that one
+call reads are made in it, as are those that only go into a buffer: a result of the call that changes it.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, fx
+
+from passes.capture.buffers import leading_to, settle_updates, with_frozen_as_buffers
+from passes.ir.model import Block, Call, Captured, FoldedModel, State, TensorSpec
+from passes.ir.rewrite import aten
+from passes.ir.value_numbering import Signature, signature
+from passes.ops.random import DRAWS
+from passes.shard.segment import Unit, is_product, segment
+
+_SHARED = "shared"
+
+
+def fold(captured: Captured) -> FoldedModel:
+    """The folded model of a captured graph. The graph's ``state`` marks and common values are settled in place."""
+    graph = captured.graph
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            node.meta["state"] = captured.states.get(captured.placeholders[node.name])
+    _join_results(graph)
+    updates = settle_updates(captured)
+    moved = _copy_returned_states(graph)
+    free = _free_nodes(graph) - leading_to(graph, updates.values())
+    moved |= _share_common(graph, free)
+    _mark_copied(graph)
+
+    operators = [n for n in graph.nodes if n.op == "call_function"]
+    units = segment([n for n in operators if n not in free], captured.classes)
+    shared, units = _place_free([n for n in operators if n in free], units)
+    folder = _Folder(captured, shared, units)
+    folder.run()
+    by_name = {n.name: n for n in graph.nodes}
+
+    def value_of(name: str) -> str:
+        return folder.value_of[by_name[moved.get(name, name)]]
+
+    return FoldedModel(
+        blocks=folder.named_blocks(),
+        calls=folder.calls,
+        states=with_frozen_as_buffers(captured.states, updates),
+        inputs=list(captured.inputs),
+        outputs=[replace(o, value=value_of(o.value)) if o.value is not None else o for o in captured.outputs],
+        loss=value_of(captured.loss) if captured.loss is not None else None,
+        values={i.value: i.spec for i in captured.inputs} | folder.specs,
+        constants=dict(captured.constants),
+        tree=captured.tree,
+        notes=captured.notes,
+        updates={state: folder.value_of[node] for state, node in updates.items()},
+        keeps=dict(captured.keeps),
+        signature=captured.signature,
+    )
+
+
+def _join_results(graph: fx.Graph) -> None:
+    """Move the parts of operators with several results next to them."""
+    last: dict[fx.Node, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.target is operator.getitem:
+            last.get(node.args[0], node.args[0]).append(node)
+            last[node.args[0]] = node
+            node.meta.update({k: node.args[0].meta[k] for k in ("path", "stack") if k in node.args[0].meta})
+
+
+def _copy_returned_states(graph: fx.Graph) -> dict[str, str]:
+    """Let states that are returned as they are pass through an operator; which name went where."""
+    output = graph.output_node()
+    moved: dict[str, str] = {}
+    for node in output.all_input_nodes:
+        if node.op == "placeholder" and node.meta["state"] is not None:
+            with graph.inserting_before(output):
+                copy = graph.call_function(aten.clone.default, (node,))
+            path = f"{node.meta['state'].name}.value"
+            copy.meta = {"val": node.meta["val"], "path": path, "stack": (path,)}
+            output.replace_input_with(node, copy)
+            moved[node.name] = copy.name
+    return moved
+
+
+# --- values of inputs and constants alone -----------------------------------------------------------------------------
+def _free_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """Operators that depend on no parameter and multiply no matrices."""
+    free: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            state = node.meta["state"]
+            if state is None or state.kind != "parameter":
+                free.add(node)
+        elif node.op == "call_function" and not is_product(node) and all(n in free for n in node.all_input_nodes):
+            free.add(node)
+    return {n for n in free if n.op == "call_function"}
+
+
+def _share_common(graph: fx.Graph, free: set[fx.Node]) -> dict[str, str]:
+    """Merge equal operators among ``free``; which name went into which."""
+    seen: dict[Any, fx.Node] = {}
+    merged: dict[str, str] = {}
+    for node in list(graph.nodes):
+        if node not in free:
+            continue
+        key = (node.target, _frozen(node.args), _frozen(tuple(sorted(node.kwargs.items()))))
+        first = seen.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            merged[node.name] = first.name
+            free.discard(node)
+            graph.erase_node(node)
+    return merged
+
+
+def _frozen(argument: Any) -> Any:
+    if isinstance(argument, tuple | list):
+        return tuple([_frozen(a) for a in argument])
+    if isinstance(argument, slice):
+        return "slice", argument.start, argument.stop, argument.step
+    if isinstance(argument, bool | int | float):
+        return type(argument).__name__, repr(argument)
+    return argument
+
+
+def _place_free(free: Sequence[fx.Node], units: list[Unit]) -> tuple[list[list[fx.Node]], list[Unit]]:
+    """Put what one unit reads into it; the rest as connected groups of shared operators."""
+    if not units:
+        return [], [Unit("", list(free))] if free else []
+    homes: dict[fx.Node, set[int]] = {n: {i} for i, unit in enumerate(units) for n in unit.nodes}
+    shared = -1
+    for node in reversed(free):
+        readers = set().union(*(homes.get(user, {shared}) for user in node.users))
+        homes[node] = readers if len(readers) == 1 or _is_copied(node) else {shared}
+    for node in free:
+        if node.target is operator.getitem:
+            homes[node] = homes[node.args[0]]  # type: ignore[index]
+    order = {n: i for i, n in enumerate(free)}
+    own: dict[int, list[fx.Node]] = {}
+    for node in free:
+        for home in homes[node]:
+            own.setdefault(home, []).append(node)
+    placed = [
+        Unit(unit.path, _before_use(unit.nodes, {n: order[n] for n in own.get(i, ())})) for i, unit in enumerate(units)
+    ]
+    return _components(own.get(shared, []), order), placed
+
+
+def _before_use(nodes: Sequence[fx.Node], free: Mapping[fx.Node, int]) -> list[fx.Node]:
+    """``nodes`` with those of ``free`` (node -> place) just before what first needs them.
+
+    So units that are alike stay alike, wherever their operands come from.
+    """
+    placed: dict[fx.Node, None] = {}
+    for node in nodes:
+        needed: set[fx.Node] = set()
+        stack = [node]
+        while stack:
+            new = [n for n in stack.pop().all_input_nodes if n in free and n not in placed and n not in needed]
+            needed.update(new)
+            stack += new
+        placed.update(dict.fromkeys(sorted(needed, key=free.__getitem__)))
+        placed[node] = None
+    return list(placed)
+
+
+def _mark_copied(graph: fx.Graph) -> None:
+    """Mark the values that each reader makes itself, since that is cheaper than to keep them: what has no operands, and
+    the places that random numbers are drawn by, which are as many as the numbers."""
+    for node in reversed(graph.nodes):
+        places = bool(node.users) and all(u.target in DRAWS or _is_copied(u) for u in node.users)
+        returned = any(u.op == "output" for u in node.users)
+        node.meta["copied"] = node.op == "call_function" and not returned and (places or not node.all_input_nodes)
+
+
+def _is_copied(node: fx.Node) -> bool:
+    return bool(node.meta["copied"])
+
+
+def _components(nodes: Sequence[fx.Node], order: Mapping[fx.Node, int]) -> list[list[fx.Node]]:
+    """The connected groups of ``nodes``, each in order."""
+    parent = {n: n for n in nodes}
+
+    def find(n: fx.Node) -> fx.Node:
+        while parent[n] is not n:
+            parent[n] = parent[parent[n]]
+            n = parent[n]
+        return n
+
+    for node in nodes:
+        for operand in node.all_input_nodes:
+            if operand in parent:
+                parent[find(operand)] = find(node)
+    groups: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        groups.setdefault(find(node), []).append(node)
+    return sorted(groups.values(), key=lambda g: order[g[0]])
+
+
+# --- blocks and calls -------------------------------------------------------------------------------------------------
+class _Folder:
+    """Makes the calls in order; ``value_of`` has the name of every graph node that passes between calls."""
+
+    def __init__(self, captured: Captured, shared: list[list[fx.Node]], units: list[Unit]) -> None:
+        self.captured = captured
+        self.shared = shared
+        self.units = units
+        self.calls: list[Call] = []  # their block's name is set at the end
+        self.keys: list[tuple[Any, ...]] = []
+        self.specs: dict[str, TensorSpec] = {}
+        self.blocks: dict[tuple[Any, ...], Block] = {}
+        self.paths: Counter[str] = Counter()
+        self.value_of: dict[fx.Node, str] = {}
+        for node in captured.graph.nodes:
+            if node.op == "placeholder" and node.meta["state"] is None:
+                self.value_of[node] = captured.placeholders[node.name]
+
+    def run(self) -> None:
+        for group in self.shared:
+            self.call(Unit(_SHARED, group), shared=True)
+        for unit in self.units:
+            self.call(unit)
+
+    def call(self, unit: Unit, shared: bool = False) -> None:
+        inside = set(unit.nodes)
+        outputs = [n for n in unit.nodes if any(u not in inside for u in n.users)]
+        outputs = [n for n in outputs if isinstance(n.meta["val"], Tensor) and not _is_copied(n)]
+        sign = signature(unit.nodes, outputs)
+        if sign.key not in self.blocks:
+            self.blocks[sign.key] = _make_block(unit, sign, outputs)
+        path = self.unique(unit.path or "model")
+        names = tuple(f"{path}:{i}" for i in range(len(outputs)))
+        for node, name in zip(outputs, names, strict=True):
+            self.value_of[node] = name
+            self.specs[name] = TensorSpec.of(node.meta["val"])
+        states = tuple(self.captured.placeholders[n.name] for n in sign.states)
+        inputs = tuple(self.value_of[n] for n in sign.inputs)
+        self.calls.append(Call("", path, states, inputs, names, shared))
+        self.keys.append(sign.key)
+
+    def unique(self, path: str) -> str:
+        count = self.paths[path]
+        self.paths[path] += 1
+        return path if count == 0 else self.unique(f"{path}#{count}")
+
+    def named_blocks(self) -> dict[str, Block]:
+        """The blocks by name; the calls then name them."""
+        paths: dict[Any, list[str]] = {}
+        for key, call in zip(self.keys, self.calls, strict=True):
+            paths.setdefault(key, []).append(call.path)
+        taken: Counter[str] = Counter()
+        blocks: dict[str, Block] = {}
+        for key, block in self.blocks.items():
+            name = _common_name(paths[key])
+            taken[name] += 1
+            block.name = name if taken[name] == 1 else f"{name}#{taken[name]}"
+            blocks[block.name] = block
+        self.calls = [replace(c, block=self.blocks[k].name) for k, c in zip(self.keys, self.calls, strict=True)]
+        return blocks
+
+
+def _common_name(paths: Sequence[str]) -> str:
+    """``model.layers.*`` for ``model.layers.0``, ``model.layers.1``."""
+    if len(paths) == 1:
+        return paths[0]
+    patterns = {re.sub(r"(?<![^.])\d+(?![^.@#])|[@#]\d+", "*", p).replace("**", "*") for p in paths}
+    return patterns.pop() if len(patterns) == 1 else paths[0]
+
+
+def _make_block(unit: Unit, sign: Signature, outputs: Sequence[fx.Node]) -> Block:
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    prefix = unit.path.partition("@")[0] + "."
+    for node in sign.states:
+        state: State = node.meta["state"]
+        env[node] = _placeholder(graph, node, _identifier(state.name.removeprefix(prefix)))
+    for node in sign.inputs:
+        env[node] = _placeholder(graph, node, node.name if node.op == "placeholder" else "x")
+    for node in unit.nodes:
+        args = fx.node.map_arg(node.args, env.__getitem__)
+        kwargs = fx.node.map_arg(node.kwargs, env.__getitem__)
+        env[node] = graph.create_node("call_function", node.target, args, kwargs, name=_operator_name(node.target))
+        env[node].meta = {k: v for k, v in node.meta.items() if k not in ("stack", "copied")}
+    graph.output(tuple(env[n] for n in outputs))
+    states = tuple(env[n].name for n in sign.states)
+    return Block("", graph, states, tuple(env[n].name for n in sign.inputs))
+
+
+def _placeholder(graph: fx.Graph, node: fx.Node, name: str) -> fx.Node:
+    made = graph.create_node("placeholder", name, name=name)
+    made.target = made.name
+    made.meta["val"] = TensorSpec.of(node.meta["val"]).meta()
+    return made
+
+
+def _identifier(name: str) -> str:
+    return re.sub(r"\W", "_", name)
+
+
+def _operator_name(target: Any) -> str:
+    if target is operator.getitem:
+        return "getitem"
+    return str(target._schema.name).rpartition("::")[2]

@@ -1,0 +1,233 @@
+"""Key and value heads that a model repeats, one for each query head, before attention: find them, and undo it.
+
+Models with grouped queries write it as an expansion and a reshape (``repeat_kv`` of Hugging Face), as a
+``repeat_interleave`` or as ``repeat``, on heads in whatever dim they are at that point. Attention within a band takes
+fewer heads of keys than of queries, so ranks that share a sequence exchange each key head once: of 8 key heads for 64
+query heads an eighth of the bytes. Their gradients are added up over the repetitions where attention makes them.
+
+Requires: a graph in normal form. A tensor counts as repeated where every step from the repetition to the attention
+keeps the repetitions of a head beside each other: reshapes, transposes, copies and changes of type.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.ir.collectives import ops
+from passes.ir.interpret import call
+from passes.ir.model import Block
+from passes.ir.rewrite import drop_unused
+from passes.rules.attention import band
+from passes.rules.factors import argument, operands_of, shape
+
+aten = torch.ops.aten
+
+_RESHAPES = frozenset(
+    (
+        aten.reshape.default,
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.flatten.using_ints,
+        aten.unflatten.int,
+    )
+)
+_COPIES = frozenset((aten.clone.default, aten.contiguous.default, aten.alias.default))
+_CASTS = frozenset((aten._to_copy.default, aten.to.dtype))
+
+
+@dataclass(frozen=True)
+class _RepeatedDim:
+    """Where repetitions are in a tensor: in ``dim``, each of ``outer`` slices ``times`` in a row, of ``inner`` elements
+    of that dim. ``shape``: that of the tensor without them."""
+
+    shape: tuple[int, ...]
+    dim: int
+    outer: int
+    inner: int
+    times: int
+
+
+@dataclass(frozen=True)
+class RepeatedHeads:
+    """A tensor ``[..., heads, positions, d]`` is ``source`` after ``steps`` with each head ``times`` in a row. A step
+    is a shape, for a reshape, or an operator that is run as it is."""
+
+    source: fx.Node
+    steps: tuple[tuple[int, ...] | fx.Node, ...]
+    times: int
+
+    def build(self, graph: fx.Graph) -> fx.Node:
+        """The tensor without repetitions, appended to ``graph``."""
+        made, given = self.source, self.source.meta.get("grad")
+        for step in self.steps:
+            if isinstance(step, fx.Node):
+                assert callable(step.target), step
+                made = call(graph, step.target, (made, *step.args[1:]), dict(step.kwargs), like=step)
+            else:
+                known = _reshaped_from(made, step)
+                made = known or call(graph, aten.reshape.default, (made, list(step)), like=made)
+            made.meta.setdefault("grad", given)
+        return made
+
+
+def repeated_heads(value: fx.Node) -> RepeatedHeads | None:
+    """How the heads of ``value``, ``[..., heads, positions, d]``, are repeated; ``None`` where they are not."""
+    chain: list[fx.Node] = []
+    node = value
+    while (place := _repetition(node)) is None:
+        if node.op != "call_function" or not (node.target in _RESHAPES | _COPIES | _CASTS or _order(node)):
+            return None
+        chain.append(node)
+        node = operands_of(node)[0]
+    source, steps = operands_of(node)[0], list[tuple[int, ...] | fx.Node]()
+    for step in reversed(chain):
+        order = _order(step)
+        if order is not None:
+            dims = tuple(place.shape[d] for d in order)
+            place = _RepeatedDim(dims, order.index(place.dim), place.outer, place.inner, place.times)
+            steps.append(step)
+        elif step.target in _RESHAPES:
+            moved = _reshaped(place, shape(step))
+            if moved is None:
+                return None
+            place = moved
+            steps.append(place.shape)
+        elif step.target in _CASTS:
+            steps.append(step)
+    if place.dim != len(place.shape) - 3 or place.inner != 1:
+        return None
+    return RepeatedHeads(source, tuple(steps), place.times)
+
+
+def _repetition(node: fx.Node) -> _RepeatedDim | None:
+    """The place of the repetitions that ``node`` makes along one dim; ``None`` where it makes none."""
+    if node.op != "call_function":
+        return None
+    if node.target is aten.repeat_interleave.self_int:
+        times, dim = argument(node, "repeats"), argument(node, "dim")
+        before = shape(operands_of(node)[0])
+        if dim is None or times < 2:
+            return None
+        dim %= len(before)
+        return _RepeatedDim(before, dim, before[dim], 1, times)
+    if node.target not in (aten.expand.default, aten.repeat.default):
+        return None
+    before, after = shape(operands_of(node)[0]), shape(node)
+    if len(before) != len(after):
+        return None
+    grown = [d for d, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
+    if len(grown) != 1:
+        return None
+    (dim,) = grown
+    return _RepeatedDim(before, dim, 1, before[dim], after[dim] // before[dim])
+
+
+def _order(node: fx.Node) -> tuple[int, ...] | None:
+    """The order of dims that ``node`` puts them in; ``None`` for other operators."""
+    if node.op != "call_function" or node.target not in (aten.transpose.int, aten.permute.default):
+        return None
+    rank = len(shape(node))
+    if node.target is aten.permute.default:
+        return tuple(d % rank for d in argument(node, "dims"))
+    order = list(range(rank))
+    a, b = argument(node, "dim0") % rank, argument(node, "dim1") % rank
+    order[a], order[b] = b, a
+    return tuple(order)
+
+
+def _reshaped(place: _RepeatedDim, after: Sequence[int]) -> _RepeatedDim | None:
+    """The place after a reshape of the tensor to ``after``; ``None`` where that cuts through the repetitions."""
+    before = math.prod(place.shape[: place.dim]) * place.outer  # slices that are repeated
+    reached = 1
+    for dim, size in enumerate(after):
+        outer, rest = divmod(before, reached)
+        if rest:
+            return None
+        if size % (outer * place.times) == 0 and size > outer:
+            kept = (*after[:dim], size // place.times, *after[dim + 1 :])
+            return _RepeatedDim(kept, dim, outer, size // place.times // outer, place.times)
+        reached *= size
+    return None
+
+
+def _reshaped_from(node: fx.Node, dims: tuple[int, ...]) -> fx.Node | None:
+    """What ``node`` was reshaped from, if that has the shape ``dims``."""
+    while shape(node) != dims:
+        if node.op != "call_function" or node.target not in _RESHAPES:
+            return None
+        node = operands_of(node)[0]
+    return node
+
+
+def repetitions(attention: fx.Node) -> int:
+    """How often an attention's key and value heads are repeated, both alike, where it can do without; else 1."""
+    if band(attention) is None:
+        return 1
+    query, key, value = operands_of(attention)[:3]
+    if not len(shape(query)) == len(shape(key)) == 4 or shape(key)[1] != shape(query)[1]:
+        return 1
+    of_key, of_value = repeated_heads(key), repeated_heads(value)
+    return of_key.times if of_key and of_value and of_key.times == of_value.times else 1
+
+
+def exchanged_times(heads: int, times: int, tp: int) -> int:
+    """How often each of the key heads is exchanged, of ``heads`` with ``times`` repetitions that ``tp`` ranks share:
+    once, or as often as ``tp`` ranks have parts of their own."""
+    once = heads // times
+    return next(n for n in range(1, times + 1) if times % n == 0 and (once * n % tp == 0 or n == times))
+
+
+def group_queries(block: Block, tp: int = 1) -> Block:
+    """Let attention over ranks that share a sequence read each key head once, as far as ``tp`` ranks can share the
+    heads that are left; ``block``, changed in place."""
+    _read_once(block, ops.context_attention.default, tp)
+    return block
+
+
+def read_heads_once(block: Block) -> bool:
+    """Let every attention within a band in ``block`` read each key head once, in place; whether that changes any."""
+    targets = aten.scaled_dot_product_attention.default, ops.band_attention.default
+    changed = [_read_once(block, target, 1) for target in targets]
+    return any(changed)
+
+
+def _read_once(block: Block, target: Any, tp: int) -> bool:
+    changed = False
+    for node in list(block.graph.nodes):
+        if node.op != "call_function" or node.target is not target:
+            continue
+        times = repetitions(node)
+        left = exchanged_times(shape(operands_of(node)[1])[1], times, tp) if times > 1 else times
+        if left == times:
+            continue
+        with block.graph.inserting_before(node):
+            fewer = [_with_heads(block.graph, value, left) for value in operands_of(node)[1:3]]
+        node.args = (node.args[0], *fewer, *node.args[3:])
+        if target is aten.scaled_dot_product_attention.default:
+            node.kwargs = {**node.kwargs, "enable_gqa": True}
+        changed = True
+    if changed:
+        drop_unused(block.graph)
+    return changed
+
+
+def _with_heads(graph: fx.Graph, value: fx.Node, times: int) -> fx.Node:
+    """``value`` with each head ``times`` rather than as often as it is repeated."""
+    found = repeated_heads(value)
+    assert found is not None, value
+    made = found.build(graph)
+    if times > 1:
+        made = call(graph, aten.repeat_interleave.self_int, (made, times, 1), like=made)
+        made.meta.setdefault("grad", value.meta.get("grad"))
+    return made
+
+
+__all__ = ["RepeatedHeads", "exchanged_times", "group_queries", "read_heads_once", "repeated_heads", "repetitions"]

@@ -1,0 +1,282 @@
+"""A step as the mean over groups of samples that follow one another: the model of one group, and its part of the mean.
+
+Requires: a captured graph in normal form, of one group. Provides: the same graph, whose loss and whose results without
+samples are their share of the mean over all groups, and which draws its own random numbers for each group: those of its
+place among them, so that they do not depend on which rank or microbatch a group falls to. No sample of one group meets
+one of another.
+
+Buffers that forward changes, over groups of samples that follow one another.
+
+Requires: a captured graph in normal form, of one group. Provides: the same graph, in which a buffer that takes
+``a * old + b`` with a number ``a`` and a ``b`` that depends on no such buffer (running statistics, averages, counters,
+the last group's values) takes a sum instead: after groups 0 to n - 1 it is ``a^n * old`` plus the sum of
+``a^(n - 1 - i) * b_i``, of which each group gives its part, wherever and whenever it is worked on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.errors import UnsupportedError
+from passes.ir.collectives import ops
+from passes.ir.gradient_flow import differentiable
+from passes.ir.layouts import PARTIAL, REPLICATED, Layout, shard
+from passes.ir.model import Captured, State
+from passes.ir.rewrite import Builder, aten, shape, val
+from passes.ops.random import DRAWS
+from passes.shard.split_batch import DATA
+
+_SAME = (aten.detach.default, aten.alias.default, aten.clone.default)
+
+
+@dataclass
+class Recurrences:
+    """``updates``: by buffer the node that it takes, or is added up; ``keeps``: of the latter, how much of the old
+    value stays."""
+
+    updates: dict[str, str] = field(default_factory=dict)
+    keeps: dict[str, float] = field(default_factory=dict)
+
+
+def over_groups(group: Captured, num_groups: int, apart: Collection[fx.Node]) -> Recurrences:
+    """Rewrite the updates in the graph of one ``group`` in place. ``apart``: what depends on its samples.
+
+    Raises :class:`UnsupportedError` for a buffer whose groups cannot be worked on independently.
+    """
+    found = Recurrences(dict(group.updates))
+    if num_groups == 1 or not group.updates:
+        return found
+    nodes = {n.name: n for n in group.graph.nodes}
+    held = {state: nodes[name] for name, state in group.placeholders.items() if state in group.updates}
+    output = group.graph.output_node()
+    given = {nodes[name] for name in (group.loss, *(o.value for o in group.outputs)) if name is not None}
+    for state, name in group.updates.items():
+        new, old = nodes[name], held.get(state)
+        chain = _depending(old, output) if old is not None else set()
+        read = next((n for n in chain if n in given or (output in n.users and n is not new)), None)
+        if read is None and chain and new not in chain:
+            read = next(iter(chain))
+        if read is not None or old in given:
+            raise UnsupportedError(_refusal(group.states[state], _READ.format(line=_line(read))))
+        if new is old:
+            continue
+        factor = _factor(new, old, chain)
+        if factor is None:
+            raise UnsupportedError(_refusal(group.states[state], _OTHER.format(line=_line(new))))
+        if new not in chain and new not in apart:
+            continue  # the same after every group
+        if new.meta["val"].dtype == torch.bool or (factor not in (0.0, 1.0) and not val(new).dtype.is_floating_point):
+            raise UnsupportedError(_refusal(group.states[state], _KIND.format(kind=val(new).dtype)))
+        found.updates[state] = _part(group.graph, new, old, chain, factor, num_groups).name
+        found.keeps[state] = factor**num_groups
+    return found
+
+
+_READ = (
+    "forward reads it for more than its own new value{line}, and would read what the group before has left, while "
+    "ranks work on groups at the same time"
+)
+_OTHER = (
+    "its new value{line} is not a number times the old one plus what does not depend on it, so that what the groups "
+    "leave one after the other cannot be added up"
+)
+_KIND = "what the groups leave in it, of type {kind}, cannot be added up"
+
+
+def _refusal(state: State, why: str) -> str:
+    return (
+        f"forward changes the buffer {state.name!r}: with couple='microbatch' each group of samples changes it after "
+        f"the one before, and {why}; plan with couple='batch', or keep it as it is (model.eval())"
+    )
+
+
+def _line(node: fx.Node | None) -> str:
+    source = node.meta.get("source") if node is not None else None
+    return f" ({source})" if source else ""
+
+
+def _depending(old: fx.Node, output: fx.Node) -> set[fx.Node]:
+    found, stack = set[fx.Node](), [old]
+    while stack:
+        for user in stack.pop().users:
+            if user is not output and user not in found:
+                found.add(user)
+                stack.append(user)
+    return found
+
+
+def _factor(node: Any, old: fx.Node | None, chain: Collection[fx.Node]) -> float | None:
+    """``a`` of ``node`` = ``a * old + b``; ``None`` where it is not of this form."""
+    if node is old:
+        return 1.0
+    if node not in chain:
+        return 0.0
+    of = [_factor(a, old, chain) if isinstance(a, fx.Node) else 0.0 for a in node.args]
+    if any(f is None for f in of):
+        return None
+    known = [f for f in of if f is not None]
+    numbers = [a for a in node.args if isinstance(a, int | float) and not isinstance(a, bool)]
+    if val(node).shape != val(old).shape if old is not None else False:
+        return None
+    match node.target:
+        case aten.add.Tensor | aten.sub.Tensor:
+            sign = 1.0 if node.target == aten.add.Tensor else -1.0
+            return known[0] + sign * float(node.kwargs.get("alpha", 1)) * known[1]
+        case aten.mul.Tensor | aten.div.Tensor if len(numbers) == 1 and isinstance(node.args[0], fx.Node):
+            return known[0] * numbers[0] if node.target == aten.mul.Tensor else known[0] / numbers[0]
+        case aten.neg.default:
+            return -known[0]
+        case aten.lerp.Scalar:
+            return known[0] + float(numbers[0]) * (known[1] - known[0])
+        case aten._to_copy.default if val(node).dtype.is_floating_point and val(node.args[0]).dtype.is_floating_point:
+            return known[0]
+    return known[0] if node.target in _SAME else None
+
+
+def _part(
+    graph: fx.Graph, new: fx.Node, old: fx.Node | None, chain: Collection[fx.Node], factor: float, num_groups: int
+) -> fx.Node:
+    """What a group adds: ``a^(n - 1 - i) * b``."""
+    build = Builder(graph, new)
+    if old is not None and new in chain:
+        with graph.inserting_before(next(n for n in graph.nodes if n in chain)):
+            nothing = Builder(graph, new)(aten.zeros_like.default, old)
+        for node in chain:
+            node.replace_input_with(old, nothing)
+    with graph.inserting_before(new.next):
+        if factor == 1.0:
+            return build(aten.detach.default, new)
+        index = build(ops.axis_index.default, DATA, num_groups)
+        if factor == 0.0:
+            last = build(aten.eq.Scalar, index, num_groups - 1)
+            return build(aten.where.self, last, new, build(aten.zeros_like.default, new))
+        after = build(aten.add.Tensor, build(aten.mul.Tensor, index, -1), num_groups - 1)
+        kind = torch.float64 if val(new).dtype == torch.float64 else torch.float32
+        weight = build(aten.pow.Scalar, factor, build(aten._to_copy.default, after, dtype=kind))
+        return build(aten.mul.Tensor, new, weight)
+
+
+@dataclass(frozen=True)
+class GroupModel:
+    """``captured`` is of one group. ``inputs``: by path the dim of samples, ``None`` where each group reads it whole;
+    ``outputs``: by path how the groups' results make the whole."""
+
+    captured: Captured
+    inputs: dict[str, int | None]
+    outputs: dict[str, Layout]
+
+    def whole_shape(self, path: str, count: int) -> tuple[int, ...]:
+        """The shape of an input for ``count`` groups."""
+        part = next(i.spec.shape for i in self.captured.inputs if i.path == path)
+        return tuple(size * count if d == self.inputs[path] else size for d, size in enumerate(part))
+
+
+def mean_over_groups(
+    group: Captured, dims: Mapping[str, int | None], num_groups: int, twice: Callable[[], Captured]
+) -> GroupModel:
+    """The part of one ``group`` in a mean over ``num_groups``.
+
+    ``dims``: in which dims of the inputs the samples are, by path; the first, where it is not told. ``twice``: captures
+    the model with twice the samples, which tells where in its results they are.
+
+    Results that grow with the samples are joined along the first dim that does, others are averaged, those that depend
+    on no sample left alone. Buffers that forward changes are changed group after group. Raises
+    :class:`UnsupportedError` for a result, or such a buffer, that none of this holds for.
+    """
+    inputs = {i.path: dims.get(i.path, 0) if i.spec.shape else None for i in group.inputs}
+    nodes = {n.name: n for n in group.graph.nodes}
+    apart = _by_sample(group, {p for p, dim in inputs.items() if dim is not None})
+    results = [(o.path, nodes[o.value]) for o in group.outputs if o.value is not None]
+    shapes = _result_shapes(twice()) if any(shape(node) for _, node in results) else {}
+    outputs = {path: _joined(path, node, shapes.get(path), node in apart) for path, node in results}
+    averaged = [o.value for o in group.outputs if outputs.get(o.path) == PARTIAL] + [group.loss]
+    recurrences = over_groups(group, num_groups, apart)
+    moved = _scaled(group.graph, [nodes[name] for name in dict.fromkeys(averaged) if name is not None], num_groups)
+    _draw_apart(group.graph, num_groups)
+    cut = ", ".join(f"{p} (dim {dim})" for p, dim in inputs.items() if dim is not None)
+    whole = ", ".join(p for p, dim in inputs.items() if dim is None)
+    note = (
+        f"samples meet within a microbatch alone: the step is the mean over {num_groups} groups of samples that follow "
+        f"one another; they are cut from {cut}" + (f", and each reads all of {whole}" if whole else "")
+    )
+    captured = group.with_(
+        notes=(*group.notes, note),
+        outputs=[replace(o, value=moved.get(o.value or "", o.value)) for o in group.outputs],
+        loss=moved.get(group.loss or "", group.loss),
+        updates=recurrences.updates,
+        keeps=recurrences.keeps,
+    )
+    return GroupModel(captured, inputs, outputs)
+
+
+def _result_shapes(captured: Captured) -> dict[str, list[int]]:
+    by_name = {n.name: n for n in captured.graph.nodes}
+    return {o.path: shape(by_name[o.value]) for o in captured.outputs if o.value is not None}
+
+
+def _by_sample(captured: Captured, paths: Collection[str]) -> set[fx.Node]:
+    """What depends on samples, or on what is drawn for them. ``paths``: of the inputs that have samples."""
+    values = {i.value for i in captured.inputs if i.path in paths}
+    found: set[fx.Node] = set()
+    for node in captured.graph.nodes:
+        if node.op == "placeholder":
+            if captured.placeholders[node.name] in values:
+                found.add(node)
+        elif node.target in DRAWS or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _joined(path: str, node: fx.Node, larger: list[int] | None, apart: bool) -> Layout:
+    """How the groups' results of ``node`` make the whole; ``larger``: its shape with twice the samples."""
+    one = shape(node)
+    if larger is not None and len(larger) != len(one):
+        raise UnsupportedError(
+            f"the output {path!r} has {len(one)} dims in a group ({one}) and {len(larger)} in a larger one, so that "
+            "what the groups give cannot be joined; keep the dim of samples where it is 1 (squeeze(-1) for squeeze()), "
+            "or plan with couple='batch'"
+        )
+    dim = next((d for d, (few, many) in enumerate(zip(one, larger or one, strict=True)) if few != many), None)
+    if dim is not None:
+        return shard(dim)
+    if not apart:
+        return REPLICATED
+    if differentiable(val(node)):
+        return PARTIAL
+    kind = str(val(node).dtype).removeprefix("torch.")
+    raise UnsupportedError(
+        f"the output {path!r} ({kind}, shape {one}) depends on a group's samples and has no dim of them, so "
+        "that what the groups give can be neither joined nor averaged; leave it out of what forward returns, return it "
+        "as a floating tensor (the mean is then taken), or plan with couple='batch'"
+    )
+
+
+def _scaled(graph: fx.Graph, nodes: Collection[fx.Node], num_groups: int) -> dict[str, str]:
+    """Return each of ``nodes`` divided by the number of groups; which name went where."""
+    if num_groups == 1:
+        return {}
+    output = graph.output_node()
+    moved: dict[str, str] = {}
+    with graph.inserting_before(output):
+        for node in nodes:
+            share = Builder(graph, node)(aten.mul.Tensor, node, 1.0 / num_groups)
+            output.replace_input_with(node, share)
+            moved[node.name] = share.name
+    return moved
+
+
+def _draw_apart(graph: fx.Graph, num_groups: int) -> None:
+    """Count the elements of what is drawn through all groups, as if they stood one behind the other."""
+    for node in list(graph.nodes) if num_groups > 1 else ():
+        if node.target not in DRAWS:
+            continue
+        build, index = Builder(graph, node), node.args[0]
+        with graph.inserting_before(node):
+            group = build(ops.axis_index.default, DATA, num_groups)
+            before = build(aten.mul.Tensor, group, val(node).numel())
+            node.replace_input_with(index, build(aten.add.Tensor, index, before))

@@ -1,0 +1,314 @@
+"""Cut a flat graph into units: runs of consecutive operators that become the calls of a folded model.
+
+Requires: ``stack`` on every operator (the module calls around it). Provides: units in execution order. A unit is one
+call of a module: of the outermost modules that are repeated, otherwise of the smallest modules that a container holds.
+Operators between them, and modules without parameters, go to a neighbour, so that repeated units stay alike.
+
+Repetition in a run of operators that no module structure shows: layers written out in one ``forward``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor, fx
+
+from passes.ir.value_numbering import signature
+from passes.products import is_product_name
+
+_CANDIDATES = 16  # periods that are tried
+
+_SHARE = 0.5  # of the operators, at least, are in the repetition
+
+
+def split_by_period(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """``nodes`` cut where a pattern of operators starts anew; in one piece where none repeats.
+
+    Of the places where the pattern can be cut, one is taken that the fewest values cross.
+    """
+    tokens = _tokens(nodes)
+    best = max((_longest(tokens, p) for p in _periods(tokens)), default=(0, 0, 0))
+    length, start, period = best
+    if length < 2 * period or length < _SHARE * len(nodes):
+        return [list(nodes)]
+    crossing = _crossing(nodes)
+    shift = min(range(period), key=lambda s: (sum(crossing[start + s : start + length : period]), s))
+    first = start + shift
+    cuts = [first + i * period for i in range((start + length - first) // period + 1)]
+    borders = sorted({0, *cuts, len(nodes)})
+    return [list(nodes[a:b]) for a, b in itertools.pairwise(borders)]
+
+
+def _tokens(nodes: Sequence[fx.Node]) -> np.ndarray[Any, Any]:
+    """A number for each operator: equal for equal operators, constants and shapes."""
+    numbers: dict[Any, int] = {}
+    return np.array([numbers.setdefault(_token(n), len(numbers)) for n in nodes])
+
+
+def _token(node: fx.Node) -> Any:
+    operands = tuple((n.op, _shape(n)) for n in node.all_input_nodes)
+    constants = repr(fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: None))
+    return node.target, constants, operands, _shape(node)
+
+
+def _shape(node: fx.Node) -> Any:
+    value = node.meta["val"]
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    return tuple(tuple(v.shape) for v in value if isinstance(v, Tensor))
+
+
+def _periods(tokens: np.ndarray[Any, Any]) -> list[int]:
+    """The distances at which equal tokens most often follow each other, rare tokens first."""
+    last: dict[int, int] = {}
+    distances: Counter[int] = Counter()
+    for position, token in enumerate(tokens.tolist()):
+        if token in last:
+            distances[position - last[token]] += 1
+        last[token] = position
+    return [d for d, _ in distances.most_common(_CANDIDATES)]
+
+
+def _longest(tokens: np.ndarray[Any, Any], period: int) -> tuple[int, int, int]:
+    """(length, start, -) of the longest stretch that repeats itself every ``period``; the period last."""
+    equal = np.concatenate([[False], tokens[:-period] == tokens[period:], [False]])
+    edges = np.flatnonzero(equal[1:] != equal[:-1])
+    starts, ends = edges[::2], edges[1::2]
+    if len(starts) == 0:
+        return 0, 0, period
+    widest = int(np.argmax(ends - starts))
+    return int(ends[widest] - starts[widest]) + period, int(starts[widest]), period
+
+
+def _crossing(nodes: Sequence[fx.Node]) -> list[int]:
+    """For each place, how many values made before it are read at it or later."""
+    place = {n: i for i, n in enumerate(nodes)}
+    change = [0] * (len(nodes) + 1)
+    for i, node in enumerate(nodes):
+        readers = [place.get(user, len(nodes)) for user in node.users]
+        if readers:
+            change[i + 1] += 1
+            if max(readers) < len(nodes):
+                change[max(readers) + 1] -= 1
+    crossing, now = [], 0
+    for delta in change:
+        now += delta
+        crossing.append(now)
+    return crossing
+
+
+_CONTAINERS = ("Sequential", "ModuleList")
+
+_DOMINANT = 0.5  # of a module's work, for repeated children to be what it is made of
+
+
+@dataclass
+class Unit:
+    """Consecutive operators. ``path``: the module call that they are; ``glue``: they read no parameter;
+    ``leaf``: they are one module that has no parts."""
+
+    path: str
+    nodes: list[fx.Node]
+    glue: bool = False
+    leaf: bool = False
+
+
+@dataclass
+class _Call:
+    """A module call and what runs in it; ``children`` in order."""
+
+    name: str
+    class_name: str
+    parent: _Call | None
+    children: dict[str, _Call] = field(default_factory=dict)
+    nodes: list[fx.Node] = field(default_factory=list)  # all below, in order
+    parameters: int = 0
+    work: float = 0.0
+    key: int = 0  # equal for calls of equal structure
+
+    @property
+    def path(self) -> str:
+        return self.name.partition("@")[0]
+
+    @property
+    def list_prefix(self) -> str | None:
+        """``model.layers`` for ``model.layers.3``."""
+        prefix, _, last = self.path.rpartition(".")
+        return prefix if last.isdigit() else None
+
+    @property
+    def parts(self) -> list[_Call]:
+        """The children that hold parameters."""
+        return [c for c in self.children.values() if c.parameters]
+
+
+def segment(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> list[Unit]:
+    """The units of ``nodes`` (operators, in order); every node is in exactly one."""
+    root = _call_tree(nodes, classes)
+    atoms: list[_Call] = []
+    _split(root, atoms, is_root=True)
+    owner: dict[fx.Node, _Call] = {n: atom for atom in atoms for n in atom.nodes}
+    units: list[Unit] = []
+    for unit in _runs(nodes, owner):
+        work = sum(map(_work, unit.nodes))
+        whole = unit.glue or work < _DOMINANT * root.work
+        pieces = [unit.nodes] if whole else split_by_period(unit.nodes)
+        units += [Unit(unit.path, piece, unit.glue, unit.leaf) for piece in pieces]
+    return _merge_glue(units)
+
+
+def _call_tree(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> _Call:
+    root = _Call("", "", None)
+    for node in nodes:
+        work = _work(node)
+        parameters = sum(_is_parameter(n) for n in node.all_input_nodes)
+        call = root
+        for name in ("", *node.meta.get("stack", ())):
+            if name:
+                if name not in call.children:
+                    call.children[name] = _Call(name, classes.get(name.partition("@")[0], ""), call)
+                call = call.children[name]
+            call.nodes.append(node)
+            call.work += work
+            call.parameters += parameters
+    return root
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    state = node.meta.get("state")
+    return state is not None and state.kind == "parameter"
+
+
+def _work(node: fx.Node) -> float:
+    """A rough number of operations: of a product, twice the product of its result and its summed dim."""
+    value = node.meta["val"]
+    result = sum(math.prod(v.shape) for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, Tensor))
+    if not is_product(node):
+        return float(result)
+    operands = [n.meta["val"].numel() for n in node.all_input_nodes if isinstance(n.meta["val"], Tensor)]
+    # for a m k, k n -> m n: sqrt(mk * kn / mn) = k
+    return (
+        2.0 * result * max(1.0, math.sqrt(operands[0] * operands[-1] / max(1, result))) if operands else float(result)
+    )
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether an operator's work is more than a few operations for each element of its operands."""
+    return is_product_name(getattr(getattr(node.target, "_schema", None), "name", "").rpartition("::")[2])
+
+
+# --- which module calls are units -------------------------------------------------------------------------------------
+def _split(call: _Call, atoms: list[_Call], is_root: bool = False) -> None:
+    """Append to ``atoms`` the calls below ``call`` that are units."""
+    parts = call.parts
+    for part in parts:
+        part.key = hash(signature(part.nodes).key)
+    counts = Counter(p.key for p in parts)
+    lists = {(p.list_prefix, p.class_name) for p in parts if counts[p.key] > 1 and p.list_prefix is not None}
+    for part in parts:
+        repeated = counts[part.key] > 1
+        like_siblings = (part.list_prefix, part.class_name) in lists
+        inside = _longest_chain(part) if repeated else 0
+        if (repeated and inside >= max(2, counts[part.key])) or (
+            not repeated and not like_siblings and _splittable(part)
+        ):
+            _split(part, atoms)
+        else:
+            atoms.append(part)
+
+
+def _splittable(call: _Call) -> bool:
+    """Whether a module that occurs once is a container of units rather than a unit."""
+    parts = call.parts
+    if not parts:
+        return False
+    listed = [p for p in parts if p.list_prefix is not None]
+    if call.class_name in _CONTAINERS or (call.list_prefix is None and listed and _chained(listed)):
+        return True
+    return _longest_chain(call) > 1 or any(_splittable(p) for p in parts)
+
+
+def _longest_chain(call: _Call) -> int:
+    """How many of the children are like others, each feeding the next of its kind, and together most of the work."""
+    groups: dict[int, list[_Call]] = {}
+    for part in call.parts:
+        groups.setdefault(hash(signature(part.nodes).key), []).append(part)
+    repeated = [g for g in groups.values() if len(g) > 1 and _chained(g)]
+    longest = sum(map(len, repeated))
+    if sum(p.work for g in repeated for p in g) < _DOMINANT * call.work:
+        longest = 0
+    return max([longest, *(_longest_chain(p) for p in call.parts if p.work >= _DOMINANT * call.work)])
+
+
+def _chained(calls: Sequence[_Call]) -> bool:
+    """Whether each call reads, however indirectly, what the one before it made."""
+    for before, after in itertools.pairwise(calls):
+        last = after.nodes[-1]
+        reached = set(before.nodes)
+        found = False
+        node = before.nodes[0]
+        members = set(after.nodes)
+        while node is not last:
+            node = node.next
+            if node.op == "call_function" and any(o in reached for o in node.all_input_nodes):
+                reached.add(node)
+                if node in members:
+                    found = True
+                    break
+        if not found:
+            return False
+    return True
+
+
+# --- runs and glue ----------------------------------------------------------------------------------------------------
+def _runs(nodes: Sequence[fx.Node], owner: Mapping[fx.Node, _Call]) -> list[Unit]:
+    units: list[Unit] = []
+    current: Any = ()
+    for node in nodes:
+        call = owner.get(node)
+        if not units or call is not current:
+            path = call.name if call is not None else _own_path(node)
+            units.append(Unit(path, [], glue=call is None, leaf=call is not None and not call.parts))
+            current = call
+        units[-1].nodes.append(node)
+    for unit in units:
+        unit.glue = unit.glue and not any(_is_parameter(o) for n in unit.nodes for o in n.all_input_nodes)
+    return units
+
+
+def _own_path(node: fx.Node) -> str:
+    stack = node.meta.get("stack", ())
+    return stack[-1] if stack else ""
+
+
+def _merge_glue(units: list[Unit]) -> list[Unit]:
+    """Give each piece of glue to a neighbour where that keeps like units alike."""
+    keys = [hash(signature(u.nodes).key) for u in units]
+    counts = Counter(k for u, k in zip(units, keys, strict=True) if not u.glue)
+    repeated = [not u.glue and not u.leaf and counts[k] > 1 for u, k in zip(units, keys, strict=True)]
+    following = Counter((keys[i], keys[i + 1]) for i in range(len(units) - 1) if repeated[i] and units[i + 1].glue)
+    merged: list[Unit] = []
+    before: list[fx.Node] = []  # glue that waits for the next unit
+    last: int | None = None  # the unit that merged[-1] started from
+    for i, unit in enumerate(units):
+        if not unit.glue:
+            merged.append(Unit(unit.path, [*before, *unit.nodes]))
+            before, last = [], i
+            continue
+        often = last is not None and 2 * following[keys[last], keys[i]] > counts[keys[last]]
+        if last is not None and (not repeated[last] or often):
+            merged[-1].nodes += unit.nodes
+        elif i + 1 < len(units) and not repeated[i + 1]:
+            before = unit.nodes
+        else:
+            merged.append(unit)
+            last = None
+    if before:
+        merged.append(Unit(units[-1].path, before))
+    return merged

@@ -1,0 +1,259 @@
+"""Rewrite a block's graph for the layouts chosen on one mesh axis.
+
+Requires: values and ``grad`` marks on every node. Provides: the same block as one rank runs it, with local shapes and
+explicit collectives; reshards are inserted once per (value, layout) and shared by all readers. Applied once per axis:
+what one axis sharded is simply a smaller graph to the next.
+
+Put together again what normal form took apart: a bias that follows its matrix product directly.
+
+Requires: a local graph (after the last :func:`passes.shard.shard_block.shard_block`). Provides: the same function in
+fewer operators.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from passes.ir.collectives import ops
+from passes.ir.interpret import call, refresh
+from passes.ir.layouts import REPLICATED, Layout, local_shape, piece_order, sections_of
+from passes.ir.model import Block, TensorSpec
+from passes.ir.rewrite import drop_unused
+from passes.rules.factors import Strategy, operands_of
+from passes.rules.strategies import local_call
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Reshard:
+    """What a change of layout costs: the collective forward and the one backward (``None``: nothing is sent)."""
+
+    forward: str | None
+    backward: str | None
+
+
+# (from, to); a pair that is absent cannot be had. A shard that stays on its dim is no reshard.
+RESHARDS: dict[tuple[str, str], Reshard] = {
+    ("S", "S"): Reshard("all_to_all", "all_to_all"),
+    ("S", "R"): Reshard("all_gather", None),
+    ("S", "R'"): Reshard("all_gather", "reduce_scatter"),
+    ("R", "S"): Reshard(None, "all_gather"),
+    ("R", "R"): Reshard(None, None),
+    ("R", "R'"): Reshard(None, "all_reduce"),
+    ("R", "P"): Reshard(None, "all_reduce"),
+    ("P", "S"): Reshard("reduce_scatter", "all_gather"),
+    ("P", "R"): Reshard("all_reduce", None),
+    ("P", "R'"): Reshard("all_reduce", "all_reduce"),
+    ("P", "P"): Reshard(None, None),
+    ("R'", "S"): Reshard(None, None),
+    ("R'", "R'"): Reshard(None, None),
+    ("R'", "P"): Reshard(None, None),
+}
+
+
+@dataclass(frozen=True)
+class BlockSharding:
+    """The layouts chosen for one block on one axis, by node name."""
+
+    strategies: dict[str, Strategy]
+    inputs: dict[str, Layout]
+    states: dict[str, Layout]
+    outputs: tuple[Layout, ...]
+
+    @property
+    def key(self) -> Hashable:
+        """Equal where the layouts are."""
+        return *(tuple(of.items()) for of in (self.strategies, self.inputs, self.states)), self.outputs
+
+
+def shard_block(block: Block, sharding: BlockSharding, axis: str, num_ranks: int) -> Block:
+    """One rank's form of ``block``. The block itself where the axis has one rank."""
+    if num_ranks == 1:
+        return block
+    rewriter = _Rewriter(axis, num_ranks)
+    layouts = {**sharding.inputs, **sharding.states}
+    for node in block.graph.nodes:
+        if node.op == "placeholder":
+            rewriter.placeholder(node, layouts[node.name])
+        elif node.op == "call_function":
+            rewriter.operator(node, sharding.strategies)
+    outputs = tuple(rewriter.read(n, to) for n, to in zip(block.outputs, sharding.outputs, strict=True))
+    rewriter.graph.output(outputs)
+    drop_unused(rewriter.graph)
+    return Block(block.name, rewriter.graph, block.states, block.inputs)
+
+
+class _Rewriter:
+    """Builds the local graph; ``made`` has every (global value, layout) that exists so far."""
+
+    def __init__(self, axis: str, num_ranks: int) -> None:
+        self.graph = fx.Graph()
+        self.axis = axis
+        self.num_ranks = num_ranks
+        self.made: dict[tuple[fx.Node, Layout], fx.Node] = {}
+        self.produced: dict[fx.Node, tuple[Layout, ...]] = {}
+
+    def placeholder(self, node: fx.Node, layout: Layout) -> None:
+        local = self.graph.create_node("placeholder", node.name, name=node.name)
+        local.meta.update(node.meta)
+        shape = local_shape(layout, tuple(node.meta["val"].shape), self.num_ranks)
+        local.meta["val"] = TensorSpec(shape, node.meta["val"].dtype).meta()
+        self.produced[node] = (layout,)
+        self.made[node, layout] = local
+
+    def operator(self, node: fx.Node, strategies: dict[str, Strategy]) -> None:
+        if node.target is operator.getitem:
+            source, index = node.args
+            assert isinstance(source, fx.Node) and isinstance(index, int)
+            layout = self.produced[source][index]
+            self.produced[node] = (layout,)
+            made = self.made[source, self.produced[source][0]]
+            self.made[node, layout] = call(self.graph, operator.getitem, (made, index), like=node)
+            return
+        strategy = strategies[node.name]
+        operands = [self.read(o, to) for o, to in zip(operands_of(node), strategy.operands, strict=True)]
+        local = local_call(node, strategy, self.axis, self.num_ranks, operands, self.graph)
+        local.meta.update({k: v for k, v in node.meta.items() if k not in ("val",)})
+        self.produced[node] = strategy.results
+        self.made[node, strategy.results[0]] = local
+
+    def read(self, node: fx.Node, to: Layout) -> fx.Node:
+        """``node``'s value in the layout ``to``."""
+        if (node, to) not in self.made:
+            (layout,) = self.produced[node]
+            self.made[node, to] = self.reshard(node, self.made[node, layout], layout, to)
+        return self.made[node, to]
+
+    def reshard(self, node: fx.Node, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
+        assert (source.kind, to.kind) in RESHARDS, f"{node.name}: no way from {source} to {to}"
+        return _STEPS[source.kind, to.kind](self, local, source, to)
+
+    # Each of the steps below appends nodes and returns the resharded value.
+
+    def collective(self, name: str, local: fx.Node, *args: object) -> fx.Node:
+        return call(self.graph, getattr(ops, name).default, (local, *args), like=local)
+
+    def rank_major(self, local: fx.Node, layout: Layout) -> fx.Node:
+        """A whole dim of sections, reordered so that the plain ``n``-th part is rank ``n``'s shard."""
+        if not layout.sections and not layout.zigzag:
+            return local
+        parts, order = _pieces(layout, local.meta["val"].shape[layout.dim], self.num_ranks)
+        return self.reorder(local, layout.dim, parts, order)
+
+    def section_major(self, local: fx.Node, layout: Layout) -> fx.Node:
+        """The inverse of :meth:`rank_major`."""
+        if not layout.sections and not layout.zigzag:
+            return local
+        parts, order = _pieces(layout, local.meta["val"].shape[layout.dim], self.num_ranks)
+        back = [0] * len(order)
+        for place, piece in enumerate(order):
+            back[piece] = place
+        return self.reorder(local, layout.dim, [parts[piece] for piece in order], back)
+
+    def reorder(self, local: fx.Node, dim: int, parts: list[int], order: list[int]) -> fx.Node:
+        split = call(self.graph, aten.split_with_sizes.default, (local, parts, dim), like=local)
+        pieces = [call(self.graph, operator.getitem, (split, i), like=local) for i in order]
+        return call(self.graph, aten.cat.default, (pieces, dim), like=local)
+
+    def gather(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
+        grad = "reduce" if to.kind == "R'" else "slice"
+        whole = self.collective("all_gather", local, source.dim, self.axis, self.num_ranks, grad)
+        return self.section_major(whole, source)
+
+    def slice(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
+        name = "shard_narrow" if source.kind == "R'" else "shard_slice"
+        return self.collective(name, self.rank_major(local, to), to.dim, self.axis, self.num_ranks)
+
+    def scatter(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
+        return self.collective("reduce_scatter", self.rank_major(local, to), to.dim, self.axis, self.num_ranks)
+
+    def exchange(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
+        if source.dim == to.dim:  # other sections of the same dim
+            return self.slice(self.gather(local, source, REPLICATED), REPLICATED, to)
+        local = self.rank_major(local, to)
+        local = self.collective("all_to_all", local, to.dim, source.dim, self.axis, self.num_ranks)
+        return self.section_major(local, source)
+
+    def reduce(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
+        return self.collective("all_reduce", local, self.axis, self.num_ranks, "reduce" if to.kind == "R'" else "copy")
+
+    def copy(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
+        return self.collective("copy", local, self.axis, self.num_ranks)
+
+    def spread(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
+        """An n-th of a whole value is a partial sum of it."""
+        if source.kind == "R" and local.meta.get("grad"):
+            local = self.copy(local, source, to)
+        return call(self.graph, aten.mul.Tensor, (local, 1.0 / self.num_ranks), like=local)
+
+    def same(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
+        return local
+
+
+def _pieces(layout: Layout, size: int, num_ranks: int) -> tuple[list[int], list[int]]:
+    """The sizes of the equal pieces of a dim's sections, and their order rank by rank."""
+    by_rank = piece_order(layout, num_ranks)
+    count = sum(map(len, by_rank))
+    sections = sections_of(layout, size)
+    order = [s * count + piece for mine in by_rank for s in range(len(sections)) for piece in mine]
+    return [s // count for s in sections for _ in range(count)], order
+
+
+_STEPS: dict[tuple[str, str], Callable[[_Rewriter, fx.Node, Layout, Layout], fx.Node]] = {
+    ("S", "S"): _Rewriter.exchange,
+    ("S", "R"): _Rewriter.gather,
+    ("S", "R'"): _Rewriter.gather,
+    ("R", "S"): _Rewriter.slice,
+    ("R", "R"): _Rewriter.same,
+    ("R", "R'"): _Rewriter.copy,
+    ("R", "P"): _Rewriter.spread,
+    ("P", "S"): _Rewriter.scatter,
+    ("P", "R"): _Rewriter.reduce,
+    ("P", "R'"): _Rewriter.reduce,
+    ("P", "P"): _Rewriter.same,
+    ("R'", "S"): _Rewriter.slice,
+    ("R'", "R'"): _Rewriter.same,
+    ("R'", "P"): _Rewriter.spread,
+}
+assert _STEPS.keys() == RESHARDS.keys()
+
+
+def fuse_bias(block: Block) -> Block:
+    """``linear(x, w) + b`` becomes ``linear(x, w, b)``, ``mm(a, b) + c`` becomes ``addmm(c, a, b)``."""
+    block = block.copy()
+    for node in list(block.graph.nodes):
+        if node.target != aten.add.Tensor or node.kwargs or len(node.args) != 2:
+            continue
+        for product, bias in (node.args, node.args[::-1]):
+            if _fusible(product, bias, node):
+                _fuse(node, product, bias)
+                break
+    drop_unused(block.graph)
+    return block
+
+
+def _fusible(product: object, bias: object, node: fx.Node) -> bool:
+    if not (isinstance(product, fx.Node) and isinstance(bias, fx.Node)) or len(product.users) != 1:
+        return False
+    if product.target not in (aten.linear.default, aten.mm.default) or len(product.args) != 2:
+        return False
+    a, b, out = product.meta["val"], bias.meta["val"], node.meta["val"]
+    return bool(b.dim() == 1 and b.shape[0] == a.shape[-1] and a.shape == out.shape and a.dtype == b.dtype == out.dtype)
+
+
+def _fuse(node: fx.Node, product: fx.Node, bias: fx.Node) -> None:
+    with node.graph.inserting_before(node):
+        if product.target == aten.linear.default:
+            fused = node.graph.call_function(aten.linear.default, (*product.args, bias))
+        else:
+            fused = node.graph.call_function(aten.addmm.default, (bias, *product.args))
+    fused.meta.update(product.meta)
+    refresh(fused)
+    node.replace_all_uses_with(fused)
+    node.graph.erase_node(node)

@@ -1,0 +1,347 @@
+"""Split the batch over microbatches and data-parallel ranks: one mesh axis, ``data``, half of it in time.
+
+Requires: the layouts chosen on the axis ``data`` (every block's :class:`BlockSharding`). Provides: a model of one
+microbatch on one data-parallel rank. A total over the batch that depends on inputs alone (the number of targets that
+count, say) is computed by *prologue* calls before the pipeline starts; what only goes into a buffer, as a sum, is added
+up at the end (``passes/shard/buffer_sums.py``). Any other communication between samples is possible only where one
+microbatch is the whole local batch, and then runs over ``dp``.
+
+Where in a value the samples of the batch stand, by following their dim from operator to operator.
+
+Requires: a graph with values, and the dim of samples of its placeholders. What the factor rules do not carry through is
+not followed: an operator without a rule, and results that mix samples, have none.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from passes.errors import UnsupportedError
+from passes.ir.collectives import COMMUNICATING, collective_name, ops
+from passes.ir.interpret import META, call
+from passes.ir.layouts import Layout, local_shape
+from passes.ir.model import Block, Call, FoldedModel, TensorSpec
+from passes.ir.rewrite import drop_unused
+from passes.rules import factors_of, has_rule
+from passes.rules.factors import operands_of
+from passes.shard.buffer_sums import accumulate_updates
+from passes.shard.shard_block import BlockSharding, shard_block
+
+aten = torch.ops.aten
+
+DATA = "data"
+
+
+def split_batch(
+    model: FoldedModel,
+    blocks: Mapping[str, BlockSharding],
+    values: Mapping[str, Layout],
+    parts: int,
+    num_microbatches: int,
+) -> FoldedModel:
+    """The model of one microbatch, of ``parts`` that the batch falls into, ``num_microbatches`` of them on a rank.
+
+    Raises :class:`UnsupportedError` where samples are coupled in a way that ``num_microbatches`` > 1 cannot keep exact.
+    """
+    if parts == 1:
+        return model
+    local = {name: shard_block(block, blocks[name], DATA, parts) for name, block in model.blocks.items()}
+    specs = {
+        name: TensorSpec(local_shape(values[name], spec.shape, parts), spec.dtype)
+        for name, spec in model.values.items()
+    }
+    split = model.with_(blocks=local, values=specs)
+    split = _extract_totals(split)
+    if num_microbatches > 1:
+        split = accumulate_updates(split, DATA, parts)
+    _localise(split, num_microbatches)
+    return split
+
+
+def couples_samples(model: FoldedModel) -> bool:
+    """Whether samples of a batch that was split meet, so that one microbatch is another model than one of several."""
+    nodes = (node for block in model.blocks.values() for node in block.graph.nodes)
+    return any(collective_name(node.target) and {"dp", DATA}.intersection(map(str, node.args)) for node in nodes)
+
+
+def _extract_totals(model: FoldedModel) -> FoldedModel:
+    """Move what leads to an all-reduce over ``data``, where it is a function of inputs alone, into prologue calls."""
+    producers = {v: (i, k) for i, c in enumerate(model.calls) for k, v in enumerate(c.outputs)}
+    prologue: list[Call] = []
+    blocks, values = dict(model.blocks), dict(model.values)
+    calls: list[Call] = []
+    for run in model.calls:
+        block = model.blocks[run.block]
+        totals = [n for n in block.graph.nodes if n.target == ops.all_reduce.default and n.args[1] == DATA]
+        totals = [n for n in totals if _pure(model, run, n, producers)]
+        if not totals:
+            calls.append(run)
+            continue
+        name = f"{block.name}.totals"
+        names = tuple(f"{run.path}:total{i}" for i in range(len(totals)))
+        blocks[name], states, inputs = _totals_block(model, run, totals, name, producers)
+        blocks[block.name + ".rest"] = _without(block, totals)
+        prologue.append(Call(name, run.path, states, inputs, names, shared=True, prologue=True))
+        values.update({v: TensorSpec.of(n.meta["val"]) for v, n in zip(names, totals, strict=True)})
+        calls.append(replace(run, block=block.name + ".rest", inputs=(*run.inputs, *names)))
+    used = {c.block for c in [*prologue, *calls]}
+    return model.with_(blocks={k: b for k, b in blocks.items() if k in used}, calls=[*prologue, *calls], values=values)
+
+
+def _pure(model: FoldedModel, call: Call, node: fx.Node, producers: Mapping[str, tuple[int, int]]) -> bool:
+    """Whether ``node`` depends on no parameter and on no other total."""
+    block = model.blocks[call.block]
+    bound = dict(zip(block.states, call.states, strict=True))
+    passed = dict(zip(block.inputs, call.inputs, strict=True))
+    for n in _ancestors(node):
+        if n is not node and collective_name(n.target) in COMMUNICATING:
+            return False
+        if n.name in bound and model.states[bound[n.name]].kind == "parameter":
+            return False
+        if n.name in passed and passed[n.name] in producers:
+            index, output = producers[passed[n.name]]
+            source = model.calls[index]
+            if not _pure(model, source, model.blocks[source.block].outputs[output], producers):
+                return False
+    return True
+
+
+def _ancestors(node: fx.Node) -> list[fx.Node]:
+    seen: dict[fx.Node, None] = {}
+    stack = [node]
+    while stack:
+        n = stack.pop()
+        if n not in seen:
+            seen[n] = None
+            stack.extend(n.all_input_nodes)
+    return list(seen)
+
+
+def _totals_block(
+    model: FoldedModel, call: Call, totals: list[fx.Node], name: str, producers: Mapping[str, tuple[int, int]]
+) -> tuple[Block, tuple[str, ...], tuple[str, ...]]:
+    """A block that computes the operands of ``totals`` from model inputs and states; the states and inputs it reads."""
+    body = _Inliner(model, producers)
+    here = model.calls.index(call)
+    outputs = tuple(body.copy(here, n.all_input_nodes[0]) for n in totals)
+    body.graph.output(outputs)
+    return body.block(name)
+
+
+class _Inliner:
+    """Copies values, with all that they are computed from, out of the calls into one graph."""
+
+    def __init__(self, model: FoldedModel, producers: Mapping[str, tuple[int, int]]) -> None:
+        self.model = model
+        self.producers = producers
+        self.graph = fx.Graph()
+        self.copied: dict[tuple[int, fx.Node], fx.Node] = {}
+        self.leaves: dict[str, fx.Node] = {}  # by state name or model input
+        self.first: fx.Node | None = None
+
+    def copy(self, index: int, node: fx.Node) -> fx.Node:
+        if (index, node) not in self.copied:
+            if node.op == "placeholder":
+                self.copied[index, node] = self.bound(index, node)
+            else:
+                for operand in node.all_input_nodes:
+                    self.copy(index, operand)
+                self.copied[index, node] = self.graph.node_copy(node, lambda n: self.copied[index, n])
+        return self.copied[index, node]
+
+    def bound(self, index: int, node: fx.Node) -> fx.Node:
+        """What a placeholder of the call ``index`` stands for."""
+        call = self.model.calls[index]
+        block = self.model.blocks[call.block]
+        bound = dict(zip((*block.states, *block.inputs), (*call.states, *call.inputs), strict=True))
+        outer = bound[node.name]
+        if outer in self.producers:
+            source, output = self.producers[outer]
+            return self.copy(source, self.model.blocks[self.model.calls[source].block].outputs[output])
+        if outer not in self.leaves:
+            self.leaves[outer] = self.graph.create_node("placeholder", node.name)
+            self.leaves[outer].meta.update(node.meta)
+        return self.leaves[outer]
+
+    def block(self, name: str) -> tuple[Block, tuple[str, ...], tuple[str, ...]]:
+        states = tuple(k for k in self.leaves if k in self.model.states)
+        inputs = tuple(k for k in self.leaves if k not in self.model.states)
+        order = [self.leaves[k] for k in (*states, *inputs)]
+        graph = fx.Graph()
+        env = {n: graph.node_copy(n) for n in order}
+        for node in self.graph.nodes:
+            if node not in env:
+                env[node] = graph.node_copy(node, env.__getitem__)
+        names = [env[n].name for n in order]
+        count = len(states)
+        return Block(name, graph, tuple(names[:count]), tuple(names[count:])), states, inputs
+
+
+def _without(block: Block, totals: list[fx.Node]) -> Block:
+    """``block`` reading ``totals`` as further inputs instead of computing them."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in block.placeholders:
+        env[node] = graph.node_copy(node)
+    for total in totals:
+        env[total] = graph.create_node("placeholder", total.name, name=total.name)
+        env[total].meta.update(total.meta)
+    for node in block.graph.nodes:
+        if node not in env:
+            env[node] = graph.node_copy(node, env.__getitem__)
+    drop_unused(graph)
+    inputs = (*block.inputs, *(env[t].name for t in totals))
+    return Block(block.name + ".rest", graph, block.states, inputs)
+
+
+def _localise(model: FoldedModel, num_microbatches: int) -> None:
+    """Say ``dp`` for ``data`` where one microbatch is the whole local batch; refuse communication where it is not."""
+    for block in model.blocks.values():
+        for node in list(block.graph.nodes):
+            name = collective_name(node.target)
+            if name is None or DATA not in node.args:
+                continue
+            if num_microbatches == 1:
+                node.args = tuple("dp" if a == DATA else a for a in node.args)
+            elif name in COMMUNICATING or (node.meta.get("grad") and name in ("copy", "shard_slice")):
+                raise UnsupportedError(
+                    f"{_meeting(model, block, node)}, which cannot be kept exact over {num_microbatches} "
+                    "microbatches; use one microbatch: microbatch_size = batch / dp, or couple='microbatch', by which "
+                    "samples meet within a microbatch alone and the step is the mean over microbatches"
+                )
+            elif name in ("shard_slice", "shard_narrow"):
+                _slice_by_index(block.graph, node)
+
+
+def _meeting(model: FoldedModel, block: Block, node: fx.Node) -> str:
+    """Where samples meet: at what adds them up, or at what reads all of those that ``node`` brings together."""
+    reader = node if collective_name(node.target) in _ADDING else _reader(model, block, node) or node
+    where = f"{reader.meta.get('path') or 'the model'} ({reader.meta.get('source') or 'source unknown'})"
+    if reader is node or not isinstance(reader.target, torch._ops.OpOverload):
+        return f"{where} combines samples across the batch"
+    if not has_rule(reader.target):
+        return f"{reader.target} at {where} has no rule that tells samples apart (partitioner.rule gives it one)"
+    return f"{where} combines samples across the batch ({reader.target})"
+
+
+_ADDING = ("all_reduce", "all_reduce_max", "reduce_scatter")
+
+_MOVING = (aten.split_with_sizes.default, aten.cat.default, operator.getitem)
+
+
+def _reader(model: FoldedModel, block: Block, node: fx.Node) -> fx.Node | None:
+    """The first operator that reads what ``node`` makes, in this block or in what is called after it."""
+    place = node.meta.get("path"), node.meta.get("source")
+    waiting: list[tuple[Block, fx.Node]] = [(block, node)]
+    seen: set[fx.Node] = set()
+    while waiting:
+        block, node = waiting.pop(0)
+        for user in node.users:
+            moves = user.target in _MOVING and (user.meta.get("path"), user.meta.get("source")) == place
+            if user.op == "call_function" and not moves and collective_name(user.target) is None:
+                return user
+            found = [(block, user)] if user.op == "call_function" else _passed_on(model, block, node)
+            waiting += [f for f in found if f[1] not in seen]
+            seen.update(f[1] for f in found)
+    return None
+
+
+def _passed_on(model: FoldedModel, block: Block, output: fx.Node) -> list[tuple[Block, fx.Node]]:
+    """The placeholders of later calls' blocks that stand for an output of ``block``."""
+    number = block.outputs.index(output)
+    values = {c.outputs[number] for c in model.calls if c.block == block.name}
+    found = []
+    for later in model.calls:
+        reading = model.blocks[later.block]
+        names = {n for n, value in zip(reading.inputs, later.inputs, strict=True) if value in values}
+        found += [(reading, n) for n in reading.placeholders if n.name in names]
+    return found
+
+
+def _slice_by_index(graph: fx.Graph, node: fx.Node) -> None:
+    """A slice whose place depends on the microbatch, by index rather than by a constant."""
+    whole, dim, axis, size = node.args
+    length = node.meta["val"].shape[dim]
+    with graph.inserting_before(node):
+        place = call(graph, ops.axis_index.default, (axis, size), like=node)
+        steps = call(graph, aten.arange.default, (length,), {"device": META}, like=node)
+        start = call(graph, aten.mul.Tensor, (place, length), like=node)
+        index = call(graph, aten.add.Tensor, (steps, start), like=node)
+        taken = call(graph, aten.index_select.default, (whole, dim, index), like=node)
+    for made in (place, steps, start, index):
+        made.meta["grad"] = False
+    node.replace_all_uses_with(taken)
+    graph.erase_node(node)
+
+
+Samples = dict[int, int]  # dim -> how many samples it has, outermost in it
+
+Results = tuple[Samples, ...]  # of each result of an operator
+
+
+def sample_dims(model: FoldedModel, dims: Mapping[str, int | None], count: int) -> dict[fx.Node, Results]:
+    """For each node of each block where ``count`` samples stand in its results. ``dims``: values -> their dim."""
+    found: dict[fx.Node, Results] = {}
+    seen: set[str] = set()
+    for placed in model.calls:
+        if placed.block in seen:
+            continue
+        seen.add(placed.block)
+        block = model.blocks[placed.block]
+        given = {
+            name: {dim: count}
+            for name, value in zip(block.inputs, placed.inputs, strict=True)
+            if (dim := dims.get(value)) is not None
+        }
+        found |= _of_block(block, given)
+    return found
+
+
+def splits_samples(samples: Samples, layout: Layout) -> bool:
+    """Whether a shard of a value has some of its samples only."""
+    count = samples.get(layout.dim, 1) if layout.is_shard else 1
+    return count > 1 and max(1, len(layout.sections)) % count != 0
+
+
+def _of_block(block: Block, given: Mapping[str, Samples]) -> dict[fx.Node, Results]:
+    found: dict[fx.Node, Results] = {}
+    for node in block.graph.nodes:
+        if node.op == "placeholder":
+            found[node] = (dict(given.get(node.name, {})),)
+        elif node.target is operator.getitem:
+            source, index = node.args
+            found[node] = (found[source][index],) if index < len(found[source]) else ({},)
+        elif node.op == "call_function":
+            found[node] = _of_operator(node, [found[o][0] if found[o] else {} for o in operands_of(node)])
+    return found
+
+
+def _of_operator(node: fx.Node, operands: Sequence[Samples]) -> Results:
+    rule = factors_of(node)
+    if rule is None or not any(operands):
+        return ({},)
+    carried: set[str] = set()
+    for samples, dims in zip(operands, rule.operands, strict=True):
+        for dim, count in samples.items():
+            carried |= set(_outermost(dims[dim], count, rule.sizes))
+    results = []
+    for dims in rule.results:
+        of_dims = {d: math.prod(rule.sizes[f] for f in names if f in carried) for d, names in enumerate(dims)}
+        results.append({d: n for d, n in of_dims.items() if n > 1})
+    return tuple(results)
+
+
+def _outermost(factors: Sequence[str], count: int, sizes: Mapping[str, int]) -> Sequence[str]:
+    """The outer factors of a dim that are ``count`` together; none where no prefix is."""
+    product = 1
+    for place, name in enumerate(factors):
+        if product == count:
+            return factors[:place]
+        product *= sizes[name]
+    return factors if product == count else ()

@@ -1,0 +1,291 @@
+"""Regions of ``torch.autocast`` in a model's forward, traced with the casts that torch would make.
+
+Inside :func:`casts_traced` the operators of such a region are traced one by one as they are called, with their operands
+cast before: the graph shows every cast, has no region, and what forward reads of a tensor's type is what it reads when
+it is run. Which casts those are is not listed here but asked of torch: an operator is run on tensors without numbers
+with autocast on, and what it does is compared with what it does without, its operands cast.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.amp import autocast_mode
+from torch.fx.experimental import proxy_tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from passes.errors import UnsupportedError
+
+aten = torch.ops.aten
+
+DEVICES = ("cpu", "cuda")  # whose regions are known
+Asked = tuple[str, torch.dtype]  # the device type and the narrow type of a region
+_APART = "apart"  # an operator is to be traced as those that it is made of
+# They move numbers: before a cast or after it is the same.
+_MOVES = frozenset({aten._to_copy, aten.clone, aten._unsafe_view, aten._reshape_copy, aten.lift_fresh})
+# GPUs have a kernel for these that takes all operands narrow, which tensors without numbers do not show.
+_WHOLE_ON_GPU = frozenset(
+    {aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input, aten.gru_cell.default}
+)
+_known: dict[Any, Any] = {}
+
+
+@contextmanager
+def casts_traced(device: str | None, line: Callable[[], str]) -> Iterator[None]:
+    """Inside, autocast casts in what is traced, as it does where the tensors are on ``device``; ``None``: never, as on
+    tensors of float64. ``line``: where forward is now, for errors.
+
+    What is traced lies on the CPU: a region of the type of forward's own tensors is said to be one of the CPU.
+    """
+    plain_init, plain_call = autocast_mode.autocast.__init__, proxy_tensor.proxy_call
+
+    def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        own = device if device_type == "cpu" and device is not None else device_type
+        plain_init(self, own, *args, **kwargs)
+
+    def call(mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
+        asked = _asked(device)
+        with _off():
+            if asked is None or not pre_dispatch:
+                return plain_call(mode, func, pre_dispatch, args, kwargs)
+            to = casts_of(func, args, kwargs, asked, line)
+            if to is not _APART:
+
+                def cast(value: Any) -> Any:
+                    if to is None or not _is_cast(value) or value.dtype == to:
+                        return value
+                    return plain_call(mode, aten.to.dtype, pre_dispatch, (value, to), {})
+
+                args, kwargs = pytree.tree_map(cast, (args, kwargs))
+                return plain_call(mode, func, pre_dispatch, args, kwargs)
+        with mode:
+            return func.decompose(*args, **kwargs)
+
+    patches: list[Any] = [
+        mock.patch.object(autocast_mode.autocast, "__init__", init),
+        mock.patch.object(autocast_mode.autocast, "__enter__", _enter),
+        mock.patch.object(autocast_mode.autocast, "__exit__", _exit),
+        mock.patch.object(proxy_tensor, "proxy_call", call),
+    ]
+    if device == "cuda":  # whether or not this machine has one
+        patches.append(mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False))
+        patches.append(mock.patch("torch.cuda.is_bf16_supported", return_value=True))
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        yield
+
+
+def autocast_on() -> Asked | None:
+    """The region of autocast that the caller is in."""
+    return next(filter(None, map(_asked, DEVICES)), None)
+
+
+@contextmanager
+def _off() -> Iterator[None]:
+    """Inside, no operator is cast by torch itself."""
+    on = [device for device in DEVICES if torch.is_autocast_enabled(device)]
+    for device in on:
+        torch.set_autocast_enabled(device, False)
+    try:
+        yield
+    finally:
+        for device in on:
+            torch.set_autocast_enabled(device, True)
+
+
+without_autocast = _off
+
+
+def _asked(device: str | None) -> Asked | None:
+    if device is None or not torch.is_autocast_enabled(device):
+        return None
+    return device, torch.get_autocast_dtype(device)
+
+
+def _enter(self: Any) -> Any:
+    """``autocast.__enter__``, but for the mark that torch.export would make of it."""
+    self.prev = torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
+    torch.set_autocast_enabled(self.device, self._enabled)
+    torch.set_autocast_dtype(self.device, self.fast_dtype)
+    return self
+
+
+def _exit(self: Any, *_: Any) -> bool:
+    torch.set_autocast_enabled(self.device, self.prev[0])
+    torch.set_autocast_dtype(self.device, self.prev[1])
+    return False
+
+
+def _is_cast(value: Any) -> bool:
+    """Whether autocast may cast a value: it leaves float64 and complex numbers alone."""
+    return isinstance(value, Tensor) and value.dtype.is_floating_point and value.dtype != torch.float64
+
+
+def casts_of(func: Any, args: Any, kwargs: Any, asked: Asked, line: Callable[[], str]) -> Any:
+    """The type to which the operands of an operator are cast; ``None``: they are left as they are.
+
+    Raises :class:`UnsupportedError` for an operator that autocast changes otherwise.
+    """
+    device, narrow = asked
+    if func in _WHOLE_ON_GPU and device == "cuda":
+        return narrow
+    own = _is_listed(func.name(), device)
+    made_of_others = func._can_decompose() and not func.is_view
+    leaves, tree = pytree.tree_flatten((args, kwargs))
+    if not (own or made_of_others) or not any(map(_is_cast, leaves)):
+        return None
+    try:
+        shown = [_spec(leaf) if isinstance(leaf, Tensor) else _plain(leaf) for leaf in leaves]
+    except TypeError:
+        if not own:
+            return None
+        raise UnsupportedError(_refusal(func, asked, line, "its sizes depend on tensors' numbers")) from None
+    key = (func, asked, tuple(map(repr, shown)), repr(tree))
+    if key not in _known:
+        _known[key] = _in_thread(lambda: _observe(func, shown, tree, asked))
+    found = _known[key]
+    if isinstance(found, Exception):
+        raise UnsupportedError(_refusal(func, asked, line, f"torch says: {str(found).splitlines()[0]}"))
+    if found is not None and (own if found is _APART else func._schema.is_mutable):
+        raise UnsupportedError(_refusal(func, asked, line, "torch does more there than to cast its operands"))
+    return found
+
+
+def _refusal(func: Any, asked: Asked, line: Callable[[], str], why: str) -> str:
+    return (
+        f"{func.name()}{line()} in a region of torch.autocast({asked[0]!r}, {asked[1]}) cannot be kept exact ({why}): "
+        "take it out of the region, or cast its operands yourself within autocast(enabled=False)"
+    )
+
+
+class _Spec(NamedTuple):
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _spec(tensor: Tensor) -> _Spec:
+    return _Spec(tuple(map(_plain, tensor.shape)), tuple(map(_plain, tensor.stride())), tensor.dtype)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        raise TypeError("depends on numbers")
+    return value
+
+
+def _in_thread(function: Callable[[], Any]) -> Any:
+    """What ``function`` returns or raises, in a thread of its own, where nothing is traced."""
+    found: list[Any] = []
+
+    def work() -> None:
+        try:
+            found.append(function())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def _observe(func: Any, shown: list[Any], tree: pytree.TreeSpec, asked: Asked) -> Any:
+    """The first type of operands with which an operator does without autocast what it does with it."""
+    _, narrow = asked
+    with mock.patch.object(fake_tensor, "init_gpu_context"):
+        try:
+            wanted = _log(func, shown, tree, asked, None, on=True)
+        except Exception:
+            if _is_left_alone(func, shown, tree, asked):
+                return None
+            raise
+        for to in (None, narrow, torch.float32):
+            try:
+                if _log(func, shown, tree, asked, to, on=False) == wanted:
+                    return to
+            except Exception:  # it does not take operands of these types
+                continue
+    return _APART
+
+
+def _is_left_alone(func: Any, shown: list[Any], tree: pytree.TreeSpec, asked: Asked) -> bool:
+    """Whether autocast knows neither an operator nor any that it is made of: some need a GPU to be run on one."""
+    log, _ = _run(func, shown, tree, ("cpu", asked[1]), None, on=False)
+    return not any(_is_listed(name, asked[0]) for name in (func.name(), *log.names))
+
+
+def _is_listed(name: str, device: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, f"Autocast{device.upper()}")
+
+
+def _log(*call: Any, on: bool) -> Any:
+    log, made = _run(*call, on=on)
+    return log.entries, made
+
+
+def _run(
+    func: Any, shown: list[Any], tree: pytree.TreeSpec, asked: Asked, to: torch.dtype | None, *, on: bool
+) -> tuple[_Log, list[torch.dtype]]:
+    """What is computed, and in which types, by an operator whose operands are cast ``to`` a type."""
+    device, narrow = asked
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    torch.set_autocast_cache_enabled(False)
+    torch.set_autocast_dtype(device, narrow)
+
+    def operand(given: Any) -> Any:
+        if not isinstance(given, _Spec):
+            return given
+        made = torch.empty_strided(given.shape, given.stride, dtype=given.dtype, device=device)
+        return made.to(to) if to is not None and _is_cast(made) else made
+
+    with torch.no_grad(), mode:
+        args, kwargs = pytree.tree_unflatten([operand(s) for s in shown], tree)
+        log = _Log()
+        torch.set_autocast_enabled(device, on)
+        try:
+            with log:
+                made = func(*args, **kwargs)
+        finally:
+            torch.set_autocast_enabled(device, False)
+    return log, _types(made)
+
+
+class _Log(TorchDispatchMode):
+    """Every operator that computes, with the types that it reads and makes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.entries: list[tuple[Any, list[torch.dtype], list[torch.dtype]]] = []
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        read, gives = _types((args, kwargs or {})), _types(made)
+        if gives and func.overloadpacket not in _MOVES and not func.is_view:
+            if _casts_itself(func, args, kwargs or {}):
+                read = [gives[0] for _ in read]
+            self.names.add(func.name())
+            self.entries.append((func.overloadpacket, read, gives))
+        return made
+
+
+def _casts_itself(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operator casts what it reads to the type that it makes, as ``sum(x, dtype=...)`` does."""
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    return given.get("dtype") is not None or bool(given.get("half_to_float"))
+
+
+def _types(values: Any) -> list[torch.dtype]:
+    tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, Tensor)]
+    return [t.dtype for t in tensors if t.dtype.is_floating_point]

@@ -1,0 +1,750 @@
+"""Functions that define their own gradient (``torch.autograd.Function``), traced with it.
+
+A traced forward forgets what ``backward`` says: a straight-through rounding would have no gradient at all. For ``y =
+f(x)`` with ``backward(g) = B g + c``, the graph computes ``f(x) + T(x - detach(x))`` instead, where ``T`` is ``B``
+transposed. The second term is zero, and its gradient is ``B g`` exactly. The part ``c`` that does not depend on the
+gradient of ``y`` is the gradient of ``c (x - detach(x))``, a term that is added to the loss
+(``passes/trace/autograd_functions.py``). All of it is ordinary operators, so that it is sharded, cut and recomputed
+like any others.
+
+Hooks, which a trace does not see or must not call: those that only look are left out, and a note says so.
+
+Requires: a module before it is traced. Provides: that nothing but its forward, and functions with gradients of their
+own, says what its gradients are; and that no tensor without numbers is left in what a hook collects. Hooks on gradients
+that do more than look are refused; hooks on forward that do are traced with it.
+
+Parts of a function's own gradient that do not depend on the gradient of its result, as terms of the loss.
+
+``backward`` of a :class:`torch.autograd.Function` may return ``c`` whatever it is given, to inject an auxiliary loss
+for example. Autograd runs it where a result of the function takes part in the loss, and starts at a gradient of 1 of
+the loss. The term ``sum(c (x - detach(x)))`` of the loss, which is zero, has this gradient. Loss scales, microbatches
+and shards then treat it like all other terms.
+
+Requires: a captured graph with the mark ``partition::own`` on the results of such functions. Provides: the graph
+without marks, and with the terms.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import inspect
+import logging
+import operator
+import traceback
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from inspect import getattr_static
+from typing import Any, NoReturn, cast
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+from torch._functorch.autograd_function import custom_function_call
+from torch.autograd import graph
+from torch.autograd.function import Function, FunctionCtx, _is_setup_context_defined, _SingleLevelFunction
+from torch.nn.modules import module as modules
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils import checkpoint
+from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.hooks import RemovableHandle
+
+from passes.errors import PartitionError, UnsupportedError
+from passes.faults import is_users, shorten
+from passes.ir.collectives import _library
+from passes.ir.gradient_flow import differentiable
+from passes.ir.interpret import META, call
+from passes.ir.linearity import NotAffine
+from passes.ir.model import Captured
+from passes.ir.rewrite import drop_unused
+from passes.trace.autocast import without_autocast
+from passes.trace.hook_sources import GIVEN, MODEL, HookValue, code_of, what_it_does
+from passes.trace.layer_reuse import aside
+from passes.trace.transpose import ASKS_NUMBERS, Transposed, transpose
+
+aten = torch.ops.aten
+CHECKPOINT_NOTE = (
+    "activation checkpointing in the model ({where}) is left to the plan, which chooses what is recomputed: "
+    'Constraints(recompute="full") recomputes all layers, "selective" what is quick'
+)
+OFFLOAD_NOTE = (
+    "activations that the model moves to host memory ({where}) are left to the plan: "
+    'Constraints(offload="activations") moves them'
+)
+
+_library.define("own(Tensor x, Tensor[] terms, Tensor[] inputs) -> Tensor")
+
+torch.library.impl("partition::own", "CompositeExplicitAutograd", lambda x, *_: x.clone(), lib=_library)
+torch.library.register_fake("partition::own", lambda x, *_: torch.empty_like(x), lib=_library)
+
+
+def _keep_counts(ctx: Any, inputs: tuple[Tensor, list[Tensor], list[Tensor]], output: Tensor) -> None:
+    ctx.counts = len(inputs[1]), len(inputs[2])
+
+
+def _pass_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, list[None], list[None]]:
+    terms, inputs = ctx.counts
+    return grad, [None] * terms, [None] * inputs
+
+
+torch.library.register_autograd("partition::own", _pass_gradient, setup_context=_keep_counts, lib=_library)
+# A result of a function that was applied to ``inputs``: where it takes part in the loss, ``terms`` belong to the loss.
+OWN = torch.ops.partition.own.default
+
+_CHECKPOINT_ARGUMENTS = 2  # of CheckpointFunction.apply: the function and whether random states are kept
+
+
+class _Context(FunctionCtx):
+    """What ``forward`` leaves for ``backward``."""
+
+    def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needs_input_grad
+        self.to_save: tuple[Any, ...] = ()
+        self.non_differentiable: tuple[Any, ...] = ()
+        self.dirty_tensors: tuple[Any, ...] = ()
+        self.materialize_grads = True
+
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:
+        return self.to_save
+
+
+@contextlib.contextmanager
+def traced_with_own_gradients() -> Iterator[None]:
+    """Inside, functions with a gradient of their own can be traced together with it.
+
+    They raise :class:`UnsupportedError` where that gradient is neither linear in the gradient of what they return, nor
+    that and a part which does not depend on it.
+    """
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls is CheckpointFunction:  # see passes/trace/autograd_functions.py
+            return args[0](*args[_CHECKPOINT_ARGUMENTS:])
+        takes_grad = any(isinstance(a, Tensor) and a.requires_grad for a in (*args, *kwargs.values()))
+        if _is_torchs(cls) or not takes_grad or not torch.is_grad_enabled():
+            return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+        return _apply(cls, _positional(cls, args, kwargs))
+
+    def transformed(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _is_torchs(cls):
+            raise UnsupportedError(
+                f"{_named(cls)}.apply is called inside a transform of torch.func (vmap, grad, jvp), through which a "
+                "plan cannot follow its gradient; expected a call outside of it, on the whole batch"
+            )
+        return custom_function_call(cls, *args, **kwargs)
+
+    # Below Function.apply, which models keep: ``rounded = Rounding.apply``.
+    with (
+        mock.patch.object(_SingleLevelFunction, "apply", classmethod(apply)),
+        mock.patch.object(torch.autograd.function, "custom_function_call", transformed),
+    ):
+        yield
+
+
+def _is_torchs(cls: type) -> bool:
+    return cls.__module__.split(".")[0] == "torch"
+
+
+def _positional(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """All arguments of a call in the order of forward's parameters, as autograd counts them."""
+    if not kwargs:
+        return args
+    before = () if _is_setup_context_defined(cls.setup_context) else (None,)
+    bound = inspect.signature(cls.forward).bind(*before, *args, **kwargs)
+    if bound.kwargs:
+        raise UnsupportedError(
+            f"{_named(cls)}.apply is called with {', '.join(bound.kwargs)} by keyword; expected positional arguments"
+        )
+    return bound.args[len(before) :]
+
+
+def _apply(cls: Any, args: tuple[Any, ...]) -> Any:
+    needs = tuple(isinstance(a, Tensor) and a.requires_grad for a in args)
+    ctx = _Context(needs)
+    inputs = _needing(args, needs)
+    changes = [x - x.detach() for x in inputs]  # before forward, which may write to its arguments
+    given = tuple(_copied(a) for a in args) if _marks_dirty(cls) else args
+    with torch.no_grad():
+        if _is_setup_context_defined(cls.setup_context):
+            made = cls.forward(*given)
+            cls.setup_context(ctx, given, made)
+        else:
+            made = cls.forward(ctx, *given)
+    if ctx.dirty_tensors and given is args:
+        raise UnsupportedError(
+            f"{_named(cls)}.forward changes its arguments in place and says so through another function; expected "
+            "ctx.mark_dirty(...) in forward or setup_context itself"
+        )
+    outputs = list(made) if isinstance(made, tuple) else [made]
+    fixed = {id(t) for t in ctx.non_differentiable}
+    which = [k for k, y in enumerate(outputs) if isinstance(y, Tensor) and _differentiable(y) and id(y) not in fixed]
+    written = {id(copy): a for copy, a in zip(given, args, strict=True) if any(copy is d for d in ctx.dirty_tensors)}
+    back = {k: written[id(y)] for k, y in enumerate(outputs) if id(y) in written}
+    if which:
+        with without_autocast():  # backward runs outside of any region
+            transposed = _transposed(cls, ctx, given, needs, outputs, which)
+        added, constants = transposed(changes)
+        terms = [_term(constant.detach(), changes[place]) for place, constant in constants.items()]
+        for k, change in zip(which, added, strict=True):
+            outputs[k] = outputs[k].detach() + change
+            if not transposed.complete:
+                outputs[k] = OWN(outputs[k], terms, inputs)
+    outputs = [y.detach() if isinstance(y, Tensor) and k not in which else y for k, y in enumerate(outputs)]
+    for k, argument in back.items():
+        outputs[k] = argument.copy_(outputs[k])
+    return tuple(outputs) if isinstance(made, tuple) else outputs[0]
+
+
+def _term(constant: Tensor, change: Tensor) -> Tensor:
+    """The scalar, zero where ``change`` is, that has ``constant`` as its gradient for ``change``."""
+    if change.is_complex():
+        return (constant.conj() * change).real.sum()
+    return (constant * change).sum()
+
+
+def _needing(args: Sequence[Any], needs: Sequence[bool]) -> list[Tensor]:
+    return [a for a, need in zip(args, needs, strict=True) if need]
+
+
+def _marks_dirty(cls: Any) -> bool:
+    functions = (inspect.unwrap(function) for function in (cls.forward, cls.setup_context))
+    return any("mark_dirty" in f.__code__.co_names for f in functions if hasattr(f, "__code__"))
+
+
+def _copied(argument: Any) -> Any:
+    if not isinstance(argument, Tensor):
+        return argument
+    return argument.detach().clone().requires_grad_(argument.requires_grad)
+
+
+def _transposed(
+    cls: Any,
+    ctx: _Context,
+    args: Sequence[Any],
+    needs: Sequence[bool],
+    outputs: Sequence[Any],
+    which: Sequence[int],
+) -> Transposed:
+    """``backward`` the other way round: from the arguments that need a gradient to the outputs ``which``."""
+
+    own = cls.backward if cls.vjp is Function.vjp else cls.vjp
+
+    def backward(*grads: Tensor | None) -> list[Tensor | None]:
+        zeros = [torch.zeros_like(y) if isinstance(y, Tensor) and ctx.materialize_grads else None for y in outputs]
+        given = dict(enumerate(zeros)) | dict(zip(which, grads, strict=True))
+        with torch.no_grad(), _side_effects_refused(cls):
+            try:
+                found = own(ctx, *given.values())
+            except (PartitionError, *ASKS_NUMBERS):
+                raise
+            except AssertionError as error:
+                raise _Wrong(_said(error)) from error
+            except Exception as error:
+                raise _Untraced(f"cannot be traced ({_said(error)})") from error
+            return _as_inputs(found if isinstance(found, tuple | list) else (found,), args, needs)
+
+    some = not ctx.materialize_grads and len(which) > 1
+    try:
+        with aside():
+            made = transpose(backward, [outputs[k] for k in which], _needing(args, needs), some=some)
+    except _Wrong as error:
+        raise UnsupportedError(
+            f"{_named(cls)}.backward does not run: {error}; the model cannot be trained as it is, with or without a "
+            "plan"
+        ) from error
+    except _Untraced as error:
+        raise UnsupportedError(
+            f"{_named(cls)}.backward {error}; expected operators on tensors alone, without looking at their numbers"
+        ) from error
+    except NotAffine as error:
+        raise UnsupportedError(
+            f"{_named(cls)}.backward {error.what}, so that its gradient cannot be kept exact on parts of the batch; "
+            f"{error.instead}"
+        ) from error
+    return made
+
+
+def _as_inputs(found: Sequence[Any], args: Sequence[Any], needs: Sequence[bool]) -> list[Tensor | None]:
+    """What autograd makes of the gradients that ``backward`` returns, for the arguments that need one."""
+    if len(found) < len(args) or any(g is not None for g in found[len(args) :]):
+        raise _Wrong(f"it returns {len(found)} gradients for {len(args)} arguments")
+    pairs = list(zip(found, args, needs, strict=False))
+    for place, (g, x, _) in enumerate(pairs):
+        if g is not None and not (isinstance(g, Tensor) and isinstance(x, Tensor)):
+            raise _Wrong(f"it returns a {type(g).__name__} for argument {place}, a {type(x).__name__}")
+    return [None if g is None else _as_input(g, x) for g, x, need in pairs if need]
+
+
+def _as_input(grad: Tensor, x: Tensor) -> Tensor:
+    """A gradient in the shape and type of what it is for."""
+    if grad.shape != x.shape:
+        behind = grad.shape[max(grad.dim() - x.dim(), 0) :]
+        if len(behind) < x.dim() or any(have not in (size, 1) for have, size in zip(x.shape, behind, strict=True)):
+            raise _Wrong(f"it returns a gradient of shape {tuple(grad.shape)} for one of {tuple(x.shape)}")
+        grad = grad.sum_to_size(x.shape)
+    if grad.is_complex() and not x.is_complex():
+        grad = grad.real
+    return grad.to(x.dtype)
+
+
+class _Wrong(Exception):
+    """Backward fails by itself, or autograd refuses what it returns."""
+
+
+class _Untraced(Exception):
+    """Backward fails on tensors without numbers."""
+
+
+def _said(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "").rstrip(".") or f"{type(error).__name__} is raised"
+
+
+@contextlib.contextmanager
+def _side_effects_refused(cls: Any) -> Iterator[None]:
+    """Inside, gradients of weights cannot be set but by what backward returns."""
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedError(
+            f"{_named(cls)}.backward runs layers again and calls backward() on them, so that "
+            "gradients of weights come as a side effect, of which a plan cannot know; expected a backward that returns "
+            "all gradients: call the layers in forward without it, and let the plan choose what is recomputed "
+            "(recompute=)"
+        )
+
+    with mock.patch.object(torch.autograd, "backward", refuse), _SettingGrad(cls):
+        yield
+
+
+class _SettingGrad(TorchFunctionMode):
+    """Refuses ``weight.grad = ...``."""
+
+    def __init__(self, cls: Any) -> None:
+        super().__init__()
+        self.cls = cls
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "__set__" and getattr(func, "__self__", None) is Tensor.grad:
+            raise UnsupportedError(
+                f"{_named(self.cls)}.backward sets the gradient of a tensor as a side effect, of which a plan cannot "
+                "know; expected a backward that returns all gradients: pass the tensor to apply()"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _named(cls: Any) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _differentiable(value: Tensor) -> bool:
+    return value.dtype.is_floating_point or value.dtype.is_complex
+
+
+_ADVICE = (
+    "which a plan would leave out; expected hooks that only look (they return nothing and change nothing): write what "
+    "it does as a torch.autograd.Function in forward, or do it to the gradients after the step's backward, and remove "
+    "the hook"
+)
+_BACKWARD = {"_backward_hooks": (MODEL, GIVEN, GIVEN), "_backward_pre_hooks": (MODEL, GIVEN)}
+_FORWARD = {"_forward_hooks": (MODEL, GIVEN, GIVEN), "_forward_pre_hooks": (MODEL, GIVEN)}
+_WITH_KWARGS = (MODEL, GIVEN, GIVEN, GIVEN)
+_GLOBAL_BACKWARD = {"_global_backward_hooks": (MODEL, GIVEN, GIVEN), "_global_backward_pre_hooks": (MODEL, GIVEN)}
+_GLOBAL_FORWARD = {"_global_forward_hooks": (MODEL, GIVEN, GIVEN), "_global_forward_pre_hooks": (MODEL, GIVEN)}
+
+
+def check_hooks(model: nn.Module, *, train: bool) -> tuple[str, ...]:
+    """What is to be said of the hooks that a plan of ``model`` leaves out; without ``train`` there are no gradients.
+
+    Raises :class:`UnsupportedError` where a parameter or module has a hook on gradients that does more than look, and
+    where a hook on the forward of all modules does.
+    """
+    notes = []
+    for name, parameter in model.named_parameters() if train else ():
+        for table in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
+            for hook in (table or {}).values():
+                _check(hook, (GIVEN,), f"the parameter {name!r} has a hook on its gradient")
+                notes.append(_note(hook, f"of the parameter {name!r}", "gradients"))
+    for name, module in model.named_modules():
+        of = f"of the module {name!r}" if name else "of the model"
+        for hook, given in _of_tables(module, _BACKWARD) if train else ():
+            _check(hook, given, f"{f'the module {name!r}' if name else 'the model'} has a backward hook")
+            notes.append(_note(hook, of, "gradients"))
+        for hook, given in _forward_hooks(module).values():
+            if what_it_does(hook, given) is None:
+                notes.append(_note(hook, of, "what forward computes"))
+    for hook, given in _of_tables(modules, _GLOBAL_BACKWARD) if train else ():
+        _check(hook, given, "a backward hook of all modules (register_module_full_backward_hook) is set")
+        notes.append(_note(hook, "of all modules", "gradients"))
+    for hook, given in _of_tables(modules, _GLOBAL_FORWARD):
+        _check(hook, given, "a forward hook of all modules (register_module_forward_hook) is set")
+        notes.append(_note(hook, "of all modules", "what forward computes"))
+    return tuple(dict.fromkeys(notes))
+
+
+def _of_tables(owner: Any, tables: dict[str, tuple[HookValue, ...]]) -> list[tuple[Any, tuple[HookValue, ...]]]:
+    return [(hook, given) for table, given in tables.items() for hook in getattr(owner, table).values()]
+
+
+def _forward_hooks(module: nn.Module) -> dict[tuple[str, int], tuple[Any, tuple[HookValue, ...]]]:
+    """The hooks on a module's forward, and what they are given."""
+    found = {}
+    for table, given in _FORWARD.items():
+        for key, hook in getattr(module, table).items():
+            named = key in getattr(module, f"{table}_with_kwargs")
+            found[table, key] = hook, _WITH_KWARGS[: len(given) + 1] if named else given
+    return found
+
+
+def forward_hooks_of(model: nn.Module) -> list[Any]:
+    """All hooks on the forward of the model and its modules."""
+    return [hook for module in model.modules() for hook, _ in _forward_hooks(module).values()]
+
+
+def _check(hook: Any, given: Sequence[HookValue], what: str) -> None:
+    reason = what_it_does(hook, given)
+    if reason is not None:
+        raise UnsupportedError(f"{what}, {_ADVICE}. The hook is {_described(hook)}; it {reason}")
+
+
+def _note(hook: Any, of: str, at: str) -> str:
+    return f"the hook {_described(hook)} {of} only looks at {at}: the plan does not call it"
+
+
+def _described(hook: Any) -> str:
+    name, code = code_of(hook)
+    return f"{name} ({shorten(code.co_filename)}:{code.co_firstlineno})" if code is not None else name
+
+
+def drop_looking_hooks(model: nn.Module) -> None:
+    """Remove from a copy of a model the hooks that only look."""
+    for module in model.modules():
+        for table, given in _BACKWARD.items():
+            for key, hook in list(getattr(module, table).items()):
+                if what_it_does(hook, given) is None:
+                    del getattr(module, table)[key]
+        for (table, key), (hook, given) in _forward_hooks(module).items():
+            if what_it_does(hook, given) is None:
+                del getattr(module, table)[key]
+
+
+@contextlib.contextmanager
+def global_hooks_dropped() -> Iterator[None]:
+    """Inside, hooks of all modules that only look are not called."""
+    with contextlib.ExitStack() as stack:
+        for table, given in (*_GLOBAL_BACKWARD.items(), *_GLOBAL_FORWARD.items()):
+            hooks = getattr(modules, table)
+            acting = {key: hook for key, hook in hooks.items() if what_it_does(hook, given) is not None}
+            stack.enter_context(mock.patch.dict(hooks, acting, clear=True))
+        yield
+
+
+@contextlib.contextmanager
+def hooks_refused(notes: list[str]) -> Iterator[None]:
+    """Inside, forward cannot hook into gradients, but to look: that is left out, which ``notes`` say. Anything else
+    raises :class:`UnsupportedError`."""
+
+    def checked(given: Sequence[HookValue], what: str) -> Callable[..., RemovableHandle]:
+        def register(owner: Any, hook: Any, *args: Any, **kwargs: Any) -> RemovableHandle:
+            reason = what_it_does(hook, given)
+            if reason is not None:
+                raise UnsupportedError(
+                    f"forward gives a {what} a hook on its gradient{_where()}, {_ADVICE}. The hook is "
+                    f"{_described(hook)}; it {reason}"
+                )
+            notes.append(_note(hook, f"that forward gives a {what}", "gradients"))
+            return RemovableHandle(collections.OrderedDict())
+
+        return register
+
+    def refused(what: str) -> Callable[..., Any]:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            raise UnsupportedError(f"forward gives {what} a hook{_where()}, {_ADVICE}")
+
+        return refuse
+
+    class WatchedNode:
+        """A node of the gradient's graph, as forward sees it."""
+
+        register_hook, register_prehook = refused("grad_fn"), refused("grad_fn")
+
+        def __init__(self, node: Any) -> None:
+            self._node = node
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._node, name)
+
+    native = getattr_static(Tensor, "grad_fn")
+
+    def grad_fn(tensor: Tensor) -> Any:
+        node = native.__get__(tensor)
+        caller = traceback.extract_stack(limit=2)[0].filename
+        return WatchedNode(node) if node is not None and is_users(caller) else node
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, given, what in (
+            (Tensor, "register_hook", (GIVEN,), "tensor"),
+            (Tensor, "register_post_accumulate_grad_hook", (GIVEN,), "tensor"),
+            (nn.Module, "register_full_backward_hook", (MODEL, GIVEN, GIVEN), "module"),
+            (nn.Module, "register_backward_hook", (MODEL, GIVEN, GIVEN), "module"),
+            (nn.Module, "register_full_backward_pre_hook", (MODEL, GIVEN), "module"),
+            (graph, "register_multi_grad_hook", (GIVEN,), "list of tensors"),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, checked(given, what)))
+        stack.enter_context(mock.patch.object(Tensor, "grad_fn", property(grad_fn), create=True))
+        stack.enter_context(_memory_left_to_plan(notes))
+        yield
+
+
+@contextlib.contextmanager
+def looking_hooks_skipped() -> Iterator[None]:
+    """Inside, hooks on gradients that only look are not registered by forward, nor called if all modules have them."""
+    native = Tensor.register_hook
+
+    def register(tensor: Tensor, hook: Any) -> Any:
+        looks = what_it_does(hook, (GIVEN,)) is None
+        return RemovableHandle(collections.OrderedDict()) if looks else native(tensor, hook)  # type: ignore[no-untyped-call]
+
+    with global_hooks_dropped(), mock.patch.object(Tensor, "register_hook", register):
+        yield
+
+
+_REENTRANT_NOTE = (
+    "torch gives no gradients to what is checkpointed with use_reentrant=True and inputs that ask for none ({where}); "
+    "the plan does, as torch does with use_reentrant=False"
+)
+
+
+@dataclass
+class LeftToPlan:
+    """What forward says of the memory that it takes, and a plan decides by itself: where it says so."""
+
+    checkpointed: set[str] = field(default_factory=set)
+    offloaded: set[str] = field(default_factory=set)
+    without_gradients: set[str] = field(default_factory=set)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        told = (
+            (CHECKPOINT_NOTE, self.checkpointed),
+            (OFFLOAD_NOTE, self.offloaded),
+            (_REENTRANT_NOTE, self.without_gradients),
+        )
+        return tuple(note.format(where=", ".join(sorted(places))) for note, places in told if places)
+
+
+@contextlib.contextmanager
+def _memory_left_to_plan(notes: list[str]) -> Iterator[None]:
+    """Inside, ``save_on_cpu`` and checkpointed calls are noted and left to the plan, and other hooks on what is saved
+    for backward are refused."""
+    left = LeftToPlan()
+    enter, leave = graph.saved_tensors_hooks.__enter__, graph.saved_tensors_hooks.__exit__
+    run_later, run_twice = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction.apply
+
+    def entered(hooks: Any) -> Any:
+        if isinstance(hooks, graph.save_on_cpu):
+            left.offloaded.add(_line())
+            return None
+        if not type(hooks).__module__.startswith("torch.") or type(hooks) is graph.saved_tensors_hooks:
+            raise UnsupportedError(
+                f"forward packs what is saved for backward (saved_tensors_hooks){_where()}, which a plan would leave "
+                "out; expected forward without it: let the plan choose what is recomputed (recompute=) or offloaded, "
+                "or write what it does to gradients as a torch.autograd.Function"
+            )
+        return enter(hooks)
+
+    def exited(hooks: Any, *error: Any) -> None:
+        if not isinstance(hooks, graph.save_on_cpu):
+            leave(hooks, *error)
+
+    def noted(run: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
+        name = _class_of(function)
+        left.checkpointed.add(f"{name} at {_line()}" if name else _line())
+        takes_gradient = any(isinstance(a, Tensor) and a.requires_grad for a in args)
+        if run is run_twice and torch.is_grad_enabled() and not takes_gradient:
+            left.without_gradients.add(_line())
+        return run(function, *args, **kwargs)
+
+    with (
+        mock.patch.object(graph.saved_tensors_hooks, "__enter__", entered),
+        mock.patch.object(graph.saved_tensors_hooks, "__exit__", exited),
+        mock.patch.object(checkpoint, "_checkpoint_without_reentrant_generator", functools.partial(noted, run_later)),
+        mock.patch.object(checkpoint.CheckpointFunction, "apply", functools.partial(noted, run_twice)),
+    ):
+        try:
+            yield
+        finally:
+            notes += left.notes
+
+
+def _class_of(function: Any) -> str:
+    """The class of the module that a checkpointed function runs; empty where that is not known."""
+    if isinstance(function, functools.partial):
+        return _class_of(function.func) or next((_class_of(a) for a in function.args if isinstance(a, nn.Module)), "")
+    module = getattr(function, "__self__", function)
+    return type(module).__name__ if isinstance(module, nn.Module) else ""
+
+
+def _line() -> str:
+    """``file:line`` of the user's code that is run now."""
+    frames = [f for f in traceback.extract_stack()[:-1] if is_users(f.filename)]
+    return f"{shorten(frames[-1].filename)}:{frames[-1].lineno}" if frames else "a line that is not known"
+
+
+def _where() -> str:
+    frames = [f for f in traceback.extract_stack()[:-1] if is_users(f.filename)]
+    return f" at {shorten(frames[-1].filename)}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
+
+
+# --- what hooks on forward collect ------------------------------------------------------------------------------------
+_CONTAINERS = (list, dict, set, collections.deque)
+
+_NO_OWNERS = (nn.Module, Tensor, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, logging.Logger)
+
+
+@contextlib.contextmanager
+def collections_kept(model: nn.Module, notes: list[str]) -> Iterator[None]:
+    """Afterwards, what the hooks on forward keep outside of the model is as it was, and ``notes`` say which keep
+    something."""
+    before = [
+        (hook, name, _HookState.of(hook))
+        for name, module in model.named_modules()
+        for hook, _ in _forward_hooks(module).values()
+    ]
+    try:
+        yield
+    finally:
+        for hook, name, held in before:
+            if held.restore():
+                of = f"of the module {name!r}" if name else "of the model"
+                notes.append(f"the hook {_described(hook)} {of} keeps values outside of the model: the plan does not")
+
+
+class _HookState:
+    """The containers and variables that a function reaches, as they are now."""
+
+    def __init__(self, cells: Sequence[Any], containers: Sequence[Any]) -> None:
+        self.cells = [(cell, cell.cell_contents) for cell in cells]
+        self.containers = [(c, list(c.items()) if isinstance(c, dict) else list(c)) for c in containers]
+
+    @staticmethod
+    def of(hook: Any) -> _HookState:
+        function = getattr(hook, "func", hook)
+        function = getattr(function, "__func__", function)
+        code = getattr(function, "__code__", None)
+        cells = [c for c in getattr(function, "__closure__", None) or () if _is_set(c)]
+        reached = [c.cell_contents for c in cells] + list(getattr(function, "__defaults__", None) or ())
+        if code is not None:
+            reached += [function.__globals__[n] for n in code.co_names if n in function.__globals__]
+        owners = [vars(r) for r in reached if hasattr(r, "__dict__") and not isinstance(r, _NO_OWNERS)]
+        containers = [*owners, *(r for r in reached if isinstance(r, _CONTAINERS))]
+        inner = [
+            i for c in containers for i in (c.values() if isinstance(c, dict) else c) if isinstance(i, _CONTAINERS)
+        ]
+        return _HookState(cells, [*containers, *inner])
+
+    def restore(self) -> bool:
+        """Whether something had changed."""
+        changed = False
+        for cell, held in self.cells:
+            if cell.cell_contents is not held:
+                cell.cell_contents, changed = held, True
+        for container, items in self.containers:
+            now = list(container.items()) if isinstance(container, dict) else list(container)
+            if len(now) != len(items) or any(not _same(a, b) for a, b in zip(now, items, strict=True)):
+                changed = True
+                container.clear()
+                (container.update if isinstance(container, dict | set) else container.extend)(items)
+        return changed
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b) == 2:
+        return a[0] is b[0] and a[1] is b[1]
+    return a is b
+
+
+def _is_set(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+def with_terms_added(captured: Captured) -> Captured:
+    """``captured`` without marks, its loss with the terms of all marked results that take part in it."""
+    graph = captured.graph
+    marks = [n for n in graph.nodes if n.target is OWN]
+    if not marks:
+        return captured
+    loss = next((n for n in graph.nodes if n.name == captured.loss), None)
+    joined = set() if loss is None else _joined_by_gradients(graph, loss, marks)
+    terms: Any = dict.fromkeys(t for mark in marks if mark in joined for t in mark.args[1])
+    became: dict[fx.Node, fx.Node] = {}
+    for mark in marks:
+        became[mark] = mark.args[0]
+        mark.replace_all_uses_with(became[mark])
+    if loss is not None:
+        total = _sum(graph, became.get(loss, loss), terms)
+        if terms:
+            became[loss] = total
+    names = {old.name: new.name for old, new in became.items()}
+    by_name = {n.name: n for n in graph.nodes}
+    captured = captured.with_(
+        outputs=[replace(o, value=names.get(o.value, o.value)) if o.value else o for o in captured.outputs],
+        loss=names.get(captured.loss, captured.loss) if captured.loss is not None else None,
+        updates={state: names.get(node, node) for state, node in captured.updates.items()},
+    )
+    results = [*(o.value for o in captured.outputs), captured.loss, *captured.updates.values()]
+    graph.output_node().args = (tuple(by_name[name] for name in dict.fromkeys(results) if name is not None),)
+    drop_unused(graph)
+    return captured
+
+
+def _sum(graph: fx.Graph, loss: fx.Node, terms: Iterable[fx.Node]) -> fx.Node:
+    with graph.inserting_before(graph.output_node()):
+        for term in terms:
+            added = _called(graph, aten._to_copy.default, (term,), {"dtype": loss.meta["val"].dtype}, loss)
+            loss = _called(graph, aten.add.Tensor, (loss, added), {}, loss)
+    return loss
+
+
+def _called(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node) -> fx.Node:
+    node = call(graph, target, args, kwargs, like=like)
+    node.meta["stack"] = like.meta.get("stack", ())
+    return node
+
+
+def _joined_by_gradients(graph: fx.Graph, loss: fx.Node, marks: Sequence[fx.Node]) -> set[fx.Node]:
+    """The nodes behind ``marks`` from which autograd has a way to ``loss``, be the gradient zero or not."""
+    behind = set(marks)
+    for node in graph.nodes:
+        if node not in behind and node.op == "call_function" and not behind.isdisjoint(node.all_input_nodes):
+            behind.add(node)
+    joined = {loss}
+    for node in reversed(graph.nodes):
+        if node in joined and node.op == "call_function":
+            joined.update(n for n in node.all_input_nodes if n in behind and _has_edge(node, n))
+    return joined
+
+
+def _has_edge(node: fx.Node, operand: fx.Node) -> bool:
+    """Whether autograd notes an edge from ``node`` to ``operand``."""
+    if not differentiable(operand.meta["val"]) or not differentiable(node.meta["val"]):
+        return False
+    if node.target is OWN:
+        result, _, inputs = cast(Any, node.args)
+        return operand is result or operand in inputs
+    if node.target is operator.getitem:
+        return True
+
+    def value(n: fx.Node) -> Any:
+        return n.meta["val"].detach().requires_grad_() if n is operand else n.meta["val"]
+
+    if not isinstance(operand.meta["val"], Tensor):
+        return True
+    with torch.enable_grad(), META:
+        assert callable(node.target), node
+        made = node.target(*fx.node.map_arg(node.args, value), **fx.node.map_arg(node.kwargs, value))
+    return any(isinstance(v, Tensor) and v.requires_grad for v in pytree.tree_leaves(made))

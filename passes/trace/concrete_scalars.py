@@ -1,0 +1,248 @@
+"""Numbers that forward asks for and that depend on no input, told while it is traced.
+
+A trace has no numbers: ``bool((mask == causal).all())``, as torch's own encoders ask it of a mask that forward makes,
+ends it. Inside :func:`numbers_known` such a question is answered: what the number is computed from, constants and
+buffers that the model holds, is run again with numbers, writes included. What depends on inputs, parameters or draws is
+left to torch.export to refuse.
+
+Modules that forward converts while it is traced: to the type that they have, which is nothing, or refused.
+
+``self.router = self.router.to(torch.float32)`` inside ``forward`` gives every parameter of the router anew, which torch
+cannot do to tensors of a trace, even where they are of that type. A conversion to another type changes the model's own
+weights at its first call, which no plan of it can say.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, get_proxy_slot
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from passes.errors import UnsupportedError
+from passes.trace.autocast import without_autocast
+
+_ASKING = frozenset(
+    {
+        Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item, Tensor.tolist,
+        Tensor.is_nonzero, Tensor.equal, Tensor.allclose, torch.is_nonzero, torch.equal, torch.allclose,
+        Tensor.__format__,
+    }
+)  # fmt: skip
+_MOST_NUMBERS = 1 << 28  # of all values that are made anew for an answer
+
+
+@contextmanager
+def numbers_known(
+    model: nn.Module, held: Mapping[str, Tensor], asked: set[str], drawn: list[str] | None = None
+) -> Iterator[None]:
+    """Inside, forward of ``model`` may ask for numbers that its inputs do not decide.
+
+    Args:
+        held: the buffers whose numbers there are, by name.
+        asked: takes the names of those that an answer depends on.
+        drawn: takes the operators that drew what forward asked for in vain.
+    """
+    known, forward = _Known(held, asked, [] if drawn is None else drawn), model.forward
+
+    @functools.wraps(forward)
+    def entered(*args: Any, **kwargs: Any) -> Any:
+        known.enter(model)
+        return forward(*args, **kwargs)
+
+    with mock.patch.dict(model.__dict__, {"forward": entered}), known:
+        yield
+
+
+class _Known(TorchFunctionMode):
+    def __init__(self, held: Mapping[str, Tensor], asked: set[str], drawn: list[str]) -> None:
+        super().__init__()
+        self.held, self.asked, self.drawn = held, asked, drawn
+        self.placeholders: dict[fx.Node, str] = {}  # those of buffers in the present trace
+
+    def enter(self, model: nn.Module) -> None:
+        """Forward begins: no buffer has been changed."""
+        self.placeholders, mode = {}, get_proxy_mode()
+        if mode is None:
+            return
+        for name, buffer in model.named_buffers():
+            slot = get_proxy_slot(buffer, mode.tracer, None)
+            if name in self.held and slot is not None:
+                self.placeholders[slot.proxy.node] = name
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        mode = get_proxy_mode() if func in _ASKING else None
+        if mode is not None:
+            tensors, tree = pytree.tree_flatten((args, kwargs))
+            numbers = self._numbers([t for t in tensors if isinstance(t, Tensor)], mode.tracer)
+            if numbers is not None:
+                found = iter(numbers)
+                leaves = [next(found) if isinstance(t, Tensor) else t for t in tensors]
+                with _plain():
+                    args, kwargs = pytree.tree_unflatten(leaves, tree)
+                    return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _numbers(self, tensors: list[Tensor], tracer: Any) -> list[Tensor] | None:
+        """The tensors of a trace with their numbers; ``None`` where they depend on more than the model."""
+        slots = [get_proxy_slot(t, tracer, None) for t in tensors]
+        buffers, wanted = self.placeholders, [slot.proxy.node for slot in slots if slot is not None]
+        if not wanted or len(wanted) < len(tensors):
+            return None
+        needed = _needed(wanted, set(buffers))
+        if needed is None:
+            self.drawn[:] = _draws_behind(wanted)
+            return None
+        try:
+            with _plain(), torch.no_grad():
+                values = _run(needed, tracer.root, {n: self.held[name] for n, name in buffers.items()})
+        except Exception:  # it is torch.export's to say what is wrong
+            return None
+        self.asked.update(buffers[node] for node in needed if node in buffers)
+        return [values[node] for node in wanted]
+
+
+@contextmanager
+def _plain() -> Iterator[None]:
+    """Nothing is traced."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), without_autocast():
+        yield
+
+
+def _needed(wanted: list[fx.Node], given: set[fx.Node]) -> list[fx.Node] | None:
+    """What has to run for the values of ``wanted``, in order; ``None`` where that is not only what the model holds.
+
+    Who writes to what is read, or to a view of it, has to run as well.
+    """
+    order = {node: place for place, node in enumerate(wanted[0].graph.nodes)}
+    writers: dict[fx.Node, list[fx.Node]] = {}
+    for node in order:
+        for target in written_by(node):
+            writers.setdefault(memory_of(target), []).append(node)
+    needed, left, count = set[fx.Node](), list(wanted), 0
+    while left:
+        node = left.pop()
+        if node in needed:
+            continue
+        if not _is_fixed(node) and node not in given:
+            return None
+        value = node.meta.get("val")
+        count += value.numel() if isinstance(value, Tensor) else 0
+        if count > _MOST_NUMBERS:
+            return None
+        needed.add(node)
+        left += [*node.all_input_nodes, *writers.get(memory_of(node), [])]
+    return sorted(needed, key=order.__getitem__)
+
+
+def _draws_behind(wanted: list[fx.Node]) -> list[str]:
+    """The operators that drew random numbers for the values of ``wanted``."""
+    seen, left, found = set[fx.Node](), list(wanted), list[str]()
+    while left:
+        node = left.pop()
+        if node not in seen:
+            seen.add(node)
+            left += node.all_input_nodes
+            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+                found.append(str(node.target))
+    return found
+
+
+def _is_fixed(node: fx.Node) -> bool:
+    """Whether a node gives the same numbers whenever it is run on the same."""
+    if node.op == "get_attr" or node.target is operator.getitem:
+        return True
+    overload = node.target
+    if not isinstance(overload, torch._ops.OpOverload) or overload.namespace not in ("aten", "prims"):
+        return False
+    return torch.Tag.nondeterministic_seeded not in overload.tags
+
+
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """The operands that an operator of a trace writes to."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    arguments = node.target._schema.arguments
+    given = dict(zip((a.name for a in arguments), node.args, strict=False)) | node.kwargs
+    writes = [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [value for value in writes if isinstance(value, fx.Node)]
+
+
+def memory_of(node: fx.Node) -> fx.Node:
+    """The value in whose memory ``node`` may lie."""
+    while node.all_input_nodes:
+        schema = getattr(node.target, "_schema", None)
+        aliases = node.target is operator.getitem or (
+            schema is not None and any(r.alias_info is not None for r in schema.returns)
+        )
+        if not aliases:
+            break
+        node = node.all_input_nodes[0]
+    return node
+
+
+def is_written(first: fx.Node, memory: set[fx.Node]) -> bool:
+    """Whether an operator from ``first`` on writes to one of these."""
+    nodes = list(first.graph.nodes)
+    return any(memory_of(to) in memory for node in nodes[nodes.index(first) :] for to in written_by(node))
+
+
+def _run(nodes: list[fx.Node], root: nn.Module, given: Mapping[fx.Node, Tensor]) -> dict[fx.Node, Any]:
+    values: dict[fx.Node, Any] = {}
+    for node in nodes:
+        if node in given:
+            values[node] = given[node].detach().to("cpu", node.meta["val"].dtype, copy=True)
+        elif node.op == "get_attr":
+            attribute = operator.attrgetter(str(node.target))(root)
+            if isinstance(attribute, FakeTensor):
+                raise ValueError(f"{node.target} has no numbers")
+            values[node] = attribute.detach().clone()
+        else:
+            assert callable(node.target)
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = node.target(*args, **kwargs)
+    return values
+
+
+@contextmanager
+def conversions_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
+    """Inside, modules can be converted by ``to``, ``float`` and their kin, if they are then as they were.
+
+    ``double``: what is converted to another floating type stays in float64, as all of the model is.
+    Raises :class:`UnsupportedError` where a parameter or buffer would be of another type or on another device.
+    """
+
+    def convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing(), _disable_current_modes():
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                made = function(torch.empty((0,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device))
+                if (made.dtype, made.device) == (tensor.dtype, tensor.device) or (double and _both_float(made, tensor)):
+                    continue
+                path = next((path for path, part in model.named_modules() if part is module), type(module).__name__)
+                before, after = (f"{t.dtype} on {t.device}".replace("torch.", "") for t in (tensor, made))
+                raise UnsupportedError(
+                    f"forward converts the module {path!r} ({name}: {before}, to {after}), which changes the model's "
+                    "own weights at its first call; expected a module that is of that type already: convert it before "
+                    "(module.to(...)) and leave precision= away, or convert what it is given instead"
+                )
+        return module
+
+    with mock.patch.object(nn.Module, "_apply", convert):
+        yield
+
+
+def _both_float(made: Any, tensor: Tensor) -> bool:
+    return bool(made.dtype.is_floating_point and tensor.dtype == torch.float64 and made.device == tensor.device)

@@ -1,0 +1,555 @@
+"""Whether a hook only looks at what it is given, told from its source without calling it.
+
+A hook that only looks returns nothing, and changes neither what it is given nor the model. To call it would not tell:
+it may act on large gradients alone, and it may record what it sees. So its source is read. Each value is of one of few
+kinds, and what a function may do depends on the kind of what it does it to. Whatever cannot be told counts as acting.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import collections
+import functools
+import linecache
+import logging
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from inspect import getattr_static
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+# ``given``: what the hook is given, and views of it. ``model``: a module and what it holds. ``known``: objects that
+# exist already. ``fresh``: what the hook makes. ``none``: ``None``. ``unknown``: anything.
+Kind = Literal["given", "model", "known", "fresh", "none", "unknown"]
+_MOST_OBJECTS, _MOST_DEPTH, _MOST_ROUNDS = 256, 6, 8
+
+
+@dataclass(frozen=True)
+class HookValue:
+    kind: Kind
+    objects: tuple[Any, ...] = ()  # those that a ``known`` value may be
+
+    def joined(self, other: HookValue) -> HookValue:
+        """What may be this or the other."""
+        if self.kind == other.kind:
+            return HookValue("known", (*self.objects, *other.objects)[:_MOST_OBJECTS]) if self.kind == "known" else self
+        kinds = {self.kind, other.kind}
+        if "none" in kinds:
+            return other if self.kind == "none" else self
+        return GIVEN if kinds == {"given", "fresh"} else UNKNOWN
+
+
+GIVEN, MODEL, FRESH, NONE, UNKNOWN = (
+    HookValue("given"),
+    HookValue("model"),
+    HookValue("fresh"),
+    HookValue("none"),
+    HookValue("unknown"),
+)
+
+
+class _Acts(Exception):
+    """What a function does besides looking, in words."""
+
+
+def what_it_does(hook: Callable[..., Any], given: Sequence[HookValue]) -> str | None:
+    """What ``hook`` does, or may do, besides looking at its arguments, of the kinds ``given``; ``None``: nothing."""
+    try:
+        returned = _call(hook, list(given), {}, 0)
+    except _Acts as found:
+        return str(found)
+    return None if returned.kind == "none" else "returns a value, or may return one"
+
+
+def code_of(hook: Callable[..., Any]) -> tuple[str, types.CodeType | None]:
+    """The qualified name of the function behind a hook, and its code; of what is no Python function, ``None``."""
+    function, _, _ = _unwrapped(hook)
+    return getattr(function, "__qualname__", type(hook).__qualname__), getattr(function, "__code__", None)
+
+
+def _unwrapped(called: Any) -> tuple[Any, list[HookValue], dict[str, HookValue]]:
+    """The function behind a partial, a method or an object that can be called, and what it is given first."""
+    first: list[HookValue] = []
+    named: dict[str, HookValue] = {}
+    for _ in range(_MOST_DEPTH):
+        if isinstance(called, functools.partial):
+            first = [*map(_of_object, called.args), *first]
+            named = {**{name: _of_object(v) for name, v in called.keywords.items()}, **named}
+            called = called.func
+        elif isinstance(called, types.FunctionType) and called.__code__ is _IN_CONTEXT:
+            called = called.__wrapped__  # type: ignore[attr-defined]
+        elif isinstance(called, types.MethodType):
+            first = [_of_object(called.__self__), *first]
+            called = called.__func__
+        elif not isinstance(called, types.FunctionType | types.BuiltinFunctionType | type) and isinstance(
+            getattr_static(type(called), "__call__", None), types.FunctionType
+        ):
+            called = called.__call__
+        else:
+            break
+    return called, first, named
+
+
+_IN_CONTEXT = torch.no_grad()(lambda: None).__code__  # of what ``@torch.no_grad()`` makes of a function
+
+_PLAIN = (str, bytes, int, float, complex, bool, torch.dtype, torch.device, torch.Size)
+
+
+def _of_object(value: Any) -> HookValue:
+    if value is None:
+        return NONE
+    return FRESH if isinstance(value, _PLAIN) else HookValue("known", (value,))
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+# Functions that neither write to what they are given nor hand it on.
+_ASKING = {
+    print, len, float, int, str, repr, format, isinstance, issubclass, abs, any, all, bool, round, id, type, hash,
+    hasattr, callable, range, divmod, ord, chr, open, complex, bytes, slice,
+}  # fmt: skip
+_HANDING_ON = {
+    list, tuple, dict, set, frozenset, zip, enumerate, reversed, iter, next, sorted, getattr, map, filter, min, max,
+    sum, super,
+}  # fmt: skip
+_HIDING = {"globals", "locals", "vars", "exec", "eval", "compile", "exit", "_exit", "abort", "kill", "quit"}
+_CONTAINERS = (list, dict, set, collections.deque)
+_FILLING = {"append", "appendleft", "add", "update", "extend", "insert", "clear", "remove", "discard", "write"}
+# Methods of tensors and functions of torch that give new numbers.
+_MEASURING = {
+    "item", "tolist", "norm", "mean", "sum", "std", "var", "clone", "any", "all", "isnan", "isfinite", "isinf", "numel",
+    "size", "dim", "square", "sqrt", "histc", "count_nonzero", "argmax", "argmin", "amax", "amin", "median", "quantile",
+    "vector_norm", "is_floating_point", "element_size", "nelement", "data_ptr", "get_device", "stack", "cat", "max",
+    "min", "linalg_vector_norm", "allclose", "equal", "new_tensor", "tensor", "zeros_like", "ones_like",
+}  # fmt: skip
+# Methods and functions that write to a tensor or an array though their names do not end in "_", and those that train.
+_WRITING = {
+    "fill", "sort", "partition", "put", "itemset", "resize", "setfield", "setflags", "byteswap", "copyto", "place",
+    "putmask", "fill_diagonal", "share_memory", "__setitem__", "__setattr__", "__iadd__", "__imul__",
+}  # fmt: skip
+_TRAINING = {"backward", "register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
+_MODEL_READS = {
+    "named_parameters", "parameters", "named_modules", "modules", "named_children", "children", "named_buffers",
+    "buffers", "extra_repr", "get_parameter", "get_submodule", "get_buffer", "state_dict", "_get_name",
+}  # fmt: skip
+_TORCHS_LOOKING = ("torch.utils.tensorboard", "torch.cuda.memory", "torch.autograd.grad_mode")
+_TORCHS_ACTING = ("torch.distributed", "torch.optim", "torch.amp", "torch.autograd", "torch.nn.init", "torch.random")
+
+
+def _is_state(value: Any) -> bool:
+    """Whether an object is a part of training, which a hook must not change."""
+    acting = type(value).__module__.startswith(("torch.optim", "torch.amp", "torch.distributed"))
+    return isinstance(value, nn.Module | Tensor | torch.Generator | torch.optim.Optimizer) or acting
+
+
+def _in_place(name: str) -> bool:
+    return name in _WRITING or name in _TRAINING or (name.endswith("_") and not name.endswith("__"))
+
+
+def _call(called: Any, args: list[HookValue], named: dict[str, HookValue], depth: int) -> HookValue:
+    """What a call returns."""
+    function, first, more = _unwrapped(called)
+    args, named = [*first, *args], {**more, **named}
+    values = [*args, *named.values()]
+    touched = [v for v in values if v.kind in ("given", "model", "unknown") or any(map(_is_state, v.objects))]
+    name, home = getattr(function, "__name__", type(function).__name__), _home(function)
+    if _hashable_in(function, _ASKING):
+        return NONE if function is print else FRESH
+    if name in _HIDING:
+        raise _Acts(f"calls {name}, so that what it does cannot be read")
+    if _hashable_in(function, _HANDING_ON):
+        if any(v.kind == "unknown" or any(callable(o) and o not in _ASKING for o in v.objects) for v in values):
+            raise _Acts(f"calls {name} with what cannot be read")
+        return functools.reduce(HookValue.joined, map(_element, values), FRESH)
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, _CONTAINERS):
+        return NONE if name in _FILLING else _elements(owner)
+    if isinstance(owner, Tensor | nn.Module) or home == "torch" or home.startswith("torch."):
+        return _call_torch(name, home, owner, values, touched)
+    if home in ("logging", "warnings", "_warnings"):
+        return NONE
+    if home.startswith("numpy") and not _in_place(name) and len(args) <= getattr(function, "nin", len(args)):
+        return GIVEN if touched else FRESH
+    if isinstance(function, types.FunctionType) and _is_own(function):
+        if depth == _MOST_DEPTH:
+            raise _Acts(f"calls {name}, which is too deep to be read")
+        return _HookReader(function, depth).returned(args, named)
+    if not touched and not _is_state(owner):
+        return FRESH
+    if isinstance(function, type) and issubclass(function, tuple | BaseException):
+        return GIVEN
+    raise _Acts(f"hands what it is given to {name}, which may change it")
+
+
+def _hashable_in(function: Any, table: set[Any]) -> bool:
+    try:
+        return function in table
+    except TypeError:
+        return False
+
+
+def _home(function: Any) -> str:
+    owner = getattr(function, "__self__", None)
+    home = getattr(function, "__module__", None) or type(owner if owner is not None else function).__module__
+    return str(home)
+
+
+def _is_own(function: types.FunctionType) -> bool:
+    """Whether a function is read, as one of a user's; what is installed is not."""
+    file = function.__code__.co_filename
+    return "site-packages" not in file and not file.startswith(_PYTHON)
+
+
+_PYTHON = str(Path(logging.__file__).parent.parent)
+
+
+def _call_torch(name: str, home: str, owner: Any, values: list[HookValue], touched: list[HookValue]) -> HookValue:
+    if home.startswith(_TORCHS_LOOKING):
+        return FRESH
+    if isinstance(owner, nn.Module) or any(isinstance(o, nn.Module) for v in values[:1] for o in v.objects):
+        if name not in _MODEL_READS:
+            raise _Acts(f"calls {name} of a module")
+        return MODEL
+    if _in_place(name) or home.startswith(_TORCHS_ACTING) or (_is_state(owner) and not isinstance(owner, Tensor)):
+        raise _Acts(f"calls {name}, which may change what it is given")
+    return FRESH if name in _MEASURING or not touched else GIVEN
+
+
+def _element(value: HookValue) -> HookValue:
+    """One of what a value holds."""
+    if value.kind != "known":
+        return FRESH if value.kind == "none" else value
+    return functools.reduce(HookValue.joined, map(_elements, value.objects))
+
+
+def _elements(owner: Any) -> HookValue:
+    if isinstance(owner, Tensor):
+        return HookValue("known", (owner,))
+    held = (
+        list(owner.values() if isinstance(owner, dict) else owner) if isinstance(owner, (*_CONTAINERS, tuple)) else []
+    )
+    if isinstance(owner, collections.defaultdict) and owner.default_factory in (list, dict, set, int, float, str):
+        held.append(owner.default_factory())
+    if not held or len(held) > _MOST_OBJECTS:
+        return UNKNOWN
+    return functools.reduce(HookValue.joined, map(_of_object, held))
+
+
+# --- one function -----------------------------------------------------------------------------------------------------
+class _HookReader:
+    """Reads the source of one function, however often it loops: its names are of one kind throughout."""
+
+    def __init__(self, function: types.FunctionType, depth: int) -> None:
+        self.function, self.depth = function, depth
+        self.node = _definition(function.__code__)
+        self.names: dict[str, HookValue] = {}
+        self.result: HookValue | None = None
+
+    def returned(self, args: list[HookValue], named: dict[str, HookValue]) -> HookValue:
+        self._bind(args, named)
+        for _ in range(_MOST_ROUNDS):
+            before, self.result = dict(self.names), None
+            if isinstance(self.node, ast.Lambda):
+                return self.value(self.node.body)
+            self.run(self.node.body)
+            if self.names == before:
+                return self.result or NONE
+        raise _Acts("is too involved to be read")
+
+    def _bind(self, args: list[HookValue], named: dict[str, HookValue]) -> None:
+        parameters = self.node.args
+        names = [a.arg for a in (*parameters.posonlyargs, *parameters.args)]
+        defaults = dict(zip(reversed(names), reversed(self.function.__defaults__ or ()), strict=False))
+        defaults |= self.function.__kwdefaults__ or {}
+        bound = {**{n: _of_object(v) for n, v in defaults.items()}, **dict(zip(names, args, strict=False)), **named}
+        for name in (*names, *(a.arg for a in parameters.kwonlyargs)):
+            self.names[name] = bound.get(name, UNKNOWN)
+        for extra, rest in ((parameters.vararg, args[len(names) :]), (parameters.kwarg, list(named.values()))):
+            if extra is not None:
+                self.names[extra.arg] = functools.reduce(HookValue.joined, rest, FRESH)
+
+    def acts(self, what: str, node: ast.AST) -> _Acts:
+        return _Acts(f"{what} (line {getattr(node, 'lineno', '?')})")
+
+    # statements
+
+    def run(self, body: Sequence[ast.stmt]) -> None:
+        for statement in body:
+            self.statement(statement)
+
+    def statement(self, node: ast.stmt) -> None:
+        match node:
+            case ast.Return():
+                found = NONE if node.value is None else self.value(node.value)
+                self.result = found if self.result is None else self.result.joined(found)
+            case ast.Assign():
+                found = self.value(node.value)
+                for target in node.targets:
+                    self.store(target, found)
+            case ast.AnnAssign():
+                if node.value is not None:
+                    self.store(node.target, self.value(node.value))
+            case ast.AugAssign():
+                held, added = self.value(node.target), self.value(node.value)
+                if held.kind not in ("fresh", "none") and not _all_containers(held):
+                    raise self.acts(f"changes {ast.unparse(node.target)} in place", node)
+                self.store(node.target, held.joined(added))
+            case ast.For():
+                self.store(node.target, _element(self.value(node.iter)))
+                self.run([*node.body, *node.orelse])
+            case ast.While() | ast.If():
+                self.value(node.test)
+                self.run([*node.body, *node.orelse])
+            case ast.With():
+                for item in node.items:
+                    found = self.value(item.context_expr)
+                    if item.optional_vars is not None:
+                        self.store(item.optional_vars, found)
+                self.run(node.body)
+            case ast.Try():
+                self.run([*node.body, *(s for h in node.handlers for s in h.body), *node.orelse, *node.finalbody])
+            case ast.Expr():
+                self.value(node.value)
+            case ast.Import() | ast.ImportFrom():
+                self._import(node)
+            case ast.Delete():
+                for target in node.targets:
+                    if not isinstance(target, ast.Name):
+                        self.store(target, FRESH)
+            case ast.Pass() | ast.Break() | ast.Continue() | ast.Global() | ast.Nonlocal():
+                pass
+            case ast.Raise() | ast.Assert():
+                raise self.acts("may raise an error", node)
+            case _:
+                raise self.acts(f"has a statement that is not read ({type(node).__name__.lower()})", node)
+
+    def _import(self, node: ast.Import | ast.ImportFrom) -> None:
+        for alias in node.names:
+            name = alias.asname or alias.name.partition(".")[0]
+            if isinstance(node, ast.Import):
+                found = sys.modules.get(alias.name if alias.asname else name)
+            else:
+                found = getattr(sys.modules.get(node.module or ""), alias.name, None)
+            self.names[name] = UNKNOWN if found is None else HookValue("known", (found,))
+
+    def store(self, target: ast.expr, found: HookValue) -> None:
+        match target:
+            case ast.Name():
+                held = self.names.get(target.id)
+                self.names[target.id] = found if held is None or held == found else held.joined(found)
+            case ast.Tuple() | ast.List():
+                for part in target.elts:
+                    self.store(part, _element(found))
+            case ast.Starred():
+                self.store(target.value, found)
+            case ast.Attribute() | ast.Subscript():
+                base = self.value(target.value)
+                if base.kind not in ("fresh", "known") or any(map(_is_state, base.objects)):
+                    raise self.acts(f"writes to {ast.unparse(target)}", target)
+            case _:
+                raise self.acts(f"writes to {ast.unparse(target)}", target)
+
+    # expressions
+
+    def value(self, node: ast.expr) -> HookValue:
+        match node:
+            case ast.Constant():
+                return NONE if node.value is None else FRESH
+            case ast.Name():
+                return self.name(node.id)
+            case ast.Attribute():
+                return self.attribute(self.value(node.value), node.attr)
+            case ast.Subscript():
+                self.value(node.slice)
+                return _element(self.value(node.value))
+            case ast.Call():
+                return self.call(node)
+            case ast.IfExp():
+                self.value(node.test)
+                return self.either(node.body, node.orelse)
+            case ast.BoolOp():
+                return self.either(*node.values)
+            case ast.NamedExpr():
+                found = self.value(node.value)
+                self.store(node.target, found)
+                return found
+            case ast.Starred():
+                return _element(self.value(node.value))
+            case ast.Lambda():  # whoever calls it, with whatever
+                for parameter in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
+                    self.store(ast.Name(parameter.arg), GIVEN)
+                self.value(node.body)
+                return FRESH
+            case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
+                return self.comprehension(node)
+            case ast.Await() | ast.Yield() | ast.YieldFrom():
+                raise self.acts("is a generator", node)
+        parts = [self.value(child) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
+        return FRESH if isinstance(node, ast.Compare | ast.JoinedStr | ast.FormattedValue) else _held(parts)
+
+    def either(self, *nodes: ast.expr) -> HookValue:
+        found = [self.value(n) for n in nodes]
+        if all(f.kind == "none" for f in found):
+            return NONE
+        return functools.reduce(HookValue.joined, [FRESH if f.kind == "none" else f for f in found])
+
+    def comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> HookValue:
+        for loop in node.generators:
+            self.store(loop.target, _element(self.value(loop.iter)))
+            for test in loop.ifs:
+                self.value(test)
+        parts = (node.key, node.value) if isinstance(node, ast.DictComp) else (node.elt,)
+        return _held([self.value(p) for p in parts])
+
+    def name(self, name: str) -> HookValue:
+        if name in self.names:
+            return self.names[name]
+        cells = dict(zip(self.function.__code__.co_freevars, self.function.__closure__ or (), strict=True))
+        try:
+            if name in cells:
+                return _of_object(cells[name].cell_contents)
+        except ValueError:  # not set yet
+            return UNKNOWN
+        for place in (self.function.__globals__, vars(builtins)):
+            if name in place:
+                return _of_object(place[name])
+        return UNKNOWN
+
+    def attribute(self, base: HookValue, name: str) -> HookValue:
+        if base.kind != "known":
+            return FRESH if base.kind == "none" or name in _DESCRIBING else base
+        found = FRESH
+        for n, owner in enumerate(base.objects):
+            if _is_state(owner):
+                one = FRESH if name in _DESCRIBING else MODEL
+            elif isinstance(getattr_static(owner, name, property()), property):
+                one = UNKNOWN
+            else:
+                one = _of_object(getattr(owner, name))
+            found = one if n == 0 else found.joined(one)
+        return found
+
+    def call(self, node: ast.Call) -> HookValue:
+        args = [self.value(a) for a in node.args]
+        named = {k.arg or "**": self.value(k.value) for k in node.keywords}
+        text = ast.unparse(node.func)
+        if named.get("out", FRESH).kind not in ("fresh", "none"):
+            raise self.acts(f"writes to what {text} is given as out=", node)
+        try:
+            if isinstance(node.func, ast.Attribute):
+                base = self.value(node.func.value)
+                if base.kind == "known" and any(map(_is_state, base.objects)):
+                    base = GIVEN if all(isinstance(o, Tensor) for o in base.objects) else MODEL
+                if base.kind != "known" or not base.objects:
+                    return self.method(node.func, base, [*args, *named.values()])
+            called = self.value(node.func)
+            if called.kind != "known":
+                raise _Acts(f"calls {text}, which cannot be read")
+            found = [_call(c, list(args), dict(named), self.depth + 1) for c in called.objects]
+            if all(f.kind == "none" for f in found):
+                return NONE
+            return functools.reduce(HookValue.joined, [FRESH if f.kind == "none" else f for f in found])
+        except _Acts as found_out:
+            raise found_out if "(line " in str(found_out) else self.acts(str(found_out), node) from None
+
+    def method(self, function: ast.Attribute, base: HookValue, values: list[HookValue]) -> HookValue:
+        """A call of a method of what is no known object."""
+        name = function.attr
+        if base.kind in ("unknown", "none"):
+            raise _Acts(f"calls {ast.unparse(function)}, which cannot be read")
+        if base.kind == "model":
+            if name in _MODEL_READS or name in _MEASURING:
+                return MODEL
+            raise _Acts(f"calls {name} of a module")
+        if name in _TRAINING or (base.kind == "given" and _in_place(name)):
+            raise _Acts(f"changes what it is given, or the model ({name})")
+        held = _held([base, *values])
+        if base.kind == "fresh" and name in _FILLING:
+            if isinstance(function.value, ast.Name):
+                self.store(function.value, held)
+            return NONE
+        return FRESH if name in _MEASURING else held
+
+
+_DESCRIBING = {
+    "shape", "dtype", "device", "ndim", "is_cuda", "requires_grad", "is_leaf", "layout", "itemsize", "nbytes",
+    "training", "__name__", "__qualname__",
+}  # fmt: skip
+
+
+def _held(values: Sequence[HookValue]) -> HookValue:
+    """What is made of values, or holds them; objects that are no part of training can be held without harm."""
+    plain = [
+        FRESH if v.kind == "none" or (v.kind == "known" and not any(map(_is_state, v.objects))) else v for v in values
+    ]
+    return functools.reduce(HookValue.joined, plain, FRESH)
+
+
+def _all_containers(value: HookValue) -> bool:
+    return value.kind == "known" and all(isinstance(o, _CONTAINERS) for o in value.objects)
+
+
+# --- source -----------------------------------------------------------------------------------------------------------
+Definition = ast.FunctionDef | ast.Lambda
+
+
+def _definition(code: types.CodeType) -> Definition:
+    """The node that ``code`` was compiled of."""
+    text = "".join(linecache.getlines(code.co_filename))
+    try:
+        tree, compiled = _parsed(text, code.co_filename)
+    except SyntaxError:
+        raise _Acts("has no source that can be read") from None
+    same = [
+        c for c in compiled if (c.co_name, c.co_firstlineno, c.co_code) == _key(code) and c.co_names == code.co_names
+    ]
+    found = [node for node in _functions(tree) if _first_line(node) == code.co_firstlineno and _names(node, code)]
+    inside = [p for p in code.co_positions() if p[0] is not None and p[2] is not None and p[2:] != (0, 0)]
+    if len(found) > 1:
+        found = [n for n in found if all(_contains(n, p) for p in inside)]
+    if not same or not found:
+        raise _Acts("has no source that can be read")
+    return min(found, key=lambda n: (n.end_lineno or 0, n.end_col_offset or 0))
+
+
+def _key(code: types.CodeType) -> tuple[str, int, bytes]:
+    return code.co_name, code.co_firstlineno, code.co_code
+
+
+@lru_cache(maxsize=64)
+def _parsed(text: str, file: str) -> tuple[ast.Module, tuple[types.CodeType, ...]]:
+    whole = compile(text, file, "exec", dont_inherit=True)
+    return ast.parse(text), tuple(_inner(whole))
+
+
+def _inner(code: types.CodeType) -> Iterator[types.CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield constant
+            yield from _inner(constant)
+
+
+def _functions(tree: ast.Module) -> Iterator[Definition]:
+    return (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.Lambda))
+
+
+def _first_line(node: Definition) -> int:
+    decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
+    return min([node.lineno, *(d.lineno for d in decorators)])
+
+
+def _names(node: Definition, code: types.CodeType) -> bool:
+    return code.co_name == (node.name if isinstance(node, ast.FunctionDef) else "<lambda>")
+
+
+def _contains(node: Definition, place: tuple[int | None, int | None, int | None, int | None]) -> bool:
+    line, _, column, _ = place
+    start, end = (node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)
+    return start <= (line or 0, column or 0) <= end

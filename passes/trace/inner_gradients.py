@@ -1,0 +1,492 @@
+"""Gradients that forward itself asks for (``torch.autograd.grad``, ``torch.func``), traced as ordinary operators.
+
+A trace records what forward calls, and none of the operators that the autograd engine calls: a force that is the
+gradient of an energy would stand in the graph as a constant without numbers. Inside :func:`inner_gradients_traced` such
+a call takes the operators between its inputs and its outputs out of the trace so far, differentiates them, and calls
+the result, so that it is traced like everything else. The derivative consists of operators that have derivatives in
+turn, which is what the backward of the whole model needs.
+
+The operators in between are computed a second time for the derivative. What forward reads of the outputs afterwards is
+the second result, so that the first is dropped where nothing else needs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx
+from torch._C import _TorchDispatchModeKey
+from torch._C._functorch import get_dynamic_layer_stack_depth
+from torch._decomp import decomposition_table
+from torch._functorch import eager_transforms
+from torch._ops import _get_dispatch_mode_pre_dispatch
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_slot, make_fx, track_tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
+
+from passes.errors import UnsupportedError
+from passes.ir.inplace import functional_kin, is_view
+from passes.ir.rewrite import drop_unused
+
+aten = torch.ops.aten
+
+_plain_engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+_plain_requires_grad_ = Tensor.requires_grad_
+_PLAIN_FLAG: Any = torch._C.TensorBase.requires_grad
+
+
+def _of_reals(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decomposition for real numbers alone: some of its operators have no derivative for complex ones."""
+
+    def simpler(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(x, Tensor) and x.is_complex() for x in args):
+            return NotImplemented
+        return function(*args, **kwargs)
+
+    return simpler
+
+
+# Derivatives as the simpler operators that they are made of: those have derivatives, and rules to be sharded by. So are
+# norms, whose derivatives read a mean and a deviation that torch takes for constants where they are results of one.
+_NORMS = ("native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit", "_fused_rms_norm")
+_SIMPLER: dict[Any, Callable[..., Any]] = {
+    target: _of_reals(function)
+    for target, function in decomposition_table.items()
+    if isinstance(target, torch._ops.OpOverload)
+    and ("backward" in target._schema.name or target._schema.name.removeprefix("aten::") in _NORMS)
+}
+_DETACHES = {aten.detach.default, aten.detach_.default}
+# Operators whose running statistics are updated by forward; the arguments with these, and the one that asks for it.
+_UPDATING = {aten.batch_norm.default: (3, 4, 5), aten.instance_norm.default: (3, 4, 5)}
+_EPS_OF_RMS = 3  # its place among the arguments
+_UNUSED = (
+    "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this is "
+    "the desired behavior."
+)
+
+
+@contextlib.contextmanager
+def inner_gradients_traced(line: Callable[[], str]) -> Iterator[None]:
+    """Inside, forward can take gradients by ``torch.autograd.grad``, ``torch.func`` and ``torch.autograd.functional``.
+
+    ``line``: where forward is now, for errors. Raises :class:`UnsupportedError` for what cannot be followed.
+    """
+    gradients = _InnerGradients(line)
+    with (
+        mock.patch.object(torch.autograd, "_engine_run_backward", gradients.run),
+        mock.patch.object(
+            Tensor, "requires_grad_", lambda self, requires_grad=True: gradients.ask(self, requires_grad)
+        ),
+        mock.patch.object(Tensor, "requires_grad", property(_PLAIN_FLAG.__get__, gradients.set), create=True),
+        mock.patch.object(eager_transforms, "grad_and_value_impl", gradients.unmapped(_grad_and_value)),
+        mock.patch.object(eager_transforms, "_vjp_with_argnums", gradients.unmapped(_vjp)),
+        mock.patch.object(eager_transforms, "_jvp_with_argnums", gradients.unmapped(_jvp)),
+        mock.patch.object(eager_transforms, "vmap", gradients.unmapped(_unrolled)),
+    ):
+        yield
+
+
+@dataclass
+class _InnerGradients:
+    """The calls of one trace. ``begun``: for a tensor that was told to require a gradient, by its node, how many nodes
+    there were then: those before it are not connected with it."""
+
+    line: Callable[[], str]
+    begun: dict[fx.Node, int] = field(default_factory=dict)
+
+    def ask(self, tensor: Tensor, flag: bool = True) -> Tensor:
+        tracer = _tracer()
+        node = _node_of(tensor, tracer) if tracer is not None else None
+        if node is not None and flag and not _PLAIN_FLAG.__get__(tensor):
+            self.begun[node] = len(node.graph.nodes)
+        return _plain_requires_grad_(tensor, flag)
+
+    def set(self, tensor: Tensor, flag: bool) -> None:
+        self.ask(tensor, flag)
+
+    def run(
+        self,
+        outputs: Sequence[Any],
+        grad_outputs: Sequence[Any],
+        keep_graph: Any = None,
+        create_graph: bool = False,
+        inputs: Sequence[Any] = (),
+        allow_unreachable: bool = False,
+        accumulate_grad: bool = False,
+    ) -> tuple[Any, ...]:
+        """In place of the autograd engine."""
+        tracer = _tracer()
+        if tracer is None:
+            made: tuple[Any, ...] = _plain_engine(
+                outputs, grad_outputs, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
+            )
+            return made
+        if accumulate_grad:
+            raise self.refused(
+                "calls backward()",
+                "leaves gradients on tensors as a side effect; expected torch.autograd.grad(outputs, inputs, "
+                "create_graph=True), which returns them",
+            )
+        self.check_unmapped()
+        found = _Between.of(tracer, self, [*outputs], [*inputs])
+        grads = found.differentiate(tracer, self, [*grad_outputs], create_graph)
+        if not allow_unreachable and any(g is None for g in grads):
+            raise RuntimeError(_UNUSED)
+        return tuple(g if create_graph or g is None else g.detach() for g in grads)
+
+    def unmapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``, which is refused inside of ``torch.vmap``."""
+
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            self.check_unmapped()
+            return function(*args, **kwargs)
+
+        return checked
+
+    def check_unmapped(self) -> None:
+        if get_dynamic_layer_stack_depth():
+            raise self.refused(
+                "takes a gradient inside of torch.vmap",
+                "cannot be followed there; expected one gradient of the sum over the samples, or a loop over them",
+            )
+
+    def refused(self, does: str, why: str) -> UnsupportedError:
+        return UnsupportedError(f"forward {does}{self.line()}, which {why}")
+
+
+@dataclass(frozen=True)
+class _Between:
+    """The operators between ``inputs`` and ``outputs`` of a gradient, in order (``body``); ``given``: other values that
+    they read, and inputs that no other input leads to."""
+
+    outputs: list[fx.Node | None]
+    inputs: list[fx.Node | None]
+    body: list[fx.Node]
+    given: list[fx.Node]
+    tensors: list[Tensor]  # the outputs themselves
+
+    @classmethod
+    def of(cls, tracer: Any, gradients: _InnerGradients, outputs: list[Any], inputs: list[Any]) -> _Between:
+        if not all(isinstance(x, Tensor) for x in (*outputs, *inputs)):
+            raise gradients.refused("takes the gradient of a GradientEdge", "is followed for tensors alone")
+        ends, starts = ([_node_of(x, tracer) for x in tensors] for tensors in (outputs, inputs))
+        nodes = list(tracer.graph.nodes)
+        place = {node: index for index, node in enumerate(nodes)}
+        reached: set[fx.Node] = {n for n in starts if n is not None}
+        enabled = True
+        for index, node in enumerate(nodes):
+            if node.target is torch._C._set_grad_enabled:
+                enabled = bool(node.args[0])
+            if node in reached or not enabled or node.op != "call_function":
+                continue
+            before = [n for n in node.all_input_nodes if n in reached and gradients.begun.get(n, 0) <= index]
+            if before and not _stops(node):
+                _check(node, reached, gradients)
+                reached.add(node)
+        wanted = {n for n in ends if n is not None and n in reached}
+        for node in reversed(nodes):
+            if node in wanted:
+                wanted |= {n for n in node.all_input_nodes if n in reached}
+        heads = {n for n in starts if n is not None and not any(m in wanted for m in n.all_input_nodes)}
+        body = [n for n in nodes if n in wanted and n not in heads]
+        read = {n for node in body for n in node.all_input_nodes} | {n for n in ends if n is not None}
+        given = sorted((read | heads) - set(body), key=place.__getitem__)
+        return cls(ends, starts, body, given, outputs)
+
+    def differentiate(
+        self, tracer: Any, gradients: _InnerGradients, grad_outputs: list[Any], create_graph: bool
+    ) -> list[Any]:
+        """The gradients of the inputs, traced; ``None`` where an output does not depend on one."""
+        values = [n.meta["val"] for n in self.given]
+        seeds = [g for g in grad_outputs if g is not None]
+        reached: list[bool] = []
+
+        def derivative(*flat: Tensor) -> list[Tensor]:
+            env: dict[fx.Node, Any] = dict(zip(self.given, flat, strict=False))
+            for node in self.inputs:
+                if node in env:
+                    env[node] = env[node].detach().requires_grad_()
+            tangents = list(flat[len(self.given) :])
+            with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+                for node in self.body:
+                    _replay(node, env)
+                pairs = [(env[n], t) for n, t in zip(self.outputs, tangents, strict=True) if n in env]
+                pairs = [(o, t) for o, t in pairs if isinstance(o, Tensor) and o.requires_grad]
+                targets = [env[n] for n in self.inputs if n in env]
+                found: list[Any] = [None] * len(targets)
+                if pairs and targets:
+                    ends, tangents = [o for o, _ in pairs], [t for _, t in pairs]
+                    found = [
+                        *torch.autograd.grad(ends, targets, tangents, create_graph=create_graph, allow_unused=True)
+                    ]
+            reached[:] = [g is not None for g in found]
+            return [*(g for g in found if g is not None), *(env[n] for n in self.outputs if n in self.body)]
+
+        with disable_proxy_modes_tracing():
+            examples = [*map(_like, values), *map(_like, seeds)]
+            traced = make_fx(derivative, decomposition_table=_SIMPLER, tracing_mode="real")(*examples)
+            if any(_mutates(node) for node in traced.graph.nodes):
+                traced = _functional(traced, examples)
+            _take_out_detached(traced)
+            _check_derivable(traced, examples, gradients)
+            operands = [_tracked(tracer, node, value) for node, value in zip(self.given, values, strict=True)]
+        results = iter(traced(*operands, *seeds))
+        found = iter(reached)
+        grads = [next(results) if n in (*self.given, *self.body) and next(found) else None for n in self.inputs]
+        for tensor, node in zip(self.tensors, self.outputs, strict=True):
+            if node in self.body:
+                self._read_again(tracer, tensor, next(results))
+        return grads
+
+    @staticmethod
+    def _read_again(tracer: Any, tensor: Tensor, again: Tensor) -> None:
+        """Whoever reads ``tensor`` from here on reads ``again``, which is equal."""
+        track_tensor(tensor, get_proxy_slot(again, tracer).proxy, constant=None, tracer=tracer)
+
+
+def _tracer() -> Any:
+    """What records the operators that forward calls; ``None`` where nothing is traced, or something within it is."""
+    mode = _get_dispatch_mode_pre_dispatch(_TorchDispatchModeKey.PROXY)
+    return None if mode is None else mode.tracer
+
+
+def _node_of(tensor: Tensor, tracer: Any) -> fx.Node | None:
+    slot: Any = get_proxy_slot(tensor, tracer, None)
+    return None if slot is None else slot.proxy.node
+
+
+def _like(value: Tensor) -> Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _tracked(tracer: Any, node: fx.Node, value: Tensor) -> Tensor:
+    """A tensor that stands for the result of ``node`` in the trace."""
+    made = _like(value)
+    if made.is_floating_point() or made.is_complex():
+        _plain_requires_grad_(made)
+    track_tensor(made, fx.Proxy(node, tracer), constant=None, tracer=tracer)
+    return made
+
+
+# --- operators --------------------------------------------------------------------------------------------------------
+def _stops(node: fx.Node) -> bool:
+    """Whether a result does not depend on the operands in a way that has a gradient."""
+    value = node.meta.get("val")
+    leaves = [v for v in pytree.tree_leaves(value) if isinstance(v, Tensor)]
+    if node.target in _DETACHES or not any(v.is_floating_point() or v.is_complex() for v in leaves):
+        return True
+    name = getattr(getattr(node.target, "_schema", None), "name", "")
+    return name.endswith("_like") or name in ("aten::bernoulli", "aten::multinomial") or "::new_" in name
+
+
+def _check(node: fx.Node, reached: set[fx.Node], gradients: _InnerGradients) -> None:
+    """Raise :class:`UnsupportedError` for an operator that cannot be computed a second time, with the same result."""
+    if node.target is operator.getitem:
+        return
+    does = "takes a gradient"
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
+        raise gradients.refused(
+            does, f"leads through {node.target}, which is no operator of torch that has a derivative"
+        )
+    if _draws(node):
+        raise gradients.refused(
+            does, f"leads through {node.target}, which draws random numbers: draw them before, or leave it out (eval())"
+        )
+    if node.target is aten.rms_norm.default and len(node.args) <= _EPS_OF_RMS:
+        raise gradients.refused(
+            does, "leads through an RMS norm whose eps depends on the type: give it (eps=1e-6, say)"
+        )
+    if node.target._schema.is_mutable:
+        *_, base = _written(node)
+        if functional_kin(node.target) is None or base not in reached or is_view(base):
+            raise gradients.refused(
+                does, f"leads through {node.target}, which writes in place: write to a copy, or not in place"
+            )
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """The values that an operator writes in place, which are one tensor: the last is what made it."""
+    found = []
+    while isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        node = node.args[0]  # type: ignore[assignment]
+        found.append(node)
+    return found
+
+
+def _draws(node: fx.Node) -> bool:
+    tagged = torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    rate = next((given.get(name, 0.0) for name in ("dropout_p", "dropout") if name in names), None)
+    if rate is not None:
+        return bool(rate)
+    if "dropout" in node.target._schema.name:  # type: ignore[union-attr]
+        return bool(given.get("train", given.get("training", True))) and given.get("p", 0.5) != 0
+    return tagged and bool(given.get("training", True))
+
+
+def _replay(node: fx.Node, env: dict[fx.Node, Any]) -> None:
+    """Compute ``node`` anew, without writing to its operands."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+    target: Any = node.target
+    if target in _UPDATING and len(args) > _UPDATING[target][-1] and args[_UPDATING[target][-1]]:
+        first, last, _ = _UPDATING[target]
+        args = tuple(None if first <= i <= last else a for i, a in enumerate(args))
+    kin = functional_kin(target)
+    env[node] = (kin or target)(*args, **kwargs)
+    env.update(dict.fromkeys(_written(node), env[node]))
+
+
+def _mutates(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _functional(traced: fx.GraphModule, arguments: list[Tensor]) -> fx.GraphModule:
+    """``traced`` without operators that write into what they just made."""
+
+    def run(*flat: Tensor) -> list[Any]:
+        return list(fx.Interpreter(traced).run(*flat, enable_io_processing=False))
+
+    return make_fx(torch.func.functionalize(run, remove="mutations"), tracing_mode="real")(*arguments)
+
+
+def _take_out_detached(traced: fx.GraphModule) -> None:
+    """Read through ``detach``: it comes from what autograd saved, and what is derived again must not end there."""
+    for node in list(traced.graph.nodes):
+        if node.target in _DETACHES:
+            node.replace_all_uses_with(node.args[0])
+            traced.graph.erase_node(node)
+    drop_unused(traced.graph)
+    traced.recompile()
+
+
+def _check_derivable(traced: fx.GraphModule, arguments: list[Tensor], gradients: _InnerGradients) -> None:
+    """Raise :class:`UnsupportedError` where the derivative reads a second result of an operator that torch takes for a
+    constant, though it depends on the operands: it would be derived wrongly."""
+    env: dict[fx.Node, Any] = {}
+    floating = (a.requires_grad_() if a.is_floating_point() or a.is_complex() else a for a in map(_like, arguments))
+    with torch.enable_grad():
+        for node in traced.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = next(floating)
+            elif node.op == "call_function":
+                env[node] = node.target(*fx.node.map_arg(node.args, env.get), **fx.node.map_arg(node.kwargs, env.get))
+            if node.target is not operator.getitem or not isinstance(env[node], Tensor):
+                continue
+            parts = [x for x in env[node.args[0]] if isinstance(x, Tensor)]
+            if env[node].is_floating_point() and not env[node].requires_grad and any(x.requires_grad for x in parts):
+                raise gradients.refused(
+                    "takes a gradient",
+                    f"leads through {node.args[0].target}, whose derivative torch cannot derive once more from its "
+                    "parts: write the operator with simpler ones",
+                )
+
+
+def _gradient_of_input(
+    grad: Tensor, input: Tensor, weight: Tensor, bias_sizes: Any, *how: Any
+) -> tuple[Tensor | None, Tensor | None, Tensor | None] | Any:
+    """``convolution_backward`` of the input alone, as the transposed convolution that it is."""
+    stride, padding, dilation, transposed, _, groups, wanted = how
+    if list(wanted) != [True, False, False]:
+        return NotImplemented
+    kernel, dims = weight.shape[2:], range(weight.dim() - 2)
+    if transposed:
+        more = [0] * len(dims)
+    else:
+        reached = [
+            (grad.shape[2 + d] - 1) * stride[d] - 2 * padding[d] + dilation[d] * (kernel[d] - 1) + 1 for d in dims
+        ]
+        more = [input.shape[2 + d] - reached[d] for d in dims]
+    made = aten.convolution.default(grad, weight, None, stride, padding, dilation, not transposed, more, groups)
+    return made, None, None
+
+
+_SIMPLER[aten.convolution_backward.default] = _gradient_of_input
+
+
+# --- torch.func -------------------------------------------------------------------------------------------------------
+def _grad_and_value(
+    func: Callable[..., Any], argnums: Any, has_aux: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
+    """``torch.func.grad_and_value(func, argnums, has_aux)(*args, **kwargs)``."""
+    with torch.enable_grad():
+        args, chosen = _apart(args, argnums)
+        output = func(*args, **kwargs)
+        output, aux = output if has_aux else (output, None)
+        if not isinstance(output, Tensor) or output.dim():
+            raise RuntimeError("grad(f)(*args): expected f(*args) to return a scalar tensor")
+        leaves, spec = pytree.tree_flatten(chosen)
+        grads = _zeros_for_none(torch.autograd.grad(output, leaves, create_graph=True, allow_unused=True), leaves)
+    return pytree.tree_unflatten(grads, spec), (output, aux) if has_aux else output
+
+
+def _vjp(func: Callable[..., Any], *primals: Any, argnums: Any = None, has_aux: bool = False) -> tuple[Any, ...]:
+    """``torch.func.vjp``, of the arguments ``argnums`` (``None``: all)."""
+    with torch.enable_grad():
+        primals, chosen = _apart(primals, argnums)
+        output = func(*primals)
+        output, aux = output if has_aux else (output, None)
+    leaves, spec = pytree.tree_flatten(chosen)
+    ends = pytree.tree_leaves(output)
+
+    def pull_back(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
+        given = pytree.tree_leaves(cotangents)
+        with torch.enable_grad():
+            grads = torch.autograd.grad(ends, leaves, given, create_graph=True, allow_unused=True)
+        return pytree.tree_unflatten(_zeros_for_none(grads, leaves), spec)
+
+    return (output, pull_back, aux) if has_aux else (output, pull_back)
+
+
+def _jvp(
+    func: Callable[..., Any], primals: Any, tangents: Any, argnums: Any, *, strict: bool = False, has_aux: bool = False
+) -> tuple[Any, ...]:
+    """``torch.func.jvp``: the transpose of a gradient, which is linear in the gradient that it is given."""
+    output, pull_back, *aux = _vjp(func, *primals, argnums=argnums, has_aux=has_aux)
+    ends, spec = pytree.tree_flatten(output)
+    with torch.enable_grad():
+        seeds = [torch.zeros_like(end).requires_grad_() for end in ends]
+        grads = pytree.tree_leaves(pull_back(pytree.tree_unflatten(seeds, spec)))
+        moved = torch.autograd.grad(grads, seeds, pytree.tree_leaves(tangents), create_graph=True, allow_unused=True)
+    return (output, pytree.tree_unflatten(_zeros_for_none(moved, seeds), spec), *aux)
+
+
+def _unrolled(func: Callable[..., Any], in_dims: Any = 0, out_dims: int = 0, **_: Any) -> Callable[..., Any]:
+    """``torch.vmap`` over the rows of a basis, one after the other: what torch.func makes Jacobians by."""
+
+    def mapped(*args: Any) -> Any:
+        leaves, spec = pytree.tree_flatten(args)
+        rows = [func(*pytree.tree_unflatten([x[i] for x in leaves], spec)) for i in range(leaves[0].shape[0])]
+        parts = [pytree.tree_flatten(row) for row in rows]
+        return pytree.tree_unflatten(
+            [torch.stack(same, out_dims) for same in zip(*(found for found, _ in parts), strict=True)], parts[0][1]
+        )
+
+    return mapped
+
+
+def _apart(args: tuple[Any, ...], argnums: Any) -> tuple[tuple[Any, ...], Any]:
+    """The arguments, those that are differentiated as tensors of their own; and these."""
+    numbers = range(len(args)) if argnums is None else (argnums,) if isinstance(argnums, int) else argnums
+    numbers = [number % len(args) for number in numbers]
+    made = tuple(pytree.tree_map(_own, a) if i in numbers else a for i, a in enumerate(args))
+    if isinstance(argnums, int):
+        return made, made[numbers[0]]
+    return made, tuple(made[i] for i in numbers)
+
+
+def _own(value: Any) -> Any:
+    """A tensor of its own that requires a gradient, connected with what it was made of."""
+    if not isinstance(value, Tensor):
+        return value
+    return aten.alias.default(value) if value.requires_grad else value.detach().requires_grad_()
+
+
+def _zeros_for_none(grads: Sequence[Tensor | None], of: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, of, strict=True)]

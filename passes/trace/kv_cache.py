@@ -1,0 +1,250 @@
+"""Generation caches: left out of a plan where forward computes the same without them, and otherwise made as it does.
+
+A configuration's ``use_cache`` makes forward keep keys and values for a next call, of which a plan has none. That is
+waste, as long as nothing else depends on it; there are models that mask padding only where they make no cache.
+:func:`caches_matter` runs forward once without caches and once with them, and gives every tensor a name that says how
+it was computed: where results go by other names, they are computed in another way. Inputs and weights have no numbers;
+what depends on neither has them, up to a size, so that forward can ask for them and values are told by what they are.
+Of layers that are alike one is run; the others stand in by their operands' names.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from passes.trace.layer_equality import Group, alike, tensor_spec, told
+
+_LEAST = 2  # members of a group of which one stands for the others
+# Functions whose result has the numbers of their first operand.
+_SAME = frozenset({Tensor.contiguous, Tensor.clone, torch.clone, Tensor.detach, torch.detach})
+_JOINS = frozenset({torch.cat, torch.concat, torch.concatenate})
+_WRITES = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__"})
+_MOST_NUMBERS = 1 << 22  # of a value that has them
+_MOST_TOLD = 1 << 16  # of a value that is told by them
+
+
+def switch_caches_off(model: nn.Module) -> tuple[Any, ...]:
+    """Switch generation caches off in every configuration that the model's modules hold; those where they were on."""
+    found = []
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        nested = [v for v in vars(config).values() if hasattr(v, "use_cache")] if hasattr(config, "__dict__") else []
+        for part in (config, *nested):
+            if getattr(part, "use_cache", False) is True:
+                part.use_cache = False
+                found.append(part)
+    return tuple(found)
+
+
+def caches_matter(model: nn.Module, mode: FakeTensorMode, configs: Sequence[Any], run: Callable[[], Any]) -> bool:
+    """Whether ``model`` computes something else with the caches of ``configs``, which are switched off, than without.
+
+    Args:
+        mode: the one of the model's tensors, none of which has numbers.
+        run: calls forward outside of the mode; gives its result, or the exception in which it ends. Where both ways end
+            in one (for want of numbers, say), what was asked of torch last is compared.
+    """
+    names: dict[Any, int] = {}
+    for groups in (alike(model, _LEAST), []):
+        without, last = _names(model, groups, _Named(mode, names), run)
+        with _switched_on(configs):
+            made, also = _names(model, groups, _Named(mode, names), run)
+        if isinstance(without, dict) and isinstance(made, dict):
+            return any(made.get(path) != name for path, name in without.items())
+        if isinstance(without, Exception) and isinstance(made, Exception):
+            return type(without) is type(made) and last != also
+        # one alone: who reads what another layer keeps does not find it where that one is not run
+    return isinstance(without, Exception)
+
+
+@contextmanager
+def _switched_on(configs: Sequence[Any]) -> Iterator[None]:
+    for config in configs:
+        config.use_cache = True
+    try:
+        yield
+    finally:
+        for config in configs:
+            config.use_cache = False
+
+
+def _names(
+    model: nn.Module, groups: Sequence[Group], named: _Named, run: Callable[[], Any]
+) -> tuple[dict[Any, int] | Exception, Any]:
+    """The names of the tensors in what forward gives, by path, or what it raises; and what it asked of torch last."""
+    for place, tensor in enumerate([*model.parameters(), *model.buffers()]):
+        named.give(tensor, ("state", place))
+    with _standing_in(groups, named), named:
+        output = run()
+    if isinstance(output, Exception):
+        return output, named.last
+    with torch._C.DisableTorchFunction():
+        leaves, _ = pytree.tree_flatten_with_path(output)
+        return {path: named.of(leaf) for path, leaf in leaves if isinstance(leaf, Tensor)}, named.last
+
+
+@contextmanager
+def _standing_in(groups: Sequence[Group], named: _Named) -> Iterator[None]:
+    """Inside, of each group the first member runs that is called with operands of a kind."""
+    try:
+        for group in groups:
+            first: dict[Any, Any] = {}
+            for module in group.members:
+                module.__dict__["forward"] = functools.partial(_called, named, first, module, module.forward)
+        yield
+    finally:
+        for group in groups:
+            for module in group.members:
+                module.__dict__.pop("forward", None)
+
+
+def _called(
+    named: _Named, first: dict[Any, Any], module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    with torch._C.DisableTorchFunction():
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        kind = repr([tensor_spec(leaf) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves]), repr(tree)
+    if kind not in first:
+        first[kind] = forward(*args, **kwargs)
+        return first[kind]
+    with torch._C.DisableTorchFunction():
+        operands = tuple(named.of(tensor) for tensor in given)
+
+        def like(place: int, leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return named.give(torch.empty_like(leaf), ("layer", id(module), operands, place))
+
+        values, tree = pytree.tree_flatten(first[kind])
+        return pytree.tree_unflatten([like(place, leaf) for place, leaf in enumerate(values)], tree)
+
+
+class _Named(TorchFunctionMode):
+    """Inside, every tensor has a name, which is equal for what is computed in the same way; ``names``: those given."""
+
+    def __init__(self, mode: FakeTensorMode, names: dict[Any, int]) -> None:
+        super().__init__()
+        self.mode, self.names = mode, names
+        self.last: Any = None  # what was asked last
+        self._by_id: dict[int, int] = {}
+        self._held: list[Tensor] = []  # whose identities are not given to others
+        self._written: dict[int, int] = {}  # memory -> the name of what has been written to it
+        self._instead: dict[int, Tensor] = {}  # a tensor that had numbers -> that which stands for it without
+
+    def give(self, tensor: Tensor, key: Any) -> Tensor:
+        """Name what has no name yet."""
+        if id(tensor) not in self._by_id:
+            self._held.append(tensor)
+            self._by_id[id(tensor)] = self._name(_told(tensor) or key)
+        return tensor
+
+    def of(self, tensor: Tensor) -> int:
+        """The name of a tensor as it is now; what came from elsewhere is like itself alone."""
+        self.give(tensor, ("other", id(tensor)))
+        name, written = self._by_id[id(tensor)], self._written.get(_memory(tensor))
+        return name if written is None else self._name((name, written))
+
+    def _name(self, key: Any) -> int:
+        return self.names.setdefault(key, len(self.names))
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():
+            if self._instead:
+                args, kwargs = pytree.tree_map_only(Tensor, lambda t: self._instead.get(id(t), t), (args, kwargs))
+            operands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            versions = [tensor._version for tensor in operands]
+            self.last = asked = func, self._entry(args), self._entry(kwargs)
+            if not any(isinstance(tensor, FakeTensor) for tensor in operands):
+                result = self._with_numbers(func, args, kwargs)
+            else:
+                if _writes(func) and not isinstance(operands[0], FakeTensor):
+                    args = (self._without_numbers(operands[0], asked), *args[1:])
+                with self.mode:  # what the function makes on its way is not of use
+                    result = func(*args, **kwargs)
+            changed = [t for t, version in zip(operands, versions, strict=True) if t._version != version]
+            for memory in {_memory(tensor) for tensor in changed}:
+                self._written[memory] = self._name((self._written.get(memory), asked))
+            source = _source(func, args, result)
+            for place, made in enumerate(pytree.tree_leaves(result)):
+                if isinstance(made, Tensor):
+                    self.give(made, (asked, place)) if source is None else self._same(made, source)
+        return result
+
+    def _with_numbers(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What a function makes of numbers; without them where it is large."""
+        if getattr(func, "__name__", "") == "__get__":
+            return func(*args, **kwargs)
+        try:
+            given, named = pytree.tree_map_only(Tensor, self._faked, (args, kwargs))
+            with self.mode:
+                shape = func(*given, **named)
+        except Exception:  # it asks for numbers
+            return func(*args, **kwargs)
+        large = any(isinstance(t, Tensor) and t.numel() > _MOST_NUMBERS for t in pytree.tree_leaves(shape))
+        return shape if large else func(*args, **kwargs)
+
+    def _faked(self, tensor: Tensor) -> Tensor:
+        return self.mode.from_tensor(tensor, static_shapes=True)
+
+    def _without_numbers(self, tensor: Tensor, asked: Any) -> Tensor:
+        """What stands for ``tensor`` from now on, into which what has no numbers is written."""
+        fake = self._faked(tensor.clone())
+        self._held.append(fake)
+        self._by_id[id(fake)] = self.of(tensor)
+        self._instead[id(tensor)] = fake
+        for memory in (_memory(fake), _memory(tensor)):  # views of it have been written to as well
+            self._written[memory] = self._name((self._written.get(memory), asked))
+        return fake
+
+    def _same(self, made: Tensor, source: Tensor) -> None:
+        """``made`` has the numbers of ``source``."""
+        if id(made) not in self._by_id:
+            self._held.append(made)
+            self._by_id[id(made)] = self.of(source)
+
+    def _entry(self, value: Any) -> Any:
+        """What an argument is, equal for what is alike in two runs."""
+        return told(value, lambda tensor: ("tensor", self.of(tensor)))
+
+
+def _source(func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> Tensor | None:
+    """The operand whose numbers a result has, as what joins a tensor to an empty cache has that tensor's."""
+    first: Any = args[0] if args else None
+    if func in _SAME and isinstance(first, Tensor):
+        return first
+    if func in _JOINS and isinstance(first, tuple | list):
+        filled: list[Tensor] = [part for part in first if part.numel()]
+        if len(filled) == 1 and filled[0].shape == result.shape and filled[0].dtype == result.dtype:
+            return filled[0]
+    return None
+
+
+def _told(tensor: Tensor) -> Any:
+    """A small tensor by its numbers; ``None`` where it has none, or many."""
+    if isinstance(tensor, FakeTensor) or type(tensor) is not Tensor or tensor.numel() > _MOST_TOLD or tensor.is_meta:
+        return None
+    numbers = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.dtype, tuple(tensor.shape), numbers
+
+
+def _writes(func: Callable[..., Any]) -> bool:
+    """Whether a function writes to its first operand."""
+    name = getattr(func, "__name__", "")
+    return name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

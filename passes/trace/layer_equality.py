@@ -1,0 +1,355 @@
+"""Which modules of a model are alike: they would run the same operators on the same inputs, as far as data can say.
+
+Two modules are alike if they have the same class, the same tree of sub-modules, parameters and buffers of the same
+shapes, types and flags, tied in the same way, no hooks, and equal attributes. An attribute that is a number or a text
+of its own in each of them (a layer's index or name) may differ: whether ``forward`` reads it is for the trace to find
+out, see ``passes/trace/layer_reuse.py``.
+
+Weights of modules that need no trace, kept from the tracer: it is as fast as the model has weights.
+
+A module whose call will stand in the graph as one operator (``passes/trace/layer_reuse.py``) has its parameters put
+away while the model is traced. Whoever looks for them meanwhile finds that the trace cannot do without them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_OWN = ("_parameters", "_buffers", "_modules", "forward")  # compared as what they are, not as attributes
+
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.memory_format})
+_EXACT = frozenset({type(None), bool, int, str, bytes})  # that are equal, among those of a type, if their repr is
+
+_Member = tuple[str, nn.Module, dict[tuple[str, str], Any]]  # name, module, numbers and texts
+
+
+class Unlike(Exception):
+    """What was taken for alike is not, or cannot be shown to be."""
+
+
+class Unread:
+    """Stands for a value that must not be read. To ask whether it is some object is allowed."""
+
+    def __init__(self, kept: Any) -> None:
+        self.kept = kept  # the value
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise Unlike("forward reads an attribute that each layer has for itself")
+
+    __getattr__ = __call__ = __bool__ = __int__ = __index__ = __float__ = __str__ = __repr__ = __format__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __len__ = __iter__ = __getitem__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = __neg__ = __abs__ = _refuse
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __pow__ = __rpow__ = __contains__ = _refuse
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __lshift__ = __rshift__ = __invert__ = _refuse
+
+
+@dataclass(frozen=True)
+class Group:
+    """Modules that are alike, and their names in the model. ``own``: (path of a sub-module, attribute) where each
+    member has a value of its own."""
+
+    members: tuple[nn.Module, ...]
+    names: tuple[str, ...]
+    own: tuple[tuple[str, str], ...] = ()
+
+
+def alike(model: nn.Module, least: int) -> list[Group]:
+    """The groups of at least ``least`` members of lists (``nn.ModuleList``, ``nn.Sequential``) in ``model``."""
+    counts: dict[int, int] = {}
+    for name, _ in model.named_modules(remove_duplicate=False):
+        module = model.get_submodule(name)
+        counts[id(module)] = counts.get(id(module), 0) + 1
+    found: dict[Any, list[_Member]] = {}
+    for name, module in model.named_modules():
+        if not name.rpartition(".")[2].isdigit() or not _is_layer(module):
+            continue
+        if any(counts[id(m)] > counts[id(module)] or id(m) == id(model) for m in module.modules()):
+            continue  # a part of it is also a part of another
+        try:
+            described = describe(module)
+        except Unlike:
+            continue
+        found.setdefault(described.key, []).append((name, module, described.texts))
+    groups: list[Group] = []
+    for members in found.values():
+        groups += _with_own(members, least)
+    return groups
+
+
+def _with_own(members: Sequence[_Member], least: int) -> Iterable[Group]:
+    """Modules equal but for numbers and texts: those in which all of these are equal or each member's own."""
+    if len(members) < least:
+        return
+    own = []
+    for place in members[0][2]:
+        values = [repr(texts[place]) for _, _, texts in members]
+        if len(set(values)) == len(values):
+            own.append(place)
+    rest: dict[Any, list[tuple[str, nn.Module]]] = {}
+    for name, module, texts in members:
+        key = tuple((type(v), v) for place, v in texts.items() if place not in own)
+        rest.setdefault(key, []).append((name, module))
+    for found in rest.values():
+        if len(found) >= least:
+            yield Group(tuple([m for _, m in found]), tuple([n for n, _ in found]), tuple(own))
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Whether a module has parameters and is more than one of torch's own single operators."""
+    single = type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None
+    return not single and next(module.parameters(), None) is not None
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether anything is hooked on a call of ``module`` or of a part of it."""
+    return any(value for m in module.modules() for name, value in vars(m).items() if name.endswith("_hooks"))
+
+
+@dataclass(frozen=True)
+class Description:
+    """``key``: equal for modules that are alike, but for the numbers and texts in ``texts`` by their place."""
+
+    key: Any
+    texts: dict[tuple[str, str], Any]
+
+
+def describe(module: nn.Module) -> Description:
+    """Raises :class:`Unlike` for a module whose call does more than its class's ``forward``."""
+    if hooked(module) or any("forward" in vars(m) for m in module.modules()):
+        raise Unlike("hooked")
+    texts: dict[tuple[str, str], Any] = {}
+    return Description(state_of(module, texts), texts)
+
+
+def state_of(module: nn.Module, texts: dict[tuple[str, str], Any] | None = None) -> Any:
+    """The state of ``module`` as a hashable value, with tensors represented by their specs.
+
+    ``texts``: if given, integer and string attributes are moved there, by (path, name), and only their types remain.
+    """
+    parts = list(module.named_modules(remove_duplicate=False))
+    inside = {id(m): name for name, m in reversed(parts)}  # by the first of a module's names
+    tensors: dict[int, int] = {}
+    frozen = _Frozen(inside)
+    rows = []
+    for path, part in parts:
+        attributes = []
+        for name, value in sorted(vars(part).items()):
+            if name in _OWN:
+                continue
+            value = value.kept if type(value) is Unread else value
+            if texts is not None and type(value) in (int, str):
+                texts[path, name] = value
+                attributes.append((name, type(value)))
+            else:
+                attributes.append((name, frozen.of(value)))
+        held = [*part._parameters.items(), *part._buffers.items()]
+        states = [
+            (name, None if t is None else (*tensor_spec(t), tensors.setdefault(id(t), len(tensors))))
+            for name, t in held
+        ]
+        rows.append((path, type(part), inside[id(part)], tuple(attributes), tuple(states)))
+    return tuple(rows)
+
+
+def tensor_spec(tensor: Tensor) -> tuple[Any, ...]:
+    """All of a tensor without numbers that a trace can depend on."""
+    return (
+        type(tensor) is nn.Parameter,
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+        tensor.device,
+        tensor.layout,
+        tensor.requires_grad,
+    )
+
+
+def is_simple(value: Any) -> bool:
+    """Whether a value is all that its ``repr`` says."""
+    return type(value) in _PLAIN
+
+
+def told(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
+    """What a value is, hashable and equal for what is alike in two runs; ``of_tensor`` says so of tensors. What cannot
+    be told is alike to itself alone."""
+    if isinstance(value, Tensor):
+        return of_tensor(value)
+    if is_simple(value):
+        return type(value), repr(value)
+    if isinstance(value, tuple | list):
+        return type(value), tuple([told(item, of_tensor) for item in value])
+    if isinstance(value, dict):
+        return dict, tuple([(key, told(item, of_tensor)) for key, item in value.items()])
+    if isinstance(value, slice):
+        return slice, told((value.start, value.stop, value.step), of_tensor)
+    return type(value), id(value)
+
+
+class _Frozen:
+    """Hashable values, equal for what is equal; what cannot be looked into is equal to itself only. ``inside``: the
+    names of a module's parts, by identity."""
+
+    def __init__(self, inside: dict[int, str]) -> None:
+        self._inside = inside
+        self._known: dict[int, tuple[Any, Any]] = {}  # by identity, which the value keeps: all parts have one config
+
+    def of(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _PLAIN:
+            return kind, repr(value)
+        if (kind is dict or kind is OrderedDict) and not value:  # most of what a module holds
+            return kind, ()
+        if isinstance(value, nn.Module):
+            return ("part", self._inside[id(value)]) if id(value) in self._inside else ("other", id(value))
+        if kind in (tuple, list, torch.Size):
+            return kind, tuple([self.of(v) for v in value])
+        if kind in (set, frozenset):
+            return kind, frozenset([self.of(v) for v in value])
+        if isinstance(value, types.MethodType):
+            return "method", value.__func__, self.of(value.__self__)
+        if kind is functools.partial:
+            return "partial", *(self.of(v) for v in (value.func, value.args, value.keywords))
+        if isinstance(value, dict) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+            if id(value) not in self._known:
+                self._known[id(value)] = value, self._items(value) if isinstance(value, dict) else self._fields(value)
+            return self._known[id(value)][1]
+        held = getattr(value, "__dict__", None)
+        if isinstance(held, dict) and not isinstance(value, type | types.FunctionType | types.ModuleType | Tensor):
+            return kind, id(value), tuple([(k, id(v)) for k, v in held.items()])
+        return kind, id(value)
+
+    def _items(self, value: dict[Any, Any]) -> Any:
+        columns = tuple(value), tuple(value.values())
+        if all(_EXACT.issuperset(map(type, column)) for column in columns):  # labels may be tens of thousands
+            return type(value), columns, tuple([tuple(map(type, column)) for column in columns])
+        return type(value), tuple([(self.of(k), self.of(v)) for k, v in value.items()])
+
+    def _fields(self, value: Any) -> Any:
+        return type(value), self.of(tuple([_field(value, f.name) for f in dataclasses.fields(value)]))
+
+
+def _field(value: Any, name: str) -> Any:
+    """A field as it is held: some cannot be read from outside (a width that differs by layer)."""
+    held = getattr(value, "__dict__", {})
+    return held[name] if name in held else getattr(value, name)
+
+
+class Missing(Unlike):
+    """A weight that was put away is looked for."""
+
+
+class _Away(dict[str, Any]):
+    """In place of a module's ``_parameters``: empty, and closed while the model runs."""
+
+    def __init__(self, names: Sequence[str], running: Callable[[], bool]) -> None:
+        super().__init__()
+        self._names, self._running = frozenset(names), running
+
+    def __contains__(self, name: object) -> bool:
+        if name in self._names and self._running():
+            raise Missing(f"the weight {name!r} is read outside of its layer's call")
+        return False
+
+    def _all(self) -> dict[str, Any]:
+        if self._running():
+            raise Missing("a layer's weights are listed outside of its call")
+        return {}
+
+    def items(self) -> Any:
+        return self._all().items()
+
+    def keys(self) -> Any:
+        return self._all().keys()
+
+    def values(self) -> Any:
+        return self._all().values()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+
+@dataclass
+class PutAway:
+    """The modules whose parameters are put away. ``names``: of the parameters by their place among all parameters and
+    buffers of the module, in the order of its parts; ``None`` for buffers and what is not put away."""
+
+    model: nn.Module
+    names: dict[int, tuple[str | None, ...]] = field(default_factory=dict)  # by identity of the module
+    numbers: dict[int, int] = field(default_factory=dict)
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    _held: dict[int, list[tuple[nn.Module, nn.Module, Any]]] = field(default_factory=dict)
+    _running: bool = False
+
+    def put(self, module: nn.Module, name: str, like: nn.Module) -> None:
+        """Put away the parameters of ``module``, the model's ``name``, whose parts are those of ``like``; nothing where
+        another module has some of them too."""
+        inside = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+        if any(self._uses[p] != count for p, count in inside.items()):
+            return
+        names: list[str | None] = []
+        for path, part in module.named_modules():
+            prefix = ".".join(p for p in (name, path) if p)
+            for key, parameter in part._parameters.items():
+                if parameter is not None:
+                    names.append(f"{prefix}.{key}")
+                    self.parameters[f"{prefix}.{key}"] = parameter
+            names += [None for b in part._buffers.values() if b is not None]
+        self.names[id(module)] = tuple(names)
+        self.numbers[id(module)] = len(self.numbers)
+        parts = zip(module.modules(), like.modules(), strict=True)
+        self._held[id(module)] = [(part, twin, part._parameters) for part, twin in parts]
+
+    def __post_init__(self) -> None:
+        self._uses = Counter(id(p) for _, p in self.model.named_parameters(remove_duplicate=False))
+
+    def by_number(self) -> dict[int, tuple[str | None, ...]]:
+        return {self.numbers[module]: names for module, names in self.names.items()}
+
+    def close(self) -> None:
+        """From here on the parameters are away."""
+        for held in self._held.values():
+            for part, _, own in held:
+                names = [n for n, p in own.items() if p is not None]
+                part.__dict__["_parameters"] = _Away(names, lambda: self._running)
+
+    def open(self) -> None:
+        """Everything is where it was."""
+        for held in self._held.values():
+            for part, _, own in held:
+                part.__dict__["_parameters"] = own
+
+    def lend(self, module: nn.Module) -> list[tuple[nn.Module, Any]]:
+        """Give ``module`` the parameters of the one that it is like; what to give to :meth:`take_back`."""
+        lent = []
+        for part, twin, _ in self._held[id(module)]:
+            lent.append((part, part.__dict__["_parameters"]))
+            part.__dict__["_parameters"] = twin._parameters
+        return lent
+
+    def take_back(self, lent: list[tuple[nn.Module, Any]]) -> None:
+        for part, away in lent:
+            part.__dict__["_parameters"] = away
+
+    def watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """``forward`` of the model, during which nobody may look for what is away."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._running = True
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._running = False
+
+        return run

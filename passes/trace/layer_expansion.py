@@ -1,0 +1,239 @@
+"""Put the operators of a layer wherever ``passes/trace/layer_reuse.py`` left one operator for a call of its like.
+
+Requires: a captured graph with ``partition::layer`` operators. Provides: the graph that the full trace would have
+given, without them; raises :class:`Unrepeated` where that cannot be shown.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from torch import Tensor, fx
+
+from passes.ir.model import Captured, State
+from passes.ir.rewrite import drop_unused
+from passes.trace.layer_reuse import LAYER
+
+
+class Unrepeated(Exception):
+    """The calls of the memo ``number`` are not alike."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@dataclass(frozen=True)
+class _Body:
+    """The operators of one call of a layer: ``stack`` is the module calls around them, the layer's own last."""
+
+    nodes: list[fx.Node]
+    operands: list[fx.Node]
+    results: list[fx.Node]
+    stack: tuple[str, ...]
+    key: Any
+
+    @property
+    def path(self) -> str:
+        return self.stack[-1]
+
+
+def expand(captured: Captured, away: Mapping[int, Sequence[State | None]] | None = None) -> Captured:
+    """``captured`` without layer operators; its graph is changed in place.
+
+    ``away``: by number of a module whose parameters the trace did not see, its states; ``None`` for those that it saw.
+    """
+    graph = captured.graph
+    restored = _Restored(captured, away or {})
+    found = [n for n in graph.nodes if n.target is LAYER]
+    if not found:
+        return captured
+    marked = {o for n in found for o in n.all_input_nodes if o.op == "placeholder"}
+    only_marked = {o for o in marked if all(user.target is LAYER for user in o.users)}
+    bodies: dict[int, _Body] = {}
+    updated = set(captured.updates.values())
+    changing = {n for n in graph.nodes if n.name in updated} if updated else set()
+    classes = dict(captured.classes)
+    moved: dict[str, str] = {}
+    for node in found:
+        operands, results, number, member = _parts(node)
+        stack = node.meta["stack"]
+        if not stack or "@" in stack[-1]:
+            raise Unrepeated(number)
+        if results:
+            body = _body(node)
+            if changing.intersection(body.nodes):
+                raise Unrepeated(number)  # each call changes a buffer of its own
+            if bodies.setdefault(number, body).key != body.key:
+                raise Unrepeated(number)
+            made = body.results
+        else:
+            made = _copy(graph, node, restored.operands(member, operands), bodies[number], classes)
+        for user in list(node.users):
+            assert user.target is operator.getitem, user
+            result = made[_place(user)]
+            user.replace_all_uses_with(result)
+            moved[user.name] = result.name
+            graph.erase_node(user)
+        graph.erase_node(node)
+    drop_unused(graph)
+    placeholders, states = captured.placeholders | restored.placeholders, captured.states | restored.states
+    for node in (*only_marked, *restored.nodes):
+        if not node.users and placeholders[node.name] in states:
+            del placeholders[node.name]
+            graph.erase_node(node)
+
+    def name_of(name: str | None) -> str | None:
+        return moved.get(name, name) if name is not None else None
+
+    return captured.with_(
+        outputs=[replace(o, value=name_of(o.value)) for o in captured.outputs],
+        loss=name_of(captured.loss),
+        updates={state: moved.get(node, node) for state, node in captured.updates.items()},
+        states=states,
+        placeholders=placeholders,
+        classes=classes,
+    )
+
+
+def in_order(captured: Captured, names: Iterable[str]) -> Captured:
+    """``captured`` with its states, and their placeholders, in the order of ``names`` as far as these are in it."""
+    place = {name: i for i, name in enumerate(dict.fromkeys(names))}
+    last = len(place)
+    nodes = [n for n in captured.graph.nodes if n.op == "placeholder"]
+    nodes.sort(key=lambda n: place.get(captured.placeholders[n.name], last))
+    for node in reversed(nodes):
+        first = next(iter(captured.graph.nodes))
+        if first is not node:
+            first.prepend(node)
+    states = dict(sorted(captured.states.items(), key=lambda item: place.get(item[0], last)))
+    return captured.with_(states=states, placeholders={n.name: captured.placeholders[n.name] for n in nodes})
+
+
+class _Restored:
+    """Placeholders for states that the trace did not see."""
+
+    def __init__(self, captured: Captured, away: Mapping[int, Sequence[State | None]]) -> None:
+        self.graph, self.away = captured.graph, away
+        self.states = {state.name: state for of_module in away.values() for state in of_module if state is not None}
+        self.placeholders: dict[str, str] = {}
+        self.nodes: list[fx.Node] = []
+        self._nodes: dict[str, fx.Node] = {}
+        self._first = next(iter(captured.graph.nodes))
+
+    def operands(self, member: int, seen: Sequence[fx.Node]) -> list[fx.Node]:
+        """All operands of a call of ``member``, of which the trace has ``seen`` some."""
+        left = iter(seen)
+        states = self.away[member] if member >= 0 else ()
+        return [*(next(left) if state is None else self._placeholder(state) for state in states), *left]
+
+    def _placeholder(self, state: State) -> fx.Node:
+        if state.name not in self._nodes:
+            with self.graph.inserting_before(self._first):
+                name = "p_" + state.name.replace(".", "_").lower()
+                made = self.graph.create_node("placeholder", name, name=name)
+            made.meta["val"] = state.spec.meta()
+            made.target = made.name
+            self._nodes[state.name] = made
+            self.placeholders[made.name] = state.name
+            self.nodes.append(made)
+        return self._nodes[state.name]
+
+
+def _parts(call: fx.Node) -> tuple[list[fx.Node], list[fx.Node], int, int]:
+    """The operands, results, memo and member of a layer operator."""
+    operands, results, number, member = cast(Any, call.args)
+    return list(operands), list(results), int(number), int(member)
+
+
+def _place(item: fx.Node) -> int:
+    """Which of several results a ``getitem`` takes."""
+    return int(cast(Any, item.args[1]))
+
+
+def _body(call: fx.Node) -> _Body:
+    """The operators between a call's operands and its results. All of them must be the call's own."""
+    operands, results, number, _ = _parts(call)
+    stack = call.meta["stack"]
+    ends = set(operands)
+    inside: set[fx.Node] = set()
+    waiting = [n for n in results if n not in ends]
+    while waiting:
+        node = waiting.pop()
+        if node in inside:
+            continue
+        own = node.meta.get("stack", ())[: len(stack)] == stack or node.target is operator.getitem
+        if node.op != "call_function" or not own:
+            raise Unrepeated(number)
+        inside.add(node)
+        waiting += [n for n in node.all_input_nodes if n not in ends]
+    nodes = sorted(inside)
+    key = _key(nodes, operands, results, stack)
+    if key is None:
+        raise Unrepeated(number)
+    return _Body(nodes, operands, results, stack, key)
+
+
+def _key(nodes: Sequence[fx.Node], operands: Sequence[fx.Node], results: Sequence[fx.Node], stack: Any) -> Any:
+    """Equal for bodies that are the same; ``None`` where a module in it is not a part of the layer."""
+    place: dict[fx.Node, Any] = {}
+    for i, node in enumerate(operands):
+        place.setdefault(node, ("operand", i))
+    for i, node in enumerate(nodes):
+        place[node] = ("node", i)
+
+    def encoded(argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return place[argument]
+        if isinstance(argument, tuple | list):
+            return tuple([encoded(a) for a in argument])
+        if isinstance(argument, slice):
+            return "slice", encoded(argument.start), encoded(argument.stop), encoded(argument.step)
+        return type(argument), repr(argument)
+
+    rows = []
+    for node in nodes:
+        inner = _renamed(node.meta, stack, ("",))
+        if inner is None:
+            return None
+        kwargs = tuple([(k, encoded(v)) for k, v in node.kwargs.items()])
+        rows.append((node.target, encoded(node.args), kwargs, _spec(node.meta["val"]), *inner, node.meta["source"]))
+    return tuple(rows), tuple([place[n] for n in results]), len(operands)
+
+
+def _renamed(meta: dict[str, Any], old: tuple[str, ...], new: tuple[str, ...]) -> tuple[str, tuple[str, ...]] | None:
+    """``path`` and ``stack`` as in the call ``new`` of a layer instead of ``old``."""
+    before, after = old[-1], new[-1]
+    inner = meta.get("stack", ())[len(old) :]
+    named = [meta["path"], *inner] if meta.get("stack") else []
+    if any(name != before and not name.startswith(before + ".") for name in named):
+        return None
+    path = after + meta["path"][len(before) :] if named else meta.get("path", "")
+    return path, (*new, *(after + name[len(before) :] for name in inner)) if named else ()
+
+
+def _spec(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.stride(), value.dtype
+    return tuple([_spec(v) for v in value]) if isinstance(value, tuple | list) else repr(value)
+
+
+def _copy(
+    graph: fx.Graph, call: fx.Node, operands: Sequence[fx.Node], body: _Body, classes: dict[str, str]
+) -> list[fx.Node]:
+    """Append the operators of ``body`` before ``call``, on ``operands``; the results."""
+    env: dict[fx.Node, fx.Node] = dict(zip(body.operands, operands, strict=True))
+    stack = call.meta["stack"]
+    with graph.inserting_before(call):
+        for node in body.nodes:
+            made = graph.node_copy(node, env.__getitem__)
+            renamed = _renamed(node.meta, body.stack, stack)
+            assert renamed is not None, node
+            made.meta = {**node.meta, "path": renamed[0], "stack": renamed[1]}
+            for old, new in zip(node.meta["stack"][len(stack) :], renamed[1][len(stack) :], strict=True):
+                classes[new.partition("@")[0]] = classes[old.partition("@")[0]]
+            env[node] = made
+    return [env[n] for n in body.results]

@@ -1,0 +1,479 @@
+"""Trace modules that are alike once: the others stand in the exported graph as one operator each.
+
+The model's own ``forward`` runs in full, so whatever it does between its layers (skips, early exits, outputs collected,
+other kinds of layers in between) is traced as it is. Of the calls of modules that are alike
+(``passes/trace/layer_equality.py``) with arguments that are alike, the first is traced. The second runs beside the
+trace with everything that only it has (its index, its name) replaced by an object that cannot be read, and must ask of
+torch what the first did (``passes/trace/layer_reuse.py``); it and those after it add the operator ``partition::layer``,
+which makes tensors like those that the first call made. ``passes/trace/layer_expansion.py`` then shows that the first
+call's graph reads nothing but its own states and arguments, and puts a copy for each operator.
+
+A call is traced as always where this cannot be shown to be exact: arguments that are no tensors or plain values, inside
+``no_grad``, hooks. A group of modules is given up where a call changes an argument, a state or an
+attribute, makes a view of one, or reads what is its own.
+
+What a call asks of torch, one entry for each function, and calls that are looked at without being traced.
+
+Two calls with the same journal run the same operators on the same operands: entries name tensors by where they come
+from (the call's operands by their place, what was made by when), and anything else by what it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import SymBool, SymFloat, SymInt, Tensor, nn
+from torch._guards import detect_fake_mode
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from passes.trace.autocast import autocast_on
+from passes.trace.layer_equality import (
+    Group,
+    Missing,
+    PutAway,
+    Unlike,
+    Unread,
+    alike,
+    hooked,
+    is_simple,
+    state_of,
+    tensor_spec,
+    told,
+)
+
+_SYMBOLS = (SymInt, SymFloat, SymBool)
+
+
+class Journal(TorchFunctionMode):
+    """Inside, keeps ``entries``. ``needs_trace``: whether only a trace knows what is made: sizes that the data tell,
+    casts in a region of autocast."""
+
+    def __init__(self, operands: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.entries: list[Any] = []
+        self.needs_trace = False
+        self._places: dict[int, int] = {}
+        self._held: list[Tensor] = []  # whose identities are not given to others
+        for operand in operands:
+            self._name(operand)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        asked = self._entry(args), self._entry(kwargs)
+        self.needs_trace |= autocast_on() is not None
+        result = func(*args, **kwargs)
+        self.entries.append((func, *asked, self._made(result)))
+        return result
+
+    def mark(self) -> tuple[int, int]:
+        """How far it has come, for :meth:`sum_up`."""
+        return len(self.entries), len(self._held)
+
+    def sum_up(self, mark: tuple[int, int], number: int, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        """All since ``mark`` was a call of what is known by ``number``, be it in full or not."""
+        entries, held = mark
+        del self.entries[entries:]
+        for tensor in self._held[held:]:
+            self._places.pop(id(tensor), None)
+        del self._held[held:]
+        asked = self._entry(list(operands))
+        self.entries.append((number, asked, self._made(list(results))))
+
+    def _name(self, tensor: Tensor) -> int:
+        if id(tensor) not in self._places:
+            self._places[id(tensor)] = len(self._held)
+            self._held.append(tensor)
+        return self._places[id(tensor)]
+
+    def _made(self, result: Any) -> Any:
+        """The places of the tensors in a result; the rest follows from what was asked, or is the tracer's own."""
+        if isinstance(result, Tensor):
+            with torch._C.DisableTorchFunction():
+                self.needs_trace |= any(isinstance(size, SymInt) for size in result.shape)
+            return self._name(result)
+        if isinstance(result, tuple | list):
+            return [self._made(item) for item in result]
+        self.needs_trace |= isinstance(result, _SYMBOLS)
+        return None
+
+    def _entry(self, value: Any) -> Any:
+        """What a value is, equal for what is alike in two calls. What cannot be told is alike to itself alone."""
+        return told(value, self._tensor)
+
+    def _tensor(self, tensor: Tensor) -> tuple[str, Any]:
+        place = self._places.get(id(tensor))
+        return ("tensor", place) if place is not None else ("other", self._kept(tensor))
+
+    def _kept(self, tensor: Tensor) -> int:
+        """The identity of a tensor that came from elsewhere."""
+        self._held.append(tensor)
+        return id(tensor)
+
+
+@contextlib.contextmanager
+def untraced(operands: Sequence[Tensor]) -> Iterator[None]:
+    """Inside a trace, what is run leaves nothing in the graph; it is computed as far as shapes go, as outside of it."""
+    with contextlib.ExitStack() as stack:
+        for _ in torch.overrides._get_current_function_mode_stack():
+            stack.enter_context(torch.overrides._pop_mode_temporarily())
+        stack.enter_context(disable_proxy_modes_tracing())
+        fake = detect_fake_mode(list(operands))
+        if fake is not None and fake.shape_env is not None:
+            stack.enter_context(fake.shape_env.ignore_fresh_unbacked_symbols())
+        yield
+
+
+@contextlib.contextmanager
+def aside() -> Iterator[None]:
+    """Inside a trace, what is run is noted neither by it nor by a journal; modes of the model's own stay."""
+    modes = torch.overrides._get_current_function_mode_stack()
+    with contextlib.ExitStack() as stack:
+        for _ in modes:
+            stack.enter_context(torch.overrides._pop_mode_temporarily())
+        for mode in modes:
+            if not isinstance(mode, Journal) and type(mode).__module__.split(".")[0] != "torch":
+                torch.overrides._push_mode(mode)
+                stack.callback(torch.overrides._pop_mode)
+        stack.enter_context(disable_proxy_modes_tracing())
+        yield
+
+
+_LEAST = 3  # members of a group that are worth it: one is traced, and one is run beside the trace
+
+_SHOWN = 2  # calls that show what all do
+
+Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+_made_by: dict[int, list[Spec]] = {}  # by number of the memo: what a call makes
+_numbers = itertools.count()
+
+_library = torch.library.Library("partition", "FRAGMENT")  # quicker to trace than a custom_op: its calls are many
+
+_library.define("layer(Tensor[] operands, Tensor[] results, int memo, int member) -> Tensor[]")
+
+
+def _like(operands: list[Tensor], results: list[Tensor], memo: int, member: int) -> list[Tensor]:
+    """A call of a module that reads ``operands`` (states, then arguments); ``results``: what it made, if it was run.
+
+    ``member``: the number of a module whose parameters are put away and not among the operands; -1: none are. The
+    operator stands in a graph that is being captured, and is never run.
+    """
+    specs = [(tuple(r.shape), r.stride(), r.dtype) for r in results] or _made_by[memo]
+    return [operands[0].new_empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in specs]
+
+
+torch.library.register_fake("partition::layer", _like, lib=_library)
+
+LAYER = torch.ops.partition.layer.default
+
+
+@dataclass
+class _Memo:
+    """What is known of the calls of one group with arguments of one kind. ``leaves``: of the result, each the place of
+    a tensor among those made, of an operand that is returned as it is, or a plain value."""
+
+    number: int
+    shown: int = 0
+    journal: Journal | None = None  # of the first call
+    alone: bool = False  # each call is traced, since the first one could not stand for others
+    leaves: tuple[tuple[str, Any], ...] = ()
+    tree: pytree.TreeSpec | None = None
+
+
+@dataclass
+class Repeats:
+    """The modules of a twin that are alike, and what a trace found of them."""
+
+    groups: list[Group]
+    away: PutAway | None = None
+    memos: dict[Any, _Memo] = field(default_factory=dict)
+    refused: list[Group] = field(default_factory=list)
+    _called: set[int] = field(default_factory=set)
+    _journals: list[Journal] = field(default_factory=list)  # of the calls that are being shown, the outermost first
+    _beside: bool = False  # whether one of them is not in the graph
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Repeats:
+        return cls(alike(model, _LEAST))
+
+    def put_away(self, model: nn.Module) -> Repeats:
+        """With the parameters of all members put away that are not traced, if calls come in the order of names."""
+        self.away = PutAway(model)
+        outer = {name for group in self.groups for name in group.names}
+        for group in self.groups:
+            # the first call may be of another kind: its input needs no gradient
+            for module, name in list(zip(group.members, group.names, strict=True))[_SHOWN + 1 :]:
+                if not any(name.startswith(other + ".") for other in outer):
+                    self.away.put(module, name, group.members[0])
+        return self
+
+    def without(self, refused: Sequence[Group]) -> Repeats:
+        """For a trace of another twin, after some failed: without the groups that they gave up."""
+        names = {group.names for group in refused}
+        return Repeats([g for g in self.groups if g.names not in names])
+
+    def refuse(self, number: int) -> None:
+        """Give up the group of the memo ``number``."""
+        for (group, _), memo in self.memos.items():
+            if memo.number == number:
+                self.refused.append(self.groups[group])
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Inside, members of the groups run as this module says."""
+        root = self.away.model if self.away is not None else None
+        before = root.__dict__.get("forward") if root is not None else None
+        try:
+            for index, group in enumerate(self.groups):
+                for module in group.members:
+                    run = functools.partial(self._run, index, module, module.forward)
+                    module.__dict__["forward"] = run
+            if self.away is not None and root is not None:
+                root.__dict__["forward"] = functools.wraps(root.forward)(self.away.watched(root.forward))
+                self.away.close()
+            yield
+        finally:
+            if self.away is not None and root is not None:
+                self.away.open()
+                root.__dict__.pop("forward", None)
+                if before is not None:
+                    root.__dict__["forward"] = before
+            for group in self.groups:
+                for module in group.members:
+                    module.__dict__.pop("forward", None)
+            for memo in self.memos.values():
+                _made_by.pop(memo.number, None)
+
+    def _run(self, index: int, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.away is not None and id(module) in self.away.names:
+            return self._stand_in(self.away, index, module, args, kwargs)
+        again = id(module) in self._called
+        self._called.add(id(module))
+        with torch._C.DisableTorchFunction():  # the tracer's, which sees every look at a tensor
+            call = None if again else _Call.of(module, self.groups[index].own, args, kwargs)
+        if call is None:
+            return forward(*args, **kwargs)
+        memo = self.memos.setdefault((index, call.key), _Memo(next(_numbers)))
+        if memo.alone or (memo.shown == 0 and self._beside):
+            return forward(*args, **kwargs)
+        outer = self._journals[-1] if self._journals else None
+        mark = outer.mark() if outer is not None else (0, 0)
+        traced: list[Tensor] = []
+        if memo.shown < _SHOWN:
+            group = self.groups[index]
+            try:
+                output, found = self._show(memo, call, module, group.own, functools.partial(forward, *args, **kwargs))
+            except Exception:
+                self.refused.append(group)
+                raise
+            if found is None:
+                memo.alone = True
+                return output
+            traced = found
+            memo.shown += 1
+        made = LAYER(call.operands, traced, memo.number, -1)
+        if outer is not None:
+            outer.sum_up(mark, memo.number, call.operands, made)
+        return _result(memo, call.operands, made)
+
+    def _show(
+        self,
+        memo: _Memo,
+        call: _Call,
+        module: nn.Module,
+        own: tuple[tuple[str, str], ...],
+        forward: Callable[[], Any],
+    ) -> tuple[Any, list[Tensor] | None]:
+        """What a call gives, and the results that are in the graph, of a call that shows what others do; ``None``: the
+        first one cannot stand for others. Raises :class:`Unlike` where the second is not like the first."""
+        with _hidden(module, own if memo.shown else ()):
+            before, buffers = _state(module), _buffers(module)
+            output, traced = self._run_once(memo, call, forward)
+            after, set_anew = _state(module), list(map(id, buffers)) != list(map(id, _buffers(module)))
+        try:
+            with torch._C.DisableTorchFunction():
+                results = _learn(memo, call, output)
+            if before != after or set_anew or not call.unchanged():
+                raise Unlike("a call changes what it is given")
+        except Unlike:
+            if memo.shown:
+                raise
+            return output, None
+        return output, results if traced else []
+
+    def _run_once(self, memo: _Memo, call: _Call, forward: Callable[[], Any]) -> tuple[Any, bool]:
+        """What a call gives, and whether it is in the graph: the first is, and the second where only a trace knows
+        what is made; else it must ask of torch what the first did."""
+        journal = Journal(call.operands)
+        if memo.shown == 0:
+            memo.journal = journal
+            with self._in_journal(journal):
+                return forward(), True
+        first = memo.journal
+        assert first is not None
+        if first.needs_trace:
+            return forward(), True
+        beside, self._beside = self._beside, True
+        try:
+            with untraced(call.operands), self._in_journal(journal):
+                output = forward()
+        finally:
+            self._beside = beside
+        if journal.entries != first.entries:
+            raise Unlike("two calls ask different things of torch")
+        return output, False
+
+    @contextlib.contextmanager
+    def _in_journal(self, journal: Journal) -> Iterator[None]:
+        self._journals.append(journal)
+        try:
+            with journal:
+                yield
+        finally:
+            self._journals.pop()
+
+    def _stand_in(self, away: PutAway, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A call of a module without its parameters, which must be like one that was traced."""
+        again = id(module) in self._called
+        self._called.add(id(module))
+        lent = away.lend(module)
+        try:
+            with torch._C.DisableTorchFunction():
+                call = None if again else _Call.of(module, self.groups[index].own, args, kwargs)
+        finally:
+            away.take_back(lent)
+        memo = self.memos.get((index, call.key)) if call is not None else None
+        if call is None or memo is None or memo.shown < _SHOWN:
+            raise Missing("a layer whose weights are put away is to be traced")
+        names = away.names[id(module)]
+        here = [i for i in range(len(call.operands)) if i >= len(names) or names[i] is None]
+        if not here or any(kind == "operand" and what not in here for kind, what in memo.leaves):
+            raise Missing("a layer reads or gives nothing but its weights")
+        made = LAYER([call.operands[i] for i in here], [], memo.number, away.numbers[id(module)])
+        return _result(memo, call.operands, made)
+
+
+@contextlib.contextmanager
+def _hidden(module: nn.Module, own: tuple[tuple[str, str], ...]) -> Iterator[None]:
+    """Inside, the attributes ``own`` cannot be read."""
+    kept = [(vars(module.get_submodule(path)), name) for path, name in own]
+    values = [held[name] for held, name in kept]
+    for held, name in kept:
+        held[name] = Unread(held[name])
+    try:
+        yield
+    finally:
+        for (held, name), value in zip(kept, values, strict=True):
+            held[name] = value
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The tensors that a call reads, and a key that is equal for calls that are alike."""
+
+    operands: list[Tensor]
+    key: Any
+    versions: list[int]
+    leaves: list[Any]
+    given: Any
+
+    @classmethod
+    def of(cls, module: nn.Module, own: tuple[tuple[str, str], ...], args: Any, kwargs: Any) -> _Call | None:
+        """``None`` where a call may depend on more than its key says."""
+        if not torch.is_grad_enabled() or hooked(module):
+            return None
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        plain = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+        states = [t for m in module.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+        operands = [*states, *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+        if not all(map(is_simple, plain)) or any(getattr(t, "constant", None) is not None for t in operands):
+            return None
+        if any(isinstance(size, SymInt) for t in operands for size in t.shape):  # rows that the data select
+            return None
+        places: dict[int, int] = {}
+        stored: dict[int, int] = {}
+        specs = [
+            (*tensor_spec(t), places.setdefault(id(t), len(places)), stored.setdefault(_storage(t), len(stored)))
+            for t in operands
+        ]
+        texts: dict[tuple[str, str], Any] = {}
+        key = (
+            state_of(module, texts),
+            tuple([(place, type(text), text) for place, text in texts.items() if place not in own]),
+            repr(tree),
+            tuple([isinstance(leaf, Tensor) for leaf in leaves]),
+            tuple([(type(p), repr(p)) for p in plain]),
+            tuple(specs),
+            torch.get_default_dtype(),
+            autocast_on(),
+        )
+        return cls(operands, key, [t._version for t in operands], leaves, (args, kwargs))
+
+    def unchanged(self) -> bool:
+        """Whether no tensor and no list or dictionary among the arguments was changed."""
+        leaves = pytree.tree_leaves(self.given)
+        same = len(leaves) == len(self.leaves) and all(a is b for a, b in zip(leaves, self.leaves, strict=True))
+        return same and self.versions == [t._version for t in self.operands]
+
+
+def _state(module: nn.Module) -> Any:
+    with torch._C.DisableTorchFunction():
+        return state_of(module)
+
+
+def _buffers(module: nn.Module) -> list[Tensor | None]:
+    return [buffer for m in module.modules() for buffer in m._buffers.values()]
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _learn(memo: _Memo, call: _Call, output: Any) -> list[Tensor]:
+    """Note what a call returns; the tensors that it made. Raises :class:`Unlike` where they cannot stand alone."""
+    values, tree = pytree.tree_flatten(output)
+    results: list[Tensor] = []
+    leaves: list[tuple[str, Any]] = []
+    stored = {_storage(t) for t in call.operands}
+    trains = any(t.requires_grad for t in call.operands)
+    for value in values:
+        passed = next((i for i, t in enumerate(call.operands) if t is value), None)
+        if passed is not None:
+            leaves.append(("operand", passed))
+        elif isinstance(value, Tensor):
+            floating = value.dtype.is_floating_point or value.dtype.is_complex
+            if _storage(value) in stored or value.requires_grad != (trains and floating):
+                raise Unlike("a result is a view, or takes no gradient")
+            stored.add(_storage(value))
+            leaves.append(("made", len(results)))
+            results.append(value)
+        elif is_simple(value):
+            leaves.append(("plain", (type(value), value)))
+        else:
+            raise Unlike(f"a result is a {type(value).__name__}")
+    if not results:
+        raise Unlike("nothing is made")
+    specs: list[Spec] = [(tuple(r.shape), r.stride(), r.dtype) for r in results]
+    known = (tuple(leaves), tree, specs)
+    if memo.shown and known != (memo.leaves, memo.tree, _made_by[memo.number]):
+        raise Unlike("calls differ in what they return")
+    memo.leaves, memo.tree, _made_by[memo.number] = known
+    return results
+
+
+def _result(memo: _Memo, operands: list[Tensor], made: list[Tensor]) -> Any:
+    assert memo.tree is not None
+    leaves = [
+        made[what] if kind == "made" else operands[what] if kind == "operand" else what[1] for kind, what in memo.leaves
+    ]
+    return pytree.tree_unflatten(leaves, memo.tree)

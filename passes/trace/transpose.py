@@ -1,0 +1,372 @@
+"""What a traced ``backward`` is, the other way round.
+
+``backward`` takes gradients of results and gives gradients of inputs: ``g -> B g + c``. What is made of it takes
+changes of the inputs and gives those of the results, ``B`` transposed, and ``c``. It is made without numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._decomp import decomposition_table
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import _disable_current_modes
+
+from passes.ir.linearity import NOT_LINEAR, AffinePart, NotAffine, parts_of, without_shape_reads
+from passes.ir.rewrite import drop_unused
+from passes.rules import has_rule
+
+__all__ = ["ASKS_NUMBERS", "NotAffine", "Transposed", "transpose"]
+
+aten = torch.ops.aten
+
+Backward = Callable[..., Sequence[Tensor | None]]  # gradients of results -> gradients of inputs; ``None`` is zero
+
+_MOST_RESULTS = 5  # of which each may be None
+
+_MATERIALIZE = "leave out ctx.set_materialize_grads(False), and take zeros"
+ASKS_NUMBERS = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """``graph``: changes of the inputs, and what backward has ``held`` -> changes of the results, then ``c`` for the
+    inputs at the places ``constant``.
+
+    ``complete``: every result changes with every input, and nothing is constant.
+    """
+
+    graph: fx.GraphModule
+    held: Sequence[Tensor]
+    num_results: int
+    constant: tuple[int, ...]
+    complete: bool
+
+    def __call__(self, changes: Sequence[Tensor]) -> tuple[Sequence[Tensor], dict[int, Tensor]]:
+        """The changes of the results, and the constant parts by place of the input."""
+        found: Any = self.graph(*changes, *self.held)
+        return found[: self.num_results], dict(zip(self.constant, found[self.num_results :], strict=True))
+
+
+def transpose(
+    backward: Backward, results: Sequence[Tensor], inputs: Sequence[Tensor], *, some: bool = False
+) -> Transposed:
+    """Trace and transpose ``backward``, which takes gradients like ``results`` and gives gradients for ``inputs``.
+
+    ``some``: it takes ``None`` instead of gradients of zero.
+
+    Raises :class:`NotAffine` where it is not linear but for a part that does not depend on the gradients.
+    """
+    seeds = [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in results]
+    changes = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
+    traced = _Traced.of(backward, seeds)
+    if some:
+        _check_none_is_zero(backward, seeds, traced)
+    made, held = _functional(lambda *given: traced.transpose(given[: len(seeds)], given[len(seeds) :]), seeds + changes)
+    _drop_seeds(made, len(seeds))
+    output: Any = made.graph.output_node().args[0]
+    given = [n for n in made.graph.nodes if n.op == "placeholder"][: len(changes)]
+    complete = not traced.constant and all(_read_by(node).issuperset(given) for node in output)
+    return Transposed(made, held, len(seeds), traced.constant, complete)
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A functional graph of ``backward``. ``held``: the tensors by placeholder that it reads besides gradients."""
+
+    graph: fx.Graph
+    seeds: list[fx.Node]
+    held: Mapping[fx.Node, Tensor]
+    results: Sequence[fx.Node | None]
+    parts: Mapping[fx.Node, AffinePart]
+
+    @classmethod
+    def of(cls, backward: Backward, seeds: Sequence[Tensor]) -> _Traced:
+        try:
+            module, tensors = _functional(backward, seeds)
+        except ASKS_NUMBERS as error:
+            raise NotAffine("decides by the numbers of tensors", "choose by torch.where, or in forward") from error
+        graph = module.graph
+        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+        given, read = placeholders[: len(seeds)], placeholders[len(seeds) :]
+        held = dict(zip(read, tensors, strict=True))
+        _check_effects(graph, given)
+        for node in graph.nodes:
+            if node.target is aten.detach.default:  # a first derivative goes through it
+                node.replace_all_uses_with(node.args[0])
+        without_shape_reads(graph)
+        drop_unused(graph)
+        zeros = [n for n, tensor in held.items() if _is_zero(tensor)]
+        results: Any = graph.output_node().args[0]
+        return cls(graph, given, held, results, parts_of(graph, given, zeros))
+
+    @property
+    def constant(self) -> tuple[int, ...]:
+        return tuple(i for i, n in enumerate(self.results) if n is not None and not self.parts[n].zero)
+
+    def transpose(self, seeds: Sequence[Tensor], changes: Sequence[Tensor]) -> list[Tensor]:
+        grads = [g.detach().requires_grad_() for g in seeds]
+        env: dict[fx.Node, Any] = {**self.held, **dict(zip(self.seeds, grads, strict=True))}
+        for node in self.graph.nodes:
+            if node.op == "call_function":
+                with torch.set_grad_enabled(self.parts[node].depends):
+                    env[node] = _run(node, env.__getitem__)
+        found = [(env[n], c) for n, c in zip(self.results, changes, strict=True) if n is not None]
+        found = [(x, c) for x, c in found if x.requires_grad]
+        moved: Sequence[Tensor | None] = [None] * len(grads)
+        if found:
+            try:
+                moved = torch.autograd.grad([x for x, _ in found], grads, [c for _, c in found], allow_unused=True)
+            except (RuntimeError, NotImplementedError) as error:
+                raise NotAffine(f"cannot be transposed ({error})", "write it with plain operators") from error
+        linear = [_zeros(g) if m is None else m for g, m in zip(grads, moved, strict=True)]
+        start = _AtZero(self.parts, env)
+        return [*linear, *(start.value(self.results[i]) for i in self.constant)]
+
+
+def _check_none_is_zero(backward: Backward, seeds: Sequence[Tensor], whole: _Traced) -> None:
+    """Raise :class:`NotAffine` where ``None`` may give something else than a gradient of zero."""
+    numbers = range(len(seeds))
+    if len(seeds) > _MOST_RESULTS:
+        raise NotAffine("takes None for some of many gradients", _MATERIALIZE)
+    for given in itertools.chain.from_iterable(itertools.combinations(numbers, size) for size in numbers[1:]):
+
+        def partly(*grads: Tensor, given: Sequence[int] = given) -> Sequence[Tensor | None]:
+            by_place = dict(zip(given, grads, strict=True))
+            return backward(*(by_place.get(k) for k in numbers))
+
+        try:
+            part = _Traced.of(partly, [seeds[k] for k in given])
+        except NotAffine:
+            raise
+        except Exception:  # the model's own: no step has None there
+            continue
+        names = _Expressions()
+        zeros = [n for k, n in enumerate(whole.seeds) if k not in given]
+        if names.of(part, given, ()) != names.of(whole, numbers, zeros):
+            raise NotAffine("tells gradients that are None from gradients of zero", _MATERIALIZE)
+
+
+class _Expressions:
+    """Numbers for expressions, equal for those that are written alike."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[Any, int] = {}
+
+    def of(self, traced: _Traced, names: Sequence[int], zeros: Sequence[fx.Node]) -> list[Any]:
+        """What the results of a graph are, its gradients by ``names``; those of ``zeros`` are zero."""
+        held_zero = [n for n, tensor in traced.held.items() if _is_zero(tensor)]
+        parts = parts_of(traced.graph, zeros, held_zero)
+        env: dict[fx.Node, Any] = {n: ("tensor", id(tensor)) for n, tensor in traced.held.items()}
+        env |= {n: ("gradient", name) for n, name in zip(traced.seeds, names, strict=True)}
+        for node in traced.graph.nodes:
+            if node.op == "output":
+                continue
+            other = _other_addend(node, parts)
+            if parts[node].zero:
+                env[node] = None
+            elif other is not None:
+                env[node] = env[other]
+            elif node.op == "call_function":
+                read = fx.node.map_aggregate(
+                    (node.args, dict(node.kwargs)), lambda a: ("value", env[a]) if isinstance(a, fx.Node) else a
+                )
+                env[node] = self.numbers.setdefault(repr((node.target, read)), len(self.numbers))
+        return [None if n is None else env[n] for n in traced.results]
+
+
+class _AtZero:
+    """The values of a graph where the gradients that it is given are zero; ``env``: those at others."""
+
+    def __init__(self, parts: Mapping[fx.Node, AffinePart], env: Mapping[fx.Node, Any]) -> None:
+        self.parts = parts
+        self.known = {n: value for n, value in env.items() if not parts[n].depends}
+
+    def value(self, node: fx.Node | None) -> Any:
+        assert node is not None
+        if node not in self.known:
+            self.known[node] = self._zero(node) if self.parts[node].zero else self._made(node)
+        return self.known[node]
+
+    def _zero(self, node: fx.Node) -> Any:
+        return _zeros(node.meta["val"])
+
+    def _made(self, node: fx.Node) -> Any:
+        other = _other_addend(node, self.parts)
+        if other is not None:
+            return self.value(other)
+        with torch.no_grad():
+            return _run(node, self.value)
+
+
+def _is_known(tensor: Tensor) -> bool:
+    return not isinstance(tensor, FakeTensor) and not tensor.is_meta
+
+
+def _is_number(tensor: Tensor) -> bool:
+    return _is_known(tensor) and tensor.dim() == 0
+
+
+def _numbers(tensor: Tensor) -> Any:
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        return tensor.tolist()
+
+
+def _is_zero(tensor: Tensor) -> bool:
+    """Whether a tensor is known to be zero."""
+    if not _is_known(tensor):
+        return False
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        return not tensor.any()
+
+
+def _zeros(value: Tensor) -> Tensor:
+    return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+
+
+def _other_addend(node: fx.Node, parts: Mapping[fx.Node, AffinePart]) -> fx.Node | None:
+    """What a sum is equal to, of which one operand is zero."""
+    if node.target is not aten.add.Tensor or node.kwargs:
+        return None
+    wanted = node.meta["val"]
+    for zero, other in (node.args[:2], node.args[1::-1]):
+        if isinstance(zero, fx.Node) and isinstance(other, fx.Node) and parts[zero].zero:
+            value = other.meta["val"]
+            if (value.shape, value.dtype) == (wanted.shape, wanted.dtype):
+                return other
+    return None
+
+
+def _run(node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
+    assert callable(node.target), node
+    return node.target(*fx.node.map_arg(node.args, value), **fx.node.map_arg(node.kwargs, value))
+
+
+def _functional(function: Callable[..., Any], arguments: Sequence[Tensor]) -> tuple[fx.GraphModule, list[Tensor]]:
+    """``function`` as a graph without operators that write, and the tensors that it takes after ``arguments``."""
+    with sdpa_kernel(SDPBackend.MATH):  # others have no second derivative
+        raw = make_fx(function, tracing_mode="real")(*arguments)
+    read = {str(n.target): getattr(raw, str(n.target)) for n in raw.graph.nodes if n.op == "get_attr"}
+    if not all(isinstance(tensor, Tensor) for tensor in read.values()):
+        raise NotAffine("runs functions of its own (torch.cond, a compiled function)", "write it with plain operators")
+    numbers = {name: (_numbers(tensor), tensor.dtype) for name, tensor in read.items() if _is_number(tensor)}
+    tensors = {name: tensor for name, tensor in read.items() if name not in numbers}
+
+    def run(*given: Tensor) -> Any:
+        held = dict(zip(tensors, given[len(arguments) :], strict=True))
+        held |= {name: torch.full((), value, dtype=dtype) for name, (value, dtype) in numbers.items()}
+        return _KeepingValues(raw, held).run(*given[: len(arguments)], enable_io_processing=False)
+
+    functional = torch.func.functionalize(run, remove="mutations")
+    return make_fx(functional, _spelled_out(), tracing_mode="real")(*arguments, *tensors.values()), [*tensors.values()]
+
+
+@cache
+def _spelled_out() -> dict[Any, Callable[..., Any]]:
+    """Derivatives of operators that have no rule of their own, as other operators."""
+    known = [op for op in decomposition_table if isinstance(op, torch._ops.OpOverload)]
+    table = {op: decomposition_table[op] for op in known if "_backward" in op._schema.name and not has_rule(op)}
+    return table | {aten.convolution_backward.default: _convolution_input_gradient}
+
+
+def _convolution_input_gradient(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias_sizes: Any,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    output_padding: list[int],
+    groups: int,
+    output_mask: list[bool],
+) -> Any:
+    """The gradient of a convolution for its input, where no other is wanted: a convolution, which does not read the
+    input."""
+    if list(output_mask) != [True, False, False]:
+        return NotImplemented
+    added = [0] * len(padding)
+    if not transposed:
+        geometry = zip(x.shape[2:], grad.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+        added = [size - ((n - 1) * step - 2 * pad + apart * (k - 1) + 1) for size, n, k, step, pad, apart in geometry]
+    made = aten.convolution(grad, weight, None, stride, padding, dilation, not transposed, added, groups)
+    return made, None, None
+
+
+class _KeepingValues(fx.Interpreter):
+    """Runs a graph whose attributes are given."""
+
+    def __init__(self, module: fx.GraphModule, held: Mapping[str, Tensor]) -> None:
+        super().__init__(module)
+        self.held = held
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return self.held[target]
+
+
+def _check_effects(graph: fx.Graph, seeds: Sequence[fx.Node]) -> None:
+    """Raise :class:`NotAffine` where ``graph`` does more than to compute what it returns."""
+    for node in list(graph.nodes):
+        if not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        if torch.Tag.nondeterministic_seeded in node.target.tags and not _drops_nothing(node):
+            raise NotAffine(f"draws random numbers ({node.target})", "draw them in forward and save them for backward")
+        if node.target._schema.is_mutable:  # functional graphs write back to what they were given, last
+            if node.args[0] not in seeds:
+                raise NotAffine("changes a tensor in place that it has not made", "change a copy (clone()) of it")
+            graph.erase_node(node)
+
+
+def _drops_nothing(node: fx.Node) -> bool:
+    """Whether an operator draws for a dropout alone, which is off."""
+    given = dict(zip([a.name for a in node.target._schema.arguments], node.args, strict=False)) | node.kwargs  # type: ignore[union-attr]
+    return bool(given.get("dropout_p", given.get("p")) == 0 or given.get("train", True) is False)
+
+
+# Derivatives that read the shape alone of their second operand.
+_SHAPE_ALONE = frozenset(
+    f"aten::{name}_backward"
+    for name in (
+        "avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d "
+        "replication_pad1d replication_pad2d replication_pad3d reflection_pad1d reflection_pad2d reflection_pad3d"
+    ).split()
+)
+
+
+def _drop_seeds(made: fx.GraphModule, num_seeds: int) -> None:
+    """Take the gradients out of the transpose, which is linear if their numbers are not read."""
+    graph = made.graph
+    for node in list(graph.nodes):
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _SHAPE_ALONE:
+            value = node.args[1].meta["val"]
+            with graph.inserting_before(node):
+                options = {"dtype": value.dtype, "device": value.device}
+                node.update_arg(1, graph.call_function(aten.zeros.default, (list(value.shape),), options))
+    drop_unused(graph)
+    for seed in [n for n in graph.nodes if n.op == "placeholder"][:num_seeds]:
+        for user in seed.users:
+            raise NotAffine(NOT_LINEAR.format(f"the derivative of {user.target}"))
+        graph.erase_node(seed)
+    graph.set_codegen(fx.graph.CodeGen())
+    made.recompile()
+
+
+def _read_by(node: fx.Node) -> set[fx.Node]:
+    """All nodes that ``node`` depends on, including itself."""
+    seen = {node}
+    waiting = [node]
+    while waiting:
+        new = [n for n in waiting.pop().all_input_nodes if n not in seen]
+        seen.update(new)
+        waiting += new
+    return seen

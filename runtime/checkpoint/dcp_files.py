@@ -1,0 +1,215 @@
+"""The files of a checkpoint, in the format of ``torch.distributed.checkpoint``: one per rank, and ``.metadata``.
+
+What torch calls a planner says here which boxes are written and read; torch writes, reads and reshards. Bytes are
+hashed on their way to the disk.
+
+What a rank has written of a checkpoint, and the sums that prove its files.
+
+Apart from ``storage``, for which torch imports for a second what few runs need.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from runtime.checkpoint.shards import Piece
+from runtime.state.disk_offload import apart, forget, is_mapped
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.storage import WriteResult
+
+METADATA = ".metadata"
+
+_READ = 1 << 20
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """A file's length and SHA-256."""
+
+    nbytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one rank wrote: the chunks, where they are, and its files by name."""
+
+    items: list[WriteItem] = field(default_factory=list)
+    results: list[WriteResult] = field(default_factory=list)
+    files: dict[str, FileSum] = field(default_factory=dict)
+
+
+def sum_of(path: Path) -> FileSum:
+    """A file's checksum, read from the disk. Raises ``OSError``."""
+    digest, nbytes = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while block := file.read(_READ):
+            digest.update(block)
+            nbytes += len(block)
+    return FileSum(nbytes, digest.hexdigest())
+
+
+def write_shards(folder: Path, rank: int, pieces: Sequence[Piece]) -> Written:
+    """Write ``pieces`` to one file of ``folder``, down to the disk. Raises ``OSError`` as the file system does."""
+    if not pieces:
+        return Written()
+    content = {MetadataIndex(p.key, p.offsets): p for p in pieces}
+    items = [_write_item(index, piece) for index, piece in content.items()]
+    writer, disk = FileSystemWriter(folder), _HashingFileSystem()
+    if any(is_mapped(piece.tensor) for piece in pieces):
+        writer.per_thread_copy_ahead = 0  # what is on disk comes one after another
+    writer.fs = disk
+    writer.set_up_storage_writer(False, rank=rank, use_collectives=False)
+    plan = writer.prepare_local_plan(SavePlan(items))
+    try:
+        results = writer.write_data(plan, _SavePlanner(content)).wait()
+    except RuntimeError as error:  # torch.save hides what the disk said
+        raise disk.error or error from None
+    return Written(items, results, disk.sums)
+
+
+def write_metadata(folder: Path, written: Sequence[Written]) -> None:
+    """Write what finds every chunk. Raises ``ValueError`` where the chunks of a tensor do not make it up."""
+    tensors: dict[str, TensorStorageMetadata] = {}
+    for item in (i for w in written for i in w.items):
+        data = item.tensor_data
+        assert data is not None
+        tensor = tensors.setdefault(item.index.fqn, TensorStorageMetadata(data.properties, data.size, []))
+        tensor.chunks.append(data.chunk)
+    for name, tensor in tensors.items():
+        count = sum(chunk.sizes.numel() for chunk in tensor.chunks)
+        if count != tensor.size.numel():
+            raise ValueError(f"{name}: {tensor.size.numel()} elements, {count} were written")
+    writer = FileSystemWriter(folder)
+    writer.set_up_storage_writer(True)
+    writer.finish(Metadata(dict(tensors)), [w.results for w in written])
+
+
+class ShardReader:
+    """Reads boxes from a folder. Raises ``OSError``, or what unpickling raises, where its files are damaged."""
+
+    def __init__(self, folder: Path) -> None:
+        self._reader = FileSystemReader(folder)
+        metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(metadata, False)
+        found = metadata.state_dict_metadata
+        self.tensors = {k: v for k, v in found.items() if isinstance(v, TensorStorageMetadata)}
+
+    def read(self, pieces: Iterable[Piece]) -> None:
+        """Fill each piece's tensor in place, in its own type."""
+        targets: dict[MetadataIndex, Tensor] = {}
+        items: list[ReadItem] = []
+        for piece in pieces:
+            index = MetadataIndex(piece.key, piece.offsets)
+            targets[index] = piece.tensor
+            chunk = ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.shape)
+            items += create_read_items_for_chunk_list(piece.key, self.tensors[piece.key], [chunk])
+        self._reader.read_data(LoadPlan(items), _LoadPlanner(targets)).wait()
+
+
+def _write_item(index: MetadataIndex, piece: Piece) -> WriteItem:
+    data = TensorWriteData(
+        chunk=ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.shape),
+        properties=TensorProperties(dtype=piece.tensor.dtype),
+        size=torch.Size(piece.shape),
+    )
+    return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+
+
+class _SavePlanner(DefaultSavePlanner):
+    def __init__(self, content: Mapping[MetadataIndex, Piece]) -> None:
+        super().__init__()
+        self.content = content
+        self._last: Tensor | None = None
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        if self._last is not None:
+            forget(self._last)
+        self._last = self.content[write_item.index].tensor
+        tensor = self._last.detach().contiguous()
+        # of a part of its storage torch makes a copy, and keeps it until all is written
+        return apart(tensor) if is_mapped(tensor) and tensor.numel() else tensor
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def __init__(self, targets: Mapping[MetadataIndex, Tensor]) -> None:
+        super().__init__()
+        self.targets = targets
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        target = self.targets[read_item.dest_index]
+        for dim, (at, size) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            target = target.narrow(dim, at, size)
+        return target
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """It was filled in place."""
+        forget(tensor)
+
+
+class _HashingFileSystem(FileSystem):
+    """Files whose checksums are known when they are closed, and the first error that the disk gave."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, FileSum] = {}
+        self.error: OSError | None = None
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Generator[Any, None, None]:
+        with Path(path).open(mode) as file:
+            stream = _HashingStream(file, self)
+            yield stream
+            self.sums[Path(path).name] = FileSum(stream.nbytes, stream.digest.hexdigest())
+
+
+class _HashingStream(io.IOBase):
+    def __init__(self, file: Any, owner: _HashingFileSystem) -> None:
+        self.file = file
+        self.owner = owner
+        self.digest = hashlib.sha256()
+        self.nbytes = 0
+
+    def write(self, data: Any) -> int:
+        try:
+            count: int = self.file.write(data)
+        except OSError as error:
+            self.owner.error = self.owner.error or error
+            raise
+        self.digest.update(data)
+        self.nbytes += count
+        return count
+
+    def tell(self) -> int:
+        return self.nbytes
+
+    def flush(self) -> None:
+        if not self.file.closed:
+            self.file.flush()
+
+    def fileno(self) -> int:
+        self.file.flush()
+        return int(self.file.fileno())
+
+    def close(self) -> None:
+        self.flush()

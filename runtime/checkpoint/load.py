@@ -1,0 +1,364 @@
+"""Reading a checkpoint under any plan: found, checked, and read by boxes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from passes.capture.wrappers import spellings
+from runtime.checkpoint import hyperparameters
+from runtime.checkpoint.atomic_folder import MANIFEST, read_manifest
+from runtime.checkpoint.dcp_files import FileSum, sum_of
+from runtime.checkpoint.save import FORMAT, MODEL, TRAINING, saved_states
+from runtime.checkpoint.shards import Piece, held_by, number, pieces, whole_piece
+from runtime.checkpoint.training_state import STATE, OptimizerState, check_whole, unpacked
+from runtime.comm.group import Communicator, all_ranks
+from runtime.errors import CheckpointError, DamagedCheckpointError
+from runtime.program.program import RankProgram
+from runtime.state.parameters import names_read
+
+if TYPE_CHECKING:
+    from runtime.checkpoint.dcp_files import ShardReader
+
+LATEST = "latest"
+
+STEP = "step-"
+_SHOWN = 5
+_FAILURES = (CheckpointError, DamagedCheckpointError)  # by what a rank tells the others, from 1 on; 0: it is well
+_T = TypeVar("_T")
+
+
+class Found(NamedTuple):
+    """A complete checkpoint."""
+
+    folder: Path
+    manifest: dict[str, Any]
+
+    @property
+    def steps(self) -> int:
+        return int(self.manifest["steps"])
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps; the number of batches in a checkpoint of a version that did not tell them apart."""
+        return int(self.manifest.get("optimizer_steps", self.steps))
+
+    @property
+    def files(self) -> dict[str, FileSum]:
+        return {name: FileSum(**content) for name, content in self.manifest["files"].items()}
+
+
+def is_checkpoint(directory: Path) -> bool:
+    """Whether :func:`find` finds one there, rather than safetensors or nothing."""
+    return any((p / MANIFEST).exists() for p in _candidates(directory))
+
+
+def find(directory: Path) -> Found:
+    """The checkpoint ``directory``, or the latest of a folder of many. Raises :class:`CheckpointError`."""
+    for folder in _candidates(directory):
+        manifest = read_manifest(folder)
+        if manifest:
+            if manifest.get("format") != FORMAT:
+                raise CheckpointError(f"{folder} has format {manifest.get('format')}; this version reads {FORMAT}")
+            return Found(folder, manifest)
+        if (folder / MANIFEST).exists():
+            raise DamagedCheckpointError(f"{folder / MANIFEST} is damaged: it is no JSON{_other_than(folder)}")
+    what = "is incomplete" if directory.exists() else "does not exist"
+    raise CheckpointError(f"{directory} {what}: it has no {MANIFEST}{_other_than(directory)}")
+
+
+def complete_in(root: Path) -> list[Found]:
+    """The complete checkpoints of a folder of many, the oldest first."""
+    found = [Found(p, m) for p in root.glob(f"{STEP}*") if (m := read_manifest(p))]
+    return sorted(found, key=lambda f: (f.steps, f.folder.name))
+
+
+def to_go_on_from(root: Path) -> list[Found]:
+    """The complete checkpoints of a folder of many, the one to go on from first.
+
+    That is what ``latest`` names, or one that was complete after it and is not named yet. What has more steps and is
+    older is of a run that was gone back in: it comes last.
+    """
+    found = complete_in(root)[::-1]
+    named = root / LATEST
+    try:
+        latest = next(f for f in found if f.folder.name == named.read_text().strip())
+        written = named.stat().st_mtime_ns
+    except (OSError, ValueError, StopIteration):
+        return found
+    left = [f for f in found if f.steps > latest.steps and (f.folder / MANIFEST).stat().st_mtime_ns < written]
+    return [f for f in found if f not in left] + left
+
+
+def find_together(directory: Path, rank: RankProgram, communicator: Communicator) -> Found:
+    """What :func:`find` finds, once it has found something on all ranks. Raises :class:`CheckpointError` on all."""
+    return _together(communicator, rank, lambda: find(directory))
+
+
+def check_alike(root: Path, found: Sequence[Found], rank: RankProgram, communicator: Communicator) -> None:
+    """Raise :class:`CheckpointError` on all ranks where they do not find the same in a folder of many checkpoints."""
+    told = json.dumps([(f.folder.name, f.manifest["token"]) for f in found])
+    if not _agree(int(hashlib.sha256(told.encode()).hexdigest()[:15], 16), rank, communicator):
+        here = ", ".join(f.folder.name for f in found) or "none"
+        raise CheckpointError(
+            f"ranks see different checkpoints in {root.absolute()}, this one {here}: let all ranks see the same file "
+            "system"
+        )
+
+
+def load(
+    found: Found,
+    rank: RankProgram,
+    states: Mapping[str, Tensor],
+    optimizer: OptimizerState | None,
+    communicator: Communicator,
+    verify: bool = True,
+    extra: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Fill ``states``, and ``optimizer``; all ranks call it. Returns what the checkpoint knows of the run; in its
+    ``extra`` this rank's state of what is asked for.
+
+    ``verify``: read every file once, all ranks together, and compare with its checksum. Raises
+    :class:`CheckpointError` on all ranks where one finds a file damaged or missing, or what does not belong together:
+    nothing was changed then.
+    """
+    _same(found, rank, communicator)
+    if verify:
+        _together(communicator, rank, lambda: _check_files(found, rank))
+    reader = _together(communicator, rank, lambda: _reader(found.folder), found)
+    if rank.rank == 0:
+        _warn_of_others(found.folder, reader, rank)
+    training = _together(communicator, rank, lambda: unpacked((found.folder / TRAINING).read_bytes()), found)
+    extras = _together(communicator, rank, lambda: _extras(found, training, rank, extra))
+    groups = _together(communicator, rank, lambda: _groups(training, rank, optimizer))
+    names, moments = _together(communicator, rank, lambda: _planned(found, reader, rank, states, optimizer))
+    held = [p for n, name in names.items() for p in _pieces(MODEL, rank, n, name, states[n])]
+    for n, name in names.items():
+        for key, tensor in moments.get(n, {}).items():
+            if optimizer is not None and optimizer.of_own_shape(n, tensor):
+                held.append(whole_piece(STATE, name, tensor, f".{key}"))
+            else:
+                held += _pieces(STATE, rank, n, name, tensor, f".{key}")
+    with torch.no_grad():
+        _together(communicator, rank, lambda: reader.read(held), found)
+    if optimizer is not None:
+        for n in optimizer.parameters:
+            optimizer.take(n, moments.get(n, {}))
+        hyperparameters.take(optimizer.optimizers, groups)
+    return {**training, "extra": extras}
+
+
+def _reader(folder: Path) -> ShardReader:
+    from runtime.checkpoint.dcp_files import ShardReader
+
+    return ShardReader(folder)
+
+
+def _warn_of_others(folder: Path, reader: ShardReader, rank: RankProgram) -> None:
+    """Warn of tensors of a model that the plan's model does not have: it may be another one."""
+    known = names_read(rank.program)
+    saved = sorted(key.removeprefix(MODEL) for key in reader.tensors if key.startswith(MODEL))
+    known |= spellings(saved, known).keys()
+    if others := [name for name in saved if name not in known]:
+        more = ", ..." if len(others) > _SHOWN else ""
+        warnings.warn(
+            f"{folder} holds {len(others)} tensors that the plan's model does not have "
+            f"({', '.join(others[:_SHOWN])}{more}): they are left out; load a checkpoint of the same model if "
+            "they are missed",
+            stacklevel=2,
+        )
+
+
+def _extras(found: Found, training: Mapping[str, Any], rank: RankProgram, asked: Sequence[str]) -> dict[str, Any]:
+    """This rank's state of each of ``asked``: its own, where ranks differed and are the same ones now."""
+    held, of_ranks = training["extra"], training.get("extra_of_ranks", {})
+    for name in asked:
+        if name not in held:
+            have = ", ".join(held) or "nothing"
+            raise CheckpointError(f"{found.folder} holds no state of {name!r}; beside the weights it has {have}")
+        if name in of_ranks and found.manifest["mesh"] != rank.program.mesh:
+            raise CheckpointError(
+                f"the state of {name!r} in {found.folder} was not the same on all ranks, and this is another mesh: "
+                f"which rank's would be right cannot be known; go on under {found.manifest['mesh']}, or leave it out "
+                "of extra="
+            )
+    return {name: of_ranks[name][rank.rank] if name in of_ranks else held[name] for name in asked}
+
+
+def _groups(
+    training: Mapping[str, Any], rank: RankProgram, optimizer: OptimizerState | None
+) -> list[list[Mapping[str, Any]]]:
+    """The hyperparameters of each of the optimizers' groups."""
+    if optimizer is None:
+        return []
+    saved = training.get("optimizer")
+    if saved is None:  # none at all; or of a version that kept those of the first rank alone, by their place
+        groups = training.get("groups")
+        return hyperparameters.by_place(optimizer.optimizers, None if groups is None else [groups])
+    return hyperparameters.values_of(optimizer.optimizers, optimizer.parameters, rank.program, saved)
+
+
+def _planned(
+    found: Found,
+    reader: ShardReader,
+    rank: RankProgram,
+    states: Mapping[str, Tensor],
+    optimizer: OptimizerState | None,
+) -> tuple[dict[str, str], dict[str, dict[str, Tensor]]]:
+    """The name under which each state of this rank was saved, and room for the optimizer's state."""
+    names: dict[str, str] = {}
+    wrong: list[str] = []
+    spelt = _spelt(reader, rank)
+    for n in saved_states(rank.program):
+        if n not in states:
+            continue
+        data = rank.program.states[n]
+        shape = data.shape[1:] if data.parts else data.shape
+        held = [
+            c
+            for c in (n, *data.aliases, *spelt.get(n, ()))
+            if all(f"{MODEL}{p}" in reader.tensors for p in data.parts or (c,))
+        ]
+        if not held and n in rank.program.constants:  # of a plan that does not change it
+            continue
+        if not held:
+            wrong.append(f"{n}: expected {data.kind} {list(data.shape)}, got nothing")
+            continue
+        names[n] = held[0]
+        got = {tuple(reader.tensors[f"{MODEL}{p}"].size) for p in data.parts or (held[0],)}
+        if got != {shape}:
+            wrong.append(f"{n}: expected shape {list(shape)}, got {list(got.pop())}")
+    if wrong:
+        more = f"\n  and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise CheckpointError(
+            f"{found.folder} does not hold the weights that the plan was made for:\n  "
+            + "\n  ".join(wrong[:_SHOWN])
+            + f"{more}\nLoad a checkpoint of the same model, or plan again for this one."
+        )
+    return names, {} if optimizer is None else _room(found, reader, rank, names, optimizer)
+
+
+def _spelt(reader: ShardReader, rank: RankProgram) -> dict[str, list[str]]:
+    """For states of the plan, the names that a checkpoint has for them in another spelling."""
+    saved = [key.removeprefix(MODEL) for key in reader.tensors if key.startswith(MODEL)]
+    found: dict[str, list[str]] = {}
+    for other, name in spellings(saved, names_read(rank.program)).items():
+        found.setdefault(name, []).append(other)
+    return found
+
+
+def _room(
+    found: Found, reader: ShardReader, rank: RankProgram, names: Mapping[str, str], optimizer: OptimizerState
+) -> dict[str, dict[str, Tensor]]:
+    saved: dict[str, list[str]] = {}
+    for entry in reader.tensors:
+        if entry.startswith(STATE):
+            owner, _, key = entry.removeprefix(STATE).rpartition(".")
+            saved.setdefault(owner, []).append(key)
+    if not saved and not found.manifest.get("optimizer"):
+        raise CheckpointError(f"{found.folder} holds no optimizer state; save it with save(directory, optimizer)")
+    room: dict[str, dict[str, Tensor]] = {}
+    for n, parameter in optimizer.parameters.items():
+        owner = (rank.program.states[n].parts or (names[n],))[0]
+        for key in saved.get(owner, ()):
+            spec = reader.tensors[f"{STATE}{owner}.{key}"]
+            shape, device = (parameter.shape, parameter.device) if spec.size else ((), "cpu")
+            if spec.size and spec.size != reader.tensors[f"{MODEL}{owner}"].size:
+                shape = spec.size
+            tensor = optimizer.room(n, key, shape, spec.properties.dtype, device)
+            if optimizer.of_own_shape(n, tensor):
+                check_whole(rank, n, key, tensor)
+            room.setdefault(n, {})[key] = tensor
+    return room
+
+
+def _pieces(prefix: str, rank: RankProgram, state: str, saved_as: str, tensor: Tensor, suffix: str = "") -> list[Piece]:
+    data = rank.program.states[state]
+    if data.shape and not tensor.dim():
+        return [number(prefix, saved_as, data, tensor, suffix)]
+    return pieces(prefix, saved_as, data, held_by(rank.program, state, rank.rank), tensor, suffix)
+
+
+def _check_files(found: Found, rank: RankProgram) -> None:
+    """This rank's share of the files."""
+    for name, expected in list(found.files.items())[rank.rank :: rank.program.world_size]:
+        path = found.folder / name
+        if not path.exists():
+            raise DamagedCheckpointError(f"{path} is missing: the checkpoint is incomplete{_other_than(found.folder)}")
+        got = sum_of(path)
+        if got != expected:
+            told = "its SHA-256 is not the one in the manifest"
+            if got.nbytes != expected.nbytes:
+                told = f"it has {got.nbytes} bytes, {expected.nbytes} were written"
+            raise DamagedCheckpointError(f"{path} is damaged: {told}{_other_than(found.folder)}")
+
+
+def _together(
+    communicator: Communicator, rank: RankProgram, work: Callable[[], _T], reading: Found | None = None
+) -> _T:
+    """What ``work`` returns, once it has gone well on all ranks. ``reading``: the checkpoint that errors come from."""
+    result: _T | None = None
+    error: CheckpointError | None = None
+    try:
+        result = work()
+    except CheckpointError as caught:
+        error = caught
+    except Exception as caught:
+        if reading is None:
+            raise
+        told = f"{type(caught).__name__}: {caught}"
+        error = DamagedCheckpointError(f"{reading.folder} cannot be read: {told}{_other_than(reading.folder)}")
+        error.__cause__ = caught
+    failed = torch.zeros(rank.program.world_size, dtype=torch.int32, device=communicator.device)
+    failed[rank.rank] = 0 if error is None else 1 + _FAILURES.index(type(error))
+    failures = all_ranks(communicator, rank.program.world_size).all_reduce(failed).wait().tolist()
+    if error is not None:
+        raise error
+    if worst := max(failures):
+        raise _FAILURES[worst - 1].of_another(
+            f"the checkpoint was not loaded: rank {failures.index(worst)} could not read it, and says why"
+        )
+    return result  # type: ignore[return-value]
+
+
+def _same(found: Found, rank: RankProgram, communicator: Communicator) -> None:
+    """Raise on all ranks where they do not see the same checkpoint."""
+    if not _agree(int(found.manifest["token"], 16), rank, communicator):
+        raise CheckpointError(
+            f"ranks see different checkpoints, this one {found.folder} of step {found.steps}: name one of them, and "
+            "let all ranks see the same file system"
+        )
+
+
+def _agree(number: int, rank: RankProgram, communicator: Communicator) -> bool:
+    """Whether all ranks have the same number, of at most 60 bits."""
+    bounds = torch.tensor([number, -number], dtype=torch.int64, device=communicator.device)
+    high, low = all_ranks(communicator, rank.program.world_size).all_reduce(bounds, maximum=True).wait().tolist()
+    return bool(high == -low)
+
+
+def _candidates(directory: Path) -> Sequence[Path]:
+    """``directory``; or of a folder of many what ``latest`` names, or the last one that is complete."""
+    if (directory / MANIFEST).exists():
+        return [directory]
+    named = directory / LATEST
+    if named.is_file() and (directory / named.read_text().strip() / MANIFEST).exists():
+        return [directory / named.read_text().strip()]
+    return [found.folder for found in complete_in(directory)[-1:]]
+
+
+def _other_than(folder: Path) -> str:
+    """What to load instead."""
+    folder = folder.absolute()
+    others = [f for f in complete_in(folder.parent) if f.folder.absolute() != folder]
+    before = [f for f in others if f.folder.name < folder.name] or others
+    if not before:
+        return "; there is no other checkpoint beside it"
+    return f"; the one before it is of step {before[-1].steps}: load {before[-1].folder}"

@@ -1,0 +1,496 @@
+"""Checkpoints in host memory, which outlive the ranks: copies of the training state (Wang et al. 2023, Gemini).
+
+Every rank writes its whole state into a file in its node's memory, at the cost of a memory copy. While training
+continues, it sends the state to a rank of another node, which keeps a second copy there. Each copy has two files, so
+that one step is complete everywhere at any moment: a file is overwritten only after all ranks have confirmed that the
+copy in the other one is complete.
+
+A restarted run finds the newest step for which every rank's state is in some node's memory; each rank reads it there,
+or receives it. Copies belong to one line of a run, named by a token next to the checkpoints. A run that continues from
+disk, or under another plan, begins a new line and never reads the copies of an abandoned one.
+
+One rank's whole state as a file in a node's memory: mapped, overwritten in place, complete under its own name.
+
+``IDENTITY.RANK.STEP`` is complete; ``.IDENTITY.RANK.NUMBER.partial`` is being written, or was when its writer ended.
+Pages are asked for once and used again, so that a copy costs what moving its bytes costs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import mmap
+import os
+import re
+import secrets
+import shutil
+import threading
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from passes.ir.serialize import dtype_of
+from runtime.checkpoint import hyperparameters
+from runtime.checkpoint.atomic_folder import MANIFEST
+from runtime.checkpoint.load import to_go_on_from
+from runtime.checkpoint.ranks import Peers, keepers, node_of
+from runtime.checkpoint.run_state import CheckpointedEngine, common_state, go_on, own_state, own_tensors, take_tensors
+from runtime.checkpoint.training_state import Optimizers, Stateful, packed, random_state, unpacked
+from runtime.errors import CheckpointError
+from runtime.files import write_text
+
+_NAME = re.compile(r"([0-9a-f]{16})\.(\d+)\.(\d+)")
+
+_PARTIAL = re.compile(r"\.([0-9a-f]{16})\.(\d+)\.\d+\.partial")
+_ALIGN = 64  # of tensors
+_PAGES = 1 << 16  # the head grows by so much, so that it seldom changes the file's length
+_LENGTH = 8  # bytes in front, which say how long the head is
+
+
+class Name(NamedTuple):
+    """Whose state, and of which step. ``identity``: of the run and its plan. ``step`` is ``None`` of a partial one."""
+
+    identity: str
+    rank: int
+    step: int | None
+
+    @classmethod
+    def of(cls, path: Path) -> Self | None:
+        """``None`` for a file that is no slot."""
+        if found := _NAME.fullmatch(path.name):
+            return cls(found[1], int(found[2]), int(found[3]))
+        found = _PARTIAL.fullmatch(path.name)
+        return cls(found[1], int(found[2]), None) if found else None
+
+
+def slots_in(folder: Path) -> Iterator[tuple[Name, Path]]:
+    """What is in a folder, in the order of names."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if name := Name.of(path):
+            yield name, path
+
+
+class State(NamedTuple):
+    """What a slot holds: tensors by name, and of the run all else; ``head`` is both but for the tensors' elements."""
+
+    head: bytes
+    tensors: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], run: Mapping[str, Any]) -> Self:
+        """Raises :class:`CheckpointError` where ``run`` is no plain data."""
+        table = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in tensors.items()]
+        return cls(packed({"tensors": table, "run": dict(run)}, "the run"), tensors)
+
+    @property
+    def nbytes(self) -> int:
+        return _start(self.head) + sum(_aligned(t.nbytes) for t in self.tensors.values())
+
+    def write(self, to: Tensor) -> None:
+        """Fill the bytes ``to``, of which there are :attr:`nbytes`."""
+        with torch.no_grad():
+            front = len(self.head).to_bytes(_LENGTH, "little") + self.head
+            to[: len(front)].copy_(torch.frombuffer(bytearray(front), dtype=torch.uint8))
+            table = ((n, t.dtype, t.shape) for n, t in self.tensors.items())
+            for name, view in _views(to, _start(self.head), table):
+                view.copy_(self.tensors[name])
+
+
+def read(content: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors, views of ``content``, and what else :meth:`State.write` wrote. Raises as unpickling does."""
+    length = int.from_bytes(bytes(content[:_LENGTH].tolist()), "little")
+    head = content[_LENGTH : _LENGTH + length].numpy().tobytes()
+    found = unpacked(head)
+    table = ((name, dtype_of(dtype), torch.Size(shape)) for name, dtype, shape in found["tensors"])
+    return dict(_views(content, _start(head), table)), found["run"]
+
+
+class Slot:
+    """A file that one process writes. ``name``: what is complete in it. Raises ``OSError`` as the file system does."""
+
+    def __init__(self, path: Path, name: Name) -> None:
+        self.path = path
+        self.name = name
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            self._map(handle)
+        finally:
+            os.close(handle)
+
+    @property
+    def size(self) -> int:
+        return self.bytes.numel()
+
+    def resize(self, size: int) -> None:
+        """Ask for the memory now: a page that is missing later would end the process."""
+        handle = os.open(self.path, os.O_RDWR)
+        try:
+            os.ftruncate(handle, size)
+            os.posix_fallocate(handle, 0, size)
+            self._map(handle)
+        finally:
+            os.close(handle)
+
+    def begin(self, number: int) -> None:
+        """What is in it is complete no more."""
+        self._rename(self.name._replace(step=None), f".{self.name.identity}.{self.name.rank}.{number}.partial")
+
+    def commit(self, step: int) -> None:
+        self._rename(self.name._replace(step=step), f"{self.name.identity}.{self.name.rank}.{step}")
+
+    def _rename(self, name: Name, to: str) -> None:
+        path = self.path.with_name(to)
+        os.rename(self.path, path)
+        self.path, self.name = path, name
+
+    def _map(self, handle: int) -> None:
+        size = os.fstat(handle).st_size
+        if size:
+            self.bytes = torch.frombuffer(mmap.mmap(handle, size), dtype=torch.uint8)
+
+
+def content_of(path: Path) -> Tensor:
+    """A slot's bytes, to be read."""
+    with path.open("r+b") as file:
+        return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+
+
+def remove(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+
+
+def _start(head: bytes) -> int:
+    return math.ceil((_LENGTH + len(head)) / _PAGES) * _PAGES
+
+
+def _aligned(size: int) -> int:
+    return math.ceil(size / _ALIGN) * _ALIGN
+
+
+def _views(
+    content: Tensor, at: int, table: Iterable[tuple[str, torch.dtype, torch.Size]]
+) -> Iterator[tuple[str, Tensor]]:
+    for name, dtype, shape in table:
+        size = shape.numel() * dtype.itemsize
+        yield name, content[at : at + size].view(dtype).view(shape)
+        at += _aligned(size)
+
+
+LINE = "copies"  # file next to the checkpoints with the token of the line whose copies may be restored
+
+SHARED_MEMORY = Path("/dev/shm")
+_Extra = Mapping[str, Stateful]
+
+
+class Copies:
+    """The in-memory checkpoints of one run, on one rank. All ranks create one and call the same methods.
+
+    Args:
+        checkpoints: the run's folder of checkpoints, which all ranks see.
+        memory: a folder in the memory of this rank's node; by default ``/dev/shm``.
+
+    Raises :class:`CheckpointError` on all ranks if a rank has no such folder, or if the plan keeps states on disk.
+    """
+
+    def __init__(self, checkpoints: Path, engine: CheckpointedEngine, memory: Path | None = None) -> None:
+        if "disk" in engine.program.offload:
+            raise CheckpointError(
+                "copies in memory of a plan with 'disk' in offload, whose optimizer states are to be in no memory: "
+                "leave copies_every out, and save checkpoints"
+            )
+        self.checkpoints = checkpoints
+        self.engine = engine
+        self.rank = engine.rank_program.rank
+        self.folder = folder_of(checkpoints, memory or SHARED_MEMORY)
+        self._way = hashlib.sha256(engine.program.model_dump_json().encode()).hexdigest()
+        self._peers = Peers(self.rank, engine.program.world_size)
+        self._peers.together(f"copies cannot be kept in {memory or SHARED_MEMORY}", self._make_folder)
+        self._nodes = self._peers.each(node_of(self.folder))
+        self._keepers = keepers(self._nodes)
+        self._sending: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """Reset to the state before the first copy; files on the nodes are not touched."""
+        self.step: int | None = None  # step of the copy that is complete on all ranks
+        self._written: int | None = None  # step of the copy that is being sent
+        self._identity = ""
+        self._slots: dict[int, list[Slot]] = {}  # rank -> its two files: for this rank, and for ranks that it keeps
+        self._room: list[list[int]] = [[], []]  # for both files, their size in bytes for each rank; equal on all ranks
+        self._restored = False
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of memory that copies take on this rank's node; 0 before the first copy."""
+        return 2 * sum(self._room[1][r] for r in self._ranks_here()) if self._room[1] else 0
+
+    def save(self, optimizer: Optimizers, extra: _Extra) -> None:
+        """Copy the current training state into memory, and start sending it to the keeper.
+
+        Raises :class:`CheckpointError` on all ranks if this copy, or sending the previous one, has failed on a rank.
+        """
+        state = self._peers.together("the copy in memory was not made", lambda: self._state(optimizer, extra))
+        self._complete()
+        sizes = self._peers.each(state.nbytes)
+        if self.step is not None and self.engine.steps <= self.step:
+            self._begin()  # the run was rewound: the existing copies are of steps that are repeated
+        if not self._identity:
+            self._begin_line()
+        if not self._slots:
+            self._peers.together("copies cannot be kept", self._open)
+        if self._room != [sizes, sizes]:
+            self._make_room(sizes)
+        slot, self._written = self._free(self.rank), self.engine.steps
+        self._peers.together("the copy in memory was not made", lambda: self._write(slot, state))
+        self._sending = threading.Thread(target=self._send, args=(slot, self._written), name="copies", daemon=True)
+        self._sending.start()
+        self.engine._saver.saved_at = self.engine.steps
+
+    def wait(self) -> None:
+        """Wait until the last copy is complete on all ranks. Raises :class:`CheckpointError` if it failed."""
+        self._peers.together("the copy in memory was not made", self._join)
+        self._complete()
+
+    def restore(self, optimizer: Optimizers, extra: _Extra) -> int | None:
+        """Restore the newest step that is in memory for every rank, and return it.
+
+        Returns ``None`` and changes nothing if there is no such step, if a checkpoint on disk is newer, or (with a
+        warning) if the copies cannot be read.
+        """
+        self._peers.together("the copy in memory was not made", self._join)
+        self._begin()
+        token, disk = self._peers.total(_line(self.checkpoints) if self.rank == 0 else [0, 0])
+        if not token:
+            return None
+        identity = self._identity_of(token)
+        here = [n for n, _ in slots_in(self.folder) if n.identity == identity and n.step is not None]
+        sizes = {n: (self.folder / f"{identity}.{n.rank}.{n.step}").stat().st_size for n in here}
+        told = self._peers.lists([number for n in here for number in (n.rank, n.step or 0, sizes[n])])
+        holders: dict[int, dict[int, dict[int, int]]] = {}  # step -> rank -> process that has it -> bytes
+        for process, numbers in enumerate(told):
+            for rank, step, size in zip(*(iter(numbers),) * 3, strict=True):
+                holders.setdefault(step, {}).setdefault(rank, {})[process] = size
+        whole = [s for s, ranks in holders.items() if len(ranks) == self._peers.world_size and s >= disk]
+        if not whole:
+            return None
+        step = max(whole)
+        try:
+            content = self._content(identity, step, holders[step])
+            tensors, run = self._peers.together(
+                f"the copies in memory of step {step} cannot be taken", lambda: self._checked(content, optimizer)
+            )
+        except CheckpointError as error:
+            warnings.warn(f"{error}; going on from the disk", stacklevel=3)
+            return None
+        take_tensors(self.engine, tensors, optimizer)
+        if optimizer is not None:
+            groups = [each and [group["values"] for group in each["groups"]] for each in run["optimizer"]]
+            hyperparameters.take(optimizer, hyperparameters.by_place(optimizer, groups))
+        go_on(self.engine, run, run["random"], extra, f"the copy in memory of step {step}")
+        if self._leads():
+            for name, path in slots_in(self.folder):
+                if name.identity != identity or name.step != step:  # copies of steps that are repeated now
+                    remove(path)
+        self._identity, self.step, self._restored = identity, step, True
+        self._peers.total([0])  # a barrier: nobody opens a file that another rank removes
+        return step
+
+    def remove(self) -> None:
+        """Delete all copies of the run: it has ended, and its last step is on disk."""
+        self.wait()
+        self._slots.clear()
+        if self._leads():
+            shutil.rmtree(self.folder, ignore_errors=True)
+        forget(self.checkpoints, self.rank)
+
+    def _leads(self) -> bool:
+        """Whether this rank is the lowest rank of its node."""
+        return self._nodes.index(self._nodes[self.rank]) == self.rank
+
+    def _make_folder(self) -> None:
+        parent = self.folder.parent
+        if not parent.is_dir():
+            raise CheckpointError(
+                f"copies in memory: expected a folder in this node's memory, got {parent}, which is none; name one "
+                "with copies_in=, a tmpfs"
+            )
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+
+    def _identity_of(self, token: int) -> str:
+        return hashlib.sha256(f"{token} {self._way}".encode()).hexdigest()[:16]
+
+    def _begin_line(self) -> None:
+        token = secrets.randbits(60) if self.rank == 0 else 0
+        [token] = self._peers.total([token])
+        if self.rank == 0:
+            write_text(self.checkpoints / LINE, f"{token:x}")
+        self._identity = self._identity_of(token)
+
+    def _open(self) -> None:
+        """Open two files for this rank and two for each rank whose copy it keeps; remove files of earlier lines."""
+        if self._leads():
+            for name, path in slots_in(self.folder):
+                if name.identity != self._identity:
+                    remove(path)
+        kept = [rank for rank, keeper in enumerate(self._keepers) if keeper == self.rank]
+        for rank in (self.rank, *kept):
+            found = [(n, p) for n, p in slots_in(self.folder) if n == (self._identity, rank, self.step)]
+            slots = [Slot(p, n) for n, p in found if self.step is not None]
+            while len(slots) < 2:
+                name = Name(self._identity, rank, None)
+                slots.append(Slot(self.folder / f".{name.identity}.{rank}.{len(slots)}.partial", name))
+            self._slots[rank] = slots
+
+    def _make_room(self, sizes: list[int]) -> None:
+        """Resize the files that may be overwritten to ``sizes`` (bytes, for each rank).
+
+        Raises :class:`CheckpointError` on all ranks if a node has too little free memory.
+        """
+        wanted = {
+            slot: sizes[r]
+            for r, slots in self._slots.items()
+            for slot in (slots if self.step is None else [self._free(r)])
+        }
+        missing = sum(max(0, size - slot.size) for slot, size in wanted.items())
+        each = self._peers.each(missing)
+        here = sum(n for n, node in zip(each, self._nodes, strict=True) if node == self._nodes[self.rank])
+        self._peers.together("the node has no room for copies", lambda: self._check_room(here))
+        self._peers.together("the node has no room for copies", lambda: _resize(wanted))
+        self._room = [sizes if self.step is None else self._room[1], sizes]
+
+    def _check_room(self, missing: int) -> None:
+        free = shutil.disk_usage(self.folder).free
+        if free < missing:
+            raise CheckpointError(
+                f"copies in memory: {self.folder} needs {missing / 2**30:.2f} GiB more for the ranks of this node, and "
+                f"has {free / 2**30:.2f} GiB free; make the tmpfs larger, name another with copies_in=, or leave "
+                "copies_every out"
+            )
+
+    def _free(self, rank: int) -> Slot:
+        """The file, of the two of ``rank``, that may be overwritten."""
+        return next(slot for slot in self._slots[rank] if self.step is None or slot.name.step != self.step)
+
+    def _write(self, slot: Slot, state: State) -> None:
+        slot.begin(self._slots[self.rank].index(slot))
+        state.write(slot.bytes)
+        slot.commit(self.engine.steps)
+
+    def _state(self, optimizer: Optimizers, extra: _Extra) -> State:
+        self._join()
+        run = common_state(self.engine) | own_state(self.engine, optimizer, extra)
+        return State.of(own_tensors(self.engine, optimizer), run | {"random": random_state(self.engine.device)})
+
+    def _join(self) -> None:
+        """Wait for the sending thread. Raises the exception that it raised, if any."""
+        if self._sending is not None:
+            self._sending.join()
+        if self._error is not None:
+            raise self._error
+
+    def _complete(self) -> None:
+        """Mark the last copy as complete; called once all ranks have confirmed that it is."""
+        if self._written is None or self._written == self.step:
+            return
+        self.step = self._written
+        if self._restored and self._leads():
+            for name, path in slots_in(self.folder):
+                if name.rank not in self._ranks_here():  # its copy was kept here before the restart
+                    remove(path)
+        self._restored = False
+
+    def _ranks_here(self) -> list[int]:
+        """The ranks whose copies are on this node: the ranks of this node, and the ranks that they keep copies of. A
+        rank may occur twice."""
+        here = [r for r, node in enumerate(self._nodes) if node == self._nodes[self.rank]]
+        return here + [r for r, keeper in enumerate(self._keepers) if keeper in here]
+
+    def _send(self, slot: Slot, step: int) -> None:
+        """Send this rank's copy to its keeper, and receive the copies that this rank keeps. Runs in a thread."""
+        try:
+            keeper = self._keepers[self.rank]
+            works = [] if keeper is None else self._peers.send(slot.bytes, keeper)
+            for rank, slots in self._slots.items():
+                if rank != self.rank:
+                    kept = self._free(rank)
+                    kept.begin(slots.index(kept))
+                    self._peers.receive(kept.bytes, rank)
+                    kept.commit(step)
+            for work in works:
+                work.wait()
+        except Exception as error:
+            self._error = error
+
+    def _content(self, identity: str, step: int, holders: Mapping[int, Mapping[int, int]]) -> Tensor:
+        """This rank's state, read from this node or received from another one; also sends the states that other ranks
+        receive from here."""
+        sources = {}  # rank without a copy on its node -> process that sends it
+        for rank, sizes in holders.items():
+            if rank not in sizes:
+                sources[rank] = sorted(sizes)[rank % len(sizes)]
+        give = [rank for rank, source in sources.items() if source == self.rank]
+        names = [*give, *([] if self.rank in sources else [self.rank])]
+        what = f"the copies in memory of step {step} cannot be read"
+        contents = self._peers.together(
+            what, lambda: {r: content_of(self.folder / f"{identity}.{r}.{step}") for r in names}
+        )
+        works = [work for rank in give for work in self._peers.send(contents[rank], rank)]
+        if self.rank in sources:
+            contents[self.rank] = torch.empty(holders[self.rank][sources[self.rank]], dtype=torch.uint8)
+            self._peers.receive(contents[self.rank], sources[self.rank])
+        for work in works:
+            work.wait()
+        return contents[self.rank]
+
+    def _checked(self, content: Tensor, optimizer: Optimizers) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Parse ``content`` into tensors by name and the state of the run.
+
+        Raises :class:`CheckpointError` unless it has every tensor of the engine and, if needed, the optimizer's state.
+        """
+        tensors, run = read(content)
+        for name, held in own_tensors(self.engine, None).items():
+            got = list(tensors[name].shape) if name in tensors else "nothing"
+            if got != list(held.shape):
+                raise CheckpointError(f"the copy in memory has of {name} {got}, expected {list(held.shape)}")
+        if optimizer is not None and run["optimizer"] is None:
+            raise CheckpointError("the copy in memory has no optimizer state; give Checkpoints the optimizer always")
+        return tensors, run
+
+
+def folder_of(checkpoints: Path, memory: Path) -> Path:
+    """The folder inside ``memory`` that holds the copies of a run, on every node."""
+    told = f"{os.getuid()} {os.path.realpath(checkpoints)}"
+    return memory / f"copies-{hashlib.sha256(told.encode()).hexdigest()[:12]}"
+
+
+def forget(checkpoints: Path, rank: int) -> None:
+    """Remove the token, so that no copies of this run are restored any more. Only rank 0 removes it."""
+    if rank == 0:
+        (checkpoints / LINE).unlink(missing_ok=True)
+
+
+def _resize(wanted: Mapping[Slot, int]) -> None:
+    for slot, size in wanted.items():
+        slot.resize(size)
+
+
+def _line(checkpoints: Path) -> list[int]:
+    """The token of the current line (0 if there is none) and its newest checkpoint on disk (step; 0 if there is none).
+
+    Checkpoints from before the line do not count: their steps are repeated.
+    """
+    try:
+        token = int((checkpoints / LINE).read_text(), 16)
+        begun = (checkpoints / LINE).stat().st_mtime_ns
+    except (OSError, ValueError):
+        return [0, 0]
+    written = (f.steps for f in to_go_on_from(checkpoints) if (f.folder / MANIFEST).stat().st_mtime_ns > begun)
+    return [token, max(written, default=0)]

@@ -1,0 +1,115 @@
+"""Ranks that agree, and send bytes, beside training: over Gloo and in host memory, whatever training uses."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch import Tensor
+
+from runtime.comm.rendezvous import timeout_of_all
+from runtime.comm.wait_clock import wait_for
+from runtime.errors import CheckpointError
+
+_CHUNK = 1 << 28  # bytes of one message
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_T = TypeVar("_T")
+_opened: list[Any] = []  # Gloo cannot always be taken down
+
+
+class Peers:
+    """One rank's view of the others. All methods but :meth:`send` and :meth:`receive` are called by all ranks.
+
+    Raises :class:`CheckpointError` where ranks are no processes.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._backend: Any = None
+        if world_size == 1:
+            return
+        if not dist.is_initialized():
+            raise CheckpointError(
+                f"copies in memory are between processes, and there is no process group for the plan's {world_size} "
+                "ranks: start them with torchrun, or leave copies_every out"
+            )
+        store = c10d.PrefixStore(f"partition copies {len(_opened)}", c10d._get_default_store())
+        self._backend = dist.ProcessGroupGloo(store, rank, world_size, timeout=timeout_of_all(torch.device("cpu")))
+        _opened.append(self._backend)
+
+    def total(self, numbers: Sequence[int]) -> list[int]:
+        """The sums over the ranks."""
+        found = torch.tensor(numbers, dtype=torch.int64)
+        if self._backend is not None and len(numbers):
+            wait_for(self._backend.allreduce([found]))
+        return [int(n) for n in found.tolist()]
+
+    def each(self, number: int) -> list[int]:
+        """The ranks' numbers."""
+        return self.total([number if rank == self.rank else 0 for rank in range(self.world_size)])
+
+    def lists(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The ranks' numbers, any of them."""
+        lengths = self.each(len(numbers))
+        starts = [sum(lengths[:rank]) for rank in range(self.world_size)]
+        padded = [0] * sum(lengths)
+        padded[starts[self.rank] : starts[self.rank] + len(numbers)] = numbers
+        found = self.total(padded)
+        return [found[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+
+    def together(self, what: str, work: Callable[[], _T]) -> _T:
+        """What ``work`` returns, once it has gone well on all ranks. Raises :class:`CheckpointError` on all of them."""
+        error: Exception | None = None
+        try:
+            result = work()
+        except Exception as caught:
+            error = caught
+        failed = self.each(int(error is not None))
+        if isinstance(error, CheckpointError):
+            raise error
+        if error is not None:
+            raise CheckpointError(f"{what}: {type(error).__name__}: {error}") from error
+        if any(failed):
+            raise CheckpointError.of_another(f"{what}: rank {failed.index(1)} could not, and says why")
+        return result
+
+    def send(self, content: Tensor, to: int) -> list[Any]:
+        """What has to be waited for before ``content`` changes."""
+        return [self._backend.send([part], to, 0) for part in content.split(_CHUNK)]
+
+    def receive(self, content: Tensor, source: int) -> None:
+        for part in content.split(_CHUNK):
+            self._backend.recv([part], source, 0).wait()
+
+
+def node_of(folder: Path) -> int:
+    """A number that processes share if they see the same ``folder``, which is in the memory of their node."""
+    found = folder.stat()
+    boot = _BOOT.read_text() if _BOOT.exists() else ""
+    told = f"{socket.gethostname()} {boot} {os.path.realpath(folder)} {found.st_dev} {found.st_ino}"
+    return int(hashlib.sha256(told.encode()).hexdigest()[:15], 16)
+
+
+def keepers(nodes: Sequence[int]) -> list[int | None]:
+    """For each rank the one that keeps its copy: on the next node, in a ring, its place there the same if it can.
+
+    ``nodes[rank]``: the node of a rank. ``None`` with one node: what is lost with it is lost with its keeper.
+
+    >>> keepers([7, 7, 9, 9, 9])
+    [2, 3, 0, 1, 0]
+    """
+    order = list(dict.fromkeys(nodes))
+    on = {node: [rank for rank, other in enumerate(nodes) if other == node] for node in order}
+    if len(order) == 1:
+        return [None] * len(nodes)
+    following = {node: on[order[(index + 1) % len(order)]] for index, node in enumerate(order)}
+    return [following[node][on[node].index(rank) % len(following[node])] for rank, node in enumerate(nodes)]

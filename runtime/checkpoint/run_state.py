@@ -1,0 +1,189 @@
+"""What a run is made of on one rank, to be saved and gone on from, as an engine has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from runtime.checkpoint import load as loading
+from runtime.checkpoint.hyperparameters import described
+from runtime.checkpoint.save import MODEL, Content, Saver, Saving, pieces_of, saved_states
+from runtime.checkpoint.training_state import (
+    RESIDUAL,
+    STATE,
+    Optimizers,
+    OptimizerState,
+    Stateful,
+    load_residuals,
+    random_state,
+    residual_pieces,
+    set_random_state,
+    way_of,
+)
+from runtime.comm.group import Communicator
+from runtime.errors import CheckpointError
+from runtime.execute.flight_recorder import Phase
+from runtime.program.program import Program, RankProgram
+from runtime.state.gradients import Gradients
+from runtime.state.loss import LossScale
+from runtime.state.parameters import Masters
+
+
+class CheckpointedEngine(Protocol):
+    """What checkpoints read and set of an engine: its state on this rank, its counters, and how it saves and loads."""
+
+    rank_program: RankProgram
+    communicator: Communicator
+    device: torch.device
+    seed: int
+    steps: int
+    optimizer_steps: int
+    _masters: Masters
+    _saver: Saver
+    _parameters: dict[str, nn.Parameter]
+    _scale: LossScale | None
+    _gradients: Gradients
+
+    @property
+    def program(self) -> Program: ...
+    def save(
+        self,
+        directory: str | Path,
+        optimizer: Optimizers = None,
+        *,
+        extra: Mapping[str, Stateful] | None = None,
+        wait: bool = True,
+        then: Callable[[Path], None] | None = None,
+    ) -> Saving: ...
+    def load(
+        self,
+        directory: str | Path,
+        optimizer: Optimizers = None,
+        *,
+        extra: Mapping[str, Stateful] | None = None,
+        verify: bool = True,
+    ) -> int | None: ...
+    def wait_for_save(self) -> None: ...
+    def settle_saves(self) -> None: ...
+    def count_optimizer_step(self) -> None: ...
+    def doing(self, phase: Phase) -> AbstractContextManager[None]: ...
+
+
+def common_state(engine: CheckpointedEngine) -> dict[str, Any]:
+    """What is the same on all ranks."""
+    return {
+        "steps": engine.steps,
+        "optimizer_steps": engine.optimizer_steps,
+        "seed": engine.seed,
+        "scale": None if engine._scale is None else engine._scale.state_dict(),
+        "residuals": way_of(engine.program),
+    }
+
+
+def own_state(
+    engine: CheckpointedEngine, optimizer: Optimizers, extra: Mapping[str, Stateful] | None
+) -> dict[str, Any]:
+    """What is this rank's, but for tensors and random generators. Raises :class:`CheckpointError` where ``extra`` has
+    something without a state."""
+    if extra is not None and not (isinstance(extra, Mapping) and all(hasattr(x, "state_dict") for x in extra.values())):
+        raise CheckpointError(
+            "extra must name objects with state_dict() and load_state_dict(), as {'scheduler': scheduler}"
+        )
+    return {
+        "optimizer": described(optimizer, engine._parameters, engine.program),
+        "extra": {name: source.state_dict() for name, source in (extra or {}).items()},
+    }
+
+
+def content_of(engine: CheckpointedEngine, optimizer: Optimizers, extra: Mapping[str, Stateful] | None) -> Content:
+    """What this rank has to save. Raises :class:`CheckpointError` where the optimizers are not of its parameters."""
+    rank = engine.rank_program
+    held = None if optimizer is None else OptimizerState(optimizer, engine._parameters)
+    moving, still = pieces_of(rank, engine._masters.held, held)
+    return Content(
+        rank,
+        moving + residual_pieces(rank, engine._gradients.residuals),
+        still,
+        training=common_state(engine),
+        random=random_state(engine.device),
+        own=own_state(engine, optimizer, extra),
+        steps=engine.steps,
+    )
+
+
+def load(
+    engine: CheckpointedEngine,
+    directory: Path,
+    optimizer: Optimizers,
+    extra: Mapping[str, Stateful] | None,
+    verify: bool,
+) -> None:
+    """Take what :func:`content_of` gave on all ranks of any plan; all ranks call it."""
+    rank, residuals = engine.rank_program, engine._gradients.residuals
+    held = None if optimizer is None else OptimizerState(optimizer, engine._parameters)
+    found = loading.find_together(directory, rank, engine.communicator)
+    training = loading.load(found, rank, engine._masters.held, held, engine.communicator, verify, tuple(extra or ()))
+    load_residuals(found.folder, rank, residuals, training)
+    generators = training["random"]
+    random = generators["states"][generators["of"][rank.rank % len(generators["of"])]]
+    go_on(engine, training, random, extra, str(found.folder))
+
+
+def go_on(
+    engine: CheckpointedEngine,
+    run: Mapping[str, Any],
+    random: Mapping[str, Any],
+    extra: Mapping[str, Stateful] | None,
+    origin: str,
+) -> None:
+    """Take what :func:`common_state` and :func:`own_state` gave, but for the optimizer, and this rank's generators;
+    when tensors are what they were.
+
+    Raises :class:`CheckpointError` where ``origin`` lacks what ``extra`` names.
+    """
+    engine.steps, engine.seed = run["steps"], run["seed"]
+    engine.optimizer_steps = run.get("optimizer_steps", run["steps"])  # earlier versions did not tell them apart
+    if engine._scale is not None and run["scale"] is not None:
+        engine._scale.load_state_dict(run["scale"])
+        engine._gradients.rescale(engine._scale.value / run["scale"]["value"])
+    if engine.program.objective == "train":  # else there may be an engine beside it whose run goes on
+        set_random_state(random, engine.device)
+    for name, target in (extra or {}).items():
+        if name not in run["extra"]:
+            have = ", ".join(run["extra"]) or "nothing"
+            raise CheckpointError(f"{origin} holds no state of {name!r}; beside the weights it has {have}")
+        target.load_state_dict(run["extra"][name])
+
+
+def own_tensors(engine: CheckpointedEngine, optimizer: Optimizers) -> dict[str, Tensor]:
+    """All tensors that this rank must save, by prefixed name: its shards of the model, the residuals of gradient
+    compression, and the states of ``optimizer``."""
+    held, parameters = engine._masters.held, engine._parameters
+    tensors = {f"{MODEL}{n}": held[n].detach() for n in saved_states(engine.program) if n in held}
+    tensors |= {f"{RESIDUAL}{place}": tensor for place, tensor in engine._gradients.residuals.items()}
+    if optimizer is not None:
+        state = OptimizerState(optimizer, parameters)
+        tensors |= {f"{STATE}{n}.{key}": t.detach() for n in parameters for key, t in state.of(n).items()}
+    return tensors
+
+
+def take_tensors(engine: CheckpointedEngine, tensors: Mapping[str, Tensor], optimizer: Optimizers) -> None:
+    """Restore the ``tensors`` that :func:`own_tensors` returned on this rank under the same plan."""
+    with torch.no_grad():
+        for name, held in own_tensors(engine, None).items():
+            held.copy_(tensors[name])
+    if optimizer is None:
+        return
+    moments: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        if key.startswith(STATE):
+            name, _, what = key.removeprefix(STATE).rpartition(".")
+            moments.setdefault(name, {})[what] = tensor.clone()
+    state = OptimizerState(optimizer, engine._parameters)
+    for name in state.parameters:
+        state.take(name, moments.get(name, {}))

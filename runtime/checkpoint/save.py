@@ -1,0 +1,480 @@
+"""Writing a checkpoint: at once, or from copies in host memory by a thread while training goes on.
+
+Copies in host memory of what a rank saves, made while training goes on.
+
+Parameters and the optimizer's state change in the optimizer's step, and not before: they are copied behind the forward
+and backward that come first, and a step that comes too early waits. Everything else is copied at once. What is on disk
+is not copied, which would bring all of it to memory: it is written as it is, and a step waits until it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import pickle
+import secrets
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.checkpoint import hyperparameters
+from runtime.checkpoint.atomic_folder import MANIFEST, OWN, Target, remove, wait_for_writers
+from runtime.checkpoint.dcp_files import METADATA, FileSum, Written, sum_of
+from runtime.checkpoint.shards import Piece, held_by, pieces, written_by
+from runtime.checkpoint.training_state import Optimizers, OptimizerState, alike, optimizers_of, packed, unpacked
+from runtime.comm.group import Communicator, all_ranks
+from runtime.errors import CheckpointError
+from runtime.files import write_bytes, write_text
+from runtime.program.program import Program, RankProgram, updated_states
+from runtime.state.disk_offload import is_mapped
+
+
+class Staging:
+    """Copies for one save at a time; the buffers of the save before are used again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.copied = threading.Event()
+        self.copied.set()
+        self._buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+        self._later: list[tuple[Piece, Tensor, int]] = []
+        self._as_it_is: list[tuple[Piece, int]] = []
+        self._ready: torch.cuda.Event | None = None
+        self._hooks: list[Any] = []
+
+    def begin(
+        self, moving: Sequence[Piece], still: Sequence[Piece], optimizers: Sequence[torch.optim.Optimizer | None]
+    ) -> list[Piece]:
+        """The copies: those of ``moving`` are made now, those of ``still`` by :meth:`finish`, before which
+        ``optimizers`` do not step. Called when the save before is over."""
+        self._release()
+        everything = [*moving, *still]
+        self._as_it_is = [(p, p.tensor._version) for p in everything if is_mapped(p.tensor)]
+        moving, still = ([p for p in given if not is_mapped(p.tensor)] for given in (moving, still))
+        used: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+        for piece in (*moving, *still):
+            key = piece.key, piece.offsets
+            buffer = self._buffers.get(key)
+            if buffer is None or buffer.shape != piece.tensor.shape or buffer.dtype != piece.tensor.dtype:
+                buffer = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, pin_memory=piece.tensor.is_cuda)
+            used[key] = buffer
+        self._buffers = used
+        for piece in moving:
+            used[piece.key, piece.offsets].copy_(piece.tensor)
+        self._later = [(p, used[p.key, p.offsets], p.tensor._version) for p in still]
+        self.copied.clear()
+        if self.device.type == "cuda":
+            self._ready = torch.cuda.current_stream(self.device).record_event()
+        self._hooks = [o.register_step_pre_hook(self._wait) for o in optimizers if o is not None]
+        return [
+            p if is_mapped(p.tensor) else Piece(p.key, p.shape, p.offsets, used[p.key, p.offsets]) for p in everything
+        ]
+
+    def finish(self) -> None:
+        """Make the copies that are left; in the thread that writes. Raises :class:`CheckpointError` where something
+        changed meanwhile but by the optimizer's step."""
+        try:
+            with torch.no_grad():
+                self._copy()
+            changed = [p.key for p, _, version in self._later if p.tensor._version != version]
+        finally:
+            self._later = []
+            if not self._as_it_is:
+                self.copied.set()
+        self._check(changed)
+
+    def written(self) -> None:
+        """What :meth:`begin` gave is written, or will not be. Raises as :meth:`finish` does."""
+        changed = [p.key for p, version in self._as_it_is if p.tensor._version != version]
+        self._as_it_is = []
+        self.copied.set()
+        self._check(changed)
+
+    def _check(self, changed: Sequence[str]) -> None:
+        if changed:
+            raise CheckpointError(
+                f"{changed[0]} was changed while it was copied: change parameters by the step of the optimizer that "
+                "was given to save(), or call wait_until_copied() on what save() returns before"
+            )
+
+    def _copy(self) -> None:
+        if self._ready is None:
+            for piece, buffer, _ in self._later:
+                buffer.copy_(piece.tensor)
+            return
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_event(self._ready)
+        with torch.cuda.stream(stream):
+            for piece, buffer, _ in self._later:
+                buffer.copy_(piece.tensor, non_blocking=True)
+        stream.synchronize()
+
+    def _wait(self, *_: Any) -> None:
+        self.copied.wait()
+
+    def _release(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+FORMAT = 1
+
+TRAINING = "training.pt"
+TIMEOUT_S = 1800.0
+MODEL = "model."
+
+
+@dataclass(frozen=True)
+class Content:
+    """What one rank has to save. ``training``: of the run, the same on all ranks; ``random``, and ``own``, what
+    ``extra`` names and the optimizer's groups: this rank's.
+
+    ``still``: what does not change before the optimizer steps; ``moving``: the rest.
+    """
+
+    rank: RankProgram
+    moving: Sequence[Piece]
+    still: Sequence[Piece]
+    training: Mapping[str, Any]
+    random: Mapping[str, Any]
+    own: Mapping[str, Any]
+    steps: int
+
+
+class Saving:
+    """A checkpoint under way, to be ``directory``."""
+
+    def __init__(self, directory: Path, copied: threading.Event) -> None:
+        self.directory = directory
+        self._copied = copied
+        self.error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def run(self, work: Callable[[], None], behind: bool) -> None:
+        def guarded() -> None:
+            try:
+                work()
+            except BaseException as error:
+                self.error = error
+                if not threading.main_thread().is_alive():
+                    raise  # nobody asks any more
+
+        if behind:
+            thread = threading.Thread(target=guarded, name=f"checkpoint {self.directory.name}")
+            thread.start()
+            self._thread = thread
+        else:
+            guarded()
+
+    @property
+    def done(self) -> bool:
+        """Whether it is complete, or has failed."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait_until_copied(self) -> None:
+        """Wait until the state is copied and may change. The optimizer's step waits by itself; other changes need this
+        call."""
+        self._copied.wait()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is complete.
+
+        Raises :class:`CheckpointError` if any rank failed; the previous checkpoint in the folder then stays.
+        """
+        self.join()
+        error, self.error = self.error, None
+        if error is not None:
+            raise _as_told(error, self.directory)
+
+    def join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+
+_SAVINGS: weakref.WeakSet[Saving] = weakref.WeakSet()  # of all engines of this process
+
+
+@dataclass
+class Saver:
+    """Saves for one rank, one checkpoint at a time. ``timeout``: seconds to wait for the other ranks' parts."""
+
+    communicator: Communicator
+    world_size: int
+    timeout: float = TIMEOUT_S
+    last: Saving | None = None
+    saved_at: int | None = None  # after how many steps the state was saved or copied last
+    _staging: Staging = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._staging = Staging(self.communicator.device)
+
+    def save(
+        self,
+        directory: Path,
+        made: Callable[[], Content],
+        optimizer: Optimizers,
+        *,
+        wait: bool,
+        then: Callable[[Path], None] | None = None,
+    ) -> Saving:
+        """Save a checkpoint to ``directory``. All ranks call it.
+
+        ``made`` returns the content to save. ``then`` is called on the first rank once the checkpoint is complete. With
+        ``wait``, all ranks wait for both. Raises :class:`CheckpointError` on all ranks, before anything is written, if
+        the previous save, or ``made``, failed on any rank.
+        """
+        contents: list[Content] = []
+
+        def ready() -> None:
+            self.wait()
+            contents.append(made())
+
+        target = agreed_target(directory.resolve(), self.communicator, self.world_size, before=ready)
+        [content] = contents
+        self.saved_at = content.steps
+        first = content.rank.rank == 0
+        held = [*content.moving, *content.still]
+        if not wait:
+            held = self._staging.begin(content.moving, content.still, optimizers_of(optimizer))
+            content = replace(content, training=dict(content.training), own=copy.deepcopy(content.own))
+        self.last = Saving(target.final, self._staging.copied)
+
+        def work() -> None:
+            _write(target, content, held, self.timeout, None if wait else self._staging)
+            if first and then is not None:
+                then(target.final)
+
+        self.last.run(work, behind=not wait)
+        _SAVINGS.add(self.last)
+        if wait:
+            self.settle()
+        return self.last
+
+    def wait(self) -> None:
+        """Wait until the last save is complete. Raises :class:`CheckpointError` if it failed."""
+        if self.last is not None:
+            self.last.wait()
+
+    def settle(self) -> None:
+        """Wait until the last save, with its call of ``then``, is complete on all ranks. All ranks call it.
+
+        Raises :class:`CheckpointError` on all ranks if it failed on any.
+        """
+        _all_well(self.wait, self.communicator, self.world_size, "the checkpoint was not written")
+
+    def check_between(self, steps: int, gradients: Iterable[Tensor]) -> None:
+        """Warn if the state was saved after ``steps`` steps without ``gradients``, to which the next step adds."""
+        if self.saved_at == steps and self.communicator.rank == 0 and any(bool(g.any()) for g in gradients):
+            warnings.warn(
+                f"step {steps} was saved, and the next one adds to its gradients, which no checkpoint holds: a run "
+                "that goes on from there lacks them; save, and call after_step(), once the optimizer has stepped",
+                stacklevel=3,
+            )
+        self.saved_at = None
+
+    def rest(self, directory: Path | None = None) -> None:
+        """Wait until no save of this engine is in progress on any rank, successful or not. All ranks call it.
+
+        ``directory``: also wait for saves to this folder, or to folders in it, by other engines and processes. Raises
+        :class:`CheckpointError` if the save of another process does not end in time.
+        """
+
+        def wait() -> None:
+            if self.last is not None:
+                self.last.join()
+            if directory is not None:
+                for saving in list(_SAVINGS):
+                    if directory in (saving.directory, saving.directory.parent):
+                        saving.join()
+                if self.communicator.rank == 0:
+                    wait_for_writers(directory, self.timeout)
+
+        _all_well(wait, self.communicator, self.world_size, "the checkpoint was not loaded")
+
+    def wait_until_copied(self) -> None:
+        self._staging.copied.wait()
+
+
+def _all_well(work: Callable[[], None], communicator: Communicator, world_size: int, what: str) -> None:
+    """Do ``work`` on all ranks. Raises on all of them where it raises on any."""
+    error: Exception | None = None
+    try:
+        work()
+    except Exception as caught:
+        error = caught
+    failed = torch.zeros(world_size, dtype=torch.int32, device=communicator.device)
+    failed[communicator.rank] = int(error is not None)
+    failures = all_ranks(communicator, world_size).all_reduce(failed).wait().tolist()
+    if error is not None:
+        raise error
+    if any(failures):
+        raise CheckpointError.of_another(f"{what}: rank {failures.index(1)} failed, and says why")
+
+
+def agreed_target(
+    final: Path,
+    communicator: Communicator,
+    world_size: int,
+    before: Callable[[], None] | None = None,
+    own: str = OWN,
+) -> Target:
+    """Where all ranks write what is to be ``final``, cleared by the first; once ``before`` has gone well on all.
+    ``own``: the names of what is replaced there.
+
+    Raises what ``before`` raises; :class:`CheckpointError` where it, or the clearing, has failed on another rank.
+    """
+    error: Exception | None = None
+    token = 0
+    try:
+        if before is not None:
+            before()
+        if communicator.rank == 0:
+            token = secrets.randbits(60)
+            Target(final, f"{token:015x}", own).clean()
+    except OSError as caught:
+        error = CheckpointError(f"{final} cannot be written: {caught}")
+        error.__cause__ = caught
+    except Exception as caught:
+        error = caught
+    numbers = torch.tensor([token, int(error is not None)], dtype=torch.int64, device=communicator.device)
+    token, failed = all_ranks(communicator, world_size).all_reduce(numbers).wait().tolist()
+    if error is not None:
+        raise error
+    if failed:
+        raise CheckpointError.of_another(
+            f"{final} is not begun: {failed} other ranks could not end the save before, say what there is to save, or "
+            "make room for this one; they say why"
+        )
+    return Target(final, f"{token:015x}", own)
+
+
+def pieces_of(
+    rank: RankProgram, states: Mapping[str, Tensor], optimizer: OptimizerState | None
+) -> tuple[list[Piece], list[Piece]]:
+    """What this rank writes of its states and of the optimizer's: what may move before that steps, and the rest."""
+    saved = saved_states(rank.program)
+    mine = written_by(rank, saved)
+    moving: list[Piece] = []
+    still: list[Piece] = []
+    for name in saved:
+        if name in mine:
+            to = still if optimizer is not None and optimizer.steps(name) else moving
+            own = held_by(rank.program, name, rank.rank)
+            to += pieces(MODEL, name, rank.program.states[name], own, states[name].detach())
+            if optimizer is not None and name in optimizer.parameters:
+                to += optimizer.pieces(rank, name)
+    return moving, still
+
+
+def saved_states(program: Program) -> list[str]:
+    """What a checkpoint holds: weights, and what a step changes."""
+    kept = set(weight_states(program)) | set(updated_states(program))
+    return [n for n in program.states if n in kept]
+
+
+def weight_states(program: Program) -> list[str]:
+    """Parameters and buffers, but not those whose values are part of the plan."""
+    return [n for n, s in program.states.items() if s.kind != "constant" and n not in program.constants and s.stages]
+
+
+def _write(target: Target, content: Content, held: Sequence[Piece], timeout: float, staging: Staging | None) -> None:
+    """This rank's part, and on the first rank the rest. ``staging``: makes ``held`` what it is to be."""
+    from runtime.checkpoint.dcp_files import write_shards
+
+    rank = content.rank.rank
+    try:
+        try:
+            target.begin(rank)
+            if staging is not None:
+                staging.finish()
+            written = write_shards(target.partial, rank, held)
+        finally:
+            if staging is not None:
+                staging.written()
+        own = packed(content.own, "the run")
+        write_bytes(target.record(rank), pickle.dumps((written, dict(content.random), own)))
+        if rank == 0:
+            _complete(target, content, timeout)
+    except BaseException as error:
+        if isinstance(error, FileNotFoundError):
+            target.check()  # the first rank has failed and removed the folder: what others miss in it is no cause
+        for path in target.partial.glob(f"__{rank}_*"):
+            path.unlink(missing_ok=True)  # room for the word to the others
+        target.fail(rank, error)
+        if rank == 0:
+            with contextlib.suppress(OSError):
+                remove(target.partial)
+        raise
+    if rank != 0:
+        target.wait_until_complete(timeout)
+
+
+def _complete(target: Target, content: Content, timeout: float) -> None:
+    """Wait for all ranks, write what finds and proves their files, and put the folder in its place."""
+    from runtime.checkpoint.dcp_files import write_metadata
+
+    program = content.rank.program
+    records = target.wait_for_records(program.world_size, timeout)
+    loaded: list[tuple[Written, dict[str, Any], bytes]] = [pickle.loads(r.read_bytes()) for r in records]
+    written = [w for w, _, _ in loaded]
+    write_metadata(target.partial, written)
+    owns = [unpacked(own) for _, _, own in loaded]
+    training = {
+        **content.training,
+        "random": _distinct([random for _, random, _ in loaded]),
+        "optimizer": hyperparameters.joined([own["optimizer"] for own in owns]),
+        "extra": owns[0]["extra"],
+        "extra_of_ranks": _of_ranks([own["extra"] for own in owns]),
+    }
+    write_bytes(target.partial / TRAINING, packed(training, "the run"))
+    for rank, record in enumerate(records):
+        record.unlink()
+        target.writer(rank).unlink()
+    files: dict[str, FileSum] = {name: total for w in written for name, total in w.files.items()}
+    files |= {name: sum_of(target.partial / name) for name in (METADATA, TRAINING)}
+    manifest = {
+        "format": FORMAT,
+        "token": target.token,
+        "steps": content.steps,
+        "optimizer_steps": content.training["optimizer_steps"],
+        "world_size": program.world_size,
+        "mesh": program.mesh,
+        "fingerprint": program.fingerprint,
+        "optimizer": training["optimizer"] is not None,
+        "files": {name: asdict(files[name]) for name in sorted(files)},
+    }
+    write_text(target.partial / MANIFEST, json.dumps(manifest, indent=1))
+    target.commit()
+
+
+def _distinct(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Each rank's state of its generators, those that are alike once."""
+    places: dict[bytes, int] = {}
+    of = [places.setdefault(pickle.dumps(state), len(places)) for state in states]
+    return {"of": of, "states": [states[of.index(i)] for i in range(len(places))]}
+
+
+def _of_ranks(extras: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """What is not the same on all ranks: by name the state on each."""
+    first, *others = extras
+    differ = [n for n, state in first.items() if not all(alike(state, other.get(n)) for other in others)]
+    return {name: [extra.get(name) for extra in extras] for name in differ}
+
+
+def _as_told(error: BaseException, directory: Path) -> BaseException:
+    if isinstance(error, CheckpointError) or not isinstance(error, Exception):
+        return error
+    told = CheckpointError(
+        f"the checkpoint {directory} was not written: {type(error).__name__}: {error}; earlier ones are as they were"
+    )
+    told.__cause__ = error
+    return told

@@ -1,0 +1,226 @@
+"""Compute which boxes of the model's tensors a rank holds, and which of them it writes to a checkpoint.
+
+A rank's part of a tensor is a list of boxes: offsets and sizes in the whole tensor, as ``torch.distributed.checkpoint``
+describes chunks. A checkpoint stores nothing else about the plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from passes.ir.layouts import Shard, local_shape, shard_slices
+from runtime.program.program import Program, RankProgram, StateData, shard_shape, shards_of
+from runtime.program.sharded_buckets import Piece as FlatPiece
+
+Range = tuple[int, int]  # start, length
+
+
+class Box(NamedTuple):
+    """A box of a tensor: ``offsets`` in the whole tensor, ``sizes``, and ``local``, its offsets in the rank's shard."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    local: tuple[int, ...]
+
+
+class Held(NamedTuple):
+    """The part of a state that a rank holds: a shard, and under ZeRO only the ``piece`` of the flattened shard.
+
+    ``shards``: the cuts, applied one after the other. ``first``: the rank is the first of the group that shares the
+    shard; an empty piece would not tell.
+    """
+
+    shards: tuple[Shard, ...]
+    piece: tuple[int, int] | None = None  # the first element and how many; ``None``: all
+    first: bool = True
+
+
+def held_by(program: Program, state: str, rank: int) -> Held:
+    """The part of ``state`` that ``rank`` holds."""
+    shards = shards_of(program, state, rank)
+    if not program.states[state].zero_axes:
+        return Held(shards)
+    group = program.rank(rank).zero_group(state)
+    piece = FlatPiece(math.prod(shard_shape(program, state)), len(group), group.index(rank))
+    return Held(shards, (piece.start, piece.size), piece.index == 0)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box at ``offsets`` of the tensor ``key`` of global ``shape``; ``tensor`` is a view of the rank's data."""
+
+    key: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    tensor: Tensor
+
+
+def boxes(shape: Sequence[int], shards: Sequence[Shard], within: Box | None = None) -> list[Box]:
+    """The boxes that make up a rank's shard of a tensor of global ``shape``, in the order of the shard.
+
+    ``shards``: the cuts, applied one after the other. ``within``: return only the parts inside this box of the shard.
+    """
+    ranges: list[list[Range]] = [[(0, size)] for size in shape]
+    for layout, num_ranks, index in shards:
+        if layout.is_shard:
+            held = ranges[layout.dim]
+            pieces = shard_slices(layout, sum(length for _, length in held), num_ranks, index)
+            ranges[layout.dim] = _merged(r for piece in pieces for r in _within(held, piece))
+    if within is not None:
+        ranges = [list(_within(held, part)) for held, part in zip(ranges, zip(*within[:2], strict=True), strict=True)]
+    starts = [_starts(held) for held in ranges]
+    return [
+        Box(tuple(r[0] for r, _ in chosen), tuple(r[1] for r, _ in chosen), tuple(at for _, at in chosen))
+        for chosen in product(*(zip(held, at, strict=True) for held, at in zip(ranges, starts, strict=True)))
+    ]
+
+
+def _within(held: Sequence[Range], piece: Range) -> Iterator[Range]:
+    """The ranges of the whole dim that correspond to ``piece``, a range of the concatenated ranges ``held``."""
+    start, stop = piece[0], piece[0] + piece[1]
+    for (first, length), at in zip(held, _starts(held), strict=True):
+        low, high = max(start, at), min(stop, at + length)
+        if low < high:
+            yield first + low - at, high - low
+
+
+def _merged(ranges: Iterable[Range]) -> list[Range]:
+    merged: list[Range] = []
+    for start, length in ranges:
+        if merged and sum(merged[-1]) == start:
+            merged[-1] = merged[-1][0], merged[-1][1] + length
+        else:
+            merged.append((start, length))
+    return merged
+
+
+def _starts(held: Sequence[Range]) -> list[int]:
+    starts, at = [], 0
+    for _, length in held:
+        starts.append(at)
+        at += length
+    return starts
+
+
+def runs(shape: Sequence[int], start: int, size: int) -> Iterator[Box]:
+    """Cut the elements ``[start, start + size)`` of a row-major tensor of ``shape`` into boxes, in order.
+
+    ``local`` of each box is the offset of its first element from ``start``.
+    """
+    if not shape:
+        if size:
+            yield Box((), (), (0,))
+        return
+    row, done = math.prod(shape[1:]), 0
+    while done < size:
+        at, inside = divmod(start + done, row)
+        if inside or size - done < row:
+            part = min(row - inside, size - done)
+            for box in runs(shape[1:], inside, part):
+                yield Box((at, *box.offsets), (1, *box.sizes), (done + box.local[0],))
+        else:
+            part = (size - done) // row * row
+            yield Box((at, *(0 for _ in shape[1:])), (part // row, *shape[1:]), (done,))
+        done += part
+
+
+def _views(state: StateData, held: Held, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
+    """The boxes that a rank holds of a state, each with a view of its data in ``tensor``."""
+    if held.piece is None or not tensor.dim():
+        yield from ((box, _part(tensor, box)) for box in boxes(state.shape, held.shards))
+        return
+    shape = state.shape
+    for layout, num_ranks, _ in held.shards:
+        shape = local_shape(layout, shape, num_ranks)
+    if not math.prod(shape):  # an empty shard has no pieces: the first rank of the group holds its boxes
+        yield from ((box, tensor.view(box.sizes)) for box in boxes(state.shape, held.shards) if held.first)
+        return
+    for run in runs(shape, *held.piece):
+        flat = tensor[run.local[0] : run.local[0] + math.prod(run.sizes)].view(run.sizes)
+        for box in boxes(state.shape, held.shards, run):
+            yield box, _part(flat, box)
+
+
+def _part(tensor: Tensor, box: Box) -> Tensor:
+    if tensor.dim():
+        for dim, (at, size) in enumerate(zip(box.local, box.sizes, strict=True)):
+            tensor = tensor.narrow(dim, at, size)
+    return tensor
+
+
+def pieces(prefix: str, name: str, state: StateData, held: Held, tensor: Tensor, suffix: str = "") -> list[Piece]:
+    """The checkpoint pieces of a rank's part of a state, or of an optimizer state for it, under the model's own names.
+
+    A stacked state gives the pieces of its parts. A number (a 0-d ``tensor`` for a state with dims) is written by the
+    holder of the box at the tensor's origin.
+    """
+    found = []
+    if state.shape and not tensor.dim() and not held.first:
+        return []  # the first rank of the group that shares a state writes its numbers
+    for box, view in _views(state, held, tensor):
+        if not state.parts:
+            named = [(name, box.offsets)]
+        else:
+            named = [(part, box.offsets[1:]) for part in state.parts[box.offsets[0] : box.offsets[0] + box.sizes[0]]]
+        if state.shape and not tensor.dim():
+            found += [Piece(f"{prefix}{n}{suffix}", (), (), tensor) for n, at in named if not any(at)]
+            continue
+        views, shape = (view.unbind(0), state.shape[1:]) if state.parts else ((view,), state.shape)
+        found += [Piece(f"{prefix}{n}{suffix}", shape, at, v) for (n, at), v in zip(named, views, strict=True)]
+    return found
+
+
+def whole_piece(prefix: str, name: str, tensor: Tensor, suffix: str) -> Piece:
+    """The piece that covers all of ``tensor``, whose shape differs from its state's."""
+    return Piece(f"{prefix}{name}{suffix}", tuple(tensor.shape), (0,) * tensor.dim(), tensor)
+
+
+def number(prefix: str, name: str, state: StateData, tensor: Tensor, suffix: str = "") -> Piece:
+    """The piece from which every rank reads a number; all parts of a stack have the same number."""
+    return Piece(f"{prefix}{(state.parts or (name,))[0]}{suffix}", (), (), tensor)
+
+
+def written_by(rank: RankProgram, states: Iterable[str]) -> set[str]:
+    """The names of the ``states`` whose part on this rank this rank writes.
+
+    Every part is written once, by a rank of the first stage that reads it. Replicas divide the states among themselves
+    so that their sizes are balanced. All ranks compute the same division without communication.
+    """
+    alike: dict[tuple[Any, ...], list[str]] = {}
+    for name in states:
+        data = rank.program.states[name]
+        if rank.stage_index == min(data.stages):
+            # if states are sharded the same way, the same ranks hold their pieces of the same index
+            index = rank.zero_group(name).index(rank.rank)
+            cut = data.layout, data.expert_layout, rank.shards(name), data.zero_axes, index
+            alike.setdefault(cut, []).append(name)
+    everyone = rank.group("dp", "cp", "tp")
+    mine: set[str] = set()
+    for names in alike.values():
+        own = held_by(rank.program, names[0], rank.rank)
+        index = rank.zero_group(names[0]).index(rank.rank)
+        holders = [
+            r
+            for r in everyone
+            if shards_of(rank.program, names[0], r) == own.shards
+            and rank.program.rank(r).zero_group(names[0]).index(r) == index
+        ]
+        mine |= {n for n, place in _shared_out(names, len(holders), rank).items() if holders[place] == rank.rank}
+    return mine
+
+
+def _shared_out(names: Sequence[str], num_holders: int, rank: RankProgram) -> Mapping[str, int]:
+    """Assign states to holders greedily: the largest state first, each to the holder with the least bytes so far."""
+    sizes = {name: math.prod(rank.program.states[name].shape) for name in names}
+    loads = [0] * num_holders
+    places = {}
+    for name in sorted(names, key=lambda n: (-sizes[n], n)):
+        places[name] = loads.index(min(loads))
+        loads[places[name]] += max(1, sizes[name])
+    return places

@@ -1,0 +1,277 @@
+"""What a checkpoint holds besides tensors: steps, hyperparameters, random state, where the data are.
+
+Plain data: what a checkpoint may hold besides tensors of the model, and can be read again without running code.
+
+What compressing gradients lost, in checkpoints: of each rank by itself, for a program that reduces in the same way.
+
+It belongs to no tensor of the model, but to what one rank sends to others. Under any other plan it starts anew, from
+zero, on all ranks: what is lost then is the rounding of one step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from runtime.checkpoint.shards import Piece, held_by, pieces, whole_piece
+from runtime.errors import CheckpointError
+from runtime.program.program import Program, RankProgram
+from runtime.state.disk_offload import keeper_of
+
+STATE = "optimizer.state."
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A data loader, a learning-rate scheduler: anything that tells its state and takes it back.
+
+    A state that is the same on all ranks is kept once and given to all, however many they are. Of others each rank gets
+    its own back, under the same mesh.
+    """
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer | None] | None
+
+
+def optimizers_of(given: Optimizers) -> tuple[torch.optim.Optimizer | None, ...]:
+    """What was given as one optimizer, several or none. Raises :class:`CheckpointError` for anything else."""
+    if given is None:
+        return ()
+    found = (given,) if hasattr(given, "param_groups") or not isinstance(given, Sequence) else tuple(given)
+    for optimizer in found:
+        if optimizer is not None and not hasattr(optimizer, "param_groups"):
+            raise CheckpointError(f"expected an optimizer of torch, or a list of them, got {type(optimizer).__name__}")
+    return found  # type: ignore[return-value]
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer | None) -> list[nn.Parameter]:
+    return [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _kind(optimizer: torch.optim.Optimizer | None) -> str:
+    return type(optimizer).__name__
+
+
+class OptimizerState:
+    """The state that optimizers hold for a rank's parameters, by name. ``None`` among several: this rank has none of
+    the parameters that one of them is for.
+
+    Raises :class:`CheckpointError` where they have other parameters: they would not be saved, and if they are the
+    model's own, an engine's are not trained. Of several each trained parameter has to have one.
+    """
+
+    def __init__(self, given: Optimizers, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.optimizers = optimizers_of(given)
+        self.parameters = parameters
+        own = {id(p): name for name, p in parameters.items()}
+        owners: dict[int, int] = {}
+        for number, optimizer in enumerate(self.optimizers):
+            held = _parameters_of(optimizer)
+            # one of no elements is what an engine gives where a rank has nothing to train
+            other = [p for p in held if id(p) not in own and p.numel()]
+            if other:
+                raise CheckpointError(
+                    f"{len(other)} of the optimizer's {len(held)} parameters are not this engine's, the first of shape "
+                    f"{list(other[0].shape)}: make the optimizer of engine.parameters(), not of the model's; what is "
+                    "trained besides needs an optimizer of its own"
+                )
+            for name in (own[id(p)] for p in held if id(p) in own):
+                before = owners.setdefault(id(parameters[name]), number)
+                if before != number:
+                    raise CheckpointError(
+                        f"{name} is a parameter of two optimizers, {before} ({_kind(self.optimizers[before])}) and "
+                        f"{number} ({_kind(optimizer)}), and would be stepped twice: give each parameter to one"
+                    )
+        self._owners = owners
+        missing = [n for n, p in parameters.items() if p.requires_grad and id(p) not in owners]
+        if len(self.optimizers) > 1 and missing:
+            raise CheckpointError(
+                f"{len(missing)} trained parameters are in none of the {len(self.optimizers)} optimizers, the first "
+                f"{missing[0]}: give each to one of them, or call requires_grad_(False) on those that stay as they are"
+            )
+
+    def steps(self, name: str) -> bool:
+        """Whether this optimizer's step is what changes a parameter."""
+        return id(self.parameters.get(name)) in self._owners
+
+    def owner(self, name: str) -> torch.optim.Optimizer | None:
+        """Whose state a parameter's is: a single optimizer's also where it does not step it yet, or any more."""
+        if len(self.optimizers) == 1:
+            return self.optimizers[0]
+        number = self._owners.get(id(self.parameters[name]))
+        return None if number is None else self.optimizers[number]
+
+    def of(self, name: str) -> dict[str, Tensor]:
+        """The tensors held for one parameter."""
+        optimizer = self.owner(name)
+        held = {} if optimizer is None else optimizer.state.get(self.parameters[name], {})
+        return {k: v if isinstance(v, Tensor) else torch.tensor(v) for k, v in held.items() if v is not None}
+
+    def pieces(self, rank: RankProgram, name: str) -> list[Piece]:
+        """What this rank holds for one parameter: numbers, what is cut as the parameter is, and of a parameter that is
+        whole here tensors of any shape (factors of a matrix, as Adafactor's).
+
+        Raises :class:`CheckpointError` on others.
+        """
+        data, held = rank.program.states[name], held_by(rank.program, name, rank.rank)
+        found: list[Piece] = []
+        for key, tensor in self.of(name).items():
+            if self.of_own_shape(name, tensor):
+                check_whole(rank, name, key, tensor)
+                found.append(whole_piece(STATE, name, tensor, f".{key}"))
+            else:
+                found += pieces(STATE, name, data, held, tensor, f".{key}")
+        return found
+
+    def room(self, name: str, key: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+        """Memory for what is to be held for one parameter: on disk where its optimizer has its states there."""
+        keeper = keeper_of(self.owner(name))
+        if keeper is not None and len(shape):
+            return keeper.room(self.parameters[name], key, shape, dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+    def of_own_shape(self, name: str, tensor: Tensor) -> bool:
+        """Whether what is held for a parameter is neither a number nor of the parameter's shape."""
+        return bool(tensor.dim()) and tensor.shape != self.parameters[name].shape
+
+    def take(self, name: str, state: Mapping[str, Tensor]) -> None:
+        """Set what is held for one parameter. Numbers stay on the CPU where the optimizer has them there."""
+        parameter, optimizer = self.parameters[name], self.owner(name)
+        if optimizer is None:
+            return
+        if not state:
+            optimizer.state.pop(parameter, None)
+            return
+        on_device = any(g.get("capturable") or g.get("fused") for g in optimizer.param_groups)
+        optimizer.state[parameter] = {
+            k: t.to(parameter.device) if t.dim() or on_device else t for k, t in state.items()
+        }
+
+
+def check_whole(rank: RankProgram, name: str, key: str, tensor: Tensor) -> None:
+    """Raise :class:`CheckpointError` where a state of its own shape belongs to a part of a parameter."""
+    data = rank.program.states[name]
+    if data.parts or data.zero_axes or any(shard.layout.is_shard for shard in rank.shards(name)):
+        raise CheckpointError(
+            f"the optimizer's {key!r} of {name} has shape {list(tensor.shape)}, and of the parameter, of shape "
+            f"{list(data.shape)}, this rank has a part or a stack: only numbers and what has the parameter's shape can "
+            "be kept then; use such an optimizer with a plan that shards nothing"
+        )
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The state of the generators that a training script draws from: Python's, NumPy's, torch's, the device's."""
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if "numpy" in sys.modules:
+        name, keys, *rest = sys.modules["numpy"].random.get_state()
+        state["numpy"] = (name, torch.from_numpy(keys.astype("int64")), *rest)
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    torch.set_rng_state(state["torch"])
+    if "numpy" in state and "numpy" in sys.modules:
+        name, keys, *rest = state["numpy"]
+        sys.modules["numpy"].random.set_state((name, keys.numpy().astype("uint32"), *rest))
+    if "cuda" in state and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+_LEAVES = (bool, int, float, complex, str, bytes, type(None), Tensor, torch.dtype, torch.device, torch.Size)
+
+
+def packed(content: Mapping[str, Any], names: str) -> bytes:
+    """``content`` as bytes that :func:`unpacked` reads. Raises :class:`CheckpointError` for what is no plain data."""
+    file = io.BytesIO()
+    try:
+        torch.save(dict(content), file)
+        unpacked(file.getvalue())
+    except Exception as error:
+        told = _odd(content) or str(error).split("\n")[0]
+        raise CheckpointError(
+            f"the state of {names} cannot be saved ({told}): it may hold numbers, strings, tensors, lists, tuples and "
+            "dicts; let its state_dict() return only such"
+        ) from error
+    return file.getvalue()
+
+
+def unpacked(content: bytes) -> dict[str, Any]:
+    """Raises what ``torch.load`` raises."""
+    return torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")  # type: ignore[no-any-return]
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two pieces of plain data are the same."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        both = isinstance(one, Tensor) and isinstance(other, Tensor)
+        return both and one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(alike(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return bool(one == other) or (one != one and other != other)  # NaN is as NaN
+
+
+def _odd(value: Any, path: str = "") -> str:
+    """The first part of ``value`` that is no plain data, and what it is; empty where there is none."""
+    if isinstance(value, Mapping):
+        parts = value.items()
+    elif isinstance(value, list | tuple | set) and not isinstance(value, torch.Size):
+        parts = dict(enumerate(value)).items()
+    else:
+        plain = type(value) in _LEAVES or isinstance(value, Tensor)
+        return "" if plain else f"{path} is of type {type(value).__module__}.{type(value).__qualname__}"
+    return next((told for k, v in parts if (told := _odd(v, f"{path}.{k}" if path else str(k)))), "")
+
+
+RESIDUAL = "residual."
+
+
+def way_of(program: Program) -> str:
+    """What has to be the same for a rank to have the same residuals; nothing where there are none."""
+    if not any(bucket.compression for stage in program.stages for bucket in stage.buckets):
+        return ""
+    buckets = [[b.model_dump() for b in stage.buckets] for stage in program.stages]
+    shapes = {n: (s.shape, s.layout, s.expert_layout, s.zero_axes) for n, s in program.states.items()}
+    way = [program.mesh, program.etp, program.zero, program.dp_shard, buckets, sorted(shapes.items())]
+    return hashlib.sha256(json.dumps(way).encode()).hexdigest()[:32]
+
+
+def residual_pieces(rank: RankProgram, residuals: Mapping[str, Tensor]) -> list[Piece]:
+    """What this rank writes."""
+    return [
+        Piece(f"{RESIDUAL}{rank.rank}.{place}", tuple(tensor.shape), (0,), tensor)
+        for place, tensor in residuals.items()
+    ]
+
+
+def load_residuals(
+    folder: Path, rank: RankProgram, residuals: Mapping[str, Tensor], training: Mapping[str, Any]
+) -> None:
+    """Fill ``residuals`` with what ``folder`` has for this rank; with zeros, where that was under another plan."""
+    if not residuals:
+        return
+    if training.get("residuals") == way_of(rank.program):
+        from runtime.checkpoint.dcp_files import ShardReader
+
+        ShardReader(folder).read(residual_pieces(rank, residuals))
+        return
+    for tensor in residuals.values():
+        tensor.zero_()

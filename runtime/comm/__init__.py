@@ -1,0 +1,1 @@
+"""Communication between ranks over Gloo, NCCL or threads; compressed gradients; rendezvous."""

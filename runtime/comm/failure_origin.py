@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import os
+import re
+import sysconfig
+import traceback
+
+import torch.distributed as dist
+
+import runtime
+from runtime.errors import CheckpointError, CommunicationError, InstructionError
+
+# What a rank meets when another one has gone: a consequence, not a cause.
+_LOST = re.compile(r"connection (was )?(closed|reset|refused)|timed? ?out|broken pipe|abort", re.IGNORECASE)
+_LIBRARY = re.compile(r"gloo|nccl|ProcessGroup|c10d|TCPStore", re.IGNORECASE)
+_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(runtime.__file__)))
+_COMMUNICATING = (os.path.join(_ROOT, "runtime"), os.path.join(_ROOT, "passes"), os.path.dirname(dist.__file__))
+
+
+def is_secondary(error: BaseException) -> bool:
+    """Whether ``error`` is what a rank sees of another one's failure."""
+    if isinstance(error, CheckpointError):
+        return error.elsewhere
+    if isinstance(error, CommunicationError):
+        return "mismatched" not in str(error)
+    if isinstance(error, dist.DistError):
+        return True
+    if not isinstance(error, RuntimeError) or "Detected mismatch" in str(error) or not _LOST.search(str(error)):
+        return False
+    return _communicated(error)
+
+
+def is_of_ranks(error: BaseException) -> bool:
+    """Whether ``error`` says already what failed on a rank: an instruction, or another rank that has gone."""
+    return isinstance(error, InstructionError | CommunicationError) or is_secondary(error)
+
+
+def _communicated(error: RuntimeError) -> bool:
+    """Whether ranks' communication raised ``error``: not a script, or a data loader, that waited for something else."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return not frames or frames[-1].filename.startswith(_COMMUNICATING) or bool(_LIBRARY.search(str(error)))
+
+
+def users_line(error: BaseException) -> str:
+    """The innermost line that is not of this package or of a library, Python's own too: where the user's script was."""
+    others = (os.path.dirname(os.path.abspath(runtime.__file__)), sysconfig.get_path("stdlib"), "<")
+    lines = [
+        f"{f.filename}:{f.lineno}"
+        for f in traceback.extract_tb(error.__traceback__)
+        if "site-packages" not in f.filename and not f.filename.startswith(others)
+    ]
+    return lines[-1] if lines else ""

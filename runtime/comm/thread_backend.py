@@ -1,0 +1,213 @@
+"""All ranks as threads of one process: a program is run and checked where there is no second device.
+
+The rank that enters a collective last computes it for all of them, in the order of ranks, so that a run gives the same
+bits each time. When a rank fails, all that wait are released at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.comm.group import Group, Pending, SoloGroup, Work
+from runtime.errors import CommunicationError
+from runtime.program.membership import Link
+
+
+class ThreadWorld:
+    """What the ranks of one run share. ``timeout``: how long a rank waits for the others, in seconds."""
+
+    def __init__(self, world_size: int, device: torch.device | str = "cpu", timeout: float = 300.0) -> None:
+        self.world_size = world_size
+        self.device = torch.device(device)
+        self.timeout = timeout
+        self.lock = threading.Lock()
+        self.meetings: dict[tuple[tuple[int, ...], bool], deque[_Meeting]] = {}
+        self.mail: dict[Link, deque[_Meeting]] = {}
+        self.failure: str | None = None
+
+    def communicator(self, rank: int) -> ThreadCommunicator:
+        return ThreadCommunicator(self, rank)
+
+    def abort(self, reason: str) -> None:
+        """Release all ranks that wait, and those that come to wait, with ``reason``. The first reason stays."""
+        with self.lock:
+            self.failure = self.failure or reason
+            for queue in (*self.meetings.values(), *self.mail.values()):
+                for meeting in queue:
+                    meeting.event.set()
+
+    def join(self, queue: deque[_Meeting], member: int, size: int, what: str, entry: Any) -> tuple[_Meeting, bool]:
+        """Enter the first meeting in ``queue`` that ``member`` is not yet part of; whether all have come now."""
+        with self.lock:
+            if self.failure is not None:
+                raise CommunicationError(self.failure)
+            meeting = next((m for m in queue if member not in m.entries), None)
+            if meeting is None:
+                meeting = _Meeting(self, what, size)
+                queue.append(meeting)
+            elif meeting.what != what:
+                raise CommunicationError(
+                    f"mismatched communication: member {member} enters {what}, the others are in {meeting.what}"
+                )
+            meeting.entries[member] = entry
+            last = len(meeting.entries) == size
+            if last:
+                queue.remove(meeting)
+        return meeting, last
+
+
+class _Meeting:
+    """One collective: who has come, with what, and each one's result."""
+
+    def __init__(self, world: ThreadWorld, what: str, size: int) -> None:
+        self.world = world
+        self.what = what
+        self.size = size
+        self.entries: dict[int, Any] = {}
+        self.results: list[Any] = []
+        self.event = threading.Event()
+
+    def complete(self, compute: Callable[[list[Any]], list[Any]]) -> None:
+        self.results = compute([self.entries[i] for i in range(self.size)])
+        self.entries = dict.fromkeys(range(self.size))
+        self.event.set()
+
+    def wait(self, member: int) -> Any:
+        came = self.event.wait(self.world.timeout)
+        if self.results:
+            return self.results[member]
+        if self.world.failure is not None:
+            raise CommunicationError(self.world.failure)
+        missing = sorted(set(range(self.size)) - set(self.entries))
+        assert not came
+        raise CommunicationError(f"{self.what}: members {missing} did not come within {self.world.timeout} s")
+
+
+class _Waiting:
+    __slots__ = ("meeting", "member")
+
+    def __init__(self, meeting: _Meeting, member: int) -> None:
+        self.meeting, self.member = meeting, member
+
+    def wait(self) -> Any:
+        return self.meeting.wait(self.member)
+
+    def release(self) -> None:
+        pass  # others may have the same tensor
+
+
+def _total(entries: list[Tensor], maximum: bool) -> Tensor:
+    total = entries[0].clone(memory_format=torch.contiguous_format)
+    for entry in entries[1:]:
+        if maximum:
+            torch.maximum(total, entry, out=total)
+        else:
+            total += entry
+    return total
+
+
+class ThreadGroup:
+    """A group of threads; see :class:`runtime.comm.group.Group`."""
+
+    def __init__(self, world: ThreadWorld, ranks: tuple[int, ...], rank: int, gathering: bool = False) -> None:
+        self.world = world
+        self.ranks = ranks
+        self.size = len(ranks)
+        self.index = ranks.index(rank)
+        with world.lock:
+            self.queue = world.meetings.setdefault((ranks, gathering), deque())
+
+    def _meet(self, name: str, x: Tensor, compute: Callable[[list[Any]], list[Any]], *how: int) -> Pending:
+        return self._enter(f"{name}{list(how)} of {list(x.shape)} {x.dtype} over ranks {list(self.ranks)}", x, compute)
+
+    def _enter(self, what: str, entry: Any, compute: Callable[[list[Any]], list[Any]]) -> Pending:
+        meeting, last = self.world.join(self.queue, self.index, self.size, what, entry)
+        if last:
+            with torch.no_grad():
+                meeting.complete(compute)
+        return _Waiting(meeting, self.index)
+
+    def all_reduce(self, x: Tensor, maximum: bool = False) -> Pending:
+        def compute(entries: list[Tensor]) -> list[Tensor]:
+            total = _total(entries, maximum)
+            return [entry.copy_(total) for entry in entries]
+
+        return self._meet("all_reduce_max" if maximum else "all_reduce", x, compute)
+
+    def all_gather(self, x: Tensor, dim: int) -> Pending:
+        def compute(entries: list[Tensor]) -> list[Tensor]:
+            whole = torch.cat(entries, dim)
+            return [whole.clone() for _ in entries]
+
+        return self._meet("all_gather", x, compute, dim)
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
+        def compute(entries: list[Tensor]) -> list[Tensor]:
+            return [part.contiguous() for part in _total(entries, False).chunk(self.size, dim)]
+
+        return self._meet("reduce_scatter", x, compute, dim)
+
+    def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Pending:
+        def compute(entries: list[Tensor]) -> list[Tensor]:
+            pieces = [entry.chunk(self.size, split_dim) for entry in entries]
+            return [torch.cat([p[to] for p in pieces], concat_dim) for to in range(self.size)]
+
+        return self._meet("all_to_all", x, compute, split_dim, concat_dim)
+
+    def exchange_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Pending:
+        def compute(entries: list[tuple[Tensor, Sequence[int]]]) -> list[Tensor]:
+            pieces = [rows.split([*counts]) for rows, counts in entries]
+            return [torch.cat([p[to] for p in pieces]) for to in range(self.size)]
+
+        what = f"exchange_rows of {list(x.shape[1:])} {x.dtype} over ranks {list(self.ranks)}"
+        return self._enter(what, (x, sends), compute)
+
+
+class ThreadCommunicator:
+    """One thread's communicator; see :class:`runtime.comm.group.Communicator`."""
+
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        self.world = world
+        self.rank = rank
+        self.home = 0
+        self.device = world.device
+        self._groups: dict[tuple[tuple[int, ...], bool], ThreadGroup] = {}
+
+    def prepare(
+        self, groups: Sequence[tuple[int, ...]], links: Sequence[Link], gathering: Sequence[tuple[int, ...]] = ()
+    ) -> None:
+        for ranks in groups:
+            self.group(ranks)
+
+    def group(self, ranks: tuple[int, ...], gathering: bool = False) -> Group:
+        if len(ranks) == 1:
+            return SoloGroup()
+        key = ranks, gathering
+        if key not in self._groups:
+            self._groups[key] = ThreadGroup(self.world, ranks, self.rank, gathering)
+        return self._groups[key]
+
+    def _transfer(self, link: Link, member: int, x: Tensor) -> Work:
+        with self.world.lock:
+            queue = self.world.mail.setdefault(link, deque())
+        what = f"transfer {link.channel} of {list(x.shape)} {x.dtype} from rank {link.source} to rank {link.target}"
+        meeting, last = self.world.join(queue, member, 2, what, x)
+        if last:
+            with torch.no_grad():
+                meeting.complete(lambda entries: [entries[0], entries[1].copy_(entries[0])])
+        return _Waiting(meeting, member)
+
+    def send(self, x: Tensor, peer: int, channel: str) -> Work:
+        return self._transfer(Link(self.rank, peer, channel), 0, x)
+
+    def recv(self, x: Tensor, peer: int, channel: str) -> Work:
+        return self._transfer(Link(peer, self.rank, channel), 1, x)
+
+    def barrier(self) -> None:
+        self.group(tuple(range(self.world.world_size))).all_reduce(torch.zeros(1)).wait()

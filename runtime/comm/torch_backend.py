@@ -1,0 +1,323 @@
+"""Collectives by torch's backends: Gloo for CPU tensors, NCCL for CUDA tensors.
+
+Convert tensors to the form that communication backends accept: dense, one part after the other, real numbers.
+
+One rank's view of all the others, over torch's process groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch import Tensor
+
+from runtime.comm.group import CHANNELS, Group, Pending, SoloGroup, Work
+from runtime.comm.rendezvous import timeout_of_all
+from runtime.comm.wait_clock import wait_for
+from runtime.errors import LaunchError
+from runtime.program.membership import Link
+
+
+def parts_of(x: Tensor, dim: int, size: int) -> Tensor:
+    """Split ``x`` into ``size`` equal parts along ``dim``; returns a dense tensor ``[size, ...]`` of these parts."""
+    split: Tensor = x.unflatten(dim, (size, x.shape[dim] // size))
+    return split.movedim(dim, 0).contiguous()
+
+
+def joined(parts: Tensor, dim: int) -> Tensor:
+    """The inverse of :func:`parts_of`: ``[size, ...]`` joined along ``dim``."""
+    return parts.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def total(parts: Tensor, dim: int) -> Tensor:
+    return parts.sum(0, dtype=parts.dtype)
+
+
+def resolved(x: Tensor) -> Tensor:
+    """``x`` with pending conjugation and negation applied, so that its memory holds its values."""
+    return x.resolve_conj().resolve_neg() if x.is_complex() else x
+
+
+def as_real(x: Tensor) -> Tensor:
+    """View a complex tensor as real numbers, in the same memory; backends do not support complex types."""
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
+def share_memory(x: Tensor, other: Tensor) -> bool:
+    """Whether both are in the same storage."""
+    return bool(x.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
+def give_back(x: Tensor) -> None:
+    """Free the memory of ``x`` now, even if other tensors refer to it; nobody may read it afterwards.
+
+    Memory that NumPy shares (when a step is hashed) cannot be resized; torch frees it with the last reference.
+    """
+    storage = x.untyped_storage()
+    if storage.resizable():
+        storage.resize_(0)
+
+
+class Transfer:
+    """A transfer under way, the tensor that it fills, and what is to be done with it afterwards.
+
+    ``sent`` lives until the transfer ends: Gloo does not hold what it reads from. ``copied``: it is a copy that nobody
+    else has. What is not needed any more gives its memory back at once, whoever of Gloo's threads refers to it for how
+    long: what was copied, and the result where ``finish`` makes a new tensor of it.
+    """
+
+    __slots__ = ("copied", "dim", "finish", "group", "result", "sent", "works")
+
+    def __init__(
+        self,
+        group: TorchGroup,
+        works: Sequence[Work],
+        result: Tensor,
+        finish: Callable[[Tensor, int], Tensor] | None = None,
+        dim: int = 0,
+        sent: Tensor | None = None,
+        copied: bool = False,
+    ) -> None:
+        self.group, self.works, self.result, self.finish, self.dim = group, works, result, finish, dim
+        self.sent, self.copied = sent, copied
+
+    def wait(self) -> Tensor:
+        for work in self.works:
+            wait_for(work)
+        if self.sent is not None:
+            if self.copied:
+                give_back(self.sent)
+            self.sent = None
+        if self.finish is not None:
+            found, self.finish = self.finish(self.result, self.dim), None
+            if not share_memory(found, self.result):
+                self.release()
+            self.result = found
+        return self.result
+
+    def release(self) -> None:
+        give_back(self.result)
+
+
+class TorchGroup:
+    """A backend, by its bare methods: the layers of ``torch.distributed`` above it cost more than a small transfer.
+
+    ``processes``: its members, for those who ask whom a collective waits for.
+    """
+
+    def __init__(self, backend: Any, processes: tuple[int, ...] = ()) -> None:
+        self.backend = backend
+        self.processes = processes
+        self.size: int = backend.size()
+        self.index: int = backend.rank()
+        self._sum = dist.AllreduceOptions()
+        self._max = dist.AllreduceOptions()
+        self._max.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+
+    def all_reduce(self, x: Tensor, maximum: bool = False) -> Pending:
+        x = resolved(x)
+        return Transfer(self, [self.backend.allreduce([as_real(x)], self._max if maximum else self._sum)], x)
+
+    def all_gather(self, x: Tensor, dim: int) -> Pending:
+        raise NotImplementedError
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
+        raise NotImplementedError
+
+    def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Pending:
+        return self._exchange(x, split_dim, joined, concat_dim)
+
+    def _exchange(self, x: Tensor, dim: int, finish: Callable[[Tensor, int], Tensor], finished_dim: int = 0) -> Pending:
+        """The parts of ``x`` along ``dim``, one for each rank, and what ``finish`` makes of those that arrive."""
+        parts = parts_of(resolved(x), dim, self.size)
+        out = torch.empty_like(parts)
+        works = [self.backend.alltoall_base(as_real(out), as_real(parts), [], [])]
+        return Transfer(self, works, out, finish, finished_dim, parts, not share_memory(parts, x))
+
+    def exchange_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Pending:
+        x = resolved(x).contiguous()
+        out = x.new_empty((sum(receives), *x.shape[1:]))
+        return Transfer(
+            self, [self.backend.alltoall_base(as_real(out), as_real(x), [*receives], [*sends])], out, sent=x
+        )
+
+
+class GlooGroup(TorchGroup):
+    """Gloo's own gathering copies twice, and its scattering reduction is a whole all-reduce.
+
+    A broadcast from every rank, and an exchange of parts that each adds up, take 0.3 to 0.9 of the time on two and on
+    four ranks (measured from 8 KB to 4 MB with torch 2.13).
+    """
+
+    def __init__(self, backend: Any, processes: tuple[int, ...] = ()) -> None:
+        super().__init__(backend, processes)
+        self._from = [dist.BroadcastOptions() for _ in range(self.size)]
+        for rank, options in enumerate(self._from):
+            options.rootRank = rank
+
+    def all_gather(self, x: Tensor, dim: int) -> Pending:
+        x = resolved(x).contiguous()
+        out = x.new_empty((self.size, *x.shape))
+        parts = list(out.unbind(0))
+        parts[self.index].copy_(x)
+        works = [self.backend.broadcast([as_real(part)], how) for part, how in zip(parts, self._from, strict=True)]
+        return Transfer(self, works, out, joined, dim)
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
+        return self._exchange(x, dim, total)
+
+
+class NcclGroup(TorchGroup):
+    """NCCL moves dense buffers; parts along an inner dim are brought together before and after."""
+
+    def all_gather(self, x: Tensor, dim: int) -> Pending:
+        x = resolved(x).contiguous()
+        out = x.new_empty((self.size, *x.shape))
+        return Transfer(self, [self.backend._allgather_base(as_real(out), as_real(x))], out, joined, dim, x)
+
+    def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
+        parts = parts_of(resolved(x), dim, self.size)
+        out = torch.empty_like(parts[0])
+        return Transfer(self, [self.backend._reduce_scatter_base(as_real(out), as_real(parts))], out, sent=parts)
+
+
+# Groups outlive a program: they are costly to make, and Gloo cannot always take them down. Keyed by processes, since
+# another program may place its ranks otherwise.
+_made: dict[tuple[tuple[int, ...], bool], TorchGroup] = {}
+_links: dict[Link, Any] = {}
+
+
+def processes_of(placement: Sequence[int], world_size: int) -> tuple[int, ...]:
+    """The process that runs each rank, where process ``p`` drives the ``p``-th of the devices that a plan uses.
+
+    ``placement[rank]``: the device of a rank; empty: each rank is on its namesake. Raises :class:`LaunchError` unless
+    every rank has a device of its own.
+    """
+    if not placement:
+        return tuple(range(world_size))
+    if len(placement) != world_size or len(set(placement)) != world_size:
+        raise LaunchError(
+            f"the plan places {world_size} ranks on the devices {list(placement)}; expected one device of its own for "
+            "every rank: make the plan again"
+        )
+    order = {device: process for process, device in enumerate(sorted(placement))}
+    return tuple(order[device] for device in placement)
+
+
+class TorchCommunicator:
+    """The ranks ``0 .. world_size - 1`` on the processes of the default process group, which is there already.
+    ``placement[rank]`` is the process that runs a rank (empty: its namesake); see :func:`processes_of`.
+    Groups are made without the other ranks' help, from the default group's store: ``torch.distributed.new_group`` takes
+    all ranks, or the same number of earlier groups on each. Those that overlap must be opened in the same order. They
+    wait for ``timeout``; by default as long as the default group.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        device: torch.device,
+        timeout: timedelta | None = None,
+        placement: Sequence[int] = (),
+    ) -> None:
+        if not dist.is_initialized():
+            raise LaunchError(
+                "there is no process group: start with torchrun and call torch.distributed.init_process_group first"
+            )
+        if dist.get_world_size() < world_size:
+            raise LaunchError(
+                f"the program is for {world_size} ranks, there are {dist.get_world_size()}: "
+                f"start it with torchrun --nproc-per-node so that nodes x processes is {world_size}"
+            )
+        self.processes = processes_of(placement, world_size)
+        self._process = dist.get_rank()
+        self.rank = self.processes.index(self._process)
+        self.home = self.processes.index(0)
+        self.device = device
+        self.everyone = tuple(range(world_size))
+        self._timeout = timeout_of_all(device) if timeout is None else timeout
+        self._on_gpu = device.type == "cuda"
+
+    def prepare(
+        self, groups: Sequence[tuple[int, ...]], links: Sequence[Link], gathering: Sequence[tuple[int, ...]] = ()
+    ) -> None:
+        for ranks in groups:
+            self._group(ranks)
+        for ranks in gathering:
+            self._group(ranks, gathering=True)
+        for link in links:
+            key = self._key(link)
+            if key not in _links:
+                _links[key] = self._open((key.source, key.target), f"link {key.channel}")
+                if self._on_gpu:
+                    self._connect(_links[key], key)
+
+    def _group(self, ranks: tuple[int, ...], gathering: bool = False) -> Group:
+        key = members, _ = self._on(ranks), gathering
+        if len(ranks) > 1 and key not in _made:
+            backend = self._open(members, "gathers" if gathering else "group")
+            _made[key] = (NcclGroup if self._on_gpu else GlooGroup)(backend, members)
+            if self._on_gpu:
+                _made[key].all_reduce(torch.zeros(1, device=self.device)).wait()  # connect now: see _connect
+        return self.group(ranks, gathering)
+
+    def _on(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        return tuple(self.processes[rank] for rank in ranks)
+
+    def _connect(self, backend: Any, link: Link) -> None:
+        """Let both ends meet now: NCCL would block the first of them to use the link until the other does."""
+        one = torch.zeros(1, device=self.device)
+        transfer = backend.send if link.source == self._process else backend.recv
+        transfer([one], int(link.source == self._process), 0).wait()
+
+    def _key(self, link: Link) -> Link:
+        """The link between processes whose backend carries ``link``. Gloo has tags, one per channel, and serves both
+        directions at once; NCCL has none, and transfers that cross on one communicator would wait for each other."""
+        source, target = self._on(link[:2])
+        return (
+            Link(source, target, link.channel) if self._on_gpu else Link(min(source, target), max(source, target), "")
+        )
+
+    def _open(self, processes: tuple[int, ...], purpose: str) -> Any:
+        name = f"partition {purpose} {'-'.join(map(str, processes))}"
+        store = c10d.PrefixStore(name, c10d._get_default_store())
+        index, size = processes.index(self._process), len(processes)
+        backend: Any
+        if self._on_gpu:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout
+            options.global_ranks_in_group = list(processes)
+            options.group_name = c10d.GroupName(name)
+            backend = dist.ProcessGroupNCCL(store, index, size, options)
+        else:
+            backend = dist.ProcessGroupGloo(store, index, size, timeout=self._timeout)
+        backend._set_sequence_number_for_group()
+        if c10d.get_debug_level() == c10d.DebugLevel.DETAIL:
+            return c10d._create_process_group_wrapper(backend, name, store, index, size, self._timeout)
+        return backend
+
+    def group(self, ranks: tuple[int, ...], gathering: bool = False) -> Group:
+        return SoloGroup() if len(ranks) == 1 else _made[self._on(ranks), gathering]
+
+    def send(self, x: Tensor, peer: int, channel: str) -> Work:
+        key = self._key(Link(self.rank, peer, channel))
+        work: Work = _links[key].send([as_real(resolved(x))], int(key.source == self._process), CHANNELS[channel])
+        return work
+
+    def recv(self, x: Tensor, peer: int, channel: str) -> Work:
+        key = self._key(Link(peer, self.rank, channel))
+        work: Work = _links[key].recv([as_real(x)], int(key.source == self._process), CHANNELS[channel])
+        return work
+
+    def ranks_of(self, processes: Sequence[int]) -> tuple[int, ...]:
+        """The program's ranks that run on ``processes``."""
+        return tuple(self.processes.index(p) for p in processes if p in self.processes)
+
+    def barrier(self) -> None:
+        self._group(self.everyone).all_reduce(torch.zeros(1, device=self.device)).wait()
+        if self._on_gpu:
+            torch.cuda.synchronize(self.device)

@@ -1,0 +1,327 @@
+"""The batch of a step: look up its tensors by path, check them against the plan, and select the rows of a rank."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from passes.capture.wrappers import check_tensor
+from passes.ir.lifted_numbers import Guard
+from passes.ir.serialize import dtype_of
+from runtime.errors import BatchError
+from runtime.program.program import InputData, PlainValue, Program, RankProgram
+
+
+def batch_size(program: Program) -> tuple[int, int]:
+    """The tokens and the samples of one batch: elements of the first input of integers with two dims; its length
+    along the dim that is split. 0 where there is none."""
+    tokens = next((i for i in program.inputs if len(i.shape) == 2 and not dtype_of(i.dtype).is_floating_point), None)
+    split = next((i for i in program.inputs if i.batch_dim is not None), None)
+    samples = split.shape[split.batch_dim] if split is not None and split.batch_dim is not None else 0
+    return (tokens.shape[0] * tokens.shape[1] if tokens is not None else 0), samples
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a global batch that a rank reads: of the inputs at ``paths``, the ``parts`` of ``count`` equal parts
+    of their rows.
+
+    Inputs without a batch dim are read whole. Ranks that differ only on ``tp`` or ``cp`` have the same share.
+    """
+
+    paths: frozenset[str]
+    parts: range
+    count: int
+
+    def rows(self, length: int) -> range:
+        """The rows of this share in an input of ``length`` rows, as one range; empty if the rank reads no inputs."""
+        each = length // self.count
+        return range(self.parts.start * each, self.parts.stop * each) if self.paths else range(0)
+
+
+def share_of(rank: RankProgram) -> Share:
+    """The share of ``rank``: the inputs that its program loads, and the rows of its ``dp`` coordinate."""
+    loaded = {name for i in rank.instructions if i.op == "LOAD" for name in i.values}
+    paths = frozenset(i.path for i in rank.program.inputs if i.value in loaded)
+    if not rank.program.data_shares:  # the batch need only be divisible by dp here, not by the microbatches
+        at = rank.coordinates["dp"]
+        return Share(paths, range(at, at + 1), rank.program.mesh.get("dp", 1))
+    return Share(paths, rank.share, rank.program.batch_microbatches)
+
+
+def leaves_by_path(batch: Any) -> dict[str, Any]:
+    """The leaves of a batch by their path: ``input_ids``, ``0``, ``past.0.key``."""
+    if isinstance(batch, Tensor):
+        batch = (batch,)
+    if isinstance(batch, Mapping):
+        batch = dict(batch)
+    leaves, _ = pytree.tree_flatten_with_path(batch)
+    return {".".join(str(_key(k)) for k in path): leaf for path, leaf in leaves}
+
+
+def _key(key: Any) -> Any:
+    for name in ("key", "idx", "name"):
+        if hasattr(key, name):
+            return getattr(key, name)
+    return key
+
+
+def batch_values(program: Program, batch: Any) -> dict[str, Tensor]:
+    """The tensors of ``batch`` by value name, in the planned types.
+
+    Raises :class:`BatchError` if a tensor is missing, if its shape or kind of type differs from the plan's, or if the
+    batch has an entry that the program does not read and whose value differs from the planned one.
+    """
+    entries = BatchEntries(program, batch)
+    entries.check_fixed(whole=True)
+    return {i.value: entries.checked(i) for i in program.inputs}
+
+
+def batch_by_path(program: Program, batch: Any) -> dict[str, Any]:
+    """``batch`` as a dict by path of its checked tensors and fixed values; the dict can be passed as a batch itself.
+
+    Raises :class:`BatchError`, as :func:`batch_values` does.
+    """
+    values = batch_values(program, batch)
+    fixed = {path: plain.value for path, plain in program.signature.fixed.items()}
+    return fixed | {i.path: values[i.value] for i in program.inputs}
+
+
+def own_values(program: Program, share: Share, batch: Any, local: bool = False) -> dict[str, Tensor]:
+    """The tensors that a rank reads, by value name, in the planned types: its rows of the global ``batch``.
+
+    ``local``: ``batch`` has the rank's rows only, and may lack inputs that the rank does not read. Raises
+    :class:`BatchError`, as :func:`batch_values` does.
+    """
+    read = [i for i in program.inputs if i.path in share.paths]
+    if local:
+        if not read and not batch:
+            return {}
+        entries = BatchEntries(program, batch)
+        entries.check_fixed(whole=False)
+        return {i.value: entries.checked(i, share) for i in read}
+    values = batch_values(program, batch)
+    return {i.value: _rows(i, values[i.value], share) for i in read}
+
+
+def _rows(data: InputData, whole: Tensor, share: Share) -> Tensor:
+    if data.batch_dim is None:
+        return whole
+    rows = share.rows(data.shape[data.batch_dim])
+    return whole.narrow(data.batch_dim, rows.start, len(rows))
+
+
+class BatchEntries:
+    """The entries of one batch, by their path in the call of the model.
+
+    Positional and keyword arguments have the same path: the first argument of ``forward(x, mask=None)`` is ``x`` in a
+    tuple and in a dict.
+    """
+
+    def __init__(self, program: Program, batch: Any) -> None:
+        if not isinstance(batch, Tensor | Mapping | tuple | list):
+            raise BatchError(
+                f"the batch is a {type(batch).__name__}; expected a tuple of positional arguments, or a dict (any "
+                "Mapping) of keyword arguments"
+            )
+        self.signature = program.signature
+        self.names = [a.name for a in self.signature.arguments or ()]
+        self.inputs = {self._place(i.path): i for i in program.inputs}
+        self.fixed = {self._place(path): value for path, value in self.signature.fixed.items()}
+        self.leaves: dict[str, Any] = {}
+        for path, leaf in leaves_by_path(batch).items():
+            self.leaves[self._place(path)] = leaf.item() if isinstance(leaf, np.number | np.bool_) else leaf
+
+    def _place(self, path: str) -> str:
+        """``path`` with the position of a positional argument replaced by the argument's name."""
+        first, dot, rest = path.partition(".")
+        known = first.isdigit() and int(first) < len(self.names)
+        return f"{self.names[int(first)]}{dot}{rest}" if known else path
+
+    # -- entries that the program does not read
+
+    def check_fixed(self, whole: bool) -> None:
+        """Raise :class:`BatchError` if an entry that the program does not read differs from its planned value.
+
+        ``whole``: also check entries that the batch leaves out; their value is the default in ``forward``.
+        """
+        for path, leaf in self.leaves.items():
+            if path not in self.inputs:
+                self._check_entry(path, leaf)
+        for path, planned in self.fixed.items():
+            if whole and path not in self.leaves and self.signature.arguments is not None:
+                self._check_absent(path, planned)
+        self._check_guards()
+
+    def _check_entry(self, path: str, leaf: Any) -> None:
+        planned = self.fixed.get(path) or self._default(path)
+        if planned is None:
+            raise BatchError(self._unknown(path, leaf))
+        if not _is_plain(leaf) or PlainValue.of(leaf) != planned:
+            raise BatchError(
+                f"input {path!r} is {_describe(leaf)}: the plan was made for {path}={planned}, which is part of its "
+                f"programs; expected {planned}, or plan again with {path!r} in the inputs as it is now"
+            )
+
+    def _check_absent(self, path: str, planned: PlainValue) -> None:
+        default = self._default(path)
+        if default != planned:
+            instead = "a required argument" if default is None else f"{default} where it is left out"
+            raise BatchError(
+                f"input {path!r} is missing: the plan was made for {path}={planned}, and forward has {instead}; "
+                f"pass {path}={planned}"
+            )
+
+    def _default(self, path: str) -> PlainValue | None:
+        """The default of the argument at ``path``; ``None`` if it has none, or one that is no plain value."""
+        return next((a.default for a in self.signature.arguments or () if a.name == path), None)
+
+    def _unknown(self, path: str, leaf: Any) -> str:
+        first = path.partition(".")[0]
+        if first in self.fixed or self._default(first) is not None:
+            planned = self.fixed.get(first) or self._default(first)
+            return (
+                f"input {first!r} is {_describe(leaf)}: the plan was made for {first}={planned} and its programs do "
+                f"not read it; leave it out, or plan again with {first!r} in the inputs"
+            )
+        known = [*self.inputs, *self.fixed, *self.names]
+        nested = first in known  # the argument is known, but not this entry of it
+        close = difflib.get_close_matches(path if nested else first, list(self.inputs) if nested else known, n=1)
+        meant = f"; did you mean {close[0]!r}?" if close else ""
+        takes = f"; forward takes ({', '.join(self.names)})" if self.names and first not in self.names else ""
+        return (
+            f"input {path!r} ({_describe(leaf)}) is not read by the plan, which was made for inputs "
+            f"{', '.join([*self.inputs, *self.fixed])}{takes}{meant}; leave it out, or plan again with it in the inputs"
+        )
+
+    def _check_guards(self) -> None:
+        if not self.signature.guards:
+            return
+        given = {place: i for place, i in self.inputs.items() if i.number is not None and place in self.leaves}
+        numbers = {i.path: self.checked(i).item() for i in given.values()}
+        for data in self.signature.guards:
+            guard = Guard(json.loads(data.expression), data.outcome, data.where)
+            if not guard.holds(numbers):
+                values = ", ".join(f"{path}={value}" for path, value in numbers.items())
+                raise BatchError(
+                    f"the batch has {values}: the plan was made where {guard} holds, by which forward decides what it "
+                    f"computes ({guard.where}); expected such numbers, or plan again with these"
+                )
+
+    # -- entries that the program reads
+
+    def checked(self, data: InputData, share: Share | None = None) -> Tensor:
+        """The tensor of an input, checked and converted to the planned type.
+
+        With ``share``, the tensor must have the rows of that share only. Raises :class:`BatchError` if the input is
+        missing, or has another shape or kind of type than planned.
+        """
+        expected, dim = data.shape, data.batch_dim
+        if share is not None and dim is not None:
+            expected = (*expected[:dim], expected[dim] // share.count * len(share.parts), *expected[dim + 1 :])
+        place = self._place(data.path)
+        tensor = self.leaves.get(place, self._left_out(place, data))
+        if data.number is not None and (place in self.leaves or tensor is not None):
+            tensor = _number_tensor(data, tensor)
+        if not isinstance(tensor, Tensor):
+            have = ", ".join(k for k, v in self.leaves.items() if isinstance(v, Tensor)) or "no tensors"
+            got = f"is {_describe(tensor)}" if place in self.leaves else "is missing"
+            wanted = (
+                f"a {data.dtype} tensor of shape {list(expected)}" if data.number is None else _A_NUMBER[data.number]
+            )
+            raise BatchError(f"input {data.path!r} {got}: expected {wanted}, the batch has {have}")
+        check_tensor(tensor, f"input {data.path!r}", BatchError, numbers=True)
+        shape = tuple(tensor.shape)
+        if shape != expected:
+            advice = _advice(data, shape) if share is None else _local_advice(data, shape, share)
+            raise BatchError(f"input {data.path!r}: expected shape {list(expected)}, got {list(shape)}: {advice}")
+        dtype = dtype_of(data.dtype)
+        if tensor.dtype != dtype:
+            if _kind(tensor.dtype) != _kind(dtype):
+                got = str(tensor.dtype).removeprefix("torch.")
+                raise BatchError(f"input {data.path!r}: expected type {data.dtype}, got {got}; convert it")
+            tensor = tensor.to(dtype)
+        return tensor.resolve_conj().resolve_neg()
+
+    def _left_out(self, place: str, data: InputData) -> Any:
+        """The default in ``forward`` of a number input that the batch leaves out; ``None`` if there is none."""
+        default = self._default(place)
+        return None if data.number is None or default is None else default.value
+
+
+def _number_tensor(data: InputData, value: Any) -> Any:
+    """Convert a Python number or a 0-dimensional tensor to the 0-dimensional tensor that the program reads.
+
+    Raises :class:`BatchError` if ``value`` is neither, or has a fraction where the plan has an integer.
+    """
+    whole, real = type(value) is int, type(value) is float
+    if isinstance(value, Tensor) and value.dim() == 0:
+        whole, real = _kind(value.dtype) == "integer", value.is_floating_point()
+    if not (whole or (real and data.number == "float")):
+        raise BatchError(
+            f"input {data.path!r} is {_describe(value)}; expected {_A_NUMBER[data.number or 'float']}, as the plan was "
+            "made with"
+        )
+    if isinstance(value, Tensor):
+        return value.detach().to(dtype_of(data.dtype))
+    if data.number == "float":
+        return torch.tensor(float(value), dtype=dtype_of(data.dtype))
+    if not -(1 << 63) <= value < 1 << 63:
+        raise BatchError(f"input {data.path!r} is {value}; expected a whole number of 64 bits")
+    return torch.tensor(value, dtype=dtype_of(data.dtype))
+
+
+_A_NUMBER = {"float": "a number, or a tensor of no dims", "int": "a whole number, or such a tensor of no dims"}
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in (bool, int, float, str, type(None))
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"{'an' if dtype[0] == 'i' else 'a'} {dtype} tensor of shape {list(value.shape)}"
+    return repr(value) if _is_plain(value) else f"a {type(value).__name__}"
+
+
+def _advice(data: InputData, shape: tuple[int, ...]) -> str:
+    dim = data.batch_dim
+    if dim is not None and len(shape) == len(data.shape):
+        others = [d for d in range(len(shape)) if d != dim]
+        if all(shape[d] == data.shape[d] for d in others):
+            return (
+                f"another batch size than planned ({data.shape[dim]}); pass the whole global batch of "
+                f"{data.shape[dim]} samples, or plan again with global_batch={shape[dim]}"
+            )
+    return "the plan was made for inputs of the expected shape; pass such, or plan again for these"
+
+
+def _local_advice(data: InputData, shape: tuple[int, ...], share: Share) -> str:
+    if data.batch_dim is None:
+        return "the program reads this input whole, with local=True too: pass all of it on every rank that reads it"
+    if shape == data.shape:
+        rows = share.rows(shape[data.batch_dim])
+        return (
+            f"this is the whole global batch; pass samples {rows.start} to {rows.stop - 1} of it, which are this "
+            "rank's, or leave out local=True"
+        )
+    rows = share.rows(data.shape[data.batch_dim])
+    return (
+        "with local=True every rank passes its own part of the planned global batch, here its "
+        f"{len(rows)} samples from {rows.start} on"
+    )
+
+
+def _kind(dtype: torch.dtype) -> str:
+    if dtype == torch.bool:
+        return "bool"
+    return "complex" if dtype.is_complex else "floating" if dtype.is_floating_point else "integer"

@@ -1,0 +1,321 @@
+"""Check that ranks agree: on the scaling of gradients, on the replicas of parameters, and on their batches.
+
+A rank holds a part of the gradients. ``torch.nn.utils.clip_grad_norm_`` computes the norm of that part alone and scales
+by a different factor on every rank: replicas diverge silently, and parameters that are on one rank only learn at a
+different rate. Any other change that a script makes to the parameters of one rank has a similar effect. Ranks that
+compute one result from different samples learn nothing. If the global batch differs between ranks, each rank takes its
+part of its own batch, and the other samples are lost. All three checks run before the second, third, fifth, ninth step
+and so on, the check of batches before the first step too. A check reads the parameters and a batch once and
+all-reduces a few numbers over all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from passes.ir.layouts import Layout
+from runtime.comm.group import Communicator, all_ranks
+from runtime.engine.batches import batch_values, own_values, share_of
+from runtime.errors import AgreementError, BatchError, LaunchError
+from runtime.program.mesh import axes_beside
+from runtime.program.program import RankProgram
+from runtime.state.disk_offload import forget
+
+EVERY = 1024  # steps between checks, once powers of two are farther apart
+
+_PROBES = 8  # number of gradients that are probed
+_SAME, _OTHER = 1e-4, 1e-3  # relative differences: rounding stays below the first, different factors exceed the second
+_MASK = (1 << 62) - 1
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SKETCH = 16
+_CHUNK = 1 << 20  # numbers of a batch that are hashed at a time
+_APART = 1e-3  # distance of replicas over the norm; kernels with a non-deterministic order of sums stay below it
+
+_GLOBAL = (
+    "expected the same global batch on all ranks, in the same order, of which each takes its part: draw it from a "
+    "generator of the same seed on each, without a DistributedSampler; or give each rank its own samples alone, those "
+    "of engine.share, with step(batch, local=True), as runtime.Loader does"
+)
+_LOCAL = (
+    "they compute one result: expected the same samples, those of engine.share, in the same order on all ranks of one "
+    "place on dp: draw them from a generator of the same seed on each, or use runtime.Loader"
+)
+
+_Kind = tuple[tuple[str, ...], tuple[int, ...]]
+
+
+class _Probe(NamedTuple):
+    """The largest element of a gradient right after backward: its position and its value then."""
+
+    gradient: Tensor
+    place: Tensor
+    value: Tensor
+
+
+class Agreement:
+    """Checks that one rank agrees with the others.
+
+    ``parameters``: the parameters that optimizers step; ``gradients``: the gradients that optimizers read.
+    """
+
+    def __init__(
+        self,
+        rank: RankProgram,
+        parameters: Mapping[str, nn.Parameter],
+        gradients: Mapping[str, Tensor],
+        communicator: Communicator,
+    ) -> None:
+        program = rank.program
+        self.rank = rank
+        self.communicator = communicator
+        self.active = program.objective == "train" and program.world_size > 1
+        self._parameters = {n: p for n, p in parameters.items() if program.states[n].requires_grad}
+        self._frozen = {n: p for n, p in parameters.items() if not p.requires_grad}
+        self._gradients = gradients
+        self._steps = 0
+        self._probes: list[_Probe] = []
+
+    def before_step(self, batch: Any, local: bool) -> None:
+        """Run the checks if they are due before this step. All ranks call it.
+
+        Raises :class:`AgreementError` or, for batches, :class:`BatchError` on all ranks, and :class:`LaunchError` if
+        the script enables gradients of parameters that were frozen when the plan was made.
+        """
+        thawed = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+        if thawed:
+            raise LaunchError(
+                f"{thawed[0]} was frozen when the plan was made, which has no gradient for it, and takes one now: plan "
+                "again with requires_grad as it is to be, and load the checkpoint under that plan"
+            )
+        if self.active and self._is_time(self._steps):
+            self.check()
+        if self.rank.program.world_size > 1 and (self._steps == 0 or self._is_time(self._steps)):
+            self._check_batch(batch, local)
+
+    def after_step(self) -> None:
+        self._steps += 1
+        self._probes = list(self._probed()) if self.active and self._is_time(self._steps) else []
+
+    def forget(self) -> None:
+        """Drop the probes: parameters or gradients are about to change outside of a step (loading, ``zero_grad``)."""
+        self._probes = []
+
+    def check(self) -> None:
+        """Check scaling and replicas now. All ranks call it. Raises :class:`AgreementError` on all of them."""
+        self._check_scaling()
+        self._check_replicas()
+
+    @staticmethod
+    def _is_time(steps: int) -> bool:
+        return steps > 0 and (steps & (steps - 1) == 0 if steps < EVERY else steps % EVERY == 0)
+
+    def _probed(self) -> Iterator[_Probe]:
+        held = [g for g in self._gradients.values() if g.numel()]
+        for gradient in held[:: max(1, len(held) // _PROBES)][:_PROBES]:
+            flat = gradient.reshape(-1)
+            place = flat.abs().argmax()
+            yield _Probe(flat, place, flat[place].clone())
+
+    def _check_scaling(self) -> None:
+        """Raise :class:`AgreementError` if ranks scaled their gradients by different factors, each by its own norm;
+        warn if some ranks scaled by one factor and the others not at all."""
+        factor = self._factor()
+        told = torch.zeros(self.rank.program.world_size, 2, dtype=torch.float64, device=self.communicator.device)
+        if factor is not None:
+            norms = torch._foreach_norm([g for g in self._gradients.values() if g.numel()])
+            told[self.rank.rank, 0] = factor
+            told[self.rank.rank, 1] = torch.stack([n.double().cpu() for n in norms]).norm()
+        factors, norms_now = self._total(told).T.tolist()
+        there = [r for r, f in enumerate(factors) if f > 0]
+        scaled = [r for r in there if factors[r] < 1 - _OTHER]
+        if not scaled:
+            return
+        low, high = (pick(there, key=factors.__getitem__) for pick in (min, max))
+        largest = max(norms_now[r] for r in there)
+        if factors[high] - factors[low] <= _OTHER * factors[high] or any(
+            abs(norms_now[r] - largest) > _OTHER * largest for r in scaled
+        ):
+            return
+        text = (
+            f"gradients were scaled by {factors[low]:.4g} on rank {low} and by {factors[high]:.4g} on rank {high}, "
+            f"each to a norm of at most {largest:.4g} of its own: expected one factor, of the whole model's norm, as "
+            "engine.clip_grad_norm_(max_norm) takes it; torch.nn.utils.clip_grad_norm_ sees the part of one rank alone"
+        )
+        if max(factors[r] for r in scaled) - factors[low] > _OTHER * factors[low]:
+            raise AgreementError(f"{text}. Go on from the last checkpoint before: the last step was wrong")
+        self._warn(f"{text}, unless this was meant")  # one factor on some ranks, none on others
+
+    def _factor(self) -> float | None:
+        """The factor by which all of this rank's gradients were multiplied since backward; ``None`` if they have no
+        common factor."""
+        ratios = [
+            float(gradient[place]) / float(value) for gradient, place, value in self._probes if torch.is_nonzero(value)
+        ]
+        if not ratios or not 0 < ratios[0] < float("inf"):
+            return None
+        return ratios[0] if all(abs(r - ratios[0]) <= _SAME * ratios[0] for r in ratios) else None
+
+    def _check_replicas(self) -> None:
+        """Raise :class:`AgreementError` if replicas of a parameter's shard differ between ranks."""
+        world, kinds = self.rank.program.world_size, self._kinds()
+        sums = {kind: _hash(self._parameters[n] for n in names) for kind, names in self._held(kinds).items()}
+        high, low = self._extremes(
+            {k * world + self._first_holder(kind): sums[kind] for k, kind in enumerate(kinds) if kind in sums},
+            len(kinds) * world,
+        )
+        differ = (high != low).nonzero().flatten().tolist()
+        if differ:
+            order, first = divmod(int(differ[0]), world)
+            self._tell(order, first, kinds)
+
+    def _check_batch(self, batch: Any, local: bool) -> None:
+        """Raise :class:`BatchError` if ranks were given different samples.
+
+        All ranks must have the same global batch. With ``local``, all ranks with the same ``dp`` coordinate that read
+        an input must have the same samples of it.
+        """
+        program, share = self.rank.program, share_of(self.rank)
+        paths = [data.path for data in program.inputs]
+        if local:
+            values, at = own_values(program, share, batch, True), self.rank.coordinates["dp"]
+        else:  # behind those of all places
+            values, at = batch_values(program, batch), -1
+        given = {paths.index(d.path): _hash_in_order(values[d.value]) for d in program.inputs if d.value in values}
+        count = program.size("dp")
+        place_of = {k: (at % (count + 1)) * len(paths) + k for k in given}
+        high, low = self._extremes({place_of[k]: h for k, h in given.items()}, (count + 1) * len(paths))
+        differ = (high != low).nonzero().flatten().tolist()
+        if not differ:
+            return
+        first = int(differ[0])
+        own = next((given[k] for k in given if place_of[k] == first), None)
+        told, _ = self._extremes({} if own is None else {self.rank.rank: own}, program.world_size)
+        ranks: dict[int, list[int]] = {}
+        for rank, number in enumerate(told.tolist()):
+            if number > -_MASK - 1:
+                ranks.setdefault(number, []).append(rank)
+        some, others = (", ".join(map(str, same[:8])) for same in list(ranks.values())[:2])
+        names = list(dict.fromkeys(paths[int(place) % len(paths)] for place in differ))
+        more = f", and for {', '.join(map(repr, names[1:9]))} too" if len(names) > 1 else ""
+        expected = _GLOBAL if first // len(paths) == count else _LOCAL
+        raise BatchError(
+            f"input {names[0]!r}: ranks {some} were given other samples than ranks {others}{more}: {expected}"
+            f"{'. The steps before may have had such batches too' if self._steps else ''}"
+        )
+
+    def _tell(self, order: int, first: int, kinds: list[_Kind]) -> None:
+        """Find the parameter and the ranks whose replicas differ, and raise :class:`AgreementError`; only warn if the
+        difference is as small as a different order of sums makes."""
+        kind, program = kinds[order], self.rank.program
+        mine = self._held(kinds).get(kind, []) if self._first_holder(kind) == first else []
+        names = [*program.states]
+        high, low = self._extremes({names.index(n): _hash([self._parameters[n]]) for n in mine}, len(names))
+        differ = [names[i] for i in (high != low).nonzero().flatten().tolist()]
+        if not differ:
+            return
+        name = differ[0]
+        told = torch.zeros(program.world_size, 2 + _SKETCH, dtype=torch.float64, device=self.communicator.device)
+        if name in mine:
+            told[self.rank.rank] = _sketch(self._parameters[name]).to(told.device)
+        told = self._total(told).cpu().nan_to_num(nan=math.inf)
+        holders = told[:, 0].nonzero().flatten().tolist()
+        norms, sketches = told[holders, 1], told[holders, 2:]
+        distances = (sketches - sketches.median(0).values).square().mean(1).sqrt().nan_to_num(nan=math.inf)
+        index = int(distances.argmax())
+        far, apart = holders[index], float(distances[index] / norms.max().clamp(min=1e-300))
+        more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
+        text = (
+            f"ranks {', '.join(map(str, holders[:8]))} hold the same part of {name}{more}, and not the same numbers: "
+            f"rank {far} is about {apart:.1e} of its norm away"
+        )
+        if apart <= _APART:
+            self._warn(f"{text}; kernels that add up in any order do that, and loading a checkpoint ends it")
+            return
+        raise AgreementError(
+            f"{text}. Change parameters, gradients and learning rates alike on all ranks, clip by "
+            "engine.clip_grad_norm_, and go on from the last checkpoint before"
+        )
+
+    def _kinds(self) -> list[_Kind]:
+        """All pairs (axes with replicas, stages of a tied parameter) of the trained parameters; equal on all ranks."""
+        return sorted({self._kind(n) for n, s in self.rank.program.states.items() if s.requires_grad})
+
+    def _kind(self, name: str) -> _Kind:
+        state = self.rank.program.states[name]
+        experts = Layout.parse(state.expert_layout).is_shard
+        alike = ["edp", "etp"] if experts else ["dp", "cp", "tp"]
+        if Layout.parse(state.layout).is_shard:
+            alike.pop()
+        return axes_beside(alike, state.zero_axes), tuple(sorted(state.stages)) if len(state.stages) > 1 else ()
+
+    def _held(self, kinds: list[_Kind]) -> dict[_Kind, list[str]]:
+        found: dict[_Kind, list[str]] = {}
+        for name in sorted(self._parameters):
+            found.setdefault(self._kind(name), []).append(name)
+        return {kind: found[kind] for kind in kinds if kind in found}
+
+    def _first_holder(self, kind: _Kind) -> int:
+        """The lowest rank that holds the same shards as this rank; it identifies the group of replicas."""
+        axes, stages = kind
+        first = min(self.rank.group(*axes))
+        return first + (stages[0] - self.rank.stage_index) * self.rank.program.strides["pp"] if stages else first
+
+    def _warn(self, text: str) -> None:
+        if self.rank.rank == 0:
+            warnings.warn(text, stacklevel=6)
+
+    def _total(self, numbers: Tensor) -> Tensor:
+        return all_ranks(self.communicator, self.rank.program.world_size).all_reduce(numbers).wait()
+
+    def _extremes(self, numbers: Mapping[int, int], length: int) -> tuple[Tensor, Tensor]:
+        """Element-wise maximum and minimum over all ranks of sparse vectors of ``length`` numbers.
+
+        ``numbers``: position -> number of this rank. Both results are equal where no rank has a number.
+        """
+        bounds = torch.full((2, length), -_MASK - 1, dtype=torch.int64, device=self.communicator.device)
+        for place, number in numbers.items():
+            bounds[0, place], bounds[1, place] = number, -number
+        everyone = all_ranks(self.communicator, self.rank.program.world_size)
+        high, low = everyone.all_reduce(bounds, maximum=True).wait()
+        return high, torch.where(high == -_MASK - 1, high, -low)
+
+
+def _hash(tensors: Iterator[Tensor] | list[Tensor]) -> int:
+    """Hash the bits of ``tensors``. The order of the tensors matters, the order of elements in a tensor does not."""
+    found = 0
+    for tensor in tensors:
+        data = tensor.detach().contiguous().reshape(-1)
+        data = torch.view_as_real(data).reshape(-1) if data.is_complex() else data
+        bits = data.view(_BITS[data.element_size()])
+        found = (found * 1000003 + int(bits.sum(dtype=torch.int64))) & _MASK
+        forget(tensor)
+    return found
+
+
+def _hash_in_order(tensor: Tensor) -> int:
+    """Hash the bits of ``tensor``, for which the order of the elements matters, unlike for :func:`_hash`."""
+    data = tensor.detach().cpu().contiguous().reshape(-1)
+    data = torch.view_as_real(data).reshape(-1) if data.is_complex() else data
+    found = 0
+    for number, bits in enumerate(data.view(_BITS[data.element_size()]).split(_CHUNK)):
+        odd = torch.arange(1, 2 * len(bits), 2)
+        found += int((bits.long() * (odd + 2 * _CHUNK * number)).sum())
+    return found & _MASK
+
+
+def _sketch(tensor: Tensor) -> Tensor:
+    """A vector of 1, the norm of ``tensor``, and ``_SKETCH`` sums of its elements with random signs.
+
+    The signs are the same on all ranks.
+    The expected mean square difference between the sums of two tensors is the square of the tensors' distance.
+    """
+    data = tensor.detach().cpu().double().reshape(-1)
+    generator = torch.Generator().manual_seed(0)
+    signs = (torch.randint(0, 2, data.shape, generator=generator).double() * 2 - 1 for _ in range(_SKETCH))
+    return torch.stack([torch.ones((), dtype=torch.float64), data.norm(), *(data @ s for s in signs)])

@@ -1,0 +1,368 @@
+"""Batches for an engine: every rank loads only the samples that it reads, and where the run is can be resumed.
+
+    loader = runtime.Loader(dataset, engine, seed=0, num_workers=4)
+    checkpoints = runtime.Checkpoints("checkpoints/", engine, optimizer, every=500, extra={"data": loader})
+    checkpoints.restore()
+    for batch in loader:
+        loss = engine.step(batch, local=True)
+
+The order of samples depends on the seed alone, not on the ranks: a run that goes on under another plan, of another
+number of data-parallel ranks or another global batch even, goes on at the next sample. So it is with a stream, whose
+order is its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from runtime.engine.batches import batch_size
+from runtime.engine.engine import Engine
+from runtime.errors import BatchError, CheckpointError
+
+
+class Samples(Protocol):
+    """A map-style dataset, as of ``torch.utils.data``: each sample a mapping of input names to tensors, say."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class SampleOrder:
+    """In which order samples are read, without an end: epoch after epoch, each in an order of its own if shuffled.
+
+    Held in memory are the orders of one epoch or, where a run of samples crosses over, two: 8 bytes per sample.
+
+    >>> SampleOrder(5, seed=0, shuffle=False).at(range(3, 8))
+    [3, 4, 0, 1, 2]
+    """
+
+    def __init__(self, num_samples: int, seed: int = 0, shuffle: bool = True) -> None:
+        self.num_samples = num_samples
+        self.seed = seed
+        self.shuffle = shuffle
+        self._epochs: dict[int, NDArray[np.int64]] = {}
+
+    def at(self, places: range) -> list[int]:
+        """The samples at ``places`` of the stream, counted from its start; one run of places."""
+        epochs = range(places.start // self.num_samples, -(-places.stop // self.num_samples)) if places else range(0)
+        self._epochs = {e: self._epoch(e) for e in epochs} or self._epochs
+        return [int(self._epochs[p // self.num_samples][p % self.num_samples]) for p in places]
+
+    def _epoch(self, epoch: int) -> NDArray[np.int64]:
+        if epoch in self._epochs:
+            return self._epochs[epoch]
+        if not self.shuffle:
+            return np.arange(self.num_samples)
+        # of both numbers: torch's generator takes 32 bits, and seed + epoch would be another seed's next epoch
+        return np.random.default_rng((self.seed, epoch)).permutation(self.num_samples)
+
+
+class Loader:
+    """An iterator of this rank's parts of global batches, for ``engine.step(batch, local=True)``.
+
+    Args:
+        dataset: all samples, the same on all ranks, with ``__len__`` and ``__getitem__``: only those that this rank
+            reads are asked for, none on a pipeline stage that reads no inputs, which gets empty batches. Or a stream,
+            of which each iteration gives the same samples in the same order (an ``IterableDataset``): this rank reads
+            all of it and keeps its own samples, and a run that goes on reads those before once more.
+        engine: says which samples these are, and how many a global batch has.
+        seed: of the order of samples; not negative.
+        shuffle: every epoch in an order of its own, by default; else in the dataset's. Streams come in their own.
+        epochs: after which it ends for good, without a last batch that is not whole; ``None``: never. A stream of which
+            an epoch begins is told its number by ``set_epoch``, where it has that.
+        collate: makes a batch of a list of samples; torch's ``default_collate`` by default.
+        num_workers: processes that load ahead; 0: this one, when a batch is asked for. At most one reads a stream.
+        batch_size: samples in a global batch, where the planned inputs do not tell.
+
+    Its state (``state_dict``, for ``Checkpoints(extra={"data": loader})``) is the number of samples that batches which
+    were given out hold, whatever workers have loaded ahead. What samples are made of by chance (augmentations) should
+    be drawn by their index, not by a generator whose state is lost.
+
+    Raises :class:`BatchError` where the dataset has no sample, or no whole batch, or is none that can be read like
+    that, the batch's size is not known or does not split over dp; and where a loop is begun after one has come to the
+    end.
+    """
+
+    def __init__(
+        self,
+        dataset: Samples | Iterable[Any],
+        engine: Engine,
+        *,
+        seed: int = 0,
+        shuffle: bool | None = None,
+        epochs: int | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        batch_size: int | None = None,
+    ) -> None:
+        self.dataset = dataset
+        self.share = engine.share
+        self.epochs = epochs
+        self.batch_size = _global_batch(engine) if batch_size is None else batch_size
+        self.samples = 0
+        self.num_samples, self.is_stream = _length(dataset), _is_stream(dataset)
+        if self.is_stream:
+            _check_stream(shuffle, num_workers)
+        if self.num_samples == 0:
+            raise BatchError("the dataset is empty: expected at least one sample")
+        if self.batch_size % self.share.count:
+            raise BatchError(
+                f"a global batch of {self.batch_size} samples does not split over {self.share.count} data-parallel "
+                f"ranks; pass batch_size= a multiple of {self.share.count}"
+            )
+        # of a stream the order is the dataset's, and its length perhaps not known
+        self.order = SampleOrder(self.num_samples or 0, seed, not self.is_stream and shuffle is not False)
+        if self._ended(0):
+            raise _no_batch(self)
+        self._over = False  # a loop has come to the end
+        self._ahead: Iterator[Any] | None = None
+        self._collate = collate
+        self._num_workers = num_workers
+        self._pin_memory = engine.device.type == "cuda"
+
+    def __iter__(self) -> Self:
+        if self._over:
+            raise BatchError(
+                f"the loader has come to the end of its {self.epochs} epochs, and another loop would have no batch: "
+                "pass epochs= the epochs of the whole run, in one loop (loader.epoch tells which it is in), or make "
+                "another loader with another seed"
+            )
+        return self
+
+    def __next__(self) -> Any:
+        ends_by_itself = self.epochs is not None and self.num_samples is None
+        if self._ended(self.samples):
+            self._over = True
+            raise StopIteration
+        batch: Any = {}
+        if self.share.paths or ends_by_itself:  # whoever reads nothing has to read where a stream ends
+            if self._ahead is None:
+                self._ahead = iter(self._loader())
+            try:
+                batch = next(self._ahead)
+            except StopIteration:
+                self._over = True
+                if not self.samples:
+                    raise _no_batch(self) from None
+                raise
+        self.samples += self.batch_size
+        return batch
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next sample, from 0. Raises :class:`BatchError` for a stream whose length is not known."""
+        if self.num_samples is None:
+            raise BatchError("loader.epoch of a stream whose length is not known: give its dataset a __len__")
+        return self.samples // self.num_samples
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run is: the same on all ranks, and of no number of ranks."""
+        return {
+            "samples": self.samples,
+            "of": self.num_samples,
+            "seed": self.order.seed,
+            "shuffle": self.order.shuffle,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there; raises :class:`CheckpointError` for the state of a dataset of another length."""
+        if state["of"] != self.num_samples:
+            before, here = (
+                "a stream of unknown length" if n is None else f"a dataset of {n} samples"
+                for n in (state["of"], self.num_samples)
+            )
+            raise CheckpointError(
+                f"the run has read {before}, this one has {here.removeprefix('a dataset of ')}, in which the same "
+                "order cannot be gone on with; give the same dataset, or leave the loader out of extra="
+            )
+        if self.is_stream and state["shuffle"]:
+            raise CheckpointError(
+                "the run has read a shuffled dataset, this one is a stream, whose order is its own: give the same "
+                "dataset, or leave the loader out of extra="
+            )
+        self.samples = state["samples"]
+        self.order = SampleOrder(state["of"] or 0, state["seed"], state["shuffle"])
+        self._ahead = None
+        self._over = False
+
+    def own(self) -> Iterator[list[int]]:
+        """For each batch to come the indices of the samples of this rank."""
+        rows, at = self.share.rows(self.batch_size), self.samples
+        while not self._ended(at):
+            yield self.order.at(range(at + rows.start, at + rows.stop))
+            at += self.batch_size
+
+    def _ended(self, at: int) -> bool:
+        if self.epochs is None or self.num_samples is None:
+            return False
+        return at + self.batch_size > self.epochs * self.num_samples
+
+    def _loader(self) -> DataLoader[Any]:
+        """A loader of the batches to come."""
+        options: dict[str, Any] = {
+            "num_workers": self._num_workers,
+            "pin_memory": self._pin_memory,
+            "generator": torch.Generator().manual_seed(self.order.seed),  # else it would draw from the script's
+        }
+        if self.is_stream:
+            rows = self.share.rows(self.batch_size)
+            collate = self._collate or default_collate
+            return DataLoader(
+                StreamBatches(
+                    self.dataset, self.num_samples, self.batch_size, rows, self.epochs, self.samples, collate
+                ),
+                batch_size=None,
+                collate_fn=_as_it_is,
+                **options,
+            )
+        return DataLoader(self.dataset, batch_sampler=_Own(self), collate_fn=self._collate, **options)  # type: ignore[arg-type]
+
+
+class StreamBatches(IterableDataset[Any]):
+    """The ``rows`` of each global batch of a stream, in which ``start`` samples were read before.
+
+    Raises :class:`BatchError` where the stream has no samples, or not as many as its length says.
+    """
+
+    def __init__(
+        self,
+        stream: Any,
+        length: int | None,
+        batch_size: int,
+        rows: range,
+        epochs: int | None,
+        start: int,
+        collate: Callable[[list[Any]], Any],
+    ) -> None:
+        self.stream = stream
+        self.length = length
+        self.batch_size = batch_size
+        self.rows = rows
+        self.epochs = epochs
+        self.start = start
+        self.collate = collate
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = self._samples()
+        while True:
+            count, kept = 0, []
+            for place, sample in enumerate(itertools.islice(samples, self.batch_size)):
+                if place in self.rows:
+                    kept.append(sample)
+                count += 1
+            if count < self.batch_size:
+                return
+            yield self.collate(kept) if kept else {}
+
+    def _samples(self) -> Iterator[Any]:
+        first, skipped = divmod(self.start, self.length) if self.length else (0, self.start)
+        for epoch in itertools.count(first) if self.epochs is None else range(first, self.epochs):
+            if hasattr(self.stream, "set_epoch"):
+                self.stream.set_epoch(epoch)
+            count = 0
+            for sample in self.stream:
+                count += 1
+                if self.length is not None and count > self.length:
+                    break
+                if skipped:
+                    skipped -= 1
+                else:
+                    yield sample
+            if not count:
+                raise BatchError(
+                    f"the stream gave no samples in epoch {epoch} (from 0): expected all of them each time that it is "
+                    "iterated over, from the first one on; make its iterator in __iter__, or pass epochs=1"
+                )
+            if self.length is not None and count != self.length:
+                more = "more" if count > self.length else f"{count}"
+                raise BatchError(f"the stream's length is {self.length}, and it gave {more} samples in epoch {epoch}")
+
+
+class _Own:
+    """The loader's own samples as a batch sampler of torch's, from where it is when iteration starts."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.loader.own()
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _length(dataset: Any) -> int | None:
+    """How many samples a dataset has; ``None`` where it does not say."""
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError, AttributeError):
+        return None
+
+
+def _is_stream(dataset: Any) -> bool:
+    """Whether a dataset is iterated over rather than indexed. Raises :class:`BatchError` for what is neither."""
+    kind = type(dataset).__name__
+    if isinstance(dataset, DataLoader):
+        raise BatchError(
+            "the dataset is a DataLoader, which makes batches of its own: pass DataLoader.dataset, and collate= and "
+            "num_workers= to the Loader"
+        )
+    if isinstance(dataset, IterableDataset):
+        return True
+    if hasattr(dataset, "__getitem__"):
+        if _length(dataset) is None:
+            raise BatchError(
+                f"the dataset, a {kind}, has __getitem__ and no __len__, so that it is not known which samples there "
+                "are: add __len__, or make it an IterableDataset"
+            )
+        return False
+    if not hasattr(dataset, "__iter__"):
+        raise BatchError(
+            f"the dataset, a {kind}, has neither __getitem__ nor __iter__: pass a dataset as of torch.utils.data"
+        )
+    if isinstance(dataset, Iterator):
+        raise BatchError(
+            f"the dataset is an iterator, a {kind}, which can be read once: a run that goes on, and a second epoch, "
+            "have to read it from its start; pass an IterableDataset, which makes it in __iter__"
+        )
+    return True
+
+
+def _check_stream(shuffle: bool | None, num_workers: int) -> None:
+    """Raise :class:`BatchError` for what cannot be asked of a stream."""
+    if shuffle:
+        raise BatchError(
+            "shuffle=True of a stream, whose samples come in its own order: shuffle in the dataset, alike on all ranks "
+            "(by its set_epoch, say), and leave shuffle out"
+        )
+    if num_workers > 1:
+        raise BatchError(
+            f"num_workers={num_workers} of a stream: several processes would each read it from its start, or share it "
+            "in an order that depends on how many they are; pass num_workers=1, which loads ahead, or a dataset with "
+            "__getitem__ and __len__"
+        )
+
+
+def _no_batch(loader: Loader) -> BatchError:
+    samples = "the stream" if loader.num_samples is None else f"{loader.num_samples} samples"
+    return BatchError(
+        f"{loader.epochs} epochs of {samples} hold no whole batch: expected at least {loader.batch_size}; pass more "
+        "epochs, or None to run on over their ends"
+    )
+
+
+def _global_batch(engine: Engine) -> int:
+    """Samples of a global batch: rows of the first input that is split."""
+    _, samples = batch_size(engine.program)
+    if not samples:
+        raise BatchError("no input of the plan is split over samples: pass batch_size=")
+    return samples

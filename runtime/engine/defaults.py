@@ -1,0 +1,108 @@
+"""What a rank takes where it is not told: its device, the process group, where its files are."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from runtime.comm.group import Communicator
+from runtime.comm.torch_backend import TorchCommunicator
+from runtime.errors import LaunchError, OffloadError
+from runtime.program.load import disk_of
+from runtime.program.program import Program, RankProgram
+from runtime.state.disk_offload import FOLDER, Disk
+from runtime.state.parameters import disk_bytes
+
+_BETWEEN = 512  # bytes between what one parameter has on disk, at most
+
+
+def default_communicator(
+    program: Program, device: torch.device | str | None, placement: tuple[int, ...]
+) -> Communicator:
+    """The communicator of the current process group; without a process group, one for a single rank.
+
+    Raises :class:`LaunchError` if the number of processes differs from the program's number of ranks.
+    """
+    if not dist.is_initialized():
+        if program.world_size > 1:
+            raise LaunchError(
+                f"the program is for {program.world_size} ranks and there is no process group: start with torchrun "
+                "and call torch.distributed.init_process_group first, or use runtime.run_local"
+            )
+        from runtime.comm.thread_backend import ThreadWorld
+
+        return ThreadWorld(1, settled(device or "cpu")).communicator(0)
+    if dist.get_world_size() != program.world_size:
+        raise LaunchError(
+            f"the program is for {program.world_size} ranks {_mesh(program)}, the process group has "
+            f"{dist.get_world_size()}: start {program.world_size} processes, or plan for {dist.get_world_size()}"
+        )
+    device = default_device() if device is None else settled(device)
+    return TorchCommunicator(program.world_size, device, placement=placement)
+
+
+def _mesh(program: Program) -> str:
+    return "(" + ", ".join(f"{axis}={n}" for axis, n in program.mesh.items() if n > 1) + ")"
+
+
+def default_device() -> torch.device:
+    """The local rank's GPU where the process group serves GPUs and there are some, else the CPU."""
+    if dist.is_initialized() and torch.cuda.is_available():
+        group: Any = dist.group.WORLD
+        if "cuda" in {torch.device(kind).type for kind in group._device_types}:
+            return local_gpu()
+    return torch.device("cpu")
+
+
+def local_gpu() -> torch.device:
+    """The GPU of this process, which becomes the current one: the only one that it sees, or that of its local rank.
+
+    Raises :class:`LaunchError` where there are fewer.
+    """
+    count = torch.cuda.device_count()
+    if "LOCAL_RANK" in os.environ:
+        rank = int(os.environ["LOCAL_RANK"])
+    else:
+        rank = dist.get_rank() % count if dist.is_initialized() else 0
+    index = 0 if count == 1 else rank
+    if index >= count:
+        raise LaunchError(
+            f"local rank {rank} has no GPU: torch sees {count} here; expected one for each rank of the node (or one in "
+            "each process's CUDA_VISIBLE_DEVICES): start fewer ranks, or pass device='cpu'"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def settled(device: torch.device | str) -> torch.device:
+    """``device``, with its index and current where it is a GPU: streams and tensors are then of one and the same."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.set_device(index)
+        device = torch.device("cuda", index)
+    return device
+
+
+def one_step_folder() -> str:
+    """Where a run of one step, without an optimizer, has the little that its plan keeps on disk."""
+    return os.environ.get(FOLDER) or tempfile.gettempdir()
+
+
+def disk_for(rank: RankProgram, plan: Any, folder: str | Path | None) -> Disk | None:
+    """Where a rank has what its program keeps on disk, with room for what the plan says that takes; ``None`` where it
+    keeps nothing there. Raises :class:`OffloadError` where there is no folder, or no room in it."""
+    if "disk" not in rank.program.offload:
+        return None
+    folder = folder or os.environ.get(FOLDER)
+    if not folder:
+        raise OffloadError(
+            "the plan keeps optimizer states on disk, and no folder is given: expected offload_folder= of the engine, "
+            f"--offload-folder, or {FOLDER} in the environment, a folder on a local disk of each node"
+        )
+    return Disk(folder, max(disk_of(plan, rank.stage_index), disk_bytes(rank)) + _BETWEEN * len(rank.states))

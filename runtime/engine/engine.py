@@ -1,0 +1,451 @@
+"""The engine: runs the training steps of one rank of a program, and holds its weights.
+
+In a ``torchrun`` worker::
+
+    engine = runtime.Engine("plan.json", weights="model/")
+    optimizer = torch.optim.AdamW(engine.parameters())
+    for batch in batches:
+        loss = engine.step(batch)
+        engine.clip_grad_norm_(1.0)
+        optimizer.step()
+    engine.save("checkpoint/")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from passes.faults import typed_errors
+from passes.ops.random import SEED
+from runtime.checkpoint import load as loading
+from runtime.checkpoint.atomic_folder import recover
+from runtime.checkpoint.run_state import content_of, load
+from runtime.checkpoint.save import Saver, Saving
+from runtime.checkpoint.training_state import Optimizers, Stateful
+from runtime.comm.failure_origin import is_of_ranks
+from runtime.comm.group import Communicator, all_ranks
+from runtime.comm.torch_backend import TorchCommunicator
+from runtime.engine import export
+from runtime.engine.batches import own_values, share_of
+from runtime.engine.consistency import Agreement
+from runtime.engine.defaults import default_communicator, disk_for
+from runtime.engine.optimizer_checks import OptimizerCheck
+from runtime.errors import LaunchError
+from runtime.execute.bind import Library
+from runtime.execute.executor import Executor
+from runtime.execute.flight_recorder import Phase
+from runtime.program.load import placement_of, program_of
+from runtime.program.membership import gathers_of, groups_of, links_of
+from runtime.program.precision import check_fp8, products_of
+from runtime.program.program import Program, RankProgram
+from runtime.state import loss as norms
+from runtime.state.disk_offload import expect_on_disk, keep_on_disk
+from runtime.state.gradients import Gradients
+from runtime.state.host_offload import Copier, HostParameters
+from runtime.state.loss import Scale, StepLoss, scale_of
+from runtime.state.parameters import Masters, load_weights, names_read, parameters_of
+from runtime.state.sharded_parameters import ShardedParameters
+from runtime.state.weights import FileWeights, Source, is_weights, weights_of
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+    from runtime.engine.export import Views
+
+AnOptimizer = TypeVar("AnOptimizer", bound=torch.optim.Optimizer)
+
+
+class Engine:
+    """One rank of ``plan``.
+
+    Args:
+        plan: a plan, a :class:`Program`, or the path of a plan's JSON file.
+        weights: a module, a dict of tensors by name, or the path of a safetensors file or folder, of which this rank
+            reads its own slices; ``None``: small random values, and buffers as the model had them when it was planned
+            (then :meth:`load` a checkpoint, or train from scratch).
+        device: of this rank; by default the local rank's GPU under NCCL, the CPU otherwise.
+        seed: seed of the model's random operators; the same seed gives the same masks under every plan.
+        keep_outputs: collect the model's results of each step in :attr:`outputs`.
+        loss_scale: a factor that prevents gradients in float16 from underflowing: ``dynamic``, a number, ``None``;
+            ``auto``: dynamic if parameters in float16 are trained. Gradients are returned unscaled.
+        offload_folder: folder for the optimizer states of a plan that keeps them on disk, see :meth:`on_disk`: on a
+            disk of this node, one for all ranks or one for each; by default the environment variable
+            ``PARTITION_OFFLOAD_FOLDER``.
+        compile: run blocks through ``torch.compile``: with Inductor (``True``; operator by operator where it cannot
+            work), or with another of torch's backends by its name.
+
+    Attributes:
+        steps: number of batches of the whole run, one per call of :meth:`step`, accumulated or not; :meth:`load` sets
+            it to the checkpoint's number. Random numbers, names of checkpoints, metrics and errors are based on it.
+        optimizer_steps: number of calls of :meth:`Checkpoints.after_step` in the whole run; fewer than ``steps`` if
+            gradients are accumulated.
+        steps_run: number of batches that this engine has run itself; loading does not change it.
+
+    Parameters that are trained in bfloat16 or float16 have float32 copies. :meth:`parameters` returns these copies, the
+    optimizer updates them and checkpoints store them; their gradients are accumulated and reduced in float32. Under a
+    plan that offloads the optimizer, :meth:`parameters` are in host memory, where an ordinary torch optimizer updates
+    them.
+
+    Raises :class:`LaunchError` if the process group does not fit the program, :class:`OffloadError` if there is no
+    folder, or too little space in it, for states on disk, and :class:`WeightsError` if the weights do not match the
+    plan. All are raised before any communication.
+    """
+
+    @typed_errors("Engine()", passing=is_of_ranks)
+    def __init__(
+        self,
+        plan: Any,
+        weights: Source | None = None,
+        device: torch.device | str | None = None,
+        *,
+        seed: int = 0,
+        keep_outputs: bool = False,
+        loss_scale: Scale = "auto",
+        compile: bool | str = False,
+        offload_folder: str | Path | None = None,
+        communicator: Communicator | None = None,
+        library: Library | None = None,
+    ) -> None:
+        program = program_of(plan)
+        device = None if device is None else torch.device(device)
+        if communicator is None:
+            communicator = default_communicator(program, device, placement_of(plan))
+        self.rank_program: RankProgram = program.rank(communicator.rank)
+        self.share = share_of(self.rank_program)
+        self.communicator = communicator
+        self.device = communicator.device
+        check_fp8(program, self.device)
+        self.seed = seed
+        self.steps = 0
+        self.optimizer_steps = 0
+        self.steps_run = 0
+        self._counted_at = 0  # the value of ``steps_run`` when ``optimizer_steps`` was counted last
+        self._disk = disk_for(self.rank_program, plan, offload_folder)
+        source = None if weights is None else weights_of(weights, names_read(program))
+        copier = Copier(self.device)
+        self._masters = Masters(self.rank_program, source, self.device, copier, self._disk)
+        self._shards = self._masters.shards
+        if isinstance(source, FileWeights) and source is not weights:  # the caller's own stays open: others may read it
+            source.close()
+        mine = self.rank_program
+        communicator.prepare(groups_of(mine), links_of(mine), gathers_of(mine))
+        sharded = ShardedParameters(self.rank_program, self._shards, communicator)
+        self._masters.take(sharded.pieces)
+        self._views: Views | None = None
+        self._saver = Saver(communicator, program.world_size)
+        self._parameters = parameters_of(self.rank_program, self._masters.held)
+        trains = any(p.requires_grad for p in self._parameters.values()) or program.objective != "train"
+        self._nothing = None if trains else nn.Parameter(torch.empty(0, device=self.device))
+        if self._disk is not None:
+            expect_on_disk(self, self._parameters.values())
+        self._optimizers = OptimizerCheck(mine, self._parameters, [] if self._nothing is None else [self._nothing])
+        self._optimizers.attach(self)
+        self._scale = scale_of(program, loss_scale)
+        self._gradients = Gradients(self.rank_program, self._shards, communicator, copier)
+        self._agreement = Agreement(mine, self._parameters, self._gradients.owned, communicator)
+        hosted = HostParameters(self.rank_program, self._masters.hosted, self._shards, sharded, copier)
+        self._shards.update(hosted.whole)
+        self._loss: StepLoss | None = None
+        self._executor = Executor(
+            self.rank_program,
+            self._shards | sharded.whole,
+            self._gradients,
+            communicator,
+            library or Library(program, self.device, compile),
+            keep_outputs,
+            sharded,
+            hosted,
+            copier,
+        )
+
+    @property
+    def program(self) -> Program:
+        return self.rank_program.program
+
+    @property
+    def outputs(self) -> dict[str, dict[int, Tensor]]:
+        """This rank's part of the model's results in the last step: value -> microbatch -> tensor."""
+        return self._executor.outputs
+
+    @property
+    def loss(self) -> Tensor | None:
+        """The whole loss of the last step. It has no graph: ``backward`` on it raises :class:`BackwardError`."""
+        return self._loss
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether the last step's scaled gradients overflowed float16. If so, parameters have no gradients, and the
+        optimizer skips the step."""
+        return self._scale is not None and self._scale.overflowed
+
+    @typed_errors("Engine.step()", passing=is_of_ranks)
+    def step(self, batch: Any, *, local: bool = False, accumulate: bool = False) -> Tensor | None:
+        """Run forward and backward on a global batch; afterwards gradients are reduced over all ranks.
+
+        ``batch`` is the whole global batch, the same on all ranks. With ``local``, each rank passes only its
+        :attr:`share` of it (as :class:`runtime.Loader` does): ``[batch / dp, ...]`` for an input ``[batch, ...]``, or
+        ``{}`` if it reads no inputs.
+        The gradients of this batch replace those of the last step. With ``accumulate`` they are added to them, unless
+        ``zero_grad`` has cleared them; a sum with an overflowed addend is lost (:attr:`overflowed`).
+        Returns the loss of the whole batch, a 0-d tensor without a graph (see :attr:`loss`), the same on all ranks;
+        ``None`` if the program has no loss.
+        Raises :class:`BatchError` if the batch does not match the plan, :class:`InstructionError` if an instruction
+        fails, :class:`AgreementError` if ranks have diverged since the last step (checked now and then), and
+        :class:`LaunchError` inside a region of ``torch.autocast``.
+        """
+        if torch.is_autocast_enabled(self.device.type):
+            raise LaunchError(
+                "step() is called inside torch.autocast, which would change what the plan's programs compute; expected "
+                "outside: the precision is the plan's, by partition(precision=...) or by regions in the model's forward"
+            )
+        inputs = own_values(self.program, self.share, batch, local)
+        self._agreement.before_step(batch, local)
+        if SEED in self._shards:
+            self._shards[SEED].fill_(self.seed + self.steps)
+        self._masters.refresh()
+        owned = self._gradients.owned
+        grads = {name: self._parameters[name].grad for name in owned} if accumulate else {}
+        before = {name: grad.clone() for name, grad in grads.items() if grad is not None}
+        if before:
+            self._saver.check_between(self.steps, before.values())
+        lost = accumulate and self.overflowed
+        if self._scale is not None:
+            self._executor.scale_loss(self._scale.value)
+        for name in self._gradients.passing:
+            self._parameters[name].grad = None
+        try:
+            with products_of(self.program, self.device):
+                self._executor.run(inputs, self.steps)
+        except BaseException:
+            self._gradients.restore()
+            raise
+        loss = self._executor.loss
+        self._loss = None if loss is None else loss.as_subclass(StepLoss)
+        self.steps += 1
+        self.steps_run += 1
+        if self._scale is not None:
+            scaled = self._scale.value
+            self._scale.unscale([*owned.values()], all_ranks(self.communicator, self.program.world_size), self.device)
+            self._gradients.rescale(0.0 if self._scale.overflowed else self._scale.value / scaled)
+            self._scale.overflowed |= lost
+        if before:
+            torch._foreach_add_([owned[name] for name in before], [*before.values()])
+        for name, gradient in owned.items():
+            parameter = self._parameters[name]
+            if not parameter.requires_grad:  # the script has frozen it in the meantime
+                gradient.zero_()
+            if self.overflowed or not parameter.requires_grad:
+                parameter.grad = None
+            elif parameter.grad is not gradient:
+                parameter.grad = gradient
+        if self._nothing is not None:
+            self._nothing.grad = torch.empty_like(self._nothing)
+        self._agreement.after_step()
+        if self._disk is not None:
+            self._disk.forget()
+        return self.loss
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's shards by the model's names; a tied parameter occurs once. See :meth:`parameters`."""
+        yield from self._parameters.items()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's shards of the parameters, for any torch optimizer. Parameters trained in bfloat16 or float16 are
+        represented by float32 copies.
+
+        Under tensor and expert parallelism a parameter is sharded along its dims. Under ZeRO that shard is flattened
+        and divided, and the parameter has this rank's elements only, of shape ``[elements]``, possibly none. An
+        optimizer that computes each element by itself (SGD, Adam, AdamW, Lion, RMSprop) gives the same result as for
+        the whole parameter. An optimizer that reads a whole parameter, its rows or its norm (Muon, Shampoo, Adafactor,
+        LAMB) would give another result: before its first step it is tried on small tensors, and refused with
+        :class:`OptimizerError` if its updates of shards differ from those of whole tensors. It is accepted if the plan
+        shards none of its parameters. Under pipeline parallelism, an optimizer that reads all parameters at once
+        (LBFGS, SAM) is refused as well. :meth:`trust_optimizer` skips the trial.
+
+        A parameter frozen by ``requires_grad_(False)`` has no gradient from then on; freeze it on all ranks or none. A
+        parameter that was frozen when the plan was made cannot be trained under it.
+
+        If a rank of a training plan has no trainable parameter, the last one is an empty parameter, because torch
+        optimizers refuse an empty list.
+        """
+        yield from self._parameters.values()
+        if self._nothing is not None:
+            yield self._nothing
+
+    def trust_optimizer(self, optimizer: AnOptimizer) -> AnOptimizer:
+        """Accept ``optimizer`` without the trial before its first step (see :meth:`parameters`), and return it.
+
+        The caller vouches that its updates of this rank's shards are as intended. All ranks call it.
+        """
+        self._optimizers.trust(optimizer)
+        return optimizer
+
+    @typed_errors("Engine.on_disk()", passing=is_of_ranks)
+    def on_disk(self, optimizer: AnOptimizer) -> AnOptimizer:
+        """Move the states of ``optimizer`` to disk if the plan keeps them there, and return ``optimizer``.
+
+        ``optimizer`` is made of :meth:`parameters`. Call this before its first step, and before creating a
+        learning-rate scheduler. Raises :class:`OffloadError` if it does not update each parameter by itself.
+        """
+        if self._disk is not None:
+            keep_on_disk(optimizer, self._disk, self._saver.wait_until_copied)
+        return optimizer
+
+    @typed_errors("Engine.dtensors()", passing=is_of_ranks)
+    def dtensors(self, *, strict: bool = True) -> dict[str, DTensor]:
+        """The parameters of :meth:`named_parameters` as DTensors of the whole tensors, for torch's own tools.
+
+        They share the parameters' memory and have the current gradients in ``grad``. All ranks call it. Raises
+        :class:`DTensorError` on all ranks if a DTensor cannot express a layout; without ``strict`` these parameters are
+        left out. Raises :class:`LaunchError` if no device mesh of all ranks can be made.
+        """
+        return self._viewed(strict).of_parameters(self._parameters)
+
+    @typed_errors("Engine.optimizer_dtensors()", passing=is_of_ranks)
+    def optimizer_dtensors(self, optimizer: torch.optim.Optimizer, *, strict: bool = True) -> dict[str, dict[str, Any]]:
+        """The states of ``optimizer``: parameter name -> state name -> DTensor, laid out as in :meth:`dtensors`.
+
+        States without the parameter's shape (step counts) are returned as they are. Takes ``strict`` and raises
+        exceptions as :meth:`dtensors` does, and :class:`CheckpointError` if the optimizer has other parameters. All
+        ranks call it.
+        """
+        return self._viewed(strict).of_optimizer(self._parameters, optimizer)
+
+    def _viewed(self, strict: bool) -> Views:
+        from runtime.engine.export import Views, check  # its imports from torch are slow, and few callers need them
+
+        if strict:
+            check(self.program)
+        if self._views is None:
+            devices = {self.device.type, *(["cpu"] if self.program.offload else [])}
+            ranks = range(self.program.world_size)
+            processes = self.communicator.processes if isinstance(self.communicator, TorchCommunicator) else ranks
+            self._views = Views(self.rank_program, processes, devices)
+        return self._views
+
+    def zero_grad(self) -> None:
+        """Set all gradients to zero. Only needed before steps with ``accumulate``: other steps replace gradients."""
+        self._agreement.forget()
+        for name, gradient in self._gradients.owned.items():
+            gradient.zero_()
+            self._parameters[name].grad = gradient
+        if self._scale is not None:
+            self._scale.overflowed = False
+
+    @typed_errors("Engine.clip_grad_norm_()", passing=is_of_ranks)
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that their norm over the whole model is at most ``max_norm``. Returns the norm before.
+
+        Use it instead of ``torch.nn.utils.clip_grad_norm_``, which reads this rank's part only; a later :meth:`step`
+        detects that and raises :class:`AgreementError`. Raises :class:`LaunchError` if ``max_norm`` is negative or no
+        number.
+        """
+        return norms.clip_(self.rank_program, self._gradients, self.communicator, max_norm)
+
+    @typed_errors("Engine.state_dict()", passing=is_of_ranks)
+    def state_dict(self, *, full: bool = False) -> dict[str, Tensor]:
+        """This rank's shards of parameters and buffers by name.
+
+        With ``full``, the first process gets every whole tensor, on the CPU, under all of its names; the other
+        processes take part and get an empty dict.
+        """
+        shards = self._masters.current()
+        if full:
+            return export.gather_all(self.rank_program, shards, self.communicator)
+        return {n: s.detach() for n, s in shards.items() if self.program.states[n].kind != "constant"}
+
+    @typed_errors("Engine.export_weights()", passing=is_of_ranks)
+    def export_weights(self, directory: str | Path) -> None:
+        """Write the whole weights as a safetensors folder under the model's names, in the format of published models.
+
+        All ranks call it. The folder appears complete or not at all. Other files in an existing folder are kept.
+        """
+        export.export(Path(directory), self.rank_program, self._masters.current(), self.communicator)
+
+    @typed_errors("Engine.save()", passing=is_of_ranks)
+    def save(
+        self,
+        directory: str | Path,
+        optimizer: Optimizers = None,
+        *,
+        extra: Mapping[str, Stateful] | None = None,
+        wait: bool = True,
+        then: Callable[[Path], None] | None = None,
+    ) -> Saving:
+        """Write a checkpoint that any plan of the model can load. All ranks call it, and see the same file system.
+
+        The folder appears complete or not at all. A checkpoint that it replaces stays until then; other files in that
+        folder are kept. A checkpoint holds the weights, the number of steps, the state of random generators, the state
+        and hyperparameters of ``optimizer``, and the states of the objects in ``extra``. ``optimizer`` is one optimizer
+        or a list of several, in the same order on all ranks, with ``None`` for one that has no parameters on this rank.
+        With ``wait=False`` the state is copied to host memory and written while training continues; the step of
+        ``optimizer`` waits until the tensors that it changes are copied. Errors are then raised by the result's
+        ``wait``, or by the next save. ``then``: called on the first rank with the folder once it is complete.
+
+        Raises :class:`CheckpointError` if this save, or the previous one, failed on any rank.
+        """
+        with self.doing("saving"):
+            return self._saver.save(
+                Path(directory), lambda: content_of(self, optimizer, extra), optimizer, wait=wait, then=then
+            )
+
+    def wait_for_save(self) -> None:
+        """Wait until the last :meth:`save` is complete. Raises :class:`CheckpointError` if it failed."""
+        self._saver.wait()
+
+    def settle_saves(self) -> None:
+        """Wait until the last :meth:`save` is complete, or has failed, on every rank. All ranks call it.
+
+        Raises :class:`CheckpointError` on all ranks if it failed on any.
+        """
+        self._saver.settle()
+
+    @typed_errors("Engine.load()", passing=is_of_ranks)
+    def load(
+        self,
+        directory: str | Path,
+        optimizer: Optimizers = None,
+        *,
+        extra: Mapping[str, Stateful] | None = None,
+        verify: bool = True,
+    ) -> int | None:
+        """Load a checkpoint that :meth:`save` wrote under this or another plan, or a safetensors folder.
+
+        All ranks call it. ``directory``: a checkpoint, or a folder of checkpoints, of which the latest is loaded.
+        ``verify``: first compare all files with their checksums. If a save to that folder is in progress, in any engine
+        or process, waits for it.
+
+        Returns the loaded step, which :attr:`steps` is set to; ``None`` if the folder has weights only. Raises
+        :class:`CheckpointError`, which names the file and the previous checkpoint, if a file is damaged, and
+        :class:`WeightsError` if the weights are of another model.
+        """
+        directory = Path(directory)
+        self._saver.rest(directory.resolve())
+        self._agreement.forget()
+        recover(directory.resolve())
+        if optimizer is None and not loading.is_checkpoint(directory) and is_weights(directory):
+            load_weights(self.rank_program, directory, self._masters.held)
+            self._gradients.rescale(0.0)
+            return None
+        with self.doing("loading"):
+            load(self, directory, optimizer, extra, verify)
+        return self.steps
+
+    def count_optimizer_step(self) -> None:
+        """Count an optimizer step, at most one between two calls of :meth:`step`. :class:`Checkpoints` calls it."""
+        self.optimizer_steps += int(self._counted_at != self.steps_run)
+        self._counted_at = self.steps_run
+
+    def doing(self, phase: Phase) -> AbstractContextManager[None]:
+        """A context in which this rank reports ``phase`` (saving, loading) to the watch, if there is one."""
+        recorder = self._executor.recorder
+        return nullcontext() if recorder is None else recorder.phase(phase)
+
+    def barrier(self) -> None:
+        self.communicator.barrier()

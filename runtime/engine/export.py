@@ -1,0 +1,353 @@
+"""A rank's parameters as DTensors: how torch's own tools see the whole tensors of which it holds parts.
+
+A view has the storage of the parameter that an optimizer steps. Its mesh has the plan's axes over which this stage's
+ranks are spread, those of more than one rank. What a DTensor cannot say exactly is refused, never approximated.
+
+Weights for others: whole tensors in safetensors files, gathered and written by all ranks in turn.
+
+A folder holds ``model.safetensors.index.json`` and its files, readable by every tool that knows sharded safetensors. It
+takes its place as a checkpoint does (``runtime/checkpoint/atomic_folder.py``). All ranks must see the same file system.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from passes.ir.layouts import Layout, join_shards, local_shape
+from passes.ir.serialize import dtype_of
+from runtime.checkpoint.save import agreed_target, weight_states
+from runtime.checkpoint.training_state import OptimizerState
+from runtime.comm.group import Communicator
+from runtime.errors import CheckpointError, DTensorError, LaunchError
+from runtime.files import write_text
+from runtime.program.program import Program, RankProgram, shard_shape
+from runtime.state.parameters import by_model_names, join_pieces, padded_piece
+from runtime.state.weights import INDEX, check_storable
+
+_SHOWN = 5  # reasons named in an error
+
+
+def check(program: Program) -> None:
+    """Raise :class:`DTensorError`, naming the first reasons, unless every parameter of the model has a view: on all
+    ranks, whichever stage it is on."""
+    named, reasons = placements(program)
+    if not reasons:
+        return
+    shown = "\n  ".join(f"{name}: {why}" for name, why in [*reasons.items()][:_SHOWN])
+    more = f"\n  and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
+    raise DTensorError(
+        f"{len(reasons)} of the model's {len(reasons) + len(named)} parameters are laid out as no DTensor "
+        f"is:\n  {shown}{more}\nstrict=False leaves them out; engine.save, engine.clip_grad_norm_ and "
+        "engine.state_dict(full=True) know all of them"
+    )
+
+
+def placements(program: Program) -> tuple[dict[str, list[Placement]], dict[str, str]]:
+    """Where DTensors have the model's parameters, by name; and why some have no such place."""
+    named, reasons = {}, {}
+    for name, state in program.states.items():
+        if state.kind == "parameter":
+            try:
+                named[name] = placements_of(program, name)
+            except DTensorError as error:
+                reasons[name] = str(error)
+    return named, reasons
+
+
+class Views:
+    """Makes the views of one rank. ``processes``: that which runs each rank; ``devices``: where parameters may be. All
+    ranks make one together.
+
+    Raises :class:`LaunchError` where there can be no mesh of all ranks.
+    """
+
+    def __init__(self, rank: RankProgram, processes: Sequence[int], devices: Iterable[str]) -> None:
+        self.rank = rank
+        self.program = rank.program
+        self._processes = processes
+        self._meshes: dict[tuple[str, tuple[str, ...]], DeviceMesh] = {}
+        named, _ = placements(self.program)
+        self.placements = {name: how for name, how in named.items() if name in rank.states}
+        _check_world(self.program)
+        for device, axes in product(sorted(devices), sorted({axes_of(self.program, name) for name in named})):
+            self._meshes[device, axes] = self._mesh(device, axes)
+
+    def of_parameters(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, DTensor]:
+        """A view of each parameter that has one, and on its ``grad`` one of its gradient."""
+        found = {name: self.of(name, parameters[name]) for name in self.placements}
+        for name, view in found.items():
+            view.requires_grad_(parameters[name].requires_grad)
+            grad = parameters[name].grad
+            view.grad = None if grad is None else self.of(name, grad)
+        return found
+
+    def of_optimizer(
+        self, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+    ) -> dict[str, dict[str, Any]]:
+        """What ``optimizer`` holds for each parameter that has a view: views of what is laid out as the parameter is.
+
+        Raises :class:`CheckpointError` where it has other parameters.
+        """
+        OptimizerState(optimizer, parameters)
+        found: dict[str, dict[str, Any]] = {}
+        for name in self.placements:
+            shape = parameters[name].shape
+            for key, held in optimizer.state.get(parameters[name], {}).items():
+                alike = isinstance(held, Tensor) and held.dim() and held.shape == shape
+                found.setdefault(name, {})[key] = self.of(name, held) if alike else held
+        return found
+
+    def of(self, name: str, tensor: Tensor) -> DTensor:
+        """The view of ``tensor``, which is laid out as the parameter ``name``."""
+        shape = self.program.states[name].shape
+        mesh = self._meshes[tensor.device.type, axes_of(self.program, name)]
+        own = list(shard_shape(self.program, name))
+        if self.program.states[name].zero_axes:
+            own[0] //= len(self.rank.zero_group(name))
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            tensor.detach().view(own),
+            mesh,
+            self.placements[name],
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=stride,
+        )
+
+    def _mesh(self, device: str, axes: tuple[str, ...]) -> DeviceMesh:
+        """The ranks of this stage, by ``axes``. Groups are opened for all stages, by all ranks."""
+        grid = self.program.grid(axes)
+        names = ("pp", *axes) if grid.get("pp", 1) > 1 else axes
+        processes = torch.tensor(self._processes).view([grid[axis] for axis in names])
+        for dim, axis in enumerate(names):
+            if not bool((processes.diff(dim=dim) > 0).all()):
+                raise LaunchError(
+                    f"the plan has ranks along {axis} on processes in another order, {[*self._processes]}; torch sorts "
+                    "a group's processes, and would take one rank's shard for another's: DTensors need a plan for a "
+                    "topology whose nodes are alike"
+                )
+        mesh = DeviceMesh(device, processes, mesh_dim_names=names)
+        return mesh if names == axes else mesh[axes]
+
+
+def axes_of(program: Program, name: str) -> tuple[str, ...]:
+    """The axes of a parameter's mesh, outermost first: all of its grid that have more than one rank, but ``pp``."""
+    axes = {axis for axis, _ in _cuts(program, name)} | {*program.states[name].zero_axes}
+    try:
+        grid = program.grid(axes)
+    except StopIteration:
+        raise DTensorError(f"{', '.join(sorted(axes))}, over which it is cut, are axes of no one mesh") from None
+    return tuple(a for a, n in grid.items() if n > 1 and a != "pp") or tuple(grid)[-1:]
+
+
+def placements_of(program: Program, name: str) -> list[Placement]:
+    """Where a DTensor has a parameter, axis by axis of its mesh. Raises :class:`DTensorError`, which says why not."""
+    state, axes = program.states[name], axes_of(program, name)
+    found: dict[str, Placement] = {axis: Replicate() for axis in axes}
+    first: list[str] = []  # the axes that cut dim 0
+    shape = state.shape
+    for axis, layout in _cuts(program, name):
+        if layout.sections or layout.zigzag:
+            what = f"of sections of {list(layout.sections)}" if layout.sections else "folded"
+            raise DTensorError(f"dim {layout.dim} is made {what}, of each of which every rank of {axis} has its part")
+        found[axis] = Shard(layout.dim)
+        first += [axis] if layout.dim == 0 else []
+        shape = local_shape(layout, shape, program.size(axis))
+    sharing = [axis for axis in axes if axis in state.zero_axes]
+    ranks = math.prod(program.size(axis) for axis in sharing)
+    if ranks > 1 and shape[0] % ranks:
+        raise DTensorError(f"{ranks} ranks share its {shape[0]} rows in equal pieces that are no whole rows")
+    for axis in sharing:
+        # torch cuts along the mesh's axes from the first to the last; here the last ones came first
+        before = math.prod(program.size(a) for a in first if axes.index(a) > axes.index(axis))
+        found[axis] = _StridedShard(0, split_factor=before) if before > 1 else Shard(0)
+    return [found[axis] for axis in axes]
+
+
+def _cuts(program: Program, name: str) -> list[tuple[str, Layout]]:
+    """How a parameter is cut, in this order, but for what ranks share under ZeRO; each over an axis of one grid."""
+    state = program.states[name]
+    experts, tensors = Layout.parse(state.expert_layout), Layout.parse(state.layout)
+    tp = "tp"
+    if experts.is_shard and tensors.is_shard and program.size("ep") > 1:
+        tp = "etp"
+        if program.size("etp") != program.size("tp"):
+            raise DTensorError("it is cut over ep and over tp, which are axes of no one mesh")
+    return [(axis, cut) for axis, cut in (("ep", experts), (tp, tensors)) if cut.is_shard and program.size(axis) > 1]
+
+
+def _check_world(program: Program) -> None:
+    if not dist.is_initialized() or dist.get_world_size() != program.world_size:
+        there = f"one of {dist.get_world_size()}" if dist.is_initialized() else "none"
+        raise LaunchError(
+            f"DTensors need a process group of the plan's {program.world_size} ranks, there is {there}: start with "
+            "torchrun, and call runtime.init_process_group"
+        )
+
+
+OWN = r"model-\d{5}-of-\d{5}\.safetensors|model\.safetensors\.index\.json"  # what an export writes and replaces
+
+_WEIGHTS = r".*\.(safetensors|bin)(\.index\.json)?"
+FILE_BYTES = 2 << 30  # of a file, so that no rank holds more than this of other ranks' shards
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The tensors of one file: states that the stage ``stage`` holds, written by one of its ranks."""
+
+    stage: int
+    number: int
+    states: tuple[str, ...]
+
+    def file(self, prefix: str, total: int) -> str:
+        return f"{prefix}-{self.number + 1:05}-of-{total:05}.safetensors"
+
+
+def export(directory: Path, rank: RankProgram, shards: Mapping[str, Tensor], communicator: Communicator) -> None:
+    """Write the weights; every rank takes part. ``directory`` is there complete afterwards, or as it was before.
+
+    Raises, before anything is written, :class:`CheckpointError` where the first rank cannot make room for it, and
+    :class:`WeightsError` for a type that safetensors does not have.
+    """
+    for name in weight_states(rank.program):
+        check_storable(name, dtype_of(rank.program.states[name].dtype))
+    place = directory.resolve()
+    target = agreed_target(place, communicator, rank.program.world_size, lambda: _check_others(place), OWN)
+    target.partial.mkdir(exist_ok=True)
+    chunks = chunks_of(rank.program)
+    for chunk in chunks:
+        mine = _mine(chunk, rank)
+        if mine is not None:
+            _write(target.partial / chunk.file("model", len(chunks)), chunk.states, shards, rank, communicator, mine)
+    communicator.barrier()
+    if rank.rank == 0:
+        _index(target.partial, chunks, rank.program)
+        target.commit()
+    communicator.barrier()
+
+
+def _check_others(place: Path) -> None:
+    """Raise :class:`CheckpointError` where weights are that would be read instead of those that are written."""
+    names = sorted(path.name for path in place.iterdir()) if place.is_dir() else []
+    others = [name for name in names if re.fullmatch(_WEIGHTS, name) and not re.fullmatch(OWN, name)]
+    if others:
+        raise CheckpointError(
+            f"{place} holds other weights, {', '.join(others[:3])}, which tools would read instead of these: export "
+            "into another folder, or move them away"
+        )
+
+
+def gather_all(rank: RankProgram, shards: Mapping[str, Tensor], communicator: Communicator) -> dict[str, Tensor]:
+    """Every whole parameter and buffer on the CPU of the first process, under all of its names; nothing elsewhere."""
+    everyone = communicator.group(rank.group("pp", "tp"))
+    whole: dict[str, Tensor] = {}
+    home = rank.program.coordinates(communicator.home)
+    apart = any(rank.coordinates[axis] != home[axis] for axis in ("dp", "cp"))
+    for name in weight_states(rank.program):
+        data = rank.program.states[name]
+        if apart:  # takes part where its experts, or its pieces, are asked for
+            held = data.zero_axes or Layout.parse(data.expert_layout).is_shard
+            if rank.stage_index == min(data.stages) and held:
+                _gather(name, shards[name], rank, communicator)
+            continue
+        tensor = torch.zeros(data.shape, dtype=dtype_of(data.dtype), device=communicator.device)
+        if rank.stage_index == min(data.stages):
+            tensor = _gather(name, shards[name], rank, communicator)
+            if rank.coordinates["tp"]:
+                tensor = torch.zeros_like(tensor)
+        if len(rank.program.stages) > 1:
+            # Others add zeros, byte by byte: exact for every type.
+            flat = tensor.contiguous().reshape(-1).clone().view(torch.uint8)
+            tensor = everyone.all_reduce(flat).wait().view(tensor.dtype).view(data.shape)
+        if rank.rank == communicator.home:
+            whole.update(by_model_names(name, data, tensor.cpu()))
+    return whole
+
+
+def chunks_of(program: Program) -> list[Chunk]:
+    """Which tensors go to which file: the same on all ranks."""
+    chunks: list[Chunk] = []
+    for stage in range(len(program.stages)):
+        names: list[str] = []
+        size = 0
+        for name in weight_states(program):
+            data = program.states[name]
+            if min(data.stages) == stage:
+                nbytes = math.prod(data.shape) * dtype_of(data.dtype).itemsize
+                if names and size + nbytes > FILE_BYTES:
+                    chunks.append(Chunk(stage, len(chunks), tuple(names)))
+                    names, size = [], 0
+                names.append(name)
+                size += nbytes
+        if names:
+            chunks.append(Chunk(stage, len(chunks), tuple(names)))
+    return chunks
+
+
+def _mine(chunk: Chunk, rank: RankProgram) -> bool | None:
+    """Whether this rank writes ``chunk``; ``None`` if it has no part in it. The ranks of the stage take turns."""
+    dp, tp = rank.program.mesh.get("dp", 1), rank.program.mesh.get("tp", 1)
+    if rank.program.size("ep") > 1 or rank.program.zero:  # the parts are on ranks of any dp and tp
+        if rank.stage_index != chunk.stage:
+            return None
+        return rank.rank % rank.program.strides["pp"] == chunk.number % rank.program.strides["pp"]
+    if rank.stage_index != chunk.stage or rank.coordinates["dp"] != chunk.number % dp or rank.coordinates["cp"]:
+        return None
+    return rank.coordinates["tp"] == chunk.number // dp % tp
+
+
+def _write(
+    file: Path,
+    names: tuple[str, ...],
+    shards: Mapping[str, Tensor],
+    rank: RankProgram,
+    communicator: Communicator,
+    mine: bool,
+) -> None:
+    content: dict[str, Tensor] = {}
+    for name in names:
+        whole = _gather(name, shards[name], rank, communicator)
+        if mine:
+            data, whole = rank.program.states[name], whole.detach().cpu()
+            parts = by_model_names(name, data, whole) if data.parts else {name: whole}
+            content |= {n: part.contiguous().clone() for n, part in parts.items()}
+    if mine:
+        save_file(content, file, metadata={"format": "pt"})
+
+
+def _gather(name: str, shard: Tensor, rank: RankProgram, communicator: Communicator) -> Tensor:
+    """The whole of a shard over the ranks that share it, over ``tp`` and, of experts' weights, over ``ep``."""
+    data = rank.program.states[name]
+    if data.zero_axes:
+        shape, sharing = shard_shape(rank.program, name), communicator.group(rank.zero_group(name))
+        piece = padded_piece(shard.detach(), math.prod(shape), sharing.size)
+        shard = join_pieces([sharing.all_gather(piece, 0).wait()], shape)
+    for axis, text in (("tp", data.layout), ("ep", data.expert_layout)):
+        group, layout = communicator.group(rank.group(axis)), Layout.parse(text)
+        if shard.dim() and layout.is_shard and group.size > 1:
+            parts = group.all_gather(shard.detach().unsqueeze(0), 0).wait()
+            shard = join_shards(list(parts.unbind(0)), layout)
+    return shard
+
+
+def _index(folder: Path, chunks: list[Chunk], program: Program) -> None:
+    held_in = {state: chunk.file("model", len(chunks)) for chunk in chunks for state in chunk.states}
+    states = [program.states[s] for s in held_in]
+    files = {name: file for s, file in held_in.items() for name in (program.states[s].parts or (s,))}
+    size = sum(math.prod(s.shape) * dtype_of(s.dtype).itemsize for s in states)
+    write_text(folder / INDEX, json.dumps({"metadata": {"total_size": size}, "weight_map": files}, indent=2))

@@ -1,0 +1,200 @@
+"""Optimizers of an engine's parameters: refused before their first step where a part would not learn as in the whole.
+
+Of a parameter that a plan cuts, a rank's optimizer sees a part. An optimizer that computes each element from this
+element, its gradient and its state steps the part as it would step it in the whole. One that looks at rows, norms or
+all parameters does not, and nothing fails. Which one an optimizer is, is found by a trial
+(``runtime/engine/optimizer_trials.py``), for the ways of cutting that the plan has.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from passes.ir.layouts import Layout
+from passes.ir.serialize import dtype_of
+from runtime.engine.optimizer_trials import ParameterCut, Sample, StepCall, TrialFinding, class_of, try_on_parts
+from runtime.errors import OptimizerError
+from runtime.program.program import Program, RankProgram, shards_of
+from runtime.state.disk_offload import step_hook
+
+Optimizer = torch.optim.Optimizer
+
+_Seen = tuple[int, ...]  # how many parameters the groups of an optimizer have
+
+
+class OptimizerCheck:
+    """The optimizers of one rank's ``parameters``. ``more``: what the rank gives optimizers besides."""
+
+    def __init__(self, rank: RankProgram, parameters: Mapping[str, nn.Parameter], more: Sequence[nn.Parameter]) -> None:
+        self.rank = rank
+        self.parameters = parameters
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._own = self._names.keys() | {id(parameter) for parameter in more}
+        self._checked: weakref.WeakKeyDictionary[Optimizer, _Seen] = weakref.WeakKeyDictionary()
+        self._trusted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def attach(self, engine: object) -> None:
+        """Check every optimizer that is about to step a parameter of ``engine``, as long as that is there."""
+        if self.rank.program.objective == "train":
+            step_hook.add(engine, self.before_step)
+
+    def trust(self, optimizer: Optimizer) -> None:
+        self._trusted.add(optimizer)
+
+    def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise :class:`OptimizerError` where ``optimizer`` does to a rank's parts what it would not do to the whole:
+        before its first step, and again where it has been given parameters."""
+        seen = tuple(len(group["params"]) for group in optimizer.param_groups)
+        if self._checked.get(optimizer) == seen:
+            return
+        if self._steps_own(optimizer):
+            self.check(optimizer, _call_of(args, kwargs))
+            for outer in _around(optimizer):  # which may have changed gradients or parameters itself
+                if self._steps_own(outer):
+                    self.check(outer, StepCall())
+        self._checked[optimizer] = seen
+
+    def check(self, optimizer: Optimizer, call: StepCall) -> None:
+        """Raises :class:`OptimizerError`."""
+        if optimizer in self._trusted:
+            return
+        samples = self._samples(optimizer)
+        stages = self._trains_elsewhere()
+        if not samples or not (stages or any(not s.cut.is_whole for s in samples)):
+            return
+        found = try_on_parts(optimizer, samples, stages, call)
+        if found is not None:
+            raise OptimizerError(self._text(optimizer, found))
+
+    def _steps_own(self, optimizer: Optimizer) -> bool:
+        return any(id(p) in self._own for group in getattr(optimizer, "param_groups", ()) for p in group["params"])
+
+    def _trains_elsewhere(self) -> bool:
+        """Whether parameters are trained that one rank has and another one has not."""
+        trained = [s.stages for s in self.rank.program.states.values() if s.requires_grad and s.kind == "parameter"]
+        return len({stage for stages in trained for stage in stages}) > 1
+
+    def _samples(self, optimizer: Optimizer) -> list[Sample]:
+        """One small tensor for each way in which parameters of groups with the same kind of options are cut, of the
+        largest such parameter."""
+        found: dict[tuple[Any, int, ParameterCut], tuple[int, Sample]] = {}
+        first_of: dict[Any, int] = {}
+        for index, names in enumerate(self._names_by_group(optimizer)):
+            options = _kind_of_options(optimizer.param_groups[index])
+            group = first_of.setdefault(options, index)
+            for name in names:
+                sample = self._sample(name, group)
+                key, numel = (options, len(sample.shape), sample.cut), torch.Size(sample.shape).numel()
+                if numel and (key not in found or numel > found[key][0]):
+                    found[key] = numel, sample
+        return [sample for _, sample in found.values()]
+
+    def _sample(self, name: str, group: int) -> Sample:
+        data, held = self.rank.program.states[name], self.parameters.get(name)
+        some = held if held is not None else next(iter(self.parameters.values()), None)
+        device = torch.device("cpu") if some is None else some.device
+        dtype = dtype_of(data.dtype) if held is None else held.dtype
+        return Sample(name, group, tuple(data.shape), cut_of(self.rank.program, name), dtype, device)
+
+    def _names_by_group(self, optimizer: Optimizer) -> list[list[str]]:
+        """The trained parameters of each group, those of other stages included as far as they can be known: of which
+        this rank has others of the same name but for numbers, or all, where an optimizer has all of this rank's and
+        one group."""
+        groups = [
+            [self._names[id(p)] for p in group["params"] if id(p) in self._names and p.requires_grad]
+            for group in optimizer.param_groups
+        ]
+        owner = {_pattern(name): index for index, names in enumerate(groups) for name in names}
+        has_all = len(groups) == 1 and all(
+            not p.requires_grad or any(name in names for names in groups) for name, p in self.parameters.items()
+        )
+        for name, data in self.rank.program.states.items():
+            if data.kind == "parameter" and data.requires_grad and name not in self.parameters:
+                index = owner.get(_pattern(name), 0 if has_all else None)
+                if index is not None:
+                    groups[index].append(name)
+        return groups
+
+    def _text(self, optimizer: Optimizer, found: TrialFinding) -> str:
+        sample, held = found.sample, self.parameters.get(found.sample.name)
+        if found.what == "stages":
+            where = f"its parameters, of which ranks have different ones (pp={self.rank.program.size('pp')})"
+            whole = "all of them"
+        else:
+            here = "another rank has" if held is None else f"this rank has {list(held.shape)} of it"
+            where = f"parts of parameters: {sample.name}, of shape {list(sample.shape)}, is {sample.cut}, and {here}"
+            whole = "the whole"
+        part = "some of them" if found.what == "stages" else "a part"
+        why = {
+            "untried": f"whether its updates are those of {whole} could not be tried: {found.why}",
+            "fails": f"in a trial it failed on {part}, and not on {whole}: {found.why}",
+            "differs": f"in a trial its updates of {part} differ from those of {whole} {found.why}",
+        }[found.kind]
+        plan = self._uncut(found)
+        return (
+            f"{class_of(optimizer).__name__} would step {where}; {why}. Expected an optimizer that updates each "
+            "element from that element, its gradient and its state (SGD, Adam, AdamW, Lion, RMSprop): take such a one"
+            f"{f', or plan with Constraints({plan})' if plan else ''}; if "
+            f"{'it is such a one' if found.kind == 'untried' else 'this is meant'}, call "
+            "engine.trust_optimizer(optimizer) before its first step"
+        )
+
+    def _uncut(self, found: TrialFinding) -> str:
+        """The constraints under which ranks have what ``found`` is about whole."""
+        program, data = self.rank.program, self.rank.program.states[found.sample.name]
+        if found.what == "stages":
+            return "pp=1"
+        cuts = (("ep", data.expert_layout), ("tp", data.layout))
+        axes = [f"{axis}=1" for axis, text in cuts if Layout.parse(text).is_shard and program.size(axis) > 1]
+        return ", ".join([*axes, *(["zero=0"] if data.zero_axes else [])])
+
+
+def cut_of(program: Program, name: str) -> ParameterCut:
+    """How a parameter is cut; the same on all ranks."""
+    data = program.states[name]
+    dims = {shard.layout.dim for shard in shards_of(program, name, 0)}
+    return ParameterCut(tuple(sorted(dims)), bool(data.zero_axes), bool(data.parts))
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"\d+", "#", name)
+
+
+def _kind_of_options(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What tells the options of groups apart: of numbers only whether they are there, since rates and decays differ
+    from layer to layer."""
+    kinds = []
+    for name, value in sorted(group.items()):
+        if name == "params" or isinstance(value, Tensor):
+            continue
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        rate = name in ("lr", "initial_lr")
+        kinds.append((name, None if rate else bool(value) if is_number else repr(value)[:200]))
+    return tuple(kinds)
+
+
+def _call_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StepCall:
+    """How ``step`` was called with ``args``, of which the first is the optimizer."""
+    given, named = [*args[1:]], dict(kwargs)
+    closure = (bool(given) and callable(given[0])) or callable(named.get("closure"))
+    named.pop("closure", None)
+    return StepCall(tuple(given[1:]), named, closure)
+
+
+def _around(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """The optimizers in whose methods ``optimizer`` is being stepped, as in those that wrap another one."""
+    frame, seen = sys._getframe(2), {id(optimizer)}
+    while frame is not None:
+        first = frame.f_code.co_varnames[:1] if frame.f_code.co_argcount else ()
+        owner = frame.f_locals.get(first[0]) if first else None
+        if isinstance(owner, Optimizer) and id(owner) not in seen:
+            seen.add(id(owner))
+            yield owner
+        frame = frame.f_back  # type: ignore[assignment]

@@ -1,0 +1,567 @@
+"""Trials of an optimizer: copies of it step small tensors, whole and in parts, and their updates are compared.
+
+The copies have the class, the attributes and the options of the optimizer's groups, and no state. They hold no tensor
+of the optimizer's, and nothing that the optimizer only refers to: a model, an engine, a process group. Random
+generators are as before afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import itertools
+import math
+import random
+import threading
+import types
+import warnings
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from runtime.checkpoint.training_state import random_state, set_random_state
+from runtime.state.disk_offload import KEEPER, keeper_of
+from runtime.state.parameters import take_piece
+
+NUM_STEPS = 12  # optimizers that precondition do so every tenth step at least, most of them in the first or second
+
+_TOLERANCES = {8: 1e-5, 4: 1e-3}  # by bytes of a number, of the largest update: more than rounding, in which alone
+# vectorized and other kernels differ
+_LEAST_RATE = 1e-2  # a rate of zero, as in the first step of a warm-up, would show nothing
+_LARGE = 1e4  # times as large is the last gradient: beyond any norm that an optimizer clips at
+_NUM_DRAWN = 5  # of each sample: where it starts, its curvature, and gradients
+_MOST_COPIED = 1 << 16  # elements of a tensor that is an optimizer's attribute
+_CAPS = {1: (384,), 2: (144, 136)}  # dims of a small tensor: above 128, where some optimizers begin to factor matrices
+_HOOKS = frozenset(
+    f"_optimizer_{what}_{when}_hooks" for what in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
+)
+_ONE_AT_A_TIME = threading.Lock()  # random generators belong to the process
+
+Optimizer = torch.optim.Optimizer
+
+Part = Callable[[Tensor], list[Tensor]]  # what of a small tensor a copy steps
+
+
+@dataclass(frozen=True)
+class ParameterCut:
+    """How a plan cuts a parameter: along ``dims``, then flat (ZeRO); ``stacked``: the model has its rows along dim 0
+    as parameters of their own."""
+
+    dims: tuple[int, ...] = ()
+    flat: bool = False
+    stacked: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        return not (self.dims or self.flat or self.stacked)
+
+    def parts(self, whole: Tensor) -> list[Tensor]:
+        """The parts of a small tensor, two along each dim and three of what is left, without those of no elements."""
+        parts = [whole]
+        for dim in self.dims:
+            parts = [chunk for part in parts for chunk in part.chunk(2, dim)]
+        if self.flat:
+            parts = [take_piece(part, 3, index) for part in parts for index in range(3)]
+        return [part for part in parts if part.numel()]
+
+    def parameters(self, whole: Tensor) -> list[Tensor]:
+        """The model's own parameters."""
+        return [*whole.unbind(0)] if self.stacked else [whole]
+
+    def __str__(self) -> str:
+        ways = ["stacked"] if self.stacked else []
+        if self.dims:
+            ways.append(f"cut along dim {' and '.join(map(str, self.dims))}")
+        return ", ".join([*ways, *(["cut flat (ZeRO)"] if self.flat else [])])
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A small tensor in the place of a parameter ``name`` of global ``shape`` in an optimizer's ``group``."""
+
+    name: str
+    group: int
+    shape: tuple[int, ...]
+    cut: ParameterCut
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def small_shape(self) -> tuple[int, ...]:
+        num_dims = len(self.shape)
+        caps = _CAPS.get(num_dims, (4,) * (num_dims - 2) + (24, 20))
+        sizes = [min(size, cap) for size, cap in zip(self.shape, caps, strict=False)]
+        return tuple(max(2, size // 2 * 2) if dim in self.cut.dims else size for dim, size in enumerate(sizes))
+
+    def values(self, seed: int, wide: bool) -> Tensor:
+        """Normal numbers, whose size grows along each dim or shrinks, as ``seed`` says; ``wide``: of 64 bits."""
+        generator = torch.Generator().manual_seed(seed)
+        result = torch.randn(self.small_shape, generator=generator, dtype=torch.float64)
+        for dim, size in enumerate(self.small_shape):
+            slopes = torch.linspace(0.2, 2.0, size, dtype=torch.float64) if size > 1 else torch.ones(size)
+            slopes = slopes.flip(0) if (seed >> dim) % 2 else slopes
+            result *= slopes.reshape([-1 if d == dim else 1 for d in range(len(self.small_shape))])
+        dtype = self.dtype if self.dtype.itemsize >= 4 else torch.float32
+        if wide:
+            dtype = torch.complex128 if dtype.is_complex else torch.float64
+        return result.to(self.device, dtype)
+
+
+@dataclass(frozen=True)
+class TrialFinding:
+    """What is wrong with an optimizer: its updates of parts, or of some of the parameters, differ from those of all
+    (``differs``); it cannot step parts (``fails``); it could not be tried (``untried``)."""
+
+    kind: Literal["differs", "fails", "untried"]
+    what: Literal["parts", "stages"]
+    sample: Sample
+    why: str
+
+
+@dataclass(frozen=True)
+class StepCall:
+    """How a script calls ``step``: what it gives besides a closure, and whether it gives one (``None``: not known)."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    closure: bool | None = None
+
+
+class NotCopied(Exception):
+    """A copy of an optimizer has asked for something that copies have not."""
+
+
+def try_on_parts(optimizer: Optimizer, samples: Sequence[Sample], stages: bool, call: StepCall) -> TrialFinding | None:
+    """Step ``samples`` and their parts, with ``stages`` also some without the others; ``None``: the updates are the
+    same. The optimizer, its parameters and all random generators are as before."""
+    device = samples[0].device
+    if stages and len(samples) == 1:
+        samples = [samples[0], samples[0]]
+    with _ONE_AT_A_TIME:
+        before = random_state(device)
+        try:
+            with warnings.catch_warnings(), torch.enable_grad():
+                warnings.simplefilter("ignore")
+                return _tried(optimizer, samples, stages, call)
+        finally:
+            if _differ(before, random_state(device)):  # threads beside this one may draw, and few optimizers do
+                set_random_state(before, device)
+
+
+def _differ(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return any(
+        not torch.equal(one[k], other[k]) if isinstance(one[k], Tensor) else one[k] != other[k]
+        for k in one
+        if k != "numpy"
+    ) or ("numpy" in one and not torch.equal(one["numpy"][1], other["numpy"][1]))
+
+
+def _tried(optimizer: Optimizer, samples: Sequence[Sample], stages: bool, call: StepCall) -> TrialFinding | None:
+    why = ""
+    closures = (False, True) if call.closure is None else (call.closure,)
+    for make, closure, wide in itertools.product((mirrored, rebuilt), closures, (True, False)):
+        trial = _Trial(optimizer, samples, replace(call, closure=closure), make, wide)
+        try:
+            found = trial.compare(stages)
+        except _WholeFailed as error:
+            why = why or str(error)
+            continue
+        if found is not None or trial.moved:
+            return found
+        why = f"{NUM_STEPS} steps of a copy changed nothing"
+    return _untried(samples, why)
+
+
+def _untried(samples: Sequence[Sample], why: str) -> TrialFinding:
+    cut = next((s for s in samples if not s.cut.is_whole), None)
+    return TrialFinding("untried", "stages" if cut is None else "parts", samples[0] if cut is None else cut, why)
+
+
+class _WholeFailed(Exception):
+    """A copy cannot step whole tensors."""
+
+
+@dataclass
+class _Stepped:
+    """A copy of the optimizer: by sample what it steps, and which part of the sample each is."""
+
+    optimizer: Any
+    tensors: dict[int, list[nn.Parameter]]
+    parts: dict[int, Part]
+    what: Literal["parts", "stages"]
+    rows: list[_TrialRow]
+    before: dict[int, list[Tensor]] = field(default_factory=dict)  # the last step
+
+    def updates(self, index: int) -> list[Tensor]:
+        """The last step's, of the parts of a sample."""
+        return [t.detach() - b for t, b in zip(self.tensors[index], self.before[index], strict=True)]
+
+
+@dataclass(frozen=True)
+class _TrialRow:
+    """A tensor that is stepped. Its loss is ``gradient * x + curvature * x * x / 2``, summed, of what it has moved."""
+
+    tensor: nn.Parameter
+    start: Tensor
+    curvature: Tensor
+    gradients: list[Tensor]
+
+    def set_gradient(self, number: int) -> Tensor:
+        moved, gradient = self.tensor.detach() - self.start, self._gradient(number)
+        self.tensor.grad = gradient + self.curvature * moved
+        return moved
+
+    def loss(self, number: int) -> float:
+        moved = self.set_gradient(number)
+        return float((self._gradient(number) * moved + self.curvature * moved * moved / 2).sum().real)
+
+    def _gradient(self, number: int) -> Tensor:
+        gradient = self.gradients[number % len(self.gradients)]
+        return gradient * _LARGE if number == NUM_STEPS - 1 else gradient
+
+
+class _Trial:
+    """One way to make copies of ``optimizer``, and the copies' steps on ``samples``."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        samples: Sequence[Sample],
+        call: StepCall,
+        make: Callable[[Optimizer, Sequence[Sequence[Tensor]]], Any],
+        wide: bool,
+    ) -> None:
+        self.optimizer = optimizer
+        self.samples = samples
+        self.call = call
+        self.make = make
+        self.moved = False
+        self.draws = False
+        numbers = [[s.values(_NUM_DRAWN * i + k, wide) for k in range(_NUM_DRAWN)] for i, s in enumerate(samples)]
+        self._starts = [start for start, *_ in numbers]
+        self._curvatures = [0.05 + 0.45 * curvature.abs().clamp(max=1.0) for _, curvature, *_ in numbers]
+        self._gradients = [gradients for _, _, *gradients in numbers]
+
+    def compare(self, stages: bool) -> TrialFinding | None:
+        """Raises :class:`_WholeFailed` where nothing can be compared."""
+        try:
+            whole = self._copy({i: s.cut.parameters for i, s in enumerate(self.samples)}, "parts")
+        except Exception as error:
+            raise _WholeFailed(_told(error)) from error
+        others: list[_Stepped] = []
+        for parts, what in self._others(stages):
+            try:
+                others.append(self._copy(parts, what))
+            except Exception as error:
+                return self._failed(what, error)
+        for number in range(NUM_STEPS):
+            try:
+                self._step(whole, number)
+            except Exception as error:
+                raise _WholeFailed(_told(error)) from error
+            for other in others:
+                try:
+                    self._step(other, number)
+                except Exception as error:
+                    return self._failed(other.what, error)
+                found = self._compared(whole, other)
+                if found is not None:
+                    return found
+        return None
+
+    def _others(self, stages: bool) -> Iterator[tuple[dict[int, Part], Literal["parts", "stages"]]]:
+        if any(not s.cut.is_whole for s in self.samples):
+            for place in (0, -1):  # of the first rank, and of the last
+                yield {i: _part(s.cut, place) for i, s in enumerate(self.samples)}, "parts"
+        if stages:
+            for first in (0, 1):  # every other sample, and those between them
+                chosen = list(enumerate(self.samples))[first::2]
+                yield {i: s.cut.parameters for i, s in chosen}, "stages"
+
+    def _copy(self, parts: Mapping[int, Part], what: Literal["parts", "stages"]) -> _Stepped:
+        groups: list[list[Tensor]] = [[] for _ in self.optimizer.param_groups]
+        tensors: dict[int, list[nn.Parameter]] = {}
+        rows: list[_TrialRow] = []
+        for i, part in parts.items():
+            starts, curvatures = part(self._starts[i]), part(self._curvatures[i])
+            gradients = zip(*(part(gradient) for gradient in self._gradients[i]), strict=True)
+            tensors[i] = [nn.Parameter(start.clone()) for start in starts]
+            given = zip(tensors[i], starts, curvatures, gradients, strict=True)
+            rows += [_TrialRow(tensor, start, curvature, [*drawn]) for tensor, start, curvature, drawn in given]
+            groups[self.samples[i].group] += tensors[i]
+        _seed(0, self.samples[0].device)
+        return _Stepped(self.make(self.optimizer, groups), tensors, dict(parts), what, rows)
+
+    def _step(self, copied: _Stepped, number: int) -> None:
+        def closure() -> Tensor:
+            return torch.tensor(sum(row.loss(number) for row in copied.rows), dtype=torch.float64)
+
+        for row in copied.rows:
+            row.set_gradient(number)
+        copied.before = {i: [t.detach().clone() for t in tensors] for i, tensors in copied.tensors.items()}
+        device = self.samples[0].device
+        _seed(number, device)
+        before = random_state(device) if number == 0 else None
+        _call_step(copied.optimizer, closure, self.call)
+        self.draws |= before is not None and _differ(before, random_state(device))
+
+    def _compared(self, whole: _Stepped, other: _Stepped) -> TrialFinding | None:
+        for i, part in other.parts.items():
+            sample, updates = self.samples[i], whole.updates(i)
+            update = torch.stack(updates) if sample.cut.stacked else updates[0]
+            largest = float(update.abs().nan_to_num(posinf=0.0).max())
+            self.moved |= largest > 0
+            slack = 4 * torch.finfo(update.dtype).eps * max(float(t.detach().abs().max()) for t in whole.tensors[i])
+            allowed = _TOLERANCES[update.real.dtype.itemsize] * largest + (0.0 if math.isnan(slack) else slack)
+            for expected, got in zip(part(update), other.updates(i), strict=True):
+                same = (expected == got) | (expected.isnan() & got.isnan())
+                apart = float(torch.where(same, 0.0, (expected - got).abs()).nan_to_num(nan=math.inf).max())
+                if apart > allowed:
+                    share = apart / largest if largest else math.inf
+                    return TrialFinding("differs", other.what, sample, self._difference(share))
+        return None
+
+    def _difference(self, share: float) -> str:
+        told = "by more than the largest update" if share > 1 else f"by up to {share:.2g} of the largest update"
+        return f"{told}; it draws random numbers, which are others on each rank" if self.draws else told
+
+    def _failed(self, what: Literal["parts", "stages"], error: Exception) -> TrialFinding:
+        if what == "stages":
+            return _untried(self.samples, _told(error))
+        return TrialFinding("fails", what, next(s for s in self.samples if not s.cut.is_whole), _told(error))
+
+
+def _part(cut: ParameterCut, place: int) -> Part:
+    return lambda whole: [cut.parts(whole)[place]]
+
+
+def _told(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, NotCopied) else f"{type(error).__name__}: {text[:300]}"
+
+
+def _seed(seed: int, device: torch.device) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+
+
+def _call_step(optimizer: Any, closure: Callable[[], Tensor], call: StepCall) -> None:
+    step = type(optimizer).step
+    step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step  # hooks are the script's
+    if call.closure:
+        step(optimizer, closure, *call.args, **call.kwargs)
+    else:
+        step(optimizer, *call.args, **call.kwargs)
+
+
+# Copies
+def mirrored(optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) -> Any:
+    """A copy of ``optimizer``, attribute by attribute, without state, whose groups have the parameters ``groups``."""
+    return _OptimizerMirror(optimizer, groups).optimizer(optimizer)
+
+
+def rebuilt(optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) -> Any:
+    """An optimizer made by the constructor of ``optimizer``, of the options of its groups and of attributes that are
+    named as the constructor's arguments; where attributes hold what a constructor made of real parameters."""
+    kind, mirror = class_of(optimizer), _OptimizerMirror(optimizer, groups)
+    defaults = getattr(optimizer, "defaults", {})
+    known = {**defaults, **vars(optimizer)}
+    given: list[Any] = []
+    named: dict[str, Any] = {}
+    takes_all = False
+    for name, parameter in list(inspect.signature(kind.__init__).parameters.items())[1:]:
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            takes_all = True
+        elif parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            continue
+        elif name == "params" or (not given and name not in known):
+            given.append(mirror.groups())
+        elif name in known:
+            named[name] = mirror.value(known[name])
+        elif parameter.default is inspect.Parameter.empty:
+            raise NotCopied(f"its constructor's argument {name!r} is no attribute of it")
+    if takes_all:
+        named |= {name: mirror.value(value) for name, value in defaults.items() if name not in named}
+    try:
+        made = kind(*given, **named)
+    except TypeError:
+        if not takes_all:
+            raise
+        made = kind(*given, **{name: value for name, value in named.items() if name not in defaults})
+    plain = (bool, int, float, str, type(None))
+    made.__dict__.update({name: value for name, value in vars(optimizer).items() if isinstance(value, plain)})
+    return made
+
+
+def class_of(optimizer: Optimizer) -> type[Any]:
+    """The class of an optimizer: the script's, where :func:`runtime.state.disk_offload.keep_on_disk` has put another
+    one before it."""
+    kind = type(optimizer)
+    return kind.__mro__[1] if keeper_of(optimizer) is not None else kind
+
+
+class _Withheld:
+    """In the place of what copies have not."""
+
+    def __init__(self, what: str) -> None:
+        self.__dict__["_what"] = what
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise NotCopied(f"it uses a {self.__dict__['_what']}, of which a trial has no copy")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self.__getattr__("__call__")
+
+    def __iter__(self) -> NoReturn:
+        self.__getattr__("__iter__")
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        self.__getattr__("__getitem__")
+
+    def __len__(self) -> NoReturn:
+        self.__getattr__("__len__")
+
+
+class _OptimizerMirror:
+    """Copies of what an optimizer holds, each object once; of its parameters the small tensors."""
+
+    def __init__(self, optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) -> None:
+        self._made: dict[int, Any] = {}
+        self._kept: list[Any] = []  # as long as there are numbers for them in ``_made``
+        self._own = optimizer
+        some = next(t for given in groups for t in given)
+        for group, given in zip(optimizer.param_groups, groups, strict=True):
+            for parameter in group["params"]:
+                self._made[id(parameter)] = given[0] if given else some
+            self._made[id(group["params"])] = [*given]
+        self._groups = optimizer.param_groups
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The groups with their options."""
+        found = [self.value(group) for group in self._groups]
+        for group in found:
+            _raise_rate(group)
+        return found
+
+    def optimizer(self, original: Optimizer) -> Any:
+        kind = class_of(original)
+        made = object.__new__(kind)
+        self._made[id(original)] = made
+        for name, value in vars(original).items():
+            if name in _HOOKS:
+                made.__dict__[name] = OrderedDict()
+            elif name == "state":
+                factory = value.default_factory if isinstance(value, defaultdict) else dict
+                self._made[id(value)] = made.__dict__[name] = defaultdict(factory)
+            elif name == "step":
+                if not getattr(value, "_wrapped_by_lr_sched", False):
+                    raise NotCopied("its step has been replaced by another function")
+            elif name != KEEPER:
+                made.__dict__[name] = self.value(value)
+        for group in made.param_groups:
+            _raise_rate(group)
+        return made
+
+    def value(self, value: Any) -> Any:
+        """A copy of any value."""
+        if id(value) in self._made:
+            return self._made[id(value)]
+        if len(self._kept) > 20_000:
+            raise NotCopied("it holds more objects than a trial copies")
+        made = self._copied(value)
+        self._made[id(value)] = made
+        self._kept.append(value)
+        return made
+
+    def _copied(self, value: Any) -> Any:
+        if value is None or isinstance(value, _SHARED):
+            return value
+        if isinstance(value, Optimizer):
+            return self.optimizer(value)
+        if isinstance(value, torch.Generator):
+            return value.clone_state()
+        if isinstance(value, Tensor):
+            if value.numel() > _MOST_COPIED:
+                raise NotCopied(f"it holds a tensor of {value.numel()} elements besides its parameters and its state")
+            return value.detach().clone().requires_grad_(value.requires_grad and value.is_leaf)
+        if isinstance(value, types.FunctionType):
+            return self._function(value)
+        if isinstance(value, types.MethodType):
+            return types.MethodType(value.__func__, self.value(value.__self__))
+        if isinstance(value, functools.partial):
+            named = {name: self.value(given) for name, given in value.keywords.items()}
+            return functools.partial(self.value(value.func), *map(self.value, value.args), **named)
+        if isinstance(value, nn.Module) or type(value).__module__.partition(".")[0] in ("runtime", "partitioner"):
+            return _Withheld(type(value).__name__)
+        if isinstance(value, dict):
+            return self._dict(value)
+        if isinstance(value, list | deque | set):
+            made = copy.copy(value)
+            made.clear()
+            self._made[id(value)] = made
+            add = made.add if isinstance(made, set) else made.append
+            for item in value:
+                add(self.value(item))
+            return made
+        if isinstance(value, tuple):
+            items = [self.value(item) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return self._object(value)
+
+    def _function(self, value: types.FunctionType) -> types.FunctionType:
+        """With copies of the variables of other functions that it uses."""
+        if value.__closure__ is None:
+            return value
+        cells = tuple(types.CellType() for _ in value.__closure__)
+        made = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+        made.__kwdefaults__ = value.__kwdefaults__
+        self._made[id(value)] = made
+        for cell, original in zip(cells, value.__closure__, strict=True):
+            with contextlib.suppress(ValueError):  # nothing is in it yet
+                cell.cell_contents = self.value(original.cell_contents)
+        return made
+
+    def _dict(self, value: dict[Any, Any]) -> dict[Any, Any]:
+        made = copy.copy(value)
+        made.clear()
+        self._made[id(value)] = made
+        for key, item in value.items():
+            made[self.value(key)] = self.value(item)
+        return made
+
+    def _object(self, value: Any) -> Any:
+        if type(value).__module__.startswith("torch") or not hasattr(value, "__dict__"):
+            with contextlib.suppress(Exception):
+                return copy.deepcopy(value) if not hasattr(value, "__dict__") else _Withheld(type(value).__name__)
+            return _Withheld(type(value).__name__)
+        made = object.__new__(type(value))
+        self._made[id(value)] = made
+        for name, item in vars(value).items():
+            made.__dict__[name] = self.value(item)
+        return made
+
+
+_SHARED = (
+    *(bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size),
+    *(types.ModuleType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType),
+)
+
+
+def _raise_rate(group: dict[str, Any]) -> None:
+    """Let a group's learning rate be large enough for updates to show."""
+    rate = group.get("lr")
+    if isinstance(rate, Tensor):
+        group["lr"] = rate.detach().clone().clamp_(min=_LEAST_RATE) if rate.is_floating_point() else rate
+    elif isinstance(rate, int | float) and 0 <= rate < _LEAST_RATE:
+        group["lr"] = _LEAST_RATE

@@ -1,0 +1,1 @@
+"""Executes a rank's instructions: graphs as functions, transfers, overlap, flight recorder."""

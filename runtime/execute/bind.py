@@ -1,0 +1,449 @@
+"""A block's graphs as functions of one rank: collectives bound to the rank's groups, devices to its device.
+
+The graphs of a program are the same for all ranks of a stage; :class:`Library` reads and differentiates each once, for
+all ranks of a process. :class:`Binder` turns them into functions of one rank.
+
+Derivatives of blocks that the ranks of a machine share: one rank traces a block, the others read what it found.
+
+The ranks of a stage run the same functions, and stages of equal layers do. On a machine with fewer cores than ranks,
+tracing them in each rank is most of what a short run takes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from passes.ir.collectives import CONTEXT, ROUTED, collective_name
+from passes.ir.model import Block, TensorSpec
+from passes.ir.rewrite import drop_unused
+from passes.ir.serialize import block_from_data, target_of
+from passes.ops.attention import band_of
+from passes.shard.differentiate import Differentiated, Piece, differentiate
+from runtime.comm.group import Communicator, Group, Pending
+from runtime.comm.torch_backend import give_back, share_memory
+from runtime.execute import collective_ops
+from runtime.execute.codegen import Alias, Binding, Compiled, Constant, Direct, Started, compile_graph
+from runtime.execute.collective_ops import ContextAttention
+from runtime.execute.torch_compile import Segment, backend_of, fuse, one_thread
+from runtime.files import write_bytes
+from runtime.program.program import CallData, Program, RankProgram
+
+_KEPT = ("path", "source")
+
+
+class SharedDerivatives:
+    """A folder in which ranks of one run and one machine find each other's derivatives."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def get(self, key: tuple[Any, ...], make: Callable[[], Differentiated]) -> Differentiated:
+        """What the first rank that came for ``key`` has made; those that come meanwhile wait for it.
+
+        One that fails, or is killed, leaves its turn to the next.
+        """
+        path = self.folder / hashlib.sha256(repr(key).encode()).hexdigest()
+        with path.with_suffix(".lock").open("w") as turn:
+            fcntl.flock(turn, fcntl.LOCK_EX)  # until it is closed, however this process ends
+            if path.exists():
+                return _from_data(pickle.loads(path.read_bytes()))
+            made = make()
+            write_bytes(path, pickle.dumps(_to_data(made)), durable=False)
+            return made
+
+
+def _to_data(made: Differentiated) -> dict[str, Any]:
+    values = {f.name: getattr(made, f.name) for f in fields(made)}
+    pieces = {n: (list(_nodes(v.graph)), v.inputs, v.outputs) for n, v in values.items() if isinstance(v, Piece)}
+    return {"pieces": pieces, "values": {n: v for n, v in values.items() if n not in pieces}}
+
+
+def _from_data(data: dict[str, Any]) -> Differentiated:
+    pieces: dict[str, Any] = {name: Piece(_graph(nodes), *named) for name, (nodes, *named) in data["pieces"].items()}
+    return Differentiated(**pieces, **data["values"])
+
+
+class _Node(str):
+    """The name of a node, among a node's arguments."""
+
+
+def _nodes(graph: fx.Graph) -> Iterator[tuple[Any, ...]]:
+    """Each node's kind, name, operator, arguments, tensor and place."""
+    for node in graph.nodes:
+        target = node.target
+        operator = str(target) if isinstance(target, torch._ops.OpOverload) else target
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: _Node(n.name))
+        value = node.meta.get("val")
+        spec = TensorSpec.of(value) if isinstance(value, Tensor) else None
+        yield node.op, node.name, operator, args, kwargs, spec, {k: node.meta[k] for k in _KEPT if k in node.meta}
+
+
+def _graph(nodes: list[tuple[Any, ...]]) -> fx.Graph:
+    graph = fx.Graph()
+    made: dict[str, fx.Node] = {}
+    for op, name, operator, args, kwargs, spec, place in nodes:
+        target = target_of(operator) if op == "call_function" and isinstance(operator, str) else operator
+        args, kwargs = fx.node.map_aggregate((args, kwargs), lambda a: made[a] if isinstance(a, _Node) else a)
+        node = made[name] = graph.create_node(op, target, args, kwargs, name=name)
+        assert node.name == name, f"{node.name} is not {name}"
+        node.meta.update(place)
+        if spec is not None:
+            node.meta["val"] = spec.meta()
+    return graph
+
+
+class Needs(NamedTuple):
+    """What a call must give gradients of: its inputs, its states, from those of its outputs.
+
+    ``slim``: without keeping its block's scores.
+    """
+
+    inputs: tuple[bool, ...]
+    states: tuple[bool, ...]
+    outputs: tuple[bool, ...]
+    slim: bool = False
+
+
+def gradient_needs(program: Program, call: CallData, slim: bool = False) -> Needs | None:
+    """What the backward of ``call`` computes; ``None`` if it has none."""
+    outputs = tuple(program.values[v].requires_grad for v in call.outputs)
+    if program.objective != "train" or call.prologue or not any(outputs):
+        return None
+    inputs = tuple(program.values[v].requires_grad for v in call.inputs)
+    states = tuple(program.states[s].requires_grad for s in call.states)
+    return Needs(inputs, states, outputs, slim) if any(inputs) or any(states) else None
+
+
+class Library:
+    """The blocks of a program and their derivatives; safe to share between threads.
+
+    ``shared``: a folder in which ranks of the same run and machine share derivatives.
+    """
+
+    def __init__(
+        self, program: Program, device: torch.device, compile: bool | str = False, shared: Path | None = None
+    ) -> None:
+        self.program = program
+        self._shared = None if shared is None else SharedDerivatives(shared)
+        self.device = device
+        self.backend = backend_of(compile, device)
+        self._segments: dict[tuple[str, Needs | None, str, int], Segment] = {}
+        self._blocks: dict[str, Block] = {}
+        self._derivatives: dict[tuple[str, Needs], Differentiated] = {}
+
+    def block(self, name: str) -> Block:
+        with one_thread:
+            if name not in self._blocks:
+                data = self.program.blocks[name]
+                self._blocks[name] = block_from_data(name, data.nodes, data.states, data.inputs)
+            return self._blocks[name]
+
+    def differentiated(self, name: str, needs: Needs) -> Differentiated:
+        with one_thread:
+            key = name, needs
+            if key not in self._derivatives:
+                again = self.program.blocks[name].again if needs.slim else ()
+                make = partial(
+                    differentiate, self.block(name), self.device, needs.inputs, needs.states, needs.outputs, again
+                )
+                shared = self._shared
+                self._derivatives[key] = make() if shared is None else shared.get((*key, str(self.device)), make)
+            return self._derivatives[key]
+
+    def fused(self, graph: fx.Graph, num_sinks: int, name: str, needs: Needs | None, kind: str) -> fx.Graph:
+        """``graph`` with its operators compiled, if that was asked for; once for all calls of a block."""
+        if self.backend is None:
+            return graph
+        backend = self.backend
+
+        def made(number: int, module: fx.GraphModule) -> Segment:
+            key = name, needs, kind, number
+            if key not in self._segments:
+                self._segments[key] = Segment(f"{name}.{kind}.{number}", module, backend)
+            return self._segments[key]
+
+        with one_thread:
+            return fuse(graph, num_sinks, self.device, made)
+
+
+class Moment:
+    """Which microbatch runs now: the one thing about a run that a graph can ask for (``axis_index`` of ``data``)."""
+
+    def __init__(self, share: range, device: torch.device) -> None:
+        self.microbatch = 0
+        self._indices = [torch.tensor(i, device=device) for i in share]
+
+    def data_index(self) -> Tensor:
+        return self._indices[self.microbatch]
+
+
+class Binder:
+    """Compiles pieces of blocks for one rank; each piece once."""
+
+    def __init__(self, rank: RankProgram, library: Library, communicator: Communicator) -> None:
+        self.rank = rank
+        self.library = library
+        self.communicator = communicator
+        self.moment = Moment(rank.share, library.device)
+        self._compiled: dict[tuple[str, Needs | None, str], Compiled] = {}
+
+    @property
+    def compiled(self) -> list[Compiled]:
+        return list(self._compiled.values())
+
+    def plain(self, name: str) -> Compiled:
+        """``(*states, *inputs) -> outputs``, where no backward follows."""
+        return self._once(name, None, "forward", lambda: (_dense(self.library.block(name).graph), 0))
+
+    def piece(self, name: str, needs: Needs, kind: str) -> Compiled:
+        """One of the functions of :class:`Differentiated`, or ``outputs`` and ``saved``: half of ``forward`` each.
+
+        Gradients of states go to sinks.
+        """
+        derived = self.library.differentiated(name, needs)
+        return self._once(name, needs, kind, lambda: _PIECES[kind](derived))
+
+    def _once(self, name: str, needs: Needs | None, kind: str, make: Callable[[], tuple[fx.Graph, int]]) -> Compiled:
+        key = name, needs, kind
+        if key not in self._compiled:
+            graph, num_sinks = make()
+            graph = self.library.fused(graph, num_sinks, name, needs, kind)
+            self._compiled[key] = compile_graph(
+                graph, f"{name}.{kind}", self._bindings(graph), self.library.device, num_sinks
+            )
+        return self._compiled[key]
+
+    def _bindings(self, graph: fx.Graph) -> dict[fx.Node, Binding]:
+        names = {n: collective_name(n.target) for n in graph.nodes if n.op == "call_function"}
+        return {node: self._binding(node, name) for node, name in names.items() if name is not None}
+
+    def _binding(self, node: fx.Node, name: str) -> Binding:
+        if name == "axis_index":
+            axis = node.args[0]
+            if axis == "data":
+                return Direct(self.moment.data_index)
+            assert isinstance(axis, str)
+            return Constant(torch.tensor(self.rank.coordinates[axis], device=self.library.device))
+        arguments = _ARGUMENTS[name](*node.args[1:])
+        group = self.communicator.group(self.rank.group(arguments.pop("axis")))
+        if group.size == 1 and name not in ROUTED | CONTEXT:
+            return Alias()
+        binding = _BINDINGS[name](group, **arguments)
+        return _in_place(node, binding) if name in CONTEXT else binding
+
+
+def _named(*names: str) -> Callable[..., dict[str, Any]]:
+    return lambda *values: dict(zip(names, values, strict=True))
+
+
+_BAND = ("before", "after", "scale", "axis", "size", "zigzag", "algorithm")
+
+# The arguments after the operand, as passes/ir/collectives.py declares them.
+_ARGUMENTS = {
+    "all_gather": _named("dim", "axis", "size", "grad"),
+    "shard_slice": _named("dim", "axis", "size"),
+    "shard_narrow": _named("dim", "axis", "size"),
+    "shard_pad": _named("dim", "axis", "size"),
+    "copy": _named("axis", "size"),
+    "reduce_scatter": _named("dim", "axis", "size"),
+    "all_reduce": _named("axis", "size", "grad"),
+    "all_reduce_max": _named("axis", "size"),
+    "all_to_all": _named("split_dim", "concat_dim", "axis", "size"),
+    "route": _named("num_experts", "axis", "size"),
+    "dispatch": _named("order", "counts", "experts", "axis", "size"),
+    "combine": _named("order", "counts", "experts", "axis", "size"),
+    "context_attention": _named("k", "v", *_BAND),
+    "context_attention_backward": _named("q", "k", "v", "out", "lse", *_BAND),
+}
+
+
+def _gather(group: Group, dim: int, **_: Any) -> Binding:
+    start = partial(_start_gather, group, dim)
+    return Started(start, start)
+
+
+def _start_gather(group: Group, dim: int, x: Tensor) -> Pending:
+    return group.all_gather(x, dim % x.dim())
+
+
+def _scatter(group: Group, dim: int, **_: Any) -> Binding:
+    def start(x: Tensor) -> Pending:
+        return group.reduce_scatter(x, dim % x.dim())
+
+    return Started(start, partial(_spend, start))
+
+
+class _Spending:
+    """A collective under way whose operand nobody else reads: its memory goes when that has been sent."""
+
+    __slots__ = ("operand", "pending")
+
+    def __init__(self, pending: Pending, operand: Tensor) -> None:
+        self.pending, self.operand = pending, operand
+
+    def wait(self) -> Tensor:
+        found = self.pending.wait()
+        if not share_memory(found, self.operand):
+            give_back(self.operand)
+        return found
+
+    def release(self) -> None:
+        self.pending.release()
+
+
+def _spend(start: Callable[[Tensor], Pending], x: Tensor) -> Pending:
+    return _Spending(start(x), x)
+
+
+def _reduce(group: Group, **_: Any) -> Binding:
+    return _reduction(group, False)
+
+
+def _reduce_max(group: Group, **_: Any) -> Binding:
+    return _reduction(group, True)
+
+
+def _reduction(group: Group, maximum: bool) -> Binding:
+    def start(x: Tensor) -> Pending:
+        return group.all_reduce(x.clone(memory_format=torch.contiguous_format), maximum)
+
+    def start_in_place(x: Tensor) -> Pending:
+        return group.all_reduce(x.contiguous(), maximum)
+
+    return Started(start, start_in_place)
+
+
+def _exchange(group: Group, split_dim: int, concat_dim: int, **_: Any) -> Binding:
+    def start(x: Tensor) -> Pending:
+        return group.all_to_all(x, split_dim % x.dim(), concat_dim % x.dim())
+
+    return Started(start, partial(_spend, start))
+
+
+def _route(group: Group, num_experts: int, **_: Any) -> Binding:
+    return Direct(partial(collective_ops.route, group, num_experts))
+
+
+def _dispatch(group: Group, **_: Any) -> Binding:
+    start = partial(collective_ops.dispatch, group)
+    return Started(start, start)
+
+
+def _combine(group: Group, **_: Any) -> Binding:
+    start = partial(collective_ops.combine, group)
+    return Started(start, start)
+
+
+def _attend(group: Group, before: int, after: int, **how: Any) -> Binding:
+    return Direct(_context(group, before, after, **how).forward)
+
+
+def _attend_back(group: Group, before: int, after: int, **how: Any) -> Binding:
+    return Direct(_context(group, before, after, **how).backward)
+
+
+def _context(
+    group: Group, before: int, after: int, scale: float | None, zigzag: bool, algorithm: str, **_: Any
+) -> ContextAttention:
+    return ContextAttention(group, band_of(before, after), scale, zigzag, algorithm)
+
+
+def _in_place(node: fx.Node, binding: Binding) -> Binding:
+    """``binding`` with every operand in its place: a graph hands over a node that is read twice only once."""
+    assert isinstance(binding, Direct)
+    given, function = node.all_input_nodes, binding.function
+    places = [given.index(a) for a in node.args if isinstance(a, fx.Node)]
+    return Direct(lambda *operands: function(*(operands[i] for i in places)))
+
+
+def _copy(group: Group, **_: Any) -> Binding:
+    return Alias()
+
+
+def _slice(group: Group, dim: int, **_: Any) -> Binding:
+    def take(x: Tensor) -> Tensor:
+        length = x.shape[dim] // group.size
+        return x.narrow(dim, group.index * length, length).contiguous()  # as its meta value is
+
+    return Direct(take)
+
+
+def _pad(group: Group, dim: int, **_: Any) -> Binding:
+    def pad(x: Tensor) -> Tensor:
+        shape = list(x.shape)
+        shape[dim] *= group.size
+        whole = x.new_zeros(shape)
+        whole.narrow(dim, group.index * x.shape[dim], x.shape[dim]).copy_(x)
+        return whole
+
+    return Direct(pad)
+
+
+_BINDINGS: dict[str, Callable[..., Binding]] = {
+    "all_gather": _gather,
+    "shard_slice": _slice,
+    "shard_narrow": _slice,
+    "shard_pad": _pad,
+    "copy": _copy,
+    "reduce_scatter": _scatter,
+    "all_reduce": _reduce,
+    "all_reduce_max": _reduce_max,
+    "all_to_all": _exchange,
+    "route": _route,
+    "dispatch": _dispatch,
+    "combine": _combine,
+    "context_attention": _attend,
+    "context_attention_backward": _attend_back,
+}
+assert _BINDINGS.keys() == _ARGUMENTS.keys()
+
+
+def _dense(graph: fx.Graph) -> fx.Graph:
+    """``graph`` with results that are contiguous, as :func:`passes.shard.differentiate.differentiate` makes them."""
+    results: Any = graph.output_node().args[0]
+    strided: list[fx.Node] = [n for n in results if not n.meta["val"].is_contiguous()]
+    if not strided:
+        return graph
+    copied = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    copied.graph_copy(graph, env)
+    dense = {env[n]: copied.call_function(torch.ops.aten.contiguous.default, (env[n],)) for n in strided}
+    for node, made in dense.items():
+        made.meta = {**node.meta, "val": node.meta["val"].contiguous()}
+    copied.output(tuple(dense.get(env[n], env[n]) for n in results))
+    return copied
+
+
+def _all(piece: Piece, num_sinks: int = 0) -> tuple[fx.Graph, int]:
+    return piece.graph, num_sinks
+
+
+def _some(piece: Piece, start: int, stop: int | None) -> tuple[fx.Graph, int]:
+    """The part of ``piece`` that makes some of its outputs."""
+    graph = fx.Graph()
+    outputs = graph.graph_copy(piece.graph, {})
+    assert isinstance(outputs, tuple)
+    graph.output(outputs[start:stop])
+    drop_unused(graph)
+    return graph, 0
+
+
+_PIECES: dict[str, Callable[[Differentiated], tuple[fx.Graph, int]]] = {
+    "forward": lambda d: _all(d.forward),
+    "outputs": lambda d: _some(d.forward, 0, d.num_outputs),
+    "saved": lambda d: _some(d.forward, d.num_outputs, None),
+    "backward": lambda d: _all(d.backward, len(d.grad_states)),
+    "backward_input": lambda d: _all(d.backward_input),
+    "backward_weight": lambda d: _all(d.backward_weight, len(d.grad_states)),
+}

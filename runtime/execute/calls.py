@@ -1,0 +1,186 @@
+"""One call of a block on one rank: forward, backward, and what is kept in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from passes.ir.serialize import dtype_of
+from runtime.execute.bind import Binder, gradient_needs
+from runtime.program.program import CallData, RankProgram
+from runtime.state.gradients import Sink
+from runtime.state.host_offload import Copier, Parked, address
+
+
+class Environment:
+    """The values of each microbatch and their gradients, and what forward keeps for backward."""
+
+    def __init__(self, rank: RankProgram, device: torch.device, copier: Copier | None = None) -> None:
+        self.program = program = rank.program
+        self.device = device
+        self.values: list[dict[str, Tensor]] = [{} for _ in rank.share]
+        self.gradients: list[dict[str, Tensor]] = [{} for _ in rank.share]
+        self.saved: dict[tuple[int, int], list[Any]] = {}
+        self.staying: dict[tuple[int, int], set[int]] = {}  # the memory that an OFFLOAD leaves where it is
+        self.parked: dict[tuple[int, int], Parked] = {}
+        self.copier = copier or Copier(device)
+        self.seed: Tensor | None = None
+        if program.objective == "train" and program.loss is not None:
+            self.seed = torch.ones((), dtype=dtype_of(program.values[program.loss].dtype), device=device)
+
+    def begin(self) -> None:
+        """A new step. The loss of every microbatch has the gradient 1: the whole loss is their sum."""
+        self.clear()
+        if self.seed is not None and self.program.loss is not None:
+            for gradients in self.gradients:
+                gradients[self.program.loss] = self.seed
+
+    def clear(self) -> None:
+        for held in (*self.values, *self.gradients):
+            held.clear()
+        for kept in (self.saved, self.staying, self.parked):
+            kept.clear()
+
+    def gradient(self, microbatch: int, value: str) -> Tensor:
+        """The gradient of ``value`` so far; zero if nothing was added to it."""
+        gradient = self.gradients[microbatch].get(value)
+        if gradient is None:
+            spec = self.program.values[value]
+            gradient = torch.zeros(spec.shape, dtype=dtype_of(spec.dtype), device=self.device)
+        return gradient
+
+    def add_gradient(self, microbatch: int, value: str, gradient: Tensor) -> None:
+        # Not in place: a gradient may share its memory with another value's.
+        gradients = self.gradients[microbatch]
+        old = gradients.get(value)
+        gradients[value] = gradient if old is None else old + gradient
+
+
+class BoundCall:
+    """A call with its states and functions.
+
+    ``watched`` is told of every result that the model returns or that is its loss: ``(microbatch, name, value)``.
+    ``leaving``: states whose memory is given away between calls.
+    """
+
+    def __init__(
+        self,
+        binder: Binder,
+        env: Environment,
+        index: int,
+        states: Mapping[str, Tensor],
+        sinks: Mapping[str, Sink],
+        watched: Mapping[str, Callable[[int, str, Tensor], None]],
+        staying: Collection[str] = (),
+        leaving: Collection[str] = (),
+    ) -> None:
+        stage = binder.rank.stage
+        self.call: CallData = stage.calls[index]
+        self.index = index
+        self.env = env
+        self.moment = binder.moment
+        self.states = [states[s] for s in self.call.states]
+        self.leaving = [states[s] for s in self.call.states if s in leaving]
+        self.inputs = self.call.inputs
+        self.outputs = self.call.outputs
+        self.watched = [(k, name, watched[name]) for k, name in enumerate(self.outputs) if name in watched]
+        needs = gradient_needs(binder.rank.program, self.call, index in stage.selective_calls)
+        self.recomputed = needs is not None and index in stage.checkpoint_calls
+        self.has_backward = needs is not None
+        self.grad_inputs: list[str] = []
+        if needs is None:
+            self.run_forward = binder.plain(self.call.block).function
+            return
+        derived = binder.library.differentiated(self.call.block, needs)
+        self.run_forward = binder.piece(self.call.block, needs, "outputs" if self.recomputed else "forward").function
+        if self.recomputed:
+            self.run_saved = binder.piece(self.call.block, needs, "saved").function
+        self.grad_outputs = [self.outputs[i] for i in derived.grad_outputs]
+        self.grad_inputs = [self.inputs[i] for i in derived.grad_inputs]
+        self.sinks = [sinks[self.call.states[i]] for i in derived.grad_states]
+        self.staying = [name in staying for name in (*self.inputs, *self.outputs)]
+        ops = {i.op for i in binder.rank.instructions if i.calls and i.calls[0] <= index < i.calls[1]}
+        self.leaves = "OFFLOAD" in ops
+        if "B" in ops:
+            self.run_backward = binder.piece(self.call.block, needs, "backward").function
+        if "I" in ops or "W" in ops:
+            self.run_input = binder.piece(self.call.block, needs, "backward_input").function
+            self.run_weight = binder.piece(self.call.block, needs, "backward_weight").function
+
+    def forward(self, microbatch: int, values: dict[str, Tensor]) -> None:
+        self.moment.microbatch = microbatch
+        given = [values[v] for v in self.inputs]
+        arguments: list[Any] = [*self.states, *given]
+        if self.recomputed:
+            self.env.saved[microbatch, self.index] = arguments.copy()
+        results = self.run_forward(arguments, ())
+        if self.leaving:
+            results = (*_apart(results[: len(self.outputs)], self.leaving), *results[len(self.outputs) :])
+        values.update(zip(self.outputs, results, strict=False))
+        if self.has_backward and not self.recomputed:
+            self.env.saved[microbatch, self.index] = list(results[len(self.outputs) :])
+        if self.has_backward and self.leaves:
+            around = (*given, *results[: len(self.outputs)])
+            kept = [tensor for tensor, stays in zip(around, self.staying, strict=True) if stays]
+            self.env.staying[microbatch, self.index] = {address(t) for t in (*self.states, *kept)}
+        for k, name, tell in self.watched:
+            tell(microbatch, name, results[k])
+
+    def backward(self, microbatch: int) -> None:
+        if self.has_backward:
+            self._take(microbatch, self.run_backward(self._arguments(microbatch), self.sinks))
+
+    def backward_input(self, microbatch: int) -> None:
+        if self.has_backward:
+            results = self.run_input(self._arguments(microbatch), ())
+            self.env.saved[microbatch, self.index] = list(results[len(self.grad_inputs) :])
+            self._take(microbatch, results)
+
+    def backward_weight(self, microbatch: int) -> None:
+        if self.has_backward:
+            self.moment.microbatch = microbatch
+            self.run_weight(self.env.saved.pop((microbatch, self.index)), self.sinks)
+
+    def offload(self, microbatch: int) -> None:
+        """Start to move what forward kept to host memory."""
+        if self.has_backward:
+            place = microbatch, self.index
+            saved, stay = self.env.saved.pop(place), self.env.staying.pop(place)
+            self.env.parked[place] = Parked(saved, stay, self.env.copier)
+
+    def fetch(self, microbatch: int) -> None:
+        """Start to bring it back."""
+        if self.has_backward:
+            self.env.parked[microbatch, self.index].fetch()
+
+    def _arguments(self, microbatch: int) -> list[Any]:
+        """What backward reads: the values saved, recomputed if need be, and the gradients of the outputs."""
+        self.moment.microbatch = microbatch
+        place = microbatch, self.index
+        saved = self.env.parked.pop(place).unpark() if place in self.env.parked else self.env.saved.pop(place)
+        if self.recomputed:
+            saved = list(self.run_saved(saved, ()))
+        saved += [self.env.gradient(microbatch, v) for v in self.grad_outputs]
+        return saved
+
+    def _take(self, microbatch: int, results: Sequence[Any]) -> None:
+        for value, gradient in zip(self.grad_inputs, results, strict=False):
+            if gradient is not None:
+                self.env.add_gradient(microbatch, value, gradient)
+
+
+def _apart(results: Sequence[Tensor], states: Sequence[Tensor]) -> list[Tensor]:
+    """``results`` in memory that is not the states'; what is repeated by its strides stays so."""
+    theirs = {address(state) for state in states}
+    return [_copied(x) if address(x) in theirs else x for x in results]
+
+
+def _copied(x: Tensor) -> Tensor:
+    once = x
+    for dim, stride in enumerate(x.stride()):
+        if stride == 0 and x.shape[dim] > 1:
+            once = once.narrow(dim, 0, 1)
+    return once.clone().expand(x.shape)

@@ -1,0 +1,222 @@
+"""Attention over a sequence of which each rank of a group has a part: by gathering keys and values, or in a ring.
+
+Ring: keys and values travel from rank to rank; while a rank attends to those at hand, the next are under way. Backward
+they travel once more, and the gradients of keys and values behind them, from one rank that adds to them to the next,
+until they are back (Liu et al. 2023). Of a window only the steps are taken in which some rank sees something.
+
+All-gather: every rank brings the whole of keys and values together for a moment, forward and backward (as Llama 3 was
+trained, Dubey et al. 2024), and their gradients are added up in a reduce-scatter.
+
+Rows to their experts and back, over a group of ranks that have the experts in equal parts.
+
+The numbers of rows are exchanged first, at a fixed size; everything that follows, forward and backward, knows them.
+Every rank enters every exchange, be it with no row at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from passes.ops.attention import (
+    Attention,
+    Band,
+    Gradients,
+    Part,
+    Tile,
+    by_position,
+    parts_of,
+    ring_steps,
+    ring_tiles,
+    tiles_of,
+)
+from runtime.comm.group import Group, Pending
+
+
+@dataclass(frozen=True)
+class ContextAttention:
+    """One rank's side of it. Queries ``[b, h, s/n, d]``, keys and values ``[b, kv, t/n, d]``; ``band`` and positions
+    are those of the whole sequence, of which each rank has a consecutive part or a ``zigzag`` one."""
+
+    group: Group
+    band: Band
+    scale: float | None
+    zigzag: bool
+    algorithm: str
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The result for this rank's queries, and the logarithms of its sums ``[b, h, s/n]``."""
+        attention = Attention(q, self.band, self.scale, v.shape[-1])
+        if self.algorithm == "ring":
+            self._ring_forward(attention, k, v)
+        else:
+            keys, values = self._gathered(k, v)
+            for tile in self._all_tiles(q, k):
+                attention.add(tile, keys, values)
+        return attention.result()
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of this rank's queries, keys and values."""
+        found = Gradients(grad, q, out, lse, self.band, self.scale)
+        if self.algorithm == "ring":
+            of_k, of_v = self._ring_backward(found, k, v)
+        else:
+            keys, values = self._gathered(k, v)
+            wide = found.of_q.dtype
+            of_keys, of_values = torch.zeros_like(keys, dtype=wide), torch.zeros_like(values, dtype=wide)
+            for tile in self._all_tiles(q, k):
+                found.add(tile, keys, values, of_keys, of_values)
+            of_k, of_v = self._scattered(of_keys.to(k.dtype), of_values.to(v.dtype), k, v)
+        return by_position(found.of_q.to(q.dtype)), by_position(of_k.to(k.dtype)), by_position(of_v.to(v.dtype))
+
+    # All at once.
+
+    def _all_tiles(self, q: Tensor, k: Tensor) -> tuple[Tile, ...]:
+        whole = k.shape[-2] * self.group.size
+        return tiles_of(self._parts(q.shape[-2], self.group.index), (Part(0, whole, 0),), self.band)
+
+    def _parts(self, length: int, rank: int) -> tuple[Part, ...]:
+        return parts_of(length, self.group.size, rank, self.zigzag)
+
+    def _gathered(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of all ranks, in the order of the sequence."""
+        ranks = self.group.all_gather(_packed(k, v).unsqueeze(0), 0).wait()
+        by_rank = [_unpacked(row, k, v) for row in ranks.unbind(0)]
+        order = self._order(k.shape[-2])
+        return tuple(  # type: ignore[return-value]
+            torch.cat([by_rank[r][i].narrow(-2, p.start, p.length) for r, p in order], -2) for i in range(2)
+        )
+
+    def _order(self, length: int) -> list[tuple[int, Part]]:
+        """Rank and part, in the order of the sequence."""
+        parts = [(r, part) for r in range(self.group.size) for part in self._parts(length, r)]
+        return sorted(parts, key=lambda p: p[1].place)
+
+    def _scattered(self, of_keys: Tensor, of_values: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Every rank's part of the sum of the gradients of all keys and values."""
+        rows = []
+        for rank in range(self.group.size):
+            parts = self._parts(k.shape[-2], rank)
+            mine = [torch.cat([x.narrow(-2, p.place, p.length) for p in parts], -2) for x in (of_keys, of_values)]
+            rows.append(_packed(*mine))
+        total = self.group.reduce_scatter(torch.stack(rows), 0).wait()
+        return _unpacked(total.flatten(), k, v)
+
+    # Step by step.
+
+    def _steps(self, q: Tensor, k: Tensor) -> tuple[int, ...]:
+        return ring_steps(q.shape[-2], k.shape[-2], self.group.size, self.zigzag, self.band)
+
+    def _tiles_at(self, q: Tensor, k: Tensor, step: int) -> tuple[Tile, ...]:
+        how = self.group.size, self.zigzag, self.band, self.group.index
+        return ring_tiles(q.shape[-2], k.shape[-2], *how, step)
+
+    def _ring_forward(self, attention: Attention, k: Tensor, v: Tensor) -> None:
+        steps = self._steps(attention.q, k)
+        travelling = _packed(k, v) if len(steps) > 1 else k
+        for step, hops in zip(steps, _hops(steps), strict=True):
+            under_way = self._shifted(travelling, hops) if hops else None
+            for tile in self._tiles_at(attention.q, k, step):
+                attention.add(tile, k, v)
+            if under_way is not None:
+                travelling = under_way.wait()
+                k, v = _unpacked(travelling, k, v)
+
+    def _ring_backward(self, found: Gradients, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        steps = self._steps(found.q, k)
+        travelling = _packed(k, v) if len(steps) > 1 else k
+        behind: Pending | None = None  # the gradients that the rank before has added to
+        wide = found.of_q.dtype
+        total = torch.empty(0)
+        for step, hops in zip(steps, _hops(steps), strict=True):
+            under_way = self._shifted(travelling, hops) if hops else None
+            mine = torch.zeros(k.numel() + v.numel(), dtype=wide, device=k.device)
+            of_k, of_v = _unpacked(mine, k, v)
+            for tile in self._tiles_at(found.q, k, step):
+                found.add(tile, k, v, of_k, of_v)
+            total = mine if behind is None else mine.add_(behind.wait())
+            if under_way is not None:
+                behind = self._shifted(total, hops)
+                travelling = under_way.wait()
+                k, v = _unpacked(travelling, k, v)
+        if steps[-1]:
+            total = self._shifted(total, -steps[-1]).wait()
+        return _unpacked(total, k, v)
+
+    def _shifted(self, x: Tensor, hops: int) -> Pending:
+        """``x`` to the rank that is ``hops`` further on; what comes is that of the rank as far behind."""
+        size, index = self.group.size, self.group.index
+        to, source = (index + hops) % size, (index - hops) % size
+        sends, receives = [0] * size, [0] * size
+        sends[to] = receives[source] = x.numel()
+        return self.group.exchange_rows(x, sends, receives)
+
+
+def _hops(steps: Sequence[int]) -> list[int]:
+    """From each step to the next; 0 behind the last."""
+    return [*(b - a for a, b in pairwise(steps)), 0]
+
+
+def _packed(k: Tensor, v: Tensor) -> Tensor:
+    """Keys and values as one row, so that they travel together."""
+    return torch.cat([k.reshape(-1), v.reshape(-1)])
+
+
+def _unpacked(row: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    of_k, of_v = row.split([k.numel(), v.numel()])
+    return of_k.view(k.shape), of_v.view(v.shape)
+
+
+def route(group: Group, num_experts: int, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``experts`` ``[n]``: of each row, counted over all ranks.
+
+    Returns the order ``[n]`` of rows by expert; how many rows go to each rank and come from each, ``[2, ranks]`` on the
+    CPU; and the expert ``[m]`` of every row that comes, counted from this rank's first. Rows of no expert go to the
+    first or the last rank, where they are of no expert either.
+    """
+    own = num_experts // group.size
+    by_expert, order = experts.sort(stable=True)
+    borders = torch.arange(own, num_experts, own, device=experts.device, dtype=experts.dtype)
+    starts = torch.searchsorted(by_expert, borders)
+    ends = torch.cat([starts, starts.new_full((1,), len(experts))])
+    sends = ends.diff(prepend=ends.new_zeros(1))
+    receives = group.all_to_all(sends, 0, 0).wait()
+    counts = torch.stack([sends, receives]).cpu()
+    mine = group.exchange_rows(by_expert, *counts.tolist()).wait()
+    return order, counts, mine - group.index * own
+
+
+def dispatch(group: Group, x: Tensor, order: Tensor, counts: Tensor, experts: Tensor) -> Pending:
+    """Start to send the rows of ``x`` to the ranks of their experts."""
+    sends, receives = counts.tolist()
+    return group.exchange_rows(x.index_select(0, order), sends, receives)
+
+
+def combine(group: Group, x: Tensor, order: Tensor, counts: Tensor, experts: Tensor) -> Pending:
+    """Start to bring the rows of ``x`` back to where they came from."""
+    sends, receives = counts.tolist()
+    return _Returning(group.exchange_rows(x, receives, sends), order)
+
+
+class _Returning:
+    """Rows under way, and the places that they are to have."""
+
+    __slots__ = ("order", "pending")
+
+    def __init__(self, pending: Pending, order: Tensor) -> None:
+        self.pending, self.order = pending, order
+
+    def wait(self) -> Tensor:
+        rows = self.pending.wait()
+        found = torch.empty_like(rows).index_copy_(0, self.order, rows)
+        self.pending.release()
+        return found
+
+    def release(self) -> None:
+        pass  # what it gave is the caller's

@@ -1,0 +1,392 @@
+"""Walk a rank's instructions.
+
+The list is compiled once: every instruction becomes a function of no arguments, receives are started one computation
+early and finished at the first instruction that reads them. A step is then a loop over these functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from time import monotonic_ns
+
+import torch
+from torch import Tensor
+
+from passes.ir.layouts import Layout, take_shard
+from runtime.comm.group import Communicator
+from runtime.comm.wait_clock import waited
+from runtime.errors import InstructionError
+from runtime.execute.bind import Binder, Library
+from runtime.execute.calls import BoundCall, Environment
+from runtime.execute.failures import failure_of
+from runtime.execute.flight_recorder import Recorder
+from runtime.execute.transfers import RECEIVING, Receive, Sender, Slot, arrivals, early_starts, slots_read
+from runtime.program.instructions import Instruction
+from runtime.program.program import InputData, RankProgram
+from runtime.program.sharded_buckets import states_read
+from runtime.program.state_bytes import staying_values
+from runtime.state.buffer_updates import Updates
+from runtime.state.gradients import Gradients
+from runtime.state.host_offload import Copier, HostParameters
+from runtime.state.loss import LossSum
+from runtime.state.sharded_parameters import ShardedParameters
+
+Action = Callable[[], None]
+
+
+class Executor:
+    """Runs one rank's program: ``run(inputs)`` is one step.
+
+    ``states`` are the rank's shards by name; of parameters that it shares (``sharded``) the whole. With ``keep``, the
+    model's results that this rank makes are collected in ``outputs``: value -> microbatch -> tensor. ``loss`` is the
+    whole loss, on every rank; ``None`` without one.
+
+    ``actions`` is the step: ``(index of the instruction, function)`` in order. It is a plain list: what debugging or a
+    test wants to do at an instruction is put around its function there. ``recorder`` notes when each begins.
+    """
+
+    def __init__(
+        self,
+        rank: RankProgram,
+        states: Mapping[str, Tensor],
+        gradients: Gradients,
+        communicator: Communicator,
+        library: Library,
+        keep: bool = False,
+        sharded: ShardedParameters | None = None,
+        hosted: HostParameters | None = None,
+        copier: Copier | None = None,
+    ) -> None:
+        self.rank = rank
+        self.program = rank.program
+        self.communicator = communicator
+        self.gradients = gradients
+        self.gathered = {} if sharded is None else sharded.buckets
+        self.binder = Binder(rank, library, communicator)
+        self.hosted = hosted
+        self.updates = Updates(rank, states, communicator)
+        self.env = Environment(rank, library.device, copier)
+        self.sender = Sender(rank, self.env, communicator)
+        self.outputs: dict[str, dict[int, Tensor]] = {}
+        self.totals: dict[str, Tensor] = {}
+        self._inputs: Mapping[str, Tensor] = {}
+        self._loss = None if self.program.loss is None else LossSum(rank, communicator)
+        self._produced = {o.value for o in self.program.outputs if o.stage == rank.stage_index} if keep else set()
+        watched: dict[str, Callable[[int, str, Tensor], None]] = {v: self._collect for v in self._produced if v}
+        if self.program.loss is not None:
+            watched[self.program.loss] = self._add_loss
+        watched |= dict.fromkeys(self.updates.added, self.updates.add)
+        staying = staying_values(rank.stage)
+        leaving = {s for held in (sharded, hosted) if held is not None for s in held.leaving}
+        self.calls = [
+            BoundCall(self.binder, self.env, i, states, gradients.sinks, watched, staying, leaving)
+            for i in range(len(rank.stage.calls))
+        ]
+        self.actions = self._compile()
+        self.recorder: Recorder | None = None
+
+    @property
+    def loss(self) -> Tensor | None:
+        return None if self._loss is None else self._loss.value
+
+    def scale_loss(self, factor: float) -> None:
+        """Let the gradients of the steps to come be those of ``factor`` times the loss."""
+        if self.env.seed is not None:
+            self.env.seed = torch.full_like(self.env.seed, factor)
+
+    def run(self, inputs: Mapping[str, Tensor], step: int = 0) -> None:
+        """One step on this rank's rows of the global batch, by value name. Raises :class:`InstructionError`."""
+        self._inputs = inputs
+        self.outputs, self.totals = {}, {}
+        self.env.begin()
+        self.gradients.begin()
+        self.updates.begin()
+        if self.hosted is not None:
+            self.hosted.begin()
+        if self._loss is not None:
+            self._loss.begin()
+        index = 0
+        try:
+            with torch.no_grad():
+                if self.recorder is None:
+                    for index, action in self.actions:  # noqa: B007 - read where the error is told
+                        action()
+                else:
+                    times, place = self.recorder.times, self.recorder.begin(step)
+                    for index, action in self.actions:  # noqa: B007
+                        times[place + 1] = waited.ns
+                        times[place] = monotonic_ns()
+                        place += 2
+                        action()
+                    self.recorder.end()
+        except Exception as error:
+            raise InstructionError(failure_of(error, self.rank, index, self.binder.compiled, step + 1)) from error
+        finally:
+            self._inputs = {}
+            self.env.clear()
+
+    def _compile(self) -> list[tuple[int, Action]]:
+        """The step as functions, each with the place of the instruction that it belongs to."""
+        instructions = self.rank.instructions
+        receives = {i: self._receive(ins) for i, ins in enumerate(instructions) if self._arrives(ins)}
+        starts = early_starts(instructions)
+        arrived = arrivals(self.rank)
+        open_: dict[Slot, int] = {}
+        actions: list[tuple[int, Action]] = []
+        if self._loss is not None:
+            actions.append((0, self._loss.start))
+
+        def finish(index: int) -> None:
+            actions.append((index, receives[index].finish))
+            actions.extend((index, partial(self.sender.release, *sent)) for sent in arrived.get(index, ()))
+            for slot in receives[index].slots:
+                open_.pop(slot, None)
+
+        for index, instruction in enumerate(instructions):
+            actions += [(i, receives[i].start) for i in starts.get(index, ()) if i in receives]
+            for slot in slots_read(instruction, self.rank.stage):
+                if slot in open_:
+                    finish(open_[slot])
+            if self.hosted is not None and (names := self._hosted_read(instruction, self.hosted)):
+                actions.append((index, partial(self.hosted.wait, names)))
+            actions += [(index, self.gathered[b].wait) for b in self._awaited(instruction)]
+            if index in receives:
+                open_.update(dict.fromkeys(receives[index].slots, index))
+            elif instruction.op not in RECEIVING:
+                actions.append((index, _ACTIONS[instruction.op](self, instruction)))
+            if self._loss is not None and index == self._loss.passed_at:
+                actions.append((index, self._loss.pass_on))
+        for index in sorted(set(open_.values())):
+            finish(index)
+        actions.append((len(instructions), self._finish))
+        return actions
+
+    def _awaited(self, instruction: Instruction) -> list[int]:
+        """The buckets whose parameters have to be there for ``instruction``."""
+        if not self.gathered:
+            return []
+        if instruction.op == "FREE" and instruction.bucket is not None:
+            return [instruction.bucket]
+        read = set(states_read(instruction, self.rank.stage))
+        return [b for b, bucket in self.gathered.items() if not read.isdisjoint(bucket.whole)]
+
+    def _hosted_read(self, instruction: Instruction, hosted: HostParameters) -> list[str]:
+        """The parameters whose FETCH ``instruction`` has to wait for."""
+        if instruction.op == "GATHER" and not instruction.gradients:
+            assert instruction.bucket is not None
+            read: Sequence[str] = self.rank.stage.buckets[instruction.bucket].states
+        else:
+            read = states_read(instruction, self.rank.stage)
+        return [name for name in read if name in hosted.masters]
+
+    def _arrives(self, instruction: Instruction) -> bool:
+        return instruction.op in RECEIVING and instruction.peer != self.rank.stage_index
+
+    def _receive(self, instruction: Instruction) -> Receive:
+        place = self._place if instruction.op == "RECV_F" else self.env.add_gradient
+        return Receive(instruction, self.rank, self.communicator, place)
+
+    # What happens to values as they are made.
+
+    def _place(self, microbatch: int, name: str, value: Tensor) -> None:
+        self.env.values[microbatch][name] = value
+        if name in self._produced:
+            self._collect(microbatch, name, value)
+
+    def _collect(self, microbatch: int, name: str, value: Tensor) -> None:
+        self.outputs.setdefault(name, {})[microbatch] = value
+
+    def _add_loss(self, microbatch: int, name: str, value: Tensor) -> None:
+        if name in self._produced:
+            self._collect(microbatch, name, value)
+        assert self._loss is not None
+        self._loss.add(value)
+
+    # One method for every instruction: what it does, as a function of no arguments.
+
+    def _load(self, instruction: Instruction) -> Action:
+        microbatch = _microbatch(instruction)
+        inputs = {i.value: i for i in self.program.inputs}
+
+        def load() -> None:
+            for name in instruction.values:
+                self._place(microbatch, name, self._slice(inputs[name], microbatch))
+
+        return load
+
+    def _slice(self, data: InputData, microbatch: int) -> Tensor:
+        """This rank's part of an input for one microbatch."""
+        whole = self._inputs[data.value]
+        if data.batch_dim is not None:
+            length = whole.shape[data.batch_dim] // len(self.rank.share)
+            whole = whole.narrow(data.batch_dim, microbatch * length, length)
+        value, mesh, at = self.program.values[data.value], self.program.mesh, self.rank.coordinates
+        part = take_shard(whole, Layout.parse(value.context), mesh.get("cp", 1), at["cp"])
+        part = take_shard(part, Layout.parse(value.layout), mesh.get("tp", 1), at["tp"])
+        return part.contiguous().to(self.env.device, non_blocking=True)
+
+    def _total_forward(self, instruction: Instruction) -> Action:
+        microbatch = _microbatch(instruction)
+        calls = [c for c in self.calls if c.call.prologue]
+
+        def total_forward() -> None:
+            values = self.env.values[microbatch].copy()
+            for call in calls:
+                call.forward(microbatch, values)
+            for name in instruction.values:
+                total = self.totals.get(name)
+                self.totals[name] = values[name].clone() if total is None else total + values[name]
+
+        return total_forward
+
+    def _total(self, instruction: Instruction) -> Action:
+        group = self.communicator.group(self.rank.group(*instruction.axes))
+
+        def total() -> None:
+            started = [(name, group.all_reduce(self.totals[name])) for name in instruction.values]
+            for name, pending in started:
+                value = pending.wait()
+                for microbatch in range(len(self.rank.share)):
+                    self._place(microbatch, name, value)
+
+        return total
+
+    def _forward(self, instruction: Instruction) -> Action:
+        microbatch = _microbatch(instruction)
+        values = self.env.values[microbatch]
+        calls = [c.forward for c in self._calls(instruction)]
+
+        def forward() -> None:
+            for call in calls:
+                call(microbatch, values)
+
+        return forward
+
+    def _backward(self, instruction: Instruction) -> Action:
+        microbatch = _microbatch(instruction)
+        method = _BACKWARD[instruction.op]
+        calls = [c for c in reversed(self._calls(instruction)) if c.has_backward]
+
+        def backward() -> None:
+            for call in calls:
+                method(call, microbatch)
+            self.gradients.computed()
+
+        return backward
+
+    def _calls(self, instruction: Instruction) -> list[BoundCall]:
+        assert instruction.calls is not None
+        return [c for c in self.calls[slice(*instruction.calls)] if not c.call.prologue]
+
+    def _send(self, instruction: Instruction) -> Action:
+        if instruction.peer == self.rank.stage_index:
+            return _nothing
+        return self.sender.action(instruction)
+
+    def _gather(self, instruction: Instruction) -> Action:
+        bucket = instruction.bucket
+        assert bucket is not None
+        if instruction.gradients:
+            last = self.rank.stage.buckets[bucket].levels[0] == instruction.axes
+            return lambda: self.gradients.gather(bucket, last)
+        return self.gathered[bucket].start
+
+    def _scatter(self, instruction: Instruction) -> Action:
+        bucket, level = instruction.bucket, bool(instruction.axes)
+        assert bucket is not None
+        return lambda: self.gradients.scatter(bucket, level)
+
+    def _reduce(self, instruction: Instruction) -> Action:
+        bucket = instruction.bucket
+        assert bucket is not None
+        return lambda: self.gradients.reduce(bucket)
+
+    def _sync(self, instruction: Instruction) -> Action:
+        return lambda: self.gradients.sync(instruction.states)
+
+    def _update(self, instruction: Instruction) -> Action:
+        values = self.env.values[_microbatch(instruction)]
+        return partial(self.updates.write, instruction.states, values)
+
+    def _offload(self, instruction: Instruction) -> Action:
+        if instruction.states:
+            return partial(self.gradients.offload, instruction.states)
+        return self._each(instruction, BoundCall.offload)
+
+    def _fetch(self, instruction: Instruction) -> Action:
+        if instruction.states:
+            assert self.hosted is not None, instruction
+            return partial(self.hosted.fetch, instruction.states)
+        return self._each(instruction, BoundCall.fetch)
+
+    def _each(self, instruction: Instruction, method: Callable[[BoundCall, int], None]) -> Action:
+        microbatch, calls = _microbatch(instruction), self._calls(instruction)
+
+        def run() -> None:
+            for call in calls:
+                method(call, microbatch)
+
+        return run
+
+    def _free(self, instruction: Instruction) -> Action:
+        if instruction.states:
+            assert self.hosted is not None, instruction
+            return partial(self.hosted.free, instruction.states)
+        if instruction.bucket is not None:
+            return self.gathered[instruction.bucket].free
+        held = self.env.gradients if instruction.gradients else self.env.values
+        places = held if instruction.microbatch is None else [held[instruction.microbatch]]
+
+        def free() -> None:
+            for place in places:
+                for name in instruction.values:
+                    place.pop(name, None)
+
+        return free
+
+    def _step(self, instruction: Instruction) -> Action:
+        return self.gradients.finish
+
+    def _finish(self) -> None:
+        self.gradients.finish()
+        self.sender.finish()
+        if self._loss is not None:
+            self._loss.finish()
+
+
+def _microbatch(instruction: Instruction) -> int:
+    assert instruction.microbatch is not None, instruction
+    return instruction.microbatch
+
+
+def _nothing() -> None:
+    """The peer is this rank: the value is here already."""
+
+
+_BACKWARD: dict[str, Callable[[BoundCall, int], None]] = {
+    "B": BoundCall.backward,
+    "I": BoundCall.backward_input,
+    "W": BoundCall.backward_weight,
+}
+
+_ACTIONS: dict[str, Callable[[Executor, Instruction], Action]] = {
+    "LOAD": Executor._load,
+    "TOTAL_F": Executor._total_forward,
+    "TOTAL": Executor._total,
+    "F": Executor._forward,
+    "SEND_F": Executor._send,
+    "B": Executor._backward,
+    "I": Executor._backward,
+    "W": Executor._backward,
+    "SEND_B": Executor._send,
+    "GATHER": Executor._gather,
+    "SCATTER": Executor._scatter,
+    "REDUCE": Executor._reduce,
+    "SYNC": Executor._sync,
+    "UPDATE": Executor._update,
+    "OFFLOAD": Executor._offload,
+    "FETCH": Executor._fetch,
+    "FREE": Executor._free,
+    "STEP": Executor._step,
+}

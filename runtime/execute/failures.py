@@ -1,0 +1,45 @@
+"""From an exception to the place in the program where it arose."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable
+
+from runtime.comm.failure_origin import is_secondary
+from runtime.errors import Failure
+from runtime.execute.calls import BoundCall
+from runtime.execute.codegen import Compiled
+from runtime.program.program import RankProgram
+
+
+def instruction_text(rank: RankProgram, index: int) -> str:
+    """The instruction at ``index`` as it prints; behind the last one a step's results are waited for."""
+    return str(rank.instructions[index]) if index < len(rank.instructions) else "end of the step"
+
+
+def failure_of(
+    error: BaseException, rank: RankProgram, index: int, compiled: Iterable[Compiled], step: int | None = None
+) -> Failure:
+    """Where in ``rank``'s program ``error`` arose: the instruction at ``index``, the call, the graph's node."""
+    call = ""
+    walk = error.__traceback__
+    while walk is not None:
+        owner = walk.tb_frame.f_locals.get("self")
+        if isinstance(owner, BoundCall):
+            call = owner.call.path or owner.call.block
+        walk = walk.tb_next
+    node = next((n for c in compiled if (n := c.node_at(error.__traceback__)) is not None), None)
+    return Failure(
+        rank=rank.rank,
+        error=str(error),
+        kind=type(error).__name__,
+        instruction=instruction_text(rank, index),
+        index=index,
+        call=call,
+        node="" if node is None else f"{node.name} ({node.target})",
+        path="" if node is None else node.meta.get("path", ""),
+        source="" if node is None else node.meta.get("source", ""),
+        traceback="".join(traceback.format_exception(error)),
+        secondary=is_secondary(error),
+        step=step,
+    )

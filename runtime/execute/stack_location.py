@@ -1,0 +1,142 @@
+"""Find out where a rank's main thread is from its stack: the graph node, and the ranks that it waits for.
+
+The rank records nothing while it runs. A thread of the same process reads the frames on request; an exception carries
+its own frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from types import FrameType, TracebackType
+from typing import Any
+
+from torch import fx
+
+from runtime.comm.torch_backend import TorchCommunicator, TorchGroup, Transfer
+from runtime.execute.calls import BoundCall
+from runtime.execute.executor import Executor
+from runtime.execute.transfers import Receive, Sender
+from runtime.state.loss import LossSum
+
+_COMPILED = "<partition "  # prefix of the file names of code that runtime/execute/codegen.py compiles
+
+
+@dataclass(frozen=True)
+class Place:
+    """The position of a rank in its program.
+
+    ``waits``: the ranks that it waits for; ``meeting``: the members of the collective that it is in. Both are empty if
+    it waits for nobody.
+    """
+
+    call: str = ""
+    node: str = ""
+    path: str = ""
+    source: str = ""
+    waits: tuple[int, ...] = ()
+    meeting: tuple[int, ...] = ()
+    line: str = ""  # the innermost line of Python, for a rank outside of its program
+
+    def to_data(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Place:
+        return cls(**{**data, "waits": tuple(data["waits"]), "meeting": tuple(data["meeting"])})
+
+
+def place_of(frames: Iterator[tuple[FrameType, int]], executor: Executor) -> Place:
+    """The position of a rank from its stack ``frames``: pairs of frame and line number, the innermost first."""
+    found: dict[str, Any] = {}
+    files = {c.filename: c.nodes for c in executor.binder.compiled}
+    for frame, line in frames:
+        code = frame.f_code
+        found.setdefault("line", f"{code.co_name} ({code.co_filename}:{line})")
+        if code.co_filename.startswith(_COMPILED):  # reading its locals would keep freed tensors alive
+            node = files.get(code.co_filename, {}).get(line)
+            if node is not None and "node" not in found:
+                found.update(_node(node))
+            continue
+        owner = frame.f_locals.get("self")
+        if "waits" not in found:
+            waiting = _WAITING.get((type(owner), code.co_name))
+            if waiting is not None:
+                found.update(waiting(owner, frame.f_locals, executor))
+            elif isinstance(owner, TorchGroup):  # starting a collective failed
+                found.update(_members(owner, executor))
+        if isinstance(owner, BoundCall):
+            found.setdefault("call", owner.call.path or owner.call.block)
+        if isinstance(owner, Executor):
+            break
+    return Place(**found)
+
+
+def stack(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
+    """The frames of a running thread with their line numbers, the innermost first."""
+    while frame is not None:
+        yield frame, frame.f_lineno
+        frame = frame.f_back
+
+
+def raised(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
+    """The frames that an exception passed through with their line numbers, the innermost first."""
+    found = []
+    while traceback is not None:
+        found.append((traceback.tb_frame, traceback.tb_lineno))
+        traceback = traceback.tb_next
+    return iter(found[::-1])
+
+
+def _node(node: fx.Node) -> dict[str, str]:
+    meta = node.meta
+    return {
+        "node": f"{node.name} ({node.target})",
+        "path": meta.get("path", ""),
+        "source": meta.get("source", ""),
+    }
+
+
+# For each method that waits: the ranks that it waits for.
+_Locals = Mapping[str, Any]
+
+
+def _collective(transfer: Transfer, names: _Locals, executor: Executor) -> dict[str, tuple[int, ...]]:
+    return _members(transfer.group, executor)
+
+
+def _members(group: TorchGroup, executor: Executor) -> dict[str, tuple[int, ...]]:
+    communicator = executor.communicator
+    assert isinstance(communicator, TorchCommunicator)
+    members = communicator.ranks_of(group.processes)
+    return {"waits": tuple(r for r in members if r != communicator.rank), "meeting": members}
+
+
+def _receive(receive: Receive, names: _Locals, executor: Executor) -> dict[str, tuple[int, ...]]:
+    return {"waits": (receive.source,)}
+
+
+def _peer(communicator: TorchCommunicator, names: _Locals, executor: Executor) -> dict[str, tuple[int, ...]]:
+    return {"waits": (names["peer"],)}
+
+
+def _send(sender: Sender, names: _Locals, executor: Executor) -> dict[str, tuple[int, ...]]:
+    """The receiver of the queue of sends that ``sender`` waits for; a Gloo send ends when the receiver has read it."""
+    queue = names.get("under_way")
+    stages = [stage for (stage, _), waiting in sender._under_way.items() if waiting is queue]
+    return {"waits": tuple(sender.rank.peer(stage) for stage in stages)}
+
+
+def _loss(loss: LossSum, names: _Locals, executor: Executor) -> dict[str, tuple[int, ...]]:
+    return {"waits": tuple(loss.targets) if "work" in names else () if loss.source is None else (loss.source,)}
+
+
+_WAITING: dict[tuple[type, str], Callable[[Any, _Locals, Executor], dict[str, tuple[int, ...]]]] = {
+    (Transfer, "wait"): _collective,
+    (Receive, "finish"): _receive,
+    (TorchCommunicator, "send"): _peer,
+    (TorchCommunicator, "recv"): _peer,
+    (Sender, "release"): _send,
+    (Sender, "finish"): _send,
+    (LossSum, "finish"): _loss,
+}

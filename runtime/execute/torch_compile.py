@@ -1,0 +1,158 @@
+"""A block's functions through ``torch.compile``: what lies between two collectives becomes one compiled function.
+
+The collectives stay lines of the rank's own function (``codegen.py``), started and waited for as before; products whose
+result is a gradient alone stay, too, since they are added up in place. A function that cannot be compiled runs operator
+by operator.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import operator
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.ir.collectives import collective_name
+from runtime.errors import LaunchError
+
+META = torch.device("meta")
+
+_log = logging.getLogger(__name__)
+_COMPILERS = ("g++", "clang++", "c++", "cl")
+# Torch traces and compiles in one thread at a time, and refuses calls of compiled functions in the others meanwhile.
+one_thread = threading.RLock()
+_LEAST = 2  # operators that are worth a function of their own
+
+
+class Segment:
+    """Operators of a block, compiled when they first run; safe to share between ranks of a process."""
+
+    def __init__(self, name: str, module: fx.GraphModule, backend: str) -> None:
+        self.name = name
+        self.__name__ = "compiled"  # what torch.fx calls its node
+        self.module = module
+        self._known: set[int] = set()  # threads that have called it
+        self.function: Callable[..., Any] = torch.compile(module, backend=backend, fullgraph=True, dynamic=None)
+
+    def __call__(self, *arguments: Any) -> Any:
+        with one_thread:
+            if threading.get_ident() in self._known:
+                return self.function(*arguments)
+            result = self._first(arguments)
+            self._known.add(threading.get_ident())
+            return result
+
+    def _first(self, arguments: tuple[Any, ...]) -> Any:
+        """The first call in a thread, which compiles."""
+        try:
+            return self.function(*arguments)
+        except Exception as error:
+            if self.function == self.module.forward:
+                raise
+            result = self.module.forward(*arguments)  # raises, too, where the operators are at fault
+            _log.warning(
+                "%s is not compiled, and runs operator by operator: %s", self.name, " ".join(str(error).split()[:40])
+            )
+            self.function = self.module.forward
+            return result
+
+    def __str__(self) -> str:
+        return f"compiled {self.name}"
+
+
+def backend_of(asked: bool | str, device: torch.device) -> str | None:
+    """The compiler to use: a name that ``torch.compile`` knows; ``True``: Inductor, where it can work; ``None``: none.
+
+    Raises :class:`LaunchError` for a name that torch does not know.
+    """
+    if asked is False:
+        return None
+    if isinstance(asked, str):
+        known = torch.compiler.list_backends(exclude_tags=())
+        if asked not in known:
+            raise LaunchError(f"compile must be a bool or one of {', '.join(sorted(known))}; got {asked!r}")
+        return asked
+    missing = _missing(device)
+    if missing:
+        _log.warning("blocks run operator by operator: torch.compile needs %s on this machine", missing)
+        return None
+    return "inductor"
+
+
+def _missing(device: torch.device) -> str:
+    if device.type == "cuda":
+        return "" if importlib.util.find_spec("triton") else "triton"
+    from torch._inductor import config
+
+    named = config.cpp.cxx if isinstance(config.cpp.cxx, tuple | list) else (config.cpp.cxx,)
+    found = any(shutil.which(c) for c in (*named, *_COMPILERS) if c)
+    return "" if found else "a C++ compiler"
+
+
+def fuse(
+    graph: fx.Graph, num_sinks: int, device: torch.device, made: Callable[[int, fx.GraphModule], Callable[..., Any]]
+) -> fx.Graph:
+    """``graph`` with compiled functions in the place of the operators between its collectives.
+
+    ``made(number, module)`` gives the function for a part; the last ``num_sinks`` outputs are sunk.
+    """
+    nodes = [n for n in graph.nodes if n.op == "call_function"]
+    results: tuple[Any, ...] = tuple(graph.output_node().args[0])  # type: ignore[arg-type]
+    sunk = set(results[len(results) - num_sinks :])
+    apart: set[fx.Node] = set()
+    levels: dict[fx.Node, int] = {}
+    for node in nodes:
+        source = node.all_input_nodes[0] if node.all_input_nodes else None
+        part_of_one = node.target is operator.getitem and source in apart
+        product = node.target is torch.ops.aten.mm.default and node in sunk and set(node.users) == {graph.output_node()}
+        if collective_name(node.target) is not None or part_of_one or product:
+            apart.add(node)
+        # A collective's result is of the next level: what reads it comes after all that leads to it.
+        levels[node] = max((levels.get(i, 0) + (i in apart) for i in node.all_input_nodes), default=0)
+    new = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {n: new.node_copy(n) for n in graph.nodes if n.op == "placeholder"}
+    for level in range(max(levels.values(), default=0) + 1):
+        here = [n for n in nodes if levels[n] == level]
+        inside = [n for n in here if n not in apart]
+        if len(inside) < _LEAST:
+            for node in inside:
+                values[node] = new.node_copy(node, values.__getitem__)
+        else:
+            _add(new, inside, values, device, partial(made, level))
+        for node in here:
+            if node in apart:
+                values[node] = new.node_copy(node, values.__getitem__)
+    new.output(fx.node.map_arg(results, values.__getitem__))
+    return new
+
+
+def _add(
+    new: fx.Graph,
+    inside: Sequence[fx.Node],
+    values: dict[fx.Node, fx.Node],
+    device: torch.device,
+    made: Callable[[fx.GraphModule], Callable[..., Any]],
+) -> None:
+    """One function for ``inside``, and its results."""
+    members = set(inside)
+    read = list(dict.fromkeys(o for n in inside for o in n.all_input_nodes if o not in members))
+    given = [n for n in inside if any(u not in members for u in n.users)]
+    graph = fx.Graph()
+    local = {n: graph.placeholder(n.name) for n in read}
+    for node in inside:
+        copy = local[node] = graph.node_copy(node, local.__getitem__)
+        copy.args = fx.node.map_aggregate(copy.args, lambda a: device if a == META else a)
+        copy.kwargs = fx.node.map_aggregate(copy.kwargs, lambda a: device if a == META else a)
+    graph.output(tuple(local[n] for n in given))
+    call = new.call_function(made(fx.GraphModule({}, graph)), tuple(values[n] for n in read))
+    call.meta = {k: v for k, v in inside[0].meta.items() if k in ("path", "source")}
+    for index, node in enumerate(given):
+        values[node] = new.call_function(operator.getitem, (call, index))
+        values[node].meta = dict(node.meta)

@@ -1,0 +1,195 @@
+"""Sends and receives of one rank: a receive starts one computation early and ends where its values are first read."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from passes.ir.serialize import dtype_of
+from runtime.comm.group import Communicator, Work
+from runtime.comm.wait_clock import wait_for
+from runtime.execute.calls import Environment
+from runtime.program.instructions import Instruction, Instructions
+from runtime.program.program import RankProgram, Stage, shortened
+
+COMPUTING = frozenset({"F", "B", "I", "W"})
+
+RECEIVING = frozenset({"RECV_F", "RECV_B"})
+SENDING = frozenset({"SEND_F", "SEND_B"})
+Slot = tuple[str, int, str]  # "F" (a value) or "B" (its gradient), microbatch, name
+Direction = tuple[int, str]  # a stage, and the channel to it
+
+
+class Receive:
+    """One RECV_F or RECV_B: ``start`` posts its buffers, ``finish`` waits and puts the tensors where they belong."""
+
+    def __init__(
+        self,
+        instruction: Instruction,
+        rank: RankProgram,
+        communicator: Communicator,
+        place: Callable[[int, str, Tensor], None],
+    ) -> None:
+        assert instruction.peer is not None
+        assert instruction.microbatch is not None
+        self.channel = instruction.op[-1]
+        self.microbatch = instruction.microbatch
+        self.values = instruction.values
+        self.source = rank.peer(instruction.peer)
+        self.communicator = communicator
+        self.place = place
+        specs = [rank.program.values[v] for v in self.values]
+        self.specs = [(s.shape, dtype_of(s.dtype)) for s in specs]
+        self.device = communicator.device
+        self.under_way: list[tuple[str, Tensor, Work]] = []
+
+    @property
+    def slots(self) -> list[Slot]:
+        return [(self.channel, self.microbatch, v) for v in self.values]
+
+    def start(self) -> None:
+        for value, (shape, dtype) in zip(self.values, self.specs, strict=True):
+            buffer = torch.empty(shape, dtype=dtype, device=self.device)
+            work = self.communicator.recv(buffer, self.source, self.channel)
+            self.under_way.append((value, buffer, work))
+
+    def finish(self) -> None:
+        under_way, self.under_way = self.under_way, []
+        for value, buffer, work in under_way:
+            wait_for(work)
+            self.place(self.microbatch, value, buffer)
+
+
+class Sender:
+    """Starts transfers and keeps what is sent until it has arrived."""
+
+    def __init__(self, rank: RankProgram, env: Environment, communicator: Communicator) -> None:
+        self.rank = rank
+        self.env = env
+        self.communicator = communicator
+        self._under_way: dict[Direction, deque[tuple[Work, Tensor]]] = {}
+        self._released: dict[Direction, int] = {}
+
+    def action(self, instruction: Instruction) -> Callable[[], None]:
+        assert instruction.peer is not None
+        assert instruction.microbatch is not None
+        channel, microbatch, values = instruction.op[-1], instruction.microbatch, instruction.values
+        target = self.rank.peer(instruction.peer)
+        under_way = self._under_way.setdefault((instruction.peer, channel), deque())
+
+        def send() -> None:
+            held = self.env.values[microbatch]
+            for value in values:
+                tensor = held[value] if channel == "F" else self.env.gradient(microbatch, value)
+                tensor = tensor.contiguous()
+                under_way.append((self.communicator.send(tensor, target, channel), tensor))
+
+        return send
+
+    def release(self, direction: Direction, count: int) -> None:
+        """Forget the first ``count`` tensors of the step that went in ``direction``: they have arrived."""
+        under_way = self._under_way[direction]
+        for _ in range(count - self._released.get(direction, 0)):
+            wait_for(under_way.popleft()[0])
+        self._released[direction] = max(count, self._released.get(direction, 0))
+
+    def finish(self) -> None:
+        for under_way in self._under_way.values():
+            while under_way:
+                wait_for(under_way.popleft()[0])
+        self._released.clear()
+
+
+def arrivals(rank: RankProgram) -> dict[int, list[tuple[Direction, int]]]:
+    """For each of ``rank``'s receives, the sends that it proves to have arrived: ``(direction, how many tensors)``.
+
+    What a peer sends after it has read what it got shows that it got it. Gloo does not tell whether a send has ended,
+    and to wait for all until the end of the step would keep every microbatch's gradients.
+    """
+    found: dict[int, list[tuple[Direction, int]]] = {}
+    stages = rank.program.stages
+    me = rank.stage_index
+    for peer in {i.peer for i in rank.instructions if i.op in SENDING and i.peer not in (None, me)}:
+        assert peer is not None
+        theirs = shortened(stages[peer].instructions, rank.program, len(rank.share))
+        reads = _first_reads(stages[peer], theirs, me)
+        answers = {
+            c: [j for j, i in enumerate(theirs) if i.op == f"SEND_{c}" and i.peer == me for _ in i.values]
+            for c in ("F", "B")
+        }
+        taken = {"F": 0, "B": 0}
+        for index, instruction in enumerate(rank.instructions):
+            if instruction.op not in RECEIVING or instruction.peer != peer:
+                continue
+            channel = instruction.op[-1]
+            taken[channel] += len(instruction.values)
+            sent_at = answers[channel][taken[channel] - 1] if 0 < taken[channel] <= len(answers[channel]) else -1
+            for sent, places in reads.items():
+                count = sum(size for read_at, size in places if read_at < sent_at)
+                if count:
+                    found.setdefault(index, []).append(((peer, sent), count))
+    return found
+
+
+def _first_reads(stage: Stage, instructions: Instructions, source: int) -> dict[str, list[tuple[int, int]]]:
+    """For each channel, the receives of ``stage`` from ``source`` in order: (where it is first read, its tensors)."""
+    reads: dict[str, list[tuple[int, int]]] = {"F": [], "B": []}
+    for index, instruction in enumerate(instructions):
+        if instruction.op in RECEIVING and instruction.peer == source:
+            channel = instruction.op[-1]
+            slots = {(channel, instruction.microbatch, v) for v in instruction.values}
+            later = enumerate(instructions[index + 1 :], index + 1)
+            read_at = next((j for j, i in later if slots & set(slots_read(i, stage))), len(instructions))
+            latest = max([read_at, *(place for place, _ in reads[channel])])  # a channel is released in its order
+            reads[channel].append((latest, len(instruction.values)))
+    return reads
+
+
+def early_starts(instructions: Sequence[Instruction]) -> dict[int, list[int]]:
+    """Where each receive is posted: before which instruction -> receives, in order.
+
+    One computation early, so that the transfer runs behind it; receives of one channel keep their order. Not before a
+    computation of its own microbatch: what is received may come of it, and on a GPU a receive is a kernel that waits.
+    """
+    starts: dict[int, list[int]] = {}
+    last: dict[tuple[int | None, str], int] = {}
+    for index, instruction in enumerate(instructions):
+        if instruction.op not in RECEIVING:
+            continue
+        channel = instruction.peer, instruction.op
+        start = index
+        while start > last.get(channel, 0):
+            before = instructions[start - 1]
+            if before.op in COMPUTING and before.microbatch == instruction.microbatch:
+                break
+            start -= 1
+            if before.op in COMPUTING:
+                break
+        last[channel] = start
+        starts.setdefault(start, []).append(index)
+    return starts
+
+
+def slots_read(instruction: Instruction, stage: Stage) -> list[Slot]:
+    """The received values and gradients that ``instruction`` may be the first to read."""
+    microbatch = instruction.microbatch
+    if microbatch is None:
+        return []
+    calls = [] if instruction.calls is None else stage.calls[slice(*instruction.calls)]
+    match instruction.op:
+        case "F":
+            return [("F", microbatch, v) for call in calls for v in call.inputs]
+        case "TOTAL_F":
+            return [("F", microbatch, v) for call in stage.calls if call.prologue for v in call.inputs]
+        case "SEND_F":
+            return [("F", microbatch, v) for v in instruction.values]
+        case "B" | "I":
+            return [("B", microbatch, v) for call in calls for v in call.outputs]
+        case "SEND_B" | "RECV_B":
+            return [("B", microbatch, v) for v in instruction.values]
+        case "FREE":
+            return [("B" if instruction.gradients else "F", microbatch, v) for v in instruction.values]
+    return []

@@ -1,0 +1,1 @@
+"""Starts ranks: the `python -m runtime` command, local processes and threads, torchrun."""

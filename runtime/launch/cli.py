@@ -1,0 +1,280 @@
+"""``torchrun --nproc-per-node 4 -m runtime plan.json --weights folder/``: train a plan for some steps.
+
+Rank 0 prints one line per step. Ranks are watched: one that fails, is killed or stands still is told with its
+instruction and graph node, and recorded for torchrun, which ends the others at once. With ``--checkpoints`` a run that
+is restarted goes on from its newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from passes.errors import PartitionError
+from passes.ir.serialize import dtype_of
+from runtime.checkpoint.series import Checkpoints
+from runtime.comm.failure_origin import is_secondary
+from runtime.comm.rendezvous import init_process_group
+from runtime.debug import check_finite
+from runtime.engine.defaults import local_gpu
+from runtime.engine.engine import Engine
+from runtime.errors import InstructionError, LaunchError
+from runtime.observe.metrics import LossSpikes, StepLog
+from runtime.program.load import program_of
+from runtime.program.program import Program
+from runtime.watch.watchdog import Watch
+
+_PATIENCE_S = 5.0
+
+_Number = TypeVar("_Number", int, float)
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line; never returns. Exit status 0, 1 where a rank failed, 2 for a wrong command line."""
+    options = _parser().parse_args(arguments)
+    status = 0
+    try:
+        record(_train_patiently)(options)
+    except SystemExit as error:
+        status = int(error.code or 0)
+    except PartitionError as error:
+        status = 1
+        print(f"rank {_rank()}: {type(error).__name__}: {error}", file=sys.stderr)
+    except BaseException:
+        status = 1
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # Gloo's tear-down sometimes aborts the process
+
+
+def _at_least(kind: Callable[[str], _Number], least: _Number) -> Callable[[str], _Number]:
+    """A type of arguments that are numbers from ``least`` on."""
+
+    def number(text: str) -> _Number:
+        value = kind(text)
+        if not value >= least:
+            raise argparse.ArgumentTypeError(f"expected {least} or more, got {text}")
+        return value
+
+    return number
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="torchrun --nproc-per-node N -m runtime", description="Train a plan on its ranks for some steps."
+    )
+    parser.add_argument("plan", help="a plan's JSON file")
+    parser.add_argument("--weights", help="a safetensors file or folder; without it, small random weights")
+    parser.add_argument("--steps", type=_at_least(int, 0), default=1, help="in all, those before a restart too")
+    parser.add_argument(
+        "--batch", default="random", help="a safetensors file with the inputs of one global batch by path, or 'random'"
+    )
+    parser.add_argument("--lr", type=_at_least(float, 0.0), default=1e-4, help="of AdamW")
+    parser.add_argument("--clip", type=_at_least(float, 0.0), help="the largest norm of the whole gradient")
+    parser.add_argument("--save", help="write the weights to this folder at the end, as safetensors")
+    parser.add_argument("--checkpoints", type=Path, help="a folder of checkpoints by step; goes on from the newest")
+    parser.add_argument(
+        "--every", type=_at_least(int, 0), default=100, help="steps between checkpoints; the last is saved, too"
+    )
+    parser.add_argument(
+        "--copies-every",
+        type=_at_least(int, 0),
+        default=0,
+        help="with --checkpoints: steps between copies in the nodes' memory",
+    )
+    parser.add_argument(
+        "--offload-folder", help="a folder of each node's disk, for plans that keep optimizer states on disk"
+    )
+    parser.add_argument("--metrics", help="a folder for metrics.jsonl and TensorBoard's events")
+    parser.add_argument("--check", action="store_true", help="stop at a loss or gradient that is no number")
+    parser.add_argument(
+        "--patience", type=_at_least(float, 0.0), default=300.0, help="seconds without movement that count as a stall"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--timeout", type=_at_least(float, 0.0), default=600.0, help="seconds that a rank waits for another one"
+    )
+    return parser
+
+
+def _train_patiently(options: argparse.Namespace) -> None:
+    """Train; a rank that lost another one waits to be ended with it, so that only the first cause is recorded."""
+    try:
+        _train(options)
+    except Exception as error:
+        if error.failure.secondary if isinstance(error, InstructionError) else is_secondary(error):
+            time.sleep(_PATIENCE_S)
+        raise
+
+
+def _has_gpu() -> bool:
+    """Whether each rank of this node has a GPU: one that it alone sees, or one of as many as there are ranks."""
+    if not torch.cuda.is_available():
+        return False
+    ranks, count = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    alone = count == 1 and "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ",")
+    if count >= ranks or alone:
+        return True
+    if os.environ.get("LOCAL_RANK") == "0":
+        print(f"{ranks} ranks and {count} GPUs on this node: they run on the CPU, over Gloo", file=sys.stderr)
+    return False
+
+
+def _train(options: argparse.Namespace) -> None:
+    program = program_of(options.plan)
+    _check_world(program)
+    if options.copies_every and options.checkpoints is None:
+        raise LaunchError("--copies-every expects --checkpoints, a folder that all ranks see, and got none: name one")
+    with ExitStack() as stack:
+        if "RANK" in os.environ:
+            on_gpu = _has_gpu()
+            if on_gpu:
+                local_gpu()
+            init_process_group("nccl" if on_gpu else "gloo", timedelta(seconds=options.timeout))
+        engine = Engine(options.plan, options.weights, seed=options.seed, offload_folder=options.offload_folder)
+        stack.callback(sys.stdout.flush)
+        if "RANK" in os.environ:
+            stack.enter_context(Watch(engine, patience_s=options.patience))
+        _steps(engine, options)
+        if options.save:
+            engine.export_weights(options.save)
+        engine.barrier()
+
+
+def _steps(engine: Engine, options: argparse.Namespace) -> None:
+    trained = [p for p in engine.parameters() if p.requires_grad]
+    program = engine.program
+    train = program.objective == "train" and any(state.requires_grad for state in program.states.values())
+    on_gpu = all(p.is_cuda for p in trained)  # torch's default passes over memory three times as often as fused kernels
+    optimizer = None
+    if train and trained:  # a stage may be frozen
+        optimizer = torch.optim.AdamW(trained, lr=options.lr, fused=on_gpu or None)
+    if optimizer is not None:
+        engine.on_disk(optimizer)
+    kept = None
+    if options.checkpoints is not None:
+        kept = Checkpoints(
+            options.checkpoints,
+            engine,
+            optimizer,
+            every=options.every,
+            copies_every=options.copies_every,
+            signals=(signal.SIGTERM,),
+        )
+        found = kept.restore()
+        if _rank() == 0:
+            where = "no checkpoint there: from the start" if found is None else f"going on from step {found}"
+            print(f"{options.checkpoints}: {where}", file=sys.stderr, flush=True)
+    spikes = LossSpikes()
+    first, told = _rank() == 0, False
+    with StepLog(engine, options.plan, options.metrics if first else None) as log:
+        for batch in _batches(engine.program, options, engine.steps):
+            loss = engine.step(batch)
+            if options.check:
+                check_finite(engine, batch)
+            more = {}
+            if options.clip is not None and train:
+                more["norm"] = engine.clip_grad_norm_(options.clip).item()
+            if optimizer is not None:
+                optimizer.step()
+            metrics = log.step(loss, **more)
+            if first:
+                print(metrics, *(f"{k} {v:.4f}" for k, v in more.items()), sep="  ", flush=True)
+            spike = spikes.see(metrics.step, metrics.loss) if metrics.loss is not None else None
+            if spike is not None and first:
+                print(f"loss spike: {spike}", file=sys.stderr, flush=True)
+            if kept is not None:
+                kept.after_step()
+                told = told or _tell_copies(kept)
+                if kept.interrupted:
+                    break
+    if kept is not None:
+        kept.close()
+        if kept.interrupted:
+            if first:
+                print(f"asked to end: step {engine.steps} is saved in {options.checkpoints}", file=sys.stderr)
+            sys.exit(128 + signal.SIGTERM)  # it is not done: whoever starts runs again may do so
+
+
+def _tell_copies(kept: Checkpoints) -> bool:
+    """Say, once it is known, what copies take."""
+    copies = kept.copies
+    if copies is None or not copies.nbytes:
+        return False
+    if _rank() == 0:
+        told = f"{copies.nbytes / 2**30:.2f} GiB of this node's memory, in {copies.folder}"
+        print(f"copies of the state: {told}", file=sys.stderr, flush=True)
+    return True
+
+
+def _batches(program: Program, options: argparse.Namespace, done: int) -> Iterator[dict[str, Tensor]]:
+    fixed = None if options.batch == "random" else _batch_file(Path(options.batch))
+    for index in range(done, options.steps):
+        yield random_batch(program, options.seed + index) if fixed is None else fixed
+
+
+def _batch_file(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except Exception as error:
+        raise LaunchError(f"the batch {path} cannot be read as safetensors: {error}") from None
+
+
+def random_batch(program: Program, seed: int) -> dict[str, Tensor]:
+    """A batch that the program can run on, the same on all ranks: integers are below the smallest embedding table."""
+    generator = torch.Generator().manual_seed(seed)
+    high = _smallest_table(program)
+    batch = {}
+    for data in program.inputs:
+        dtype = dtype_of(data.dtype)
+        if dtype.is_floating_point:
+            batch[data.path] = torch.randn(data.shape, generator=generator).to(dtype)
+        elif dtype == torch.bool or "mask" in data.path:
+            batch[data.path] = torch.ones(data.shape, dtype=dtype)
+        else:
+            batch[data.path] = torch.randint(high, data.shape, generator=generator, dtype=dtype)
+    return batch
+
+
+def _smallest_table(program: Program) -> int:
+    """The fewest rows of any embedding; 2 without one."""
+    rows = []
+    for stage in program.stages:
+        for call in stage.calls:
+            block = program.blocks[call.block]
+            named = dict(zip(block.states, call.states, strict=True))
+            for node in block.nodes:
+                if node.get("target") == "aten.embedding.default":
+                    table = named.get(node["args"][0].get("node", ""))
+                    rows += [program.states[table].shape[0]] if table else []
+    return min(rows, default=2)
+
+
+def _check_world(program: Program) -> None:
+    """Raise :class:`LaunchError` before anything is started if torchrun did not start the plan's number of ranks."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size != program.world_size:
+        mesh = ", ".join(f"{axis}={n}" for axis, n in program.mesh.items() if n > 1) or "one rank"
+        raise LaunchError(
+            f"the plan is for {program.world_size} ranks ({mesh}), {world_size} were started: use "
+            f"torchrun --nproc-per-node {program.world_size} (nodes x processes per node), or plan for {world_size}"
+        )
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))

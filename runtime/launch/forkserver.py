@@ -1,0 +1,163 @@
+"""A process that has torch loaded and no threads, and forks one rank after another in milliseconds.
+
+``multiprocessing``'s own fork server would import the user's main script anew in every rank. This one is given a socket
+for each rank to talk through, and takes all its ranks with it when it ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import runtime
+
+_ROOT = Path(runtime.__file__).resolve().parent.parent
+
+_SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
+# Ctrl-C is for the client, which then closes the socket; also while the server imports.
+_SERVER = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+from runtime.launch.forkserver import serve
+serve(int(sys.argv[1]))
+"""
+
+
+class Child(NamedTuple):
+    """A forked rank: its process and this side of its socket."""
+
+    pid: int
+    connection: Connection
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        self.connection.close()
+
+
+class ForkServer:
+    """The client's side. One server serves a whole program; it starts on first use."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # A library that starts threads when it is imported would leave its locks behind in the fork; who looks for GPUs
+        # by CUDA itself, as fake tensors do, leaves forks that cannot use them.
+        quiet = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        quiet["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+        path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _SERVER, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **quiet, "PYTHONPATH": path},
+            )
+        self._lock = threading.Lock()
+        self._serves = False  # until the first answer it imports, and hears nothing
+        atexit.register(self.close)
+
+    def fork(self, arguments: Mapping[str, Any]) -> Child:
+        """Start ``runtime.launch.process_pool.main(connection, **arguments)`` in a process of its own."""
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            answer = self._ask({"op": "fork", "arguments": dict(arguments)}, theirs.fileno())
+            return Child(int(answer["pid"]), Connection(ours.detach()))
+
+    def status(self, pid: int) -> int | None:
+        """How a rank ended, as ``os.waitstatus_to_exitcode`` says it; ``None`` while it runs."""
+        status: int | None = self._ask({"op": "status", "pid": pid})["status"]
+        return status
+
+    def _ask(self, request: dict[str, Any], *fds: int) -> dict[str, Any]:
+        with self._lock:
+            socket.send_fds(self._socket, [json.dumps(request).encode()], list(fds))
+            answer = self._socket.recv(1 << 16)
+        if not answer:
+            raise RuntimeError(f"the fork server has ended (exit status {self.process.poll()})")
+        self._serves = True
+        decoded: dict[str, Any] = json.loads(answer)
+        return decoded
+
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def close(self) -> None:
+        """End the server, and with it all ranks."""
+        atexit.unregister(self.close)
+        self._socket.close()
+        if not self._serves:
+            self.process.kill()
+        try:
+            self.process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+_server: ForkServer | None = None
+
+_server_lock = threading.Lock()
+
+
+def fork_server() -> ForkServer:
+    """The one server of this process."""
+    global _server
+    with _server_lock:
+        if _server is None or not _server.alive():
+            _server = ForkServer()
+        return _server
+
+
+def serve(fd: int) -> None:
+    """The server's loop on its end of the socket, until the client's end is closed."""
+    from runtime.launch import process_pool
+
+    process_pool.preload()
+    requests = socket.socket(fileno=fd)
+    statuses: dict[int, int] = {}
+    running: set[int] = set()
+    while True:
+        message, fds, _, _ = socket.recv_fds(requests, 1 << 20, 1)
+        if not message:
+            break
+        request = json.loads(message)
+        _reap(running, statuses)
+        if request["op"] == "status":
+            answer: dict[str, Any] = {"status": statuses.get(request["pid"])}
+        else:
+            pid = os.fork()
+            if pid == 0:
+                requests.close()
+                ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
+                try:
+                    process_pool.main(Connection(fds[0]), **request["arguments"])
+                finally:
+                    os._exit(1)
+            os.close(fds[0])
+            running.add(pid)
+            answer = {"pid": pid}
+        with contextlib.suppress(BrokenPipeError):  # the client was interrupted; the next message is its end
+            requests.send(json.dumps(answer).encode())
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+
+
+def _reap(running: set[int], statuses: dict[int, int]) -> None:
+    for pid in list(running):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            running.discard(pid)
+            statuses[pid] = os.waitstatus_to_exitcode(status)

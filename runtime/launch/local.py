@@ -1,0 +1,185 @@
+"""Run a plan on this machine: every rank as a process over Gloo, or as a thread of this process."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from passes.faults import typed_errors
+from runtime.comm.failure_origin import is_of_ranks, is_secondary
+from runtime.comm.thread_backend import ThreadWorld
+from runtime.engine.batches import batch_by_path
+from runtime.engine.defaults import one_step_folder
+from runtime.engine.engine import Engine
+from runtime.errors import Failure, InstructionError, LaunchError, RankError
+from runtime.execute.bind import Library
+from runtime.launch.process_pool import LocalRanks, Part, Run, joined, part_of, run_program, unread_gradients
+from runtime.program.load import placement_of, program_of
+from runtime.program.precision import with_precision
+from runtime.program.program import Program
+from runtime.state.parameters import check_weights, names_read
+from runtime.state.weights import FileWeights, TensorWeights, Weights, module_tensors, weights_of, write_weights
+from runtime.watch.stragglers import Monitor
+
+Model = nn.Module | Mapping[str, Tensor] | str | Path
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@typed_errors("run_local()", passing=is_of_ranks)
+def run_local(
+    plan: Any,
+    model: Model,
+    inputs: Any,
+    *,
+    precision: str | None = None,
+    timeout: float = 300.0,
+    outputs: bool = True,
+    grads: bool = True,
+    seed: int = 0,
+    ranks: LocalRanks | None = None,
+) -> Run:
+    """Run one step of ``plan`` with every rank as a process of this machine, over Gloo.
+
+    Args:
+        model: the weights: a module, a dict of tensors, or a safetensors file or folder.
+        inputs: the whole global batch, as the model takes it.
+        precision: floating type to run in instead of the planned one: ``fp64`` to compare.
+        timeout: seconds after which all ranks are ended.
+        outputs, grads: whether to collect the model's results, and the gradients.
+        seed: seed of the model's random operators.
+        ranks: running processes to use, which stay alive; by default new ones are started and ended.
+
+    Raises :class:`RankError` if a rank fails (the others are ended within a second; the message ends with the first
+    cause), :class:`RankTimeout` after ``timeout``, :class:`WeightsError` or :class:`BatchError` if ``model`` or
+    ``inputs`` do not match the plan, and :class:`LaunchError` if ``ranks`` has too few processes.
+    """
+    program = with_precision(program_of(plan), precision)
+    if ranks is not None and ranks.num_ranks < program.world_size:
+        raise LaunchError(
+            f"the plan is for {program.world_size} ranks, the pool has {ranks.num_ranks}: make a larger one"
+        )
+    weights = weights_of(model, names_read(program))
+    check_weights(program, weights)
+    batch = batch_by_path(program, inputs)
+    with tempfile.TemporaryDirectory(prefix="run-", dir=_scratch(program)) as name, _ranks(program, ranks) as pool:
+        folder = Path(name)
+        (folder / "program.json").write_text(program.model_dump_json(exclude_defaults=True))
+        torch.save(batch, folder / "inputs.pt")
+        results = [str(folder / f"{rank}.pt") for rank in range(program.world_size)]
+        files = [
+            folder / "program.json",
+            _written(program, weights, folder / "weights.safetensors"),
+            folder / "inputs.pt",
+        ]
+        arguments = (*map(str, files), results, placement_of(plan), seed, outputs, grads, str(folder / "watch"))
+        pool.call(run_program, *arguments, timeout=timeout, watch=Monitor(folder / "watch", timeout))
+        parts = [Part(rank, **torch.load(path, weights_only=True)) for rank, path in enumerate(results)]
+    return joined(program, parts, _unread(program, model))
+
+
+@typed_errors("run_threads()", passing=is_of_ranks)
+def run_threads(
+    plan: Any,
+    model: Model,
+    inputs: Any,
+    *,
+    precision: str | None = None,
+    timeout: float = 300.0,
+    outputs: bool = True,
+    grads: bool = True,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> Run:
+    """Run one step of ``plan`` with every rank as a thread of this process, on ``device``.
+
+    Takes the arguments of :func:`run_local` and computes the same numbers, but starts no processes. Raises
+    :class:`RankError` if a rank fails, :class:`WeightsError` or :class:`BatchError` if ``model`` or ``inputs`` do not
+    match the plan.
+    """
+    device = torch.device(device)
+    program = with_precision(program_of(plan), precision)
+    weights = weights_of(model, names_read(program))
+    check_weights(program, weights)
+    batch = batch_by_path(program, inputs)
+    world = ThreadWorld(program.world_size, device, timeout)
+    library = Library(program, world.device)
+    parts: dict[int, Part] = {}
+    failures: list[Failure] = []
+
+    def work(rank: int) -> None:
+        try:
+            communicator = world.communicator(rank)
+            engine = Engine(
+                program,
+                weights,
+                seed=seed,
+                keep_outputs=outputs,
+                communicator=communicator,
+                library=library,
+                offload_folder=one_step_folder(),
+            )
+            engine.step(batch)
+            parts[rank] = part_of(engine, outputs, grads)
+        except Exception as error:
+            failure = (
+                error.failure
+                if isinstance(error, InstructionError)
+                else Failure(rank, str(error), type(error).__name__, secondary=is_secondary(error))
+            )
+            failures.append(failure)
+            world.abort(str(failure))
+
+    threads = [threading.Thread(target=work, args=(rank,), name=f"rank {rank}") for rank in range(program.world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if isinstance(weights, FileWeights):
+        weights.close()
+    if failures:
+        raise RankError(tuple(failures), program.world_size)
+    return joined(program, [parts[r] for r in sorted(parts)], _unread(program, model))
+
+
+def _ranks(program: Program, ranks: LocalRanks | None) -> Any:
+    return LocalRanks(program.world_size) if ranks is None else nullcontext(ranks)
+
+
+def _scratch(program: Program) -> Path | None:
+    """``/dev/shm`` if it has room for twice the weights and results; ``None``, the default temporary folder, if not."""
+    needed = 4 * sum(torch.Size(s.shape).numel() * 8 for s in program.states.values())
+    if _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > needed:
+        return _SHARED_MEMORY
+    return None
+
+
+def _written(program: Program, weights: Weights, path: Path) -> Path:
+    """The file of the weights that the program reads, written to ``path`` unless they are a file already. All ranks
+    map it into memory."""
+    if isinstance(weights, FileWeights):
+        return Path(weights.origin)
+    assert isinstance(weights, TensorWeights)
+    content: dict[str, Tensor] = {}
+    for name, state in program.states.items():
+        if state.parts:
+            content |= {p: weights.tensors[p] for p in state.parts}
+            continue
+        found = next((n for n in (name, *state.aliases) if weights.spec(n) is not None), None)
+        if found is not None:
+            content[name] = weights.tensors[found]
+    return write_weights(content, path)
+
+
+def _unread(program: Program, model: Model) -> dict[str, Tensor]:
+    if program.objective != "train" or not isinstance(model, nn.Module):
+        return {}
+    return unread_gradients(program, module_tensors(model))

@@ -1,0 +1,483 @@
+"""From what each rank holds after a step to what the model would have given: outputs, loss, gradients, whole.
+
+Processes on this machine that stand for ranks, kept alive from one run to the next.
+
+A rank of :class:`runtime.launch.process_pool.LocalRanks`: a process that runs one program after another when told to.
+
+What a rank and its owner say to each other: ``(kind, content)``, pickled as plain bytes.
+
+``Connection.send`` would hand tensors over as shared memory, which a process that ends at once cannot keep alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pickle
+import queue
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from passes.ir.layouts import Layout, join_shards
+from runtime.comm.failure_origin import is_secondary
+from runtime.comm.torch_backend import TorchCommunicator
+from runtime.engine.defaults import default_device, one_step_folder
+from runtime.engine.engine import Engine
+from runtime.errors import DIED, LEFT, LOST, Failure, InstructionError, LaunchError, RankError, RankTimeout, first_cause
+from runtime.execute.bind import Library
+from runtime.execute.executor import Executor
+from runtime.execute.failures import instruction_text
+from runtime.launch.forkserver import Child, ForkServer, fork_server
+from runtime.program.program import OutputData, Program, shard_shape, updated_states
+from runtime.state.parameters import by_model_names, join_pieces, model_names
+from runtime.watch.stragglers import Monitor
+from runtime.watch.watchdog import Watch
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's share of the results: what no other rank gives as well."""
+
+    rank: int
+    loss: Tensor | None
+    outputs: dict[str, dict[int, Tensor]]  # value -> microbatch -> tensor
+    grads: dict[str, Tensor]  # state -> this rank's shard
+    buffers: dict[str, Tensor] = field(default_factory=dict)  # those that the step changed, likewise
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one step of a program computed.
+
+    ``outputs`` has the structure of the model's result where that can be rebuilt, else it is a dict by path. ``grads``
+    has every parameter that takes a gradient, ``buffers`` every buffer that the step changed, under each of its names.
+    """
+
+    outputs: Any
+    loss: Tensor | None
+    grads: dict[str, Tensor] = field(repr=False)
+    leaves: dict[str, Any] = field(repr=False)  # the outputs by path
+    buffers: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+
+def part_of(engine: Engine, outputs: bool = True, grads: bool = True) -> Part:
+    """What ``engine``'s rank contributes after a step; replicas contribute once."""
+    rank = engine.rank_program
+    program, at = rank.program, rank.coordinates
+    layouts = {o.value: (Layout.parse(o.layout), Layout.parse(o.context)) for o in program.outputs if o.value}
+    made = {
+        value: by_microbatch
+        for value, by_microbatch in engine.outputs.items()
+        if outputs and all(at[a] == 0 or not to.is_whole for a, to in zip(("tp", "cp"), layouts[value], strict=True))
+    }
+    mine = {
+        name
+        for name, state in program.states.items()
+        if rank.stage_index == min(state.stages, default=None) and rank.is_first_holder(name)
+    }
+    shards = {
+        name: parameter.grad
+        for name, parameter in engine.named_parameters()
+        if grads and parameter.grad is not None and name in mine
+    }
+    held = engine.state_dict()
+    buffers = {name: held[name].clone() for name in updated_states(program) if name in mine}
+    return Part(rank.rank, engine.loss, made, shards, buffers)
+
+
+def joined(program: Program, parts: Sequence[Part], extra: Mapping[str, Tensor] | None = None) -> Run:
+    """The whole results. ``extra``: gradients of parameters that the program computes none of."""
+    by_rank = {p.rank: p for p in parts}
+    leaves = {o.path: _leaf(program, o, by_rank) for o in program.outputs}
+    grads: dict[str, Tensor] = dict(extra or {})
+    buffers: dict[str, Tensor] = {}
+    for name, state in program.states.items():
+        for whole, kind in ((grads, "grads"), (buffers, "buffers")):
+            found = {r: getattr(p, kind)[name] for r, p in sorted(by_rank.items()) if name in getattr(p, kind)}
+            if found:
+                whole.update(by_model_names(name, state, _whole(program, name, found)))
+    return Run(_rebuilt(program, leaves), parts[0].loss, grads, leaves, buffers)
+
+
+def _whole(program: Program, state: str, held: Mapping[int, Tensor]) -> Tensor:
+    """A state of which ``held`` is what its first holders have, by rank in order: cut over ep, then tp, then shared."""
+    data = program.states[state]
+    shared: dict[tuple[int, ...], list[Tensor]] = {}  # the ranks that share a part -> their pieces, in order of rank
+    for rank, tensor in held.items():
+        shared.setdefault(program.group(rank, data.zero_axes), []).append(tensor)
+    shape = shard_shape(program, state)
+    parts = [join_pieces(p, shape) if data.zero_axes else p[0] for p in shared.values()]
+    by_expert, by_tensor = Layout.parse(data.expert_layout), Layout.parse(data.layout)
+    count = program.size("ep") if by_expert.is_shard else 1
+    each = len(parts) // count
+    of_experts = [parts[i * each : (i + 1) * each] for i in range(count)]
+    return join_shards([join_shards([*h], by_tensor) if each > 1 else h[0] for h in of_experts], by_expert)
+
+
+def _leaf(program: Program, output: OutputData, parts: Mapping[int, Part]) -> Any:
+    """One leaf of the model's result: shards joined over ``tp``, then ``cp``, then over ``dp`` and microbatches."""
+    if output.value is None:
+        return output.constant
+    pieces = []
+    for dp in range(program.mesh.get("dp", 1)):
+        held = []  # along cp: what the ranks along tp have, by microbatch
+        for cp in range(program.mesh.get("cp", 1)):
+            ranks = program.group(program.rank_at({"pp": output.stage or 0, "dp": dp, "cp": cp}), ("tp",))
+            along_tp = [parts[r].outputs[output.value] for r in ranks if output.value in parts[r].outputs]
+            held += [along_tp] if along_tp else []
+        if not held:
+            return None
+        for m in range(len(program.share(dp))):
+            along_cp = [join_shards([h[m] for h in along_tp], Layout.parse(output.layout)) for along_tp in held]
+            pieces.append(join_shards(along_cp, Layout.parse(output.context)))
+    if output.batch == "R":
+        return pieces[0]
+    return join_shards(pieces, Layout.parse(output.batch))
+
+
+def _rebuilt(program: Program, leaves: dict[str, Any]) -> Any:
+    if program.tree is not None:
+        # A tree of a class that this process does not know stays a dict by path.
+        with contextlib.suppress(Exception):
+            return pytree.tree_unflatten(list(leaves.values()), pytree.treespec_loads(program.tree))
+    return leaves
+
+
+def unread_gradients(program: Program, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Zeros for the parameters of the model that no gradient reaches in the program, as far as they take some."""
+    known = {n for name, s in program.states.items() if s.requires_grad for n in model_names(name, s)}
+    unread = {n: p for n, p in parameters.items() if n not in known and p.requires_grad}
+    return {n: torch.zeros(p.shape, dtype=p.dtype) for n, p in unread.items()}
+
+
+def put(connection: Connection, kind: str, content: Any = None) -> None:
+    connection.send_bytes(pickle.dumps((kind, content)))
+
+
+def get(connection: Connection) -> tuple[str, Any]:
+    """The next message. Raises ``EOFError`` or ``OSError`` when the other side is gone."""
+    kind, content = pickle.loads(connection.recv_bytes())
+    return kind, content
+
+
+_START_S = 120.0  # for all ranks to have found each other
+
+_GRACE_S = 0.3  # after the first failure: others may tell of an earlier one
+_LATE_S = 5.0  # at most, to say where they are, after the time is out
+_SETTLE_S = 2.0  # for the cause to show where ranks have only lost each other
+_LOOK_S = 0.25  # between two looks at a run that is watched
+
+
+class LocalRanks:
+    """``num_ranks`` processes over Gloo, for programs of up to that many ranks.
+
+    A context manager. They start on first use, and anew after a run that failed. ``debug``: check every collective for
+    agreement before it runs (slow; names both sides of a mismatch).
+
+    >>> with LocalRanks(2) as ranks:
+    ...     pass  # run_local(plan, model, inputs, ranks=ranks)
+    """
+
+    def __init__(self, num_ranks: int, *, debug: bool = False) -> None:
+        self.num_ranks = num_ranks
+        self.debug = debug
+        self._children: list[Child] = []
+        self._server: ForkServer | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def call(
+        self, function: Callable[..., Any], *arguments: Any, timeout: float = 300.0, watch: Monitor | None = None
+    ) -> list[Any]:
+        """``function(*arguments)`` on every rank, inside the process group; what each returned.
+
+        The function must be importable by name, and what it is given and returns be picklable. ``watch``: looks after
+        ranks that run a :class:`runtime.Watch` in its folder; a run that stands still ends as one that failed, and the
+        error names the cause among the ranks that wait.
+
+        Raises :class:`RankError` with the first cause when a rank fails, :class:`RankTimeout` after ``timeout``
+        seconds; all ranks are gone then. :class:`LaunchError` for a function of the script itself.
+        """
+        if getattr(function, "__module__", None) == "__main__":
+            raise LaunchError(
+                f"{getattr(function, '__name__', function)} is a function of the script that is run, which ranks do "
+                "not import; expected one of a module: move it into a file of its own"
+            )
+        request = pickle.dumps((function, arguments))
+        if not self._children:
+            self._start(timeout)
+        deadline = time.monotonic() + timeout
+        try:
+            for child in self._children:
+                with contextlib.suppress(OSError):  # it has died, and is found to have below
+                    put(child.connection, "call", request)
+            return self._collect("done", deadline, timeout, watch)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _start(self, timeout: float) -> None:
+        self._server = fork_server()
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        threads = max(1, (os.cpu_count() or 1) // self.num_ranks)
+        arguments = {
+            "world_size": self.num_ranks,
+            "store": str(Path(self._folder.name, "store")),
+            "threads": threads,
+            "debug": self.debug,
+            "timeout_s": max(timeout, _START_S),
+            "path": sys.path,
+        }
+        try:
+            for rank in range(self.num_ranks):
+                self._children.append(self._server.fork({"rank": rank, **arguments}))
+            self._collect("ready", time.monotonic() + _START_S, _START_S)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _collect(self, kind: str, deadline: float, timeout: float, watch: Monitor | None = None) -> list[Any]:
+        """What each rank answered, when all have."""
+        waiting = set(range(self.num_ranks))
+        results: dict[int, Any] = {}
+        failures: list[Failure] = []
+        while waiting:
+            left = deadline - time.monotonic()
+            pause = min(left, _GRACE_S if failures else left if watch is None else _LOOK_S)
+            answers = self._answers(waiting, pause)
+            for rank, (answer, content) in answers.items():
+                waiting.discard(rank)
+                results[rank] = content
+                if answer == "failed":
+                    failures.append(Failure.from_data(content))
+            if answers:
+                continue
+            if failures:
+                break
+            if watch is not None and (cause := watch.check()) is not None:
+                failures.append(cause)
+                break
+            if left <= pause:
+                raise RankTimeout(self._late(waiting, kind, timeout))
+        if failures:
+            raise RankError(self._explained(failures, watch), self.num_ranks)
+        return [results[rank] for rank in range(self.num_ranks)]
+
+    def _explained(self, failures: list[Failure], watch: Monitor | None) -> tuple[Failure, ...]:
+        """The failures, with what the watch knows about the first: where a rank was when it was killed."""
+        first = first_cause(tuple(failures))
+        if watch is None:
+            return tuple(failures)
+        cause = watch.settle(_SETTLE_S, died=None if first.secondary else first.rank)
+        if cause is None or (cause.kind in (LEFT, LOST) and not first.secondary):
+            return tuple(failures)  # it ended before it could be watched
+        if cause.kind == DIED and first.kind == DIED:
+            cause = replace(cause, error=first.error)  # with the signal
+        return (cause, *(f for f in failures if f.rank != cause.rank))
+
+    def _answers(self, ranks: set[int], timeout: float) -> dict[int, tuple[str, Any]]:
+        """What came in from ``ranks`` within ``timeout``; a rank that has died has failed."""
+        connections = {id(self._children[r].connection): r for r in ranks}
+        found: dict[int, tuple[str, Any]] = {}
+        for ready in wait([self._children[r].connection for r in ranks], max(timeout, 0.0)):
+            rank = connections[id(ready)]
+            try:
+                found[rank] = get(self._children[rank].connection)
+            except (EOFError, OSError):
+                found[rank] = "failed", self._death(rank).to_data()
+        return found
+
+    def _death(self, rank: int) -> Failure:
+        assert self._server is not None
+        for _ in range(20):
+            status = self._server.status(self._children[rank].pid)
+            if status is not None:
+                break
+            time.sleep(0.01)
+        how = f"by signal {-status}" if status is not None and status < 0 else f"with status {status}"
+        return Failure(rank, f"the process ended {how} and said nothing", DIED)
+
+    def _late(self, ranks: set[int], kind: str, timeout: float) -> str:
+        """What the ranks that have not answered are doing."""
+        for rank in ranks:
+            with contextlib.suppress(OSError):
+                put(self._children[rank].connection, "where")
+        places: dict[int, str] = {}
+        deadline = time.monotonic() + _LATE_S
+        while len(places) < len(ranks) and time.monotonic() < deadline:
+            for rank, (answer, content) in self._answers(ranks - set(places), deadline - time.monotonic()).items():
+                places[rank] = str(content) if answer == "where" else answer
+        told = "\n  ".join(f"rank {r}: {places.get(r, 'does not answer')}" for r in sorted(ranks))
+        task = "start" if kind == "ready" else "finish"
+        return f"{len(ranks)} of {self.num_ranks} ranks did not {task} within {timeout:g} s and were ended:\n  {told}"
+
+    def kill(self) -> None:
+        """End all ranks at once; the next run starts new ones."""
+        children, self._children = self._children, []
+        for child in children:
+            child.kill()
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def close(self) -> None:
+        """Let the ranks leave, and make sure that they do."""
+        for child in self._children:
+            with contextlib.suppress(OSError):
+                put(child.connection, "leave")
+        for child in self._children:
+            child.connection.poll(5.0)
+        self.kill()
+
+
+def preload() -> None:
+    """Import what is left to the first trace or checkpoint; touch no autograd, whose engine does not survive a fork."""
+    importlib.import_module("runtime.checkpoint.dcp_files")
+    with FakeTensorMode(), torch.no_grad():
+        make_fx(torch.neg)(torch.empty(1))
+
+
+def main(
+    connection: Connection,
+    rank: int,
+    world_size: int,
+    store: str,
+    threads: int,
+    debug: bool,
+    timeout_s: float,
+    path: list[str],
+) -> None:
+    """Join the others, then serve requests until the other side closes the connection.
+
+    ``path``: the owner's ``sys.path``, so that what it names is found.
+    """
+    sys.path[:] = path
+    torch.set_num_threads(threads)
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL" if debug else "OFF"
+    dist.set_debug_level_from_env()  # type: ignore[attr-defined]
+    send_lock = threading.Lock()
+
+    def answer(kind: str, content: Any) -> None:
+        with send_lock:
+            put(connection, kind, content)
+
+    requests: queue.Queue[bytes | None] = queue.Queue()
+    threading.Thread(target=_listen, args=(connection, requests, answer, threading.get_ident()), daemon=True).start()
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(store, world_size),  # type: ignore[attr-defined]
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        answer("ready", None)
+    except Exception as error:
+        answer("failed", _failure(error, rank).to_data())
+    while (request := requests.get()) is not None:
+        try:
+            function, arguments = pickle.loads(request)  # here: what it imports may fail
+            answer("done", function(*arguments))
+        except Exception as error:
+            answer("failed", _failure(error, rank).to_data())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # Gloo's tear-down sometimes aborts the process
+
+
+def _listen(
+    connection: Connection,
+    requests: queue.Queue[bytes | None],
+    answer: Callable[[str, Any], None],
+    main_thread: int,
+) -> None:
+    """Pass requests on; say where the main thread is, when asked, even while it hangs."""
+    while True:
+        try:
+            kind, content = get(connection)
+        except (EOFError, OSError):
+            os._exit(0)
+        if kind == "where":
+            answer("where", _where(main_thread))
+        elif kind == "leave":
+            requests.put(None)
+        else:
+            requests.put(content)
+
+
+def _where(thread: int) -> str:
+    """The instruction at which the main thread is."""
+    frame = sys._current_frames().get(thread)
+    deepest = traceback.extract_stack(frame)[-1] if frame is not None else None
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, Executor) and frame.f_code.co_name == "run":
+            index = frame.f_locals.get("index", 0)
+            return f"at instruction {index}: {instruction_text(owner.rank, index)}"
+        frame = frame.f_back
+    return f"outside of its program ({deepest.name}, {deepest.filename}:{deepest.lineno})" if deepest else "gone"
+
+
+def run_program(
+    program: str,
+    weights: str,
+    inputs: str,
+    results: list[str],
+    placement: tuple[int, ...],
+    seed: int,
+    outputs: bool,
+    grads: bool,
+    watch: str,
+) -> None:
+    """One step, watched. ``program``, ``weights``, ``inputs`` and ``results`` are files; this rank writes its own."""
+    parsed = Program.model_validate_json(Path(program).read_text())
+    if dist.get_rank() >= parsed.world_size:
+        return
+    communicator = TorchCommunicator(parsed.world_size, default_device(), placement=placement)
+    batch = torch.load(inputs, weights_only=True)
+    engine = Engine(
+        parsed,
+        weights,
+        seed=seed,
+        keep_outputs=outputs,
+        communicator=communicator,
+        library=Library(parsed, communicator.device, shared=Path(program).with_name("derived")),
+        offload_folder=one_step_folder(),
+    )
+    with Watch(engine, watch, leave=False, slow_factor=None):
+        engine.step(batch)
+    part = part_of(engine, outputs, grads)
+    found = {"loss": part.loss, "outputs": part.outputs, "grads": part.grads, "buffers": part.buffers}
+    torch.save(found, results[communicator.rank])
+
+
+def _failure(error: Exception, rank: int) -> Failure:
+    if isinstance(error, InstructionError):
+        return error.failure
+    text = "".join(traceback.format_exception(error))
+    return Failure(rank, str(error), type(error).__name__, traceback=text, secondary=is_secondary(error))

@@ -1,0 +1,88 @@
+"""``python -m runtime.launch.torchrun``: torchrun, with the first cause as the last line of the log.
+
+Takes torchrun's arguments and does what it does::
+
+    python -m runtime.launch.torchrun --nproc-per-node 4 --max-restarts 2 train.py
+
+Where the workers run a :class:`runtime.Watch` (``-m runtime`` does), a run that has failed for good ends with one line:
+the rank that was first, its instruction, graph node, module and source line. torchrun itself ends with a table. With
+several hosts it stands among each one's lines, unless ``PARTITION_WATCH`` in the environment names a folder that all of
+them see.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+from torch.distributed.run import parse_args, run
+
+from runtime.comm.rendezvous import SEPARATE_STORES
+from runtime.watch.stragglers import Monitor
+from runtime.watch.watchdog import FOLDER
+
+_SETTLE_S = 0.5
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run torchrun's command line; never returns. Exit status 0, or 1 where the run failed."""
+    options = parse_args(list(sys.argv[1:] if arguments is None else arguments))
+    own = FOLDER not in os.environ
+    folder = Path(tempfile.mkdtemp(prefix="watch-")) if own else Path(os.environ[FOLDER])
+    if options.nnodes in ("1", "1:1"):  # several hosts have a folder each, unless one is given
+        os.environ[FOLDER] = str(folder)
+    os.environ.setdefault(SEPARATE_STORES, "1")  # else a restart finds the addresses of ranks that have died
+    try:
+        run(options)
+        status = 0
+    except ChildFailedError as error:
+        status = 1
+        print(error, file=sys.stderr)
+        print(f"first cause: {_cause(folder, error)}", file=sys.stderr)
+    except RendezvousConnectionError as error:
+        status = 1
+        traceback.print_exception(error)
+        print(f"first cause: {_unreachable(options.rdzv_endpoint)}", file=sys.stderr)
+    finally:
+        if own:
+            shutil.rmtree(folder, ignore_errors=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(status)
+
+
+def _unreachable(endpoint: str) -> str:
+    """torchrun has ended its ranks at once, before any of them could say what it has lost."""
+    return (
+        f"the host where ranks meet, {endpoint}, cannot be reached: it has ended, or its network, or never was there; "
+        "start the run again on as many hosts, to meet at one that is there (--rdzv-endpoint)"
+    )
+
+
+def _cause(folder: Path, error: ChildFailedError) -> str:
+    """What the ranks of the last attempt have said; else what torchrun saw first."""
+    rank, first = error.get_first_failure()
+    attempts = sorted(folder.glob("attempt-*"), key=lambda p: int(p.name.split("-")[1]))
+    found = Monitor(attempts[-1]).settle(_SETTLE_S, died=rank) if attempts else None
+    how = f"{first.signal_name()} " if first.exitcode < 0 else ""
+    if found is None:
+        message = first.message["message"] if isinstance(first.message, dict) else first.message
+        told = " ".join(str(message).split()).removeprefix("InstructionError: ")
+        if first.error_file == "<N/A>" and first.exitcode > 0:
+            told = f"left with status {first.exitcode}, before it could say why here; its own words are above"
+        return (
+            f"{told}{f' ({how.strip()})' if how else ''}" if told.startswith("rank ") else f"rank {rank}: {how}{told}"
+        )
+    return f"{found}{f' ({how.strip()})' if how and found.rank == rank else ''}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Metrics, traces, measured bubbles, origins of NaNs, and bitwise comparison of runs."""

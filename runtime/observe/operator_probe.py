@@ -1,0 +1,231 @@
+"""Every operator that a step runs, as it runs: which instruction and graph node it belongs to, what goes in and out.
+
+Works from outside: a dispatch mode sees the operators, the stack says whose they are. A step without a probe is as it
+was. Collectives work below the dispatcher: their results are first seen where they are read. What communication does
+with its buffers, which start with whatever was in memory, is left out.
+
+Write hashes of the operands and results of every operator to a file, to compare two runs bit by bit.
+
+Two runs, operator by operator: the first that gave other bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from runtime.comm import thread_backend, torch_backend
+from runtime.engine.engine import Engine
+from runtime.errors import LaunchError
+from runtime.execute import transfers
+from runtime.execute.executor import Executor
+from runtime.execute.failures import instruction_text
+from runtime.execute.stack_location import Place, place_of, stack
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operator. ``inputs`` and ``outputs`` are its tensors; ``scalars`` what else it was given."""
+
+    rank: int
+    step: int
+    index: int  # of the instruction
+    instruction: str
+    operator: str
+    place: Callable[[], Place]  # looked up where it is asked for, while the operator runs
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+    scalars: Sequence[Any]
+
+
+_BUFFERS = tuple(module.__file__ for module in (torch_backend, thread_backend, transfers))
+
+_PYTORCH = os.path.dirname(torch.__file__)
+
+
+class _Probe(TorchDispatchMode):
+    def __init__(self, engine: Engine, see: Callable[[Operation], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.executor: Executor = engine._executor
+        self.engine = engine
+        self.see = see
+        self.index = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        frame = sys._getframe(1)
+        if _is_buffer(frame, func):
+            return result
+        given = pytree.tree_leaves((args, kwargs))
+        operation = Operation(
+            rank=self.engine.communicator.rank,
+            step=self.engine.steps + 1,
+            index=self.index,
+            instruction=instruction_text(self.executor.rank, self.index),
+            operator=str(func),
+            place=lambda: place_of(stack(frame), self.executor),
+            inputs=[x for x in given if isinstance(x, Tensor)],
+            outputs=[x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)],
+            scalars=[x for x in given if not isinstance(x, Tensor)],
+        )
+        self.see(operation)
+        return result
+
+
+def _is_buffer(frame: FrameType | None, func: Any) -> bool:
+    """Whether an operator works on memory that is yet to be filled."""
+    if "empty" in str(func):
+        return True
+    while frame is not None and frame.f_code.co_filename.startswith(_PYTORCH):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename in _BUFFERS
+
+
+@contextmanager
+def probed(engine: Engine, see: Callable[[Operation], None]) -> Iterator[None]:
+    """Tell ``see`` of every operator of the steps of ``engine`` in the block."""
+    executor = engine._executor
+    plain = list(executor.actions)
+    probe = _Probe(engine, see)
+
+    def within(index: int, action: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            probe.index = index
+            with probe:
+                action()
+
+        return run
+
+    executor.actions[:] = [(index, within(index, action)) for index, action in plain]
+    try:
+        yield
+    finally:
+        executor.actions[:] = plain
+
+
+_SIZE = 8  # bytes of a hash
+
+
+def hash_of(x: Tensor) -> str:
+    """Hash the type, shape and bits of ``x`` into a hexadecimal string."""
+    x = x.detach()
+    digest = hashlib.blake2b(f"{x.dtype}{list(x.shape)}".encode(), digest_size=_SIZE)
+    if x.numel():
+        digest.update(x.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+@contextmanager
+def record_hashes(engine: Engine, folder: str | Path) -> Iterator[None]:
+    """Write ``rank-<rank>.hashes`` to ``folder``: a line of JSON per operator of the steps in the ``with`` block.
+
+    All ranks call it. A step takes many times as long. :func:`runtime.debug.compare_runs` names the first operator that
+    differs between two folders.
+    """
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    with (path / f"rank-{engine.communicator.rank}.hashes").open("w") as file, probed(engine, _Writer(file).see):
+        yield
+
+
+class _Writer:
+    def __init__(self, file: IO[str]) -> None:
+        self.file = file
+
+    def see(self, operation: Operation) -> None:
+        place = operation.place()
+        line = {
+            "step": operation.step,
+            "index": operation.index,
+            "instruction": operation.instruction,
+            "operator": operation.operator,
+            "node": place.node,
+            "call": place.call,
+            "path": place.path,
+            "source": place.source,
+            "in": [hash_of(x) for x in operation.inputs if x.device.type != "meta"],
+            "out": [hash_of(x) for x in operation.outputs if x.device.type != "meta"],
+        }
+        self.file.write(json.dumps(line) + "\n")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two runs part. ``own``: the operator was given the same bits and made others; otherwise it was given others
+    already, by a collective, a transfer, or from outside of the step."""
+
+    rank: int
+    step: int
+    index: int
+    instruction: str
+    operator: str
+    call: str
+    node: str
+    path: str
+    source: str
+    own: bool
+    instead: str = ""  # of which operator it runs this one, in the other run
+
+    def __str__(self) -> str:
+        where = [f"rank {self.rank}", f"step {self.step}", f"instruction {self.index}: {self.instruction}"]
+        where += [f"call {self.call}"] * bool(self.call) + [f"node {self.node}"] * bool(self.node)
+        where += [f"module {self.path}"] * bool(self.path and self.path != self.call)
+        where += [self.source] * bool(self.source)
+        how = "gives other bits for the same operands" if self.own else "is given other bits"
+        if self.instead:
+            how = f"is run instead of {self.instead}"
+        return f"{', '.join(where)}: {self.operator} {how}"
+
+
+def compare_runs(one: str | Path, other: str | Path) -> Difference | None:
+    """The first difference between the runs that wrote the folders ``one`` and ``other``; ``None`` where all bits are
+    the same. Of several ranks, the one that made its difference itself comes first, then the earliest.
+
+    Raises :class:`LaunchError` where a folder holds no hashes, or the runs are of other plans.
+    """
+    files = [{p.name: p for p in Path(folder).glob("rank-*.hashes")} for folder in (one, other)]
+    for folder, found in zip((one, other), files, strict=True):
+        if not found:
+            raise LaunchError(f"{folder} holds no hashes; write them with runtime.debug.record_hashes(engine, folder)")
+    if files[0].keys() != files[1].keys():
+        raise LaunchError(f"{one} has {len(files[0])} ranks, {other} has {len(files[1])}: compare runs of one plan")
+    found_ = [_first(int(n.split("-")[1].split(".")[0]), p, files[1][n]) for n, p in sorted(files[0].items())]
+    differences = [d for d in found_ if d is not None]
+    return min(differences, key=lambda d: (d.step, not d.own, d.index, d.rank), default=None)
+
+
+def _first(rank: int, one: Path, other: Path) -> Difference | None:
+    with one.open() as first, other.open() as second:
+        for a, b in zip_longest(first, second):
+            if a == b:
+                continue
+            if a is None or b is None:
+                raise LaunchError(f"{one if a is None else other} ends early: compare runs of as many steps")
+            mine, yours = json.loads(a), json.loads(b)
+            return _difference(rank, mine, yours)
+    return None
+
+
+def _difference(rank: int, mine: dict[str, Any], yours: dict[str, Any]) -> Difference:
+    names = ("step", "index", "instruction", "operator", "call", "node", "path", "source")
+    same = all(mine[n] == yours[n] for n in ("step", "index", "operator"))
+    own = not same or mine["in"] == yours["in"]
+    instead = "" if same else mine["operator"]
+    return Difference(rank=rank, own=own, instead=instead, **{n: yours[n] for n in names})

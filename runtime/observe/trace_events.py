@@ -1,0 +1,177 @@
+"""A measured step as events of the Trace Event Format, which Perfetto and chrome://tracing open.
+
+One process per rank, one thread for its instructions; an arrow leads from every send to the end of its receive. What an
+event says of itself (``args``) is enough to read the step back.
+
+Source of the format: "Trace Event Format", Google, 2016.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runtime.errors import LaunchError
+from runtime.execute.flight_recorder import MeasuredStep, recordings
+from runtime.files import write_text
+
+Event = dict[str, Any]
+
+MEASURED = "measured"
+
+
+@dataclass(frozen=True)
+class Span:
+    """One instruction of one rank, in seconds from the start of the step; ``waiting`` is a part of it."""
+
+    rank: int
+    stage: int
+    index: int
+    text: str
+    op: str
+    start: float
+    end: float
+    waiting: float
+
+
+def measured_steps(folder: str | Path) -> list[MeasuredStep]:
+    """The last step that all ranks which were watched in ``folder`` have finished.
+
+    Raises :class:`LaunchError` where there is none.
+    """
+    found = [step for r in recordings(Path(folder)).values() if (step := r.last_step()) is not None]
+    if not found or len({s.step for s in found}) > 1 or len(found) != found[0].about.world_size:
+        steps = {s.about.rank: s.step + 1 for s in found}
+        raise LaunchError(
+            f"{folder} does not hold one whole step of all ranks (last steps by rank: {steps or 'none'}): let a run "
+            "that is watched there come to its end"
+        )
+    return found
+
+
+def spans_of(steps: Sequence[MeasuredStep]) -> list[Span]:
+    """All instructions of a step; what an instruction has begun and finishes later is of both."""
+    begin = min(_wall(s, s.starts[0] * 1e-9) for s in steps)
+    spans = []
+    for step in steps:
+        about = step.about
+        for index, start, end, waiting in step.seconds():
+            spot = about.spots[index] if index < len(about.spots) else None
+            text, op = (spot.text, spot.op) if spot is not None else ("end", "END")
+            first, last = _wall(step, start) - begin, _wall(step, end) - begin
+            spans.append(Span(about.rank, about.stage, index, text, op, first, last, waiting))
+    return spans
+
+
+def _wall(step: MeasuredStep, seconds: float) -> float:
+    """On a clock that hosts share."""
+    return seconds + step.about.clock_s
+
+
+def events_of(spans: Iterable[Span], steps: Sequence[MeasuredStep], first_process: int = 0) -> list[Event]:
+    """The events of the measured step; process ``first_process + rank``."""
+    events: list[Event] = []
+    for step in steps:
+        name = f"rank {step.about.rank}, stage {step.about.stage} ({MEASURED}, step {step.step + 1})"
+        events += process_name(first_process + step.about.rank, name, 2 * step.about.rank)
+    for s in spans:
+        args = {
+            "kind": MEASURED,
+            "rank": s.rank,
+            "stage": s.stage,
+            "index": s.index,
+            "op": s.op,
+            "waiting_s": s.waiting,
+        }
+        events.append(complete(s.text, s.op, first_process + s.rank, s.start, s.end, args))
+    return events + _flows(list(spans), steps, first_process)
+
+
+def _flows(spans: Sequence[Span], steps: Sequence[MeasuredStep], first_process: int) -> list[Event]:
+    """From the start of each send to the end of its receive."""
+    about = {s.about.rank: s.about for s in steps}
+    stride = _stride(steps)
+    sends: dict[tuple[int, int, str, int | None, tuple[str, ...]], Span] = {}
+    receives: dict[tuple[int, int, str, int | None, tuple[str, ...]], Span] = {}
+    for s in spans:
+        spot = about[s.rank].spots[s.index] if s.index < len(about[s.rank].spots) else None
+        if spot is None or spot.peer is None or spot.peer == s.stage:
+            continue
+        other = s.rank + (spot.peer - s.stage) * stride
+        sending = spot.op.startswith("SEND")
+        ends = (s.rank, other) if sending else (other, s.rank)
+        key = (*ends, spot.op[-1], spot.microbatch, spot.values)
+        (sends if sending else receives)[key] = s  # of a receive's two actions, the one that ends it
+    events: list[Event] = []
+    for number, (key, sent) in enumerate(sends.items()):
+        if key in receives:
+            got = receives[key]
+            events += flow(number, first_process + sent.rank, sent.start, first_process + got.rank, got.end)
+    return events
+
+
+def _stride(steps: Sequence[MeasuredStep]) -> int:
+    stages = {s.about.stage for s in steps}
+    return len(steps) // len(stages)
+
+
+def process_name(process: int, name: str, place: int) -> list[Event]:
+    return [
+        {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}},
+        {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": place}},
+    ]
+
+
+def complete(
+    name: str, category: str, process: int, start: float, end: float, args: Mapping[str, Any], thread: int = 0
+) -> Event:
+    """An event with a length; the format's times are microseconds."""
+    event = {"ph": "X", "name": name, "cat": category, "pid": process, "tid": thread, "args": dict(args)}
+    return {**event, "ts": start * 1e6, "dur": max(0.0, end - start) * 1e6}
+
+
+def flow(
+    number: int, source: int, start: float, target: int, end: float, threads: tuple[int, int] = (0, 0)
+) -> list[Event]:
+    """An arrow between two events, which contain its ends."""
+    both = {"name": "transfer", "cat": "transfer", "id": number}
+    return [
+        {**both, "ph": "s", "pid": source, "tid": threads[0], "ts": start * 1e6},
+        {**both, "ph": "f", "bp": "e", "pid": target, "tid": threads[1], "ts": end * 1e6},
+    ]
+
+
+def write_trace(path: str | Path, events: Sequence[Event]) -> Path:
+    return write_text(Path(path), json.dumps({"traceEvents": list(events), "displayTimeUnit": "ms"}))
+
+
+def read_spans(path: str | Path) -> list[Span]:
+    """The measured step of a trace. Raises :class:`LaunchError` for a file that has none."""
+    try:
+        events = json.loads(Path(path).read_text())["traceEvents"]
+        mine = [e for e in events if e.get("ph") == "X" and e.get("args", {}).get("kind") == MEASURED]
+        spans = [
+            Span(
+                rank=(a := e["args"])["rank"],
+                stage=a["stage"],
+                index=a["index"],
+                text=e["name"],
+                op=a["op"],
+                start=e["ts"] * 1e-6,
+                end=(e["ts"] + e["dur"]) * 1e-6,
+                waiting=a["waiting_s"],
+            )
+            for e in mine
+        ]
+    except OSError as error:
+        raise LaunchError(f"cannot read the trace {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise LaunchError(
+            f"{path} is no trace: expected a file as `partitioner trace` writes it, got {type(error).__name__}: {error}"
+        ) from None
+    if not spans:
+        raise LaunchError(f"{path} holds no measured step; write one with `partitioner trace`")
+    return spans

@@ -1,0 +1,1 @@
+"""The program as data, and its groups, memory, precision and simulated timeline."""

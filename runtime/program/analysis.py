@@ -1,0 +1,355 @@
+"""Facts about the calls of a program, derived from their graphs: gradients, collectives, bytes saved for backward.
+
+The prover and the simulator share them. A block is parsed and differentiated once for all calls that run it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from passes.ir.gradient_flow import GradientFlow, accumulated_in, gradient_flow, gradient_paths
+from passes.ir.model import Block, TensorSpec
+from passes.ir.serialize import GraphFormatError, block_from_data, dtype_of
+from passes.ir.verify import GraphError, check_block
+from passes.shard.differentiate import CollectiveUse, Differentiated, Joint, collectives_of, joint_of
+from runtime.program.buckets import Bucket
+from runtime.program.codecs import wire_share
+from runtime.program.instructions import Listing
+from runtime.program.program import CallData, Program, Value, shortened
+from runtime.program.state_bytes import StateSizes, state_sizes, staying_values
+
+Flags = tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class CallFacts:
+    """Facts about one call on one stage.
+
+    ``takes``: outputs whose gradients its backward reads. ``gives``, ``adds``: input values and states to whose
+    gradients its backward adds. ``forward``, ``backward``, ``input_backward``, ``weight_backward``: the collectives of
+    each of these graphs, in order. ``keeps``: inputs and outputs that are saved for backward; ``kept_bytes``: bytes of
+    all other saved tensors. ``moves``: the values of ``keeps`` that an OFFLOAD of the call moves, because no other call
+    of the stage reads them. ``recomputed``: backward recomputes the whole call; ``slim``: it recomputes only its
+    block's ``again`` nodes; ``recomputed_bytes``: bytes of the recomputed tensors, held while backward runs.
+    ``carries``, ``carried_bytes``: values, and bytes of other tensors, that are held from the input half of the
+    backward to the weight half.
+    """
+
+    data: CallData
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+    adds: tuple[str, ...]
+    forward: tuple[CollectiveUse, ...]
+    backward: tuple[CollectiveUse, ...] = ()
+    input_backward: tuple[CollectiveUse, ...] = ()
+    weight_backward: tuple[CollectiveUse, ...] = ()
+    keeps: tuple[str, ...] = ()
+    kept_bytes: int = 0
+    recomputed_bytes: int = 0
+    recomputed: bool = False
+    slim: bool = False
+    carries: tuple[str, ...] = ()
+    carried_bytes: int = 0
+    moves: tuple[str, ...] = ()
+
+    @property
+    def has_backward(self) -> bool:
+        return bool(self.gives or self.adds)
+
+    def collectives(self, op: str) -> tuple[CollectiveUse, ...]:
+        """The collectives, in order, that an F, B, I or W instruction executes for this call."""
+        again = self.forward if self.recomputed else ()
+        parts = {
+            "F": self.forward,
+            "B": (*again, *self.backward),
+            "I": (*again, *self.input_backward),
+            "W": self.weight_backward,
+        }
+        return parts[op]
+
+
+class ProgramFacts:
+    """The facts of all calls of a program. Its names and shapes must be consistent (``runtime/prove/structure.py``)."""
+
+    def __init__(self, program: Program, passes_over: bool = False) -> None:
+        self.program = program
+        self.passes_over = passes_over  # the rank has fewer microbatches than others, whose collectives it joins
+        self._sizes: dict[str, StateSizes] = {}
+
+    def grown(self, steps: int) -> ProgramFacts:
+        """The facts of this program after its instruction lists, which must all be listings, have grown ``steps``
+        times."""
+        stages, microbatches = [], self.program.num_microbatches
+        for stage in self.program.stages:
+            instructions = stage.instructions
+            assert isinstance(instructions, Listing), "a list that does not grow"
+            microbatches = self.program.num_microbatches - (instructions.steps - steps) * instructions.unit
+            stages.append(stage.model_copy(update={"instructions": instructions.grown(steps)}))
+        return self._with(stages=tuple(stages), num_microbatches=microbatches)
+
+    def of_share(self, num_microbatches: int) -> ProgramFacts:
+        """The facts of this program for ranks that run the first ``num_microbatches`` only."""
+        if num_microbatches == self.program.num_microbatches:
+            return self
+        return self._with(
+            passes_over=True,
+            stages=tuple(
+                stage.model_copy(update={"instructions": shortened(stage.instructions, self.program, num_microbatches)})
+                for stage in self.program.stages
+            ),
+            num_microbatches=num_microbatches,
+            data_shares=(),
+        )
+
+    def _with(self, passes_over: bool = False, **changed: Any) -> ProgramFacts:
+        facts = ProgramFacts(self.program.model_copy(update=changed), passes_over)
+        known = {name: getattr(self, name) for name in ("blocks", "order", "trainable", "flow", "stages", "_sizes")}
+        facts.__dict__.update(known)  # calls do the same in every microbatch
+        return facts
+
+    @cached_property
+    def blocks(self) -> dict[str, Block]:
+        return {name: load_block(self.program, name) for name in self.program.blocks}
+
+    @cached_property
+    def order(self) -> list[tuple[int, int]]:
+        """All calls as (stage, position), each after the calls whose outputs it reads; calls that lack an input are
+        left out."""
+        made = {i.value for i in self.program.inputs}
+        pending = [(s, p) for s, stage in enumerate(self.program.stages) for p in range(len(stage.calls))]
+        order: list[tuple[int, int]] = []
+        while pending:
+            later = []
+            for place in pending:
+                call = self.call(place)
+                if made.issuperset(call.inputs):
+                    order.append(place)
+                    made.update(call.outputs)
+                else:
+                    later.append(place)
+            if len(later) == len(pending):
+                break
+            pending = later
+        return order
+
+    def call(self, place: tuple[int, int]) -> CallData:
+        return self.program.stages[place[0]].calls[place[1]]
+
+    @cached_property
+    def trainable(self) -> frozenset[str]:
+        """The trainable parameters: states that get a gradient if the loss depends on them."""
+        if self.program.objective != "train":
+            return frozenset()
+        states = self.program.states.items()
+        return frozenset(n for n, s in states if s.kind == "parameter" and s.requires_grad)
+
+    @cached_property
+    def flow(self) -> GradientFlow:
+        """The gradient flow through the calls in :attr:`order`."""
+        paths = {name: gradient_paths(block) for name, block in self.blocks.items()}
+        return gradient_flow([self.call(p) for p in self.order], paths, self.trainable, self.program.loss)
+
+    @cached_property
+    def stages(self) -> tuple[tuple[CallFacts, ...], ...]:
+        facts = {place: self._facts(place, i) for i, place in enumerate(self.order)}
+        return tuple(tuple(facts[s, p] for p in range(len(stage.calls))) for s, stage in enumerate(self.program.stages))
+
+    @cached_property
+    def _staying(self) -> tuple[frozenset[str], ...]:
+        """For each stage, the values that an OFFLOAD leaves on the device."""
+        return tuple(map(staying_values, self.program.stages))
+
+    @cached_property
+    def with_gradient(self) -> frozenset[str]:
+        """The states to whose gradients some backward adds."""
+        return frozenset(s for added in self.flow.states for s in added)
+
+    def state_bytes(self, name: str) -> int:
+        """The bytes of one rank's shard of a state, before ZeRO divides it."""
+        return self._sizes_of(name).part
+
+    def gradient_bytes(self, name: str) -> int:
+        """The bytes of the gradient of one rank's shard of a state, before ZeRO divides it."""
+        return self._sizes_of(name).gradient
+
+    def piece_bytes(self, name: str) -> int:
+        """The bytes of one rank's ZeRO piece of a state, with padding; of its whole shard if no ranks share it."""
+        return self._sizes_of(name).piece
+
+    def gradient_piece_bytes(self, name: str) -> int:
+        """The bytes of the gradient of one rank's ZeRO piece of a state, with padding; of its whole shard if no ranks
+        share it."""
+        return self._sizes_of(name).gradient_piece
+
+    def bucket_bytes(self, bucket: Bucket) -> int:
+        """The bytes of a bucket's gradients on one rank: its ZeRO pieces of them, or whole shards without ZeRO."""
+        return sum(map(self.gradient_piece_bytes, bucket.states))
+
+    def wire_share(self, bucket: Bucket) -> float:
+        """Bytes sent per byte of a bucket's gradients: below 1 if the bucket is compressed, else 1."""
+        if bucket.compression is None:
+            return 1.0
+        dtype = accumulated_in(dtype_of(self.program.states[bucket.states[0]].dtype))
+        return wire_share(bucket.compression, dtype.itemsize)
+
+    def _sizes_of(self, name: str) -> StateSizes:
+        if name not in self._sizes:
+            self._sizes[name] = state_sizes(self.program, name)
+        return self._sizes[name]
+
+    def moved_bytes(self, call: CallFacts) -> int:
+        """The bytes that an OFFLOAD moves for a call: its saved tensors, except values that other calls read too."""
+        values = self.program.values
+        return call.kept_bytes + sum(value_bytes(values[v]) for v in call.moves) if call.has_backward else 0
+
+    def needs(self, call: CallData) -> tuple[Flags, Flags, Flags]:
+        """Flags for a call: inputs that get a gradient, states that get a gradient, outputs that have a gradient."""
+        return (
+            tuple(v in self.flow.values for v in call.inputs),
+            tuple(s in self.trainable for s in call.states),
+            tuple(v in self.flow.values for v in call.outputs),
+        )
+
+    def differentiated(self, call: CallData, slim: bool = False) -> Differentiated:
+        graph = self.program.blocks[call.block]
+        again = graph.again if slim else ()
+        fused = self.program.fused_attention
+        return _differentiated(
+            _key(graph.nodes), call.block, graph.states, graph.inputs, again, fused, *self.needs(call)
+        )
+
+    def _facts(self, place: tuple[int, int], index: int) -> CallFacts:
+        call = self.call(place)
+        gives, adds = self.flow.inputs[index], self.flow.states[index]
+        if not (gives or adds):
+            forward = tuple(collectives_of(self.blocks[call.block].graph))
+            return CallFacts(call, (), (), (), forward)
+        stage = self.program.stages[place[0]]
+        recomputed, slim = place[1] in stage.checkpoint_calls, place[1] in stage.selective_calls
+        pieces = self.differentiated(call, slim)
+        keeps, kept_bytes = _kept(self.blocks[call.block], call, pieces)
+        keeps = call.inputs if recomputed else keeps
+        staying = self._staying[place[0]]
+        made = _kept(self.blocks[call.block], call, self.differentiated(call))[1] - kept_bytes if slim else 0
+        carries, carried_bytes = _carried(self.blocks[call.block], call, pieces)
+        return CallFacts(
+            data=call,
+            takes=tuple(v for v in call.outputs if v in self.flow.values),
+            gives=gives,
+            adds=adds,
+            forward=tuple(collectives_of(pieces.forward.graph)),
+            backward=tuple(collectives_of(pieces.backward.graph)),
+            input_backward=tuple(collectives_of(pieces.backward_input.graph)),
+            weight_backward=tuple(collectives_of(pieces.backward_weight.graph)),
+            keeps=keeps,
+            moves=tuple(v for v in keeps if v not in staying),
+            kept_bytes=0 if recomputed else kept_bytes,
+            recomputed_bytes=kept_bytes if recomputed else max(0, made),
+            recomputed=recomputed,
+            slim=slim,
+            carries=carries,
+            carried_bytes=carried_bytes,
+        )
+
+
+def _kept(block: Block, call: CallData, pieces: Differentiated) -> tuple[tuple[str, ...], int]:
+    """The call's inputs and outputs that it saves for backward, and the bytes of all other saved tensors but states."""
+    return _memory_of(block, call, pieces, _results(pieces)[pieces.num_outputs :])
+
+
+def _carried(block: Block, call: CallData, pieces: Differentiated) -> tuple[tuple[str, ...], int]:
+    """The call's inputs and outputs that the weight half of its backward reads, and the bytes of all other tensors that
+    this half reads, except states."""
+    return _memory_of(block, call, pieces, pieces.backward_weight.graph.find_nodes(op="placeholder"))
+
+
+def _memory_of(
+    block: Block, call: CallData, pieces: Differentiated, nodes: Iterable[Node]
+) -> tuple[tuple[str, ...], int]:
+    """The call's inputs and outputs among ``nodes``, and the bytes of the other nodes' storages, except states. A view
+    counts as the tensor that it views."""
+    placeholders = pieces.forward.graph.find_nodes(op="placeholder")
+    given = [*placeholders[len(block.states) :], *_results(pieces)[: pieces.num_outputs]]
+    named = {_storage(node): value for node, value in zip(given, (*call.inputs, *call.outputs), strict=True)}
+    held = {_storage(node) for node in placeholders[: len(block.states)]}
+    found = {_storage(node): node.meta["val"] for node in nodes if isinstance(node.meta.get("val"), Tensor)}
+    values = tuple(dict.fromkeys(named[s] for s in found if s in named))
+    return values, sum(v.untyped_storage().nbytes() for s, v in found.items() if s not in named and s not in held)
+
+
+def _results(pieces: Differentiated) -> tuple[Node, ...]:
+    """The results of the forward graph: the block's outputs, then the saved tensors."""
+    return cast(tuple[Node, ...], pieces.forward.graph.output_node().args[0])
+
+
+def _storage(node: Node) -> int:
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else -id(node)
+
+
+def load_block(program: Program, name: str) -> Block:
+    """Parse a block of the program into a graph. Raises ``GraphFormatError`` if it is malformed."""
+    graph = program.blocks[name]
+    return _block(_key(graph.nodes), name, graph.states, graph.inputs)
+
+
+def graph_fault(program: Program, name: str, axes: Mapping[str, int]) -> tuple[str, str] | None:
+    """The first fault of a block's graph, as (message, node name); ``None`` if it has none.
+
+    ``axes``: number of ranks on each mesh axis.
+    """
+    graph = program.blocks[name]
+    return _fault(_key(graph.nodes), name, graph.states, graph.inputs, tuple(axes.items()))
+
+
+def value_bytes(value: Value) -> int:
+    return TensorSpec(value.shape, dtype_of(value.dtype)).nbytes
+
+
+def _key(nodes: Sequence[object]) -> str:
+    return json.dumps(nodes)
+
+
+@lru_cache(maxsize=256)
+def _block(nodes: str, name: str, states: tuple[str, ...], inputs: tuple[str, ...]) -> Block:
+    return block_from_data(name, tuple(json.loads(nodes)), states, inputs)
+
+
+@lru_cache(maxsize=256)
+def _fault(
+    nodes: str, name: str, states: tuple[str, ...], inputs: tuple[str, ...], axes: tuple[tuple[str, int], ...]
+) -> tuple[str, str] | None:
+    try:
+        check_block(_block(nodes, name, states, inputs), dict(axes))
+    except (GraphError, GraphFormatError) as error:
+        return str(error), getattr(error, "node", "")
+    return None
+
+
+@lru_cache(maxsize=256)
+def _differentiated(
+    nodes: str,
+    name: str,
+    states: tuple[str, ...],
+    inputs: tuple[str, ...],
+    again: tuple[str, ...],
+    fused: bool,
+    *needs: Flags,
+) -> Differentiated:
+    return _joint(nodes, name, states, inputs, fused, *needs).cut(again)
+
+
+@lru_cache(maxsize=256)
+def _joint(
+    nodes: str, name: str, states: tuple[str, ...], inputs: tuple[str, ...], fused: bool, *needs: Flags
+) -> Joint:
+    """The joint graph of forward and backward, traced once; it is cut with and without recomputation."""
+    return joint_of(_block(nodes, name, states, inputs), torch.device("cpu"), *needs, fused=fused)

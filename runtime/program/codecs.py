@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from runtime.program.buckets import Compression
+
+_LEVELS = 127  # of int8, on either side of zero
+
+_SCALE = torch.float32
+_TINY = torch.finfo(_SCALE).tiny  # scales below are rounded too coarsely
+
+
+class Codec(Protocol):
+    """Rows of numbers as rows of bytes. ``chunk``: rows are of a multiple of so many; ``feedback``: whether what is
+    lost is worth keeping."""
+
+    chunk: int
+    feedback: bool
+
+    def nbytes(self, numel: int) -> int:
+        """The bytes of a row of ``numel``."""
+
+    def encode(self, rows: Tensor) -> Tensor:
+        """``rows``, of shape ``[rows, numel]``, as ``uint8[rows, nbytes]``."""
+
+    def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor:
+        """What :func:`encode` made, as numbers of ``dtype`` again."""
+
+
+class Bfloat16:
+    """Rounded to 8 bits of precision, each number by itself: what is lost is a 256th of it at most."""
+
+    chunk = 1
+    feedback = False
+
+    def nbytes(self, numel: int) -> int:
+        return 2 * numel
+
+    def encode(self, rows: Tensor) -> Tensor:
+        return rows.to(torch.bfloat16).view(torch.uint8)
+
+    def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor:
+        numbers: Tensor = wire.view(torch.bfloat16)
+        return numbers.to(dtype)
+
+
+class Int8:
+    """Rounded to a 127th of the largest number of a chunk; behind the numbers of a row are the chunks' scales."""
+
+    chunk = 256
+    feedback = True
+
+    def nbytes(self, numel: int) -> int:
+        return numel + numel // self.chunk * _SCALE.itemsize
+
+    def encode(self, rows: Tensor) -> Tensor:
+        chunks = rows.unflatten(1, (-1, self.chunk))
+        most = chunks.abs().amax(2, keepdim=True)
+        scales = (most / _LEVELS).to(_SCALE).clamp(min=_TINY)
+        scales = torch.where(scales.isfinite(), scales, torch.nan)
+        levels = (chunks / scales.to(rows.dtype)).round_().nan_to_num_(0.0).clamp_(-_LEVELS, _LEVELS)
+        return torch.cat([levels.to(torch.int8).flatten(1).view(torch.uint8), scales.flatten(1).view(torch.uint8)], 1)
+
+    def decode(self, wire: Tensor, dtype: torch.dtype) -> Tensor:
+        numel = wire.shape[1] * self.chunk // (self.chunk + _SCALE.itemsize)
+        levels: Tensor = wire[:, :numel].view(torch.int8).to(dtype).unflatten(1, (-1, self.chunk))
+        scales = wire[:, numel:].contiguous().view(_SCALE).to(dtype).unsqueeze(2)
+        levels.mul_(scales)
+        return levels.flatten(1)
+
+
+CODECS: dict[Compression, Codec] = {"bf16": Bfloat16(), "int8": Int8()}
+
+
+def wire_share(compression: Compression, itemsize: int) -> float:
+    """The part of bytes that is sent, of numbers of ``itemsize``."""
+    codec = CODECS[compression]
+    return codec.nbytes(codec.chunk) / (codec.chunk * itemsize)

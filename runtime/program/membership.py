@@ -1,0 +1,104 @@
+"""Which groups and links a rank is part of: what a communicator opens before a program runs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from runtime.program.mesh import AXES, MESH_AXES
+from runtime.program.program import Program, RankProgram
+from runtime.program.sharded_buckets import rest_axes
+
+
+class Link(NamedTuple):
+    """One direction of a pipeline edge: what ``source`` sends arrives at ``target`` in the same order."""
+
+    source: int
+    target: int
+    channel: str
+
+
+CHANNEL = "L"
+
+
+def loss_stage(program: Program) -> int:
+    """The stage that computes the loss."""
+    return next(i for i, stage in enumerate(program.stages) if any(program.loss in c.outputs for c in stage.calls))
+
+
+def neighbours(stage: int, source: int, num_stages: int) -> tuple[int | None, list[int]]:
+    """From which stage ``stage`` learns what ``source`` knows, and to which ones it passes it on."""
+    below = [stage - 1] if 0 < stage <= source else []
+    above = [stage + 1] if source <= stage < num_stages - 1 else []
+    if stage == source:
+        return None, below + above
+    return (stage + 1, below) if stage < source else (stage - 1, above)
+
+
+def loss_edges(program: Program) -> set[tuple[int, int, str]]:
+    """(from stage, to stage, channel) of all that the loss travels on."""
+    if program.loss is None or len(program.stages) == 1:
+        return set()
+    source, count = loss_stage(program), len(program.stages)
+    return {(stage, target, CHANNEL) for stage in range(count) for target in neighbours(stage, source, count)[1]}
+
+
+# The loss is summed over data; norms over stages and shards; checkpoints gather shards.
+_ALWAYS = (("dp",), ("pp", "tp"), ("tp",))
+
+
+def groups_of(rank: RankProgram) -> list[tuple[int, ...]]:
+    """The groups of ``rank``, in an order that is the same on all ranks: overlapping groups must be opened so."""
+    program = rank.program
+    over_axes = [rank.group(*axes) for axes in sorted(_axes(program))]
+    over_stages = [
+        tuple(rank.peer(stage) for stage in stages) for stages in sorted(_shared(program)) if rank.stage_index in stages
+    ]
+    return list(dict.fromkeys(g for g in (*over_axes, *over_stages) if len(g) > 1))
+
+
+def gathers_of(rank: RankProgram) -> list[tuple[int, ...]]:
+    """The groups in which ``rank`` gathers parameters, in an order that is the same on all ranks."""
+    axes = {state.zero_axes for state in rank.program.states.values()}
+    return list(dict.fromkeys(g for g in (rank.group(*a) for a in sorted(axes)) if len(g) > 1))
+
+
+def _axes(program: Program) -> set[tuple[str, ...]]:
+    """The sets of axes over which some rank communicates."""
+    axes: set[tuple[str, ...]] = set(_ALWAYS)
+    if program.size("ep") > 1:  # norms of experts' gradients and checkpoints of their weights
+        axes |= {AXES, ("ep",)}
+    if program.zero:  # norms of pieces
+        axes.add(AXES)
+    axes.update(state.zero_axes for state in program.states.values())
+    for stage in program.stages:
+        axes.update(b.axes for b in stage.buckets)
+        axes.update(rest_axes(program, b) for b in stage.buckets)
+        axes.update(level for b in stage.buckets for level in b.levels)
+        axes.update(i.axes for i in stage.instructions if i.axes)
+    for block in program.blocks.values():
+        for node in block.nodes:
+            if str(node.get("target", "")).startswith("partition."):
+                axes.update((a,) for a in node.get("args", ()) if isinstance(a, str) and a in MESH_AXES)
+    return axes
+
+
+def _shared(program: Program) -> set[tuple[int, ...]]:
+    """The sets of stages that synchronise tied states, or update them together."""
+    return {
+        tuple(sorted(program.states[s].stages))
+        for stage in program.stages
+        for i in stage.instructions
+        if i.op in ("SYNC", "UPDATE")
+        for s in i.states
+    }
+
+
+def links_of(rank: RankProgram) -> list[Link]:
+    """The pipeline links that start or end at ``rank``, in an order that is the same on all ranks."""
+    edges = loss_edges(rank.program) | {
+        (stage, i.peer, i.op[-1])
+        for stage, held in enumerate(rank.program.stages)
+        for i in held.instructions
+        if i.op in ("SEND_F", "SEND_B") and i.peer is not None and i.peer != stage
+    }
+    return [Link(rank.peer(a), rank.peer(b), c) for a, b, c in sorted(edges) if rank.stage_index in (a, b)]

@@ -1,0 +1,425 @@
+"""Memory of a rank, in bytes, while it runs its instructions.
+
+Counted are states; gradients of parameters (from the start; under ZeRO the rank's pieces, and whole gradients while
+they exist); values and their gradients from creation until they are freed; and tensors that calls save for backward.
+Not counted are temporary tensors of operators and optimizer states: callers add them as extra bytes.
+
+What a rank holds for reductions level by level, in bytes: parts of sums, what is on its way, what was lost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from runtime.program.analysis import CallFacts, ProgramFacts, value_bytes
+from runtime.program.buckets import Bucket
+from runtime.program.codecs import CODECS
+from runtime.program.instructions import Instruction
+from runtime.program.sharded_buckets import BACKWARD, ScatterQueue, parts, zero_axes
+from runtime.program.state_bytes import host_states
+
+# Copies of what is compressed while that is done: rounded numbers, and those made again to see what is lost.
+WORKING = {"bf16": 0.0, "int8": 2.0}
+
+
+def residual_bytes(facts: ProgramFacts, bucket: Bucket) -> int:
+    """What is kept of what was lost in sending a bucket's gradients: of what was sent, and of this rank's sums."""
+    if bucket.compression is None or not CODECS[bucket.compression].feedback:
+        return 0
+    if not bucket.levels:
+        return sum(map(facts.gradient_bytes, bucket.states))
+    sent = facts.bucket_bytes(bucket) // parts(facts.program, bucket, len(bucket.levels) - 1)
+    return sent + facts.bucket_bytes(bucket) // parts(facts.program, bucket, len(bucket.levels))
+
+
+class Turning:
+    """The buckets of a stage that are between their first turn and the last. ``held``: bytes beside their gradients."""
+
+    def __init__(self, facts: ProgramFacts, stage: int) -> None:
+        self.facts, self.buckets = facts, facts.program.stages[stage].buckets
+        self.held = 0
+        self._of: dict[int, int] = {}
+        self._gathering: int | None = None  # the bucket whose sums are on their way to all that need them
+
+    def turn(self, i: Instruction) -> int:
+        """Take a turn; the most bytes meanwhile beside those that are held after it."""
+        number = i.bucket
+        if number is None or not self.buckets[number].levels or i.op == "REDUCE":
+            return 0
+        bucket, program = self.buckets[number], self.facts.program
+        level = bucket.levels.index(i.axes)
+        whole = self.facts.bucket_bytes(bucket) // parts(program, bucket, level)
+        part = whole // math.prod(map(program.size, i.axes))
+        compressed = bucket.compression if level == len(bucket.levels) - 1 else None
+        wire = int(whole * self.facts.wire_share(bucket)) if compressed else 0
+        if i.op == "SCATTER":
+            before = part if not compressed else 0  # of the level before, which goes when this has begun
+            comes = 2 * wire if compressed else part + (whole if program.whole_scatter else 0)
+            self._set(number, comes)
+            return before + int(WORKING[compressed] * whole if compressed else 0)
+        if level == 0 and self._gathering not in (None, number):
+            self._set(self._gathering, 0)
+        self._gathering = number if level == 0 else self._gathering
+        self._set(number, part + (wire if compressed else whole))
+        return whole if compressed else 0
+
+    def finish(self) -> None:
+        """All sums are where they belong."""
+        self._of.clear()
+        self.held, self._gathering = 0, None
+
+    def _set(self, number: int | None, nbytes: int) -> None:
+        assert number is not None
+        self.held += nbytes - self._of.get(number, 0)
+        self._of[number] = nbytes
+
+
+Key = tuple[str, int | None]
+
+
+class Moment(NamedTuple):
+    """Bytes that a rank holds besides its states, at the peak of an instruction or of one of its calls.
+
+    ``call``: position of the call on its stage; ``None`` for a whole instruction. ``saved``: values, and tensors saved
+    for backward. ``gradients``: gradients of values. ``recomputed``: recomputed tensors of a running backward.
+    ``gathered``: gathered parameters, and sharded parameters' gradients before, during and after their reduce-scatter.
+    ``host``: bytes in host memory.
+    """
+
+    call: int | None
+    saved: int
+    gradients: int
+    recomputed: int = 0
+    gathered: int = 0
+    host: int = 0
+
+
+def state_bytes(facts: ProgramFacts, stage: int) -> int:
+    """The bytes of a stage's states, their gradients and the residuals of gradient compression, on one rank."""
+    held = [name for name, state in facts.program.states.items() if stage in state.stages]
+    residuals = sum(residual_bytes(facts, bucket) for bucket in facts.program.stages[stage].buckets)
+    return sum(parameter_bytes(facts, name) + gradient_bytes(facts, name) for name in held) + residuals
+
+
+def parameter_bytes(facts: ProgramFacts, state: str) -> int:
+    """The bytes of a state that a rank's device holds permanently."""
+    if "parameters" in facts.program.offload and facts.program.states[state].kind == "parameter":
+        return 0
+    return facts.piece_bytes(state) if facts.program.zero == 3 else facts.state_bytes(state)
+
+
+def gradient_bytes(facts: ProgramFacts, state: str) -> int:
+    """The bytes of a state's gradient that a rank holds permanently.
+
+    Under ZeRO 1 these are the whole gradient and the rank's piece; under ZeRO 2 and 3 there are none, since the first
+    SCATTER creates the piece.
+    """
+    if state not in facts.with_gradient:
+        return 0
+    if not facts.program.states[state].zero_axes:
+        return facts.gradient_bytes(state)
+    return facts.gradient_piece_bytes(state) + facts.gradient_bytes(state) if facts.program.zero < 2 else 0
+
+
+def memory_steps(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction]) -> Iterator[tuple[int, int]]:
+    """For each instruction, the peak bytes while it runs and the bytes held after it, both with states.
+
+    The prover must accept ``instructions``. A value that is also saved for backward is counted once.
+    """
+    holder = _Holder(facts, stage)
+    for instruction in instructions:
+        yield holder.run(instruction)
+
+
+def memory_moments(
+    facts: ProgramFacts, stage: int, instructions: Sequence[Instruction]
+) -> Iterator[tuple[list[Moment], Moment]]:
+    """For each instruction, its memory moments call by call, and the moment after it."""
+    holder = _Holder(facts, stage)
+    for instruction in instructions:
+        holder.moments = []
+        peak, held = holder.run(instruction)
+        after = holder.moment()
+        if not holder.moments and peak > held:  # a copy is sent, so the data exists twice
+            holder.moments = [after._replace(gathered=after.gathered + peak - held)]
+        yield holder.moments, after
+
+
+def peak_bytes(
+    facts: ProgramFacts, stage: int, instructions: Sequence[Instruction], extra_bytes: int = 0
+) -> tuple[int, int]:
+    """The peak bytes of a rank, with ``extra_bytes``, and the index of the first instruction that reaches the peak."""
+    peaks = [peak for peak, _ in memory_steps(facts, stage, instructions)]
+    if not peaks:
+        return state_bytes(facts, stage) + extra_bytes, 0
+    peak = max(peaks)
+    return peak + extra_bytes, peaks.index(peak)
+
+
+def host_bytes(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction]) -> int:
+    """The peak bytes of a rank in host memory: activations, parameters or copies of them, and their gradients.
+
+    Optimizer states are not counted, as on the device.
+    """
+    holder = _Holder(facts, stage)
+    most = 0
+    for instruction in instructions:
+        holder.run(instruction)
+        most = max(most, holder.host)
+    return most + sum(master_bytes(facts, s) for s in host_states(facts.program, stage))
+
+
+def master_bytes(facts: ProgramFacts, state: str) -> int:
+    """The bytes of an offloaded state in host memory: the parameter, its gradient and, unless it is on disk, the
+    copy in a wider type that the optimizer updates."""
+    data = facts.program.states[state]
+    if facts.program.objective != "train" or not data.requires_grad:
+        return facts.piece_bytes(state)
+    wide, short = facts.gradient_piece_bytes(state), facts.piece_bytes(state)  # updates run in the gradient's type
+    return wide + short + _copy_bytes(facts, state) * ("disk" not in facts.program.offload)
+
+
+def disk_bytes(facts: ProgramFacts, stage: int) -> int:
+    """The bytes that a rank has on disk: copies of parameters in a wider type. Optimizer states are not counted."""
+    trained = (s for s in host_states(facts.program, stage) if s in facts.with_gradient)
+    return sum(_copy_bytes(facts, s) for s in trained) if "disk" in facts.program.offload else 0
+
+
+def _copy_bytes(facts: ProgramFacts, state: str) -> int:
+    """The bytes of the copy in a wider type that the optimizer updates for ``state``; 0 if there is no copy."""
+    wide, short = facts.gradient_piece_bytes(state), facts.piece_bytes(state)
+    return wide if short < wide else 0
+
+
+class _Holder:
+    def __init__(self, facts: ProgramFacts, stage: int) -> None:
+        self.facts, self.stage = facts, stage
+        self.calls = facts.stages[stage]
+        self.sizes = {name: value_bytes(value) for name, value in facts.program.values.items()}
+        self.states = state_bytes(facts, stage)
+        self.saved = self.flowing = 0  # bytes of values and saved tensors; bytes of gradients of values
+        self.moments: list[Moment] | None = None
+        self.values: Counter[Key] = Counter()  # value -> references: the table of values, and calls that save it
+        self.gradients: set[Key] = set()
+        buckets = facts.program.stages[stage].buckets
+        self.shared = [b.states if zero_axes(facts.program, b.states) else () for b in buckets]
+        self.passing = {s for states in self.shared for s in states} if facts.program.zero >= 2 else set()
+        self.gathered = 0
+        self.added: set[str] = set()  # states whose whole gradient is held
+        self.scattering = ScatterQueue[tuple[int, int]]()  # (bucket, bytes) of reduce-scatters in flight
+        self.scattered: set[int] = set()  # buckets whose gradient pieces are held, under ZeRO 2 and 3
+        self.pieces = 0  # bytes of these pieces
+        self.turning = Turning(facts, stage)
+        self.host = 0
+        self.leaving = 0  # bytes on their way to host memory while the next computation runs
+        self.totals = {v for c in self.calls if c.data.prologue for v in c.data.outputs}
+
+    @property
+    def held(self) -> int:
+        return self.states + self.saved + self.flowing + self.of_shared + self.leaving
+
+    @property
+    def of_shared(self) -> int:
+        whole = sum(self.facts.gradient_bytes(s) for s in self.added)
+        sent = sum(size for _, size in self.scattering)
+        return self.gathered + whole + sent + self.pieces + self.turning.held
+
+    def bucket_bytes(self, number: int) -> int:
+        return sum(self.facts.state_bytes(s) for s in self.shared[number])
+
+    def moment(self, call: int | None = None, recomputed: int = 0) -> Moment:
+        return Moment(call, self.saved + self.leaving, self.flowing, recomputed, self.of_shared, self.host)
+
+    def note(self, call: int, recomputed: int = 0) -> None:
+        if self.moments is not None:
+            self.moments.append(self.moment(call, recomputed))
+
+    def run(self, i: Instruction) -> tuple[int, int]:
+        peak = self.held
+        match i.op:
+            case "LOAD" | "RECV_F":
+                for value in i.values:
+                    self.hold(value, i.microbatch)
+            case "TOTAL":
+                for value in i.values:
+                    self.hold(value, None)
+            case "TOTAL_F":
+                peak += sum(self.sizes[v] for v in i.values)
+            case "F":
+                self.forward(i)
+            case "RECV_B":
+                for value in i.values:
+                    self.hold_gradient(value, i.microbatch)
+            case "B" | "I" | "W":
+                peak = self.backward(i)
+            case "GATHER" if i.gradients:
+                peak = max(peak, self.turning.turn(i) + self.held)
+            case "GATHER" if self.facts.program.zero == 3:
+                assert i.bucket is not None
+                self.gathered += self.bucket_bytes(i.bucket)
+                peak = self.held
+                self.gathered -= self.fetched(self.shared[i.bucket])  # this rank's pieces are among the whole
+            case "OFFLOAD" if i.calls is not None:
+                self.offload(i)
+            case "FETCH" if i.calls is not None:
+                self.fetch(i)
+            case "FETCH" if "parameters" in self.facts.program.offload:
+                self.gathered += self.fetched(i.states)
+            case "FREE" if i.states:
+                self.gathered -= self.fetched(i.states)
+            case "SCATTER" if not i.axes:
+                peak = self.scatter(i)
+            case "REDUCE" | "SCATTER" if i.bucket is not None:
+                while any(bucket == i.bucket for bucket, _ in self.scattering):
+                    peak = max(peak, self.collect())
+                peak = max(peak, self.turning.turn(i) + self.held)
+            case "SYNC" | "STEP":
+                while self.scattering:
+                    peak = max(peak, self.collect())
+                self.settle(i.states)
+                self.turning.finish()
+            case "FREE" if i.bucket is not None:
+                self.gathered -= self.bucket_bytes(i.bucket)
+            case "FREE":
+                for value in i.values:
+                    if i.gradients:
+                        self.gradients.discard((value, i.microbatch))
+                        self.flowing -= self.sizes[value]
+                    else:
+                        self.release(value, i.microbatch)
+        peak = max(peak, self.held)
+        if i.op in ("F", "B", "I", "W"):
+            self.leaving = 0
+        if i.op in BACKWARD:
+            self.scattering.computed()
+        return peak, self.held
+
+    def scatter(self, i: Instruction) -> int:
+        """Start the reduce-scatter of a bucket's gradients, after ending the earlier ones that must end first.
+
+        Returns the peak bytes meanwhile.
+        """
+        assert i.bucket is not None
+        peak = self.held
+        for _ in self.scattering.before_next():
+            peak = max(peak, self.collect())
+        states = self.shared[i.bucket]
+        whole = sum(map(self.facts.gradient_bytes, states))
+        peak = max(peak, self.held + whole)  # a copy of the gradients is sent
+        comes = whole if self.facts.program.whole_scatter else sum(map(self.facts.gradient_piece_bytes, states))
+        bucket = self.facts.program.stages[self.stage].buckets[i.bucket]
+        if bucket.compression is not None and not bucket.levels:
+            comes = int(2 * whole * self.facts.wire_share(bucket))  # compressed bytes, sent and received
+            peak += int(WORKING[bucket.compression] * whole)
+        self.scattering.begin((i.bucket, whole + comes))
+        self.added.difference_update(states)
+        return peak
+
+    def collect(self) -> int:
+        """End the oldest reduce-scatter in flight and add its result to this rank's pieces. Returns the peak bytes
+        meanwhile."""
+        number = next(iter(self.scattering))[0]
+        pieces = sum(map(self.facts.gradient_piece_bytes, self.shared[number]))
+        peak = self.held + (pieces if self.facts.program.whole_scatter else 0)  # the sum of the parts
+        if self.facts.program.zero >= 2 and number not in self.scattered:
+            self.scattered.add(number)
+            self.pieces += pieces
+        self.scattering.end_first()
+        return peak
+
+    def settle(self, states: Sequence[str]) -> None:
+        """Count gradient pieces that SYNC creates: of tied ``states`` whose buckets this stage has not scattered."""
+        for number, held in enumerate(self.shared):
+            if self.facts.program.zero >= 2 and number not in self.scattered and not set(held).isdisjoint(states):
+                self.scattered.add(number)
+                self.pieces += sum(map(self.facts.gradient_piece_bytes, held))
+
+    def fetched(self, states: Sequence[str]) -> int:
+        """The bytes that a FETCH copies to the device for the parameters ``states``; 0 unless they are offloaded."""
+        hosted = "parameters" in self.facts.program.offload
+        return sum(self.facts.piece_bytes(s) for s in states) if hosted else 0
+
+    def moved(self, i: Instruction) -> list[CallFacts]:
+        """The calls of an OFFLOAD or FETCH whose activations are moved: all that have a backward."""
+        assert i.calls is not None
+        return [call for call in self.calls[slice(*i.calls)] if call.has_backward]
+
+    def offload(self, i: Instruction) -> None:
+        for call in self.moved(i):
+            before = self.saved
+            for value in call.moves:
+                self.release(value, i.microbatch)
+            self.saved -= call.kept_bytes
+            self.leaving += before - self.saved
+            self.host += self.facts.moved_bytes(call)
+
+    def fetch(self, i: Instruction) -> None:
+        for call in self.moved(i):
+            for value in call.moves:
+                self.hold(value, i.microbatch)
+            self.saved += call.kept_bytes
+            self.host -= self.facts.moved_bytes(call)
+
+    def hold(self, value: str, microbatch: int | None) -> None:
+        key = value, None if value in self.totals else microbatch
+        self.values[key] += 1
+        if self.values[key] == 1:
+            self.saved += self.sizes[value]
+
+    def release(self, value: str, microbatch: int | None) -> None:
+        key = value, None if value in self.totals else microbatch
+        self.values[key] -= 1
+        if not self.values[key]:
+            self.saved -= self.sizes[value]
+
+    def hold_gradient(self, value: str, microbatch: int | None) -> None:
+        if (value, microbatch) not in self.gradients:
+            self.gradients.add((value, microbatch))
+            self.flowing += self.sizes[value]
+
+    def forward(self, i: Instruction) -> None:
+        assert i.calls is not None
+        for position, call in enumerate(self.calls[slice(*i.calls)], i.calls[0]):
+            for value in call.data.outputs:
+                self.hold(value, i.microbatch)
+            for value in call.keeps:
+                self.hold(value, i.microbatch)
+            self.saved += call.kept_bytes
+            self.note(position)
+
+    def backward(self, i: Instruction) -> int:
+        assert i.calls is not None
+        peak = self.held
+        for position in reversed(range(*i.calls)):
+            call = self.calls[position]
+            if not call.has_backward:
+                continue
+            if i.op != "W":
+                for value in call.gives:
+                    self.hold_gradient(value, i.microbatch)
+            new = [s for s in call.adds if s in self.passing] if i.op != "I" else []
+            # the other gradients are created while the call's saved tensors are freed
+            self.added.update(sorted(new, key=self.facts.gradient_bytes)[-1:])
+            first = self.held + call.recomputed_bytes
+            self.note(position, call.recomputed_bytes)
+            if i.op != "W":
+                for value in call.keeps:
+                    self.release(value, i.microbatch)
+                self.saved -= call.kept_bytes
+            if i.op == "I":
+                for value in call.carries:
+                    self.hold(value, i.microbatch)
+                self.saved += call.carried_bytes
+                self.note(position)  # the carried tensors are held until the call's W
+            if i.op == "W":
+                for value in call.carries:
+                    self.release(value, i.microbatch)
+                self.saved -= call.carried_bytes
+            self.added.update(new)
+            if self.held > first:
+                self.note(position)
+            peak = max(peak, first, self.held)
+        return peak

@@ -1,0 +1,98 @@
+"""A program in another floating type: verified in float64, say, whatever it will train in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from passes.errors import InputsError
+from passes.ir.model import Block
+from passes.ir.rewrite import as_type, retype
+from passes.ir.serialize import block_from_data, block_to_data, dtype_name, dtype_of, target_name
+from passes.ops.fp8 import as_it_was, in_eight_bits, ops
+from runtime.errors import LaunchError
+from runtime.program.program import BlockGraph, Program, Stage
+
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
+_WITH_FP8 = (8, 9)  # compute capability of the first NVIDIA devices with products in 8 bits
+
+
+def with_precision(program: Program, precision: str | None) -> Program:
+    """``program`` with every floating type in it changed; itself for ``None``."""
+    if precision is None:
+        return program
+    if precision not in PRECISIONS:
+        raise InputsError(f"precision must be one of {', '.join(PRECISIONS)} or None; got {precision!r}")
+    dtype = PRECISIONS[precision]
+    return program.model_copy(
+        update={
+            "blocks": {name: _retyped(name, block, dtype) for name, block in program.blocks.items()},
+            "states": {name: _with_dtype(s, dtype) for name, s in program.states.items()},
+            "values": {name: _with_dtype(v, dtype) for name, v in program.values.items()},
+            "inputs": tuple(_with_dtype(i, dtype) for i in program.inputs),
+        }
+    )
+
+
+def with_fp8(program: Program) -> Program:
+    """``program`` with its products with weights in 8 bits, where kernels take them so."""
+
+    def rounded(name: str, data: BlockGraph) -> BlockGraph:
+        block = block_from_data(name, data.nodes, data.states, data.inputs)
+        return data.model_copy(update={"nodes": block_to_data(block)}) if in_eight_bits(block) else data
+
+    return program.model_copy(update={"blocks": {n: rounded(n, block) for n, block in program.blocks.items()}})
+
+
+@contextmanager
+def products_of(program: Program, device: torch.device) -> Iterator[None]:
+    """Where products in float32 are rounded to TF32 first, if ``program`` has them so and ``device`` is a GPU."""
+    if not program.tf32 or device.type != "cuda":
+        yield
+        return
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+def check_fp8(program: Program, device: torch.device) -> None:
+    """Raise :class:`LaunchError` where ``device`` has no kernels for the products in 8 bits that ``program`` has."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= _WITH_FP8:
+        return
+    name = target_name(ops.linear_fp8.default)
+    if any(node.get("target") == name for block in program.blocks.values() for node in block.nodes):
+        found = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        raise LaunchError(
+            f"the plan multiplies in fp8, for which {torch.cuda.get_device_name(device)} (compute capability {found}) "
+            'has no kernels; expected 8.9 or more (Ada, Hopper, Blackwell): plan with precision="bf16"'
+        )
+
+
+def uncompressed(program: Program) -> Program:
+    """``program`` with gradients sent as they are, in the same turns."""
+
+    def as_they_are(stage: Stage) -> Stage:
+        buckets = tuple(bucket.model_copy(update={"compression": None}) for bucket in stage.buckets)
+        return stage.model_copy(update={"buckets": buckets})
+
+    return program.model_copy(update={"stages": tuple(map(as_they_are, program.stages))})
+
+
+def _with_dtype(data: Any, dtype: torch.dtype) -> Any:
+    given = dtype_of(data.dtype)
+    wanted = as_type(given, dtype)
+    return data if wanted == given else data.model_copy(update={"dtype": dtype_name(wanted)})
+
+
+def _retyped(name: str, data: BlockGraph, dtype: torch.dtype) -> BlockGraph:
+    block: Block = block_from_data(name, data.nodes, data.states, data.inputs)
+    as_it_was(block)
+    retype(block.graph, dtype)
+    return data.model_copy(update={"nodes": block_to_data(block)})

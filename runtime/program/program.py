@@ -1,0 +1,476 @@
+"""A program: everything that the ranks need in order to run, as data.
+
+One :class:`Program` describes all ranks. Ranks with the same pipeline coordinate share one :class:`Stage`, and thus one
+instruction list; :meth:`Program.rank` derives the program of one rank. A program is enough to prove, simulate, draw and
+run a plan: the model's class is not needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Collection
+from functools import cached_property
+from typing import Any, Literal, Self
+
+from pydantic import Field
+
+from passes.ir.layouts import Layout, Shard, local_shape
+from runtime.program.buckets import Bucket
+from runtime.program.instructions import Data, Instruction, Instructions, Op
+from runtime.program.mesh import AXES, EXPERT_AXES, HYBRID_AXES, axes_beside, expert_mesh, hybrid_mesh, num_ranks
+
+FORMAT_VERSION = 1
+
+Offload = Literal["optimizer", "activations", "parameters", "disk"]
+OFFLOADS: tuple[Offload, ...] = ("optimizer", "activations", "parameters", "disk")
+
+__all__ = [
+    "FORMAT_VERSION",
+    "OFFLOADS",
+    "BlockGraph",
+    "Bucket",
+    "CallData",
+    "Data",
+    "InputData",
+    "Instruction",
+    "Instructions",
+    "Offload",
+    "Op",
+    "OutputData",
+    "Program",
+    "RankProgram",
+    "Stage",
+    "StateData",
+    "Value",
+    "shard_shape",
+    "shards_of",
+    "updated_states",
+    "weights_fingerprint",
+]
+
+
+class Value(Data):
+    """A value that passes between calls: one rank's shape for one microbatch.
+
+    ``requires_grad``: a gradient flows through it in backward, from the loss to a parameter.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool = False
+    layout: str = "R"  # over tp
+    context: str = "R"  # over cp; tp shards the part that each cp rank has
+
+
+class BlockGraph(Data):
+    """A block type's local graph with its collectives; ``nodes`` as ``passes/ir/serialize.py`` writes them.
+
+    ``again``: names of nodes that are cheap to recompute; selective recomputation does not save their results.
+    """
+
+    nodes: tuple[dict[str, Any], ...]
+    states: tuple[str, ...]
+    inputs: tuple[str, ...]
+    again: tuple[str, ...] = ()
+
+
+class CallData(Data):
+    """One call of a block on a stage: the states and input values that it reads, and the values that it produces."""
+
+    block: str
+    path: str
+    states: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    prologue: bool = False
+
+
+class StateData(Data):
+    """A parameter, buffer or constant: its global shape, its layouts, and the stages that read it.
+
+    ``parts``: the model's own parameters that it stacks along dim 0; weights are read and written under their names.
+    ``grad_axes``: the mesh axes over which its gradient is a partial sum after the last backward.
+    ``zero_axes``: the mesh axes whose ranks share it under the program's ``zero`` (its optimizer states, gradient or
+    elements): its shard over ``ep`` and ``tp`` is flattened and cut into equal pieces, the last ones shorter (see
+    ``runtime/state/parameters.py``).
+    ``update``: the value that a buffer takes at the end of a step, in the same layout. With ``keeps`` the buffer
+    becomes ``keeps`` times its old value plus the sum of that value over microbatches and ``dp`` ranks.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    kind: Literal["parameter", "buffer", "constant"]
+    requires_grad: bool = False
+    aliases: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+    layout: str = "R"  # over tp
+    expert_layout: str = "R"  # over ep
+    stages: tuple[int, ...] = ()
+    grad_axes: tuple[str, ...] = ()
+    zero_axes: tuple[str, ...] = ()
+    update: str | None = None
+    keeps: float | None = None
+
+
+class InputData(Data):
+    """A tensor of the global batch; ``batch_dim`` is split over microbatches and ``dp`` (``None``: read whole).
+
+    ``number``: the batch has a Python number of this type, which the program reads as a 0-dimensional tensor.
+    """
+
+    value: str
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    batch_dim: int | None = 0
+    number: Literal["int", "float"] | None = None
+
+
+class PlainValue(Data):
+    """An argument value that is no tensor: its type, and its ``repr`` (a string: the text itself)."""
+
+    kind: Literal["bool", "int", "float", "str", "NoneType"]
+    text: str
+
+    @classmethod
+    def of(cls, value: bool | int | float | str | None) -> Self:
+        return cls(kind=type(value).__name__, text=value if isinstance(value, str) else repr(value))  # type: ignore[arg-type]
+
+    @property
+    def value(self) -> bool | int | float | str | None:
+        """The Python value."""
+        if self.kind in ("int", "float"):
+            return int(self.text) if self.kind == "int" else float(self.text)
+        return {"str": self.text, "NoneType": None}.get(self.kind, self.text == "True")
+
+    def __str__(self) -> str:
+        return repr(self.value)
+
+
+class ArgumentData(Data):
+    """An argument of the model's ``forward``. ``default`` is absent if it has none, or one that is no plain value."""
+
+    name: str
+    required: bool = False
+    default: PlainValue | None = None
+
+
+class GuardData(Data):
+    """A condition on numbers of the batch that the traced forward branched on.
+
+    ``expression``: the condition, as JSON of the nested lists that ``passes/ir/lifted_numbers.py`` evaluates;
+    ``outcome``: its result; ``where``: its place in the source (``file:line``). The program is valid only for batches
+    with this outcome.
+    """
+
+    expression: str
+    outcome: bool
+    where: str = ""
+
+
+class SignatureData(Data):
+    """How the model is called.
+
+    ``arguments``: the arguments of ``forward``, in order; absent if unknown. ``fixed``: path -> value of every leaf of
+    the planned batch that is no tensor; the program is valid for these values only.
+    """
+
+    arguments: tuple[ArgumentData, ...] | None = None
+    fixed: dict[str, PlainValue] = Field(default_factory=dict)
+    guards: tuple[GuardData, ...] = ()
+
+
+class OutputData(Data):
+    """A leaf of the model's result.
+
+    ``batch`` says how to combine microbatches: ``S<dim>`` concatenate along a dim, ``P`` sum, ``R`` take any one.
+    """
+
+    path: str
+    value: str | None = None
+    constant: Any = None
+    batch: str = "R"
+    layout: str = "R"  # over tp
+    context: str = "R"  # over cp
+    stage: int | None = None
+
+
+class Stage(Data):
+    """The calls, instructions and gradient buckets of one pipeline stage, which all ranks of that stage share."""
+
+    calls: tuple[CallData, ...]
+    instructions: Instructions
+    buckets: tuple[Bucket, ...] = ()
+    checkpoint_calls: tuple[int, ...] = ()  # calls that are recomputed in backward rather than saved
+    selective_calls: tuple[int, ...] = ()  # calls of which only the block's ``again`` nodes are recomputed
+
+
+class Program(Data):
+    """The programs of all ranks. ``fingerprint``: hash of the names, shapes and types of the weights.
+
+    ``mesh["ep"]``: expert-parallel size, over ranks of dp x cp x tp. Each expert is sharded over ``etp`` ranks (0: as
+    many as ``tp``). For experts, the ranks of a stage form the axes ``edp`` (replicas of an expert), ``ep`` and
+    ``etp``, outermost first.
+
+    ``zero``: ZeRO stage; the ranks of a state's ``zero_axes`` share optimizer states (1), also gradients (2), also
+    parameters (3). ``dp_shard``: number of neighbouring ``dp`` ranks that share states (0: all); along
+    ``dp_replicate`` there are replicas. Without ``zero``, a hierarchical reduction scatters gradients over ``dp_shard``
+    first.
+
+    ``data_shares``: number of microbatches of each ``dp`` rank, in the order of the batch; empty if every rank has
+    ``num_microbatches``. Otherwise ``num_microbatches`` is their maximum, and a rank with fewer microbatches skips the
+    instructions of the others.
+    """
+
+    mesh: dict[str, int]
+    objective: Literal["train", "infer"]
+    num_microbatches: int
+    data_shares: tuple[int, ...] = ()
+    schedule: str
+    blocks: dict[str, BlockGraph]
+    states: dict[str, StateData]
+    values: dict[str, Value]
+    inputs: tuple[InputData, ...]
+    outputs: tuple[OutputData, ...]
+    loss: str | None
+    stages: tuple[Stage, ...]
+    fingerprint: str
+    constants: dict[str, Any] = Field(default_factory=dict)  # name -> nested lists; checkpoints have no constants
+    initial: dict[str, Any] = Field(default_factory=dict)  # buffer -> initial number or nested lists, without weights
+    tree: str | None = None
+    signature: SignatureData = Field(default_factory=SignatureData)
+    etp: int = 0
+    zero: Literal[0, 1, 2, 3] = 0
+    dp_shard: int = 0
+    fused_attention: bool = True  # attention kernels save no scores, for any head width
+    tf32: bool = False  # float32 matrix products round their operands to TF32, for GPUs' tensor cores
+    whole_scatter: bool = False  # a reduce-scatter receives all ranks' parts before it sums them (Gloo): more memory
+    # states kept in host memory; "disk": optimizer states are kept on disk instead
+    offload: tuple[Offload, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        return num_ranks(self.mesh)
+
+    def share(self, place: int) -> range:
+        """The microbatches, numbered in the order of the batch, of the ranks with ``dp`` coordinate ``place``."""
+        if not self.data_shares:
+            return range(place * self.num_microbatches, (place + 1) * self.num_microbatches)
+        start = sum(self.data_shares[:place])
+        return range(start, start + self.data_shares[place])
+
+    @property
+    def batch_microbatches(self) -> int:
+        """The number of microbatches of the whole batch, over all ``dp`` ranks."""
+        return sum(self.data_shares) if self.data_shares else self.num_microbatches * self.mesh.get("dp", 1)
+
+    @cached_property
+    def expert_mesh(self) -> dict[str, int]:
+        """The mesh of the ranks for experts, axis -> size: ``edp``, ``ep`` and ``etp`` replace dp, cp and tp."""
+        return expert_mesh(self.mesh, self.etp)
+
+    @cached_property
+    def hybrid_mesh(self) -> dict[str, int]:
+        """``dp`` and ``edp`` each split into the axis of ranks that share states and the axis of replicas: axis ->
+        size."""
+        return hybrid_mesh(self.mesh, self.etp, self.dp_shard)
+
+    def size(self, axis: str) -> int:
+        """The number of ranks along an axis of the mesh, of the experts' mesh or of the hybrid mesh."""
+        if axis in HYBRID_AXES:
+            return self.hybrid_mesh[axis]
+        return self.expert_mesh[axis] if axis in EXPERT_AXES else self.mesh.get(axis, 1)
+
+    def grid(self, axes: Collection[str]) -> dict[str, int]:
+        """A mesh of all ranks (axis -> size, outermost first) that contains ``axes``.
+
+        Axes with one rank, which change no group, may be missing.
+        """
+        many = {axis for axis in axes if self.size(axis) > 1}
+        return next(grid for grid in self._grids if many <= grid.keys())
+
+    @cached_property
+    def _grids(self) -> tuple[dict[str, int], ...]:
+        plain, parts = {axis: self.mesh.get(axis, 1) for axis in AXES}, self.hybrid_mesh
+        inner = {axis: n for axis, n in plain.items() if axis not in ("pp", "dp")}
+        experts = {axis: n for axis, n in self.expert_mesh.items() if axis not in ("pp", "edp")}
+        pp = {"pp": plain["pp"]}
+        dp, edp = ({axis: parts[axis] for axis in HYBRID_AXES[i : i + 2]} for i in (0, 2))
+        return plain, self.expert_mesh, pp | dp | inner, pp | edp | experts
+
+    @property
+    def experts_span_tp(self) -> bool:
+        """Whether ranks along ``tp`` have different experts."""
+        return self.mesh.get("ep", 1) > 1 and self.expert_mesh["etp"] < self.mesh.get("tp", 1)
+
+    @cached_property
+    def strides(self) -> dict[str, int]:
+        """For each mesh axis, the difference of the numbers of neighbouring ranks."""
+        strides, step = {}, 1
+        for axis in reversed(AXES):
+            strides[axis] = step
+            step *= self.mesh.get(axis, 1)
+        return strides
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """A rank's coordinate on each mesh axis. Raises ``ValueError`` if the rank is outside the mesh."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside the mesh of {self.world_size} ranks {self.mesh}")
+        return {axis: rank // self.strides[axis] % self.mesh.get(axis, 1) for axis in AXES}
+
+    def rank_at(self, coordinates: dict[str, int]) -> int:
+        return sum(self.strides[axis] * coordinates.get(axis, 0) for axis in AXES)
+
+    def group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """The ranks, in ascending order, whose coordinates equal those of ``rank`` except on ``axes``.
+
+        ``axes`` are axes of the mesh, of the experts' mesh or of the hybrid mesh.
+        """
+        grid, step = self.grid(axes), 1
+        ranks = [rank]
+        for axis in reversed(grid):
+            if axis in axes:
+                place = rank // step % grid[axis]
+                ranks = [r + (i - place) * step for i in range(grid[axis]) for r in ranks]
+            step *= grid[axis]
+        return tuple(ranks)
+
+    def place(self, rank: int, axis: str) -> int:
+        """A rank's coordinate on an axis of the mesh, of the experts' mesh or of the hybrid mesh."""
+        grid = self.grid((axis,))
+        sizes = [*grid.values()]
+        if axis not in grid:  # an axis with one rank
+            return 0
+        at = [*grid].index(axis)
+        return rank // math.prod(sizes[at + 1 :]) % sizes[at]
+
+    def expert_coordinates(self, rank: int) -> dict[str, int]:
+        """A rank's coordinate on each axis of the experts' mesh."""
+        places, step = {}, 1
+        for axis in reversed(self.expert_mesh):
+            places[axis] = rank // step % self.expert_mesh[axis]
+            step *= self.expert_mesh[axis]
+        return places
+
+    def rank(self, rank: int) -> RankProgram:
+        return RankProgram(program=self, rank=rank)
+
+
+def weights_fingerprint(states: dict[str, StateData]) -> str:
+    """A hash of the names, shapes and types of the parameters and buffers."""
+    rows = [[name, s.shape, s.dtype, s.kind, s.aliases] for name, s in sorted(states.items()) if s.kind != "constant"]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:32]
+
+
+def shards_of(program: Program, state: str, rank: int) -> tuple[Shard, ...]:
+    """The cuts that give the shard of a state on ``rank``: first over ``ep``, then over ``tp``; empty without cuts."""
+    data = program.states[state]
+    cuts = (
+        (data.expert_layout, "ep", program.expert_coordinates(rank)),
+        (data.layout, "tp", program.coordinates(rank)),
+    )
+    found = (Shard(Layout.parse(text), program.size(axis), places[axis]) for text, axis, places in cuts)
+    return tuple(s for s in found if s.layout.is_shard and s.num_ranks > 1)
+
+
+def shard_shape(program: Program, state: str) -> tuple[int, ...]:
+    """The shape of one rank's shard of a state, before ZeRO divides it.
+
+    Raises ``ValueError`` if a layout is malformed.
+    """
+    data = program.states[state]
+    shape = data.shape
+    for text, axis in ((data.expert_layout, "ep"), (data.layout, "tp")):
+        shape = local_shape(Layout.parse(text), shape, program.size(axis))
+    return shape
+
+
+def updated_states(program: Program) -> list[str]:
+    """The names of the buffers that a step updates."""
+    return [name for name, state in program.states.items() if state.update is not None]
+
+
+def shortened(instructions: Instructions, program: Program, num_microbatches: int) -> Instructions:
+    """The instructions of a stage for a rank that has only the first ``num_microbatches`` microbatches.
+
+    Instructions that run once per step stay: all ranks take part in reductions.
+    """
+    if num_microbatches >= program.num_microbatches:
+        return instructions
+    return tuple(i for i in instructions if i.microbatch is None or i.microbatch < num_microbatches)
+
+
+class RankProgram(Data):
+    """One rank's program: its instructions, shards and groups, derived from the program of all ranks, which it
+    contains."""
+
+    program: Program
+    rank: int
+    own: tuple[Instruction, ...] | None = None  # an edited instruction list that replaces the stage's
+
+    @cached_property
+    def coordinates(self) -> dict[str, int]:
+        return self.program.coordinates(self.rank)
+
+    @property
+    def stage_index(self) -> int:
+        return self.coordinates["pp"]
+
+    @property
+    def stage(self) -> Stage:
+        return self.program.stages[self.stage_index]
+
+    @cached_property
+    def share(self) -> range:
+        """The microbatches of this rank, numbered in the order of the batch."""
+        return self.program.share(self.coordinates["dp"])
+
+    @cached_property
+    def instructions(self) -> Instructions:
+        return shortened(self.stage.instructions, self.program, len(self.share)) if self.own is None else self.own
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The indices of this rank's instructions in its stage's list; empty if every rank has as many microbatches."""
+        kept, every = len(self.share), enumerate(self.stage.instructions if self.program.data_shares else ())
+        return tuple(k for k, i in every if i.microbatch is None or i.microbatch < kept)
+
+    def group(self, *axes: str) -> tuple[int, ...]:
+        return self.program.group(self.rank, axes)
+
+    def peer(self, stage: int) -> int:
+        """The rank of ``stage`` whose other coordinates equal this rank's."""
+        return self.rank + (stage - self.stage_index) * self.program.strides["pp"]
+
+    @cached_property
+    def states(self) -> dict[str, Layout]:
+        """The states that this rank holds, and their layout over ``tp``."""
+        return {name: Layout.parse(s.layout) for name, s in self.program.states.items() if self.stage_index in s.stages}
+
+    def shards(self, state: str) -> tuple[Shard, ...]:
+        """The cuts, applied one after the other, that give this rank's shard of a state."""
+        return shards_of(self.program, state, self.rank)
+
+    @cached_property
+    def expert_coordinates(self) -> dict[str, int]:
+        return self.program.expert_coordinates(self.rank)
+
+    def is_first_holder(self, state: str) -> bool:
+        """Whether this rank is the lowest rank of its stage that holds its part of a state."""
+        data = self.program.states[state]
+        experts = Layout.parse(data.expert_layout).is_shard
+        alike = ["edp", "etp"] if experts else ["dp", "cp", "tp"]
+        if Layout.parse(data.layout).is_shard:
+            alike.pop()
+        # ranks that share a state hold different pieces; only replicas hold the same piece
+        same = axes_beside(alike, data.zero_axes)
+        return all(self.program.place(self.rank, axis) == 0 for axis in same)
+
+    def zero_group(self, state: str) -> tuple[int, ...]:
+        """The ranks that share a state with this rank under ZeRO; this rank alone if the state is not shared."""
+        return self.group(*self.program.states[state].zero_axes)
+
+    def with_instructions(self, instructions: tuple[Instruction, ...]) -> Self:
+        return self.model_copy(update={"own": instructions})

@@ -1,0 +1,190 @@
+"""Hierarchical reduction of gradients: the order of its collectives, and the mesh axes of each.
+
+For example, a bucket is reduce-scattered inside each node, its shards are all-reduced between nodes, and the sums are
+all-gathered inside each node. The links between nodes then carry a node's gradients once, spread over all of its ranks.
+A single all-reduce over all ranks is as fast only if the library does the same internally.
+
+Compressed gradients are exchanged instead, because a sum in a short type would be rounded at each addition. Every rank
+sends each shard of its gradients, compressed, to the rank that sums that shard, and all-gathers the compressed sums.
+
+What a program says of the states that ranks share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+from runtime.program.buckets import Bucket
+from runtime.program.instructions import Instruction
+from runtime.program.mesh import ALL_AXES, axes_beside
+from runtime.program.program import CallData, Program, Stage, shard_shape
+
+
+def split_axes(program: Program, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes among ``axes`` with more than one rank, in the order of the mesh, as they name a group."""
+    return tuple(a for a in ALL_AXES if a in axes and program.size(a) > 1)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One rank's elements ``[start, start + size)`` of ``numel``; with its padding a piece has ``length``."""
+
+    numel: int
+    ranks: int
+    index: int
+
+    @property
+    def length(self) -> int:
+        return -(-self.numel // self.ranks)
+
+    @property
+    def start(self) -> int:
+        return min(self.numel, self.index * self.length)
+
+    @property
+    def size(self) -> int:
+        return min(self.numel, self.start + self.length) - self.start
+
+
+COMPUTING = frozenset({"TOTAL_F", "F", "B", "I", "W"})
+
+BACKWARD = frozenset({"B", "I", "W"})
+Scatter = TypeVar("Scatter")
+
+
+class ScatterQueue(Generic[Scatter]):
+    """The SCATTERs that are under way: those behind one backward, whose gradients are all there at the same time.
+
+    The first one behind a further backward waits until these have ended, so that no more memory is taken.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: deque[Scatter] = deque()
+        self._computed = False
+
+    def __contains__(self, scatter: Scatter) -> bool:
+        return scatter in self._under_way
+
+    def __iter__(self) -> Iterator[Scatter]:
+        return iter(self._under_way)
+
+    def computed(self) -> None:
+        """A backward has run: the next SCATTER is of its gradients."""
+        self._computed = True
+
+    def before_next(self) -> list[Scatter]:
+        """What has to end before the next SCATTER begins, oldest first."""
+        return [*self._under_way] if self._computed else []
+
+    def begin(self, scatter: Scatter) -> None:
+        """Add one, after those of :meth:`before_next` were ended."""
+        if self._computed:
+            self._under_way.clear()
+        self._computed = False
+        self._under_way.append(scatter)
+
+    def end_first(self) -> Scatter:
+        """Take the oldest one off."""
+        return self._under_way.popleft()
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def clear(self) -> None:
+        self._under_way.clear()
+        self._computed = False
+
+
+def states_read(instruction: Instruction, stage: Stage) -> list[str]:
+    """The states that an instruction's calls read."""
+    return reads_of(instruction, stage.calls)
+
+
+def reads_of(instruction: Instruction, calls: Sequence[CallData]) -> list[str]:
+    """The states that the computation of an instruction reads, of those that ``calls`` read."""
+    if instruction.op == "TOTAL_F":
+        return [s for call in calls if call.prologue for s in call.states]
+    if instruction.calls is None or instruction.op not in COMPUTING:
+        return []
+    return [s for call in calls[slice(*instruction.calls)] for s in call.states]
+
+
+def zero_axes(program: Program, states: Sequence[str]) -> tuple[str, ...]:
+    """The axes over which a bucket's states are sharded: those of any of them."""
+    return program.states[states[0]].zero_axes
+
+
+def pieces_of(program: Program, states: Sequence[str], ranks: int, index: int) -> list[Piece]:
+    """The ``index``-th piece of each of ``states``, shared by ``ranks``."""
+    return [Piece(math.prod(shard_shape(program, s)), ranks, index) for s in states]
+
+
+GATHERING = 1  # all-gathers of sums in flight at a time: each takes memory
+
+Levels = Sequence[tuple[str, ...]]
+
+Turn = tuple[Literal["SCATTER", "REDUCE", "GATHER"], tuple[str, ...]]
+
+
+def rest_axes(program: Program, bucket: Bucket) -> tuple[str, ...]:
+    """The axes over which REDUCE sums a bucket's gradients: the axes of the bucket over which nothing scatters them."""
+    return left_of(bucket.axes, zero_axes(program, bucket.states), bucket.levels, program.size)
+
+
+def left_of(axes: Sequence[str], shared: Sequence[str], levels: Levels, size: Callable[[str], int]) -> tuple[str, ...]:
+    """The axes among ``axes``, or split from them, that are neither in ``shared`` nor in ``levels``; axes with one rank
+    are left out."""
+    scattered = {*shared, *(axis for level in levels for axis in level)}
+    return tuple(a for a in axes_beside(axes, scattered) if a not in scattered and size(a) > 1)
+
+
+def turns(program: Program, bucket: Bucket) -> tuple[Turn, ...]:
+    """The collectives, as (instruction, axes), that reduce a bucket once its gradients, or its ZeRO shards of them, are
+    computed."""
+    return turns_of(bucket.levels, rest_axes(program, bucket))
+
+
+def turns_of(levels: Levels, rest: tuple[str, ...]) -> tuple[Turn, ...]:
+    """The collectives, as (instruction, axes), of a reduction: SCATTER over each of ``levels``, REDUCE over the axes
+    ``rest``, and GATHER over the levels in reverse order."""
+    return (
+        *(("SCATTER", level) for level in levels),
+        *((("REDUCE", rest),) if rest else ()),
+        *(("GATHER", level) for level in reversed(levels)),
+    )
+
+
+def parts(program: Program, bucket: Bucket, level: int) -> int:
+    """The number of shards into which the first ``level`` levels scatter a rank's gradients of a bucket."""
+    return math.prod(program.size(axis) for axes in bucket.levels[:level] for axis in axes)
+
+
+def level_problem(program: Program, bucket: Bucket) -> str:
+    """Why a bucket's levels do not sum its gradients exactly once over its axes; an empty text if they do."""
+    named = [axis for level in bucket.levels for axis in level]
+    shared = zero_axes(program, bucket.states)
+    if bucket.levels and not all(bucket.levels):
+        return "has a level without axes"
+    for axis in named:
+        if program.size(axis) == 1 or axis in shared or named.count(axis) > 1:
+            return f"is scattered over {axis!r} twice, or for nothing"
+    covered = math.prod(program.size(a) for a in (*named, *shared, *rest_axes(program, bucket)))
+    if bucket.axes and covered != math.prod(program.size(a) for a in bucket.axes):
+        return f"has the levels {bucket.levels}, which do not make up {bucket.axes}"
+    if bucket.levels and set(named) - set(_split(bucket.axes)):
+        return f"has the levels {bucket.levels} of axes that are not among {bucket.axes}"
+    if bucket.compression and not (bucket.levels or shared):
+        return f"is compressed ({bucket.compression}), but nothing is scattered"
+    if bucket.compression and bucket.levels and rest_axes(program, bucket):
+        return f"is compressed over {bucket.levels[-1]} and added up over {rest_axes(program, bucket)} beside"
+    return ""
+
+
+def _split(axes: Sequence[str]) -> Iterator[str]:
+    """``axes`` and, after each, the two axes that hybrid sharding splits it into."""
+    for axis in axes:
+        yield from (axis, f"{axis}_shard", f"{axis}_replicate")

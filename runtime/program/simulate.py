@@ -1,0 +1,545 @@
+"""When everything happens: the same instructions, with durations.
+
+All ranks of a stage that have as many microbatches do the same, so one rank of each stage is followed. A rank computes
+one thing at a time. What it sends to other stages goes out at once, over one channel per neighbour and direction.
+Gathers of parameters and reductions of gradients run beside computation, one after another in the order of the list:
+they share the links. While one of them and a computation run, each takes ``slowdown`` times as long. What a receive, a
+call that reads what is gathered, TOTAL, SYNC, UPDATE or STEP waits for is idle time. The optimizer's update comes after
+STEP.
+
+The time of one rank that computes while its collectives run beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from runtime.program.analysis import ProgramFacts, value_bytes
+from runtime.program.buckets import Bucket, Compression
+from runtime.program.instructions import Instruction, Instructions
+from runtime.program.memory import memory_steps
+from runtime.program.program import Program
+from runtime.program.sharded_buckets import BACKWARD, ScatterQueue, parts, rest_axes, split_axes, states_read, zero_axes
+
+
+@dataclass
+class OverlappedCollective:
+    """A collective beside computation, in seconds: when it may begin, and what is left of it. ``begun`` and ``ended``
+    are known when the rank's clock has got there."""
+
+    ready: float
+    left: float
+    begun: float | None = None
+    ended: float | None = None
+
+
+@dataclass
+class RankClock:
+    """Seconds since a rank's start. Its collectives run one after another, in the order in which they are posted: they
+    share the links. While one of them and a computation run, each takes ``slowdown`` times as long."""
+
+    slowdown: float = 1.0
+    clock: float = 0.0
+    under_way: deque[OverlappedCollective] = field(default_factory=deque)  # that have not ended, in order
+
+    def begin(self, collective: OverlappedCollective) -> None:
+        """Post ``collective`` behind those that are under way; it begins no earlier than now."""
+        collective.ready = max(collective.ready, self.clock)
+        self.under_way.append(collective)
+
+    def compute(self, work: float) -> None:
+        """Let so many seconds of work pass, which take longer beside a collective."""
+        while work > 0 and self.under_way:
+            first = self.under_way[0]
+            if first.ready > self.clock:
+                alone = min(work, first.ready - self.clock)
+                self.clock, work = self.clock + alone, work - alone
+                continue
+            first.begun = self.clock if first.begun is None else first.begun
+            both = min(work, first.left)
+            self.clock, work, first.left = self.clock + both * self.slowdown, work - both, first.left - both
+            if first.left <= 0:
+                self._end()
+        self.clock += work
+
+    def wait(self, until: float) -> None:
+        """Let time pass without work."""
+        while self.under_way and self.clock < until:
+            first = self.under_way[0]
+            begin = max(self.clock, first.ready)
+            if begin >= until:
+                break
+            first.begun = begin if first.begun is None else first.begun
+            if begin + first.left > until:
+                first.left -= until - begin
+                break
+            self.clock = begin + first.left
+            self._end()
+        self.clock = max(self.clock, until)
+
+    def wait_for(self, collective: OverlappedCollective) -> None:
+        """Let time pass without work until ``collective`` has ended."""
+        while collective.ended is None:
+            first = self.under_way[0]
+            self.wait(max(self.clock, first.ready) + first.left)
+            if first.ended is None:  # nothing was left of it, but for rounding
+                self._end()
+
+    def wait_for_all(self) -> None:
+        if self.under_way:
+            self.wait_for(self.under_way[-1])
+
+    def _end(self) -> None:
+        first = self.under_way.popleft()
+        first.ended, first.left = self.clock, 0.0
+        if first.begun is None:
+            first.begun = self.clock
+        self.ended(first)
+
+    def ended(self, collective: OverlappedCollective) -> None:
+        """Called with each collective that has ended."""
+
+
+Part = Literal["F", "B", "I", "W"]
+
+Sharing = Literal["all_gather", "reduce_scatter", "all_to_all"]
+COMPUTE = frozenset({"TOTAL_F", "F", "B", "I", "W"})
+_STEPS_TO_STEADY = 4  # consecutive steps, after which all take as long
+
+
+class Durations(Protocol):
+    """What the simulator asks of a cost model; all in seconds."""
+
+    def call(self, stage: int, call: int, part: Part) -> float:
+        """The stage's call at this position (of ``Stage.calls``) on one microbatch, its graph's collectives included.
+
+        Recomputation is not: the simulator adds a forward to the backward of a call that is recomputed.
+        """
+        ...
+
+    def transfer(self, source: int, target: int, nbytes: int) -> float:
+        """From a rank of one stage to the same rank of another."""
+        ...
+
+    def share(self, op: Sharing, axes: tuple[str, ...], nbytes: int, stage: int) -> float:
+        """Gathering the ``nbytes`` of parameters that the ranks over ``axes`` share, or scattering their gradients; or
+        exchanging ``nbytes``, those of all ranks."""
+        ...
+
+    def coding(self, stage: int, compression: Compression, nbytes: int) -> float:
+        """Compressing ``nbytes`` of gradients, or making them again of what was sent."""
+        ...
+
+    def host(self, stage: int, nbytes: int) -> float:
+        """Between a rank of a stage and its host's memory, in either direction."""
+        ...
+
+    def all_reduce(self, axes: tuple[str, ...], nbytes: int, stages: tuple[int, ...]) -> float:
+        """Adding up ``nbytes`` over mesh axes, within the one of ``stages``; or (no axes) over several ``stages``."""
+        ...
+
+    def posting(self, stage: int, op: str) -> float:
+        """What a rank of the stage is kept from computing by an instruction that only starts or ends something: by a
+        send that goes on beside the next computation, or by taking a microbatch out of the batch."""
+        ...
+
+    def slowdown(self, stage: int) -> float:
+        """How many times as long a computation of the stage takes, and a collective beside it, while both run."""
+        ...
+
+    def update(self, stage: int) -> float:
+        """The optimizer's update of the parameters of a rank of the stage, after STEP."""
+        ...
+
+
+@dataclass(frozen=True)
+class Span:
+    """One instruction of a stage, in seconds from the start of the step. A wait is part of it: ``work`` is the rest."""
+
+    start: float
+    end: float
+    index: int
+    instruction: Instruction
+    work: float
+
+
+@dataclass(frozen=True)
+class Background:
+    """A transfer or reduction that runs beside the instructions."""
+
+    start: float
+    end: float
+    index: int  # of the instruction that started it
+    instruction: Instruction
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class StageTimeline:
+    """``memory``: (time, bytes held from then on); ``bubble``: the share of the step in which nothing is computed.
+    ``update_s``: seconds of the optimizer's update, which begins when the last span and all transfers have ended."""
+
+    spans: tuple[Span, ...]
+    background: tuple[Background, ...]
+    busy: float
+    bubble: float
+    memory: tuple[tuple[float, int], ...]
+    peak_bytes: int
+    update_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step. ``stages``: by pipeline coordinate; every rank of a stage has the stage's timeline.
+
+    ``step_time``: seconds from its start to the end of the last update; where consecutive steps overlap, from one such
+    end to the next. ``gradients_s``: seconds until all gradients are whole, before the updates.
+    """
+
+    stages: tuple[StageTimeline, ...]
+    step_time: float
+    gradients_s: float
+
+    @property
+    def bubble(self) -> float:
+        """The mean share of the step in which a rank computes nothing."""
+        return sum(s.bubble for s in self.stages) / len(self.stages)
+
+
+def simulate(
+    program: Program,
+    durations: Durations,
+    *,
+    extra_bytes: Sequence[int] = (),
+    facts: ProgramFacts | None = None,
+    overlap_steps: bool = False,
+) -> Timeline:
+    """The timeline of a program that the prover accepts; ``extra_bytes`` are added to each stage's memory.
+
+    ``overlap_steps``: each rank begins the next step when it has ended its own part of this one; the spans are those of
+    the first step.
+    """
+    facts = facts or ProgramFacts(program)
+    updates = [durations.update(s) for s in range(len(program.stages))]
+    lanes = [_lane(program, durations, s) for s in range(len(program.stages))]
+    _Simulation(facts, durations, lanes).run()
+    for lane in lanes:
+        lane.drain()
+    gradients_s = max((lane.clock for lane in lanes), default=0.0)
+    step_time = max((lane.clock + update for lane, update in zip(lanes, updates, strict=True)), default=0.0)
+    if overlap_steps:
+        step_time = _steady_seconds(facts, durations, updates)
+    stages = []
+    for lane, update in zip(lanes, updates, strict=True):
+        extra = extra_bytes[lane.stage] if extra_bytes else 0
+        busy = sum(span.work for span in lane.spans if span.instruction.op in COMPUTE)
+        memory, peak = _memory(facts, lane, extra)
+        stages.append(
+            StageTimeline(
+                spans=tuple(lane.spans),
+                background=tuple(lane.background),
+                busy=busy,
+                bubble=1 - busy / step_time if step_time else 0.0,
+                memory=memory,
+                peak_bytes=peak,
+                update_s=update,
+            )
+        )
+    return Timeline(tuple(stages), step_time, gradients_s)
+
+
+def _lane(program: Program, durations: Durations, stage: int) -> _Lane:
+    return _Lane(durations.slowdown(stage), stage=stage, instructions=program.stages[stage].instructions)
+
+
+def _steady_seconds(facts: ProgramFacts, durations: Durations, updates: Sequence[float]) -> float:
+    """Seconds between the ends of two consecutive steps, of many."""
+    lanes = [_lane(facts.program, durations, s) for s in range(len(facts.program.stages))]
+    simulation = _Simulation(facts, durations, lanes)
+    seconds = ended = 0.0
+    for _ in range(_STEPS_TO_STEADY):
+        simulation.run()
+        for lane, update in zip(lanes, updates, strict=True):
+            lane.drain()
+            lane.clock += update
+            lane.position = 0
+        last = max(lane.clock for lane in lanes)
+        seconds, ended = last - ended, last
+    return seconds
+
+
+def _memory(facts: ProgramFacts, lane: _Lane, extra: int) -> tuple[tuple[tuple[float, int], ...], int]:
+    """Bytes over time: at the start of an instruction its fullest, at its end what is left."""
+    points: list[tuple[float, int]] = []
+    peak = extra
+    for span, (most, after) in zip(lane.spans, memory_steps(facts, lane.stage, lane.instructions), strict=True):
+        points += [(span.start, most + extra), (span.end, after + extra)]
+        peak = max(peak, most + extra)
+    return tuple(points), peak
+
+
+@dataclass(kw_only=True)
+class _InstructionJob(OverlappedCollective):
+    """What an instruction starts; ``index``: of the instruction."""
+
+    index: int
+    instruction: Instruction
+    nbytes: int
+
+
+@dataclass
+class _Lane(RankClock):
+    """One stage's rank: where it is in its list, and what it has done."""
+
+    stage: int = 0
+    instructions: Instructions = ()
+    position: int = 0
+    gathered: dict[int, _InstructionJob] = field(
+        default_factory=dict
+    )  # bucket -> its gather, until it has been waited for
+    scattered: dict[int, _InstructionJob] = field(
+        default_factory=dict
+    )  # bucket -> the last that reduces it, of what began
+    summed: _InstructionJob | None = (
+        None  # the gather that makes the last bucket whole, of those reduced level by level
+    )
+    scattering: ScatterQueue[_InstructionJob] = field(default_factory=lambda: ScatterQueue())
+    leaving: float = 0.0  # until when what goes to host memory keeps the way there busy
+    coming: float = 0.0  # the same for what comes back
+    parked: dict[tuple[int, int | None], float] = field(default_factory=dict)  # (call, microbatch) -> when it is there
+    fetched: dict[str, float] = field(default_factory=dict)  # state -> when it is there, until it was waited for
+    spans: list[Span] = field(default_factory=list)
+    background: list[Background] = field(default_factory=list)
+
+    def spend(self, start: float, work: float, wait_for: Iterable[OverlappedCollective] = ()) -> None:
+        """Finish the present instruction: wait until ``start`` and for some jobs, then work."""
+        began = self.clock
+        self.wait(start)
+        for job in wait_for:
+            self.wait_for(job)
+        ready = self.clock
+        self.compute(work)
+        instruction = self.instructions[self.position]
+        self.spans.append(Span(began, self.clock, self.position, instruction, self.clock - ready))
+        self.position += 1
+
+    def post(self, index: int, seconds: float, nbytes: int, ready: float = 0.0) -> _InstructionJob:
+        """Begin the collective of instruction ``index`` beside what is computed."""
+        instruction = self.instructions[index]
+        job = _InstructionJob(ready, seconds, index=index, instruction=instruction, nbytes=nbytes)
+        self.begin(job)
+        return job
+
+    def drain(self) -> None:
+        """Wait for all collectives, and for what goes to other stages and to host memory."""
+        self.wait_for_all()
+        self.wait(max([self.clock, *(b.end for b in self.background)]))
+
+    def ended(self, collective: OverlappedCollective) -> None:
+        assert isinstance(collective, _InstructionJob)
+        assert collective.begun is not None
+        begun, index, instruction = collective.begun, collective.index, collective.instruction
+        self.background.append(Background(begun, self.clock, index, instruction, collective.nbytes))
+
+
+class _Simulation:
+    def __init__(self, facts: ProgramFacts, durations: Durations, lanes: Sequence[_Lane]) -> None:
+        self.facts = facts
+        self.program = facts.program
+        self.durations = durations
+        self.lanes = lanes
+        self.sizes = {name: value_bytes(value) for name, value in self.program.values.items()}
+        self.arrivals: dict[tuple[int, int, str], deque[float]] = {}
+        self.busy_until: dict[tuple[int, int, str], float] = {}
+        self.meetings: dict[tuple[str, ...], dict[int, float]] = {}  # states to sync -> stage -> when it came
+
+    def run(self) -> None:
+        moved = True
+        while moved:
+            moved = False
+            for lane in self.lanes:
+                while lane.position < len(lane.instructions) and self.step(lane):
+                    moved = True
+        for lane in self.lanes:
+            assert lane.position == len(lane.instructions), f"stage {lane.stage} is stuck: prove the program first"
+
+    def step(self, lane: _Lane) -> bool:
+        """Run a lane's next instruction; ``False`` where it has to wait for another lane."""
+        i = lane.instructions[lane.position]
+        match i.op:
+            case "F" | "B" | "I" | "W" | "TOTAL_F":
+                lane.spend(*self.parameters(lane, i))
+                if i.op in BACKWARD:
+                    lane.scattering.computed()
+            case "SEND_F" | "SEND_B":
+                self.send(lane, i)
+            case "RECV_F" | "RECV_B":
+                assert i.peer is not None
+                arrived = self.arrivals.get((i.peer, lane.stage, i.op[-1]))
+                if not arrived:
+                    return False
+                posted = lane.clock + self.durations.posting(lane.stage, i.op)
+                lane.spend(max(posted, arrived.popleft()), 0.0)
+            case "TOTAL":
+                axes = split_axes(self.program, i.axes)
+                nbytes = sum(self.sizes[v] for v in i.values)
+                lane.spend(lane.clock, self.durations.all_reduce(axes, nbytes, (lane.stage,)) if axes else 0.0)
+            case "GATHER" if not i.gradients:
+                self.gather(lane, i)
+            case "SCATTER" if not i.axes:
+                self.scatter(lane, i)
+            case "GATHER" | "SCATTER" | "REDUCE":
+                self.turn(lane, i)
+            case "SYNC":
+                return self.meet(lane, i)
+            case "UPDATE" if len(self.program.states[i.states[0]].stages) > 1:
+                return self.meet(lane, i)
+            case "OFFLOAD":
+                self.offload(lane, i)
+            case "FETCH":
+                self.fetch(lane, i)
+            case "STEP":
+                lane.spend(lane.leaving if self.program.offload else 0.0, 0.0, [*lane.under_way])
+                lane.scattering.clear()
+            case _:
+                lane.spend(lane.clock, self.durations.posting(lane.stage, i.op))
+        return True
+
+    def compute(self, stage: int, i: Instruction) -> float:
+        calls = self.facts.stages[stage]
+        if i.op == "TOTAL_F":
+            return sum(self.durations.call(stage, p, "F") for p, c in enumerate(calls) if c.data.prologue)
+        assert i.calls is not None
+        if i.op == "F":
+            return sum(self.durations.call(stage, p, "F") for p in range(*i.calls))
+        part: Part = "B" if i.op == "B" else "I" if i.op == "I" else "W"
+        total = 0.0
+        for p in range(*i.calls):
+            if calls[p].has_backward:
+                total += self.durations.call(stage, p, part)
+                if calls[p].recomputed and part != "W":
+                    total += self.durations.call(stage, p, "F")
+        return total
+
+    def send(self, lane: _Lane, i: Instruction) -> None:
+        assert i.peer is not None
+        channel = lane.stage, i.peer, i.op[-1]
+        nbytes = sum(self.sizes[v] for v in i.values)
+        start = max(lane.clock, self.busy_until.get(channel, 0.0))
+        end = start + self.durations.transfer(lane.stage, i.peer, nbytes)
+        self.busy_until[channel] = end
+        self.arrivals.setdefault(channel, deque()).append(end)
+        lane.background.append(Background(start, end, lane.position, i, nbytes))
+        lane.spend(lane.clock, self.durations.posting(lane.stage, i.op))
+
+    def turn(self, lane: _Lane, i: Instruction) -> None:
+        """A REDUCE, or a SCATTER or GATHER of a level of a bucket."""
+        assert i.bucket is not None
+        bucket = self.program.stages[lane.stage].buckets[i.bucket]
+        level = bucket.levels.index(i.axes) if i.axes else len(bucket.levels)
+        nbytes = self.facts.bucket_bytes(bucket) // parts(self.program, bucket, level)
+        coding = 0.0
+        if i.op == "REDUCE":
+            seconds = self.durations.all_reduce(rest_axes(self.program, bucket), nbytes, (lane.stage,))
+        elif bucket.compression is not None and level == len(bucket.levels) - 1:
+            sent = self.sent(bucket, i.axes, nbytes, lane.stage)
+            seconds, coding = sent[i.op == "GATHER"], self.durations.coding(lane.stage, bucket.compression, nbytes)
+        else:
+            op: Sharing = "all_gather" if i.op == "GATHER" else "reduce_scatter"
+            seconds = self.durations.share(op, i.axes, nbytes, lane.stage)
+        last = i.op == "GATHER" and level == 0
+        before = [lane.scattered[i.bucket]] if i.bucket in lane.scattered else []
+        before += [lane.summed] if last and lane.summed is not None else []
+        index = lane.position
+        lane.spend(lane.clock, coding, before)
+        lane.scattered[i.bucket] = lane.post(index, seconds, nbytes)
+        lane.summed = lane.scattered[i.bucket] if last else lane.summed
+
+    def sent(self, bucket: Bucket, axes: tuple[str, ...], nbytes: int, stage: int) -> tuple[float, float]:
+        """Seconds of exchanging the ``nbytes`` of a bucket, compressed, and of gathering the sums."""
+        wire = int(nbytes * self.facts.wire_share(bucket))
+        ranks = math.prod(map(self.program.size, axes))
+        exchanged = self.durations.share("all_to_all", axes, wire * ranks, stage)
+        return exchanged, self.durations.share("all_gather", axes, wire, stage)
+
+    def gather(self, lane: _Lane, i: Instruction) -> None:
+        assert i.bucket is not None
+        states = self.program.stages[lane.stage].buckets[i.bucket].states
+        ready = max([0.0, *(lane.fetched.pop(s) for s in states if s in lane.fetched)])
+        lane.gathered[i.bucket] = lane.post(lane.position, *self.shared(lane, i, "all_gather"), ready)
+        lane.spend(lane.clock, 0.0)
+
+    def scatter(self, lane: _Lane, i: Instruction) -> None:
+        assert i.bucket is not None
+        bucket, coding = self.program.stages[lane.stage].buckets[i.bucket], 0.0
+        seconds, nbytes = self.shared(lane, i, "reduce_scatter")
+        if bucket.compression is not None and not bucket.levels:
+            coding = self.durations.coding(lane.stage, bucket.compression, nbytes)
+            seconds = self.sent(bucket, zero_axes(self.program, bucket.states), nbytes, lane.stage)[0]
+        index = lane.position
+        lane.spend(lane.clock, coding, lane.scattering.before_next())
+        job = lane.scattered[i.bucket] = lane.post(index, seconds, nbytes)
+        lane.scattering.begin(job)
+
+    def shared(self, lane: _Lane, i: Instruction, op: Sharing) -> tuple[float, int]:
+        """Seconds and bytes of a GATHER or SCATTER."""
+        assert i.bucket is not None
+        states = self.program.stages[lane.stage].buckets[i.bucket].states
+        size = self.facts.state_bytes if op == "all_gather" else self.facts.gradient_bytes
+        nbytes = sum(map(size, states))
+        return self.durations.share(op, zero_axes(self.program, states), nbytes, lane.stage), nbytes
+
+    def parameters(self, lane: _Lane, i: Instruction) -> tuple[float, float, list[_InstructionJob]]:
+        """When what a computation reads is there that was in host memory, the seconds of the computation, and the
+        gathers that it waits for."""
+        there = [lane.fetched.pop(s) for s in states_read(i, self.program.stages[lane.stage]) if s in lane.fetched]
+        if i.calls is not None and i.op in ("B", "I"):
+            there += [lane.parked.pop((p, i.microbatch), 0.0) for p in range(*i.calls)]
+        start, seconds = max([lane.clock, *there]), self.compute(lane.stage, i)
+        if not lane.gathered:
+            return start, seconds, []
+        stage = self.program.stages[lane.stage]
+        read = set(states_read(i, stage))
+        needed = [b for b in lane.gathered if not read.isdisjoint(stage.buckets[b].states)]
+        return start, seconds, [lane.gathered.pop(b) for b in needed]
+
+    def offload(self, lane: _Lane, i: Instruction) -> None:
+        nbytes, needed = self.kept(lane, i), list[OverlappedCollective]()
+        if i.states:
+            nbytes, needed = sum(map(self.facts.gradient_piece_bytes, i.states)), [*lane.under_way]
+        # what was kept before has left by then, so that no more memory is taken
+        lane.spend(lane.clock if i.states else lane.leaving, 0.0, needed)
+        start = max(lane.clock, lane.leaving)
+        lane.leaving = start + self.durations.host(lane.stage, nbytes)
+        lane.background.append(Background(start, lane.leaving, lane.position - 1, i, nbytes))
+
+    def fetch(self, lane: _Lane, i: Instruction) -> None:
+        nbytes = sum(map(self.facts.piece_bytes, i.states)) if i.states else self.kept(lane, i)
+        start = max(lane.clock, lane.coming)
+        lane.coming = start + self.durations.host(lane.stage, nbytes)
+        if i.calls is not None:
+            lane.parked.update(((p, i.microbatch), lane.coming) for p in range(*i.calls))
+        lane.fetched.update(dict.fromkeys(i.states, lane.coming))
+        lane.background.append(Background(start, lane.coming, lane.position, i, nbytes))
+        lane.spend(lane.clock, 0.0)
+
+    def kept(self, lane: _Lane, i: Instruction) -> int:
+        """The bytes that calls keep and an OFFLOAD moves."""
+        calls = self.facts.stages[lane.stage][slice(*i.calls)] if i.calls is not None else ()
+        return sum(map(self.facts.moved_bytes, calls))
+
+    def meet(self, lane: _Lane, i: Instruction) -> bool:
+        """SYNC, and UPDATE over several stages: everyone starts when the last has come."""
+        stages = self.program.states[i.states[0]].stages
+        came = self.meetings.setdefault(i.states, {})
+        came.setdefault(lane.stage, lane.clock)
+        if len(came) < len(stages):
+            return False
+        size = self.facts.state_bytes if i.op == "UPDATE" else self.facts.gradient_piece_bytes
+        nbytes = sum(map(size, i.states))
+        lane.spend(max(came.values()), self.durations.all_reduce((), nbytes, stages))
+        return True

@@ -1,0 +1,394 @@
+"""One rank's instructions, run without numbers: is everything there when it is used, and used once?
+
+The result is what the rank shows to others: its events, in order. Ranks with the same list have the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+
+from runtime.program.analysis import ProgramFacts
+from runtime.program.instructions import Collective, Event, Finish, Instruction, Receive, Send, Trace
+from runtime.program.sharded_buckets import split_axes
+from runtime.prove.errors import Place, Refusal, moved_text, place_text
+from runtime.prove.gradient_ledger import Returns, StateGradients, ValueGradients
+from runtime.prove.host_memory import HostStates, Parked, Updates
+from runtime.prove.instruction_fields import check_fields
+from runtime.prove.states import Bundle, Parameters, Reductions, bundles_of
+from runtime.prove.structure import DATA_AXES
+
+TURNS = {"SCATTER": "reduce_scatter", "REDUCE": "all_reduce", "GATHER": "all_gather"}
+
+
+def run_list(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction], returns: Returns) -> Trace:
+    """The events of a rank of ``stage`` that runs ``instructions``. ``returns``: see ``gradient_ledger.py``.
+
+    Raises :class:`Refusal` at the first instruction that cannot run, or that leaves something wrong.
+    """
+    check_fields(facts.program, stage, instructions)
+    machine = _Machine(facts, stage, returns)
+    for index, instruction in enumerate(instructions):
+        machine.index = index
+        try:
+            getattr(machine, instruction.op.lower())(instruction)
+        except Refusal as refusal:
+            refusal.index = index
+            raise
+    try:
+        machine.finish()
+    except Refusal as refusal:
+        if refusal.index is None:
+            refusal.index = max(len(instructions) - 1, 0)
+        raise
+    return tuple(machine.trace)
+
+
+class _Machine:
+    """A method for each operation, in small letters."""
+
+    def __init__(self, facts: ProgramFacts, stage: int, returns: Returns) -> None:
+        self.facts = facts
+        self.program = facts.program
+        self.stage = stage
+        self.calls = facts.stages[stage]
+        self.gradients = ValueGradients(facts, stage, returns)
+        self.states = StateGradients(facts, stage)
+        self.index = 0
+        self.trace: list[tuple[int, Event]] = []
+        self.alive: dict[Place, int] = {}  # -> the instruction that made it
+        self.freed: dict[Place, int] = {}
+        self.origin: dict[Place, int] = {}  # -> the stage that sent it
+        self.forward: set[tuple[int, int]] = set()  # (call, microbatch)
+        self.halfway: set[tuple[int, int]] = set()  # I has run, W has not
+        self.backward: set[tuple[int, int]] = set()
+        self.is_input = {i.value for i in self.program.inputs}
+        self.of_prologue = {v for c in self.calls if c.data.prologue for v in c.data.outputs}
+        self.totals: tuple[str, ...] | None = None
+        self.added_up: set[int] = set()
+        self.total_at: int | None = None
+        self.bundled: dict[tuple[str, int], list[Bundle]] = {}
+        self.parameters = Parameters(facts, stage)
+        self.parked = Parked(facts, stage)
+        self.hosted = HostStates(facts, stage, self.states)
+        self.updates = Updates(facts, stage)
+        self.reductions, self.buckets = Reductions(), self.states.here.buckets
+
+    # --- values -----------------------------------------------------------------------------------------------------
+
+    def make(self, value: str, microbatch: int | None, again: bool = False) -> None:
+        place = value, microbatch
+        if place in self.alive or (place in self.freed and not again):
+            at = self.alive.get(place, self.freed.get(place))
+            raise Refusal("twice", f"makes {place_text(place)} a second time: see instruction {at}")
+        self.alive[place] = self.index
+
+    def place(self, value: str, microbatch: int | None) -> Place:
+        return (value, None) if value in self.of_prologue else (value, microbatch)
+
+    def read(self, value: str, microbatch: int | None) -> None:
+        place = self.place(value, microbatch)
+        if place not in self.alive:
+            if place in self.freed:
+                raise Refusal("order", f"reads {place_text(place)}, which was freed at instruction {self.freed[place]}")
+            raise Refusal("order", f"reads {place_text(place)}, which is not there")
+
+    def load(self, i: Instruction) -> None:
+        for value in i.values:
+            if value not in self.is_input:
+                raise Refusal("fields", f"{value!r} is no input of the batch")
+            self.make(value, i.microbatch, again=True)
+
+    def free(self, i: Instruction) -> None:
+        if i.bucket is not None:
+            self.wait(self.parameters.free(i.bucket, self.index))
+            return
+        if i.states:
+            self.hosted.free(i.states, self.index)
+            return
+        for value in i.values:
+            if i.gradients:
+                if i.microbatch is None:
+                    raise Refusal("fields", "FREE of gradients needs a microbatch")
+                self.gradients.free((value, i.microbatch), self.index)
+                continue
+            place = value, i.microbatch
+            if place in self.freed and place not in self.alive:
+                raise Refusal("twice", f"{place_text(place)} was freed at instruction {self.freed[place]}")
+            if place not in self.alive:
+                raise Refusal("order", f"there is no {place_text(place)} to free")
+            del self.alive[place]
+            self.freed[place] = self.index
+
+    # --- forward ----------------------------------------------------------------------------------------------------
+
+    def total_f(self, i: Instruction) -> None:
+        assert i.microbatch is not None
+        if not self.of_prologue:
+            raise Refusal("fields", "the stage has no prologue calls")
+        if self.total_at is not None:
+            raise Refusal("order", f"comes after TOTAL at instruction {self.total_at}")
+        if i.microbatch in self.added_up:
+            raise Refusal("twice", f"adds microbatch {i.microbatch} a second time")
+        self.agree_on_totals(i)
+        temporary: set[str] = set()
+        for position, call in enumerate(self.calls):
+            if call.data.prologue:
+                for value in call.data.inputs:
+                    if value not in temporary:
+                        self.read(value, i.microbatch)
+                temporary.update(call.data.outputs)
+                self.read_states(position)
+                self.collectives("F", position, i.microbatch)
+        self.added_up.add(i.microbatch)
+
+    def agree_on_totals(self, i: Instruction) -> None:
+        if self.totals is None:
+            self.totals = i.values
+        if i.values != self.totals or set(i.values) - self.of_prologue:
+            raise Refusal("fields", f"the totals are {', '.join(self.totals)}, made by prologue calls; got {i.values}")
+
+    def total(self, i: Instruction) -> None:
+        if self.total_at is not None:
+            raise Refusal("twice", f"the totals were added up at instruction {self.total_at}")
+        missing = set(range(self.program.num_microbatches)) - self.added_up
+        if missing:
+            raise Refusal("order", f"the totals lack microbatch {min(missing)}")
+        self.agree_on_totals(i)
+        axes = split_axes(self.program, DATA_AXES)
+        if split_axes(self.program, i.axes) != axes or set(i.axes) - set(self.program.mesh):
+            raise Refusal("fields", f"totals are over the whole batch: axes {axes}, got {i.axes}")
+        for value in i.values:
+            self.make(value, None)
+        self.collective(axes, ("TOTAL", i.values), f"all_reduce of {', '.join(i.values)}")
+        self.total_at = self.index
+
+    def f(self, i: Instruction) -> None:
+        assert i.calls is not None
+        assert i.microbatch is not None
+        for position in range(*i.calls):
+            run = position, i.microbatch
+            if run in self.forward:
+                raise Refusal("twice", f"runs {self.path(position)} forward on microbatch {i.microbatch} again")
+            for value in self.calls[position].data.inputs:
+                self.read(value, i.microbatch)
+            self.read_states(position)
+            self.collectives("F", position, i.microbatch)
+            for value in self.calls[position].data.outputs:
+                self.make(value, i.microbatch)
+            self.forward.add(run)
+
+    # --- backward ---------------------------------------------------------------------------------------------------
+
+    def b(self, i: Instruction) -> None:
+        for position, microbatch in self.backward_runs(i):
+            self.take_gradients(position, microbatch)
+            self.give_gradients(position, microbatch)
+            self.add_state_gradients(position, microbatch)
+            self.collectives("B", position, microbatch)
+            self.backward.add((position, microbatch))
+
+    def i(self, i: Instruction) -> None:
+        for position, microbatch in self.backward_runs(i):
+            self.take_gradients(position, microbatch)
+            self.give_gradients(position, microbatch)
+            self.collectives("I", position, microbatch)
+            self.halfway.add((position, microbatch))
+
+    def w(self, i: Instruction) -> None:
+        for position, microbatch in self.backward_runs(i, after_inputs=True):
+            self.add_state_gradients(position, microbatch)
+            self.collectives("W", position, microbatch)
+            self.halfway.discard((position, microbatch))
+            self.backward.add((position, microbatch))
+
+    def backward_runs(self, i: Instruction, after_inputs: bool = False) -> list[tuple[int, int]]:
+        assert i.calls is not None
+        assert i.microbatch is not None
+        self.reductions.computed()
+        runs = [(p, i.microbatch) for p in reversed(range(*i.calls)) if self.calls[p].has_backward]
+        for run in runs:
+            what = f"{self.path(run[0])} backward on microbatch {run[1]}"
+            if run not in self.forward:
+                raise Refusal("order", f"runs {what} before forward")
+            if run in self.backward or (run in self.halfway and not after_inputs):
+                raise Refusal("twice", f"runs {what} again")
+            if after_inputs and run not in self.halfway:
+                raise Refusal("order", f"runs {what} for weights before inputs")
+            self.read_states(run[0])
+            self.parked.read(run)
+        self.states.before_step()
+        return runs
+
+    def take_gradients(self, position: int, microbatch: int) -> None:
+        for value in self.calls[position].takes:
+            self.gradients.take((value, microbatch), self.index)
+
+    def give_gradients(self, position: int, microbatch: int) -> None:
+        for value in self.calls[position].gives:
+            self.gradients.add((value, microbatch), position, self.index)
+
+    def add_state_gradients(self, position: int, microbatch: int) -> None:
+        for state in self.calls[position].adds:
+            self.states.add(state, position, microbatch)
+
+    # --- communication ----------------------------------------------------------------------------------------------
+
+    def recv_f(self, i: Instruction) -> None:
+        assert i.peer is not None
+        for value in i.values:
+            self.make(value, i.microbatch)
+            self.origin[value, i.microbatch] = i.peer
+        self.trace.append((self.index, Receive("F", i.peer, (i.values, i.microbatch), moved_text(i))))
+
+    def send_f(self, i: Instruction) -> None:
+        assert i.peer is not None
+        for value in i.values:
+            self.read(value, i.microbatch)
+        self.trace.append((self.index, Send("F", i.peer, (i.values, i.microbatch), moved_text(i))))
+
+    def recv_b(self, i: Instruction) -> None:
+        assert i.peer is not None
+        assert i.microbatch is not None
+        for value in i.values:
+            self.gradients.receive((value, i.microbatch), i.peer, self.index)
+        self.trace.append((self.index, Receive("B", i.peer, (i.values, i.microbatch), moved_text(i))))
+
+    def send_b(self, i: Instruction) -> None:
+        assert i.peer is not None
+        assert i.microbatch is not None
+        for value in i.values:
+            place = value, i.microbatch
+            if self.origin.get(place) != i.peer:
+                raise Refusal(
+                    "match", f"sends the gradient of {place_text(place)} to a stage that it did not come from"
+                )
+            self.gradients.take((value, i.microbatch), self.index)
+        self.trace.append((self.index, Send("B", i.peer, (i.values, i.microbatch), moved_text(i))))
+
+    def gather(self, i: Instruction) -> None:
+        assert i.bucket is not None
+        if i.gradients:
+            self.turn(i)
+            return
+        what = self.parameters.gather(i.bucket, self.index)
+        self.hosted.read(self.parameters.states(i.bucket), gather=True)
+        self.collective(self.parameters.axes(i.bucket), what, f"all_gather of bucket {i.bucket}", waits=False)
+
+    def read_states(self, position: int) -> None:
+        """A call reads its states: those that are shared have to be gathered, which it waits for."""
+        for what in self.parameters.read(position):
+            self.wait(what)
+        self.hosted.read(self.calls[position].data.states)
+        self.updates.read(self.calls[position].data.states)
+
+    def offload(self, i: Instruction) -> None:
+        if i.states:
+            self.hosted.offload(i.states, self.index)
+        for run in self.parked.runs(i, self.forward, self.backward, self.halfway):
+            self.parked.offload(run, self.index)
+
+    def fetch(self, i: Instruction) -> None:
+        if i.states:
+            self.hosted.fetch(i.states, self.index)
+        for run in self.parked.runs(i, self.forward, self.backward, self.halfway):
+            self.parked.fetch(run, self.index)
+
+    def wait(self, what: Hashable) -> None:
+        if what is not None:
+            self.trace.append((self.index, Finish(what)))
+
+    def scatter(self, i: Instruction) -> None:
+        assert i.bucket is not None
+        if i.axes:
+            self.turn(i)
+            return
+        self.states.scatter(i.bucket, self.index)
+        waits, what = self.reductions.scatter(i.bucket, self.buckets[i.bucket])
+        axes = self.parameters.axes(i.bucket)
+        self.start(waits, axes, what, f"reduce_scatter of bucket {i.bucket}")
+
+    def reduce(self, i: Instruction) -> None:
+        self.turn(i)
+
+    def turn(self, i: Instruction) -> None:
+        """What reduces a bucket further, once the turn before has ended."""
+        assert i.bucket is not None
+        op, axes = self.states.turn(i.bucket, i.op, i.axes, self.index)
+        waits, what = self.reductions.turn(i.bucket, self.buckets[i.bucket], (op, axes))
+        of = "the gradients of bucket" if op == "GATHER" else "bucket"
+        self.start(waits, axes, what, f"{TURNS[op]} of {of} {i.bucket}")
+
+    def start(self, waits: Iterable[Hashable], axes: tuple[str, ...], what: Hashable, text: str) -> None:
+        """Start a collective, after others have ended."""
+        for other in waits:
+            self.wait(other)
+        self.collective(axes, what, text, waits=False)
+
+    def sync(self, i: Instruction) -> None:
+        stages = self.states.sync(i.states, self.index)
+        for number in sorted({self.states.home[s] for s in i.states if s in self.states.home}):
+            for what in self.reductions.ended(number):
+                self.wait(what)
+        event = Collective((), ("SYNC", i.states), f"sum of {', '.join(i.states)} over stages {stages}", "", stages)
+        self.trace.append((self.index, event))
+
+    def update(self, i: Instruction) -> None:
+        values, meetings = self.updates.update(i.states, self.index, self.forward)
+        for value in values:
+            self.read(value, i.microbatch)
+        self.trace += [(self.index, meeting) for meeting in meetings]
+
+    def step(self, i: Instruction) -> None:
+        for position, microbatch in self.runs():
+            if self.calls[position].has_backward and (position, microbatch) not in self.backward:
+                raise Refusal("missing", f"{self.path(position)} has not run backward on microbatch {microbatch}")
+        self.states.step(self.index)
+        self.hosted.step()
+        self.trace.append((self.index, Finish()))
+
+    def collectives(self, op: str, position: int, microbatch: int) -> None:
+        for axes, what, text, node, count in self.bundles(op, position):
+            event = Collective(axes, (what, microbatch), f"{text} on microbatch {microbatch}", node, count=count)
+            self.trace.append((self.index, event))
+
+    def bundles(self, op: str, position: int) -> list[Bundle]:
+        if (op, position) not in self.bundled:
+            self.bundled[op, position] = bundles_of(self.program, self.calls[position], op, position)
+        return self.bundled[op, position]
+
+    def collective(self, axes: tuple[str, ...], what: object, text: str, node: str = "", waits: bool = True) -> None:
+        if axes:
+            self.trace.append((self.index, Collective(axes, what, text, node, (), waits)))
+
+    # --- at the end -------------------------------------------------------------------------------------------------
+
+    def runs(self) -> list[tuple[int, int]]:
+        positions = [p for p, c in enumerate(self.calls) if not c.data.prologue]
+        return [(p, m) for m in range(self.program.num_microbatches) for p in positions]
+
+    def finish(self) -> None:
+        for position, microbatch in self.runs():
+            if (position, microbatch) not in self.forward:
+                raise Refusal("missing", f"{self.path(position)} never runs forward on microbatch {microbatch}")
+        if self.of_prologue and self.total_at is None:
+            raise Refusal("missing", "the totals are never added up")
+        if self.program.objective == "train" and self.states.stepped is None:
+            raise Refusal("missing", "there is no STEP")
+        for output in self.program.outputs:
+            if output.stage == self.stage and output.value is not None:
+                self.taken(output.value, f"the output {output.path!r}")
+        for place, index in self.alive.items():
+            raise Refusal("leak", f"{place_text(place)} is made here and never freed", index=index)
+        self.parameters.finish()
+        self.hosted.finish()
+        self.updates.finish()
+        self.gradients.finish()
+
+    def taken(self, value: str, what: str) -> None:
+        for microbatch in range(self.program.num_microbatches):
+            place = self.place(value, microbatch)
+            if place not in self.alive and place not in self.freed:
+                raise Refusal("missing", f"{what} is {place_text(place)}, which this stage never makes")
+
+    def path(self, position: int) -> str:
+        return repr(self.calls[position].data.path)

@@ -1,0 +1,334 @@
+"""Do the ranks fit together? Their events, run side by side until all have ended or none can go on.
+
+Assumed of the machine: transfers from one rank to another in one direction (forward, backward) arrive in the order in
+which they were sent, and advance on their own; so do the operations of one group; nothing else is ordered.
+
+Which ranks do the same for the same reasons, so that one of them can stand for all.
+
+Ranks of a stage with the same events are alike as long as those they meet are alike in turn: the classes are the
+coarsest partition in which every rank of a class sees the same classes in each of its groups and along its pipeline.
+One representative per class then shows how all ranks run, since what a rank does next depends on nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from runtime.program.instructions import Collective, Event, Finish, Receive, Send, Trace
+from runtime.program.program import Program
+from runtime.prove.errors import Fault
+
+
+def representatives(program: Program, traces: Mapping[int, Trace]) -> tuple[int, ...]:
+    """For each rank the first rank of its class."""
+    colors = _by_events(program, traces)
+    if len(set(colors)) == len(program.stages):  # ranks of a stage are alike, and so are their groups
+        return tuple(colors)
+    axes = {e.axes for t in _distinct(traces).values() for _, e in t if isinstance(e, Collective) and e.axes}
+    groups = [_groups(program, a) for a in sorted(axes)]
+    stride, world = program.strides["pp"], program.world_size
+    pipelines = [tuple(range(first, world, stride)) for first in range(stride)]
+    number = len(set(colors))
+    while True:
+        seen: list[list[Hashable]] = [[c] for c in colors]
+        for partition in groups:
+            for group in partition:
+                among = frozenset(colors[r] for r in group)
+                for r in group:
+                    seen[r].append(among)
+        for pipeline in pipelines:
+            along = tuple(colors[r] for r in pipeline)
+            for r in pipeline:
+                seen[r].append(along)
+        colors = _first_of_each([tuple(s) for s in seen])
+        if len(set(colors)) == number:
+            return tuple(colors)
+        number = len(set(colors))
+
+
+def _groups(program: Program, axes: tuple[str, ...]) -> list[list[int]]:
+    """All groups over ``axes``."""
+    grid = program.grid(axes)
+    ranks = np.arange(program.world_size).reshape([*grid.values()])
+    inner = [place for place, axis in enumerate(grid) if axis in axes]
+    outer = [place for place in range(len(grid)) if place not in inner]
+    size = math.prod(program.size(axis) for axis in axes)
+    found: list[list[int]] = ranks.transpose(*outer, *inner).reshape(-1, size).tolist()
+    return found
+
+
+def _by_events(program: Program, traces: Mapping[int, Trace]) -> list[int]:
+    """The first rank of the same stage that has the same events."""
+    events: dict[int, tuple[Event, ...]] = {k: tuple(e for _, e in t) for k, t in _distinct(traces).items()}
+    alike: dict[int, int] = {}  # id of a trace -> id of the first that has the same events
+    known: dict[int, list[int]] = {}
+    stride = program.strides["pp"]
+    for rank, trace in sorted(traces.items()):
+        if id(trace) not in alike:
+            others = known.setdefault(rank // stride, [])
+            first = next((o for o in others if events[o] == events[id(trace)]), None)
+            alike[id(trace)] = id(trace) if first is None else first
+            if first is None:
+                others.append(id(trace))
+    return _first_of_each([(r // stride, alike[id(traces[r])]) for r in range(program.world_size)])
+
+
+def _distinct(traces: Mapping[int, Trace]) -> dict[int, Trace]:
+    return {id(t): t for t in traces.values()}
+
+
+def _first_of_each(keys: Sequence[Hashable]) -> list[int]:
+    """For each position the first position with the same key."""
+    first: dict[Hashable, int] = {}
+    return [first.setdefault(key, k) for k, key in enumerate(keys)]
+
+
+class Mismatch(Exception):
+    """Two ranks disagree, or wait for ever; ``rank`` and ``index`` say where."""
+
+    def __init__(self, fault: Fault, message: str, rank: int, index: int, node: str = "") -> None:
+        super().__init__(message)
+        self.fault = fault
+        self.message = message
+        self.rank = rank
+        self.index = index
+        self.node = node
+
+
+@dataclass
+class _Operation:
+    """One operation of a group: who was first to enter it, with what, and how many have. Ranks are representatives."""
+
+    rank: int
+    index: int
+    event: Collective
+    arrived: int = 0
+
+
+@dataclass
+class _Group:
+    ranks: frozenset[int]
+    operations: list[_Operation] = field(default_factory=list)
+    entered: dict[int, int] = field(default_factory=dict)  # rank -> how many operations it has entered
+    waiting: list[int] = field(default_factory=list)
+
+    def complete(self, number: int) -> bool:
+        return self.operations[number].arrived == len(self.ranks)
+
+    def missing(self, number: int) -> set[int]:
+        return {r for r in self.ranks if self.entered.get(r, 0) <= number}
+
+
+@dataclass
+class _Channel:
+    sent: deque[tuple[Send, int]] = field(default_factory=deque)  # (event, index)
+    waiting: bool = False
+
+
+class Progress:
+    """Runs the traces of all ranks, one representative for each class (``cross_rank.py``).
+
+    ``suspects``: the ranks to name first where two disagree (those whose list was edited).
+    """
+
+    def __init__(self, program: Program, traces: Mapping[int, Trace], suspects: Collection[int] = ()) -> None:
+        self.program = program
+        self.classes = representatives(program, traces)
+        self.traces = traces = {rank: traces[rank] for rank in sorted(set(self.classes))}
+        self.suspects = {self.classes[rank] for rank in suspects}
+        self.position = dict.fromkeys(traces, 0)
+        self.inside: dict[int, tuple[_Group, int]] = {}  # ranks that wait in an operation, which they have entered
+        self.started: dict[int, list[tuple[_Group, int]]] = {rank: [] for rank in traces}
+        self.groups: dict[Hashable, _Group] = {}
+        self.memberships: dict[tuple[int, Hashable], _Group] = {}
+        self.channels: dict[tuple[int, int, str], _Channel] = {}
+        self.runnable = deque(traces)
+        self.stages = {rank: program.coordinates(rank)["pp"] for rank in traces}
+
+    def run(self) -> None:
+        """Raises :class:`Mismatch`."""
+        while self.runnable:
+            self.advance(self.runnable.popleft())
+        stuck = [r for r, trace in self.traces.items() if r in self.inside or self.position[r] < len(trace)]
+        if stuck:
+            raise self.deadlock(stuck)
+        for (source, target, _), channel in self.channels.items():
+            if channel.sent:
+                event, index = channel.sent[0]
+                raise Mismatch("match", f"sends {event.text} to rank {target}, which never receives it", source, index)
+
+    def advance(self, rank: int) -> None:
+        """Run a rank until it ends or has to wait."""
+        trace, position = self.traces[rank], self.position[rank]
+        while position < len(trace):
+            index, event = trace[position]
+            if isinstance(event, Collective):
+                group, number = self.enter(rank, index, event)
+                position += 1
+                if event.waits and not group.complete(number):
+                    self.inside[rank] = group, number
+                    group.waiting.append(rank)
+                    break
+                if not event.waits:
+                    self.started[rank].append((group, number))
+                continue
+            if isinstance(event, Send):
+                self.send(rank, index, event)
+            elif isinstance(event, Receive):
+                if not self.receive(rank, index, event):
+                    break
+            elif not self.finished(rank, event):
+                break
+            position += 1
+        self.position[rank] = position
+
+    # --- groups -----------------------------------------------------------------------------------------------------
+
+    def group_of(self, rank: int, event: Collective) -> _Group:
+        key = event.stages or event.axes
+        group = self.memberships.get((rank, key))
+        if group is None:
+            ranks = frozenset(self.classes[r] for r in self.members(rank, event))
+            group = self.groups.setdefault((key, ranks), _Group(ranks))
+            self.memberships[rank, key] = group
+        return group
+
+    def members(self, rank: int, event: Collective) -> tuple[int, ...]:
+        """The ranks that take part with ``rank``."""
+        if event.stages:
+            return tuple(self.peer(rank, s) for s in event.stages)
+        return self.program.group(rank, event.axes)
+
+    def enter(self, rank: int, index: int, event: Collective) -> tuple[_Group, int]:
+        group = self.group_of(rank, event)
+        number = group.entered.get(rank, 0)
+        group.entered[rank] = number + 1
+        if number == len(group.operations):
+            group.operations.append(_Operation(rank, index, event))
+        operation = group.operations[number]
+        if operation.event is not event and operation.event.what != event.what:
+            raise self.disagree(rank, index, event, operation)
+        operation.arrived += 1
+        if group.complete(number) and group.waiting:
+            for waiting in group.waiting:
+                self.inside.pop(waiting, None)
+            self.runnable.extend(group.waiting)
+            group.waiting.clear()
+        return group, number
+
+    def disagree(self, rank: int, index: int, event: Collective, first: _Operation) -> Mismatch:
+        mine, theirs = (rank, index, event), (first.rank, first.index, first.event)
+        if first.rank in self.suspects and rank not in self.suspects:
+            mine, theirs = theirs, mine
+        members = self.members(mine[0], mine[2])
+        other = next(r for r in members if self.classes[r] == theirs[0])
+        return Mismatch(
+            "match",
+            f"enters {mine[2].text} with the ranks {_some(members)}, where rank {other} at its instruction "
+            f"{theirs[1]} enters {theirs[2].text}",
+            mine[0],
+            mine[1],
+            mine[2].node,
+        )
+
+    def finished(self, rank: int, event: Finish) -> bool:
+        """Whether what the rank waits for has ended; if not, it is woken when more has."""
+        self.started[rank] = [(group, number) for group, number in self.started[rank] if not group.complete(number)]
+        open_ = self.awaited(rank, event)
+        if open_:
+            open_[0][0].waiting.append(rank)
+        return not open_
+
+    def awaited(self, rank: int, event: Finish) -> list[tuple[_Group, int]]:
+        """The operations that the rank has started, that have not ended, and that ``event`` waits for."""
+        return [
+            (group, number)
+            for group, number in self.started[rank]
+            if not group.complete(number) and event.what in (None, group.operations[number].event.what)
+        ]
+
+    # --- transfers --------------------------------------------------------------------------------------------------
+
+    def peer(self, rank: int, stage: int) -> int:
+        return rank + (stage - self.stages[rank]) * self.program.strides["pp"]
+
+    def channel(self, source: int, target: int, direction: str) -> _Channel:
+        return self.channels.setdefault((source, target, direction), _Channel())
+
+    def send(self, rank: int, index: int, event: Send) -> None:
+        target = self.classes[self.peer(rank, event.peer)]
+        channel = self.channel(rank, target, event.direction)
+        channel.sent.append((event, index))
+        if channel.waiting:
+            channel.waiting = False
+            self.runnable.append(target)
+
+    def receive(self, rank: int, index: int, event: Receive) -> bool:
+        source = self.classes[self.peer(rank, event.peer)]
+        channel = self.channel(source, rank, event.direction)
+        if not channel.sent:
+            channel.waiting = True
+            return False
+        sent, sent_at = channel.sent.popleft()
+        if sent.what != event.what:
+            if source in self.suspects and rank not in self.suspects:
+                message = f"sends {sent.text} to rank {rank}, which receives {event.text} at its instruction {index}"
+                raise Mismatch("match", message, source, sent_at)
+            message = f"receives {event.text} from rank {source}, which sends {sent.text} at its instruction {sent_at}"
+            raise Mismatch("match", message, rank, index)
+        return True
+
+    # --- those that wait for ever -----------------------------------------------------------------------------------
+
+    def deadlock(self, stuck: list[int]) -> Mismatch:
+        """Follow who waits for whom until it closes, or ends at a rank that has nothing more to do."""
+        rank = next((r for r in stuck if r in self.suspects), stuck[0])
+        chain: list[int] = []
+        while rank not in chain:
+            chain.append(rank)
+            still = [self.classes[r] for r in self.waits_for(rank)[1] if self.classes[r] in stuck]
+            if not still:
+                break
+            rank = still[0]
+        circle = chain[chain.index(rank) :] if rank in chain else chain
+        first = next((r for r in circle if r in self.suspects), circle[0])
+        start = circle.index(first)
+        lines = []
+        for r in (circle[start:] + circle[:start])[:8]:
+            what, others, index, _ = self.waits_for(r)
+            ended = [o for o in others if self.classes[o] not in stuck]
+            end = f", of which {_some(ended)} will not come" if ended else ""
+            lines.append(f"rank {r} at instruction {index} {what}, waiting for rank {_some(others)}{end}")
+        index, node = self.waits_for(first)[2:]
+        number = sum(c in stuck for c in self.classes)
+        message = f"waits for ever ({number} of {len(self.classes)} ranks are stuck): " + "; ".join(lines)
+        return Mismatch("deadlock", message, first, index, node)
+
+    def waits_for(self, rank: int) -> tuple[str, list[int], int, str]:
+        """What a stuck rank does, the ranks that it waits for, its instruction and graph node."""
+        if rank in self.inside:
+            group, number = self.inside[rank]
+            index, event = self.traces[rank][self.position[rank] - 1]
+            assert isinstance(event, Collective)
+            return f"is in {event.text}", self.absent(rank, event, group, number), index, event.node
+        index, event = self.traces[rank][self.position[rank]]
+        if isinstance(event, Receive):
+            return f"receives {event.text}", [self.peer(rank, event.peer)], index, ""
+        assert isinstance(event, Finish)
+        group, number = self.awaited(rank, event)[0]
+        started = group.operations[number].event
+        return f"waits for {started.text}", self.absent(rank, started, group, number), index, ""
+
+    def absent(self, rank: int, event: Collective, group: _Group, number: int) -> list[int]:
+        """The ranks that have yet to enter an operation."""
+        return [r for r in self.members(rank, event) if self.classes[r] in group.missing(number)]
+
+
+def _some(ranks: Collection[int]) -> str:
+    shown = ", ".join(map(str, list(ranks)[:4]))
+    return shown if len(ranks) <= 4 else f"{shown}, ... ({len(ranks)})"

@@ -1,0 +1,102 @@
+"""What the prover refuses, and where in the program.
+
+What the prover calls the things that it follows.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from passes.errors import PartitionError
+from passes.shard.differentiate import CollectiveUse
+from runtime.program.instructions import Instruction
+
+Fault = Literal[
+    "structure",  # the program contradicts itself: names, shapes, layouts, buckets
+    "fields",  # an instruction lacks a field, has one too many, or one out of range
+    "order",  # something is used before it is there, or after it has gone
+    "twice",  # something is made, run, reduced or freed a second time
+    "missing",  # something is never made, run, reduced or sent
+    "leak",  # a value or gradient is never freed
+    "gradient",  # a gradient is taken before it is whole, or added to after it was taken
+    "match",  # two ranks disagree on what they exchange
+    "deadlock",  # ranks wait for each other for ever
+    "memory",  # a rank holds more than it may
+]
+
+
+class Refusal(Exception):
+    """A fault found on a stage, before it is known which rank runs it.
+
+    Where: the ``index`` of an instruction; else the position of a ``call``, a ``bucket`` or a ``state`` of the stage,
+    of which the first instruction that touches it is meant.
+    """
+
+    def __init__(
+        self,
+        fault: Fault,
+        message: str,
+        *,
+        stage: int = 0,
+        index: int | None = None,
+        call: int | None = None,
+        bucket: int | None = None,
+        state: str = "",
+        node: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.fault = fault
+        self.message = message
+        self.stage = stage
+        self.index = index
+        self.call = call
+        self.bucket = bucket
+        self.state = state
+        self.node = node
+
+
+class ProofError(PartitionError):
+    """A program that would hang or compute something else.
+
+    ``rank``: the (first) rank concerned; ``index`` and ``instruction``: its instruction, as the program prints it;
+    ``node``: the graph node, where one is at fault (else empty); ``fault``: the kind of fault.
+    """
+
+    def __init__(
+        self, message: str, *, rank: int, index: int, instruction: str, node: str = "", fault: Fault = "structure"
+    ) -> None:
+        where = f"rank {rank}, instruction {index} ({instruction})"
+        if node:
+            where += f", node {node}"
+        super().__init__(f"{where}: {message}")
+        self.rank = rank
+        self.index = index
+        self.instruction = instruction
+        self.node = node
+        self.fault = fault
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _again, (str(self), self.rank, self.index, self.instruction, self.node, self.fault)
+
+
+def _again(text: str, rank: int, index: int, instruction: str, node: str, fault: Fault) -> ProofError:
+    error = ProofError("", rank=rank, index=index, instruction=instruction, node=node, fault=fault)
+    error.args = (text,)
+    return error
+
+
+Place = tuple[str, int | None]  # value, microbatch; a total has none
+
+
+def place_text(place: Place) -> str:
+    return f"{place[0]!r} of microbatch {place[1]}" if place[1] is not None else f"the total {place[0]!r}"
+
+
+def moved_text(i: Instruction) -> str:
+    gradients = "gradients of " if i.op.endswith("_B") else ""
+    return f"{gradients}{', '.join(i.values)} of microbatch {i.microbatch}"
+
+
+def use_text(use: CollectiveUse) -> str:
+    source = f" ({use.source})" if use.source else ""
+    return f"{use.op} {use.dtype}{list(use.shape)} over {use.axis}{source}"

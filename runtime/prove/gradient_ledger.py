@@ -1,0 +1,266 @@
+"""The gradients of one rank, followed through its instructions: who has added to each, and what became of it.
+
+From which stages a gradient comes back: those to which the value was sent, if anything beyond adds to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from runtime.program.analysis import ProgramFacts
+from runtime.program.instructions import Instruction
+from runtime.program.sharded_buckets import Turn, turns, zero_axes
+from runtime.prove.errors import Refusal
+
+Returns = dict[tuple[str, int], frozenset[int]]  # (value, microbatch) -> stages
+
+
+def gradient_returns(facts: ProgramFacts, lists: Sequence[Sequence[Instruction]]) -> tuple[Returns, ...]:
+    """For each stage, the gradients that it must receive, and from where, if the stages run ``lists``."""
+    sent: dict[tuple[str, int], dict[int, list[int]]] = {}
+    for s, instructions in enumerate(lists):
+        for i in instructions:
+            if i.op == "SEND_F" and i.peer is not None and i.microbatch is not None:
+                for value in i.values:
+                    if value in facts.flow.values:
+                        sent.setdefault((value, i.microbatch), {}).setdefault(s, []).append(i.peer)
+    adds = [{v for call in calls for v in call.gives} for calls in facts.stages]
+    result: tuple[Returns, ...] = tuple({} for _ in lists)
+    for key, edges in sent.items():
+        for s, peers in edges.items():
+            back = frozenset(p for p in peers if _reaches(key[0], p, edges, adds))
+            if back:
+                result[s][key] = back
+    return result
+
+
+def _reaches(value: str, start: int, edges: dict[int, list[int]], adds: list[set[str]]) -> bool:
+    """Whether some stage that the value gets to from ``start`` adds to its gradient."""
+    stack, seen = [start], set()
+    while stack:
+        s = stack.pop()
+        if s in seen or not 0 <= s < len(adds):
+            continue
+        if value in adds[s]:
+            return True
+        seen.add(s)
+        stack.extend(edges.get(s, ()))
+    return False
+
+
+Key = tuple[str, int]  # value, microbatch
+
+Adder = int | tuple[str, int]  # a call's position, or ("stage", peer)
+
+
+class ValueGradients:
+    """Every value's gradient has to be whole when it is taken: all its readers here, and beyond, have added to it."""
+
+    def __init__(self, facts: ProgramFacts, stage: int, returns: Returns) -> None:
+        self.calls = facts.stages[stage]
+        self.returns = returns
+        self.readers: dict[str, list[int]] = {}
+        for position, call in enumerate(self.calls):
+            for value in call.gives:
+                self.readers.setdefault(value, []).append(position)
+        self.added: dict[Key, set[Adder]] = {}
+        self.taken: dict[Key, int] = {}  # by the backward of the call that made the value, or by SEND_B
+        self.freed: dict[Key, int] = {}
+
+    def add(self, key: Key, adder: Adder, index: int) -> None:
+        gone = self.freed.get(key, self.taken.get(key))
+        if gone is not None:
+            raise Refusal("gradient", f"adds to the gradient of {_text(key)}, which went at instruction {gone}")
+        added = self.added.setdefault(key, set())
+        if adder in added:
+            raise Refusal("twice", f"adds to the gradient of {_text(key)} a second time")
+        added.add(adder)
+
+    def receive(self, key: Key, peer: int, index: int) -> None:
+        if peer not in self.returns.get(key, ()):
+            raise Refusal("gradient", f"no gradient of {_text(key)} comes back from stage {peer}")
+        self.add(key, ("stage", peer), index)
+
+    def take(self, key: Key, index: int) -> None:
+        """The gradient is used: it must be whole, and nothing may be added after."""
+        if key in self.freed:
+            raise Refusal("order", f"the gradient of {_text(key)} was freed at instruction {self.freed[key]}")
+        if key in self.taken:
+            raise Refusal("twice", f"the gradient of {_text(key)} was taken at instruction {self.taken[key]}")
+        added = self.added.get(key, set())
+        for position in self.readers.get(key[0], ()):
+            if position not in added:
+                late = self.calls[position].data.path
+                raise Refusal("gradient", f"the gradient of {_text(key)} is not whole: {late!r} has yet to add to it")
+        for peer in self.returns.get(key, ()):
+            if ("stage", peer) not in added:
+                raise Refusal("gradient", f"the gradient of {_text(key)} is not whole: stage {peer}'s part is missing")
+        self.taken[key] = index
+
+    def free(self, key: Key, index: int) -> None:
+        if key in self.freed:
+            raise Refusal("twice", f"the gradient of {_text(key)} was freed at instruction {self.freed[key]}")
+        if key not in self.added:
+            raise Refusal("order", f"there is no gradient of {_text(key)} to free")
+        if key not in self.taken:
+            raise Refusal("gradient", f"the gradient of {_text(key)} is freed before it is used")
+        self.freed[key] = index
+
+    def finish(self) -> None:
+        for key in self.added:
+            if key not in self.freed:
+                raise Refusal("leak", f"the gradient of {_text(key)} is never freed")
+
+
+def _text(key: Key) -> str:
+    return f"{key[0]!r} of microbatch {key[1]}"
+
+
+class StateGradients:
+    """Every state's gradient is added up over its stages and mesh axes, once, after the last backward."""
+
+    def __init__(self, facts: ProgramFacts, stage: int) -> None:
+        self.program = facts.program
+        self.passes_over = facts.passes_over
+        self.here = facts.program.stages[stage]
+        self.missing: dict[str, set[tuple[int, int]]] = {}  # state -> (call, microbatch) whose backward is to come
+        for position, call in enumerate(facts.stages[stage]):
+            for state in call.adds:
+                runs = ((position, m) for m in range(facts.program.num_microbatches))
+                self.missing.setdefault(state, set()).update(runs)
+        held = (n for n, s in facts.program.states.items() if stage in s.stages and n in facts.with_gradient)
+        self.tied = {n for n in held if len(facts.program.states[n].stages) > 1}
+        self.shared = {n: b for n, b in enumerate(self.here.buckets) if zero_axes(self.program, b.states)}
+        self.home = {state: number for number, bucket in self.shared.items() for state in bucket.states}
+        # what other stages alone add to is zero here, and SYNC makes it: there is nothing to SCATTER or REDUCE
+        self.idle = {n for n, b in self.shared.items() if self.missing.keys().isdisjoint(b.states)}
+        self.unscattered: set[str] = set()  # what was added to since the last SCATTER
+        self.scattered: dict[int, int] = {}  # bucket -> index of the last
+        self.synced: dict[str, int] = {}
+        self.due = [() if n in self.idle else turns(self.program, b) for n, b in enumerate(self.here.buckets)]
+        self.turned: dict[int, list[int]] = {}  # bucket -> index of each turn of its reduction
+        self.sealed: dict[str, int] = {}  # state -> index of what took its gradient
+        self.stepped: int | None = None
+
+    def add(self, state: str, position: int, microbatch: int) -> None:
+        if state in self.sealed:
+            raise Refusal(
+                "gradient", f"adds to the gradient of {state!r} after instruction {self.sealed[state]} took it"
+            )
+        self.missing[state].discard((position, microbatch))
+        if state in self.home:
+            self.unscattered.add(state)
+
+    def scatter(self, number: int, index: int) -> None:
+        if number not in self.shared or not self.shared[number].axes:
+            raise Refusal("fields", f"bucket {number} is not shared, or has no gradients: there is nothing to scatter")
+        self.before_step()
+        states = self.shared[number].states
+        for state in states:
+            if state in self.sealed:
+                raise Refusal("order", f"comes after instruction {self.sealed[state]} took the gradient of {state!r}")
+        if self.unscattered.isdisjoint(states) and not self.passes_over:
+            raise Refusal(
+                "twice", f"nothing was added to bucket {number} since instruction {self.scattered.get(number)}"
+            )
+        if self.program.zero < 2:  # the whole gradient is kept, and would be counted again
+            for state in states:
+                self.whole(state)
+                self.sealed[state] = index
+        self.unscattered.difference_update(states)
+        self.scattered[number] = index
+
+    def pieces(self, number: int) -> None:
+        """The pieces of a shared bucket's gradients are all there."""
+        for state in self.shared[number].states:
+            self.whole(state)
+            if state in self.unscattered:
+                raise Refusal("order", f"bucket {number} is to be scattered first: {state!r} was added to since")
+
+    def whole(self, state: str) -> None:
+        if self.missing.get(state):
+            position, microbatch = min(self.missing[state])
+            late = self.here.calls[position].path
+            message = f"the gradient of {state!r} lacks the backward of {late!r} on microbatch {microbatch}"
+            raise Refusal("gradient", message, state=state)
+
+    def turn(self, number: int, op: str, axes: tuple[str, ...], index: int) -> Turn:
+        """A REDUCE of a bucket, or a SCATTER or GATHER of one of its levels: the turn that it takes."""
+        due, done = self.due[number], self.turned.setdefault(number, [])
+        self.before_step()
+        if not due or (op, axes) not in [(kind, () if kind == "REDUCE" else over) for kind, over in due]:
+            why = "has other levels"
+            if op == "REDUCE" or not due:
+                why = "nothing here adds to it" if number in self.idle else "is shared over all of its axes"
+            raise Refusal("fields", f"bucket {number}: {why}, there is nothing to {op.lower()}")
+        if len(done) == len(due):
+            raise Refusal("twice", f"bucket {number} was reduced at instruction {done[-1]}")
+        kind, over = due[len(done)]
+        if (op, axes) != (kind, () if kind == "REDUCE" else over):
+            raise Refusal("order", f"what comes next for bucket {number} is {kind} over {', '.join(over)}")
+        if number in self.shared:
+            self.pieces(number)
+        for state in self.here.buckets[number].states:
+            self.whole(state)
+            if number not in self.shared and state in self.tied and state not in self.synced:
+                raise Refusal("order", f"bucket {number} has the tied state {state!r}, which is to be SYNCed first")
+            self.sealed[state] = index
+        done.append(index)
+        return due[len(done) - 1]
+
+    def reduced(self, number: int) -> bool:
+        """Whether all is added up, and whole again, once what was started ends."""
+        return len(self.turned.get(number, ())) == len(self.due[number])
+
+    def sync(self, states: Collection[str], index: int) -> tuple[int, ...]:
+        """The stages that take part."""
+        self.before_step()
+        among: set[tuple[int, ...]] = set()
+        for state in states:
+            if state not in self.tied:
+                raise Refusal("fields", f"the state {state!r} is not tied on this stage, or has no gradient")
+            if state in self.synced:
+                raise Refusal("twice", f"the state {state!r} was synced at instruction {self.synced[state]}")
+            self.whole(state)
+            if state in self.home:
+                self.pieces(self.home[state])
+                if not self.reduced(self.home[state]):
+                    raise Refusal(
+                        "order", f"bucket {self.home[state]} has the tied state {state!r} and is to be REDUCEd"
+                    )
+            self.synced[state] = self.sealed[state] = index
+            among.add(self.program.states[state].stages)
+        if len(among) != 1:
+            raise Refusal("fields", f"the states {', '.join(states)} are not shared by the same stages: {among}")
+        return among.pop()
+
+    def offload(self, state: str, index: int) -> None:
+        """The gradient of a state is read, to be kept elsewhere: it has to be final."""
+        self.whole(state)
+        if state in self.tied and state not in self.synced:
+            raise Refusal("order", f"the tied state {state!r} is to be SYNCed first")
+        if state in self.home:
+            self.pieces(self.home[state])
+        for number, bucket in enumerate(self.here.buckets):
+            if state in bucket.states and not self.reduced(number):
+                raise Refusal("order", f"bucket {number}, which has {state!r}, is to be REDUCEd first")
+        self.sealed[state] = index
+
+    def before_step(self) -> None:
+        if self.stepped is not None:
+            raise Refusal("order", f"comes after STEP at instruction {self.stepped}")
+
+    def step(self, index: int) -> None:
+        if self.stepped is not None:
+            raise Refusal("twice", f"STEP was reached at instruction {self.stepped}")
+        for state in self.missing:
+            self.whole(state)
+        for state in sorted(self.tied - self.synced.keys()):
+            raise Refusal("missing", f"the tied state {state!r} is never synced")
+        for number in self.shared:
+            if self.shared[number].axes:
+                self.pieces(number)
+        for number in range(len(self.here.buckets)):
+            if not self.reduced(number):
+                raise Refusal("missing", f"bucket {number} is never reduced")
+        self.stepped = index

@@ -1,0 +1,231 @@
+"""What is in host memory, followed through a rank's instructions: is it back when it is used, whole when it goes?
+
+Buffers that forward changes: written once, by all that hold them, after the last that reads the old value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from passes.ir.verify import Sameness
+from runtime.program.analysis import ProgramFacts
+from runtime.program.instructions import Collective, Instruction
+from runtime.program.program import Program, StateData
+from runtime.program.sharded_buckets import zero_axes
+from runtime.program.state_bytes import host_states
+from runtime.prove.errors import Refusal
+from runtime.prove.gradient_ledger import StateGradients
+
+Run = tuple[int, int]  # call, microbatch
+
+
+class Parked:
+    """What calls keep for their backward: moved once, after forward, and back before backward."""
+
+    def __init__(self, facts: ProgramFacts, stage: int) -> None:
+        self.calls = facts.stages[stage]
+        self.offloads = "activations" in facts.program.offload
+        self.away: dict[Run, int] = {}  # -> the instruction that moved it
+        self.back: dict[Run, int] = {}
+
+    def runs(self, i: Instruction, forward: Collection[Run], *backward: Collection[Run]) -> list[Run]:
+        """The calls of an OFFLOAD or FETCH: those that have run ``forward``, and are yet to run ``backward``."""
+        if i.calls is None or i.microbatch is None:
+            return []
+        runs = [(p, i.microbatch) for p in range(*i.calls) if self.calls[p].has_backward]
+        for run in runs:
+            if run not in forward:
+                raise Refusal("order", f"what {self._text(run)} keeps is not there: it has not run forward")
+            if any(run in gone for gone in backward):
+                raise Refusal("order", f"what {self._text(run)} keeps is gone: its backward has run")
+        return runs
+
+    def offload(self, run: Run, index: int) -> None:
+        if not self.offloads:
+            raise Refusal("fields", "moves activations to host memory, which the program does not say it does")
+        at = self.away.get(run, self.back.get(run))
+        if at is not None:
+            raise Refusal("twice", f"what {self._text(run)} keeps was moved before: see instruction {at}")
+        self.away[run] = index
+
+    def fetch(self, run: Run, index: int) -> None:
+        if run in self.back:
+            raise Refusal("twice", f"what {self._text(run)} keeps came back at instruction {self.back[run]}")
+        if run not in self.away:
+            raise Refusal("order", f"what {self._text(run)} keeps is not in host memory")
+        del self.away[run]
+        self.back[run] = index
+
+    def read(self, run: Run) -> None:
+        if run in self.away:
+            message = f"reads what {self._text(run)} keeps, which went to host memory at instruction {self.away[run]}"
+            raise Refusal("order", f"{message} and was not fetched")
+
+    def _text(self, run: Run) -> str:
+        return f"{self.calls[run[0]].data.path!r} of microbatch {run[1]}"
+
+
+class HostStates:
+    """Parameters that are in host memory: fetched before they are read, and their gradients taken there, once."""
+
+    def __init__(self, facts: ProgramFacts, stage: int, gradients: StateGradients) -> None:
+        self.program = facts.program
+        self.here = facts.program.stages[stage]
+        self.hosted = host_states(facts.program, stage)
+        self.gradients = gradients
+        self.passing = "parameters" in facts.program.offload
+        self.sharded = {s for b in self.here.buckets for s in b.states if zero_axes(self.program, b.states)}
+        self.wanted = self.hosted & facts.with_gradient
+        self.there: dict[str, int] = {}  # -> the instruction that fetched it
+        self.freed: dict[str, int] = {}
+        self.taken: dict[str, int] = {}  # -> the OFFLOAD of its gradient
+
+    def fetch(self, states: Sequence[str], index: int) -> None:
+        for state in states:
+            if state not in self.hosted:
+                raise Refusal("fields", f"{state!r} is not in host memory: there is nothing to fetch")
+            if state in self.there:
+                raise Refusal("twice", f"{state!r} was fetched at instruction {self.there[state]}")
+            self.there[state] = index
+
+    def read(self, states: Sequence[str], gather: bool = False) -> None:
+        """A call reads ``states``, or a GATHER the shards of them that this rank has."""
+        for state in states:
+            if state not in self.hosted or (state in self.sharded and not gather):
+                continue  # a call reads what was gathered
+            if state not in self.there:
+                gone = f"freed at instruction {self.freed[state]}" if state in self.freed else "never fetched"
+                raise Refusal("order", f"reads {state!r}, which is in host memory and was {gone}")
+            if gather and self.passing:  # the GATHER forgets them
+                self.freed[state] = self.there.pop(state)
+
+    def free(self, states: Sequence[str], index: int) -> None:
+        for state in states:
+            if state not in self.hosted or state in self.sharded or not self.passing:
+                raise Refusal("fields", f"the state {state!r} stays on the device: it is not to be freed")
+            if state not in self.there:
+                again = f"was freed at instruction {self.freed[state]}" if state in self.freed else "was never fetched"
+                raise Refusal("twice" if state in self.freed else "order", f"the state {state!r} {again}")
+            del self.there[state]
+            self.freed[state] = index
+
+    def offload(self, states: Sequence[str], index: int) -> None:
+        self.gradients.before_step()
+        for state in states:
+            if state not in self.wanted:
+                raise Refusal("fields", f"no gradient of {state!r} is wanted in host memory")
+            if state in self.taken:
+                raise Refusal("twice", f"the gradient of {state!r} went at instruction {self.taken[state]}")
+            self.gradients.offload(state, index)
+            self.taken[state] = index
+
+    def step(self) -> None:
+        for state in sorted(self.wanted - self.taken.keys()):
+            raise Refusal("missing", f"the gradient of {state!r} never reaches host memory, where it is stepped")
+
+    def finish(self) -> None:
+        for state, index in self.there.items():
+            if self.passing:
+                raise Refusal("leak", f"the state {state!r} is fetched here and never freed", index=index)
+
+
+def check_updates(program: Program) -> None:
+    """Raise :class:`Refusal` where a new value is not as the buffer is held, or no call of its stages makes it."""
+    makers = _makers(program)
+    for name, state in program.states.items():
+        problem = "" if state.update is None else _problem(program, state, state.update, makers)
+        if problem:
+            stage = min((s for s in state.stages if 0 <= s < len(program.stages)), default=0)
+            raise Refusal("structure", f"the state {name!r} {problem}", stage=stage, state=name)
+
+
+def _makers(program: Program) -> dict[str, set[int]]:
+    """The stages whose calls, but for prologue calls, make each value."""
+    makers: dict[str, set[int]] = {}
+    for s, stage in enumerate(program.stages):
+        for call in stage.calls:
+            for value in () if call.prologue else call.outputs:
+                makers.setdefault(value, set()).add(s)
+    return makers
+
+
+def _problem(program: Program, state: StateData, name: str, makers: dict[str, set[int]]) -> str:
+    if state.kind != "buffer":
+        return f"is a {state.kind} and takes the value {name!r}: only buffers do"
+    if name not in program.values:
+        return f"takes the value {name!r}, which does not exist"
+    value, made_by = program.values[name], makers.get(name, set())
+    if len(made_by) != 1 or not made_by <= set(state.stages):
+        return f"is on the stages {state.stages} and takes {name!r}, which is made on {tuple(sorted(made_by))}"
+    if (value.dtype, value.layout, value.context, state.expert_layout) != (state.dtype, state.layout, "R", "R"):
+        return f"is {state.dtype} and {state.layout} over tp, but takes {value.dtype} that is {value.layout}"
+    return ""
+
+
+def check_alike(program: Program, known: dict[str, Sameness]) -> None:
+    """A new value that is not added up does not depend on what differs between microbatches, or ranks of ``dp``.
+
+    Raises :class:`Refusal`.
+    """
+    for name, state in program.states.items():
+        if state.update is not None and state.keeps is None and known.get(state.update) == "different":
+            message = f"the state {name!r} takes {state.update!r}, which differs between the parts of the batch"
+            raise Refusal("structure", message, stage=min(state.stages), state=name)
+
+
+class Updates:
+    """What one rank has written so far."""
+
+    def __init__(self, facts: ProgramFacts, stage: int) -> None:
+        self.program, self.stage = facts.program, stage
+        self.due = {n for n, s in facts.program.states.items() if s.update is not None and stage in s.stages}
+        self.done: dict[str, int] = {}  # state -> index of its UPDATE
+        self.made = {v: k for k, call in enumerate(facts.stages[stage]) for v in call.data.outputs}
+
+    def update(
+        self, states: Sequence[str], index: int, forward: Collection[tuple[int, int]]
+    ) -> tuple[list[str], list[Collective]]:
+        """The values that are read here, and the collectives in which ranks of ``dp`` meet for those that are added up,
+        and stages, where there are several. ``forward``: the calls, and their microbatches, that have run."""
+        together = {self.program.states[s].stages for s in states}
+        if len(together) > 1:
+            raise Refusal("fields", f"updates states of different stages: {', '.join(states)}")
+        values: list[str] = []
+        added: list[str] = []
+        for name in states:
+            if name not in self.due:
+                raise Refusal("fields", f"{name!r} is no buffer of the stage that forward changes")
+            if name in self.done:
+                raise Refusal("twice", f"{name!r} was updated at instruction {self.done[name]}")
+            self.done[name] = index
+            value = self.program.states[name].update
+            assert value is not None
+            if value in self.made:
+                self._check_sum(name, self.made[value], forward)
+                (values if self.program.states[name].keeps is None else added).append(value)
+        (stages,) = together
+        meetings = []
+        if added and self.program.mesh.get("dp", 1) > 1:
+            text = f"sums of {', '.join(added)} over dp"
+            meetings.append(Collective(("dp",), ("UPDATE", tuple(added)), text))
+        text = f"new values of {', '.join(states)} over stages {stages}"
+        if len(stages) > 1:
+            meetings.append(Collective((), ("UPDATE", tuple(states)), text, "", stages))
+        return values, meetings
+
+    def _check_sum(self, name: str, position: int, forward: Collection[tuple[int, int]]) -> None:
+        """All microbatches have added to what is added up."""
+        missing = [m for m in range(self.program.num_microbatches) if (position, m) not in forward]
+        if missing and self.program.states[name].keeps is not None:
+            raise Refusal("order", f"takes the sum for {name!r}, to which microbatch {missing[0]} has not added yet")
+
+    def read(self, states: Sequence[str]) -> None:
+        """A call reads the old values."""
+        for name in states if self.done else ():
+            if name in self.done:
+                raise Refusal("order", f"reads {name!r}, which was updated at instruction {self.done[name]}")
+
+    def finish(self) -> None:
+        missing = sorted(self.due - self.done.keys())
+        if missing:
+            raise Refusal("missing", f"{missing[0]!r} is never updated")

@@ -1,0 +1,282 @@
+"""Before anything is launched: will every rank run to its end, and compute what the program says?
+
+:func:`prove` runs the programs of all ranks without numbers, and refuses, naming rank, instruction and graph node:
+
+* a program that contradicts itself: names, shapes, types, layouts, graphs, buckets, instructions without their fields;
+* a rank that uses a value or gradient before it is there or after it was freed, or that leaves one behind;
+* a call that does not run forward and backward exactly once per microbatch, in an order that the data allow; a
+  gradient that is taken before all that flows into it has arrived;
+* a state whose gradient is not added up exactly once over its stages and over the axes that it needs;
+* ranks that disagree on a collective, a send or a receive, or that wait for each other for ever;
+* a value or gradient that is said to be whole over ``tp`` but differs from rank to rank, a collective of a graph that
+  is given a whole value where it wants parts, or parts where it wants the whole;
+* a rank that needs more memory than it may have, where limits are given.
+
+What it refuses although it might run to the same end: anything that is done twice (loaded, run, freed, reduced,
+synced, STEP), a REDUCE, SYNC or STEP before the last backward where another comes after it or nothing is lost, a value
+or gradient that is never freed, a FREE of what is not there, an instruction with another stage's number or with fields
+that mean nothing, data in the program that contradict each other though no rank may notice (the shape of a value that
+is never sent). It assumes of channels what :class:`runtime.program.instructions.Instruction` says. It cannot know that
+a call reads the *right* value of the same shape, or that an output is the one that was meant: that is for ``verify``.
+
+Ranks of one stage run one list, so its instructions are followed once, and once more for each number of microbatches
+that ranks have; where a rank's list was edited, only as many ranks are followed as can be told apart. Of lists with a
+steady state (:class:`runtime.program.instructions.Listing`) those that have grown once and twice are followed: what
+every rank does and shows is then linear in how often they have grown, each part moving with its neighbours, so what
+agrees at two numbers of steps agrees at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from runtime.program.analysis import ProgramFacts
+from runtime.program.instructions import Collective, Instruction, Instructions, Listing, Send, Trace
+from runtime.program.memory import peak_bytes
+from runtime.program.program import Program, RankProgram, shortened
+from runtime.prove.abstract_rank import run_list
+from runtime.prove.cross_rank import Mismatch, Progress
+from runtime.prove.errors import ProofError, Refusal
+from runtime.prove.gradient_ledger import gradient_returns
+from runtime.prove.replication import check_wholeness
+from runtime.prove.structure import check_structure
+
+__all__ = ["Proof", "ProofError", "prove"]
+
+Lists = tuple[tuple[Instruction, ...], ...]  # one per stage
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was proven, counted over all ranks. ``peak_bytes``: by stage, where the memory was looked at."""
+
+    ranks: int
+    instructions: int
+    collectives: int
+    transfers: int
+    distinct_lists: int
+    peak_bytes: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return (
+            f"{self.ranks} ranks ({self.distinct_lists} distinct lists): {self.instructions} instructions, "
+            f"{self.collectives} collectives and {self.transfers} transfers are complete and free of deadlock"
+        )
+
+
+def prove(
+    program: Program,
+    rank_programs: Mapping[int, RankProgram] | None = None,
+    *,
+    memory_limits: Sequence[int] | int | None = None,
+    extra_bytes: Sequence[int] = (),
+    facts: ProgramFacts | None = None,
+) -> Proof:
+    """Prove ``program``; ``rank_programs`` are those ranks whose own list is to be taken instead of their stage's.
+
+    ``memory_limits``: bytes that each rank may hold (one number for all, or one per rank); ``extra_bytes``: what each
+    stage's ranks hold besides the program's tensors (optimizer state, workspace). ``facts``: of ``program``, where
+    they are there already.
+
+    Raises :class:`ProofError` at the first fault.
+    """
+    facts = facts or ProgramFacts(program)
+    try:
+        check_structure(facts)
+        check_wholeness(facts)
+    except Refusal as refusal:
+        raise _located(program, refusal) from None
+    own = _edited(program, rank_programs or {})
+    lists = _lists(program, own)
+    collectives, transfers = (_steady_counts(facts) if not own else None) or _follow(facts, own)
+    return Proof(
+        ranks=program.world_size,
+        instructions=sum(len(i) for i in lists.values()),
+        collectives=collectives,
+        transfers=transfers,
+        distinct_lists=len({id(i) for i in lists.values()}),
+        peak_bytes=_check_memory(facts, lists, memory_limits, extra_bytes),
+    )
+
+
+def _follow(facts: ProgramFacts, own: Mapping[int, Instructions]) -> tuple[int, int]:
+    """Follow the lists of all ranks; how many collectives and transfers they start."""
+    traces, lists = _run_lists(facts, own)
+    try:
+        Progress(facts.program, traces, own.keys()).run()
+    except Mismatch as mismatch:
+        instruction = str(lists[mismatch.rank][mismatch.index])
+        raise ProofError(
+            mismatch.message,
+            rank=mismatch.rank,
+            index=mismatch.index,
+            instruction=instruction,
+            node=mismatch.node,
+            fault=mismatch.fault,
+        ) from None
+    counts = {key: _count(trace) for key, trace in {id(t): t for t in traces.values()}.items()}
+    return sum(counts[id(t)][0] for t in traces.values()), sum(counts[id(t)][1] for t in traces.values())
+
+
+def _steady_counts(facts: ProgramFacts) -> tuple[int, int] | None:
+    """What :func:`_follow` gives, from lists that have grown once and twice; ``None``: follow all that is there.
+
+    A fault is then found again where it is in the whole list.
+    """
+    listings = [stage.instructions for stage in facts.program.stages]
+    first = listings[0]
+    if facts.program.data_shares or not isinstance(first, Listing) or first.steps <= 2:
+        return None
+    if any(
+        not isinstance(i, Listing) or (i.steps, i.unit) != (first.steps, first.unit) or not i.even for i in listings
+    ):
+        return None
+    try:
+        once, twice = (_follow(facts.grown(steps), {}) for steps in (1, 2))
+    except ProofError:
+        return None
+    further = first.steps - 1
+    return once[0] + further * (twice[0] - once[0]), once[1] + further * (twice[1] - once[1])
+
+
+def _edited(program: Program, rank_programs: Mapping[int, RankProgram]) -> dict[int, Instructions]:
+    """The lists of the ranks that do not run their stage's."""
+    own: dict[int, Instructions] = {}
+    compared = {id(program)}
+    for rank, given in rank_programs.items():
+        if id(given.program) not in compared:
+            if given.program != program:
+                raise ProofError("is of another program", rank=rank, index=0, instruction=_text(given.instructions, 0))
+            compared.add(id(given.program))
+        if given.rank != rank or not 0 <= rank < program.world_size:
+            message = f"is the program of rank {given.rank}, of {program.world_size}"
+            raise ProofError(message, rank=rank, index=0, instruction=_text(given.instructions, 0))
+        if given.own is None:
+            continue
+        stage, share = program.stages[program.coordinates(rank)["pp"]], len(given.share)
+        if given.own != shortened(stage.instructions, program, share):
+            own[rank] = given.own
+    return own
+
+
+def _run_lists(
+    facts: ProgramFacts, own: Mapping[int, Instructions]
+) -> tuple[dict[int, Trace], dict[int, Instructions]]:
+    """The events of every rank, and its instructions. Ranks whose whole pipeline runs the same lists share them."""
+    program, lists = facts.program, _lists(facts.program, own)
+    stride, num_stages = program.strides["pp"], len(program.stages)
+    shares = _shares(program)
+    of_share = {share: facts.of_share(share) for share in set(shares)}
+    edited = dict.fromkeys(rank % stride for rank in sorted(own))
+    first = {share: c for c, share in reversed([*enumerate(shares)]) if c not in edited}
+    known: dict[tuple[int, ...], list[Trace]] = {}
+    found: dict[int, list[Trace]] = {}  # by the first rank of the pipeline
+    for column in (*edited, *first.values()):  # faults of lists that were edited come first
+        ranks = range(column, num_stages * stride, stride)
+        run = [lists[rank] for rank in ranks]
+        key = tuple(map(id, run))
+        if key not in known:
+            known[key] = _run_column(of_share[shares[column]], ranks, run)
+        found[column] = known[key]
+    of_columns = [found[c if c in edited else first[share]] for c, share in enumerate(shares)]
+    traces = {s * stride + c: of[s] for s in range(num_stages) for c, of in enumerate(of_columns)}
+    return traces, lists
+
+
+def _lists(program: Program, own: Mapping[int, Instructions]) -> dict[int, Instructions]:
+    """The list of every rank: its stage's, as far as it has the microbatches, or its own."""
+    shares = _shares(program)
+    lists: dict[int, Instructions] = {}
+    for s, stage in enumerate(program.stages):
+        of = {share: shortened(stage.instructions, program, share) for share in set(shares)}
+        lists |= {s * len(shares) + column: of[share] for column, share in enumerate(shares)}
+    return lists | dict(own)
+
+
+def _shares(program: Program) -> list[int]:
+    """How many microbatches each rank of a stage has."""
+    each = program.strides["dp"]
+    return [len(program.share(place)) for place in range(program.size("dp")) for _ in range(each)]
+
+
+def _run_column(facts: ProgramFacts, ranks: Sequence[int], run: Sequence[Instructions]) -> list[Trace]:
+    """The traces of the ranks of one pipeline."""
+    returns = gradient_returns(facts, run)
+    traces = []
+    for s, instructions in enumerate(run):
+        try:
+            traces.append(run_list(facts, s, instructions, returns[s]))
+        except Refusal as refusal:
+            refusal.stage = s
+            raise _located(facts.program, refusal, instructions, ranks[s]) from None
+    return traces
+
+
+def _located(
+    program: Program, refusal: Refusal, instructions: Sequence[Instruction] | None = None, rank: int | None = None
+) -> ProofError:
+    """The error for a refusal: its rank, and the instruction that it is about."""
+    if instructions is None:
+        stages = program.stages
+        instructions = stages[refusal.stage].instructions if 0 <= refusal.stage < len(stages) else ()
+    if rank is None:
+        rank = refusal.stage * program.strides["pp"]
+    index = refusal.index
+    if index is None:
+        index = next((k for k, i in enumerate(instructions) if _is_about(program, refusal, i)), 0)
+    return ProofError(
+        refusal.message,
+        rank=rank,
+        index=index,
+        instruction=_text(instructions, index),
+        node=refusal.node,
+        fault=refusal.fault,
+    )
+
+
+def _is_about(program: Program, refusal: Refusal, instruction: Instruction) -> bool:
+    if refusal.bucket is not None:
+        return instruction.bucket == refusal.bucket
+    calls = program.stages[refusal.stage].calls
+    if instruction.op == "TOTAL_F":
+        positions = [p for p, c in enumerate(calls) if c.prologue]
+    else:
+        positions = list(range(*instruction.calls)) if instruction.calls is not None else []
+    if refusal.call is not None:
+        return refusal.call in positions
+    return any(refusal.state in calls[p].states for p in positions if 0 <= p < len(calls))
+
+
+def _text(instructions: Sequence[Instruction], index: int) -> str:
+    return str(instructions[index]) if index < len(instructions) else "none"
+
+
+def _check_memory(
+    facts: ProgramFacts,
+    lists: Mapping[int, Instructions],
+    limits: Sequence[int] | int | None,
+    extra_bytes: Sequence[int],
+) -> tuple[int, ...]:
+    if limits is None:
+        return ()
+    program, stride = facts.program, facts.program.strides["pp"]
+    peaks: dict[tuple[int, int], tuple[int, int]] = {}
+    for rank, instructions in lists.items():
+        stage = rank // stride
+        key = stage, id(instructions)
+        if key not in peaks:
+            extra = extra_bytes[stage] if extra_bytes else 0
+            peaks[key] = peak_bytes(facts, stage, instructions, extra)
+        peak, index = peaks[key]
+        limit = limits if isinstance(limits, int) else limits[rank]
+        if peak > limit:
+            message = f"holds {peak:,} bytes, {peak - limit:,} more than the {limit:,} that it may"
+            text = _text(instructions, index)
+            raise ProofError(message, rank=rank, index=index, instruction=text, fault="memory")
+    return tuple(max(p for (s, _), (p, _) in peaks.items() if s == stage) for stage in range(len(program.stages)))
+
+
+def _count(trace: Trace) -> tuple[int, int]:
+    events = [event for _, event in trace]
+    return sum(e.count for e in events if isinstance(e, Collective)), sum(isinstance(e, Send) for e in events)

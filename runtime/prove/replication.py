@@ -1,0 +1,164 @@
+"""Is what is said to be whole the same on every rank? Values forward, gradients backward.
+
+A collective that is missing, or that runs over another axis, leaves a value or a gradient different from rank to rank:
+the program would compute something else, and not even alike on all ranks. One too many counts a value several times.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from passes.ir.layouts import Layout
+from passes.ir.verify import Sameness, culprit, misuse, sameness
+from runtime.program.analysis import ProgramFacts
+from runtime.program.program import CallData, Program, StateData
+from runtime.prove.errors import Refusal
+from runtime.prove.host_memory import check_alike
+from runtime.prove.structure import DATA_AXES
+
+AXES = ("tp", "cp")  # the axes over which blocks are sharded
+
+
+def check_wholeness(facts: ProgramFacts) -> None:
+    """Raise :class:`Refusal` at the first value, gradient or output that differs where it must not."""
+    for axis in AXES:
+        _over(axis, facts)
+    _over_batch(facts)
+
+
+def _over(axis: str, facts: ProgramFacts) -> None:
+    if facts.program.mesh.get(axis, 1) == 1:
+        return
+    checked: set[object] = set()
+    for stage, position in facts.order:
+        call = facts.call((stage, position))
+        key = _key(facts, call)
+        if key in checked:
+            continue
+        checked.add(key)
+        try:
+            _forward(axis, facts, call)
+            if any(v in facts.flow.values for v in call.outputs):
+                _backward(axis, facts, call)
+        except Refusal as refusal:
+            refusal.stage, refusal.call = stage, position
+            raise
+
+
+def _key(facts: ProgramFacts, call: CallData) -> object:
+    """A cache key for the check of a call: everything that the result depends on."""
+    program = facts.program
+    kept = [program.states[n] for n in call.states]
+    states = tuple((s.layout, s.expert_layout, s.grad_axes) for s in kept)
+    values = tuple((program.values[n].layout, program.values[n].context) for n in (*call.inputs, *call.outputs))
+    return call.block, facts.needs(call), states, values
+
+
+_VALUES: dict[str, Sameness] = {"S": "different", "R": "alike", "R'": "alike", "P": "different"}
+
+_GRADIENTS: dict[str, Sameness] = {"S": "different", "R": "alike", "R'": "different", "P": "alike"}
+
+
+def _layout(axis: str, program: Program, value: str) -> str:
+    return Layout.parse(program.values[value].layout if axis == "tp" else program.values[value].context).kind
+
+
+def _state_layout(axis: str, state: StateData) -> str:
+    """Over ``cp`` every rank has the whole of a state."""
+    if axis == "tp":
+        return Layout.parse(state.layout).kind
+    return "R'" if axis in state.grad_axes else "R"
+
+
+def _given(axis: str, facts: ProgramFacts, call: CallData) -> list[Sameness]:
+    """A call's states and inputs over ``axis``, in the order of the placeholders."""
+    program = facts.program
+    states: list[Sameness] = [
+        "different" if _is_apart(axis, program, n) else _VALUES[_state_layout(axis, program.states[n])]
+        for n in call.states
+    ]
+    return states + [_VALUES[_layout(axis, program, n)] for n in call.inputs]
+
+
+def _is_apart(axis: str, program: Program, state: str) -> bool:
+    """Whether ranks along ``axis`` have the weights of different experts."""
+    spread = program.experts_span_tp if axis == "tp" else program.mesh.get("ep", 1) > 1
+    return spread and Layout.parse(program.states[state].expert_layout).is_shard
+
+
+def _forward(axis: str, facts: ProgramFacts, call: CallData) -> None:
+    program, block = facts.program, facts.blocks[call.block]
+    given = dict(zip((*block.states, *block.inputs), _given(axis, facts, call), strict=True))
+    known = sameness(block.graph, given, axis, program.mesh[axis])
+    _refuse_misuse(axis, call, block.graph, known)
+    for value, node in zip(call.outputs, block.outputs, strict=True):
+        if _VALUES[_layout(axis, program, value)] == "alike" and known[node.name] == "different":
+            message = (
+                f"{call.path!r}: the value {value!r} is said to be whole over {axis}, but differs from rank to rank"
+            )
+            raise Refusal("structure", message, node=culprit(node, known).name)
+
+
+def _backward(axis: str, facts: ProgramFacts, call: CallData) -> None:
+    """Gradients are whole where the layouts say so, given that those of the outputs are as theirs say."""
+    program, pieces = facts.program, facts.differentiated(call)
+    size = program.mesh[axis]
+    forward = sameness(
+        pieces.forward.graph, dict(zip(pieces.forward.inputs, _given(axis, facts, call), strict=True)), axis, size
+    )
+    saved = _results(pieces.forward.graph)[pieces.num_outputs :]
+    given = {name: forward[node.name] for name, node in zip(pieces.saved, saved, strict=True) if node is not None}
+    seeds = pieces.backward.inputs[len(pieces.saved) :]
+    for name, k in zip(seeds, pieces.grad_outputs, strict=True):
+        given[name] = _GRADIENTS[_layout(axis, program, call.outputs[k])]
+    known = sameness(pieces.backward.graph, given, axis, size)
+    _refuse_misuse(axis, call, pieces.backward.graph, known)
+    whole = [(call.inputs[i], _GRADIENTS[_layout(axis, program, call.inputs[i])]) for i in pieces.grad_inputs]
+    for i in pieces.grad_states:
+        state = program.states[call.states[i]]
+        apart = bool({axis, "etp"} & set(state.grad_axes)) or _is_apart(axis, program, call.states[i])
+        whole.append((call.states[i], "different" if apart else _GRADIENTS[_state_layout(axis, state)]))
+    for (name, wanted), node in zip(whole, _results(pieces.backward.graph), strict=True):
+        if wanted == "alike" and node is not None and known[node.name] == "different":
+            message = (
+                f"{call.path!r}: the gradient of {name!r} should be whole over {axis}, but differs from rank to rank"
+            )
+            raise Refusal("structure", message, node=culprit(node, known).name)
+
+
+def _results(graph: fx.Graph) -> tuple[fx.Node | None, ...]:
+    results = graph.output_node().args[0]
+    assert isinstance(results, tuple)
+    return results  # type: ignore[return-value]
+
+
+def _refuse_misuse(axis: str, call: CallData, graph: fx.Graph, known: dict[str, Sameness]) -> None:
+    found = misuse(graph, known, axis)
+    if found is not None:
+        raise Refusal("structure", f"{call.path!r}: {found[1]}", node=found[0].name)
+
+
+def _over_batch(facts: ProgramFacts) -> None:
+    """An output that is said to be the same in every microbatch does not depend on what differs between them; what a
+    buffer takes never does.
+
+    Where there is one microbatch, a collective over ``dp`` in a graph makes a value the same.
+    """
+    program = facts.program
+    axis = "data" if program.num_microbatches > 1 else DATA_AXES[0]
+    size = program.batch_microbatches
+    if size == 1:
+        return
+    known: dict[str, Sameness] = {i.value: "alike" if i.batch_dim is None else "different" for i in program.inputs}
+    for place in facts.order:
+        call = facts.call(place)
+        block = facts.blocks[call.block]
+        given = {n: known[v] for n, v in zip(block.inputs, call.inputs, strict=True)}
+        inside = sameness(block.graph, given, axis, size)
+        for value, node in zip(call.outputs, block.outputs, strict=True):
+            known[value] = "alike" if call.prologue else inside[node.name]
+    for output in program.outputs:
+        if output.value is not None and output.batch == "R" and known.get(output.value) == "different":
+            message = f"the output {output.path!r} is said to be the same in every microbatch, but is not"
+            raise Refusal("structure", message, stage=output.stage or 0)
+    check_alike(program, known)

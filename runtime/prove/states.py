@@ -1,0 +1,291 @@
+"""Check parameters, buffers and constants: their layouts, their stages, and the buckets of their gradients.
+
+The parameters that a rank shares, followed through its instructions: are they there when they are read?
+
+What of a rank's reductions is under way, and what has therefore to end before something else begins.
+
+The collectives of a call, those in a row over the same axes together: who enters one enters them all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Hashable, Iterator
+from itertools import groupby
+from operator import itemgetter
+
+from passes.ir.layouts import Layout, divides
+from passes.ir.serialize import dtype_of
+from runtime.program.analysis import CallFacts, ProgramFacts
+from runtime.program.buckets import Bucket
+from runtime.program.mesh import AXES, EXPERT_AXES, HYBRID_AXES
+from runtime.program.program import Program, StateData
+from runtime.program.sharded_buckets import GATHERING, ScatterQueue, Turn, level_problem, split_axes, zero_axes
+from runtime.prove.errors import Refusal, use_text
+
+
+def check_state(facts: ProgramFacts, name: str) -> None:
+    """Raise :class:`Refusal` unless the state's layouts, stages and ZeRO axes are valid and its gradient is summed over
+    the right axes."""
+    problem = _state_problem(facts, name)
+    if problem:
+        stages = [s for s in facts.program.states[name].stages if 0 <= s < len(facts.program.stages)]
+        raise Refusal("structure", f"the state {name!r} {problem}", stage=min(stages, default=0), state=name)
+
+
+def _state_problem(facts: ProgramFacts, name: str) -> str:
+    program, state = facts.program, facts.program.states[name]
+    tp = program.mesh.get("tp", 1)
+    try:
+        layout, over_ep = Layout.parse(state.layout), Layout.parse(state.expert_layout)
+        dtype_of(state.dtype)
+    except ValueError as error:
+        return f"is malformed: {error}"
+    if layout.kind == "P" or not divides(layout, state.shape, tp):
+        return f"of shape {state.shape} cannot be {layout} over tp={tp}"
+    if over_ep.kind not in ("S", "R") or not divides(over_ep, state.shape, program.size("ep")):
+        return f"of shape {state.shape} cannot be {over_ep} over ep={program.size('ep')}"
+    if over_ep.is_shard and layout.is_shard and over_ep.dim == layout.dim:
+        return f"is cut on dim {layout.dim} both over tp and over ep"
+    if tuple(sorted(set(state.stages))) != state.stages or not set(range(len(program.stages))) >= set(state.stages):
+        return f"is on the stages {state.stages}; expected some of 0 to {len(program.stages) - 1}, in order"
+    readers = {s for s, stage in enumerate(program.stages) for c in stage.calls if name in c.states}
+    readers |= {
+        s for s, stage in enumerate(program.stages) for c in stage.calls if state.update and state.update in c.outputs
+    }
+    if not state.stages or (readers and readers != set(state.stages)):
+        return f"is on the stages {state.stages} and read on {tuple(sorted(readers))}"
+    known = (*AXES[1:], *EXPERT_AXES)
+    if set(state.grad_axes) - set(known):
+        return f"has a gradient to be added up over {state.grad_axes}; expected some of {', '.join(known)}"
+    if name in facts.with_gradient and not _is_added_up(program, state, layout, over_ep):
+        where = f"{layout} over tp" + (f" and {over_ep} over ep" if over_ep.is_shard else "")
+        return f"is {where}, but its gradient is added up over {state.grad_axes or 'no axis'}"
+    shared = _zero_problem(facts, name)
+    if shared:
+        return shared
+    if state.kind == "constant" and nested_shape(program.constants.get(name)) != state.shape:
+        return f"has shape {state.shape}, its data {nested_shape(program.constants.get(name))}"
+    return ""
+
+
+def _zero_problem(facts: ProgramFacts, name: str) -> str:
+    """The fault in how ranks share a state under ZeRO; an empty text if there is none.
+
+    Ranks that share a state must hold the same shard of it and sum its gradient over their axes.
+    """
+    program, state = facts.program, facts.program.states[name]
+    if not state.zero_axes:
+        return ""
+    axes = split_axes(program, state.zero_axes)
+    experts = bool(state.expert_layout != "R" and program.size("ep") > 1)
+    known = {"edp", *HYBRID_AXES[2:]} if experts else {"dp", "cp", *HYBRID_AXES[:2]}
+    if axes != state.zero_axes or set(axes) - known:
+        return (
+            f"is shared over {state.zero_axes}; expected axes with more than one rank among {', '.join(sorted(known))}"
+        )
+    if not program.zero:
+        return f"is shared over {axes}, but the program shares no states (zero=0)"
+    if state.kind != "parameter" or not state.shape:
+        return f"is a {state.kind} of shape {state.shape} and shared over {axes}; expected a parameter with dims"
+    if name not in facts.with_gradient:
+        return "" if program.zero == 3 else f"takes no gradient, but is shared over {axes} under zero={program.zero}"
+    added = {*state.grad_axes, *(p for a in state.grad_axes for p in (f"{a}_shard", f"{a}_replicate"))}
+    if not set(axes) <= added:
+        return f"is shared over {axes}, but its gradient is added up over {state.grad_axes}"
+    return ""
+
+
+def _is_added_up(program: Program, state: StateData, layout: Layout, over_ep: Layout) -> bool:
+    """Whether a gradient is summed over ``tp`` exactly if it is a partial sum there.
+
+    The gradient of an expert must be summed over its replicas, ``edp``, and over ``etp`` if it is a partial sum there,
+    and over no other axis.
+    """
+    axes = split_axes(program, state.grad_axes)
+    partial = layout.kind == "R'"
+    if over_ep.is_shard and program.size("ep") > 1:
+        return axes == split_axes(program, ("edp", "etp") if partial else ("edp",))
+    return not set(axes) & set(EXPERT_AXES) and ("tp" in axes) == (partial and program.size("tp") > 1)
+
+
+def nested_shape(data: object) -> tuple[int, ...] | None:
+    """The shape of nested lists, judged by their first elements; ``None`` if ``data`` is ``None``."""
+    shape: list[int] = []
+    while isinstance(data, list | tuple):
+        shape.append(len(data))
+        data = data[0] if data else 0
+    return None if data is None else tuple(shape)
+
+
+def check_buckets(facts: ProgramFacts, stage: int) -> None:
+    """Check the gradient buckets and the recomputed calls of a stage. Raises :class:`Refusal` if one is wrong.
+
+    Each gradient that is a partial sum over mesh axes must be in exactly one bucket, with those axes. Each parameter
+    that ranks share must be in exactly one bucket, together with states that are shared over the same axes.
+    """
+    program, here = facts.program, facts.program.stages[stage]
+    wanted: dict[str, tuple[str, ...]] = {}
+    for name, state in program.states.items():
+        axes = split_axes(program, state.grad_axes) if name in facts.with_gradient else ()
+        if stage in state.stages and (axes or state.zero_axes):
+            wanted[name] = axes
+    found: set[str] = set()
+    for number, bucket in enumerate(here.buckets):
+        problem = ""
+        for name in bucket.states:
+            if name not in wanted:
+                problem = f"has {name!r}, which has no gradient to add up on this stage"
+            elif name in found:
+                problem = f"has {name!r} a second time"
+            elif set(bucket.axes) - {*AXES, *EXPERT_AXES} or split_axes(program, bucket.axes) != wanted[name]:
+                problem = f"is added up over {bucket.axes}, but the gradient of {name!r} is a sum over {wanted[name]}"
+            elif program.states[name].dtype != program.states[bucket.states[0]].dtype:
+                problem = "has gradients of several types"
+            elif program.states[name].zero_axes != program.states[bucket.states[0]].zero_axes:
+                problem = "has states that different ranks share"
+            found.add(name)
+        if not problem:
+            problem = level_problem(program, bucket) if bucket.states else "has no gradients"
+        if problem:
+            raise Refusal("structure", f"bucket {number} {problem}", stage=stage, bucket=number)
+    for name, axes in wanted.items():
+        if name not in found:
+            shared = program.states[name].zero_axes
+            what = f"which is shared over {shared}" if shared else f"whose gradient is a sum over {axes}"
+            problem = f"no bucket has {name!r}, {what}"
+            raise Refusal("structure", problem, stage=stage, state=name)
+    for position in here.checkpoint_calls:
+        if not 0 <= position < len(here.calls):
+            problem = f"call {position} is to be recomputed; the stage has {len(here.calls)} calls"
+            raise Refusal("structure", problem, stage=stage)
+    for position in here.selective_calls:
+        problem = ""
+        if not 0 <= position < len(here.calls):
+            problem = f"call {position} is to be recomputed in part; the stage has {len(here.calls)} calls"
+        elif position in here.checkpoint_calls:
+            problem = f"call {position} is to be recomputed whole, and in part"
+        elif unknown := set(program.blocks[here.calls[position].block].again) - _nodes(program, stage, position):
+            problem = f"call {position} is to recompute {min(unknown)!r}, which its block does not have"
+        if problem:
+            raise Refusal("structure", problem, stage=stage)
+
+
+def _nodes(program: Program, stage: int, position: int) -> set[str]:
+    """The names of the nodes of a call's block."""
+    return {node["name"] for node in program.blocks[program.stages[stage].calls[position].block].nodes}
+
+
+class Parameters:
+    """Each shared bucket is gathered before a call reads it; under ZeRO 3 it is freed after, else gathered once."""
+
+    def __init__(self, facts: ProgramFacts, stage: int) -> None:
+        self.program = facts.program
+        self.here = facts.program.stages[stage]
+        self.shared = {n: b.states for n, b in enumerate(self.here.buckets) if zero_axes(self.program, b.states)}
+        home = {state: number for number, states in self.shared.items() for state in states}
+        self.needs = [sorted({home[s] for s in call.states if s in home}) for call in self.here.calls]
+        self.there: dict[int, int] = {}  # bucket -> the instruction that gathered it
+        self.freed: dict[int, int] = {}
+        self.times: Counter[int] = Counter()
+        self.under_way: dict[int, Hashable] = {}  # gathered, and not waited for
+
+    def states(self, number: int) -> tuple[str, ...]:
+        return self.here.buckets[number].states
+
+    def axes(self, number: int) -> tuple[str, ...]:
+        return split_axes(self.program, zero_axes(self.program, self.states(number)))
+
+    def gather(self, number: int, index: int) -> Hashable:
+        """What has to agree between those who gather."""
+        if number not in self.shared:
+            raise Refusal("fields", f"bucket {number} is whole on every rank: there is nothing to gather")
+        if number in self.there:
+            raise Refusal("twice", f"bucket {number} was gathered at instruction {self.there[number]}")
+        self.there[number] = index
+        self.times[number] += 1
+        self.under_way[number] = "GATHER", self.shared[number], self.times[number]
+        return self.under_way[number]
+
+    def read(self, position: int) -> Iterator[Hashable]:
+        """What a call has to wait for."""
+        for number in self.needs[position]:
+            if number not in self.there:
+                gone = f"freed at instruction {self.freed[number]}" if number in self.freed else "never gathered"
+                state = next(s for s in self.here.calls[position].states if s in self.shared[number])
+                raise Refusal("order", f"{self.here.calls[position].path!r} reads {state!r}, which was {gone}")
+            if number in self.under_way:
+                yield self.under_way.pop(number)
+
+    def free(self, number: int, index: int) -> Hashable:
+        """What has to be waited for before."""
+        if number not in self.shared or self.program.zero < 3:
+            raise Refusal("fields", f"bucket {number} stays on every rank: it is not to be freed")
+        if number not in self.there:
+            what = f"was freed at instruction {self.freed[number]}" if number in self.freed else "was never gathered"
+            raise Refusal("twice" if number in self.freed else "order", f"bucket {number} {what}")
+        del self.there[number]
+        self.freed[number] = index
+        return self.under_way.pop(number, None)
+
+    def finish(self) -> None:
+        for number, index in self.there.items():
+            if self.program.zero == 3:
+                raise Refusal("leak", f"bucket {number} is gathered here and never freed", index=index)
+
+
+class Reductions:
+    """Each method gives what the rank waits for first, and then has started another one."""
+
+    def __init__(self) -> None:
+        self._scatters: Counter[int] = Counter()
+        self._scattering = ScatterQueue[tuple[int, Hashable]]()  # (bucket, what)
+        self._turning: dict[int, Hashable] = {}  # bucket -> the turn of its reduction that was not waited for
+        self._gathering: deque[int] = deque()  # buckets on their last turn, where that gathers
+
+    def scatter(self, number: int, bucket: Bucket) -> tuple[list[Hashable], Hashable]:
+        """A SCATTER over the axes that shard a bucket: what to wait for, and what has to agree."""
+        waits = [what for _, what in self._scattering.before_next()]
+        self._scatters[number] += 1
+        what = "SCATTER", bucket.states, bucket.compression, self._scatters[number]
+        self._scattering.begin((number, what))
+        return waits, what
+
+    def computed(self) -> None:
+        """Record that a backward has run: the next SCATTER belongs to its gradients."""
+        self._scattering.computed()
+
+    def turn(self, number: int, bucket: Bucket, turn: Turn) -> tuple[list[Hashable], Hashable]:
+        """One of :func:`runtime.program.sharded_buckets.turns`; likewise."""
+        waits = [*self.ended(number)]
+        if turn[0] == "GATHER" and turn[1] == bucket.levels[0]:
+            while len(self._gathering) >= GATHERING:
+                waits += self._turned(self._gathering.popleft())
+            self._gathering.append(number)
+        what = turn[0], bucket.states, bucket.compression, turn[1]
+        self._turning[number] = what
+        return waits, what
+
+    def ended(self, number: int) -> Iterator[Hashable]:
+        """End the collectives in flight for a bucket, and the SCATTERs started before its own; yields each of them."""
+        while any(bucket == number for bucket, _ in self._scattering):
+            yield self._scattering.end_first()[1]
+        yield from self._turned(number)
+
+    def _turned(self, number: int) -> Iterator[Hashable]:
+        if number in self._turning:
+            yield self._turning.pop(number)
+
+
+Bundle = tuple[tuple[str, ...], Hashable, str, str, int]  # axes, what has to agree, text, node, how many
+
+
+def bundles_of(program: Program, call: CallFacts, op: str, position: int) -> list[Bundle]:
+    """What the call at ``position`` enters in its F, B, I or W."""
+    uses = [(split_axes(program, (u.axis,)), u) for u in call.collectives(op)]
+    found: list[Bundle] = []
+    for axes, group in groupby((pair for pair in uses if pair[0]), key=itemgetter(0)):
+        row = [use for _, use in group]
+        what = op, position, tuple((u.op, u.shape, u.dtype) for u in row)
+        found.append((axes, what, f"{use_text(row[0])} in {op} of {call.data.path!r}", row[0].node, len(row)))
+    return found

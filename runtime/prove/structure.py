@@ -1,0 +1,271 @@
+"""Does a program agree with itself? Names, shapes, types, graphs: all that stands still.
+
+Every fault is reported at the first instruction that meets it.
+
+What goes into a program and what comes out of it, against the global batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+from passes.ir.layouts import Layout, divides, local_shape
+from passes.ir.model import TensorSpec
+from passes.ir.serialize import dtype_of
+from passes.ir.verify import describe
+from runtime.program.analysis import ProgramFacts, graph_fault
+from runtime.program.mesh import MESH_AXES
+from runtime.program.program import CallData, InputData, OutputData, Program, Value, shard_shape, weights_fingerprint
+from runtime.prove.errors import Refusal
+from runtime.prove.host_memory import check_updates
+from runtime.prove.states import check_buckets, check_state
+
+DATA_AXES = ("dp",)  # the mesh axes along which the batch is split, besides the microbatches
+
+
+def check_inputs(program: Program) -> None:
+    """Each input's value is one microbatch's part of it. Raises :class:`Refusal`."""
+    for given in program.inputs:
+        problem = _input_problem(program, given)
+        if problem:
+            reads = [s for s, stage in enumerate(program.stages) for c in stage.calls if given.value in c.inputs]
+            raise Refusal("structure", f"the input {given.path!r} {problem}", stage=min(reads, default=0))
+
+
+def _input_problem(program: Program, given: InputData) -> str:
+    if given.value not in program.values:
+        return f"is the value {given.value!r}, which does not exist"
+    pieces = program.batch_microbatches
+    value, shape = program.values[given.value], list(given.shape)
+    if given.batch_dim is not None:
+        if not 0 <= given.batch_dim < len(shape) or shape[given.batch_dim] % pieces:
+            return f"of shape {given.shape} cannot be split into {pieces} microbatches on dim {given.batch_dim}"
+        shape[given.batch_dim] //= pieces
+    part = tuple(shape)
+    for axis, layout in (("cp", Layout.parse(value.context)), ("tp", Layout.parse(value.layout))):
+        size = program.mesh.get(axis, 1)
+        if layout.kind == "P" or not divides(layout, part, size):
+            return f"of shape {part} for one microbatch cannot be {layout} over {axis}={size}"
+        part = local_shape(layout, part, size)
+    if (part, given.dtype) != (value.shape, value.dtype):
+        return f"is {given.dtype}{list(part)} for one microbatch, its value {value.dtype}{list(value.shape)}"
+    return ""
+
+
+def check_outputs(program: Program) -> None:
+    """Each output's value exists and is described as what it is. Raises :class:`Refusal`."""
+    for output in program.outputs:
+        problem = "" if output.value is None else _output_problem(program, output, output.value)
+        if problem:
+            stage = output.stage if output.stage in range(len(program.stages)) else 0
+            raise Refusal("structure", f"the output {output.path!r} {problem}", stage=stage or 0)
+    problem = _loss_problem(program)
+    if problem:
+        raise Refusal("structure", problem, stage=len(program.stages) - 1)
+
+
+def _output_problem(program: Program, output: OutputData, name: str) -> str:
+    if name not in program.values:
+        return f"is the value {name!r}, which does not exist"
+    if output.stage not in range(len(program.stages)):
+        return f"is on stage {output.stage}; the pipeline has {len(program.stages)}"
+    value = program.values[name]
+    if output.layout != value.layout:
+        return f"is {output.layout} over tp, but its value is {value.layout}"
+    if output.context != value.context:
+        return f"is {output.context} over cp, but its value is {value.context}"
+    if output.batch not in ("P", "R", *(f"S{d}" for d in range(len(value.shape)))):
+        return f"is {output.batch!r} over the batch; expected P, R or S<dim> of {len(value.shape)} dims"
+    if name == program.loss and output.batch != "P":
+        return f"is the loss, of which each microbatch has a part, but is {output.batch!r} over the batch"
+    return ""
+
+
+def _loss_problem(program: Program) -> str:
+    if program.loss is None:
+        return "a program for training has no loss" if program.objective == "train" else ""
+    if program.loss not in program.values:
+        return f"the loss is the value {program.loss!r}, which does not exist"
+    value = program.values[program.loss]
+    if math.prod(value.shape) != 1 or value.layout != "R" or value.context != "R":
+        where = value.layout if value.context == "R" else f"{value.context} over cp"
+        return f"the loss {program.loss!r} is {where} of shape {value.shape}; expected one whole number"
+    return ""
+
+
+DATA = "data"  # what graphs call the axis along which the batch is split: ranks of ``dp`` times microbatches
+
+
+def check_structure(facts: ProgramFacts) -> None:
+    """Raise :class:`Refusal` at the first thing in the program that contradicts another."""
+    program = facts.program
+    _mesh(program)
+    _blocks(program)
+    for s in range(len(program.stages)):
+        _calls(facts, s)
+    _order(facts)
+    _sources(program)
+    for name in program.states:
+        check_state(facts, name)
+    if program.fingerprint != weights_fingerprint(program.states):
+        raise Refusal("structure", "the fingerprint is not that of the states' names, shapes and types")
+    check_inputs(program)
+    check_outputs(program)
+    check_updates(program)
+    for name, value in program.values.items():
+        if value.requires_grad != (name in facts.flow.values):
+            flows = "flows" if name in facts.flow.values else "does not flow"
+            problem = f"requires_grad is {value.requires_grad}, but a gradient {flows} through the value {name!r}"
+            at, position = _first(program, partial(_touches, name))
+            raise Refusal("structure", problem, stage=at, call=position)
+    for s in range(len(program.stages)):
+        check_buckets(facts, s)
+
+
+def _first(program: Program, wanted: Callable[[CallData], bool]) -> tuple[int, int | None]:
+    """The stage and position of the first call that is ``wanted``."""
+    for s, stage in enumerate(program.stages):
+        for position, call in enumerate(stage.calls):
+            if wanted(call):
+                return s, position
+    return 0, None
+
+
+def _is_of(block: str, call: CallData) -> bool:
+    return call.block == block
+
+
+def _touches(value: str, call: CallData) -> bool:
+    return value in (*call.inputs, *call.outputs)
+
+
+def _mesh(program: Program) -> None:
+    if set(program.mesh) - set(MESH_AXES) or any(size < 1 for size in program.mesh.values()):
+        raise Refusal("structure", f"the mesh {program.mesh} has axes other than {', '.join(MESH_AXES)}, or empty ones")
+    room = program.world_size // program.mesh.get("pp", 1)
+    if program.etp < 0 or room % (program.size("ep") * program.size("etp")):
+        problem = f"experts over ep={program.size('ep')} x etp={program.size('etp')} of the {room} ranks of a stage"
+        raise Refusal("structure", f"{problem}: expected sizes whose product divides them")
+    if program.dp_shard < 0 or (program.dp_shard and program.size("dp") % program.dp_shard):
+        raise Refusal("structure", f"states shared by {program.dp_shard} of dp={program.size('dp')} ranks: no divisor")
+    if not program.stages or len(program.stages) != program.mesh.get("pp", 1):
+        raise Refusal("structure", f"{len(program.stages)} stages for pp={program.mesh.get('pp', 1)}")
+    if "parameters" in program.offload and program.zero in (1, 2):
+        raise Refusal("structure", f"parameters in host memory with zero={program.zero}, which keeps them whole here")
+    if "parameters" in program.offload and program.objective == "train" and "optimizer" not in program.offload:
+        raise Refusal("structure", "parameters in host memory, and an optimizer that is not: it steps them there")
+    if "disk" in program.offload and "optimizer" not in program.offload:
+        raise Refusal(
+            "structure", "optimizer states on disk, and an optimizer that is not in host memory: it steps there"
+        )
+    if program.num_microbatches < 1:
+        raise Refusal("structure", f"{program.num_microbatches} microbatches")
+    shares = program.data_shares
+    if shares and (len(shares) != program.size("dp") or min(shares) < 1 or max(shares) != program.num_microbatches):
+        raise Refusal(
+            "structure",
+            f"the shares {shares} of the microbatches; expected one for each of the {program.size('dp')} ranks of dp, "
+            f"of at least one microbatch and at most {program.num_microbatches}, which one of them has",
+        )
+
+
+def _blocks(program: Program) -> None:
+    """Every graph is well-formed, and infers the values that it carries."""
+    axes = {axis: program.mesh.get(axis, 1) for axis in MESH_AXES if axis != "pp"}
+    axes[DATA] = program.batch_microbatches
+    for name in program.blocks:
+        fault = graph_fault(program, name, axes)
+        if fault is not None:
+            stage, position = _first(program, partial(_is_of, name))
+            raise Refusal("structure", fault[0], stage=stage, call=position, node=fault[1])
+
+
+def _calls(facts: ProgramFacts, stage: int) -> None:
+    made: dict[str, int] = {}
+    for position, call in enumerate(facts.program.stages[stage].calls):
+        _names(facts.program, stage, position, call)
+        _call(facts, stage, position, call)
+        for name in call.outputs:
+            if name in made:
+                problem = f"the value {name!r} is made by call {made[name]} too"
+                raise Refusal("structure", problem, stage=stage, call=position)
+            made[name] = position
+
+
+def _names(program: Program, stage: int, position: int, call: CallData) -> None:
+    problem = ""
+    if call.block not in program.blocks:
+        problem = f"the block {call.block!r} does not exist"
+    for name in call.states:
+        if name not in program.states:
+            problem = f"the state {name!r} does not exist"
+        elif stage not in program.states[name].stages:
+            problem = f"reads the state {name!r}, which is on the stages {program.states[name].stages}"
+    for name in (*call.inputs, *call.outputs):
+        if name not in program.values:
+            problem = f"the value {name!r} does not exist"
+    if problem:
+        raise Refusal("structure", problem, stage=stage, call=position)
+
+
+def _call(facts: ProgramFacts, stage: int, position: int, call: CallData) -> None:
+    """What a call passes has the shape and type that its graph reads and makes."""
+    program, block = facts.program, facts.blocks[call.block]
+    for kind, have, want in (
+        ("states", call.states, block.states),
+        ("inputs", call.inputs, block.inputs),
+        ("outputs", call.outputs, block.outputs),
+    ):
+        if len(have) != len(want):
+            problem = f"{call.path!r} names {len(have)} {kind}, its graph has {len(want)}"
+            raise Refusal("structure", problem, stage=stage, call=position)
+    specs = [_state_spec(program, n) for n in call.states]
+    specs += [_value_spec(program.values[n]) for n in (*call.inputs, *call.outputs)]
+    names = (*call.states, *call.inputs, *call.outputs)
+    for name, spec, node in zip(names, specs, (*block.placeholders, *block.outputs), strict=True):
+        have_text = "of an unknown type or layout" if spec is None else describe(spec.meta())
+        if spec != TensorSpec.of(node.meta["val"]):
+            problem = f"{name!r} is {have_text}, but {describe(node.meta['val'])} in the graph"
+            raise Refusal("structure", problem, stage=stage, call=position, node=node.name)
+
+
+def _value_spec(value: Value) -> TensorSpec | None:
+    try:
+        Layout.parse(value.layout)
+        Layout.parse(value.context)
+        return TensorSpec(value.shape, dtype_of(value.dtype))
+    except ValueError:
+        return None
+
+
+def _state_spec(program: Program, name: str) -> TensorSpec | None:
+    state = program.states[name]
+    try:
+        return TensorSpec(shard_shape(program, name), dtype_of(state.dtype))
+    except ValueError:
+        return None
+
+
+def _order(facts: ProgramFacts) -> None:
+    """Every value that is read is made somewhere, and no call waits for itself."""
+    placed = set(facts.order)
+    for s, stage in enumerate(facts.program.stages):
+        for position, call in enumerate(stage.calls):
+            if (s, position) not in placed:
+                problem = f"{call.path!r} reads {', '.join(call.inputs)}, not all of which are made before it"
+                raise Refusal("structure", problem, stage=s, call=position)
+
+
+def _sources(program: Program) -> None:
+    """A value is made by one call; on several stages only where all of them compute the same, without a gradient."""
+    batch = CallData(block="", path="the batch")
+    source: dict[str, tuple[int, CallData]] = {i.value: (-1, batch) for i in program.inputs}
+    for s, stage in enumerate(program.stages):
+        for position, call in enumerate(stage.calls):
+            for value in call.outputs:
+                there, other = source.setdefault(value, (s, call))
+                if there != s and (other != call or program.values[value].requires_grad):
+                    problem = f"the value {value!r} is made by {other.path!r} too"
+                    raise Refusal("structure", problem, stage=s, call=position)

@@ -1,0 +1,100 @@
+"""Buffers that forward changes take their new values, at the end of a step, or what its microbatches add to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from runtime.comm.group import Communicator
+from runtime.program.program import RankProgram, updated_states
+from runtime.state.gradients import sharing
+
+_SHORT = (torch.float16, torch.bfloat16)
+
+
+class Updates:
+    """A rank's buffers that a step changes; ``states`` are what it holds.
+
+    ``keep``: from the next step on, the values before it are kept until the next, so that it can be run again.
+    """
+
+    def __init__(self, rank: RankProgram, states: Mapping[str, Tensor], communicator: Communicator) -> None:
+        self.rank, self.communicator = rank, communicator
+        self.keep = False
+        self._held = {name: states[name] for name in updated_states(rank.program) if name in rank.states}
+        self._before: dict[str, Tensor] = {}
+        self._sums: dict[str, Tensor] = {}
+        kept = {name for name in self._held if rank.program.states[name].keeps is not None}
+        self.added = {self._value(name) for name in kept}  # values that are added up over microbatches
+
+    def begin(self) -> None:
+        self._sums = {}
+
+    def add(self, microbatch: int, value: str, part: Tensor) -> None:
+        """What a microbatch adds up to the ``value`` of a buffer; short types are added up in float32."""
+        part = part.float() if part.dtype in _SHORT else part
+        self._sums[value] = self._sums[value] + part if value in self._sums else part.clone()
+
+    def write(self, names: Sequence[str], values: Mapping[str, Tensor]) -> None:
+        """Write the new values of ``names``, which are among ``values`` where this stage makes them."""
+        if self.keep:
+            self._before |= {name: self._held[name].clone() for name in names}
+        values = {**values, **self._added_up(names)}
+        for ranks, shared in sharing(self.rank, names).items():
+            if len(ranks) == 1:
+                held = [self._held[name] for name in shared]
+                torch._foreach_copy_(held, [values[self._value(name)] for name in shared])
+            else:
+                self._together(ranks, shared, values)
+
+    def _added_up(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """The new values of those of ``names`` to which this stage adds, by name of what is added."""
+        here = [name for name in names if self._value(name) in self._sums]
+        if not here:
+            return {}
+        group = self.communicator.group(self.rank.group("dp"))
+        sums = [group.all_reduce(self._sums.pop(self._value(name)).contiguous()) for name in here]
+        made = {}
+        for name, pending in zip(here, sums, strict=True):
+            held, keeps, added = self._held[name], self.rank.program.states[name].keeps, pending.wait()
+            if keeps:  # else what was no number is gone
+                added = added + (held if keeps == 1.0 else keeps * held)
+            made[self._value(name)] = added.to(held.dtype)
+        return made
+
+    def _together(self, ranks: tuple[int, ...], names: Sequence[str], values: Mapping[str, Tensor]) -> None:
+        """All of ``ranks`` take what one of them has: the others add nothing to it."""
+        group = self.communicator.group(ranks)
+        sums = []
+        for name in names:
+            held, value = self._held[name], values.get(self._value(name))
+            made = torch.zeros_like(held) if value is None else value.clone()
+            # byte by byte: exact for every type
+            sums.append(group.all_reduce(made.contiguous().reshape(-1).view(torch.uint8)))
+        for name, pending in zip(names, sums, strict=True):
+            held = self._held[name]
+            held.copy_(pending.wait().view(held.dtype).view(held.shape))
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """A step in the block reads what the last one read, if that was kept; afterwards all is as it was."""
+        after = {name: held.clone() for name, held in self._held.items()}
+        before, keep, self.keep = self._before, self.keep, False
+        self._take(before)
+        try:
+            yield
+        finally:
+            self.keep = keep
+            self._take(after)
+
+    def _take(self, values: Mapping[str, Tensor]) -> None:
+        for name, value in values.items():
+            self._held[name].copy_(value)
+
+    def _value(self, name: str) -> str:
+        value = self.rank.program.states[name].update
+        assert value is not None, name
+        return value

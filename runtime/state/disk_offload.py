@@ -1,0 +1,474 @@
+"""Memory that is a file's: tensors on a node's disk, whose pages are in memory only while they are used.
+
+A file loses its name once it is mapped: its space is free again however its process ends, nothing is left for the next
+run to find, and no two runs meet in one folder.
+
+Keep the states of an optimizer on disk: it updates one window of parameters at a time, whose states are in memory.
+
+The optimizer's own ``step`` runs once per window, on parameter groups that have the window's parameters only. The
+result is the same for optimizers that update each parameter from itself, its gradient and its state; others are
+refused, as far as they can be detected. While one window is updated, the next one is read and the previous one is
+written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import mmap
+import os
+import shutil
+import tempfile
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from runtime.errors import OffloadError
+
+FOLDER = "PARTITION_OFFLOAD_FOLDER"  # in the environment: where an engine that is not told otherwise has its files
+
+_PREFIX = ".partition-offload-"
+_ALIGN = 64  # bytes: of tensors
+_LEAST = 16 << 20  # bytes that a file is made for at least
+_MS_SYNC = 4  # of <sys/mman.h>
+_GIB = 2**30
+_IN_MEMORY = ("tmpfs", "ramfs")
+
+
+def is_mapped(tensor: Tensor) -> bool:
+    """Whether a tensor's memory is that of a file on disk."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
+        return False
+    return _PREFIX in (tensor.untyped_storage().filename or "")
+
+
+def forget(tensor: Tensor) -> None:
+    """Unmap the pages of a tensor, if it is one of a file's: they come back when they are read."""
+    if is_mapped(tensor) and tensor.numel():
+        _advise(*_span(tensor), mmap.MADV_DONTNEED)
+
+
+def apart(tensor: Tensor) -> Tensor:
+    """A tensor on disk as one whose storage holds nothing else, in the same memory; good while ``tensor`` is there."""
+    content = (ctypes.c_byte * tensor.nbytes).from_address(tensor.data_ptr())
+    return torch.frombuffer(content, dtype=tensor.dtype).view(tensor.shape)
+
+
+def trim() -> None:
+    """Give back memory that is free, which the allocator keeps between what is not."""
+    if hasattr(_libc(), "malloc_trim"):  # of glibc
+        _libc().malloc_trim(0)
+
+
+@dataclass
+class _File:
+    """``handle`` stays open; ``used``: bytes of it from the start."""
+
+    handle: int
+    storage: torch.UntypedStorage
+    used: int = 0
+
+    @property
+    def start(self) -> int:
+        return self.storage.data_ptr()
+
+    @property
+    def size(self) -> int:
+        return self.storage.nbytes()
+
+
+class Disk:
+    """Files of one rank in ``folder``, in which there is room for ``reserved`` bytes from the start, and for more as it
+    is asked for.
+
+    Raises :class:`OffloadError` where there is no such folder, or no room.
+    """
+
+    def __init__(self, folder: str | Path, reserved: int = 0) -> None:
+        self.folder = Path(folder)
+        self._files: list[_File] = []
+        self._behind: threading.Thread | None = None
+        self._error: OSError | None = None
+        if not hasattr(os, "posix_fadvise"):
+            raise OffloadError("optimizer states on disk: expected Linux, which says what leaves memory; plan without")
+        if not self.folder.is_dir():
+            raise OffloadError(
+                f"offload_folder: expected a folder on this node's disk, got {self.folder}, which is none; make it, or "
+                "name another"
+            )
+        if reserved:
+            self._grow(reserved)
+
+    @property
+    def nbytes(self) -> int:
+        """What the files take."""
+        return sum(file.size for file in self._files)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor on disk. Raises :class:`OffloadError` where there is no room for it."""
+        size = math.prod(shape)
+        nbytes = -(-size * dtype.itemsize // _ALIGN) * _ALIGN
+        if not self._files or self._files[-1].used + nbytes > self._files[-1].size:
+            self._grow(max(nbytes, _LEAST))
+        file = self._files[-1]
+        flat = torch.empty(0, dtype=dtype).set_(file.storage, file.used // dtype.itemsize, (size,), (1,))
+        file.used += nbytes
+        return flat.view(torch.Size(shape))
+
+    def check_worth(self) -> None:
+        """Warn where the folder is no disk's."""
+        if _file_system(self.folder) in _IN_MEMORY:
+            warnings.warn(
+                f"offload_folder: {self.folder} is in memory, which is to be spared: name one on a disk", stacklevel=4
+            )
+
+    def ahead(self, tensors: Iterable[Tensor]) -> None:
+        """Start to read what is to be used soon."""
+        for start, size in _merged(tensors):
+            with contextlib.suppress(OSError):  # else it is read when it is used
+                _advise(start, size, mmap.MADV_WILLNEED)
+
+    def behind(self, tensors: Iterable[Tensor]) -> None:
+        """Start to write what is not used any more, which then leaves memory; once the one before has.
+
+        Raises ``OSError`` where the disk could not write the one before.
+        """
+        self.wait()
+        spans = list(_merged(tensors))
+        if spans:
+            self._behind = threading.Thread(target=self._write, args=(spans,), name="offload", daemon=True)
+            self._behind.start()
+
+    def wait(self) -> None:
+        """Wait until the write that :meth:`behind` started is complete. Raises ``OSError`` if the disk failed."""
+        if self._behind is not None:
+            self._behind.join()
+            self._behind = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def forget(self) -> None:
+        """Unmap all pages."""
+        for file in self._files:
+            _advise(file.start, file.size, mmap.MADV_DONTNEED)
+
+    def _write(self, spans: Sequence[tuple[int, int]]) -> None:
+        try:
+            for start, size in spans:
+                _call("msync", start, size, _MS_SYNC)
+                _advise(start, size, mmap.MADV_DONTNEED)
+                for file in self._files:  # what is clean, and mapped nowhere, need not stay in the page cache
+                    first, last = max(start, file.start), min(start + size, file.start + file.size)
+                    if first < last:  # files may be neighbours in memory
+                        os.posix_fadvise(file.handle, first - file.start, last - first, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            self._error = error
+
+    def _grow(self, nbytes: int) -> None:
+        """Make a file of so many bytes, all of which the disk has: one that is missing later would end the process."""
+        nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        free = shutil.disk_usage(self.folder).free
+        if nbytes > free:
+            raise self._full(nbytes, f"which has {free / _GIB:.2f} GiB free")
+        try:
+            handle, path = tempfile.mkstemp(prefix=_PREFIX, dir=self.folder)
+        except OSError as error:
+            raise OffloadError(f"offload_folder: {self.folder} cannot be written: {error}; name another") from error
+        weakref.finalize(self, os.close, handle)
+        try:
+            os.ftruncate(handle, nbytes)
+            storage = torch.UntypedStorage.from_file(path, True, nbytes)
+        finally:
+            os.unlink(path)
+        try:
+            os.posix_fallocate(handle, 0, nbytes)
+        except OSError as error:
+            raise self._full(nbytes, f"which cannot give it: {error}") from error
+        self._files.append(_File(handle, cast(torch.UntypedStorage, storage)))
+
+    def _full(self, nbytes: int, why: str) -> OffloadError:
+        return OffloadError(
+            f"offload_folder: this rank needs {nbytes / _GIB:.2f} GiB more in {self.folder}, {why}; make room, name a "
+            "folder on a larger disk, or plan without 'disk' in offload"
+        )
+
+
+def _file_system(folder: Path) -> str:
+    """The kind of file system that a folder is on; empty where that is not known."""
+    try:
+        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
+    except OSError:
+        return ""
+    parents = {str(parent) for parent in (folder.resolve(), *folder.resolve().parents)}
+    over = [(len(mount[1]), number, mount[2]) for number, mount in enumerate(mounts) if mount[1] in parents]
+    return max(over, default=(0, 0, ""))[2]  # of those at one place the last hides the others
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The pages that a tensor is on: where they start, and their bytes."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start, end = tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+    first = start // mmap.PAGESIZE * mmap.PAGESIZE
+    return first, -(-end // mmap.PAGESIZE) * mmap.PAGESIZE - first
+
+
+def _merged(tensors: Iterable[Tensor]) -> Iterator[tuple[int, int]]:
+    """The pages of those that are on disk, runs of neighbours as one."""
+    spans = sorted(_span(tensor) for tensor in tensors if tensor.numel() and is_mapped(tensor))
+    begin = end = 0
+    for start, size in spans:
+        if start > end:
+            if end > begin:
+                yield begin, end - begin
+            begin, end = start, start
+        end = max(end, start + size)
+    if end > begin:
+        yield begin, end - begin
+
+
+@cache
+def _libc() -> Any:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _call(name: str, start: int, size: int, how: int) -> None:
+    if getattr(_libc(), name)(ctypes.c_void_p(start), ctypes.c_size_t(size), how):
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name} of what is offloaded to disk: {os.strerror(number)}")
+
+
+def _advise(start: int, size: int, how: int) -> None:
+    _call("madvise", start, size, how)
+
+
+WINDOW = 64 << 20  # bytes of parameters; their states under Adam are twice that
+
+KEEPER = "_window_keeper"
+
+_Part = tuple[int, list[nn.Parameter]]  # index of a parameter group, and some of its parameters
+
+_Check = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]
+
+
+def keeper_of(optimizer: torch.optim.Optimizer | None) -> Windows | None:
+    """The :class:`Windows` of ``optimizer``; ``None`` if its states are not on disk."""
+    return getattr(optimizer, KEEPER, None)
+
+
+def keep_on_disk(optimizer: torch.optim.Optimizer, disk: Disk, ready: Callable[[], None]) -> None:
+    """Move the states of ``optimizer`` to ``disk``, and make its later steps keep them there.
+
+    ``ready`` is called before every step. Raises :class:`OffloadError` if the optimizer cannot run window by window.
+    """
+    kind = type(optimizer)
+    if keeper_of(optimizer) is not None:
+        return
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise _unfit(optimizer, "looks at all parameters at once")
+    if "step" in vars(optimizer):
+        raise OffloadError(
+            f"the step of this {kind.__name__} has been replaced, as by a learning-rate scheduler: call "
+            "engine.on_disk(optimizer) first, then make the scheduler"
+        )
+    disk.check_worth()
+    step = kind.step
+    windows = Windows(optimizer, step.__wrapped__ if getattr(step, "hooked", False) else step, disk, ready)  # type: ignore[attr-defined]
+
+    def windowed(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, **more: Any) -> Any:
+        return windows.step(closure, more)
+
+    hooked: Any = torch.optim.Optimizer.profile_hook_step(windowed)  # hooks run once, not for every window
+    hooked.hooked = True
+    optimizer.__class__ = type(kind.__name__, (kind,), {"step": hooked, "__module__": kind.__module__})
+    setattr(optimizer, KEEPER, windows)
+
+
+def expect_on_disk(engine: object, parameters: Iterable[nn.Parameter]) -> None:
+    """Refuse steps of optimizers of ``parameters`` that keep their states in memory, as long as ``engine`` exists.
+
+    Such a step raises :class:`OffloadError`.
+    """
+    own = {id(parameter) for parameter in parameters}
+
+    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if keeper_of(optimizer) is None and any(id(p) in own for g in optimizer.param_groups for p in g["params"]):
+            raise OffloadError(
+                f"the plan keeps optimizer states on disk, and those of this {type(optimizer).__name__} would be in "
+                "memory: call engine.on_disk(optimizer) once, before its first step"
+            )
+
+    step_hook.add(engine, check)
+
+
+class StepHook:
+    """Checks that run before every step of any optimizer, each as long as its engine exists.
+
+    One global torch hook runs all checks and is never removed: torch iterates over its hooks during a step, and an
+    engine may be garbage-collected meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._checks: weakref.WeakKeyDictionary[object, list[_Check]] = weakref.WeakKeyDictionary()
+        self._changing = threading.Lock()  # ranks may be threads
+        self._is_registered = False
+
+    def add(self, engine: object, check: _Check) -> None:
+        """Run ``check`` with the optimizer and the arguments of its step before every step, as long as ``engine``
+        exists. ``check`` must not refer to ``engine``."""
+        with self._changing:
+            self._checks.setdefault(engine, []).append(check)
+            if not self._is_registered:
+                register_optimizer_step_pre_hook(self._before_step)
+                self._is_registered = True
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with self._changing:
+            checks = [check for of_engine in self._checks.values() for check in of_engine]
+        for check in checks:
+            check(optimizer, args, kwargs)
+
+
+step_hook = StepHook()
+
+
+class Windows:
+    """The states of one optimizer on disk, and its step window by window. ``raw``: the optimizer's own step."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, raw: Callable[..., Any], disk: Disk, ready: Callable[[], None]
+    ) -> None:
+        self._optimizer, self._raw, self._disk, self._ready = optimizer, raw, disk, ready
+        self._slots: dict[tuple[int, str], Tensor] = {}  # (id of parameter, state name) -> its tensor on disk
+        for window in self._windows():
+            self._settle([p for _, parameters in window for p in parameters])
+        self._disk.wait()
+
+    def room(self, parameter: nn.Parameter, key: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The tensor on disk for state ``key`` of ``parameter``; allocated if there is none of this shape and type."""
+        slot = self._slots.get((id(parameter), key))
+        if slot is None or slot.shape != torch.Size(shape) or slot.dtype != dtype:
+            slot = self._slots[id(parameter), key] = self._disk.empty(shape, dtype)
+        return slot
+
+    def step(self, closure: Callable[[], Any] | None, more: dict[str, Any]) -> Any:
+        """Run the optimizer's step window by window, and return the loss of ``closure``.
+
+        Raises :class:`OffloadError` if the step does not update each parameter by itself, and ``OSError`` if the disk
+        fails.
+        """
+        optimizer, loss = self._optimizer, None
+        self._ready()
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups, windows = optimizer.param_groups, list(self._windows())
+        before = _numbers(optimizer)
+        try:
+            for k, window in enumerate(windows):
+                for following in windows[: k + 2] if k == 0 else windows[k + 1 : k + 2]:
+                    self._disk.ahead(self._read(following))
+                parts = [{**groups[index], "params": parameters} for index, parameters in window]
+                optimizer.param_groups = parts
+                self._raw(optimizer, **more)
+                self._check(parts, [groups[index] for index, _ in window], before)
+                self._settle([p for _, parameters in window for p in parameters])
+        finally:
+            optimizer.param_groups = groups
+            self._disk.wait()
+        return loss
+
+    def _windows(self) -> Iterator[list[_Part]]:
+        """Divide the parameters of all groups into windows of about ``WINDOW`` bytes."""
+        window: list[_Part] = []
+        room = WINDOW
+        for index, group in enumerate(self._optimizer.param_groups):
+            part: list[nn.Parameter] = []
+            for parameter in group["params"]:
+                if parameter.nbytes > room and room < WINDOW:
+                    yield [*window, (index, part)] if part else window
+                    window, part, room = [], [], WINDOW
+                part.append(parameter)
+                room -= parameter.nbytes
+            if part:
+                window.append((index, part))
+        if window:
+            yield window
+
+    def _read(self, window: Sequence[_Part]) -> Iterator[Tensor]:
+        """The tensors that the step of a window reads: parameters with gradients, and their states."""
+        for parameter in (p for _, parameters in window for p in parameters if p.grad is not None):
+            yield parameter.data
+            yield from (held[key] for held, key, _ in _tensors(self._optimizer.state.get(parameter, {})))
+
+    def _settle(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Copy the states of ``parameters`` to their tensors on disk, and let the disk write back and evict them."""
+        used: list[Tensor] = []
+        moved = False
+        for parameter in parameters:
+            if is_mapped(parameter):
+                used.append(parameter.data)
+            for holder, key, name in _tensors(self._optimizer.state.get(parameter, {})):
+                slot = self.room(parameter, name, holder[key].shape, holder[key].dtype)
+                if slot is not holder[key]:
+                    with torch.no_grad():
+                        slot.copy_(holder[key])
+                    holder[key] = slot
+                    moved = True
+                used.append(slot)
+        if moved:
+            trim()
+        self._disk.behind(used)
+
+    def _check(self, parts: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]], before: dict[str, Any]) -> None:
+        """Raise :class:`OffloadError` if a step changed a state that does not belong to a single parameter: an entry of
+        a group, a number of the optimizer, or a state under another key."""
+        for part, group in zip(parts, groups, strict=True):
+            changed = [k for k in part if k != "params" and part[k] is not group.get(k) and _differ(part[k], group, k)]
+            if changed:
+                raise _unfit(self._optimizer, f"changes {changed[0]!r} of its groups in each step")
+        now = _numbers(self._optimizer)
+        changed = [name for name in now if name not in before or now[name] != before[name]]
+        if changed:
+            raise _unfit(self._optimizer, f"changes its {changed[0]!r} in each step")
+        if any(not isinstance(key, Tensor) for key in self._optimizer.state):
+            raise _unfit(self._optimizer, "has a state that is of no parameter")
+
+
+def _tensors(holder: Any, prefix: str = "") -> Iterator[tuple[Any, Any, str]]:
+    """The tensors of a parameter's state that are moved to disk, as (container, key, name).
+
+    Numbers, tensor subclasses and tensors outside of host memory stay where they are.
+    """
+    for key, value in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
+        if isinstance(value, dict | list):
+            yield from _tensors(value, f"{prefix}{key}.")
+        elif type(value) is Tensor and value.device.type == "cpu" and value.dim() and value.numel():
+            yield holder, key, f"{prefix}{key}"
+
+
+def _differ(value: Any, group: dict[str, Any], key: str) -> bool:
+    return key not in group or isinstance(value, Tensor) or bool(value != group[key])
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The number attributes of an optimizer, which a step may count or add up."""
+    return {name: value for name, value in vars(optimizer).items() if type(value) in (int, float)}
+
+
+def _unfit(optimizer: torch.optim.Optimizer, why: str) -> OffloadError:
+    return OffloadError(
+        f"{type(optimizer).__name__} {why}: with its states on disk an optimizer steps some parameters at a time; "
+        "expected one that updates each from its own gradient and state, as Adam does: take such a one, or plan "
+        "without 'disk' in offload"
+    )

@@ -1,0 +1,465 @@
+"""The gradients of a rank's parameters: flat buffers, into which backward adds, and which are reduced as a whole.
+
+Those of parameters shorter than float32 are added up and reduced in float32.
+
+Where gradients of parameters go, and are added up.
+
+The gradients of parameters that a group shares: whole while backward adds to them, then a piece on each rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from passes.ir.gradient_flow import accumulated_in
+from passes.ir.serialize import dtype_of
+from passes.ops.experts import add_weight_gradient, grouped_mm_weight
+from runtime.comm.compression import Levelled, Sender, exchange
+from runtime.comm.group import Communicator, Group, Pending
+from runtime.comm.torch_backend import give_back
+from runtime.program.buckets import Bucket
+from runtime.program.codecs import CODECS
+from runtime.program.program import RankProgram, shard_shape
+from runtime.program.sharded_buckets import GATHERING, ScatterQueue, parts, pieces_of, rest_axes, zero_axes
+from runtime.state.host_offload import Arrival, Copier
+from runtime.state.sharded_parameters import Flat, Room
+
+
+class Sink:
+    """Where the gradient of one parameter is added up. The first gradient of a step overwrites the last step's."""
+
+    __slots__ = ("fresh", "view")
+
+    def __init__(self, view: Tensor) -> None:
+        self.view = view
+        self.fresh = True
+
+    def add(self, gradient: Tensor) -> None:
+        if self.fresh:
+            self.view.copy_(gradient)
+            self.fresh = False
+        else:
+            self.view.add_(gradient)
+
+    def addmm(self, a: Tensor, b: Tensor) -> None:
+        if self.fresh:
+            torch.mm(a, b, out=self.view)
+            self.fresh = False
+        else:
+            self.view.addmm_(a, b)
+
+    def sum(self, x: Tensor, dims: list[int] | tuple[int, ...]) -> None:
+        if self.fresh:
+            torch.sum(x, dims, out=self.view)
+            self.fresh = False
+        else:
+            self.view.add_(torch.sum(x, dims))
+
+    def grouped(self, rows: Tensor, grads: Tensor, ends: Tensor, transposed: bool) -> None:
+        """Add the gradient of a stack of experts' matrices, which are ``transposed`` in the product."""
+        if rows.device.type == "cpu":
+            total = self.view.transpose(1, 2) if transposed else self.view
+            add_weight_gradient(total, rows, grads, ends, self.fresh)
+            self.fresh = False
+        else:  # ends are known on the device alone
+            self.add(_grouped(rows, grads, ends, transposed))
+
+    def settle(self) -> None:
+        """A gradient that nothing was added to is zero."""
+        if self.fresh:
+            self.view.zero_()
+            self.fresh = False
+
+
+class WideSink(Sink):
+    """A sink in float32 of a parameter in a shorter type: what comes is added up in float32."""
+
+    __slots__ = ()
+
+    def addmm(self, a: Tensor, b: Tensor) -> None:
+        self.add(torch.mm(a, b))
+
+    def sum(self, x: Tensor, dims: list[int] | tuple[int, ...]) -> None:
+        self.add(torch.sum(x, dims, dtype=self.view.dtype))
+
+    def grouped(self, rows: Tensor, grads: Tensor, ends: Tensor, transposed: bool) -> None:
+        self.add(_grouped(rows, grads, ends, transposed))
+
+
+def _grouped(rows: Tensor, grads: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+    made = grouped_mm_weight(rows, grads, ends)
+    return made.transpose(1, 2) if transposed else made
+
+
+def sink_of(shard: Tensor, view: Tensor) -> Sink:
+    """The sink of a parameter's gradient, which is added up in ``view``."""
+    return Sink(view) if view.dtype == shard.dtype else WideSink(view)
+
+
+class RoomSink(Sink):
+    """A sink whose memory is there from the first gradient until it is given away."""
+
+    __slots__ = ("room",)
+
+    def __init__(self, room: Room) -> None:
+        self.room = room
+        self.fresh = True
+
+    @property
+    def view(self) -> Tensor:  # type: ignore[override]  # nobody sets it
+        self.room.take()
+        return self.room.tensor
+
+
+class WideRoomSink(RoomSink):
+    """One in float32 of a parameter in a shorter type."""
+
+    __slots__ = ()
+
+    addmm = WideSink.addmm
+    sum = WideSink.sum
+    grouped = WideSink.grouped
+
+
+class ScatteredBucket:
+    """The gradients of one bucket. ``keep``: the whole of them stays until the next step (ZeRO 1); without, the pieces,
+    too, have memory only from the first SCATTER of a step on.
+
+    ``pieces``: what an optimizer sees; ``sinks``: what backward adds to.
+    """
+
+    def __init__(
+        self,
+        rank: RankProgram,
+        number: int,
+        group: Group,
+        rest: Group,
+        device: torch.device,
+        keep: bool,
+        grain: int = 1,
+        whole: int = 1,
+    ) -> None:
+        bucket = rank.stage.buckets[number]
+        states = bucket.states
+        program, short = rank.program, dtype_of(rank.program.states[states[0]].dtype)
+        dtype = accumulated_in(short)
+        sink = RoomSink if dtype == short else WideRoomSink
+        self.group, self.rest, self.keep = group, rest, keep
+        self.flat = Flat(pieces_of(program, states, group.size, group.index), dtype, device, grain, whole)
+        shapes = [shard_shape(program, s) for s in states]
+        self.rooms = [Room(p, shape, dtype, device) for p, shape in zip(self.flat.pieces, shapes, strict=True)]
+        self.pieces = {s: self.flat.piece(i) for i, s in enumerate(states)}
+        self.sinks: dict[str, Sink] = {s: sink(room) for s, room in zip(states, self.rooms, strict=True)}
+        self.fresh = True  # nothing of this step is in the pieces yet
+        self._sent: deque[tuple[Tensor, Pending]] = deque()  # what is under way, oldest first
+        self.sender: Sender | None = None  # where what goes over this group is compressed
+        if bucket.compression and not bucket.levels:
+            self.sender = Sender(CODECS[bucket.compression], group.size * self.flat.length, dtype, device)
+        if not keep:
+            self.give()
+
+    def begin(self) -> None:
+        self.fresh = True
+        self._sent.clear()  # of a step that failed
+        for sink in self.sinks.values():
+            sink.fresh = True
+        if not self.keep:
+            self.flat.give()
+
+    def restore(self) -> None:
+        """The pieces have memory, whatever became of the step."""
+        if self.flat.given:
+            self.flat.take()
+            self.flat.buffer.zero_()
+
+    def give(self) -> None:
+        for room in self.rooms:
+            room.give()
+
+    def start(self) -> None:
+        """Send what was added since the last time to those whose piece it is."""
+        make = self.flat.buffer.new_empty if self.flat.is_dense else self.flat.buffer.new_zeros
+        whole = make(self.group.size * self.flat.length)
+        for i, (sink, room) in enumerate(zip(self.sinks.values(), self.rooms, strict=True)):
+            sink.settle()
+            self.flat.rows(whole, i).copy_(room.rows)
+            sink.fresh = True
+        if not self.keep:
+            self.give()
+        if self.sender is None:
+            pending = self.group.reduce_scatter(whole, 0)
+        else:
+            pending = exchange(self.sender, whole.view(self.group.size, -1), self.group)
+        self._sent.append((whole, pending))
+
+    def collect(self) -> None:
+        """Add what comes of the oldest that was sent to this rank's piece."""
+        whole, pending = self._sent.popleft()
+        arrived = pending.wait()
+        if self.fresh:
+            self.flat.take()
+            self.flat.buffer.copy_(arrived)
+            self.fresh = False
+        else:
+            self.flat.buffer.add_(arrived)
+        pending.release()
+        give_back(whole)
+
+    def settle(self) -> None:
+        """Pieces to which nothing was sent in this step are zero; what was sent has been collected."""
+        if self.fresh:
+            self.flat.take()
+            self.flat.buffer.zero_()
+            self.fresh = False
+
+    def reduce(self) -> Pending:
+        """Add up the pieces over the ranks that have the same ones."""
+        return self.rest.all_reduce(self.flat.buffer)
+
+
+_ALIGNMENT = 64  # bytes: where vector loads and NCCL's chunks like to start
+
+
+class Gradients:
+    """A rank's gradients, by state; ``shards`` are what it holds of each.
+
+    ``sinks``: what backward adds to; ``owned``: what an optimizer sees after a step: the same tensors, or pieces, or
+    copies of these in host memory, where the program offloads the optimizer.
+    """
+
+    def __init__(
+        self, rank: RankProgram, shards: Mapping[str, Tensor], communicator: Communicator, copier: Copier | None = None
+    ) -> None:
+        self.rank = rank
+        self.communicator = communicator
+        states = rank.program.states
+        train = rank.program.objective == "train"
+        trained = [s for s in rank.states if train and states[s].requires_grad]
+        self._sums: dict[str, Sink] = {}  # the sinks of what is not sharded
+        self.buffers: dict[int, Tensor] = {}
+        self._gaps: list[Tensor] = []  # what is in a chunk with a gradient, and is none
+        self.scattered: dict[int, ScatteredBucket] = {}
+        for number, bucket in enumerate(rank.stage.buckets):
+            if not bucket.axes:  # parameters without a gradient
+                continue
+            if zero_axes(rank.program, bucket.states):
+                self.scattered[number] = self._scattered_bucket(number)
+                continue
+            self.buffers[number], views = _flat([shards[s] for s in bucket.states], *_grains(rank, bucket))
+            if bucket.compression:
+                self._gaps += _between(self.buffers[number], views)
+            self._sums.update((s, sink_of(shards[s], v)) for s, v in zip(bucket.states, views, strict=True))
+        sharded = {s: sink for b in self.scattered.values() for s, sink in b.sinks.items()}
+        for state in trained:
+            if state not in self._sums and state not in sharded:
+                shard = shards[state]
+                wide = accumulated_in(shard.dtype)
+                self._sums[state] = sink_of(shard, torch.zeros(shard.shape, dtype=wide, device=shard.device))
+        self.sinks = self._sums | sharded
+        self.owned = {s: sink.view for s, sink in self._sums.items()}
+        self.owned |= {s: piece for b in self.scattered.values() for s, piece in b.pieces.items()}
+        self._here = self.owned  # on the device
+        self._copier = copier = copier or Copier(communicator.device)
+        self._leaving: list[Arrival] = []
+        if "optimizer" in rank.program.offload:
+            self.owned = {s: copier.empty(view.shape, view.dtype).zero_() for s, view in self._here.items()}
+        self._groups = {n: communicator.group(rank.group(*rank.stage.buckets[n].axes)) for n in self.buffers}
+        self._levelled = {n: self._levels(n) for n, bucket in enumerate(rank.stage.buckets) if bucket.levels}
+        self._under_way: dict[int, Pending] = {}
+        self._scattering = ScatterQueue[int]()  # buckets
+        self._gathering: deque[int] = deque()  # buckets whose sums are being gathered
+
+    def _scattered_bucket(self, number: int) -> ScatteredBucket:
+        rank, bucket = self.rank, self.rank.stage.buckets[number]
+        group = self.communicator.group(rank.zero_group(bucket.states[0]))
+        rest = self.communicator.group(rank.group(*rest_axes(rank.program, bucket)))
+        return ScatteredBucket(
+            rank, number, group, rest, self.communicator.device, rank.program.zero < 2, *_grains(rank, bucket)
+        )
+
+    def _levels(self, number: int) -> Levelled:
+        rank, bucket = self.rank, self.rank.stage.buckets[number]
+        groups = [self.communicator.group(rank.group(*level)) for level in bucket.levels]
+        rest = self.communicator.group(rank.group(*rest_axes(rank.program, bucket)))
+        buffer = self.scattered[number].flat.buffer if number in self.scattered else self.buffers[number]
+        return Levelled(buffer, groups, rest, CODECS[bucket.compression] if bucket.compression else None)
+
+    @property
+    def residuals(self) -> dict[str, Tensor]:
+        """What compressing this rank's gradients lost, by its place; that of the loss scale of the last step."""
+        found = {f"{n}.{k}": s for n, levels in self._levelled.items() for k, s in enumerate(levels.senders)}
+        found |= {str(n): b.sender for n, b in self.scattered.items() if b.sender is not None}
+        return {place: sender.residual for place, sender in found.items() if sender.residual.numel()}
+
+    def rescale(self, factor: float) -> None:
+        """Gradients come ``factor`` times as large as those that residuals are of; 0: after these there are none."""
+        for residual in self.residuals.values():
+            residual.mul_(factor)
+
+    def begin(self) -> None:
+        """A new step: what is there now is of the last one."""
+        self._scattering.clear()  # what is left is of one that failed
+        self._gathering.clear()
+        self._under_way.clear()
+        for levels in self._levelled.values():
+            levels.begin()
+        if self._gaps:  # where a chunk was not finite they are not
+            torch._foreach_zero_(self._gaps)
+        for sink in self._sums.values():
+            sink.fresh = True
+        for bucket in self.scattered.values():
+            bucket.begin()
+
+    @property
+    def passing(self) -> Iterator[str]:
+        """The states whose gradients have no memory from the begin of a step on, until they arrive."""
+        return (s for bucket in self.scattered.values() if not bucket.keep for s in bucket.pieces)
+
+    def restore(self) -> None:
+        """After a step that failed: what an optimizer may look at has memory."""
+        for bucket in self.scattered.values():
+            bucket.restore()
+
+    def scatter(self, bucket: int, level: bool = False) -> None:
+        """Start adding up a bucket over the axes that shard it; or over its next ``level``."""
+        if level:
+            self._settle(bucket)
+            self._levelled[bucket].scatter()
+            return
+        for _ in self._scattering.before_next():
+            self._collect()
+        self.scattered[bucket].start()
+        self._scattering.begin(bucket)
+
+    def computed(self) -> None:
+        """A backward has run: what is scattered next is of its gradients."""
+        self._scattering.computed()
+
+    def _collect(self) -> None:
+        self.scattered[self._scattering.end_first()].collect()
+
+    def _await(self, bucket: int) -> None:
+        """Wait for the SCATTERs of a bucket, and for all before them."""
+        while bucket in self._scattering:
+            self._collect()
+
+    def reduce(self, bucket: int) -> None:
+        """Start adding up a bucket over its axes, or its pieces over those that are left."""
+        self._settle(bucket)
+        if bucket in self._levelled:
+            self._levelled[bucket].reduce()
+        elif bucket in self.scattered:
+            self._under_way[bucket] = self.scattered[bucket].reduce()
+        else:
+            self._under_way[bucket] = self._groups[bucket].all_reduce(self.buffers[bucket])
+
+    def gather(self, bucket: int, last: bool) -> None:
+        """Start bringing together the sums of a bucket's last level; ``last``: no other level is left."""
+        while last and len(self._gathering) >= GATHERING:
+            self._levelled[self._gathering.popleft()].finish()
+        self._levelled[bucket].gather()
+        if last:
+            self._gathering.append(bucket)
+
+    def _settle(self, bucket: int) -> None:
+        """What is added up is all there."""
+        if bucket in self.scattered:
+            self._await(bucket)
+            return
+        for state in self.rank.stage.buckets[bucket].states:
+            self.sinks[state].settle()
+
+    def _whole(self, bucket: int) -> None:
+        """Wait until a bucket is reduced, where that is under way."""
+        if bucket in self.scattered:
+            self._await(bucket)
+        if bucket in self._under_way:
+            self._under_way.pop(bucket).wait()
+        if bucket in self._levelled:
+            self._levelled[bucket].finish()
+
+    def sync(self, states: Sequence[str]) -> None:
+        """Add up the gradients of tied states over the stages that share them."""
+        for number, bucket in self.scattered.items():
+            if not bucket.pieces.keys().isdisjoint(states):
+                self._whole(number)
+                bucket.settle()  # this stage may have no gradient of what another one has
+        for ranks, tied in sharing(self.rank, states).items():
+            group = self.communicator.group(ranks)
+            for state in tied:
+                if state in self._sums:
+                    self._sums[state].settle()
+            views = [self._here[s] for s in tied if self._here[s].numel()]
+            for work in [group.all_reduce(view) for view in views]:
+                work.wait()
+
+    def finish(self) -> None:
+        """Wait until every gradient is whole."""
+        while self._scattering:
+            self._collect()
+        for pending in self._under_way.values():
+            pending.wait()
+        self._under_way.clear()
+        for levels in self._levelled.values():
+            levels.finish()
+        for sink in self._sums.values():
+            sink.settle()
+        for arrival in self._leaving:
+            arrival.finish()  # who reads them next is the host
+        self._leaving.clear()
+
+    def offload(self, states: Sequence[str]) -> None:
+        """Start to copy gradients, which are whole once their reductions end, to host memory."""
+        read = set(states)
+        for number, bucket in enumerate(self.rank.stage.buckets):
+            if not read.isdisjoint(bucket.states):
+                self._whole(number)
+        for state in states:
+            if state in self._sums:
+                self._sums[state].settle()
+        self._leaving.append(self._copier.start([(self._here[s], self.owned[s]) for s in states]))
+
+
+def sharing(rank: RankProgram, states: Sequence[str]) -> dict[tuple[int, ...], list[str]]:
+    """The ranks that hold each of ``states`` on their stages, with this rank's other coordinates: ranks -> states."""
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for state in states:
+        ranks = tuple(rank.peer(stage) for stage in sorted(rank.program.states[state].stages))
+        groups.setdefault(ranks, []).append(state)
+    return groups
+
+
+def _grains(rank: RankProgram, bucket: Bucket) -> tuple[int, int]:
+    """What the place of each state in a bucket, and its whole length, is a multiple of.
+
+    A chunk is of one state: ranks along tp that have the same of that need not have the same of the one beside it, and
+    would round it otherwise.
+    """
+    chunk = CODECS[bucket.compression].chunk if bucket.compression else 1
+    return chunk, chunk * parts(rank.program, bucket, len(bucket.levels))
+
+
+def _flat(shards: Sequence[Tensor], grain: int, whole: int) -> tuple[Tensor, list[Tensor]]:
+    """One zeroed buffer with room for ``shards``, and a view of it for each; see :func:`_grains`."""
+    dtype = accumulated_in(shards[0].dtype)
+    step = math.lcm(max(1, _ALIGNMENT // dtype.itemsize), grain)
+    starts, total = [], 0
+    for shard in shards:
+        starts.append(total)
+        total += -(-shard.numel() // step) * step
+    buffer = torch.zeros(-(-total // whole) * whole, dtype=dtype, device=shards[0].device)
+    views = [buffer[s : s + x.numel()].view(x.shape) for s, x in zip(starts, shards, strict=True)]
+    return buffer, views
+
+
+def _between(buffer: Tensor, views: Sequence[Tensor]) -> list[Tensor]:
+    """What of ``buffer`` is behind each of ``views``, which are in order, up to the next one."""
+    starts = [view.storage_offset() for view in views]
+    ends = [start + view.numel() for start, view in zip(starts, views, strict=True)]
+    gaps = (buffer[a:b] for a, b in zip(ends, [*starts[1:], buffer.numel()], strict=True))
+    return [gap for gap in gaps if gap.numel()]

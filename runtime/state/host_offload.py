@@ -1,0 +1,232 @@
+"""What a rank keeps in host memory: what calls save, between OFFLOAD and FETCH; parameters and optimizer states.
+
+Copies go over a stream of their own under CUDA, to and from pinned memory; on a CPU the host's memory is the device's,
+and a copy is made all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from passes.ir.serialize import dtype_of
+from runtime.program.program import RankProgram, shard_shape
+from runtime.program.sharded_buckets import Piece
+from runtime.state.disk_offload import forget
+from runtime.state.sharded_parameters import Flat, Room, ShardedParameters
+
+
+class Arrival:
+    """Copies that were started: :meth:`wait` before what is queued next reads them, :meth:`finish` before the host."""
+
+    def __init__(self, event: torch.cuda.Event | None = None) -> None:
+        self.event = event
+
+    def wait(self, stream: torch.cuda.Stream | None = None) -> None:
+        if self.event is not None:
+            (stream or torch.cuda.current_stream()).wait_event(self.event)
+
+    def finish(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
+
+
+class Copier:
+    """Starts copies between a device and the host's memory: those of one direction one after the other, behind what is
+    queued so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.pinned = device.type == "cuda"
+        self._streams = [torch.cuda.Stream(device), torch.cuda.Stream(device)] if self.pinned else []
+        self._spare: dict[int, list[tuple[Tensor, Arrival]]] = {}
+        self.parked = (
+            Arrival()
+        )  # of what was moved last: what is computed next waits for it, so that its memory is free
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Host memory, pinned where there is CUDA."""
+        return torch.empty(list(shape), dtype=dtype, pin_memory=self.pinned)
+
+    def take(self, num_bytes: int) -> tuple[Tensor, Arrival]:
+        """Bytes of host memory, and the copy out of them that the next one into them is to wait for."""
+        spare = self._spare.get(num_bytes)
+        return spare.pop() if spare else (self.empty((num_bytes,), torch.uint8), Arrival())
+
+    def give(self, memory: Tensor, read: Arrival) -> None:
+        """Keep host memory for the next :meth:`take`: pinning takes long."""
+        self._spare.setdefault(memory.numel(), []).append((memory, read))
+
+    def start(
+        self, pairs: Iterable[tuple[Tensor, Tensor]], *, back: bool = False, after: Iterable[Arrival] = ()
+    ) -> Arrival:
+        """Copy each ``(source, target)``, to the host or ``back``, ``after`` other copies.
+
+        A source may be forgotten at once.
+        """
+        if not self._streams:
+            for source, target in pairs:
+                target.copy_(source)
+            return Arrival()
+        stream = self._streams[back]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        for other in after:
+            other.wait(stream)
+        with torch.cuda.stream(stream):
+            for source, target in pairs:
+                target.copy_(source, non_blocking=True)
+                for tensor in (source, target):
+                    if tensor.is_cuda:
+                        tensor.record_stream(stream)
+            event = torch.cuda.Event()
+            event.record()
+        return Arrival(event)
+
+
+@dataclass(frozen=True)
+class _View:
+    """A saved tensor: where it is in the memory of which number."""
+
+    memory: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Parked:
+    """Saved tensors in host memory, but for those whose memory is one of ``stay``; views of one memory move together.
+
+    The device's memory goes with the last that holds it, so the caller forgets ``saved``.
+    """
+
+    def __init__(self, saved: Sequence[Any], stay: Collection[int], copier: Copier) -> None:
+        self._copier = copier
+        self._slots: list[Any] = []
+        self._host: list[Tensor] = []
+        places: dict[int, int] = {}
+        pairs: list[tuple[Tensor, Tensor]] = []
+        after: list[Arrival] = []
+        for entry in saved:
+            if not isinstance(entry, Tensor) or entry.device != copier.device or address(entry) in (0, *stay):
+                self._slots.append(entry)
+                continue
+            where = address(entry)
+            if where not in places:
+                places[where] = len(self._host)
+                memory = torch.empty(0, dtype=torch.uint8, device=copier.device).set_(entry.untyped_storage())
+                host, read = copier.take(memory.numel())
+                self._host.append(host)
+                pairs.append((memory, host))
+                after.append(read)
+            self._slots.append(
+                _View(places[where], entry.dtype, entry.shape, entry.stride(), int(entry.storage_offset()))
+            )
+        copier.parked.wait()
+        self._arrival = copier.parked = copier.start(pairs, after=after)
+        self._there: list[Tensor] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """In host memory."""
+        return sum(memory.numel() for memory in self._host)
+
+    def fetch(self) -> None:
+        """Start to bring it back."""
+        self._there = [torch.empty(m.numel(), dtype=torch.uint8, device=self._copier.device) for m in self._host]
+        pairs = zip(self._host, self._there, strict=True)
+        self._arrival = self._copier.start(pairs, back=True, after=(self._arrival,))
+
+    def unpark(self) -> list[Any]:
+        """What was saved, fetched before; what is queued next may read it."""
+        assert self._there is not None, "FETCH first"
+        self._arrival.wait()
+        there, self._there = self._there, None
+        for memory in self._host:
+            self._copier.give(memory, self._arrival)
+        self._host = []
+        return [self._view(slot, there) if isinstance(slot, _View) else slot for slot in self._slots]
+
+    def _view(self, view: _View, there: Sequence[Tensor]) -> Tensor:
+        empty = torch.empty(0, dtype=view.dtype, device=self._copier.device)
+        return empty.set_(there[view.memory].untyped_storage(), view.offset, view.size, view.stride)
+
+
+def address(tensor: Tensor) -> int:
+    """Which memory a tensor is in; 0 for none."""
+    return tensor.untyped_storage().data_ptr()
+
+
+class HostParameters:
+    """A rank's parameters whose numbers are in host memory, ``masters``, where an optimizer changes them.
+
+    ``shards``: what the device has of each (a piece, where ranks share it, of ``sharded``). Where the program offloads
+    parameters, the device has them between FETCH and FREE only, pieces between FETCH and the end of their GATHER.
+    ``whole``: the tensors that calls read of what comes and goes, which are those ``leaving``.
+    """
+
+    def __init__(
+        self,
+        rank: RankProgram,
+        masters: Mapping[str, Tensor],
+        shards: Mapping[str, Tensor],
+        sharded: ShardedParameters,
+        copier: Copier,
+    ) -> None:
+        program = rank.program
+        self.masters = masters
+        self._copier = copier
+        self._pending: dict[str, Arrival] = {}
+        self._rooms: dict[str, Room] = {}
+        self._flats: dict[str, Flat] = {}
+        if "parameters" in program.offload:
+            self._flats = {s: b.flat for b in sharded.buckets.values() for s in b.pieces}
+            for name in masters.keys() - self._flats.keys():
+                shape, dtype = shard_shape(program, name), dtype_of(program.states[name].dtype)
+                self._rooms[name] = Room(Piece(masters[name].numel(), 1, 0), shape, dtype, copier.device)
+                self._rooms[name].give()
+        self.whole = {name: room.tensor for name, room in self._rooms.items()}
+        self.leaving = self.whole.keys()
+        self._shards = {**shards, **self.whole}
+        # What changes its type on the way does so here, once a step: a copy that also converts does not run beside.
+        self._short = {
+            name: copier.empty(master.shape, self._shards[name].dtype)
+            for name, master in masters.items()
+            if master.dtype != self._shards[name].dtype
+        }
+        self._stale = set(self._short)
+
+    def begin(self) -> None:
+        """A new step: an optimizer may have changed the masters."""
+        self._stale = set(self._short)
+
+    def fetch(self, names: Sequence[str]) -> None:
+        """Start to copy parameters, or this rank's pieces of them, to the device."""
+        for name in names:
+            room = self._rooms.get(name) or self._flats.get(name)
+            if room is not None:
+                room.take()
+        for name in self._stale.intersection(names):
+            self._short[name].copy_(self.masters[name])
+            forget(self.masters[name])
+        self._stale.difference_update(names)
+        sources = [self._short.get(name, self.masters[name]) for name in names]
+        targets = [self._shards[name] for name in names]
+        arrival = self._copier.start(zip(sources, targets, strict=True), back=True)
+        self._pending.update(dict.fromkeys(names, arrival))
+
+    def wait(self, names: Iterable[str]) -> None:
+        """Be sure that parameters are there, if their FETCH was not waited for."""
+        arrivals = {id(a): a for n in names if (a := self._pending.pop(n, None)) is not None}
+        for arrival in arrivals.values():
+            arrival.wait()
+
+    def free(self, names: Sequence[str]) -> None:
+        """Forget parameters, but for what host memory has."""
+        self.wait(names)
+        for name in names:
+            self._rooms[name].give()

@@ -1,0 +1,290 @@
+"""The whole loss, on every rank: added up over microbatches and ``dp``, and passed on from stage to stage.
+
+It travels behind the rest of the step: reduced while backward runs, sent to the neighbouring stages, each of which has
+posted its receive at the start, and passes it on as soon as gradients have come the same way: what a rank has left to
+do then, no other waits for, which may begin the next step.
+
+Loss scaling: gradients in float16 are kept from vanishing by a large factor, which is taken out in float32.
+
+The factor halves when a gradient overflows on any rank, and doubles after many steps without (Micikevicius et al. 2018,
+section 3.2; the constants are those of ``torch.amp.GradScaler``). A step that overflowed has no gradients, and torch's
+optimizers leave parameters without one as they are: the training loop needs no case for it.
+
+The norm of the whole model's gradient, from shards: every element counted once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from numbers import Real
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from passes.ir.serialize import dtype_of
+from runtime.comm.group import Communicator, Group, Pending, Work
+from runtime.comm.wait_clock import wait_for
+from runtime.errors import BackwardError, LaunchError
+from runtime.program.instructions import Instruction
+from runtime.program.membership import CHANNEL, loss_stage, neighbours
+from runtime.program.mesh import AXES
+from runtime.program.program import Program, RankProgram
+from runtime.state.gradients import Gradients
+
+_BACKWARD = frozenset({"B", "I"})
+_NARROW = frozenset({torch.float16, torch.bfloat16})  # added up in float32
+
+
+class LossSum:
+    """The loss of the step under way; ``value`` is whole after :meth:`finish`."""
+
+    def __init__(self, rank: RankProgram, communicator: Communicator) -> None:
+        program = rank.program
+        assert program.loss is not None
+        self.communicator = communicator
+        self.count = len(rank.share)
+        self.late = communicator.device.type == "cuda"
+        self.at_end = bool(program.data_shares)  # ranks end at different microbatches, with collectives in between
+        dtype = dtype_of(program.values[program.loss].dtype)
+        self.dtype = torch.float32 if dtype in _NARROW else dtype
+        self.group = communicator.group(rank.group("dp"))
+        source, targets = neighbours(rank.stage_index, loss_stage(program), len(program.stages))
+        self.source = None if source is None else rank.peer(source)
+        self.targets = [rank.peer(t) for t in targets]
+        self.passed_at = None if self.at_end else _passed_at(rank.instructions, source)
+        self.begin()
+
+    def begin(self) -> None:
+        self.value: Tensor | None = None
+        self._left = self.count
+        self._pending: Pending | None = None
+        self._receive: Work | None = None
+        self._sends: list[Work] = []
+
+    def start(self) -> None:
+        """Post the receive, on a stage that does not compute the loss.
+
+        Not on a GPU before it is passed on: there a receive is a kernel that waits, for what needs kernels of this rank
+        that come before.
+        """
+        if self.source is not None and not self.late:
+            self._post()
+
+    def _post(self) -> None:
+        if self.source is not None:
+            self.value = torch.empty((), dtype=self.dtype, device=self.communicator.device)
+            self._receive = self.communicator.recv(self.value, self.source, CHANNEL)
+
+    def add(self, value: Tensor) -> None:
+        """The loss of one microbatch; the last one starts the sum over ``dp``."""
+        value = value.to(self.dtype)
+        self.value = value.clone() if self.value is None else self.value + value
+        self._left -= 1
+        if self._left == 0 and not self.at_end:
+            self._sum()
+
+    def pass_on(self) -> None:
+        """Take the whole loss, which is there or about to be, and send it to the stages that learn it from here."""
+        if self.value is None and self.late:
+            self._post()
+        if self._pending is not None:
+            self.value, self._pending = self._pending.wait(), None
+        if self._receive is not None:
+            wait_for(self._receive)
+            self._receive = None
+        if not self._sends:
+            self._send()
+
+    def finish(self) -> None:
+        if self.at_end and self.source is None:
+            self._sum()
+        self.pass_on()
+        for work in self._sends:
+            wait_for(work)
+
+    def _sum(self) -> None:
+        assert self.value is not None
+        self._pending = self.group.all_reduce(self.value)
+        if self.group.size == 1 and not self.late:
+            self._send()
+
+    def _send(self) -> None:
+        assert self.value is not None, "the program's loss is computed on no stage"
+        self._sends = [self.communicator.send(self.value, target, CHANNEL) for target in self.targets]
+
+
+def _passed_at(instructions: Sequence[Instruction], source: int | None) -> int | None:
+    """The place of the backward behind which the loss is passed on: of the last gradient that comes from the stage
+    ``source``, as the loss does, or (``None``) the first one behind all forwards; ``None`` where there is no such."""
+    wanted = ("F", None) if source is None else ("RECV_B", source)
+    last: Instruction | None = None
+    found: int | None = None
+    for place, i in enumerate(instructions):
+        if (i.op, i.peer) == wanted:
+            last, found = i, None
+        elif found is None and last is not None and i.op in _BACKWARD:
+            found = place if source is None or i.microbatch == last.microbatch else None
+    return found
+
+
+class StepLoss(Tensor):
+    """The loss of a step, as a script gets it: a tensor without a graph, of which backward says why.
+
+    What is computed from it is one as well. Where something else that takes a gradient is added, backward goes there.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _BACKWARD_FUNCTIONS and args and not any(_has_graph(t) for t in pytree.tree_leaves(args[0])):
+            raise BackwardError(
+                "backward is called on a loss that engine.step(batch) has returned, or on a number made of it, which "
+                "has no graph: step() has run forward and backward, and parameters have their gradients; leave "
+                "backward out. Weigh the loss in the model's forward, or the gradients before optimizer.step(); losses "
+                "in float16 are scaled by the engine itself (loss_scale)"
+            )
+        return super().__torch_function__(func, types, args, dict(kwargs or {}))  # type: ignore[no-untyped-call]
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return str(self.as_subclass(Tensor).__repr__(**kwargs))
+
+    def __format__(self, spec: str) -> str:
+        return str(self.as_subclass(Tensor).__format__(spec))  # torch formats numbers of its own class alone
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saved, and sent to other processes, as a tensor of torch's own."""
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepLoss:
+        return self.as_subclass(Tensor).detach().clone().as_subclass(StepLoss)
+
+
+def _has_graph(value: Any) -> bool:
+    return not isinstance(value, Tensor) or value.requires_grad
+
+
+_BACKWARD_FUNCTIONS = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+
+FIRST = 2.0**16
+
+GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2000
+
+Scale = float | Literal["auto", "dynamic"] | None
+
+
+class LossScale:
+    """The factor of the loss of one rank; the same on all ranks. ``overflowed``: whether the last step did."""
+
+    def __init__(self, value: float, dynamic: bool, limit: float) -> None:
+        self.value = min(value, limit)
+        self.dynamic = dynamic
+        self.limit = limit
+        self.good_steps = 0
+        self.overflowed = False
+        self.applied = self.value  # in the last step
+
+    def unscale(self, gradients: Sequence[Tensor], everyone: Group, device: torch.device) -> None:
+        """Take the factor out of ``gradients``, and see whether they are finite on all ranks, of ``everyone``."""
+        self.applied = self.value
+        where = gradients[0].device if gradients else device  # host memory, where the optimizer runs there
+        found = torch.zeros(1, dtype=torch.float32, device=where)
+        inverse = torch.full((1,), 1.0 / self.value, dtype=torch.float32, device=where)
+        if gradients:
+            torch._amp_foreach_non_finite_check_and_unscale_([*gradients], found, inverse)
+        self.overflowed = bool(everyone.all_reduce(found.to(device), maximum=True).wait().item())
+        if self.dynamic:
+            self._adapt()
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Steps in the block are the last one again: with its factor, and of no effect on those to come."""
+        before = self.value, self.good_steps, self.overflowed
+        self.value = self.applied
+        try:
+            yield
+        finally:
+            self.value, self.good_steps, self.overflowed = before
+
+    def _adapt(self) -> None:
+        if self.overflowed:
+            self.value, self.good_steps = self.value * BACKOFF, 0
+            return
+        self.good_steps += 1
+        if self.good_steps == INTERVAL:
+            self.value, self.good_steps = min(self.value * GROWTH, self.limit), 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.dynamic:
+            self.value, self.good_steps = min(state["value"], self.limit), state["good_steps"]
+
+
+def scale_of(program: Program, asked: Scale) -> LossScale | None:
+    """The scaling of a program's loss. ``auto``: dynamic where a parameter in float16 is trained, else none.
+
+    Raises :class:`LaunchError` for a factor that is none.
+    """
+    if program.objective != "train" or program.loss is None or asked is None:
+        return None
+    short = any(s.requires_grad and s.dtype == "float16" for s in program.states.values())
+    if asked == "auto" and not short:
+        return None
+    limit = torch.finfo(dtype_of(program.values[program.loss].dtype)).max / 2
+    if asked in ("auto", "dynamic"):
+        return LossScale(FIRST, True, limit)
+    if isinstance(asked, str) or not asked > 0:
+        raise LaunchError(f"loss_scale is 'auto', 'dynamic', a positive number or None; got {asked!r}")
+    return LossScale(float(asked), False, limit)
+
+
+_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
+
+
+def clip_(rank: RankProgram, gradients: Gradients, communicator: Communicator, max_norm: float) -> Tensor:
+    """Scale ``gradients`` in place so that the whole norm is at most ``max_norm``. Returns the norm before.
+
+    Raises :class:`LaunchError` for a negative norm, which would turn the gradients round, and for what is no number.
+    """
+    if not isinstance(max_norm, Real | Tensor):
+        raise LaunchError(f"the largest norm must be a number, got {type(max_norm).__name__}")
+    if not max_norm >= 0:
+        raise LaunchError(f"the largest norm must be 0 or more, got {max_norm}; leave clipping out to have none")
+    norm = total_norm(rank, gradients, communicator)
+    scale = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
+    for view in gradients.owned.values():
+        view.mul_(scale.to(view.device, view.dtype))
+    return norm
+
+
+def total_norm(rank: RankProgram, gradients: Gradients, communicator: Communicator) -> Tensor:
+    """The 2-norm of all gradients of all ranks; the same on all ranks."""
+    device = communicator.device
+    owned = [view for name, view in gradients.owned.items() if _counts(rank, name)]
+    # whatever this rank has of it: all return the same number in the same type
+    double = any(s.requires_grad and dtype_of(s.dtype) == torch.float64 for s in rank.program.states.values())
+    squares = torch.zeros((), dtype=torch.float64 if double else torch.float32, device=device)
+    for norm in torch._foreach_norm([v.to(squares.dtype) for v in owned]) if owned else ():
+        squares += (norm * norm).to(device)
+    # All ranks add up the same numbers in the same order.
+    total = squares.to(torch.float64)
+    return communicator.group(rank.group(*_axes(rank))).all_reduce(total).wait().sqrt().to(squares.dtype)
+
+
+def _axes(rank: RankProgram) -> tuple[str, ...]:
+    """Where gradients differ: over ``dp`` and ``cp`` only those of experts do, and pieces."""
+    return AXES if rank.program.size("ep") > 1 or rank.program.zero else ("pp", "tp")
+
+
+def _counts(rank: RankProgram, state: str) -> bool:
+    """Whether this rank's shard is the one that counts: replicas over tp, and tied stages, count once."""
+    data = rank.program.states[state]
+    first_stage = not data.stages or rank.stage_index == min(data.stages)
+    if "dp" in _axes(rank):
+        return first_stage and rank.is_first_holder(state)
+    return first_stage and (rank.states[state].is_shard or rank.coordinates["tp"] == 0)

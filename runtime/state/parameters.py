@@ -1,0 +1,358 @@
+"""What an optimizer steps where that is not what a rank computes with: copies in float32, copies in host memory.
+
+Of parameters that a rank computes with in a shorter type it keeps float32 copies (mixed precision: small updates are
+not lost in the short type, Micikevicius et al. 2018). Where the program offloads its optimizer, copies of all trained
+parameters are in host memory, whatever their type, and the optimizer runs there (ZeRO-Offload, Ren et al. 2021). Where
+it keeps optimizer states on disk, the float32 copies of shorter parameters are there with them. The optimizer steps the
+copies, of which the parameters are made anew before they are read. Checkpoints hold the copies.
+
+A rank's shards of the parameters, buffers and constants, and whether the weights given are those of the plan.
+
+States that are stacks of the model's own parameters: by the model's names outside, one tensor inside.
+
+Flat pieces: how ranks share a state under ZeRO.
+
+What the cuts over ``ep`` and ``tp`` leave of a state is taken flat, row by row, and cut into as many pieces of
+``ceil(numel / ranks)`` elements as there are ranks; the last ones may be shorter, or empty. Any shape is so shared
+evenly by any number of ranks, and a piece depends on nothing but the state: whatever is gathered together, whichever
+optimizer runs, it is the same.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from passes.ir.gradient_flow import accumulated_in
+from passes.ir.layouts import REPLICATED, Layout, Shard, shard, shard_slices, take_shards
+from passes.ir.serialize import dtype_of
+from runtime.errors import WeightsError
+from runtime.program.program import Program, RankProgram, StateData, shard_shape
+from runtime.program.sharded_buckets import Piece
+from runtime.program.state_bytes import host_states, state_sizes
+from runtime.state.disk_offload import Disk, forget
+from runtime.state.host_offload import Copier
+from runtime.state.weights import FileWeights, Weights
+
+
+def by_model_names(name: str, state: StateData, whole: Tensor) -> dict[str, Tensor]:
+    """A whole state under all of the model's names, or its parts under theirs."""
+    if state.parts:
+        return dict(zip(state.parts, whole.unbind(0), strict=True))
+    return dict.fromkeys((name, *state.aliases), whole)
+
+
+def model_names(name: str, state: StateData) -> tuple[str, ...]:
+    """What the model calls a state."""
+    return state.parts or (name, *state.aliases)
+
+
+def names_read(program: Program) -> set[str]:
+    """All names by which the model knows the states of ``program``."""
+    return {known for name, state in program.states.items() for known in model_names(name, state)}
+
+
+class StackedWeights:
+    """``weights`` with the stacks of a program in place of their parts; only the parts that are asked for are read."""
+
+    def __init__(self, weights: Weights, stacks: dict[str, tuple[str, ...]]) -> None:
+        self.weights = weights
+        self.stacks = stacks
+        self.origin = weights.origin
+        self._parts = {part for parts in stacks.values() for part in parts}
+
+    def names(self) -> list[str]:
+        return [*(n for n in self.weights.names() if n not in self._parts), *self.stacks]
+
+    def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
+        if name not in self.stacks:
+            return self.weights.spec(name)
+        specs = {self.weights.spec(part) for part in self.stacks[name]}
+        found = specs.pop()
+        return None if specs or found is None else ((len(self.stacks[name]), *found[0]), found[1])
+
+    def read(self, name: str, layout: Layout, num_ranks: int, index: int) -> Tensor:
+        if name not in self.stacks:
+            return self.weights.read(name, layout, num_ranks, index)
+        parts, inner = self.stacks[name], layout
+        if layout.is_shard and layout.dim == 0:
+            pieces = shard_slices(layout, len(parts), num_ranks, index)
+            parts, inner = tuple(p for start, length in pieces for p in parts[start : start + length]), Layout("R")
+        elif layout.is_shard:
+            inner = shard(layout.dim - 1, layout.sections)
+        return torch.stack([self.weights.read(part, inner, num_ranks, index) for part in parts])
+
+    def identity(self, name: str) -> Hashable:
+        return None if name in self.stacks else self.weights.identity(name)
+
+
+def stacked(program: Program, weights: Weights, suffix: str = "") -> Weights:
+    """``weights`` as ``program`` names them. ``suffix``: behind every name."""
+    stacks = {
+        name + suffix: tuple(part + suffix for part in state.parts)
+        for name, state in program.states.items()
+        if state.parts
+    }
+    return StackedWeights(weights, stacks) if stacks else weights
+
+
+def take_piece(tensor: Tensor, ranks: int, index: int) -> Tensor:
+    """The ``index``-th of ``ranks`` pieces of ``tensor``, of shape ``[size]``."""
+    piece = Piece(tensor.numel(), ranks, index)
+    return tensor.reshape(-1)[piece.start : piece.start + piece.size]
+
+
+def padded_piece(piece: Tensor, numel: int, ranks: int) -> Tensor:
+    """``piece``, of ``numel`` elements' ``ranks`` pieces, of shape ``[length]``: zeros behind it."""
+    length = Piece(numel, ranks, 0).length
+    result = piece.new_zeros(length)
+    result[: piece.numel()] = piece
+    return result
+
+
+def join_pieces(pieces: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    """The tensor of ``shape`` of which ``pieces`` are all the pieces, in order, with or without their padding."""
+    import torch  # where tensors are: what only reads a program does without
+
+    return torch.cat([p.reshape(-1) for p in pieces])[: math.prod(shape)].reshape(torch.Size(shape))
+
+
+_SHOWN = 5  # differences named in an error
+
+
+def check_weights(program: Program, weights: Weights) -> None:
+    """Raise :class:`WeightsError`, naming the first differences, if ``weights`` are not those of ``program``."""
+    differences = list(_differences(program, stacked(program, weights)))
+    if differences:
+        shown = "\n  ".join(differences[:_SHOWN])
+        more = f"\n  and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+        raise WeightsError(
+            f"{weights.origin} does not hold the weights that the plan was made for (fingerprint "
+            f"{program.fingerprint}):\n  {shown}{more}\nPass the weights of the same model, or plan again for this one."
+        )
+
+
+def _differences(program: Program, weights: Weights) -> Iterator[str]:
+    owners: dict[Hashable, str] = {}  # of each tensor that takes a gradient: the state that it is
+    for name, state in program.states.items():
+        present = [n for n in (name, *state.aliases) if weights.spec(n) is not None]
+        if not present:
+            if name not in program.constants and state.kind != "constant":
+                yield f"{name}: expected {state.kind} {list(state.shape)}, got nothing"
+            continue
+        shape, dtype = weights.spec(present[0]) or ((), torch.float32)
+        expected = dtype_of(state.dtype)
+        if shape != state.shape:
+            yield f"{present[0]}: expected shape {list(state.shape)}, got {list(shape)}"
+        elif dtype.is_floating_point != expected.is_floating_point or dtype.is_complex != expected.is_complex:
+            yield f"{present[0]}: expected {state.dtype}, got {str(dtype).removeprefix('torch.')}"
+        tensor = weights.identity(present[0])
+        for other in present[1:]:
+            if weights.identity(other) != tensor:
+                yield f"{other}: expected the same tensor as {present[0]} (tied), got another one"
+        if tensor is not None and state.requires_grad:
+            if tensor in owners:
+                yield f"{name}: expected a tensor of its own, got the same as {owners[tensor]} (tied)"
+            owners[tensor] = name
+    known = {n for name, state in program.states.items() for n in (name, *state.aliases)}
+    for name in weights.names():
+        if name not in known and (tensor := weights.identity(name)) in owners:
+            yield f"{name}: is the same tensor as {owners[tensor]}, a tie that the plan does not know of"
+
+
+def load_states(
+    rank: RankProgram,
+    weights: Weights | None,
+    device: torch.device,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    placed: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor,
+) -> dict[str, Tensor]:
+    """The shards of ``rank`` on ``device``, in the program's types or in those that ``dtypes`` gives by name; of what
+    ranks share, its piece. Without ``weights``: small random values, the same on all ranks that hold the same shard.
+    ``placed``: called for each by itself, with its name, gives what is kept of it.
+
+    Raises :class:`WeightsError` before anything is read if ``weights`` are not the program's.
+    """
+    if weights is not None:
+        check_weights(rank.program, weights)
+        weights = stacked(rank.program, weights)
+    return {
+        name: placed(name, own_piece(rank, name, _shard(rank, name, weights, device, (dtypes or {}).get(name))))
+        for name in rank.states
+    }
+
+
+def own_piece(rank: RankProgram, name: str, shard: Tensor) -> Tensor:
+    """What ``rank`` keeps of ``shard``, its part of a state by ``ep`` and ``tp``: all, or its piece, flat."""
+    if not rank.program.states[name].zero_axes:
+        return shard
+    group = rank.zero_group(name)
+    return take_piece(shard, len(group), group.index(rank.rank)).clone()
+
+
+def load_weights(rank: RankProgram, path: Path, shards: Mapping[str, Tensor]) -> None:
+    """Fill ``shards`` in place from safetensors. Raises :class:`WeightsError` if they are not the program's."""
+    files = FileWeights(path).for_names(names_read(rank.program))
+    check_weights(rank.program, files)
+    weights = stacked(rank.program, files)
+    for name, own in shards.items():
+        found = next((n for n in (name, *rank.program.states[name].aliases) if weights.spec(n) is not None), None)
+        if found is not None:
+            with torch.no_grad():
+                own.copy_(own_piece(rank, name, read_shards(weights, found, rank.shards(name))))
+    files.close()
+
+
+def _shard(
+    rank: RankProgram, name: str, weights: Weights | None, device: torch.device, dtype: torch.dtype | None
+) -> Tensor:
+    program, state = rank.program, rank.program.states[name]
+    shards = rank.shards(name)
+    dtype = dtype or dtype_of(state.dtype)
+    if weights is not None:
+        for candidate in (name, *state.aliases):
+            if weights.spec(candidate) is not None:
+                part = read_shards(weights, candidate, shards)
+                return torch.empty(part.shape, dtype=dtype, device=device).copy_(part)
+    if name in program.constants or name in program.initial:
+        whole = torch.tensor(program.constants.get(name, program.initial.get(name)), dtype=dtype)
+        whole = whole.expand(state.shape) if whole.dim() == 0 else whole.reshape(state.shape)
+        return take_shards(whole, shards).contiguous().to(device)
+    number = 0
+    for cut in shards:
+        number = number * cut.num_ranks + cut.rank
+    return _random(name, state, shard_shape(program, name), number, dtype).to(device)
+
+
+def read_shards(weights: Weights, name: str, shards: Sequence[Shard]) -> Tensor:
+    """A rank's part of a tensor; what the first cut leaves is all that is read."""
+    first, *rest = shards or (Shard(REPLICATED, 1, 0),)
+    return take_shards(weights.read(name, *first), rest)
+
+
+def _random(name: str, state: StateData, shape: tuple[int, ...], part: int, dtype: torch.dtype) -> Tensor:
+    """Values of standard deviation 1/sqrt(fan-in), ones for vectors: a network of these neither dies nor explodes.
+    Zeros for buffers of which nothing is known."""
+    if state.kind != "parameter" or not dtype.is_floating_point:
+        return torch.zeros(shape, dtype=dtype)
+    if len(shape) < 2:
+        return torch.ones(shape, dtype=dtype)
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name}:{part}".encode()))
+    return (torch.randn(shape, generator=generator) / math.sqrt(state.shape[-1])).to(dtype)
+
+
+def parameters_of(rank: RankProgram, shards: dict[str, Tensor]) -> dict[str, nn.Parameter]:
+    """The rank's parameters, sharing memory with ``shards``."""
+    states = rank.program.states
+    return {
+        name: nn.Parameter(
+            shard, requires_grad=states[name].requires_grad and (shard.is_floating_point() or shard.is_complex())
+        )
+        for name, shard in shards.items()
+        if states[name].kind == "parameter"
+    }
+
+
+class Masters:
+    """What a rank computes with, ``shards``, and what it keeps, ``held``: the same, but for copies.
+
+    ``hosted``: the copies that are in host memory, whose parameters the program's FETCHes make anew.
+    """
+
+    def __init__(
+        self,
+        rank: RankProgram,
+        weights: Weights | None,
+        device: torch.device,
+        copier: Copier,
+        disk: Disk | None = None,
+    ) -> None:
+        self._rank = rank
+        self._device = device
+        wide = master_types(rank)
+        hosted = host_states(rank.program, rank.stage_index)
+        first = torch.device("cpu") if hosted else device
+
+        def placed(name: str, tensor: Tensor) -> Tensor:
+            if name not in hosted:
+                return tensor.to(device)
+            if disk is None or name not in wide:
+                return copier.empty(tensor.shape, tensor.dtype).copy_(tensor)
+            on_disk = disk.empty(tensor.shape, tensor.dtype).copy_(tensor)
+            disk.behind([on_disk])
+            return on_disk
+
+        self.held = load_states(rank, weights, first, wide, placed)
+        self.hosted = {name: tensor for name, tensor in self.held.items() if name in hosted}
+        self._gone = frozenset(hosted) if "parameters" in rank.program.offload else frozenset[str]()
+        self._names = frozenset(name for name in self.held if name in wide or name in hosted)
+        self._refreshed = [name for name in wide if name not in hosted]
+        self.shards = {name: self._shard(name) for name in self.held}
+
+    def _shard(self, name: str) -> Tensor:
+        state = self._rank.program.states[name]
+        if name in self._gone and not state.zero_axes:  # of its shape, without its memory
+            nothing = torch.empty((), dtype=dtype_of(state.dtype), device=self._device)
+            return nothing.expand(self.held[name].shape)
+        return self._short(name) if name in self._names else self.held[name]
+
+    def _short(self, name: str) -> Tensor:
+        """The parameter as the rank computes with it."""
+        dtype = dtype_of(self._rank.program.states[name].dtype)
+        return self.held[name].to(self._device, dtype, copy=name in self.hosted)
+
+    def take(self, pieces: Mapping[str, Tensor]) -> None:
+        """Parameters that ranks share are these now: the same numbers, where they are gathered from."""
+        self.shards.update(pieces)
+        self.held.update({name: piece for name, piece in pieces.items() if name not in self._names})
+
+    def refresh(self) -> None:
+        """Make anew the parameters that no FETCH does."""
+        names = self._refreshed
+        if names:
+            with torch.no_grad():
+                torch._foreach_copy_([self.shards[n] for n in names], [self.held[n] for n in names])
+
+    def current(self) -> Mapping[str, Tensor]:
+        """All shards as the rank computes with them, after what the optimizer has done."""
+        self.refresh()
+        with torch.no_grad():
+            for name in self.hosted.keys() - self._gone:
+                self.shards[name].copy_(self.held[name])
+                forget(self.held[name])
+        return _Current(self)
+
+
+class _Current(Mapping[str, Tensor]):
+    """Parameters that are in host memory between their uses come when they are asked for."""
+
+    def __init__(self, masters: Masters) -> None:
+        self._masters = masters
+
+    def __getitem__(self, name: str) -> Tensor:
+        masters = self._masters
+        return masters._short(name) if name in masters._gone else masters.shards[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._masters.held)
+
+    def __len__(self) -> int:
+        return len(self._masters.held)
+
+
+def disk_bytes(rank: RankProgram) -> int:
+    """The bytes of what a rank keeps on disk from the start: the copies in float32, or its pieces of them."""
+    return sum(state_sizes(rank.program, name).gradient_piece for name in master_types(rank))
+
+
+def master_types(rank: RankProgram) -> Mapping[str, torch.dtype]:
+    """The parameters of ``rank`` that have a wider copy, and its type: those that are trained in less than float32."""
+    program = rank.program
+    trained = [n for n in rank.states if program.objective == "train" and program.states[n].requires_grad]
+    types = {name: dtype_of(program.states[name].dtype) for name in trained}
+    return {name: accumulated_in(dtype) for name, dtype in types.items() if accumulated_in(dtype) != dtype}

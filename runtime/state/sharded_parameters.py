@@ -1,0 +1,173 @@
+"""Parameters sharded by ZeRO: each rank of a group holds a piece; whole parameters exist between GATHER and FREE.
+
+A whole parameter is one tensor object for the entire run. FREE releases its memory and GATHER allocates it again, so
+that tensors saved for backward (the parameter, or a view of it) are valid again after the GATHER.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from passes.ir.serialize import dtype_of
+from runtime.comm.group import Communicator, Group, Pending
+from runtime.program.program import RankProgram, shard_shape
+from runtime.program.sharded_buckets import Piece, pieces_of, zero_axes
+
+
+class Flat:
+    """A flat buffer with the padded pieces of several states, one after the other.
+
+    ``piece(i)`` is a view of one piece without its padding. Pieces start at multiples of ``grain`` elements, and the
+    length of the buffer is a multiple of ``whole`` elements.
+    """
+
+    def __init__(
+        self, pieces: Sequence[Piece], dtype: torch.dtype, device: torch.device, grain: int = 1, whole: int = 1
+    ) -> None:
+        self.pieces = pieces
+        ends = [0, *accumulate(-(-p.length // grain) * grain for p in pieces)]
+        self.starts = ends[:-1]
+        self.length = -(-ends[-1] // whole) * whole
+        self.is_dense = self.length == sum(p.length for p in pieces)
+        self.buffer = torch.zeros(self.length, dtype=dtype, device=device)
+        self._storage = self.buffer.untyped_storage()
+        self._nbytes = self._storage.nbytes()
+
+    @property
+    def given(self) -> bool:
+        """Whether the memory of the buffer is released."""
+        return self._storage.nbytes() != self._nbytes
+
+    def take(self) -> None:
+        """Allocate the memory of the buffer again after :meth:`give`; its contents are undefined."""
+        if self.given:
+            self._storage.resize_(self._nbytes)
+
+    def give(self) -> None:
+        self._storage.resize_(0)
+
+    def piece(self, i: int) -> Tensor:
+        return self.buffer[self.starts[i] : self.starts[i] + self.pieces[i].size]
+
+    def rows(self, whole: Tensor, i: int) -> Tensor:
+        """The pieces of state ``i`` in ``whole``, the concatenated buffers of all ranks; a view ``[ranks, length]``."""
+        start = self.starts[i]
+        return whole.view(self.pieces[i].ranks, self.length)[:, start : start + self.pieces[i].length]
+
+
+class Room:
+    """A tensor of ``shape`` in a buffer that has room for all of its padded pieces; the memory can be released and
+    allocated again."""
+
+    def __init__(self, piece: Piece, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        self.padded = torch.zeros(piece.ranks * piece.length, dtype=dtype, device=device)
+        self.tensor = self.padded[: piece.numel].view(torch.Size(shape))
+        self._padding = self.padded[piece.numel :]
+        self._storage = self.padded.untyped_storage()
+        self._nbytes = self._storage.nbytes()
+        self._rows = piece.ranks, piece.length
+
+    @property
+    def rows(self) -> Tensor:
+        """The padded pieces of all ranks, a view ``[ranks, length]``.
+
+        Writes through this view do not raise the version counter of the parameter: a GATHER writes the values that the
+        optimizer's step has set already, which is no change to autograd or to a checkpoint that is being copied.
+        """
+        return self.padded.data.view(self._rows)
+
+    def take(self) -> None:
+        if self._storage.nbytes() != self._nbytes:
+            self._storage.resize_(self._nbytes)
+            if self._padding.numel():  # padding is sent too, and must not depend on the memory's earlier contents
+                self._padding.data.zero_()
+
+    def give(self) -> None:
+        self._storage.resize_(0)
+
+
+class GatheredBucket:
+    """The sharded parameters of one bucket, and their all-gather.
+
+    ``keep``: whole parameters are never freed (ZeRO 1 and 2). ``hosted``: the rank's pieces are in host memory, and on
+    the device only from a FETCH to the end of the GATHER.
+    """
+
+    def __init__(
+        self, rank: RankProgram, number: int, group: Group, held: Mapping[str, Tensor], keep: bool, hosted: bool = False
+    ) -> None:
+        states = rank.stage.buckets[number].states
+        program, device = rank.program, held[states[0]].device
+        dtype = dtype_of(program.states[states[0]].dtype)
+        self.group, self.keep, self.hosted = group, keep, hosted
+        self.flat = Flat(pieces_of(program, states, group.size, group.index), dtype, device)
+        self.rooms = [
+            Room(p, shard_shape(program, s), dtype, device) for p, s in zip(self.flat.pieces, states, strict=True)
+        ]
+        self.whole = {s: room.tensor for s, room in zip(states, self.rooms, strict=True)}
+        self.pieces = {s: self.flat.piece(i) for i, s in enumerate(states)}
+        if keep:  # a rank's piece is a view of the whole parameter, so it is stored once
+            self.pieces = {
+                s: room.padded[p.start : p.start + p.size]
+                for s, room, p in zip(states, self.rooms, self.flat.pieces, strict=True)
+            }
+        for state, piece in self.pieces.items():
+            piece.copy_(held[state])
+        if not keep:
+            self.free()
+        if keep or hosted:
+            self.flat.give()
+        self._pending: Pending | None = None
+
+    def start(self) -> None:
+        self._pending = self.group.all_gather(self._mine(), 0)
+
+    def _mine(self) -> Tensor:
+        """This rank's padded pieces, concatenated: the operand of the all-gather."""
+        if not self.keep:
+            return self.flat.buffer
+        return torch.cat([room.rows[self.group.index] for room in self.rooms])
+
+    def wait(self) -> None:
+        """Wait for the all-gather, if one was started, and copy its result into the whole parameters."""
+        if self._pending is None:
+            return
+        whole = self._pending.wait()
+        for i, room in enumerate(self.rooms):
+            room.take()
+            rows, own = self.flat.rows(whole, i), self.group.index
+            others = (slice(own), slice(own + 1, None)) if self.keep else (slice(None),)  # its own piece is in place
+            for part in others:
+                room.rows[part].copy_(rows[part])
+        self._pending.release()
+        self._pending = None
+        if self.hosted:
+            self.flat.give()
+
+    def free(self) -> None:
+        for room in self.rooms:
+            room.give()
+
+
+class ShardedParameters:
+    """All sharded parameters of a rank.
+
+    ``held``: the result of :func:`runtime.state.parameters.load_states`; its pieces are copied. ``pieces``: state ->
+    this rank's piece, which an optimizer updates. ``whole``: state -> the whole parameter, which calls read.
+    ``leaving``: names of the states whose whole parameter is freed between calls.
+    """
+
+    def __init__(self, rank: RankProgram, held: Mapping[str, Tensor], communicator: Communicator) -> None:
+        self.buckets: dict[int, GatheredBucket] = {}
+        for number, bucket in enumerate(rank.stage.buckets):
+            if zero_axes(rank.program, bucket.states):
+                group = communicator.group(rank.zero_group(bucket.states[0]), gathering=True)
+                keep, hosted = rank.program.zero < 3, "parameters" in rank.program.offload
+                self.buckets[number] = GatheredBucket(rank, number, group, held, keep, hosted)
+        self.pieces = {s: piece for b in self.buckets.values() for s, piece in b.pieces.items()}
+        self.whole = {s: whole for b in self.buckets.values() for s, whole in b.whole.items()}
+        self.leaving = {s for b in self.buckets.values() if not b.keep for s in b.whole}

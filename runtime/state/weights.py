@@ -1,0 +1,314 @@
+"""Where weights come from: a module, a dict of tensors, safetensors files. Read by name and slice, one at a time."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Collection, Hashable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from passes.capture.wrappers import check_tensor, spellings, unwrapped
+from passes.ir.layouts import Layout, shard_slices, take_shard
+from runtime.errors import WeightsError
+
+INDEX = "model.safetensors.index.json"
+
+SINGLE = "model.safetensors"
+
+_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+}
+# Complex types that safetensors lacks: a run's own file holds real and imaginary parts, its metadata their names.
+_PAIRS = {torch.complex128: torch.float64, torch.complex32: torch.float16}
+_PAIRED = "partitioner.complex"
+_EXTRA_STATE = "_extra_state"  # of a state dict: not a tensor, and no weight
+
+
+@runtime_checkable
+class Weights(Protocol):
+    """Named tensors that can be read in part. ``origin`` is for error messages."""
+
+    origin: str
+
+    def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
+        """A tensor's shape and type; ``None`` if there is none of this name."""
+
+    def names(self) -> list[str]: ...
+
+    def read(self, name: str, layout: Layout, num_ranks: int, index: int) -> Tensor:
+        """Rank ``index``'s shard, which the caller may not write to."""
+
+    def identity(self, name: str) -> Hashable:
+        """Equal for two names of the same tensor; ``None`` if that cannot be told."""
+
+
+class TensorWeights:
+    """Tensors in memory: a module's state, or a dict. ``tied`` names may share a tensor."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], origin: str) -> None:
+        other = next((name for name, value in tensors.items() if not isinstance(value, Tensor)), None)
+        if other is not None and not other.endswith(_EXTRA_STATE):
+            raise WeightsError(
+                f"{origin} holds {other!r}, a {type(tensors[other]).__name__}; expected tensors by name: of a "
+                "checkpoint, pass the model's part alone"
+            )
+        self.tensors = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
+        self.origin = origin
+        for name, tensor in self.tensors.items():
+            check_tensor(tensor, f"{origin}: {name}", WeightsError)
+        meta = next((name for name, t in tensors.items() if t.is_meta), None)
+        if meta is not None:
+            raise WeightsError(
+                f"{origin}: {meta} is on the meta device and has no values; pass a safetensors folder as weights, "
+                "or a module with real parameters"
+            )
+
+    def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
+        tensor = self.tensors.get(name)
+        return None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+
+    def names(self) -> list[str]:
+        return list(self.tensors)
+
+    def read(self, name: str, layout: Layout, num_ranks: int, index: int) -> Tensor:
+        return take_shard(self.tensors[name].detach(), layout, num_ranks, index)
+
+    def for_names(self, wanted: Collection[str]) -> TensorWeights:
+        """The tensors by the names ``wanted`` where they have these in another spelling."""
+        renamed = spellings(self.tensors, wanted)
+        return TensorWeights({renamed.get(n, n): t for n, t in self.tensors.items()}, self.origin) if renamed else self
+
+    def identity(self, name: str) -> Hashable:
+        tensor = self.tensors[name]
+        return (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else None
+
+
+class FileWeights:
+    """One safetensors file, or the files of a sharded folder by its index. Only the slices asked for are read."""
+
+    def __init__(self, path: Path, index: str = INDEX) -> None:
+        self.origin = str(path)
+        self._files = _find(path, index)
+        self._saved_as: dict[str, str] = {}  # name -> that in the file, where it is another
+        self._open: dict[Path, Any] = {}
+        self._paired: dict[Path, frozenset[str]] = {}
+        self._stack = ExitStack()
+        self._lock = threading.Lock()  # a handle serves one thread at a time
+
+    def names(self) -> list[str]:
+        return list(self._files)
+
+    def for_names(self, wanted: Collection[str]) -> FileWeights:
+        """These weights, by the names ``wanted`` where they have these in another spelling."""
+        for saved_as, name in spellings(self._files, wanted).items():
+            self._files[name] = self._files.pop(saved_as)
+            self._saved_as[name] = self._saved_as.pop(saved_as, saved_as)
+        return self
+
+    def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
+        if name not in self._files:
+            return None
+        with self._lock:
+            part, paired = self._slice(name), self._is_paired(name)
+            shape, stored = tuple(part.get_shape()), part.get_dtype()
+        if stored not in _TYPES:
+            raise WeightsError(
+                f"{self._files[name]}: {name} is stored as {stored}, of which torch has no ordinary tensors; convert "
+                "it to a floating or integer type"
+            )
+        if paired:
+            return shape[:-1], next(dtype for dtype, real in _PAIRS.items() if real == _TYPES[stored])
+        return shape, _TYPES[stored]
+
+    def read(self, name: str, layout: Layout, num_ranks: int, index: int) -> Tensor:
+        with self._lock:
+            paired = self._is_paired(name)
+            if not layout.is_shard or num_ranks == 1:
+                pieces = [self._handle(name).get_tensor(self._saved_as.get(name, name))]
+            else:
+                part = self._slice(name)
+                before = (slice(None),) * layout.dim
+                pieces = [
+                    part[(*before, slice(start, start + length))]
+                    for start, length in shard_slices(layout, part.get_shape()[layout.dim], num_ranks, index)
+                ]
+        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, layout.dim)
+        return torch.view_as_complex(whole) if paired else whole
+
+    def identity(self, name: str) -> Hashable:
+        return None
+
+    def close(self) -> None:
+        """Close the files; reading opens them again."""
+        with self._lock:
+            self._stack.close()
+            self._open.clear()
+
+    def _is_paired(self, name: str) -> bool:
+        """Whether the last dim is of real and imaginary parts; see :func:`write_weights`."""
+        path, handle = self._files[name], self._handle(name)
+        if path not in self._paired:
+            self._paired[path] = frozenset(json.loads((handle.metadata() or {}).get(_PAIRED, "[]")))
+        return name in self._paired[path]
+
+    def _slice(self, name: str) -> Any:
+        return self._handle(name).get_slice(self._saved_as.get(name, name))
+
+    def _handle(self, name: str) -> Any:
+        path = self._files[name]
+        if path not in self._open:
+            self._open[path] = self._stack.enter_context(_opened(path))
+        return self._open[path]
+
+
+class ModuleWeights(TensorWeights):
+    """A module's parameters and buffers. An attribute that is a Python number is a tensor of no dims where a program
+    asks for it: forward may count in it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module_tensors(module), type(module).__name__)
+        self.tensors: dict[str, Tensor]
+        self._module, _ = unwrapped(module)
+
+    def for_names(self, wanted: Collection[str]) -> ModuleWeights:
+        """The module's tensors by the names ``wanted`` where it has these in another spelling."""
+        for name, meant in spellings(self.tensors, wanted).items():
+            self.tensors[meant] = self.tensors.pop(name)
+        return self
+
+    def spec(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
+        if name not in self.tensors:
+            number = number_of(self._module, name)
+            if number is not None:
+                self.tensors[name] = number
+        return super().spec(name)
+
+
+def number_of(module: nn.Module, name: str) -> Tensor | None:
+    """The attribute ``name`` (``layers.0.step``) of a module as a tensor of no dims; ``None`` where it is no number."""
+    path, _, attribute = name.rpartition(".")
+    try:
+        value = vars(module.get_submodule(path)).get(attribute)
+    except AttributeError:
+        return None
+    if type(value) not in (int, float):
+        return None
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+
+
+def write_weights(tensors: Mapping[str, Tensor], path: Path) -> Path:
+    """Write a file that :class:`FileWeights` reads; other readers may see pairs of numbers instead of complex ones.
+
+    Raises :class:`WeightsError` for a type that cannot be stored.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _PAIRS:
+            check_storable(name, tensor.dtype)
+    paired = [name for name, tensor in tensors.items() if tensor.dtype in _PAIRS]
+    plain = {name: torch.view_as_real(x.resolve_conj()) if name in paired else x for name, x in tensors.items()}
+    content = {name: x.detach().cpu().contiguous().clone() for name, x in plain.items()}
+    save_file(content, path, metadata={_PAIRED: json.dumps(paired)} if paired else None)
+    return path
+
+
+def check_storable(name: str, dtype: torch.dtype) -> None:
+    """Raise :class:`WeightsError` where safetensors has no such type."""
+    if dtype not in _TYPES.values():
+        raise WeightsError(
+            f"{name} is of type {str(dtype).removeprefix('torch.')}, which safetensors cannot store: keep it in "
+            "another type, or use engine.save(), or torch.save(engine.state_dict(full=True))"
+        )
+
+
+Source = nn.Module | Mapping[str, Tensor] | str | Path | Weights
+
+
+def weights_of(source: Source, wanted: Collection[str] = ()) -> Weights:
+    """The weights that the user passed. ``wanted``: the names that a plan reads; tensors that were saved of a compiled
+    or replicated model (``_orig_mod.layers.0.weight``) are known by these.
+
+    Raises :class:`WeightsError` where there are none.
+    """
+    if isinstance(source, nn.Module):
+        return ModuleWeights(source).for_names(wanted)
+    if isinstance(source, Mapping):
+        return TensorWeights(source, "the state dict").for_names(wanted)
+    if isinstance(source, str | Path):
+        return FileWeights(Path(source)).for_names(wanted)
+    if isinstance(source, Weights):
+        return source
+    raise WeightsError(
+        f"weights is a {type(source).__name__}; expected a module, a dict of tensors, or the path of a safetensors "
+        "file or folder"
+    )
+
+
+def module_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """All parameters and buffers under all of their names, those that ``state_dict`` leaves out too; of what is inside
+    of wrappers, as ``torch.compile`` makes one."""
+    module, _ = unwrapped(module)
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+
+
+def is_weights(path: Path) -> bool:
+    """Whether there are safetensors."""
+    return path.is_file() or (path / INDEX).exists() or any(path.glob("*.safetensors"))
+
+
+def _find(path: Path, index: str) -> dict[str, Path]:
+    """The file of each tensor."""
+    if path.is_dir():
+        if (path / index).exists():
+            return {name: path / file for name, file in json.loads((path / index).read_text())["weight_map"].items()}
+        files = [path / SINGLE] if (path / SINGLE).exists() else sorted(path.glob("*.safetensors"))
+        if not files and (path / "manifest.json").exists():
+            raise WeightsError(
+                f"{path} is a checkpoint of training, sharded as it was trained: make the engine without weights and "
+                "call engine.load(path), or write weights with engine.export_weights(path)"
+            )
+        if not files:
+            raise WeightsError(f"{path} has neither {index} nor a .safetensors file; save the model's weights there")
+    elif path.exists():
+        files = [path]
+    else:
+        raise WeightsError(f"{path} does not exist; expected a safetensors file, or a folder of them")
+    found: dict[str, Path] = {}
+    for file in files:
+        with _opened(file) as handle:
+            found.update(dict.fromkeys(handle.keys(), file))
+    return found
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"{path} cannot be read as safetensors: {error}") from error

@@ -1,0 +1,152 @@
+"""Ranks on several hosts: each host's folder is copied to the others' through the store that the ranks met at.
+
+One rank of every host does it. What is copied are the files that ranks write about themselves. A thread talks to the
+store: a host that has lost the store's host waits for its answer for as long as TCP does.
+
+Which rank is at the other end of a connection: Gloo's errors give an address and a port.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import re
+import socket
+import stat
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from runtime.files import write_bytes
+
+_KINDS = ("times", "json", "place", "failure", "addresses")
+
+_CAUSE = "cause"
+_EVERY_S = 1.0
+
+
+class Store(Protocol):
+    """What is asked of a ``torch.distributed.Store``."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+
+    def get(self, key: str, /) -> bytes: ...
+
+    def check(self, keys: list[str], /) -> bool: ...
+
+
+class Mirror:
+    """Host ``host`` of ``num_hosts``, whose own ranks are ``ranks`` and write to ``folder``.
+
+    ``store``: a client of its own, since one that waits for a key serves nobody else.
+    """
+
+    def __init__(self, folder: Path, store: Store, host: int, num_hosts: int, ranks: frozenset[int]) -> None:
+        self.folder = folder
+        self.store = store
+        self.host = host
+        self.others = [h for h in range(num_hosts) if h != host]
+        self.ranks = ranks
+
+        self._wanted = threading.Event()
+        self._done = threading.Condition()
+        self._begun = self._ended = 0  # exchanges
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def exchange(self, within_s: float = _EVERY_S) -> None:
+        """Give what this host's ranks have written, take what others have given; at most for so long.
+
+        From the first time on this is also done every second.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
+            self._thread.start()
+        with self._done:
+            next_one = self._begun + 1
+            self._wanted.set()
+            self._done.wait_for(lambda: self._ended >= next_one, within_s)
+
+    def close(self) -> None:
+        """Exchange nothing any more."""
+        self._closed = True
+        self._wanted.set()
+        if self._thread is not None:
+            self._thread.join(_EVERY_S)
+
+    def _run(self) -> None:
+        while not self._closed:
+            with self._done:
+                self._begun += 1
+            self._exchange()
+            with self._done:
+                self._ended = self._begun
+                self._done.notify_all()
+            self._wanted.wait(_EVERY_S)
+            self._wanted.clear()
+
+    def _exchange(self) -> None:
+        with contextlib.suppress(RuntimeError, OSError):  # the store's host may be the one that has died
+            own = {name: base64.b64encode(content).decode() for name, content in self._own().items()}
+            self.store.set(_key(self.host), json.dumps(own))
+            for other in self.others:
+                if self.store.check([_key(other)]):
+                    self._take(json.loads(self.store.get(_key(other))))
+
+    def _own(self) -> dict[str, bytes]:
+        names = [f"rank-{rank}.{kind}" for rank in self.ranks for kind in _KINDS]
+        found = {}
+        for name in [*names, _CAUSE]:
+            with contextlib.suppress(FileNotFoundError):
+                found[name] = (self.folder / name).read_bytes()
+        return found
+
+    def _take(self, files: dict[str, str]) -> None:
+        for name in sorted(files, key=lambda n: n.endswith(".times")):  # last: it says that a rank is there
+            if name == _CAUSE and (self.folder / name).exists():
+                continue
+            write_bytes(self.folder / name, base64.b64decode(files[name]), durable=False)
+
+
+def _key(host: int) -> str:
+    return f"watch {host}"
+
+
+_ADDRESS = re.compile(r"\[([0-9a-fA-F:.]+)\]:(\d+)")
+
+
+def own_addresses() -> list[str]:
+    """This process's ends of its TCP connections, as ``127.0.0.1:4000``; nothing where the system does not tell."""
+    found = []
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                    continue
+                with socket.socket(fileno=os.dup(int(name))) as end:
+                    if end.family in (socket.AF_INET, socket.AF_INET6) and end.type == socket.SOCK_STREAM:
+                        found.append(_text(*end.getsockname()[:2]))
+    return sorted(set(found))
+
+
+def ranks_named(error: str, addresses: Mapping[int, Sequence[str]], own: Sequence[str] = ()) -> tuple[int, ...]:
+    """The ranks whose addresses are in ``error``; of another host than ``own`` is on, whose ports nobody knows, all."""
+    found = [(host, int(port)) for host, port in _ADDRESS.findall(error)]
+    # Gloo prints ports in network byte order (torch 2.13).
+    named = {_text(host, p) for host, port in found for p in (port, (port & 0xFF) << 8 | port >> 8)}
+    exactly = tuple(rank for rank, ends in addresses.items() if named.intersection(ends))
+    if exactly or not own:
+        return exactly
+    hosts = {_host(end) for end in named} - {_host(end) for end in own}  # what was connected later is not noted
+    return tuple(rank for rank, ends in addresses.items() if hosts.intersection(map(_host, ends)))
+
+
+def _host(end: str) -> str:
+    return end.rpartition(":")[0]
+
+
+def _text(host: str, port: int | str) -> str:
+    return f"{host.removeprefix('::ffff:')}:{port}"

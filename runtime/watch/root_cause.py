@@ -1,0 +1,188 @@
+"""Find the rank that caused a run to fail, from the known states of all ranks.
+
+The cause is the first rank that reports a failure of its own, one that is no consequence of another rank's failure. If
+there is none, it is a rank whose process has ended. If ranks report lost connections only, it is a lost rank on another
+host that has gone silent, a lost rank that has left, or the rank that most others have lost. If no rank has made
+progress for the patience of the user, the cause is the rank that others wait for, directly or indirectly, and that
+itself waits for nobody or is silent.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from runtime.errors import DIED, LEFT, LOST, STALLED, Failure
+from runtime.watch.status_board import RankState
+
+_SETTLE_S = 1.0  # seconds that a lost rank has to report why, before the rank that lost it may be the cause
+
+SILENT_S = 3.0  # seconds without a heartbeat after which a process, or its host, counts as stopped
+HOST_SETTLE_S = SILENT_S + 2.0  # seconds until a lost host is known to be silent
+
+
+def cause_of(
+    states: Sequence[RankState], patience_s: float, now: float, died: int | None = None, world_size: int = 0
+) -> Failure | None:
+    """The failure because of which the run cannot continue; ``None`` while it can.
+
+    ``patience_s``: if no rank makes progress for so many seconds, the run counts as stalled. ``now``: current time on
+    the clock of :attr:`RankState.failed_at`. ``died``: the rank whose process was seen to end first, if known.
+    ``world_size``: the number of ranks of the run.
+    """
+    told = sorted((s for s in states if s.failure is not None), key=lambda s: s.failed_at)
+    primary = [s.failure for s in told if s.failure is not None and not s.failure.secondary]
+    if primary:
+        return primary[0]
+    dead = [s for s in states if not s.alive and s.failure is None and s.moment.phase != "gone"]
+    if dead:
+        first = next((s for s in dead if s.rank == died), None) or _most_blamed(dead, states)
+        return failure_at(first, DIED, "the process ended and said nothing (killed, or out of memory)")
+    if told and now - told[0].failed_at > _SETTLE_S and len(states) >= world_size:
+        away = [s for s in _blamed(told, states) if not s.here and s.failure is None and s.moment.phase != "gone"]
+        silent = [s for s in away if s.silent_s > SILENT_S]
+        if silent:
+            return _host_lost(_most_blamed(silent, states), told)
+        if away and now - told[0].failed_at < HOST_SETTLE_S:
+            return None  # its host may have ended, or it may still report why
+        return _left(told, states) or _lost(told)
+    running = [s for s in states if s.failure is None and s.moment.phase != "gone"]
+    if running and min(s.idle_s for s in running) >= patience_s:
+        return _stalled(running, patience_s)
+    return None
+
+
+def failure_at(state: RankState, kind: str, error: str) -> Failure:
+    """A failure at the current position of a rank: its graph node if known, else the calls of its instruction."""
+    place, spot = state.place, state.spot
+    source = f"from {spot.source}" if spot is not None and spot.source else ""
+    inside = state.moment.phase == "step"
+    if not inside and place is not None:
+        error = f"{error}; it was last seen in {place.line}"
+    return Failure(
+        rank=state.rank,
+        error=error,
+        kind=kind,
+        instruction=(spot.text if spot is not None else "end of the step") if inside else state.moment.phase,
+        index=state.index,
+        step=state.moment.step + 1,
+        call=(place.call if place is not None else "") or (spot.calls if spot is not None else ""),
+        node=place.node if place is not None else "",
+        path=place.path if place is not None else "",
+        source=(place.source if place is not None else "") or source,
+    )
+
+
+def waits_for(states: Sequence[RankState]) -> dict[int, set[int]]:
+    """For each rank, the ranks that it waits for.
+
+    A rank does not wait for responsive ranks that are in the same collective already. A silent rank counts as waiting
+    for nobody, since its last report may be outdated.
+    """
+    found: dict[int, set[int]] = {}
+    for s in states:
+        place = s.place
+        if place is None or not place.waits or _mute(s):
+            found[s.rank] = set()
+            continue
+        here = {
+            other.rank
+            for other in states
+            if place.meeting and other.place is not None and not _mute(other)
+            and other.place.meeting == place.meeting and other.progress == s.progress
+            and other.place.node == place.node
+        }  # fmt: skip
+        found[s.rank] = set(place.waits) - here
+    return found
+
+
+def _mute(state: RankState) -> bool:
+    """Whether a rank's last report may be outdated: its process is stopped, dead or silent."""
+    return state.stopped or not state.alive or state.silent_s > SILENT_S
+
+
+def _stalled(states: Sequence[RankState], patience_s: float) -> Failure:
+    edges = waits_for(states)
+    free = [s for s in states if not edges[s.rank]] or list(states)  # in a cycle, any rank may be the cause
+    waited_for = _reach(edges)
+    cause = min(free, key=lambda s: (not _mute(s), -waited_for[s.rank], s.progress, s.rank))
+    others = [s for s in states if cause.rank in edges[s.rank]]
+    how = f"has not moved for {cause.idle_s:.1f} s"
+    if cause.stopped:
+        how += ", it was stopped by a signal"
+    elif _mute(cause):
+        how += f", nor given a sign of life for {cause.silent_s:.1f} s"
+    waiting = "; ".join(f"rank {s.rank} waits for it at {s.doing}" for s in others[:4])
+    more = f" and {len(others) - 4} more" if len(others) > 4 else ""
+    return failure_at(cause, STALLED, how + (f"; {waiting}{more}" if waiting else ""))
+
+
+def _reach(edges: Mapping[int, set[int]]) -> Counter[int]:
+    """For each rank, the number of ranks that wait for it, directly or indirectly."""
+    found: Counter[int] = Counter()
+    for start in edges:
+        seen, todo = {start}, [start]
+        while todo:
+            for rank in edges.get(todo.pop(), ()):
+                if rank not in seen:
+                    seen.add(rank)
+                    todo.append(rank)
+        found.update(seen - {start})
+    return found
+
+
+def _most_blamed(dead: Sequence[RankState], states: Sequence[RankState]) -> RankState:
+    """The rank of ``dead`` that most other ranks have lost; among equals, the one idle for the longest time."""
+    blamed = Counter(rank for s in states for rank in s.lost)
+    return max(dead, key=lambda s: (blamed[s.rank], s.idle_s))
+
+
+def _blamed(told: Sequence[RankState], states: Sequence[RankState]) -> list[RankState]:
+    """The ranks to which some rank of ``told`` has lost its connection."""
+    lost = {rank for s in told for rank in s.lost}
+    return [s for s in states if s.rank in lost]
+
+
+def _host_lost(state: RankState, told: Sequence[RankState]) -> Failure:
+    """The failure of a lost rank on another host that sends no heartbeats any more."""
+    losers = [s for s in told if state.rank in s.lost]
+    who = "; ".join(f"rank {s.rank} lost it at {s.doing}" for s in losers[:4])
+    text = f"its host has given no sign of life for {state.silent_s:.1f} s (it has ended, or its network); {who}"
+    return failure_at(state, DIED, text)
+
+
+def _left(told: Sequence[RankState], states: Sequence[RankState]) -> Failure | None:
+    """The failure of a rank that others have lost because its script ended early or was interrupted; ``None`` if there
+    is no such rank."""
+    gone = [s for s in states if s.moment.phase == "gone" and s.failure is None]
+    for state in gone:
+        losers = [s for s in told if state.rank in s.lost]
+        if losers:
+            who = "; ".join(f"rank {s.rank} needed it at {s.doing}" for s in losers[:4])
+            text = f"has left, of its own accord or interrupted (sys.exit, Ctrl-C), before the others did: {who}"
+            return Failure(state.rank, text, LEFT, "after the steps", step=state.moment.step + 1)
+    return None
+
+
+def _lost(told: Sequence[RankState]) -> Failure:
+    """The failure when connections broke but no process is known to have ended.
+
+    It is reported for the rank that most others have lost or, if no rank stands out, for the rank that reported first.
+    """
+    blamed = Counter(rank for s in told for rank in set(s.lost))
+    order = {s.rank: place for place, s in enumerate(told)}
+    ranks = {s.rank: s for s in told}
+    most = max(blamed.values(), default=0)
+    suspects = sorted((r for r, n in blamed.items() if n == most), key=lambda r: order.get(r, len(order)))
+    first = told[0]
+    assert first.failure is not None
+    if len(suspects) == 1 and suspects[0] in ranks and most > 1:
+        state = ranks[suspects[0]]
+        assert state.failure is not None
+        who = ", ".join(str(s.rank) for s in told if suspects[0] in s.lost)
+        text = f"lost its connections to rank {who}, and no process is known to have ended: {state.failure.error}"
+        return replace(state.failure, kind=LOST, error=text, secondary=False)
+    peers = f"rank {', '.join(map(str, sorted(first.lost)))}" if first.lost else "another rank"
+    text = f"lost its connection to {peers}, and no process is known to have ended: {first.failure.error}"
+    return replace(first.failure, kind=LOST, error=text, secondary=False)

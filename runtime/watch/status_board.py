@@ -1,0 +1,179 @@
+"""What the ranks of a run say about themselves: files in a folder that all of them, and who watches them, can see.
+
+``rank-3.times`` and ``rank-3.json`` are the flight recorder's (:mod:`runtime.execute.flight_recorder`);
+``rank-3.place`` is where the rank saw itself at its last heartbeat, ``rank-3.failure`` why it failed,
+``rank-3.addresses`` its ends of connections.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runtime.errors import Failure
+from runtime.execute.flight_recorder import About, Moment, Recording, Spot
+from runtime.execute.stack_location import Place
+from runtime.files import write_text
+from runtime.watch.host_mirror import ranks_named
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What is known of a rank at one time. ``alive`` and ``stopped``: of its process, where that can be asked (on this
+    host, ``here``); ``idle_s``: since it last began something; ``silent_s``: since its last heartbeat."""
+
+    rank: int
+    stage: int
+    moment: Moment
+    spot: Spot | None
+    index: int | None  # of the instruction
+    idle_s: float
+    silent_s: float
+    here: bool = True
+    alive: bool = True
+    stopped: bool = False
+    place: Place | None = None
+    failure: Failure | None = None
+    failed_at: float = 0.0
+    lost: tuple[int, ...] = ()  # whom it was waiting for when it failed
+    stage_index: int | None = None  # of the instruction in the stage's list, where ranks leave out some of that
+
+    @property
+    def progress(self) -> tuple[int, int, int]:
+        """Comparable between ranks of a stage. What comes after a step is behind all of its actions."""
+        inside = self.moment.phase == "step"
+        return self.moment.step, int(not inside), self.moment.action if self.stage_index is None else self.stage_index
+
+    @property
+    def doing(self) -> str:
+        """``instruction 7: 1F0``, or what it does outside of its program."""
+        if self.moment.phase != "step":
+            return f"{self.moment.phase} (after step {self.moment.step + 1})"
+        return f"step {self.moment.step + 1}, {instruction_words(self.index, self.spot)}"
+
+
+def instruction_words(index: int | None, spot: Spot | None) -> str:
+    return f"instruction {index}: {spot.text}" if spot is not None else "end of the step"
+
+
+class Board:
+    """The folder. Ranks write their own files; anybody reads."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._recordings: dict[int, Recording] = {}
+
+    def post_place(self, rank: int, moment: Moment, place: Place) -> None:
+        self._post(rank, "place", {"step": moment.step, "action": moment.action, **place.to_data()})
+
+    def post_failure(self, rank: int, failure: Failure, waits: tuple[int, ...] = ()) -> None:
+        content = {"at": time.time(), "failure": failure.to_data(), "waits": waits}
+        self._post(rank, "failure", content)
+
+    def post_addresses(self, rank: int, addresses: list[str]) -> None:
+        """This rank's ends of its connections."""
+        self._post(rank, "addresses", {"own": addresses})
+
+    def _post(self, rank: int, kind: str, content: dict[str, Any]) -> None:
+        write_text(self.folder / f"rank-{rank}.{kind}", json.dumps(content), durable=False)
+
+    def tell(self, cause: Failure) -> bool:
+        """Note why the run ends, if nobody has: whether it is for this rank to tell the user."""
+        try:
+            with (self.folder / "cause").open("x") as file:
+                json.dump(cause.to_data(), file)
+        except FileExistsError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def told(self) -> Failure | None:
+        """The cause that a rank has told."""
+        with contextlib.suppress(OSError, ValueError):
+            return Failure.from_data(json.loads((self.folder / "cause").read_text()))
+        return None
+
+    def states(self) -> list[RankState]:
+        """All ranks that have come, by rank."""
+        for path in self.folder.glob("rank-*.times"):
+            rank = int(path.stem.split("-")[1])
+            if rank not in self._recordings:
+                with contextlib.suppress(FileNotFoundError):  # see below
+                    self._recordings[rank] = Recording(self.folder, rank)
+        found = []
+        for rank in sorted(self._recordings):
+            with contextlib.suppress(FileNotFoundError):  # it has come to its end, and tidied up
+                found.append(self._state(rank))
+        return found
+
+    @property
+    def world_size(self) -> int:
+        return next((r.about.world_size for r in self._recordings.values()), 0)
+
+    def recordings(self) -> dict[int, Recording]:
+        return self._recordings
+
+    def _state(self, rank: int) -> RankState:
+        recording = self._recordings[rank]
+        about, moment = recording.about, recording.moment()
+        here = about.host == socket.gethostname()
+        now = time.monotonic_ns() if here else int((time.time() - about.clock_s) * 1e9)
+        index = about.actions[moment.action] if moment.phase == "step" else None
+        spot = about.spots[index] if index is not None and index < len(about.spots) else None
+        alive, stopped = _process(about.pid) if here else (True, False)
+        placed, failed = self._read(rank, "place"), self._read(rank, "failure")
+        place = None
+        if placed is not None and (placed.pop("step"), placed.pop("action")) == (moment.step, moment.action):
+            place = Place.from_data(placed)
+        return RankState(
+            rank=rank,
+            stage=about.stage,
+            moment=moment,
+            spot=spot,
+            index=index,
+            idle_s=(now - moment.moved) * 1e-9,
+            silent_s=(now - moment.beat) * 1e-9,
+            here=here,
+            alive=alive,
+            stopped=stopped,
+            place=place,
+            failure=None if failed is None else Failure.from_data(failed["failure"]),
+            failed_at=0.0 if failed is None else failed["at"],
+            lost=() if failed is None else self._lost(rank, failed),
+            stage_index=_stage_index(about, index),
+        )
+
+    def _lost(self, rank: int, failed: dict[str, Any]) -> tuple[int, ...]:
+        """Whom a failed rank has lost: the one whose address the error names, or all that it waited for."""
+        ends = {r: (self._read(r, "addresses") or {"own": []})["own"] for r in self._recordings}
+        own = ends.pop(rank)
+        return ranks_named(failed["failure"]["error"], ends, own) or tuple(failed["waits"])
+
+    def _read(self, rank: int, kind: str) -> dict[str, Any] | None:
+        with contextlib.suppress(OSError, ValueError):
+            content: dict[str, Any] = json.loads((self.folder / f"rank-{rank}.{kind}").read_text())
+            return content
+        return None
+
+
+def _stage_index(about: About, index: int | None) -> int | None:
+    if not about.places or index is None:
+        return None
+    return about.places[index] if index < len(about.places) else about.places[-1] + 1  # the end of the step
+
+
+def _process(pid: int) -> tuple[bool, bool]:
+    """Whether a process of this host runs, and whether it was stopped by a signal. True, where that is unknown."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return not Path("/proc/self").exists(), False
+    except OSError:
+        return True, False
+    return state not in "ZX", state in "Tt"

@@ -1,0 +1,215 @@
+"""Detect ranks that are slower than the others, from the time that they compute, without waiting times.
+
+All ranks take the same time for a step, and the slow rank is the one that does not wait. Ranks of one stage with the
+same number of microbatches do the same work and are compared with each other. A rank without such peers is compared
+with its own past, scaled by how the other ranks have changed. All comparisons use medians, so a single disturbed step
+has no effect. On a machine that is shared with other programs, times vary on every rank, and medians may be far apart
+by chance. Therefore nearly every step of the slow rank must take longer than nearly every step of its peers, which
+happens by chance in one of ten thousand windows.
+
+Monitor a run, from outside or from one of its ranks: does it make progress, and if not, why.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from runtime.errors import Failure
+from runtime.execute.flight_recorder import About, Spot
+from runtime.watch.root_cause import cause_of
+from runtime.watch.status_board import Board, RankState, instruction_words
+
+_WINDOW = 10  # recent steps that are compared
+
+_BEFORE = 4  # least number of steps before the window that describe a rank's past
+_KEPT = 64  # steps that are kept per rank
+_SPREADS = 4.0  # the excess of a slow rank must also be more than this many median deviations
+_SURE = 0.96  # fraction of pairs (step of the slow rank, step of a peer) in which the slow rank's takes longer
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    """A rank that is slower than expected.
+
+    ``seconds``: its computation time per step. ``expected``: the time per step according to its peers, or to its own
+    past. ``index``, ``spot``: the instruction with the largest excess. ``against``: words for the comparison.
+    """
+
+    rank: int
+    seconds: float
+    expected: float
+    index: int
+    spot: Spot | None
+    against: str
+
+    def __str__(self) -> str:
+        where = [instruction_words(self.index, self.spot)]
+        if self.spot is not None:
+            where += [text for text in (self.spot.calls, self.spot.source) if text]
+        return (
+            f"rank {self.rank} is slow: {self.seconds * 1e3:.1f} ms of work in a step, {self.against} "
+            f"{self.expected * 1e3:.1f} ms; most of the difference at {', '.join(where)}"
+        )
+
+
+class SlowRanks:
+    """Samples the last step of every rank and reports slow ranks.
+
+    ``factor``: a rank is slow if its computation time exceeds ``factor`` times the expected time.
+    """
+
+    def __init__(self, board: Board, factor: float = 1.5) -> None:
+        self.board = board
+        self.factor = factor
+        self.samples: dict[int, deque[dict[int, float]]] = {}
+        self._last: dict[int, int] = {}
+        self._told: set[int] = set()
+
+    def look(self) -> list[SlowRank]:
+        """The ranks that have become slow since the last call. A rank is reported again only after it has recovered."""
+        self.board.states()
+        recordings = self.board.recordings()
+        for rank, recording in recordings.items():
+            step = recording.last_step()
+            if step is not None and step.step > self._last.get(rank, 0):  # skips the first step, a warm-up
+                self._last[rank] = step.step
+                self.samples.setdefault(rank, deque(maxlen=_KEPT)).append(step.busy())
+        about = {rank: r.about for rank, r in recordings.items()}
+        new = [s for s in slow_ranks(self.samples, about, self.factor) if s.rank not in self._told]
+        if self._told:
+            self._told &= {s.rank for s in slow_ranks(self.samples, about, self.factor, spreads=0.0)}
+        self._told |= {s.rank for s in new}
+        return new
+
+
+def slow_ranks(
+    samples: Mapping[int, Sequence[Mapping[int, float]]],
+    about: Mapping[int, About],
+    factor: float,
+    spreads: float = _SPREADS,
+) -> list[SlowRank]:
+    """The ranks that are slow now, the slowest (relative to its expected time) first.
+
+    ``samples``: rank -> for each step, instruction index -> seconds of computation. ``factor``: see
+    :class:`SlowRanks`. ``spreads``: median deviations that the excess must exceed; 0: also skip the test of pairs.
+    """
+    if any(len(samples.get(rank, ())) < _WINDOW for rank in about):
+        return []
+    now = {rank: _typical(list(samples[rank])[-_WINDOW:]) for rank in about}
+    found = []
+    for rank, work in now.items():
+        own = about[rank]
+        peers = [r for r in now if r != rank and (about[r].stage, about[r].places) == (own.stage, own.places)]
+        reference = _typical([now[r] for r in peers]) if peers else _own_past(rank, samples, now)
+        if reference is None:
+            continue
+        expected, seconds = sum(reference.values()), sum(work.values())
+        if seconds <= factor * expected or seconds - expected <= spreads * _spread([rank, *peers], samples):
+            continue
+        if not spreads or _sure(rank, peers, samples, expected):
+            index = max(work, key=lambda i: work[i] - reference.get(i, 0.0))
+            spots = about[rank].spots
+            spot = spots[index] if index < len(spots) else None
+            against = "its peers take" if peers else "where it took, by what the others take now,"
+            found.append(SlowRank(rank, seconds, expected, index, spot, against))
+    return sorted(found, key=lambda s: s.expected / s.seconds)
+
+
+def _own_past(
+    rank: int, samples: Mapping[int, Sequence[Mapping[int, float]]], now: Mapping[int, Mapping[int, float]]
+) -> dict[int, float] | None:
+    """The expected seconds per instruction of ``rank``: its own past, scaled by the change of the other ranks.
+
+    The change is the median of their ratios of present to past. ``None`` if some rank has too short a past.
+    """
+    before = {r: list(samples[r])[:-_WINDOW] for r in now}
+    if any(len(steps) < _BEFORE for steps in before.values()):
+        return None
+    past = {r: _typical(steps) for r, steps in before.items()}
+    others = [sum(now[r].values()) / total for r in now if r != rank and (total := sum(past[r].values()))]
+    general = median(others) if others else 1.0
+    return {index: seconds * general for index, seconds in past[rank].items()}
+
+
+def _sure(rank: int, peers: Sequence[int], samples: Mapping[int, Sequence[Mapping[int, float]]], past: float) -> bool:
+    """Whether nearly all recent steps of ``rank`` take longer than nearly all recent steps of most ``peers``.
+
+    Without peers, compares with its own earlier steps, scaled so that their median is ``past`` seconds.
+    """
+    totals = {r: [sum(step.values()) for step in samples[r]] for r in (rank, *peers)}
+    now = totals[rank][-_WINDOW:]
+    if peers:
+        return median(_longer(now, totals[peer][-_WINDOW:]) for peer in peers) >= _SURE
+    took = sum(_typical(list(samples[rank])[:-_WINDOW]).values())
+    scale = past / took if took else 1.0
+    before = totals[rank][: -2 * _WINDOW]  # leave out steps in which it may have been slow already
+    before = before if len(before) >= _BEFORE else totals[rank][:-_WINDOW]
+    return _longer(now, [scale * seconds for seconds in before]) >= _SURE
+
+
+def _longer(some: Sequence[float], others: Sequence[float]) -> float:
+    """The fraction of pairs (one of ``some``, one of ``others``) whose first number is larger; ties count half.
+
+    This is the Mann-Whitney U statistic divided by the number of pairs.
+    """
+    return sum((a > b) + (a == b) / 2 for a in some for b in others) / (len(some) * len(others))
+
+
+def _spread(ranks: Sequence[int], samples: Mapping[int, Sequence[Mapping[int, float]]]) -> float:
+    """The largest median absolute deviation of ``ranks``, in seconds: of the computation time of their recent steps."""
+    spreads = []
+    for rank in ranks:
+        totals = [sum(step.values()) for step in list(samples[rank])[-_WINDOW:]]
+        middle = median(totals)
+        spreads.append(median(abs(t - middle) for t in totals))
+    return max(spreads)
+
+
+def _typical(steps: Sequence[Mapping[int, float]]) -> dict[int, float]:
+    """For each instruction index, the median of its seconds over ``steps``."""
+    return {index: median(step.get(index, 0.0) for step in steps) for index in steps[0]}
+
+
+_LOOK_S = 0.05
+
+
+class Monitor:
+    """Monitors the ranks that write their states to ``folder``.
+
+    ``patience_s``: if no rank makes progress for so many seconds, the run counts as stalled. It must exceed the longest
+    instruction and the longest pause between steps, checkpoints included.
+    """
+
+    def __init__(self, folder: str | Path, patience_s: float = 300.0) -> None:
+        self.board = Board(Path(folder))
+        self.patience_s = patience_s
+        self.refresh: Callable[[], None] | None = None  # fetches the states of ranks on other hosts
+
+    def states(self) -> list[RankState]:
+        return self.board.states()
+
+    def check(self, died: int | None = None) -> Failure | None:
+        """The failure (rank, instruction, graph node) because of which the run cannot continue; ``None`` while it can,
+        or before it has begun. ``died``: the rank whose process was seen to end first, if known."""
+        if self.refresh is not None:
+            self.refresh()
+        told = self.board.told()
+        if told is not None:
+            return told
+        states = self.states()
+        return cause_of(states, self.patience_s, time.time(), died, self.board.world_size)
+
+    def settle(self, seconds: float, died: int | None = None) -> Failure | None:
+        """Wait up to ``seconds`` until :meth:`check` finds the cause of a run that is known to have failed.
+
+        Returns ``None`` if no cause is found in this time.
+        """
+        deadline = time.monotonic() + seconds
+        while (found := self.check(died)) is None and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+        return found

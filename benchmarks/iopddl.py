@@ -23,7 +23,7 @@ import numpy as np  # noqa: E402
 
 from benchmarks.iopddl_solver.solve import solve_within_memory  # noqa: E402
 from partitioner.solve.pairwise.assignment import AssignmentProblem  # noqa: E402
-from partitioner.solve.pairwise.live_memory import Memory  # noqa: E402
+from partitioner.solve.pairwise.live_memory import MemoryConstraint  # noqa: E402
 
 FORBIDDEN = 1e18  # costs from here on mean that a choice is not allowed
 
@@ -51,7 +51,7 @@ def read(path: Path) -> AssignmentProblem:
     limit = data.get("usage_limit")
     memory = None
     if limit is not None:
-        memory = Memory(intervals, [np.array(u, np.float64) for u in nodes["usages"]], float(limit))
+        memory = MemoryConstraint(intervals, [np.array(u, np.float64) for u in nodes["usages"]], float(limit))
     return AssignmentProblem(costs, tables, memory=memory)
 
 

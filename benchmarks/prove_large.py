@@ -16,7 +16,7 @@ from partitioner.emit.program import Layouts, emit
 from passes.ir.collectives import ops
 from passes.ir.interpret import call
 from passes.ir.layouts import shard
-from passes.ir.model import Block, Call, FoldedModel, ModelInput, ModelOutput, State, TensorSpec
+from passes.ir.model import Block, Call, FoldedModel, ModelInput, ModelOutput, ModelState, TensorSpec
 from runtime.program.program import Program
 from runtime.prove.prove import prove
 
@@ -63,7 +63,7 @@ def large_program(pp: int, dp: int, tp: int, num_microbatches: int, calls_per_st
         for name, node in zip(names, block.placeholders, strict=False):
             dim = 1 if ".up" in name else 0
             shape = tuple(s * tp if d == dim else s for d, s in enumerate(node.meta["val"].shape))
-            states[name] = State(name, TensorSpec(shape, torch.float32), "parameter", True)
+            states[name] = ModelState(name, TensorSpec(shape, torch.float32), "parameter", True)
             layouts[name] = shard(dim)
         calls.append(Call("layer", f"layers.{i}", names, (f"h{i}",), (f"h{i + 1}",)))
     calls.append(Call("loss", "loss", (), (f"h{number}",), ("loss",)))

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from partitioner.advise.suggest import advised
-from partitioner.advise.variants import Asked
+from partitioner.advise.variants import RelaxationRequest
 from partitioner.constraints import Constraints
 from partitioner.explain.tables import notes_on_precision
 from partitioner.plan import Plan, operator_share
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.evaluate.prepared_model import PreparedModel, modes_of_a_new_process, prepare, rare_collections
-from partitioner.solve.search.best_first import Progress
+from partitioner.solve.search.best_first import SearchProgress
 from partitioner.solve.search.fit_memory import plan_to_fit
 from partitioner.solve.search.search import explore
 from partitioner.topology import Topology
@@ -38,7 +38,7 @@ def partition(
     constraints: Constraints | None = None,
     precision: str | None = None,
     optimizer: str = "adamw",
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[SearchProgress], None] | None = None,
     estimate_only: bool = False,
     time_limit_s: float | None = None,
 ) -> Plan:
@@ -69,7 +69,7 @@ def partition(
         kind = precision_of(work[0], prepared.precision)
         return Job(*work, rated(topology, kind, constraints.memory_margin), constraints, train, optimizer, kind)
 
-    with advised(Asked(topology, constraints, global_batch, job_of)):
+    with advised(RelaxationRequest(topology, constraints, global_batch, job_of)):
         check_request(topology, constraints, optimizer, train)
         check_precision(topology, prepared.precision)
         job = job_of(topology, constraints, global_batch)

@@ -50,7 +50,7 @@ class Finding:
     bound: float
 
 
-class Slot:
+class FindingSlot:
     """Shared memory for the latest finding of one process."""
 
     def __init__(self, num_nodes: int) -> None:
@@ -86,7 +86,7 @@ def can_help() -> bool:
     return hasattr(os, "fork") and hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) > 1
 
 
-class Helper:
+class ForkedWorker:
     """Runs ``work`` in a fork of this process, ``pid``; its errors go nowhere, as it is only ever a help."""
 
     def __init__(self, work: Callable[[], None]) -> None:
@@ -141,7 +141,7 @@ _PATIENCE_S = 10.0  # with a process that is at something: it may hang for reaso
 _PAUSE_S = 0.002
 
 
-class Aside(Generic[K, R]):
+class BackgroundWorker(Generic[K, R]):
     """Does ``work`` for each of ``keys``, in this order but for what is wished for, in a fork; results are pickled.
     ``end()`` ends the fork and forgets what it has done. ``patience_s``: with it, while it is at what is asked for."""
 
@@ -154,7 +154,7 @@ class Aside(Generic[K, R]):
         self._turns = count(-len(keys))
         self._spans = shared(2 * len(keys), np.int64).reshape(-1, 2)  # of results in the file
         self._file: IO[bytes] = io.BytesIO()
-        self._helper: Helper | None = None
+        self._helper: ForkedWorker | None = None
         parent = os.getpid()
 
         def go_through() -> None:
@@ -174,7 +174,7 @@ class Aside(Generic[K, R]):
 
         with suppress(OSError):  # no room for results, or for another process
             self._file = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as this
-            self._helper = Helper(go_through)
+            self._helper = ForkedWorker(go_through)
         self.end = weakref.finalize(self, _end, self._helper, self._file)
 
     def take(self, key: K) -> R | None:
@@ -227,20 +227,20 @@ class Aside(Generic[K, R]):
             self._helper = None
 
 
-def _end(helper: Helper | None, file: IO[bytes]) -> None:
+def _end(helper: ForkedWorker | None, file: IO[bytes]) -> None:
     if helper is not None:
         helper.end(time.perf_counter())
     file.close()
 
 
-class Later(Generic[R]):
+class Future(Generic[R]):
     """What ``work`` gives, which a second process does meanwhile where there is one and it is ``worth_it``; ``most_s``:
     seconds that it may take."""
 
     def __init__(self, work: Callable[[], R], *, worth_it: bool = True, most_s: float = 0.0) -> None:
         self._work = work
         help_s = most_s + _PATIENCE_S
-        self._aside = Aside([None], lambda _: work(), help_s) if worth_it and can_help() else None
+        self._aside = BackgroundWorker([None], lambda _: work(), help_s) if worth_it and can_help() else None
 
     def result(self) -> R:
         """Waits for it. Raises what ``work`` raises."""

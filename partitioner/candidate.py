@@ -25,7 +25,7 @@ def split_of(tp: int, ep: int, etp: int) -> Split:
 
 @hashed_once
 @dataclass(frozen=True, order=True)
-class Point:
+class MeshCandidate:
     """One combination. ``recompute`` is left to the stages unless it is pinned.
 
     ``ep`` ranks of dp x cp x tp share the experts, each over ``etp`` of them (0: ``tp``); ``zero``: the stage of state
@@ -44,10 +44,10 @@ class Point:
     virtual_stages: int = 1
     dp_shard: int = 0
 
-    def sharing(self, zero: int, dp_shard: int = 0) -> Point:
+    def sharing(self, zero: int, dp_shard: int = 0) -> MeshCandidate:
         """This point with states sharded at stage ``zero`` over ``dp_shard`` ranks of ``dp``."""
         axes = self.pp, self.dp, self.tp, self.microbatch_size, self.schedule, self.cp, self.ep, self.etp
-        return Point(*axes, zero, self.virtual_stages, dp_shard)
+        return MeshCandidate(*axes, zero, self.virtual_stages, dp_shard)
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -126,4 +126,6 @@ class Point:
         return [("cp", self.cp, 1), ("ep", self.ep, 1), ("zero", self.zero, 0), shard, ("v", self.virtual_stages, 1)]
 
 
-in_order = attrgetter(*(f.name for f in fields(Point)))  # a key, which is built once where a comparison builds two
+in_order = attrgetter(
+    *(f.name for f in fields(MeshCandidate))
+)  # a key, which is built once where a comparison builds two

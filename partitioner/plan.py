@@ -112,7 +112,7 @@ class Baseline(Data):
 class Limits(Data):
     """What of a model limits the candidates. ``calls``: that stages can hold; ``dims``: sizes of weights' dims;
     ``experts``: ranks that share them are a divisor of it; ``length``: a sample's tokens, 0 without attention;
-    ``repeated``, ``even``: see :class:`partitioner.solve.search.space.Space`."""
+    ``repeated``, ``even``: see :class:`partitioner.solve.search.space.SearchSpace`."""
 
     calls: int
     dims: tuple[int, ...]

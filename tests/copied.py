@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from runtime import Checkpoints, Engine
-from runtime.checkpoint.memory_copies import State
+from runtime.checkpoint.memory_copies import SlotState
 from runtime.checkpoint.ranks import Peers
 from runtime.checkpoint.run_state import own_tensors
 from runtime.launch.process_pool import preload
@@ -52,7 +52,7 @@ def strike() -> None:
 
 def arm(engine: Engine, where: str, step: int) -> None:
     """Let this rank be killed at ``where``, when ``engine`` has done ``step`` steps."""
-    write, receive = State.write, Peers.receive
+    write, receive = SlotState.write, Peers.receive
 
     def half(content: torch.Tensor) -> None:
         if engine.steps == step:
@@ -60,7 +60,7 @@ def arm(engine: Engine, where: str, step: int) -> None:
             strike()
 
     if where == "write":
-        State.write = lambda self, to: half(to) or write(self, to)  # type: ignore[assignment]
+        SlotState.write = lambda self, to: half(to) or write(self, to)  # type: ignore[assignment]
     elif where == "receive":
         Peers.receive = lambda self, content, source: half(content) or receive(self, content, source)  # type: ignore
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partitioner.candidate import Point
+from partitioner.candidate import MeshCandidate
 from partitioner.solve.bounds.model_bounds import ModelBounds
-from partitioner.solve.evaluate.evaluator import Evaluator
-from partitioner.solve.search.bound_steps import Floors
+from partitioner.solve.evaluate.evaluator import CandidateEvaluator
+from partitioner.solve.search.bound_steps import BoundCascade
 from partitioner.solve.search.search import explore, space_of
-from partitioner.solve.search.uniform_cluster import BEST, Alike, evened
+from partitioner.solve.search.uniform_cluster import BEST, UniformClusterBound, evened
 from partitioner.solve.stages.split import SLACK
 from partitioner.topology import loads
 from passes.errors import PartitionError
@@ -25,13 +25,13 @@ MESHES = [(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 4, 1), (1, 2, 2), (1, 1, 4)]
 SCHEDULES = [("1f1b", 1), ("zb-1p", 1), ("gpipe", 1), ("interleaved", 2), ("zb-v", 2)]
 
 
-def bounds_of(work: Any, point: Point) -> tuple[float, float]:
+def bounds_of(work: Any, point: MeshCandidate) -> tuple[float, float]:
     """What is said of a point where not all placements are tried: by nodes that are alike, and by all together."""
-    evaluator = Evaluator(work)
+    evaluator = CandidateEvaluator(work)
     evaluator.tries_all = lambda _: False  # type: ignore[method-assign]
     bounds = ModelBounds(work, evaluator.placements)
-    floors = Floors(bounds, evaluator, [point], space_of(work, bounds))
-    return Alike(evaluator).least(point, math.inf), floors.of_point(point)
+    floors = BoundCascade(bounds, evaluator, [point], space_of(work, bounds))
+    return UniformClusterBound(evaluator).least(point, math.inf), floors.of_point(point)
 
 
 @settings(max_examples=25, deadline=None)
@@ -41,7 +41,7 @@ def test_no_placement_takes_less(
 ):
     pp, dp, tp = mesh
     name, virtual = schedule if pp > 1 else ("1f1b", 1)
-    point = Point(pp, dp, tp, size, schedule=name, zero=zero if dp > 1 else 0, virtual_stages=virtual)
+    point = MeshCandidate(pp, dp, tp, size, schedule=name, zero=zero if dp > 1 else 0, virtual_stages=virtual)
     work = job(described(cluster))
     times = times_of_all(work, point)
     if not times:
@@ -66,7 +66,7 @@ def test_no_placement_takes_less(
 def test_where_links_alone_differ_it_is_what_the_best_placement_takes(cluster: str, mesh: tuple[int, int, int]):
     pp, dp, tp = mesh
     work = job(loads(cluster), 6)
-    point = Point(pp, dp, tp, 1)
+    point = MeshCandidate(pp, dp, tp, 1)
     alike, every = bounds_of(work, point)
     least = min(times_of_all(work, point))
     # no bound knows by how much reductions beside the last backwards delay the stages before

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from partitioner import Constraints, Topology, background, partition, prepare
-from partitioner.background import Aside, Helper, Later, can_help, check_threads, shared
-from partitioner.candidate import Point
+from partitioner.background import BackgroundWorker, ForkedWorker, Future, can_help, check_threads, shared
+from partitioner.candidate import MeshCandidate
 from partitioner.solve.evaluate import local_model_cache
-from partitioner.solve.evaluate.evaluator import Evaluator
+from partitioner.solve.evaluate.evaluator import CandidateEvaluator
 from partitioner.solve.evaluate.job import Job
 from partitioner.validate import precision_of
 
@@ -42,7 +42,7 @@ def test_each_is_done_once_and_everything_arrives() -> None:
         time.sleep(0.002)
         return f"{key} " * 3000
 
-    ahead = Aside(range(40), work)
+    ahead = BackgroundWorker(range(40), work)
     got, own = {}, 0
     for key in range(40):
         while ahead.works_on(key) and (other := ahead.claim(range(40))) is not None:
@@ -67,7 +67,7 @@ def test_what_is_wished_for_comes_first() -> None:
         done[key] = done.max() + 1
         return key
 
-    ahead = Aside(range(8), work)
+    ahead = BackgroundWorker(range(8), work)
     while not ahead.works_on(0):
         time.sleep(0.001)
     ahead.wish(6)
@@ -83,7 +83,7 @@ def test_what_is_wished_for_comes_first() -> None:
 
 
 def test_what_was_not_said_before_is_for_the_caller() -> None:
-    ahead = Aside([1, 2], lambda key: key)
+    ahead = BackgroundWorker([1, 2], lambda key: key)
     assert ahead.take(3) is None
     ahead.end()
     assert ahead.take(1) is None and not ahead.works_on(2)
@@ -104,7 +104,7 @@ def test_a_process_that_fails_leaves_the_work_to_the_first(how: str) -> None:
         time.sleep(600.0)
         return 20
 
-    ahead = Aside([1, 2, 3], work, patience_s=0.3)
+    ahead = BackgroundWorker([1, 2, 3], work, patience_s=0.3)
     while not began[0]:
         time.sleep(0.001)
     start = time.perf_counter()
@@ -122,19 +122,19 @@ def test_without_room_for_it_the_first_process_does_it_all(
         raise BlockingIOError("Resource temporarily unavailable")
 
     monkeypatch.setattr(module, name, none)
-    ahead = Aside([1, 2], lambda key: key)
+    ahead = BackgroundWorker([1, 2], lambda key: key)
     assert ahead.take(1) is None and ahead.claim({2}) == 2 and ahead.claim({1, 2}) is None
     ahead.end()
 
 
 def test_one_thing_is_done_later() -> None:
-    with Later(os.getpid) as later:
+    with Future(os.getpid) as later:
         while later._aside is not None and later._aside._marks[0] == 0:
             time.sleep(0.001)
         assert (later.result() == os.getpid()) is not can_help()
-    with Later(os.getpid, worth_it=False) as later:
+    with Future(os.getpid, worth_it=False) as later:
         assert later.result() == os.getpid()
-    with pytest.raises(ZeroDivisionError), Later(lambda: 1 // 0) as later:
+    with pytest.raises(ZeroDivisionError), Future(lambda: 1 // 0) as later:
         later.result()
 
 
@@ -148,7 +148,7 @@ def test_a_helper_has_no_exact_solver() -> None:
             told[0] = 1
 
     check_threads()
-    helper = Helper(work)
+    helper = ForkedWorker(work)
     helper.end(time.perf_counter() + 60.0)
     assert told[0] == 1
 
@@ -159,13 +159,13 @@ def test_bounds_are_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = _llama()
     prepared = prepare(model, inputs).at(None)
     work = Job(*prepared, Topology.preset("dgx-h100"), Constraints(), True, "adamw", precision_of(prepared[0], None))
-    points = [Point(pp=2, dp=4 // tp, tp=tp, microbatch_size=2) for tp in (2, 4)]
-    alone = Evaluator(work)
+    points = [MeshCandidate(pp=2, dp=4 // tp, tp=tp, microbatch_size=2) for tp in (2, 4)]
+    alone = CandidateEvaluator(work)
     expected = [alone.floor(point, 2) for point in points]
     assert None not in expected and expected[0] != expected[1]
 
     monkeypatch.setattr(local_model_cache, "_WORTH_S", -1.0)
-    helped = Evaluator(work)
+    helped = CandidateEvaluator(work)
     helped.expect([(point, 2) for point in points], [(point, 2) for point in points])
     first = replace(points[0], dp=4, tp=1)
     helped.floor(first, 2)  # which was not expected: the second process starts
@@ -173,14 +173,14 @@ def test_bounds_are_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ahead is not None and len(ahead._keys) == 4
     while ahead._helper is not None and ahead._helper.runs:
         time.sleep(0.001)
-    own: list[Point] = []
+    own: list[MeshCandidate] = []
 
-    def counted(evaluator: Evaluator, point: Point, *args: Any) -> Any:
+    def counted(evaluator: CandidateEvaluator, point: MeshCandidate, *args: Any) -> Any:
         own.append(point)
         return floor(evaluator, point, *args)
 
-    floor = Evaluator._floor
-    monkeypatch.setattr(Evaluator, "_floor", counted)
+    floor = CandidateEvaluator._floor
+    monkeypatch.setattr(CandidateEvaluator, "_floor", counted)
     assert [helped.floor(point, 2) for point in points] == expected
     assert not own
     helped.floor(replace(points[1], microbatch_size=1), 1)
@@ -229,13 +229,13 @@ def test_plans_are_the_same(
     topology = Topology.preset("dgx-a100", nodes=1)
     plans, taken = [], []
 
-    def counted(ahead: Aside[Any, Any], key: Any) -> Any:
+    def counted(ahead: BackgroundWorker[Any, Any], key: Any) -> Any:
         found = take(ahead, key)
         taken.append(found)
         return found
 
-    take = Aside.take
-    monkeypatch.setattr(Aside, "take", counted)
+    take = BackgroundWorker.take
+    monkeypatch.setattr(BackgroundWorker, "take", counted)
     for helped in (False, True):
         monkeypatch.setattr(local_model_cache, "_WORTH_S", -1.0)
         for module in (local_model_cache, background):

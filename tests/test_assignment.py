@@ -18,14 +18,20 @@ from hypothesis import strategies as st
 
 from benchmarks.iopddl_solver import large, solve
 from benchmarks.iopddl_solver.contract import Contraction
-from benchmarks.iopddl_solver.search import Search, conditioned_order
+from benchmarks.iopddl_solver.search import AssignmentSearch, conditioned_order
 from benchmarks.iopddl_solver.solve import solve_within_memory
-from benchmarks.iopddl_solver.state import Flat
+from benchmarks.iopddl_solver.state import FlatProblem
 from partitioner.solve.pairwise import assignment
-from partitioner.solve.pairwise.assignment import AssignmentProblem, Row, TimeLimitError, live_rows, solve_assignment
+from partitioner.solve.pairwise.assignment import (
+    AssignmentProblem,
+    AssignmentTimeLimitError,
+    ResourceConstraint,
+    live_rows,
+    solve_assignment,
+)
 from partitioner.solve.pairwise.dynamic_programming import eliminate
-from partitioner.solve.pairwise.live_memory import Memory, Usage, stretches
-from partitioner.solve.pairwise.presolve import InfeasibleError, Reduction
+from partitioner.solve.pairwise.live_memory import MemoryConstraint, Usage, stretches
+from partitioner.solve.pairwise.presolve import InfeasibleAssignmentError, ReducedProblem
 
 INSTANCES = Path(__file__).parents[2] / "shared" / "iopddl"
 
@@ -65,7 +71,7 @@ def problems(draw: st.DrawFn) -> AssignmentProblem:
 def test_optimum_is_that_of_brute_force(problem: AssignmentProblem) -> None:
     expected = brute_force(problem)
     if math.isinf(expected):
-        with pytest.raises(InfeasibleError):
+        with pytest.raises(InfeasibleAssignmentError):
             solve_assignment(problem)
         return
     answer = solve_assignment(problem)
@@ -78,10 +84,10 @@ def test_optimum_is_that_of_brute_force(problem: AssignmentProblem) -> None:
 @given(problems())
 def test_presolve_keeps_an_optimum(problem: AssignmentProblem) -> None:
     expected = brute_force(problem)
-    reduction = Reduction(problem.costs, problem.edges, [(r.usage, r.limit) for r in problem.rows])
+    reduction = ReducedProblem(problem.costs, problem.edges, [(r.usage, r.limit) for r in problem.rows])
     try:
         reduction.run()
-    except InfeasibleError:
+    except InfeasibleAssignmentError:
         assert math.isinf(expected)
         return
     left = reduction.nodes
@@ -97,7 +103,9 @@ def memory_problems(draw: st.DrawFn) -> AssignmentProblem:
     usages = [rng.integers(0, 6, len(c)).astype(float) for c in problem.costs]
     starts, lengths = rng.integers(0, 6, len(usages)), rng.integers(0, 5, len(usages))
     intervals = [(int(s), int(s + n)) for s, n in zip(starts, lengths, strict=True)]
-    return AssignmentProblem(problem.costs, problem.edges, memory=Memory(intervals, usages, float(rng.integers(6, 14))))
+    return AssignmentProblem(
+        problem.costs, problem.edges, memory=MemoryConstraint(intervals, usages, float(rng.integers(6, 14)))
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -109,7 +117,7 @@ def test_the_method_for_large_problems_is_bracketed_by_the_optimum(problem: Assi
         patch.setattr(large, "WHOLE_ENTRIES", whole)
         try:
             answer = solve_within_memory(problem, time_limit_s=0.5)
-        except (InfeasibleError, TimeLimitError):
+        except (InfeasibleAssignmentError, AssignmentTimeLimitError):
             return
     assert math.isfinite(expected)
     assert answer.bound <= expected * (1 + 1e-9) + 1e-12
@@ -127,7 +135,7 @@ def test_a_large_problem_is_answered_within_its_limit_wherever_that_can_be(probl
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(solve, "MANY_ENTRIES", -1)
         if math.isinf(expected):
-            with pytest.raises((InfeasibleError, TimeLimitError)):
+            with pytest.raises((InfeasibleAssignmentError, AssignmentTimeLimitError)):
                 solve_within_memory(problem, time_limit_s=0.2)
             return
         answer = solve_within_memory(problem, time_limit_s=10.0)
@@ -189,25 +197,25 @@ def test_the_search_ends_before_its_time_is_up(monkeypatch: pytest.MonkeyPatch) 
     rng = np.random.default_rng(0)
     costs = [rng.random(4) for _ in range(60)]
     edges = [(int(i), int(j), rng.random((4, 4))) for i, j in rng.integers(0, 60, (400, 2)) if i != j]
-    memory = Memory([(0, 1)] * 60, [rng.random(4) for _ in range(60)], 25.0)
+    memory = MemoryConstraint([(0, 1)] * 60, [rng.random(4) for _ in range(60)], 25.0)
     flat, contraction = flat_of(AssignmentProblem(costs, edges, memory=memory))
     found, room, _ = stretches(memory, contraction.roots, contraction.maps)
     usage = Usage(found, dict(zip(contraction.nodes, flat.start.tolist(), strict=True)), len(flat.cost), len(room))
     ticks = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: 0.1 * next(ticks))  # every look at the clock takes as long
-    search = Search(flat, usage, room)
+    search = AssignmentSearch(flat, usage, room)
     search.run(12.0)
     assert search.steps > 0
     assert 0.1 * next(ticks) <= 12.5
     assert search.overflow == 0.0
 
 
-def flat_of(problem: AssignmentProblem) -> tuple[Flat, Contraction]:
+def flat_of(problem: AssignmentProblem) -> tuple[FlatProblem, Contraction]:
     try:
         contraction = Contraction(problem.costs, problem.edges)
-    except InfeasibleError:
+    except InfeasibleAssignmentError:
         reject()
-    return Flat(contraction.nodes, contraction.costs, contraction.tables), contraction
+    return FlatProblem(contraction.nodes, contraction.costs, contraction.tables), contraction
 
 
 def test_a_tree_is_solved_by_presolve_alone() -> None:
@@ -238,7 +246,7 @@ def test_dynamic_programming_and_mixed_integer_programming_agree(seed: int, monk
 def test_a_shared_resource_couples_nodes_without_edges() -> None:
     costs = [np.array([0.0, 3.0]), np.array([0.0, 2.0])]
     usage = {0: np.array([5.0, 1.0]), 1: np.array([5.0, 1.0])}
-    answer = solve_assignment(AssignmentProblem(costs, [], [Row(usage, 6.0)]))
+    answer = solve_assignment(AssignmentProblem(costs, [], [ResourceConstraint(usage, 6.0)]))
     assert (answer.choice, answer.objective) == ([0, 1], 2.0)
 
 
@@ -251,7 +259,7 @@ def test_live_rows_are_the_maximal_live_sets_that_may_exceed_the_limit() -> None
 
 def test_infeasible_names_its_nodes() -> None:
     closed = np.array([[0.0, math.inf], [math.inf, 0.0]])
-    with pytest.raises(InfeasibleError) as error:
+    with pytest.raises(InfeasibleAssignmentError) as error:
         solve_assignment(AssignmentProblem([np.array([0.0, math.inf]), np.array([math.inf, 0.0])], [(0, 1, closed)]))
     assert error.value.nodes
 

@@ -30,8 +30,8 @@ from runtime import CheckpointError, Checkpoints, DamagedCheckpointError, Engine
 from runtime.checkpoint import atomic_folder, dcp_files, save
 from runtime.checkpoint import save as staging
 from runtime.checkpoint import shards as boxes
-from runtime.checkpoint.atomic_folder import Target, has_ended
-from runtime.checkpoint.shards import Piece, written_by
+from runtime.checkpoint.atomic_folder import CheckpointTarget, has_ended
+from runtime.checkpoint.shards import ShardPiece, written_by
 from runtime.comm.failure_origin import is_secondary
 from runtime.program.program import Program
 from tests.runtime_programs import Net, net_inputs, program_of_net
@@ -486,7 +486,7 @@ def test_a_rank_whose_folder_the_failed_first_one_removed_is_not_the_cause(
 
 
 def test_a_rank_that_ended_while_it_wrote_is_not_waited_for(tmp_path: Path):
-    target = Target(tmp_path / "c", "0" * 15)
+    target = CheckpointTarget(tmp_path / "c", "0" * 15)
     for rank in range(2):
         target.begin(rank)
     target.record(0).write_bytes(b"")
@@ -537,7 +537,7 @@ def test_an_export_that_was_cut_short_is_undone_and_another_folder_is_left_alone
 
 
 def test_chunks_that_do_not_make_up_a_tensor_are_refused(tmp_path: Path):
-    written = dcp_files.write_shards(tmp_path, 0, [Piece("w", (4, 4), (0, 0), torch.zeros(2, 4))])
+    written = dcp_files.write_shards(tmp_path, 0, [ShardPiece("w", (4, 4), (0, 0), torch.zeros(2, 4))])
     with pytest.raises(ValueError, match="w: 16 elements, 8 were written"):
         dcp_files.write_metadata(tmp_path, [written])
 

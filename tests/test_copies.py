@@ -17,7 +17,7 @@ import torch
 from runtime import CheckpointError, Checkpoints, Engine
 from runtime.checkpoint import memory_copies
 from runtime.checkpoint import memory_copies as slots
-from runtime.checkpoint.memory_copies import Name, Slot, State
+from runtime.checkpoint.memory_copies import CheckpointSlot, SlotName, SlotState
 from runtime.checkpoint.ranks import keepers
 from tests.runtime_programs import Net, net_inputs, program_of_net
 from tests.test_runtime_launch import SCRIPT, plan_file, supervised
@@ -259,8 +259,8 @@ def test_a_slot_holds_any_tensor(tmp_path: Path):
         "turned": torch.arange(6.0, dtype=torch.float64).reshape(2, 3).t(),
         "flags": torch.tensor([True, False, True]),
     }
-    state = State.of(tensors, {"steps": 3})
-    slot = Slot(tmp_path / ".0123456789abcdef.2.0.partial", Name("0123456789abcdef", 2, None))
+    state = SlotState.of(tensors, {"steps": 3})
+    slot = CheckpointSlot(tmp_path / ".0123456789abcdef.2.0.partial", SlotName("0123456789abcdef", 2, None))
     slot.resize(state.nbytes)
     state.write(slot.bytes)
     slot.commit(3)

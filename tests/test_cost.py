@@ -21,7 +21,7 @@ from partitioner.cost.call.operators import Kernel, Operand, backward_kernels, f
 from partitioner.cost.call.roofline import kernels_time, matmul_efficiency
 from partitioner.cost.call.saved_activations import kept_by
 from partitioner.cost.call.states import StateCost, kinds_of, state_costs
-from partitioner.cost.step.gradient_reduction import Reducer, Reduction, reduction, reduction_of
+from partitioner.cost.step.gradient_reduction import GradientReduction, Reducer, reduction, reduction_of
 from partitioner.cost.step.relaxed_mesh import best_type
 from partitioner.emit.buckets import AT_ONCE
 from partitioner.errors import ConstraintError, TopologyError
@@ -36,7 +36,7 @@ from passes.ir.collectives import ops
 from passes.ir.gradient_flow import mark_block, mark_gradients
 from passes.ir.interpret import META, call
 from passes.ir.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, shard
-from passes.ir.model import Block, State, TensorSpec
+from passes.ir.model import Block, ModelState, TensorSpec
 from passes.normalize.pipeline import normalize
 from passes.rules.factors import Strategy
 from passes.shard.differentiate import differentiate
@@ -289,9 +289,9 @@ def test_a_state_read_as_a_partial_sum_pays_for_its_gradient():
 
 def test_adam_takes_eighteen_bytes_per_short_parameter():
     states = {
-        "w": State("w", TensorSpec((64, 64), BF16), "parameter", True),
-        "frozen": State("frozen", TensorSpec((64, 64), BF16), "parameter", False),
-        "norm": State("norm", TensorSpec((64,), torch.float32), "parameter", True),
+        "w": ModelState("w", TensorSpec((64, 64), BF16), "parameter", True),
+        "frozen": ModelState("frozen", TensorSpec((64, 64), BF16), "parameter", False),
+        "norm": ModelState("norm", TensorSpec((64,), torch.float32), "parameter", True),
     }
     layouts = {"w": shard(0), "norm": READ_SHARDED}
     costs = state_costs(kinds_of(states, layouts), {"dp": 2, "tp": 4})
@@ -310,7 +310,7 @@ def test_adam_takes_eighteen_bytes_per_short_parameter():
 
 
 def test_reductions_hide_behind_the_backward():
-    work = Reduction(total_s=1.0, last_s=0.1)
+    work = GradientReduction(total_s=1.0, last_s=0.1)
     assert work.exposed(math.inf, 1.0) == pytest.approx(0.1)
     assert work.exposed(0.0, 1.13) == pytest.approx(1.0)
     assert work.exposed(10.0, 1.13) == pytest.approx(0.1 + 0.13 * 0.9)

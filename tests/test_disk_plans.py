@@ -16,7 +16,7 @@ from partitioner.errors import CapacityError, ConstraintError
 from partitioner.simulate.program_time import plan_timeline
 from partitioner.solve.search.fit_memory import _check_hosts
 from partitioner.topology.hosts import HostShare, has_disks, host_shares
-from passes.ir.model import State, TensorSpec
+from passes.ir.model import ModelState, TensorSpec
 from runtime.program.analysis import ProgramFacts
 from runtime.program.memory import disk_bytes, host_bytes
 from tests.test_infeasible import cluster
@@ -70,7 +70,7 @@ def test_ranks_share_states_and_the_disk():
 
 
 def test_states_on_disk():
-    model = {"w": State("w", TensorSpec((10,), torch.bfloat16), "parameter", True)}
+    model = {"w": ModelState("w", TensorSpec((10,), torch.bfloat16), "parameter", True)}
     cost = state_costs(kinds_of(model, {}), {}, offload=("optimizer", "disk"))["w"]
     assert cost.kept == {"parameters": 20, "gradients": 40, "optimizer": 0}
     assert (cost.in_host, cost.on_disk, cost.disk_traffic) == (10 * (4 + 2), 10 * (8 + 4), 10 * (24 + 4))

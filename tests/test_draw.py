@@ -14,7 +14,7 @@ from torch import nn
 
 from partitioner import Constraints, Topology, partition
 from partitioner.draw import VIEWS, DrawError, draw
-from partitioner.draw.graph_layout import Box, Lanes, Wire, lay_out
+from partitioner.draw.graph_layout import PanelBox, Wire, WireLanes, lay_out
 from partitioner.draw.svg import PALETTE, Header, draw_header, picture, text_width
 from partitioner.draw.timeline import Bar, draw_timeline, idle_shares, join, merge, tick_step
 from partitioner.draw.timeline_folds import Fold, TimeScale, find_folds
@@ -346,8 +346,8 @@ def test_placed_boxes_do_not_overlap(count: int, data: st.DataObject):
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)).filter(lambda p: p[0] != p[1]), max_size=12))
 def test_wires_in_one_lane_do_not_touch(pairs: list[tuple[int, int]]):
-    boxes = [Box(i // 3, 400.0 * (i % 3), 300.0, 100.0) for i in range(9)]
-    lanes = Lanes(boxes, [Wire(a, b, "send", f"{a} to {b}", "") for a, b in pairs], 1100.0)
+    boxes = [PanelBox(i // 3, 400.0 * (i % 3), 300.0, 100.0) for i in range(9)]
+    lanes = WireLanes(boxes, [Wire(a, b, "send", f"{a} to {b}", "") for a, b in pairs], 1100.0)
     runs = [run for runs in lanes.runs.values() for run in runs]
     for a, b in combinations(runs, 2):
         if (a.row, a.lane) == (b.row, b.lane):

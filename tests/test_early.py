@@ -9,22 +9,22 @@ from dataclasses import replace
 
 import pytest
 
-from partitioner.candidate import Point
+from partitioner.candidate import MeshCandidate
 from partitioner.constraints import Constraints
 from partitioner.cost.step.gradient_reduction import best_reducers, reduction
 from partitioner.errors import CapacityError
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.bounds.zero_and_reduction import LeastReduced
-from partitioner.solve.search.baselines import Standard, standards
+from partitioner.solve.search.baselines import StandardLayout, standards
 from partitioner.solve.search.search import space_of
-from partitioner.solve.search.space import Space, points
-from partitioner.solve.search.warm_start import Early
+from partitioner.solve.search.space import SearchSpace, points
+from partitioner.solve.search.warm_start import WarmStart
 from partitioner.topology import Topology
 from passes.errors import PartitionError
 from tests.test_search import job
 
 
-def known(name: str, nodes: int = 1, **pins: object) -> tuple[Space, list[Point], ModelBounds]:
+def known(name: str, nodes: int = 1, **pins: object) -> tuple[SearchSpace, list[MeshCandidate], ModelBounds]:
     work = job(name, Topology.preset("dgx-h100", nodes), batch=8 * nodes)
     work = replace(work, constraints=Constraints(**pins)) if pins else work
     bounds = ModelBounds(work)
@@ -32,7 +32,7 @@ def known(name: str, nodes: int = 1, **pins: object) -> tuple[Space, list[Point]
     return space, points(space), bounds
 
 
-def walked(early: Early, found: Callable[[Point], float | PartitionError]) -> list[Point]:
+def walked(early: WarmStart, found: Callable[[MeshCandidate], float | PartitionError]) -> list[MeshCandidate]:
     asked = []
     for point in early.points():
         asked.append(point)
@@ -42,27 +42,29 @@ def walked(early: Early, found: Callable[[Point], float | PartitionError]) -> li
 
 def test_leaner_points_are_tried_until_one_fits():
     space, candidates, bounds = known("llama")
-    standard = Standard("long", tuple(p for p in candidates if (p.pp, p.tp, p.cp, p.zero) == (1, 4, 1, 0)))
+    standard = StandardLayout("long", tuple(p for p in candidates if (p.pp, p.tp, p.cp, p.zero) == (1, 4, 1, 0)))
     assert len(standard.points) > 2
     fits = standard.points[-1]
-    early = Early(space, frozenset(candidates), bounds, [standard], math.inf)
+    early = WarmStart(space, frozenset(candidates), bounds, [standard], math.inf)
     lacks = CapacityError("too small", missing_bytes=1)
     assert walked(early, lambda point: 9.0 if point == fits else lacks) == list(standard.points)
-    early = Early(space, frozenset(candidates), bounds, [standard], math.inf)
+    early = WarmStart(space, frozenset(candidates), bounds, [standard], math.inf)
     assert walked(early, lambda point: 9.0) == [standard.points[0]]
 
 
 def test_what_is_excluded_is_not_walked():
     space, candidates, bounds = known("llama")
-    standard = Standard("none", tuple(candidates[:5]), "excluded")
+    standard = StandardLayout("none", tuple(candidates[:5]), "excluded")
     lacks = CapacityError("too small", missing_bytes=1)
-    assert walked(Early(space, frozenset(candidates), bounds, [standard], math.inf), lambda _: lacks) == candidates[:1]
+    assert (
+        walked(WarmStart(space, frozenset(candidates), bounds, [standard], math.inf), lambda _: lacks) == candidates[:1]
+    )
 
 
 def test_only_what_may_be_better_is_tried_besides():
     space, candidates, bounds = known("experts")
     always = standards(space, candidates, bounds, bounds)
-    early = Early(space, frozenset(candidates), bounds, always, math.inf)
+    early = WarmStart(space, frozenset(candidates), bounds, always, math.inf)
     asked = walked(early, lambda _: 0.0)  # nothing is better
     assert set(asked) <= {standard.points[0] for standard in always if standard.points}
 
@@ -72,12 +74,12 @@ def test_experts_are_spread_and_neighbours_lead_to_a_better_plan():
     always = standards(space, candidates, bounds, bounds)
     goal = next(p for p in candidates if (p.pp, p.cp, p.tp, p.ep, p.zero) == (2, 1, 2, 2, 1) and p.schedule == "1f1b")
 
-    def seconds(point: Point) -> float:
+    def seconds(point: MeshCandidate) -> float:
         """The farther from the goal the more."""
         pairs = [(getattr(point, n), getattr(goal, n)) for n in ("pp", "tp", "ep", "microbatch_size")]
         return 1e3 + sum(abs(math.log2(a / b)) for a, b in pairs) + abs(point.zero - goal.zero)
 
-    asked = walked(Early(space, frozenset(candidates), bounds, always, math.inf), seconds)
+    asked = walked(WarmStart(space, frozenset(candidates), bounds, always, math.inf), seconds)
     assert len(asked) == len(set(asked)) < len(candidates) / 2
     assert set(asked) <= {*candidates, *(p for s in always for p in s.points)}
     assert min(map(seconds, asked)) <= 1e3 + 1 < seconds(asked[0])
@@ -87,16 +89,16 @@ def test_experts_are_spread_and_neighbours_lead_to_a_better_plan():
 
 def test_steps_to_better_plans_end_in_time():
     space, candidates, bounds = known("experts")
-    early = Early(space, frozenset(candidates), bounds, [], time.monotonic() - 1)
+    early = WarmStart(space, frozenset(candidates), bounds, [], time.monotonic() - 1)
     assert len(walked(early, lambda _: 1e3)) == 1
 
 
 def test_a_microbatch_that_is_too_large_leads_to_one_that_fits():
     space, candidates, bounds = known("experts", tp=1, pp=1)
-    early = Early(space, frozenset(candidates), bounds, [], time.monotonic() - 1)
+    early = WarmStart(space, frozenset(candidates), bounds, [], time.monotonic() - 1)
     room = bounds.capacity(candidates[0])
 
-    def half(point: Point) -> float | PartitionError:
+    def half(point: MeshCandidate) -> float | PartitionError:
         lacks = point.microbatch_size * room - room
         return CapacityError("too small", missing_bytes=lacks) if lacks else 1.0
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import nn
 
 from partitioner import Topology, partition
-from partitioner.candidate import Point
+from partitioner.candidate import MeshCandidate
 from partitioner.constraints import Constraints
 from partitioner.explain.explain import explain, summary
 from partitioner.explain.tables import bars, candidate_counts, fate
@@ -23,7 +23,7 @@ from partitioner.plan import Candidate, Certificate, Plan
 from partitioner.plans import outline as outline_shared
 from partitioner.plans.outline import outline
 from partitioner.simulate.program_time import plan_timeline, stage_seconds
-from partitioner.solve.evaluate.evaluator import Evaluator
+from partitioner.solve.evaluate.evaluator import CandidateEvaluator
 from partitioner.solve.evaluate.prepared_model import prepare
 from partitioner.units import bytes_text, count_text, digits, percent, plural, ranges, seconds_text
 from passes.errors import InputsError
@@ -366,14 +366,14 @@ def test_nothing_is_compared_where_experts_are_spread_as_asked_or_not_at_all():
 
 def test_an_interruption_leaves_the_plan_that_was_found(monkeypatch: pytest.MonkeyPatch):
     """While schedules of several virtual stages are tried, there is one already."""
-    solve = Evaluator.solve
+    solve = CandidateEvaluator.solve
 
-    def interrupted(self: Evaluator, point: Point, *args: Any, **named: Any) -> Any:
+    def interrupted(self: CandidateEvaluator, point: MeshCandidate, *args: Any, **named: Any) -> Any:
         if point.virtual_stages > 1:
             raise KeyboardInterrupt
         return solve(self, point, *args, **named)
 
-    monkeypatch.setattr(Evaluator, "solve", interrupted)
+    monkeypatch.setattr(CandidateEvaluator, "solve", interrupted)
     with torch.device("meta"):
         model, x = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))), torch.empty(8, 512)
     plan = partition(model, Topology.local(2), (x,), loss=lambda y: y.sum(), constraints=Constraints(pp=2))

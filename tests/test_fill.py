@@ -24,7 +24,7 @@ from partitioner.schedules.formulas import (
 )
 from partitioner.schedules.makespan import Phases, longest_path
 from partitioner.schedules.registry import ranks_of
-from partitioner.solve.bounds.schedule_memory import Ranks, most_held, needs_of
+from partitioner.solve.bounds.schedule_memory import RankCapacity, most_held, needs_of
 from partitioner.solve.stages.lower_bound import LeastTime, least_time
 from partitioner.solve.stages.problem import StageProblem
 from partitioner.solve.stages.virtual_stages import solve_virtual
@@ -178,7 +178,7 @@ def test_what_must_be_made_again_is_no_more_than_any_cut_makes_again(
     of_rank = [float(seconds[np.isin(place, stages)].sum()) for stages in own]
     again = float(sum(c.cost.forward_s for c, r in zip(calls, remade, strict=True) if r))
     needs = needs_of([(c, c.cost) for c in calls], is_split(schedule))  # type: ignore[misc]
-    ranks = Ranks(shares, max(peaks), float(states.sum()))
+    ranks = RankCapacity(shares, max(peaks), float(states.sum()))
     for limit in (max(of_rank), 2 * max(of_rank), np.inf):
         assert needs.seconds_again(ranks, None, limit) <= again * (1 + 1e-9) + 1e-9
 

@@ -10,8 +10,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from partitioner.solve.pairwise import assignment
-from partitioner.solve.pairwise.assignment import AssignmentProblem, TimeLimitError, solve_assignment
-from partitioner.solve.pairwise.dual_bound import Dual, fixed
+from partitioner.solve.pairwise.assignment import AssignmentProblem, AssignmentTimeLimitError, solve_assignment
+from partitioner.solve.pairwise.dual_bound import Reparametrization, fixed
 
 
 def problem(seed: int, num_nodes: int, most: int, forbidden: float) -> AssignmentProblem:
@@ -45,7 +45,7 @@ def test_an_optimum_is_kept_and_the_bound_is_one(seed: int, nodes: int, most: in
     tables = {(i, j): t for i, j, t in given_problem.edges}
     masks = fixed(costs, tables).masks
     assert any(all(masks[i][k] for i, k in enumerate(choice)) for choice in best)
-    dual = Dual(costs, tables)
+    dual = Reparametrization(costs, tables)
     before = dual.bound
     for sweep in range(8):
         dual.sweep(forward=sweep % 2 == 0)
@@ -75,7 +75,7 @@ def test_without_time_the_answer_is_allowed_and_its_bound_one(seed: int, forbidd
     least, _ = optima(given_problem)
 
     def too_late(*_: object) -> float:
-        raise TimeLimitError("no assignment found")
+        raise AssignmentTimeLimitError("no assignment found")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assignment, "QUICK_WORK", 1)
@@ -83,7 +83,7 @@ def test_without_time_the_answer_is_allowed_and_its_bound_one(seed: int, forbidd
         patch.setattr(assignment._Program, "solve", too_late)
         try:
             answer = solve_assignment(given_problem, settle=True)
-        except TimeLimitError:  # the ascent found none either
+        except AssignmentTimeLimitError:  # the ascent found none either
             assume(False)
     assert answer.bound <= least * (1 + 1e-9)
     assert answer.objective >= least * (1 - 1e-9)

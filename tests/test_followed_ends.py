@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from partitioner.cost.call.call_cost import CallCost
-from partitioner.cost.step.gradient_reduction import Sent
+from partitioner.cost.step.gradient_reduction import CommunicationTime
 from partitioner.cost.step.schedule_ends import RankEnds, seconds_added
 from partitioner.cost.step.step_ends import GradientBucket
 from partitioner.schedules.formulas import pipeline_seconds
@@ -47,11 +47,15 @@ def test_a_rank_computes_for_one_stage_while_another_ones_values_come():
 @pytest.mark.parametrize(
     ("first", "second", "seconds"),
     [
-        ([GradientBucket(0, Sent(0.5))], [], 0.5),  # behind the last backward of all
-        ([GradientBucket(2, Sent(1.0))], [], 0.0),  # beside those of the rank's first virtual stage
-        ([], [GradientBucket(1, Sent(1.5))], 0.0),  # rank 0 has one more backward, of 2 s
-        ([], [GradientBucket(1, Sent(3.0))], 1.0),
-        ([GradientBucket(0, Sent(0.5), Sent(0.25))], [], 0.75),  # what is left is added up behind the scatter
+        ([GradientBucket(0, CommunicationTime(0.5))], [], 0.5),  # behind the last backward of all
+        ([GradientBucket(2, CommunicationTime(1.0))], [], 0.0),  # beside those of the rank's first virtual stage
+        ([], [GradientBucket(1, CommunicationTime(1.5))], 0.0),  # rank 0 has one more backward, of 2 s
+        ([], [GradientBucket(1, CommunicationTime(3.0))], 1.0),
+        (
+            [GradientBucket(0, CommunicationTime(0.5), CommunicationTime(0.25))],
+            [],
+            0.75,
+        ),  # what is left is added up behind the scatter
         ([GradientBucket(0, gather_s=0.25)], [], 0.25),  # ahead of the first forward of all
         ([], [GradientBucket(1, gather_s=0.75)], 0.0),  # rank 1 waits 1 s for values anyway
         ([], [GradientBucket(1, gather_s=1.5)], 0.5),
@@ -67,6 +71,6 @@ def test_what_a_rank_waits_for_anyway_hides_gathers_and_reductions(
 def test_a_scatter_behind_every_backward_waits_for_the_one_before():
     """A scatter of 3 s behind backwards of 2 s that follow one another: the last microbatch's begins 1 s late, and ends
     3 s behind its backward. Without those of the microbatches before it is 3 s."""
-    buckets = [GradientBucket(0, Sent(3.0))]
+    buckets = [GradientBucket(0, CommunicationTime(3.0))]
     assert added(buckets, []) == pytest.approx(3.0)
     assert added(buckets, [], every_backward=True) == pytest.approx(4.0)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from partitioner import CapacityError, ConstraintError, Constraints, Plan, PlanError, Topology, partition
-from partitioner.advise.suggest import _Search
+from partitioner.advise.suggest import _RelaxationSearch
 from partitioner.advise.variants import Variant, pins_of
 from partitioner.errors import InfeasibleError
 from partitioner.plan import Estimate
@@ -241,15 +241,15 @@ def _time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_longer_is_looked_for_changes_than_for_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of tries of half a second so many as there is time for, and what they found is told."""
-    tried, points = [], _Search._points
+    tried, points = [], _RelaxationSearch._points
 
-    def slow(search: _Search, variant: Variant, pins: tuple[str, ...]) -> Any:
+    def slow(search: _RelaxationSearch, variant: Variant, pins: tuple[str, ...]) -> Any:
         tried.append(pins)
         time.sleep(0.5)
         return points(search, variant, pins)
 
     monkeypatch.setattr("partitioner.advise.suggest._LEAST_S", 0.0)
-    monkeypatch.setattr(_Search, "_points", slow)
+    monkeypatch.setattr(_RelaxationSearch, "_points", slow)
     job, begun = JOBS["states: all of the mesh is pinned"], time.monotonic()
     with pytest.raises(CapacityError) as caught:
         job.plan(job.topology, Constraints(**job.pins))
@@ -312,7 +312,7 @@ def test_what_takes_more_than_all_pins_left_free_is_said_too(monkeypatch: pytest
     """Nothing is found where pins are given up one after the other; without any it takes more memory."""
     small = cluster(0.2)
     job = Infeasible(CapacityError, "", small, width=251, pins={"pp": 2, "dp": 2, "zero": 0})
-    monkeypatch.setattr(_Search, "_points", _only_without_pins(_Search._points))
+    monkeypatch.setattr(_RelaxationSearch, "_points", _only_without_pins(_RelaxationSearch._points))
     with pytest.raises(CapacityError) as caught:
         job.plan(small, Constraints(**job.pins))
     (change,) = caught.value.changes
@@ -321,7 +321,7 @@ def test_what_takes_more_than_all_pins_left_free_is_said_too(monkeypatch: pytest
 
 
 def _only_without_pins(points: Callable[..., Any]) -> Callable[..., Any]:
-    def found(search: _Search, variant: Variant, pins: tuple[str, ...]) -> Any:
+    def found(search: _RelaxationSearch, variant: Variant, pins: tuple[str, ...]) -> Any:
         return [] if pins_of(variant.constraints) else points(search, variant, pins)
 
     return found
@@ -470,8 +470,10 @@ def test_changes_may_need_host_memory_as_plans_do() -> None:
 def test_the_nearest_values_that_have_no_plan_do_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a nearer value no point fits, though bounds allow many: as when its hosts lack memory."""
     job = Infeasible(CapacityError, "", cluster(3), pins={"dp": 4, "zero": 0})
-    planned = _Search._plan
-    monkeypatch.setattr(_Search, "_plan", lambda self, *asked: planned(self, *asked) if asked[-1].dp != 2 else None)
+    planned = _RelaxationSearch._plan
+    monkeypatch.setattr(
+        _RelaxationSearch, "_plan", lambda self, *asked: planned(self, *asked) if asked[-1].dp != 2 else None
+    )
     with pytest.raises(CapacityError) as caught:
         job.plan(job.topology, Constraints(**job.pins))
     assert "dp=1 instead of 4" in [change.text for change in caught.value.changes]

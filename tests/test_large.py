@@ -17,25 +17,30 @@ from hypothesis import strategies as st
 
 import partitioner
 from benchmarks.iopddl_solver import large, solve
-from benchmarks.iopddl_solver.beliefs import Beliefs, Prices
-from benchmarks.iopddl_solver.moves import Exact, Parts, Regions
+from benchmarks.iopddl_solver.beliefs import BeliefPropagation, Prices
+from benchmarks.iopddl_solver.moves import Exact, NeighbourhoodSearch, Regions
 from benchmarks.iopddl_solver.solve import solve_within_memory
-from benchmarks.iopddl_solver.state import Flat, State
-from partitioner.background import Finding, Helper, Slot, can_help
-from partitioner.solve.pairwise.assignment import AssignmentProblem, Row, TimeLimitError, solve_assignment
-from partitioner.solve.pairwise.live_memory import Memory, Usage, stretches
-from partitioner.solve.pairwise.presolve import InfeasibleError
+from benchmarks.iopddl_solver.state import FlatProblem, LocalSearchState
+from partitioner.background import Finding, FindingSlot, ForkedWorker, can_help
+from partitioner.solve.pairwise.assignment import (
+    AssignmentProblem,
+    AssignmentTimeLimitError,
+    ResourceConstraint,
+    solve_assignment,
+)
+from partitioner.solve.pairwise.live_memory import MemoryConstraint, Usage, stretches
+from partitioner.solve.pairwise.presolve import InfeasibleAssignmentError
 from tests.test_assignment import brute_force, flat_of, memory_problems
 
 seeds = st.integers(0, 2**32 - 1)
 
 
-def random_graph(seed: int, nodes: int, edges: int) -> Flat:
+def random_graph(seed: int, nodes: int, edges: int) -> FlatProblem:
     rng = np.random.default_rng(seed)
     costs = [rng.random(rng.integers(1, 5)) for _ in range(nodes)]
     pairs = {tuple(sorted(pair)) for pair in rng.integers(0, nodes, (edges, 2)).tolist() if pair[0] != pair[1]}
     tables = {(i, j): rng.random((len(costs[i]), len(costs[j]))) for i, j in sorted(pairs)}
-    return Flat(range(nodes), costs, tables)
+    return FlatProblem(range(nodes), costs, tables)
 
 
 @settings(max_examples=40, deadline=None)
@@ -45,8 +50,8 @@ def test_beliefs_on_a_tree_are_what_each_choice_costs_all_in_all(seed: int, coun
     costs = [rng.random(rng.integers(1, 4)) for _ in range(count)]
     edges = [(int(rng.integers(0, i)), i) for i in range(1, count)]
     tables = {(i, j): rng.random((len(costs[i]), len(costs[j]))) for i, j in edges}
-    flat = Flat(range(count), costs, tables)
-    beliefs = Beliefs(flat)
+    flat = FlatProblem(range(count), costs, tables)
+    beliefs = BeliefPropagation(flat)
     for _ in range(count + 1):
         believed = beliefs.propagate(flat.cost, 0.0)
     problem = AssignmentProblem(costs, [(i, j, t) for (i, j), t in tables.items()])
@@ -61,7 +66,7 @@ def test_beliefs_on_a_tree_are_what_each_choice_costs_all_in_all(seed: int, coun
 
 def test_beliefs_that_are_all_forgotten_are_the_costs_themselves() -> None:
     flat = random_graph(0, 20, 40)
-    beliefs = Beliefs(flat)
+    beliefs = BeliefPropagation(flat)
     beliefs.propagate(flat.cost, 0.5)
     assert not np.array_equal(beliefs.propagate(flat.cost, 0.5), flat.cost)
     beliefs.forget(1.0, np.random.default_rng(0))
@@ -117,16 +122,23 @@ def exact(
     rows: list[tuple[dict[int, np.ndarray], float]],
     seconds: float,
 ) -> tuple[list[int], float]:
-    answer = solve_assignment(AssignmentProblem(costs, tables, [Row(*row) for row in rows]), time_limit_s=seconds)
+    answer = solve_assignment(
+        AssignmentProblem(costs, tables, [ResourceConstraint(*row) for row in rows]), time_limit_s=seconds
+    )
     return answer.choice, answer.bound
 
 
-def parts_of(problem: AssignmentProblem, solver: Exact) -> tuple[Flat, Usage, np.ndarray, Parts]:
+def parts_of(problem: AssignmentProblem, solver: Exact) -> tuple[FlatProblem, Usage, np.ndarray, NeighbourhoodSearch]:
     assert problem.memory is not None
     flat, c = flat_of(problem)
     found, room, _ = stretches(problem.memory, c.roots, c.maps)
     usage = Usage(found, dict(zip(c.nodes, flat.start.tolist(), strict=True)), len(flat.cost), len(room))
-    return flat, usage, room, Parts(flat, State(c.nodes, c.costs, c.tables, found, room), solver)
+    return (
+        flat,
+        usage,
+        room,
+        NeighbourhoodSearch(flat, LocalSearchState(c.nodes, c.costs, c.tables, found, room), solver),
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -148,21 +160,23 @@ def test_a_part_that_is_everything_is_solved_to_the_optimum(problem: AssignmentP
 
 def test_a_part_leaves_the_others_as_they_are() -> None:
     flat = random_graph(1, 40, 80)
-    state = State(flat.nodes, dict(enumerate(np.split(flat.cost, flat.start[1:]))), tables_of(flat), {}, np.zeros(0))
+    state = LocalSearchState(
+        flat.nodes, dict(enumerate(np.split(flat.cost, flat.start[1:]))), tables_of(flat), {}, np.zeros(0)
+    )
     choice = flat.best(-flat.cost)
-    better = Parts(flat, state, exact).improve(choice, range(15), time.perf_counter() + 60.0)
+    better = NeighbourhoodSearch(flat, state, exact).improve(choice, range(15), time.perf_counter() + 60.0)
     assert better is not None
     assert flat.total(better) < flat.total(choice)
     assert (better[15:] == choice[15:]).all()
 
 
-def tables_of(flat: Flat) -> dict[tuple[int, int], np.ndarray]:
+def tables_of(flat: FlatProblem) -> dict[tuple[int, int], np.ndarray]:
     return dict(zip(zip(flat.first.tolist(), flat.second.tolist(), strict=True), flat.tables, strict=True))
 
 
 def test_regions_are_around_centres_that_may_use_a_full_row() -> None:
     flat = random_graph(2, 60, 90)
-    memory = Memory([(0, 1)] * 30 + [(2, 3)] * 30, [np.arange(float(s)) for s in flat.sizes], 20.0)
+    memory = MemoryConstraint([(0, 1)] * 30 + [(2, 3)] * 30, [np.arange(float(s)) for s in flat.sizes], 20.0)
     found, room, _ = stretches(memory, range(60), [np.arange(s) for s in flat.sizes])
     usage = Usage(found, dict(enumerate(flat.start.tolist())), len(flat.cost), len(room))
     regions = Regions(flat, np.random.default_rng(0))
@@ -178,7 +192,7 @@ def test_regions_are_around_centres_that_may_use_a_full_row() -> None:
 
 
 def test_a_slot_gives_each_finding_once() -> None:
-    slot = Slot(3)
+    slot = FindingSlot(3)
     assert slot.read() is None
     slot.write(Finding(np.array([1, 2, 3]), 5.0, 0.0, 4.0))
     found = slot.read()
@@ -192,8 +206,8 @@ needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this
 
 @needs_fork
 def test_a_helper_writes_what_the_first_process_reads() -> None:
-    slot = Slot(2)
-    helper = Helper(lambda: slot.write(Finding(np.array([7, 8]), 1.0, 0.0, 0.5)))
+    slot = FindingSlot(2)
+    helper = ForkedWorker(lambda: slot.write(Finding(np.array([7, 8]), 1.0, 0.0, 0.5)))
     helper.end(time.perf_counter() + 60.0)
     found = slot.read()
     assert found is not None
@@ -202,7 +216,7 @@ def test_a_helper_writes_what_the_first_process_reads() -> None:
 
 @needs_fork
 def test_a_helper_that_does_not_end_is_ended() -> None:
-    helper = Helper(lambda: time.sleep(1e6))
+    helper = ForkedWorker(lambda: time.sleep(1e6))
     helper.end(time.perf_counter())
     with pytest.raises(ChildProcessError):
         os.waitpid(helper.pid, 0)
@@ -213,7 +227,7 @@ def test_a_helper_that_fails_does_no_harm() -> None:
     def fail() -> None:
         raise RuntimeError("in the helper")
 
-    Helper(fail).end(time.perf_counter() + 60.0)
+    ForkedWorker(fail).end(time.perf_counter() + 60.0)
 
 
 @settings(max_examples=15, deadline=None)
@@ -228,7 +242,7 @@ def test_two_processes_are_bracketed_by_the_optimum(problem: AssignmentProblem) 
         patch.setattr(large, "can_help", lambda: hasattr(os, "fork"))
         try:
             answer = solve_within_memory(problem, time_limit_s=0.5)
-        except (InfeasibleError, TimeLimitError):
+        except (InfeasibleAssignmentError, AssignmentTimeLimitError):
             return
     assert answer.bound <= expected * (1 + 1e-9) + 1e-12
     assert expected <= answer.objective * (1 + 1e-9) + 1e-12

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from partitioner import Plan, PlanError, Topology
-from partitioner.plans.launch import Job, job_of, slurm_script, torchrun_commands
+from partitioner.plans.launch import LaunchJob, job_of, slurm_script, torchrun_commands
 from tests.runtime_programs import program_of_net
 from tests.sample_programs import llama, plan_of
 from tests.test_cli import invoke
@@ -103,9 +103,9 @@ def bash_reads(script: str) -> None:
 
 
 JOBS = {
-    "one": Job("net", (4,), True, False, ("train.py", WEIRD), 2),
-    "alike": Job("net", (8, 8), True, True, ("train.py", WEIRD), 2),
-    "apart": Job("net", (8, 4, 4), False, True, ("train.py", WEIRD), 2),
+    "one": LaunchJob("net", (4,), True, False, ("train.py", WEIRD), 2),
+    "alike": LaunchJob("net", (8, 8), True, True, ("train.py", WEIRD), 2),
+    "apart": LaunchJob("net", (8, 4, 4), False, True, ("train.py", WEIRD), 2),
 }
 
 
@@ -232,7 +232,7 @@ def test_the_command_prints_or_writes_it(tmp_path: Path):
 def test_two_nodes_meet_and_train(tmp_path: Path, alike: bool):
     """Real ranks: two torchruns of one process each, both on this machine, as two hosts would be."""
     plan = plan_file(tmp_path, program_of_net(dp=2))
-    job = Job("net", (1, 1), alike, False, ("-m", "runtime", str(plan), "--steps", "2"), 0)
+    job = LaunchJob("net", (1, 1), alike, False, ("-m", "runtime", str(plan), "--steps", "2"), 0)
     cluster = Cluster(tmp_path, 2, python=None)
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))

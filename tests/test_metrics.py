@@ -19,7 +19,7 @@ from partitioner.explain.measured import compare_steps
 from runtime import Engine, LaunchError, LocalRanks, LossSpikes, StepLog, Watch
 from runtime.comm.torch_backend import TorchCommunicator
 from runtime.engine.batches import batch_size
-from runtime.execute.flight_recorder import About, Spot
+from runtime.execute.flight_recorder import InstructionSpot, RecorderHeader
 from runtime.observe.metrics import StepMetrics
 from runtime.observe.trace_events import read_spans
 from runtime.program.load import program_of
@@ -131,9 +131,11 @@ def test_a_loss_that_stays_up_is_the_new_usual():
     assert not any(told[-20:])
 
 
-def about(rank: int, stage: int) -> About:
-    spots = tuple(Spot(text=f"{stage}F{i}", op="F", calls=f"layers.{i}", source="net.py:3") for i in range(3))
-    return About(rank, 4, stage, 1, "host", (0, 1, 2), spots, 0.0)
+def about(rank: int, stage: int) -> RecorderHeader:
+    spots = tuple(
+        InstructionSpot(text=f"{stage}F{i}", op="F", calls=f"layers.{i}", source="net.py:3") for i in range(3)
+    )
+    return RecorderHeader(rank, 4, stage, 1, "host", (0, 1, 2), spots, 0.0)
 
 
 STEP = {0: 0.010, 1: 0.020, 2: 0.010}

@@ -17,7 +17,7 @@ from partitioner.cost.call.states import kinds_of, state_costs
 from partitioner.errors import CapacityError, ConstraintError
 from partitioner.plans.verify import relative_error
 from partitioner.simulate.program_time import plan_timeline
-from passes.ir.model import State, TensorSpec
+from passes.ir.model import ModelState, TensorSpec
 from runtime.comm.thread_backend import ThreadWorld
 from runtime.engine.engine import Engine
 from runtime.program.analysis import ProgramFacts
@@ -224,7 +224,7 @@ def test_the_plan_counts_optimizer_states_where_they_are():
 
 
 def test_states_in_host_memory():
-    model = {"w": State("w", TensorSpec((10,), torch.bfloat16), "parameter", True)}
+    model = {"w": ModelState("w", TensorSpec((10,), torch.bfloat16), "parameter", True)}
     costs = {k: state_costs(kinds_of(model, {}), {}, offload=(k,))["w"] for k in ("optimizer", "activations")}
     assert costs["optimizer"].kept == {"parameters": 20, "gradients": 40, "optimizer": 0}
     # the float32 parameter, two moments, the gradient; and the parameter as it is sent

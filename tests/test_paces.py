@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partitioner.cost.step.device_speeds import Pipelines, pool_of, work_and_speeds
+from partitioner.cost.step.device_speeds import PipelineSpeeds, pool_of, work_and_speeds
 from partitioner.solve.bounds.model_bounds import ModelBounds
-from partitioner.solve.evaluate.evaluator import Evaluator
-from partitioner.solve.search.bound_steps import Floors
+from partitioner.solve.evaluate.evaluator import CandidateEvaluator
+from partitioner.solve.search.bound_steps import BoundCascade
 from partitioner.solve.search.search import explore, space_of
 from partitioner.solve.search.space import points
 from partitioner.topology.files import loads
@@ -38,7 +38,7 @@ def step(speeds: list[float], work: np.ndarray[Any, np.dtype[np.float64]], n: in
 
 def bound_of(of: list[list[float]], microbatches: int, plain: bool = True) -> float:
     ordered = np.array([sorted(speeds, reverse=True) for speeds in of])
-    return Pipelines(ordered, np.ones(len(of), dtype=np.int64)).least(1.0, microbatches, plain=plain)
+    return PipelineSpeeds(ordered, np.ones(len(of), dtype=np.int64)).least(1.0, microbatches, plain=plain)
 
 
 @settings(max_examples=200, deadline=None)
@@ -115,10 +115,10 @@ LEVELS = "levels: [{name: nvlink, like: nvlink3, nodes: 1}, {name: network, band
 )
 def test_no_plan_on_devices_that_differ_is_below_its_bounds(cluster: str, every: int):
     work = job(loads(cluster), batch=12)
-    bounds, evaluator = ModelBounds(work), Evaluator(work)
+    bounds, evaluator = ModelBounds(work), CandidateEvaluator(work)
     space = space_of(work, bounds)
     candidates = points(space)
-    floors = Floors(bounds, evaluator, candidates, space)
+    floors = BoundCascade(bounds, evaluator, candidates, space)
     first, solved = floors.times(candidates), 0
     for point, quick in list(zip(candidates, first.tolist(), strict=True))[::every]:
         try:

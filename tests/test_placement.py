@@ -26,15 +26,15 @@ from torch import Tensor, nn
 
 import runtime
 from partitioner import Constraints, Plan, Topology, partition
-from partitioner.candidate import Point
-from partitioner.cost.step.placed_mesh import Machine
+from partitioner.candidate import MeshCandidate
+from partitioner.cost.step.placed_mesh import PlacedMesh
 from partitioner.errors import PlanError
 from partitioner.simulate.program_time import plan_timeline
 from partitioner.solve.bounds.model_bounds import ModelBounds
-from partitioner.solve.evaluate.evaluator import Evaluator
+from partitioner.solve.evaluate.evaluator import CandidateEvaluator
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.placement.irregular import arrangements
-from partitioner.solve.placement.placement import Found, Placements, signature
+from partitioner.solve.placement.placement import BestPlacement, Placements, signature
 from partitioner.solve.placement.set_partition import aligned, linked_groups
 from partitioner.solve.search.search import explore
 from partitioner.solve.sharding.batch import shard_batch
@@ -328,22 +328,24 @@ def job(topology: Topology, batch: int = 8, **pinned: int) -> Job:
 class Fixed(Placements):
     """One placement and no other."""
 
-    def best(self, mesh: Mapping[str, int], judge: Callable[[Machine], tuple[float, Any]], *_: object) -> Found[Any]:
-        machine = Machine(self.topology, mesh, self.precision, self.fixed)
-        return Found(machine, *judge(machine))
+    def best(
+        self, mesh: Mapping[str, int], judge: Callable[[PlacedMesh], tuple[float, Any]], *_: object
+    ) -> BestPlacement[Any]:
+        machine = PlacedMesh(self.topology, mesh, self.precision, self.fixed)
+        return BestPlacement(machine, *judge(machine))
 
     fixed: np.ndarray[Any, np.dtype[np.int64]]
 
 
-def times_of_all(work: Job, point: Point) -> list[float]:
+def times_of_all(work: Job, point: MeshCandidate) -> list[float]:
     """The step times of all placements, each kind once."""
-    evaluator = Evaluator(work)
+    evaluator = CandidateEvaluator(work)
     placements = Fixed(work.topology, "bf16")
     evaluator.placements = placements
     seen, times = set(), []
     for order in permutations(range(work.topology.num_devices)):
         placements.fixed = np.array(order)
-        mark = signature(Machine(work.topology, point.grid, "bf16", placements.fixed))
+        mark = signature(PlacedMesh(work.topology, point.grid, "bf16", placements.fixed))
         if mark not in seen:
             seen.add(mark)
             with suppress(PartitionError):
@@ -393,8 +395,8 @@ def test_no_placement_is_better_and_none_is_below_the_bounds(cluster: str, mesh:
     """All permutations of the devices, judged by the same cost model."""
     pp, dp, tp = mesh
     work = job(loads(cluster), 6 if dp == 3 or tp == 3 else 8)
-    point = Point(pp, dp, tp, 1)
-    chosen = Evaluator(work).solve(point)
+    point = MeshCandidate(pp, dp, tp, 1)
+    chosen = CandidateEvaluator(work).solve(point)
     times = times_of_all(work, point)
     assert chosen.estimate.step_time <= min(times) * (1 + 1e-9)
     bounds = ModelBounds(work)
@@ -499,7 +501,7 @@ def test_of_nested_placements_the_first_group_stands_for_all(preset: str, nodes:
         if world % (pp * dp * tp) or not placements.nested(mesh):
             continue
         for machine in placements.candidates(mesh):
-            each = Machine(topology, mesh, machine.precision, machine.devices)
+            each = PlacedMesh(topology, mesh, machine.precision, machine.devices)
             for axes in (axes for count in (1, 2, 3) for axes in combinations(("dp", "cp", "tp"), count)):
                 assert machine.stage_groups(*axes) == each.stage_groups(*axes), (mesh, axes)
                 compared += 1
@@ -528,13 +530,13 @@ def test_exchanges_go_by_what_is_quick_to_tell():
     mesh = {"pp": 4, "dp": 2, "cp": 1, "tp": 1, "ep": 1}
     wanted = {frozenset((0, 7)), frozenset((1, 6)), frozenset((2, 5)), frozenset((3, 4))}  # no order has these
 
-    def together(machine: Machine) -> float:
+    def together(machine: PlacedMesh) -> float:
         stages = np.asarray(machine.devices).reshape(4, 2).tolist()
         return 5.0 - sum(frozenset(stage) in wanted for stage in stages)
 
-    judged: list[Machine] = []
+    judged: list[PlacedMesh] = []
 
-    def judge(machine: Machine) -> tuple[float, None]:
+    def judge(machine: PlacedMesh) -> tuple[float, None]:
         judged.append(machine)
         return together(machine), None
 
@@ -606,5 +608,5 @@ def test_devices_with_links_of_their_own_are_grouped_alike_whatever_their_names(
         topology = loads(
             grid(1, 8).replace("nvlink, like: nvlink3", "pcie, bandwidth: 10 GB/s") + own_links(links, names)
         )
-        took.append(Evaluator(job(topology, 8)).solve(Point(1, 4, 2, 1)).estimate.step_time)
+        took.append(CandidateEvaluator(job(topology, 8)).solve(MeshCandidate(1, 4, 2, 1)).estimate.step_time)
     assert took == pytest.approx([min(took)] * len(took), rel=0.05)

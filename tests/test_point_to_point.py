@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from partitioner.cost.call.collectives import collective_time, exchange_seconds, message_time
 from partitioner.cost.call.operators import Operand
-from partitioner.cost.step.placed_mesh import Machine
+from partitioner.cost.step.placed_mesh import PlacedMesh
 from partitioner.cost.step.relaxed_mesh import best_group, no_slower
 from partitioner.plans.mesh_axes import rate_rows
 from partitioner.solve.placement.regular import equal_levels, nestings
@@ -35,7 +35,7 @@ A_CARD_EACH = loads(ETHERNET % "")
 
 def ring(topology: Topology, mesh: dict[str, int]):
     """The group of ``cp``, with its hops."""
-    return Machine(topology, mesh).group("cp")
+    return PlacedMesh(topology, mesh).group("cp")
 
 
 def test_a_ring_hop_between_nodes_is_one_pair_on_one_card():
@@ -183,8 +183,8 @@ def test_a_ring_in_another_order_is_another_group():
 def test_of_groups_that_are_nested_the_first_stands_for_all(topology: Topology, sizes: tuple[int, ...]):
     mesh = dict(zip(AXES, sizes, strict=True))
     for devices, steps in nestings(topology, mesh, equal_levels(topology) or ()):
-        one = Machine(topology, mesh, devices=devices, nested=steps)
-        every = Machine(topology, mesh, devices=devices)
+        one = PlacedMesh(topology, mesh, devices=devices, nested=steps)
+        every = PlacedMesh(topology, mesh, devices=devices)
         assert one.stage_groups("cp") == every.stage_groups("cp")
         assert one.group("cp").hops and not one.group("cp").others
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from partitioner.emit.buckets import Reducing
+from partitioner.emit.buckets import ReductionScheme
 from runtime.program.instructions import Instruction
 from runtime.program.program import Program, RankProgram
 from runtime.prove.errors import ProofError
@@ -32,9 +32,9 @@ CONFIGS: list[dict[str, Any]] = [
     {"pp": 3, "tp": 2, "num_microbatches": 3, "schedule": "zb-1p"},
     {"pp": 2, "dp": 2, "num_microbatches": 4, "schedule": "zb-v", "bucket_bytes": 100},
     {"pp": 3, "num_microbatches": 2, "num_layers": 5, "schedule": "dualpipe-v"},
-    {"pp": 2, "dp": 4, "bucket_bytes": 100, "reducing": Reducing(inside=2)},
-    {"pp": 2, "dp": 4, "bucket_bytes": 100, "reducing": Reducing(inside=2, compression="int8")},
-    {"pp": 1, "dp": 2, "tp": 2, "bucket_bytes": 64, "reducing": Reducing(compression="bf16")},
+    {"pp": 2, "dp": 4, "bucket_bytes": 100, "reducing": ReductionScheme(inside=2)},
+    {"pp": 2, "dp": 4, "bucket_bytes": 100, "reducing": ReductionScheme(inside=2, compression="int8")},
+    {"pp": 1, "dp": 2, "tp": 2, "bucket_bytes": 64, "reducing": ReductionScheme(compression="bf16")},
 ]
 Code = list[Instruction]
 

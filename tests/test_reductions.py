@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 import runtime
 from partitioner import Constraints, Plan, Topology, partition
-from partitioner.emit.buckets import Reducing
+from partitioner.emit.buckets import ReductionScheme
 from partitioner.errors import ConstraintError
 from partitioner.plans.reference import run_reference
 from partitioner.plans.verify import compare, relative_error
 from partitioner.simulate.program_time import plan_timeline
 from partitioner.solve.search import fit_memory
-from runtime.comm.compression import Sender
+from runtime.comm.compression import ErrorFeedbackEncoder
 from runtime.engine.engine import Engine
 from runtime.program.codecs import CODECS, Int8, wire_share
 from runtime.program.instructions import Instruction, Listing
@@ -125,7 +125,7 @@ def test_processes_over_gloo(compression: str | None):
 
 
 def test_turns_follow_the_backwards_behind_which_they_are():
-    program = tiny_program(1, 4, 1, 2, bucket_bytes=64, reducing=Reducing(inside=2))
+    program = tiny_program(1, 4, 1, 2, bucket_bytes=64, reducing=ReductionScheme(inside=2))
     lines = [i for i in program.stages[0].instructions if i.op in ("B", "SCATTER", "REDUCE", "GATHER", "STEP")]
     first = [i.op for i in lines if i.op in ("B", "STEP") or i.bucket == 0]
     last = [i.op for i in lines if i.op in ("B", "STEP") or i.bucket == len(program.stages[0].buckets) - 1]
@@ -239,7 +239,7 @@ def test_what_is_lost_is_bounded(x: Tensor):
 def test_what_is_not_finite_arrives_so_and_is_not_made_up_for(x: Tensor, bad: float, at: int):
     x[0, at] = bad
     for codec in CODECS.values():
-        sender = Sender(codec, x.numel(), x.dtype, x.device)
+        sender = ErrorFeedbackEncoder(codec, x.numel(), x.dtype, x.device)
         back = codec.decode(sender.encode(x.clone()), x.dtype)
         assert not back[0, at].isfinite()
         assert sender.residual.isfinite().all()
@@ -251,7 +251,7 @@ def test_what_is_not_finite_arrives_so_and_is_not_made_up_for(x: Tensor, bad: fl
 def test_over_many_steps_what_is_sent_adds_up_to_what_was_to_be(x: Tensor, steps: int):
     """Up to what is still to be sent: the rounding of one step, and not of all of them."""
     x = x.double()
-    sender = Sender(Int8(), x.numel(), x.dtype, x.device)
+    sender = ErrorFeedbackEncoder(Int8(), x.numel(), x.dtype, x.device)
     sent = sum(sender.codec.decode(sender.encode(x * (k + 1)), x.dtype) for k in range(steps))
     wanted = x * (steps * (steps + 1) / 2)
     assert isinstance(sent, Tensor)

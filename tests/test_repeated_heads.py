@@ -15,7 +15,7 @@ import runtime
 from partitioner import Constraints, Plan, Topology, partition, run_reference
 from partitioner.cost.call.call_cost import call_costs
 from partitioner.cost.call.collectives import context_exchanges
-from partitioner.cost.step.placed_mesh import Machine
+from partitioner.cost.step.placed_mesh import PlacedMesh
 from partitioner.plans.verify import TOLERANCE, compare
 from partitioner.solve.bounds.block_work import block_work
 from passes.ir.serialize import block_from_data
@@ -110,7 +110,7 @@ def test_what_is_priced_is_what_travels():
     (data,) = (b for b in plan.program.blocks.values() if any("context" in str(n.get("target")) for n in b.nodes))
     block = block_from_data("layer", data.nodes, data.states, data.inputs)
     (node,) = (n for n in block.graph.nodes if "context_attention" in str(n.target))
-    group = Machine(plan.topology, plan.mesh).group("cp")
+    group = PlacedMesh(plan.topology, plan.mesh).group("cp")
     (forward, _), beside = context_exchanges(node, {"cp": group})
     assert beside
     assert forward == pytest.approx(100e-6 + 2 * 6144 / 1e9)

@@ -18,7 +18,7 @@ from passes.ir.layouts import PARTIAL, REPLICATED, Layout
 from passes.rules import factors_of, registry, rule
 from passes.rules.pointwise import LINEAR, NONLINEAR
 from passes.rules.strategies import strategies
-from passes.rules.verify import Judge, check_strategies, node_of
+from passes.rules.verify import OperatorReference, check_strategies, node_of
 
 
 @pytest.fixture(autouse=True)
@@ -192,7 +192,7 @@ def test_a_wrong_layout_is_caught(layout: Layout, position: int, found: list[str
     (strategy,) = (s for s in strategies(node, 2) if s.factor == "d0")
     operands, results = list(strategy.operands), list(strategy.results)
     (operands if position >= 0 else results)[position if position >= 0 else ~position] = layout
-    judge = Judge(node, tensors)
+    judge = OperatorReference(node, tensors)
     assert judge.check(strategy, 2) == []
     wrong = judge.check(replace(strategy, operands=tuple(operands), results=tuple(results)), 2)
     assert [any(w.startswith(f) for w in wrong) for f in found] == [True] * len(found), wrong
@@ -204,7 +204,7 @@ def test_a_read_by_a_sharded_operator_is_not_a_whole_one():
     strategy = strategies(node, 2)[1]
     assert str(strategy) == "R', R' -> R'"
     wrong = replace(strategy, operands=(REPLICATED, REPLICATED))
-    assert Judge(node, tensors).check(wrong, 2) != []
+    assert OperatorReference(node, tensors).check(wrong, 2) != []
 
 
 def test_unknown_operators_stay_whole():

@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from runtime.execute.codegen import FAST, Alias, Compiled, Constant, Direct, Started, compile_graph
+from runtime.execute.codegen import (
+    FAST,
+    AliasBinding,
+    AsyncBinding,
+    Compiled,
+    ConstantBinding,
+    DirectBinding,
+    compile_graph,
+)
 from runtime.state.gradients import Sink, WideSink
 
 aten = torch.ops.aten
@@ -90,7 +98,7 @@ def test_independent_work_runs_behind_a_collective():
 
     graph, nodes = graph_of(build)
     late = Late(log)
-    bindings = {nodes["late"]: Started(late.start, late.scratch), nodes["other"]: Direct(note)}
+    bindings = {nodes["late"]: AsyncBinding(late.start, late.scratch), nodes["other"]: DirectBinding(note)}
     compile_graph(graph, "block", bindings, CPU).function(ones(), ())
     assert log == ["start", "other", "wait"]
 
@@ -107,7 +115,7 @@ def test_an_operand_is_overwritten_only_where_nothing_else_reads_it(kept: bool):
         return (n["late"], made) if kept else (n["late"],)
 
     graph, nodes = graph_of(build)
-    bindings = {nodes["late"]: Started(late.start, late.scratch)}
+    bindings = {nodes["late"]: AsyncBinding(late.start, late.scratch)}
     results = compile_graph(graph, "block", bindings, CPU).function(ones(), ())
     assert log == ["start" if kept else "start in place", "wait"]
     assert torch.equal(results[0], torch.full((4,), 4.0))
@@ -126,7 +134,10 @@ def test_an_operand_is_not_overwritten_while_another_collective_reads_it():
         return (graph.call_function(aten.sub.Tensor, (n["late"], n["later"])),)
 
     graph, nodes = graph_of(build)
-    bindings = {nodes["late"]: Started(late.start, late.scratch), nodes["later"]: Started(later.start, later.scratch)}
+    bindings = {
+        nodes["late"]: AsyncBinding(late.start, late.scratch),
+        nodes["later"]: AsyncBinding(later.start, later.scratch),
+    }
     (result,) = compile_graph(graph, "block", bindings, CPU).function(ones(), ())
     assert log == ["start", "start", "wait", "wait"]
     assert result.tolist() == [[0, 0], [0, 0]]
@@ -142,7 +153,7 @@ def test_an_argument_is_never_overwritten():
         return (n["late"],)
 
     graph, nodes = graph_of(build)
-    compile_graph(graph, "block", {nodes["late"]: Started(late.start, late.scratch)}, CPU).function(ones(), ())
+    compile_graph(graph, "block", {nodes["late"]: AsyncBinding(late.start, late.scratch)}, CPU).function(ones(), ())
     assert log == ["start", "wait"]
 
 
@@ -153,7 +164,7 @@ def test_aliases_and_constants_cost_no_line():
         return (graph.call_function(aten.add.Tensor, (n["copy"], n["index"])),)
 
     graph, nodes = graph_of(build)
-    bindings = {nodes["copy"]: Alias(), nodes["index"]: Constant(torch.tensor(5.0))}
+    bindings = {nodes["copy"]: AliasBinding(), nodes["index"]: ConstantBinding(torch.tensor(5.0))}
     compiled = compile_graph(graph, "block", bindings, CPU)
     assert sum("= " in line for line in body(compiled)) == 2  # the arguments, the sum
     assert torch.equal(compiled.function(ones(), ())[0], torch.full((2, 2), 6.0))

@@ -237,14 +237,14 @@ def test_ranks_that_enter_different_collectives_are_told_apart():
         from runtime.engine.batches import own_values, share_of
         from runtime.execute.bind import Library
         from runtime.execute.executor import Executor
-        from runtime.state.gradients import Gradients
+        from runtime.state.gradients import RankGradients
         from runtime.state.parameters import load_states
         from runtime.state.weights import weights_of
 
         mine = program.rank(rank).with_instructions(lists[0] if rank == 0 else other)
         communicator = world.communicator(rank)
         states = load_states(mine, weights_of(Net()), torch.device("cpu"))
-        gradients = Gradients(mine, states, communicator)
+        gradients = RankGradients(mine, states, communicator)
         executor = Executor(mine, states, gradients, communicator, Library(program, torch.device("cpu")))
         try:
             executor.run(own_values(program, share_of(mine), net_inputs()))

@@ -20,7 +20,7 @@ from runtime.comm.torch_backend import GlooGroup, TorchCommunicator
 from runtime.errors import CommunicationError
 from runtime.execute.bind import _spend
 from runtime.launch.process_pool import LocalRanks
-from runtime.program.membership import Link
+from runtime.program.membership import PipelineEdge
 
 RANKS = (0, 1)
 
@@ -32,7 +32,7 @@ def operand(rank: int, dtype: torch.dtype) -> Tensor:
 
 def collectives(communicator: Communicator, dtype: torch.dtype) -> dict[str, Tensor]:
     """Every collective on every dim."""
-    communicator.prepare([RANKS], [Link(0, 1, "F"), Link(1, 0, "B"), Link(0, 1, "B")])
+    communicator.prepare([RANKS], [PipelineEdge(0, 1, "F"), PipelineEdge(1, 0, "B"), PipelineEdge(0, 1, "B")])
     group = communicator.group(RANKS)
     x = operand(communicator.rank, dtype)
     found = {
@@ -119,7 +119,7 @@ def test_an_operand_that_nobody_else_reads_goes_with_the_collective():
 
 def in_order(communicator: Communicator) -> list[float]:
     """Rank 0 sends 0, 1, 2 on one channel and 10 on another; rank 1 receives the other channel's first."""
-    communicator.prepare([RANKS], [Link(0, 1, "F"), Link(1, 0, "B"), Link(0, 1, "B")])
+    communicator.prepare([RANKS], [PipelineEdge(0, 1, "F"), PipelineEdge(1, 0, "B"), PipelineEdge(0, 1, "B")])
     if communicator.rank == 0:
         works = [communicator.send(torch.tensor([float(i)]), 1, "F") for i in range(3)]
         works.append(communicator.send(torch.tensor([10.0]), 1, "B"))

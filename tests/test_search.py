@@ -19,21 +19,29 @@ from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from partitioner import partition, prepare
-from partitioner.candidate import Point
+from partitioner.candidate import MeshCandidate
 from partitioner.constraints import Constraints
-from partitioner.cost.step.gradient_reduction import Reduction
+from partitioner.cost.step.gradient_reduction import GradientReduction
 from partitioner.errors import CapacityError, ConstraintError, PlanError, TimeLimitError
 from partitioner.schedules.formulas import is_formula, is_plain
 from partitioner.solve.bounds.model_bounds import ModelBounds
-from partitioner.solve.bounds.zero_and_reduction import Floor, Gathers
-from partitioner.solve.evaluate.evaluator import Evaluator
+from partitioner.solve.bounds.zero_and_reduction import BlockLowerBound, Gathers
+from partitioner.solve.evaluate.evaluator import CandidateEvaluator
 from partitioner.solve.evaluate.job import Job
-from partitioner.solve.search.best_first import Progress, SearchResult, Siblings, search
-from partitioner.solve.search.bound_steps import Floors
+from partitioner.solve.search.best_first import SearchProgress, SearchResult, ZeroInfeasibility, search
+from partitioner.solve.search.bound_steps import BoundCascade
 from partitioner.solve.search.interleaved import schedules_of_several
-from partitioner.solve.search.outcomes import Evaluated, Row
+from partitioner.solve.search.outcomes import CandidateOutcome, EvaluatedCandidate
 from partitioner.solve.search.search import explore
-from partitioner.solve.search.space import Space, baselines, even_chunks, hybrids, left_out, points, several_stages
+from partitioner.solve.search.space import (
+    SearchSpace,
+    baselines,
+    even_chunks,
+    hybrids,
+    left_out,
+    points,
+    several_stages,
+)
 from partitioner.solve.sharding.batch import shard_batch
 from partitioner.topology import Topology
 from passes.capture.capture import capture
@@ -46,41 +54,43 @@ from passes.shard.fold import fold
 class Table:
     """Bounds and times by hand: each point's bound is a share of its time."""
 
-    def __init__(self, times: dict[Point, float], share: float = 0.9) -> None:
+    def __init__(self, times: dict[MeshCandidate, float], share: float = 0.9) -> None:
         self.real, self.share = times, share
-        self.evaluated: list[Point] = []
+        self.evaluated: list[MeshCandidate] = []
 
-    def times(self, points: Sequence[Point]) -> NDArray[np.float64]:
+    def times(self, points: Sequence[MeshCandidate]) -> NDArray[np.float64]:
         return np.array([self.real[p] * self.share / 2 for p in points])
 
-    def refine(self, point: Point, _: float) -> float:
+    def refine(self, point: MeshCandidate, _: float) -> float:
         return self.real[point] * self.share
 
-    together: Sequence[Callable[[Sequence[Point], float], float]] = ()
+    together: Sequence[Callable[[Sequence[MeshCandidate], float], float]] = ()
 
-    def family(self, point: Point) -> Point:
+    def family(self, point: MeshCandidate) -> MeshCandidate:
         return point
 
-    def members(self, points: Sequence[Point]) -> Sequence[Point]:
+    def members(self, points: Sequence[MeshCandidate]) -> Sequence[MeshCandidate]:
         return points
 
     @property
-    def steps(self) -> Sequence[Callable[[Point, float], float]]:
+    def steps(self) -> Sequence[Callable[[MeshCandidate, float], float]]:
         return (self.refine,)
 
-    def shortage(self, point: Point) -> CapacityError | None:
+    def shortage(self, point: MeshCandidate) -> CapacityError | None:
         return None
 
-    def evaluate(self, point: Point) -> Evaluated:
+    def evaluate(self, point: MeshCandidate) -> EvaluatedCandidate:
         self.evaluated.append(point)
-        return Evaluated(self.real[point], 100, str(point))
+        return EvaluatedCandidate(self.real[point], 100, str(point))
 
 
-def grid(count: int) -> list[Point]:
-    return [Point(1, 1, k + 1, 1) for k in range(count)]
+def grid(count: int) -> list[MeshCandidate]:
+    return [MeshCandidate(1, 1, k + 1, 1) for k in range(count)]
 
 
-def run(table: Table, evaluate: Callable[[Point], Evaluated] | None = None, **more: Any) -> SearchResult:
+def run(
+    table: Table, evaluate: Callable[[MeshCandidate], EvaluatedCandidate] | None = None, **more: Any
+) -> SearchResult:
     return search(list(table.real), table, evaluate or table.evaluate, **more)
 
 
@@ -104,7 +114,7 @@ def test_a_point_whose_bound_is_worse_is_never_evaluated():
 
 def test_what_is_always_evaluated_is_in_the_report_with_its_time():
     table = Table(dict(zip(grid(3), [4.0, 1.0, 2.0], strict=True)))
-    result = run(table, always=[grid(3)[0], None], left_out={Point(9, 1, 1, 1): "excluded"})
+    result = run(table, always=[grid(3)[0], None], left_out={MeshCandidate(9, 1, 1, 1): "excluded"})
     rows = {c.mesh["tp"]: c for c in result.certificate.candidates if c.mesh["pp"] == 1}
     assert (rows[1].status, rows[1].step_time) == ("solved", 4.0)
     assert result.certificate.candidates[-1].reason == "excluded"
@@ -113,18 +123,18 @@ def test_what_is_always_evaluated_is_in_the_report_with_its_time():
 def test_each_step_is_taken_only_for_what_the_steps_before_leave():
     first, second, third = grid(3)
     table = Table({first: 1.0, second: 4.0, third: 9.0})
-    taken: list[tuple[str, Point]] = []
+    taken: list[tuple[str, MeshCandidate]] = []
 
     class Stepwise(Table):
         @property
-        def steps(self) -> Sequence[Callable[[Point, float], float]]:
+        def steps(self) -> Sequence[Callable[[MeshCandidate, float], float]]:
             return self.rough, self.refine
 
-        def rough(self, point: Point, _: float) -> float:
+        def rough(self, point: MeshCandidate, _: float) -> float:
             taken.append(("rough", point))
             return self.real[point] / 3
 
-        def refine(self, point: Point, _: float) -> float:
+        def refine(self, point: MeshCandidate, _: float) -> float:
             taken.append(("tight", point))
             return self.real[point]
 
@@ -135,10 +145,10 @@ def test_each_step_is_taken_only_for_what_the_steps_before_leave():
 
 def test_a_point_alone_is_planned_without_bounds():
     class Unbounded(Table):
-        def times(self, points: Sequence[Point]) -> NDArray[np.float64]:
+        def times(self, points: Sequence[MeshCandidate]) -> NDArray[np.float64]:
             raise AssertionError(points)
 
-        def refine(self, point: Point, _: float) -> float:
+        def refine(self, point: MeshCandidate, _: float) -> float:
             raise AssertionError(point)
 
     result = run(Unbounded({grid(1)[0]: 2.0}))
@@ -155,7 +165,7 @@ def test_a_tolerance_stops_early_and_is_told():
 def test_an_interruption_returns_the_best_so_far():
     table = Table(dict(zip(grid(3), [1.0, 0.9, 0.95], strict=True)), share=0.5)
 
-    def evaluate(point: Point) -> Evaluated:
+    def evaluate(point: MeshCandidate) -> EvaluatedCandidate:
         if table.evaluated:
             raise KeyboardInterrupt
         return table.evaluate(point)
@@ -173,18 +183,18 @@ def test_an_interruption_returns_the_best_so_far():
 
 
 def test_progress_is_told_before_each_evaluation():
-    seen: list[Progress] = []
+    seen: list[SearchProgress] = []
     run(Table(dict(zip(grid(3), [3.0, 2.0, 1.9], strict=True))), progress=seen.append)
     assert list(dict.fromkeys((p.num_evaluated, p.best) for p in seen)) == [(0, None), (1, 1.9)]
 
 
 def test_progress_is_told_while_points_are_only_bounded():
     class Slow(Table):
-        def refine(self, point: Point, _: float) -> float:
+        def refine(self, point: MeshCandidate, _: float) -> float:
             time.sleep(0.15)
             return super().refine(point, _)
 
-    seen: list[Progress] = []
+    seen: list[SearchProgress] = []
     run(Slow(dict(zip(grid(4), [3.0, 2.0, 1.9, 1.8], strict=True)), share=0.5), progress=seen.append)
     assert max(p.num_bounded for p in seen) == 4
     assert len({p.num_bounded for p in seen}) >= 3
@@ -194,13 +204,13 @@ def test_reasons_are_kept_and_the_smallest_shortage_is_raised():
     table = Table(dict(zip(grid(3), [1.0, 2.0, 3.0], strict=True)))
     lacking = {1: 30, 2: 10, 3: 20}
 
-    def evaluate(point: Point) -> Evaluated:
+    def evaluate(point: MeshCandidate) -> EvaluatedCandidate:
         raise CapacityError(f"{lacking[point.tp]} B too much", missing_bytes=lacking[point.tp])
 
     with pytest.raises(CapacityError, match="10 B too much"):
         run(table, evaluate)
 
-    def refuse(point: Point) -> Evaluated:
+    def refuse(point: MeshCandidate) -> EvaluatedCandidate:
         if point.tp == 1:
             raise PlanError("no way")
         return table.evaluate(point)
@@ -213,17 +223,17 @@ def test_reasons_are_kept_and_the_smallest_shortage_is_raised():
 
 def test_the_smallest_shortage_is_found_out_where_only_its_least_is_known():
     lacks = dict(zip(grid(4), [(40, 45), (10, 30), (20, 25), (50, 51)], strict=True))
-    asked: list[Point] = []
+    asked: list[MeshCandidate] = []
 
     class Short(Table):
-        def refine(self, point: Point, _: float) -> float:
+        def refine(self, point: MeshCandidate, _: float) -> float:
             raise CapacityError("much", missing_bytes=lacks[point][0], at_least=True)
 
-        def shortage(self, point: Point) -> CapacityError | None:
+        def shortage(self, point: MeshCandidate) -> CapacityError | None:
             asked.append(point)
             return CapacityError(f"{lacks[point][1]} B too much", missing_bytes=lacks[point][1])
 
-    def evaluate(point: Point) -> Evaluated:
+    def evaluate(point: MeshCandidate) -> EvaluatedCandidate:
         raise CapacityError("60 B too much", missing_bytes=60)
 
     with pytest.raises(CapacityError, match="25 B too much") as error:
@@ -232,8 +242,8 @@ def test_the_smallest_shortage_is_found_out_where_only_its_least_is_known():
     assert asked == [grid(4)[1], grid(4)[2]]
 
 
-def space(world: str = "dgx-h100:8", batch: int = 512, calls: int = 34, **pinned: Any) -> Space:
-    return Space(Topology.parse(world), batch, calls, frozenset([4096, 14336]), Constraints(**pinned))
+def space(world: str = "dgx-h100:8", batch: int = 512, calls: int = 34, **pinned: Any) -> SearchSpace:
+    return SearchSpace(Topology.parse(world), batch, calls, frozenset([4096, 14336]), Constraints(**pinned))
 
 
 def test_points_are_all_that_divide():
@@ -243,8 +253,8 @@ def test_points_are_all_that_divide():
     assert max(p.pp for p in found) == 32  # calls for every stage
     assert {p.tp for p in points(space(tp=16))} == {16}
     pinned = dict(pp=2, dp=4, tp=8, microbatch_size=2)
-    assert points(space(**pinned, schedule="gpipe", zero=0)) == [Point(2, 4, 8, 2, "gpipe")]
-    searched = [Point(2, 4, 8, 2, schedule, zero=z) for schedule in ("1f1b", "zb-1p") for z in range(4)]
+    assert points(space(**pinned, schedule="gpipe", zero=0)) == [MeshCandidate(2, 4, 8, 2, "gpipe")]
+    searched = [MeshCandidate(2, 4, 8, 2, schedule, zero=z) for schedule in ("1f1b", "zb-1p") for z in range(4)]
     assert points(space(**pinned)) == searched
     assert {p.zero for p in points(space(**pinned, offload="parameters"))} == {0, 3}  # the others keep them whole
 
@@ -286,7 +296,7 @@ def test_a_schedule_with_other_virtual_stages_is_named_first():
 
 def test_a_tensor_axis_must_divide_something():
     with pytest.raises(ConstraintError, match=r"tp=8 divides no dimension of any weight \(sizes 12, 20\)"):
-        points(Space(Topology.local(8), 8, 4, frozenset([12, 20]), Constraints(tp=8)))
+        points(SearchSpace(Topology.local(8), 8, 4, frozenset([12, 20]), Constraints(tp=8)))
 
 
 @pytest.mark.parametrize(
@@ -310,7 +320,7 @@ def test_what_is_not_executed_is_searched_only_when_asked_for():
     assert all((p.cp, p.ep, p.virtual_stages) == (1, 1, 1) for p in points(space()))
     assert {p.schedule for p in points(space())} == {"1f1b", "zb-1p"}
     work = space(ahead=True)
-    ahead = points(Space(work.topology, 512, 32, work.dims, work.constraints, experts=8, length=8192))
+    ahead = points(SearchSpace(work.topology, 512, 32, work.dims, work.constraints, experts=8, length=8192))
     assert all(math.prod(p.grid.values()) == 64 for p in ahead)
     assert {p.zero for p in ahead} == {0, 1, 2, 3}
     assert {p.ep for p in ahead} == {1, 2, 4, 8}
@@ -321,7 +331,7 @@ def test_what_is_not_executed_is_searched_only_when_asked_for():
 
 @pytest.mark.parametrize("schedule", ["zb-1p", "zb-v", "interleaved"])
 def test_a_schedule_of_a_pipeline_is_no_plan_of_one_stage(schedule: str):
-    space = Space(Topology.preset("dgx-h100"), 64, 20, frozenset({1024}), Constraints(schedule=schedule))
+    space = SearchSpace(Topology.preset("dgx-h100"), 64, 20, frozenset({1024}), Constraints(schedule=schedule))
     assert {(p.pp > 1, p.schedule) for p in points(space)} == {(True, schedule)}
     with pytest.raises(PlanError, match=f"pp is more than 1, since {schedule} is for a pipeline"):
         points(replace(space, topology=Topology.local(1)))
@@ -329,7 +339,7 @@ def test_a_schedule_of_a_pipeline_is_no_plan_of_one_stage(schedule: str):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_other_schedules_are_those_of_one_stage_as_well(schedule: str):
-    space = Space(Topology.preset("dgx-h100"), 64, 20, frozenset({1024}), Constraints(schedule=schedule))
+    space = SearchSpace(Topology.preset("dgx-h100"), 64, 20, frozenset({1024}), Constraints(schedule=schedule))
     assert {p.schedule for p in points(space) if p.pp == 1} == {schedule}
 
 
@@ -349,7 +359,7 @@ def test_virtual_stages_are_even():
     assert even_chunks(deep, 8) == [2, 4, 8, 16]  # within a tenth
     assert even_chunks(replace(deep, repeated=96), 8) == [2, 4, 12]
     assert even_chunks(replace(deep, num_calls=9, repeated=7), 4) == [2]  # no number is even
-    found = several_stages(deep, Point(9, 4, 1, 1))
+    found = several_stages(deep, MeshCandidate(9, 4, 1, 1))
     assert {(p.schedule, p.virtual_stages) for p in found if p.schedule == "interleaved"} == {
         ("interleaved", v) for v in (2, 7, 14)
     }
@@ -359,18 +369,18 @@ def test_virtual_stages_are_even():
 class Told:
     """Bounds that are told, by ZeRO for a point; ``held``: a point that does not fit."""
 
-    def __init__(self, held: Point | None = None) -> None:
+    def __init__(self, held: MeshCandidate | None = None) -> None:
         self.held = held
-        self.together: list[Callable[[Sequence[Point], float], float]] = [lambda points, enough_s: 0.0]
-        self.steps: list[Callable[[Point, float], float]] = [self._held]
+        self.together: list[Callable[[Sequence[MeshCandidate], float], float]] = [lambda points, enough_s: 0.0]
+        self.steps: list[Callable[[MeshCandidate, float], float]] = [self._held]
 
-    def times(self, points: Sequence[Point]) -> NDArray[np.float64]:
+    def times(self, points: Sequence[MeshCandidate]) -> NDArray[np.float64]:
         return np.zeros(len(points))
 
-    def again_s(self, point: Point) -> float:
+    def again_s(self, point: MeshCandidate) -> float:
         return 5.0 if point.tp == 2 else 0.0
 
-    def _held(self, point: Point, enough_s: float) -> float:
+    def _held(self, point: MeshCandidate, enough_s: float) -> float:
         if point == self.held:
             raise CapacityError("too large")
         return 0.0
@@ -378,25 +388,31 @@ class Told:
 
 def test_meshes_that_their_bubble_kept_from_a_plan_are_tried_with_several_virtual_stages():
     """Of 32 layers on 64 devices, where the best plan has one stage and takes ten seconds."""
-    plain, narrow, wide = Point(1, 64, 1, 1), Point(8, 4, 1, 2, zero=1), Point(8, 4, 2, 1, zero=1)
-    deep = Point(8, 8, 1, 1, zero=1)
+    plain, narrow, wide = (
+        MeshCandidate(1, 64, 1, 1),
+        MeshCandidate(8, 4, 1, 2, zero=1),
+        MeshCandidate(8, 4, 2, 1, zero=1),
+    )
+    deep = MeshCandidate(8, 8, 1, 1, zero=1)
     rows = {
-        p: Row(p, bound)
+        p: CandidateOutcome(p, bound)
         for p, bound in {
             narrow: 12.0, wide: 12.0, narrow.sharing(2): 11.0, deep: 14.2, deep.sharing(0): 14.0, plain.sharing(1): 1.0
         }.items()
     }  # fmt: skip
     small = replace(space(batch=64, calls=34), repeated=32)
-    solved = {plain: Evaluated(10.0, 1)}
+    solved = {plain: EvaluatedCandidate(10.0, 1)}
 
-    def found(bounds: Any) -> list[Point]:
+    def found(bounds: Any) -> list[MeshCandidate]:
         return [group[0] for group in schedules_of_several(small, solved, plain, rows, bounds)]
 
     # eight stages take 1.54 times as long for eight microbatches as four virtual stages let them
     virtual = [replace(p, schedule="interleaved", virtual_stages=4) for p in (narrow, deep.sharing(0))]
     assert found(Told()) == virtual  # not what makes too much again, nor what scatters again and again
     assert found(Told(held=deep.sharing(0))) == [virtual[0], replace(virtual[1], zero=1)]
-    solved[narrow] = Evaluated(11.0, 1, breakdown={"bubble": 0.5})  # a plan, which would not be better without bubble
+    solved[narrow] = EvaluatedCandidate(
+        11.0, 1, breakdown={"bubble": 0.5}
+    )  # a plan, which would not be better without bubble
     assert found(Told()) == virtual[1:]
 
 
@@ -412,8 +428,8 @@ def test_a_sequence_is_shared_where_the_batch_has_too_few_parts():
 
 def test_points_of_several_stages_that_are_in_vain_are_left_with_their_bounds():
     """The search gives up on them, not on others, and says how far it is from proven."""
-    several = [Point(2, 1, 1, size, "interleaved", virtual_stages=2) for size in (1, 2, 3, 4, 5)]
-    plain = Point(2, 1, 1, 8)
+    several = [MeshCandidate(2, 1, 1, size, "interleaved", virtual_stages=2) for size in (1, 2, 3, 4, 5)]
+    plain = MeshCandidate(2, 1, 1, 8)
     table = Table({plain: 3.0, **dict.fromkeys(several, 4.0)}, share=0.5)
     found = run(table, patience=2)
     assert (found.point, table.evaluated) == (plain, [plain, *several[:2]])
@@ -432,7 +448,7 @@ def test_no_point_is_explained():
     with pytest.raises(
         PlanError, match="no mesh of 7 ranks fits: dp must be at most the global batch of 4, pp is at most 4"
     ):
-        points(Space(Topology.local(7), 4, 4, frozenset([12]), Constraints()))
+        points(SearchSpace(Topology.local(7), 4, 4, frozenset([12]), Constraints()))
 
 
 def test_only_what_is_fixed_is_multiplied():
@@ -441,7 +457,7 @@ def test_only_what_is_fixed_is_multiplied():
 
 
 def test_axes_of_experts_that_fit_nowhere_are_named():
-    space = Space(Topology.local(6), 8, 4, frozenset([12]), Constraints(tp=2, etp=3), experts=6)
+    space = SearchSpace(Topology.local(6), 8, 4, frozenset([12]), Constraints(tp=2, etp=3), experts=6)
     with pytest.raises(PlanError, match=r"with tp=2, etp=3 fits: .* ep x etp must divide dp x cp x tp"):
         points(space)
 
@@ -452,10 +468,10 @@ def test_the_baselines_are_data_parallelism_and_the_textbook():
     found = baselines(
         space(), candidates, lambda some: np.array([table.real[p] for p in some]), lambda p: p.pp >= 4 or p.tp == 1
     )
-    assert found == {"data parallel": Point(1, 64, 1, 1), "megatron": Point(4, 2, 8, 1)}
+    assert found == {"data parallel": MeshCandidate(1, 64, 1, 1), "megatron": MeshCandidate(4, 2, 8, 1)}
     assert left_out(space(), candidates) == {}
     pinned = space(tp=8)
-    assert left_out(pinned, points(pinned)) == {Point(1, 64, 1, 1): "excluded by the constraints"}
+    assert left_out(pinned, points(pinned)) == {MeshCandidate(1, 64, 1, 1): "excluded by the constraints"}
     odd = space(batch=48)
     assert list(left_out(odd, points(odd)).values()) == ["the global batch of 48 does not split over dp=64"]
 
@@ -487,37 +503,37 @@ def test_tensor_groups_beyond_a_node_are_chosen_where_they_are_faster():
 
 
 def test_states_are_shared_by_parts_of_dp_on_several_nodes():
-    wide = Space(Topology.preset("dgx-h100", nodes=64), 512, 32, frozenset([4096]))
-    assert {p.dp_shard for p in hybrids(wide, Point(1, 512, 1, 1))} == {8, 32, 128}
-    assert {p.dp_shard for p in hybrids(wide, Point(1, 64, 8, 1))} == {4, 16}
-    assert {p.dp_shard for p in hybrids(wide, Point(1, 48, 1, 1))} == {8, 24}  # divisors
-    assert {p.zero for p in hybrids(wide, Point(1, 512, 1, 1))} == {1, 2, 3}
+    wide = SearchSpace(Topology.preset("dgx-h100", nodes=64), 512, 32, frozenset([4096]))
+    assert {p.dp_shard for p in hybrids(wide, MeshCandidate(1, 512, 1, 1))} == {8, 32, 128}
+    assert {p.dp_shard for p in hybrids(wide, MeshCandidate(1, 64, 8, 1))} == {4, 16}
+    assert {p.dp_shard for p in hybrids(wide, MeshCandidate(1, 48, 1, 1))} == {8, 24}  # divisors
+    assert {p.zero for p in hybrids(wide, MeshCandidate(1, 512, 1, 1))} == {1, 2, 3}
     one_node = replace(wide, topology=Topology.preset("dgx-h100"))
     fixed = [replace(wide, constraints=Constraints(**pins)) for pins in ({"zero": 3}, {"zero": 1, "dp_shard": 8})]
     for other in (one_node, *fixed, replace(wide, train=False)):
-        assert hybrids(other, Point(1, 8, 1, 1)) == []
+        assert hybrids(other, MeshCandidate(1, 8, 1, 1)) == []
 
 
 def test_a_family_is_refuted_at_once_and_its_points_only_where_it_is_not():
     """A point that the first estimate does not know is found, and reported."""
-    lean, full = Point(1, 4, 1, 1, zero=3), Point(1, 4, 1, 1)
-    part = Point(1, 4, 1, 1, zero=3, dp_shard=2)
-    slow = [Point(1, 2, 2, 1), Point(1, 2, 2, 1, zero=3)]
+    lean, full = MeshCandidate(1, 4, 1, 1, zero=3), MeshCandidate(1, 4, 1, 1)
+    part = MeshCandidate(1, 4, 1, 1, zero=3, dp_shard=2)
+    slow = [MeshCandidate(1, 2, 2, 1), MeshCandidate(1, 2, 2, 1, zero=3)]
     real = {full: 4.0, lean: 3.0, slow[0]: 9.0, slow[1]: 9.0}
-    taken: list[Point] = []
+    taken: list[MeshCandidate] = []
 
     class Families(Table):
-        def family(self, point: Point) -> Point:
+        def family(self, point: MeshCandidate) -> MeshCandidate:
             return replace(point, zero=0, dp_shard=0)
 
-        def members(self, points: Sequence[Point]) -> Sequence[Point]:
+        def members(self, points: Sequence[MeshCandidate]) -> Sequence[MeshCandidate]:
             return [*points, part] if full in points else points
 
         @property
-        def together(self) -> Sequence[Callable[[Sequence[Point], float], float]]:
+        def together(self) -> Sequence[Callable[[Sequence[MeshCandidate], float], float]]:
             return (lambda points, _: min(self.real[p] for p in points) * 0.8,)
 
-        def refine(self, point: Point, _: float) -> float:
+        def refine(self, point: MeshCandidate, _: float) -> float:
             taken.append(point)
             return super().refine(point, _)
 
@@ -534,14 +550,14 @@ def test_a_family_is_refuted_at_once_and_its_points_only_where_it_is_not():
 
 def test_what_one_of_a_family_takes_bounds_no_other():
     """The slow one is evaluated whatever its bound, the best one is not among the first."""
-    slow, part, other = (Point(1, 4, 1, 1, zero=3, dp_shard=shard) for shard in (0, 2, 1))
+    slow, part, other = (MeshCandidate(1, 4, 1, 1, zero=3, dp_shard=shard) for shard in (0, 2, 1))
     other = replace(other, dp=2, tp=2)
 
     class Families(Table):
-        def family(self, point: Point) -> Point:
+        def family(self, point: MeshCandidate) -> MeshCandidate:
             return replace(point, dp_shard=0)
 
-        def members(self, points: Sequence[Point]) -> Sequence[Point]:
+        def members(self, points: Sequence[MeshCandidate]) -> Sequence[MeshCandidate]:
             return [slow, part] if slow in points else points
 
     table = Families({slow: 9.0, part: 2.0, other: 3.0})
@@ -578,12 +594,12 @@ def test_the_least_bound_is_tightened_at_the_end(evaluated: bool):
     """Of what was evaluated in part, or not at all since that would be in vain, as long as it is the least of all."""
     best, low, high = grid(3)
     table = Table({best: 10.0, low: 20.0, high: 30.0}, share=0.3)
-    tightest, asked = {best: 9.0, low: 8.0, high: 25.0}, list[Point]()
+    tightest, asked = {best: 9.0, low: 8.0, high: 25.0}, list[MeshCandidate]()
 
-    def evaluate(point: Point) -> Evaluated:
+    def evaluate(point: MeshCandidate) -> EvaluatedCandidate:
         return replace(table.evaluate(point), least=table.real[point], partly=True)
 
-    def last(point: Point, enough_s: float) -> float:
+    def last(point: MeshCandidate, enough_s: float) -> float:
         asked.append(point)
         return min(tightest[point], enough_s)
 
@@ -638,12 +654,12 @@ def test_no_plan_is_below_its_bounds(name: str, ahead: bool, nodes: int, every: 
     work = job(name, Topology.preset("dgx-h100", nodes), batch=8 * nodes, ahead=ahead)
     bounds = ModelBounds(work)
     experts, length = work.num_experts, 16
-    space = Space(
+    space = SearchSpace(
         work.topology, 8 * nodes, bounds.num_calls, bounds.dims, work.constraints, experts=experts, length=length
     )
     candidates = points(space)
-    evaluator = Evaluator(work)
-    floors = Floors(bounds, evaluator, candidates, space)
+    evaluator = CandidateEvaluator(work)
+    floors = BoundCascade(bounds, evaluator, candidates, space)
     families = {floors.family(point): floors.members([point]) for point in candidates}
     every_point = list(dict.fromkeys([*candidates, *(p for members in families.values() for p in members)]))
     assert any(point.dp_shard for point in every_point) == (nodes > 1)
@@ -672,10 +688,12 @@ def test_what_memory_demands_is_no_more_than_any_plan_takes(name: str):
         }
         small = Topology(name="small", nodes=topology.nodes, types=kinds, levels=topology.levels)
         work = job(name, small, batch=32, ahead=True)
-        bounds, evaluator = ModelBounds(work), Evaluator(work)
-        space = Space(small, 32, bounds.num_calls, bounds.dims, work.constraints, experts=work.num_experts, length=16)
+        bounds, evaluator = ModelBounds(work), CandidateEvaluator(work)
+        space = SearchSpace(
+            small, 32, bounds.num_calls, bounds.dims, work.constraints, experts=work.num_experts, length=16
+        )
         candidates = points(space)
-        floors = Floors(bounds, evaluator, candidates, space)
+        floors = BoundCascade(bounds, evaluator, candidates, space)
         for point in [p for p in candidates if not is_plain(p.schedule, p.virtual_stages)][::29]:
             try:
                 solved = evaluator.solve(point)
@@ -701,13 +719,13 @@ def test_what_memory_demands_is_no_more_than_any_plan_takes(name: str):
 def test_gathering_weights_takes_as_long_for_a_small_microbatch(overlap: bool | None):
     """A share of a larger one's time does not say so, and would let small microbatches under ZeRO-3 be tried."""
     work = job("experts", Topology.preset("dgx-h100"), overlap=overlap)
-    bounds, evaluator = ModelBounds(work), Evaluator(work)
+    bounds, evaluator = ModelBounds(work), CandidateEvaluator(work)
     gathers = Gathers(work, evaluator.placements, bounds.device)
-    large, small = Point(1, 8, 1, 8, ep=2, zero=3), Point(1, 8, 1, 1, ep=2, zero=3)
+    large, small = MeshCandidate(1, 8, 1, 8, ep=2, zero=3), MeshCandidate(1, 8, 1, 1, ep=2, zero=3)
     assert gathers.floor(small) == gathers.floor(large)
     assert gathers.floor(replace(small, zero=2)) == ({}, {})
     plain = dict.fromkeys(work.model.blocks, (1e-09, 2e-09))
-    both = gathers.beside(Floor(plain, (plain,)), small)
+    both = gathers.beside(BlockLowerBound(plain, (plain,)), small)
     assert both is not None and both.of_kind == (both.seconds,)
     sent, copied = gathers.floor(small)
     for block in (call.block for call in work.model.calls if call.states):
@@ -728,10 +746,12 @@ def test_scattering_gradients_behind_every_backward_bounds_a_step(name: str, ove
     slow = fast.levels[0].model_copy(update={"bandwidth": 2e5, "all_reduce": ()})
     topology = Topology(name="slow", nodes=fast.nodes, types=fast.types, levels=(slow,))
     work = job(name, topology, batch=32, overlap=overlap)
-    bounds, evaluator = ModelBounds(work), Evaluator(work)
-    space = Space(topology, 32, bounds.num_calls, bounds.dims, work.constraints, experts=work.num_experts, length=16)
+    bounds, evaluator = ModelBounds(work), CandidateEvaluator(work)
+    space = SearchSpace(
+        topology, 32, bounds.num_calls, bounds.dims, work.constraints, experts=work.num_experts, length=16
+    )
     candidates = [point for point in points(space) if point.zero == 2 and point.num_microbatches(32) > 1]
-    floors = Floors(bounds, evaluator, candidates, space)
+    floors = BoundCascade(bounds, evaluator, candidates, space)
     near = 0
     for point in candidates[:: 1 + len(candidates) // 12]:
         found, step = floors._scattered(point), evaluator.solve(point).estimate.step_time
@@ -758,9 +778,9 @@ def test_scattering_takes_no_more_than_that_bound(
     each = [ahead + back for ahead, back, _ in of_stages]
     pipeline, tail, waited = (m - 1) * max(each) + sum(each), 0.0, 0.0
     for _, back, again in of_stages:
-        exposed = Reduction(again_s=again).exposed(back, slowdown, 0.0, overlap, m)
+        exposed = GradientReduction(again_s=again).exposed(back, slowdown, 0.0, overlap, m)
         tail, waited = max(tail, exposed - waited), waited + back
-    point = Point(len(of_stages), 2, 1, 1, zero=2)
+    point = MeshCandidate(len(of_stages), 2, 1, 1, zero=2)
     forward = sum(ahead for ahead, *_ in of_stages)
     assert gathers.scattered(point, m, share * pipeline, forward) <= (pipeline + tail) * (1 + 1e-9) + 1e-9
 
@@ -779,7 +799,7 @@ def test_states_alone_are_too_large_where_no_stages_hold_them(name: str, share: 
     small = Topology(name="small", nodes=topology.nodes, types=kinds, levels=topology.levels)
     work = job(name, small, ahead=True, offload=offload)
     bounds = ModelBounds(work)
-    space = Space(
+    space = SearchSpace(
         work.topology, 8, bounds.num_calls, bounds.dims, work.constraints, experts=work.common_experts, length=16
     )
     tried = [point for point in points(space)[::3] if is_formula(point.schedule)]
@@ -792,7 +812,7 @@ def test_states_alone_are_too_large_where_no_stages_hold_them(name: str, share: 
     assert 0 < len(refused) < len(tried)
 
 
-def refusal(bounds: ModelBounds, point: Point) -> CapacityError | None:
+def refusal(bounds: ModelBounds, point: MeshCandidate) -> CapacityError | None:
     try:
         bounds.check_states(point)
     except CapacityError as error:
@@ -813,32 +833,32 @@ def test_a_model_is_searched_to_the_end():
 def test_points_of_one_kind_may_reduce_their_gradients_over_other_axes():
     """The states of a point are found once for all like it; with or without ``dp`` their gradients differ."""
     work = job("llama", Topology.preset("dgx-h100"), ahead=True)
-    together, alone = Evaluator(work), Evaluator(work)
-    first = Point(pp=4, dp=1, tp=1, microbatch_size=2, cp=2)
-    second = Point(pp=2, dp=2, tp=1, microbatch_size=2, cp=2)
+    together, alone = CandidateEvaluator(work), CandidateEvaluator(work)
+    first = MeshCandidate(pp=4, dp=1, tp=1, microbatch_size=2, cp=2)
+    second = MeshCandidate(pp=2, dp=2, tp=1, microbatch_size=2, cp=2)
     together.solve(first)
     assert together.solve(second).estimate == alone.solve(second).estimate
 
 
 def test_what_does_not_fit_is_not_tried_with_more_states():
     """Of schedules that are followed; under ZeRO-3 there is more besides states."""
-    tried: list[Point] = []
+    tried: list[MeshCandidate] = []
     fewest = {0: 40.0, 1: 30.0, 2: 20.0, 3: 10.0}
-    siblings = Siblings(lambda point: fewest[point.zero] - point.dp_shard)
+    siblings = ZeroInfeasibility(lambda point: fewest[point.zero] - point.dp_shard)
 
-    def solve(point: Point) -> str:
+    def solve(point: MeshCandidate) -> str:
         tried.append(point)
         if point.microbatch_size == 1:
             raise CapacityError("too much", missing_bytes=5)
         return "a plan"
 
-    def outcome(point: Point) -> str:
+    def outcome(point: MeshCandidate) -> str:
         try:
             return siblings.tried(point, solve)
         except CapacityError as error:
             return "refused without trying" if error.at_least else "refused"
 
-    base = Point(pp=2, dp=2, tp=1, microbatch_size=1, schedule="interleaved", virtual_stages=2, zero=2)
+    base = MeshCandidate(pp=2, dp=2, tp=1, microbatch_size=1, schedule="interleaved", virtual_stages=2, zero=2)
     assert outcome(base) == "refused"
     assert outcome(replace(base, zero=1)) == "refused without trying"
     assert outcome(replace(base, zero=2, dp_shard=2)) == "refused", "with fewer bytes"

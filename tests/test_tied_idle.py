@@ -15,7 +15,7 @@ from partitioner import Constraints, Plan, Topology, partition
 from partitioner.plans.reference import run_reference
 from partitioner.plans.verify import compare, relative_error
 from runtime.checkpoint.dcp_files import ShardReader
-from runtime.checkpoint.shards import Piece
+from runtime.checkpoint.shards import ShardPiece
 from runtime.engine.engine import Engine
 from runtime.program.analysis import ProgramFacts
 from runtime.program.instructions import Instruction
@@ -99,7 +99,7 @@ def test_several_steps_are_those_of_one_process(zero: int, tmp_path: Path):
         optimizer.step()
     reader = ShardReader(tmp_path / "out")
     found = {key: torch.empty(list(t.size), dtype=t.properties.dtype) for key, t in reader.tensors.items()}
-    reader.read([Piece(key, tuple(t.shape), (0,) * t.dim(), t) for key, t in found.items()])
+    reader.read([ShardPiece(key, tuple(t.shape), (0,) * t.dim(), t) for key, t in found.items()])
     held = dict(alone.named_parameters())
     errors = {n: relative_error(found[f"model.{n}"], held[n].detach()) for n in NAMES}
     assert max(errors.values()) < 1e-9, errors

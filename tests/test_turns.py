@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from partitioner.schedules.core_contention import Cores, Work, seconds_in_turns
+from partitioner.schedules.core_contention import NodeCores, VirtualStageTime, seconds_in_turns
 from partitioner.schedules.formulas import pipeline_seconds
 from partitioner.schedules.makespan import Phases
 from partitioner.schedules.registry import ranks_of
@@ -16,13 +16,13 @@ SCHEDULES = [("1f1b", None), ("gpipe", None), ("interleaved", 2), ("zb-1p", None
 seconds = st.floats(0.1, 4.0)
 
 
-def on_one_node(p: int, room: float | None, width: int = 1) -> Cores:
-    return Cores(tuple({0: width} for _ in range(p)), {} if room is None else {0: room})
+def on_one_node(p: int, room: float | None, width: int = 1) -> NodeCores:
+    return NodeCores(tuple({0: width} for _ in range(p)), {} if room is None else {0: room})
 
 
-def works(times: list[float], waits: float = 0.0) -> list[Work]:
+def works(times: list[float], waits: float = 0.0) -> list[VirtualStageTime]:
     waiting = Phases(waits, waits) if waits else NONE
-    return [Work(Phases(t, t, t), waiting) for t in times]
+    return [VirtualStageTime(Phases(t, t, t), waiting) for t in times]
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
@@ -55,7 +55,7 @@ def test_no_less_than_the_work_and_than_the_path_and_no_more_than_all_in_turns(
 
 def test_two_stages_on_one_core_by_hand():
     """One microbatch: never both at a time. Two: while the second stage has the first one, the first has the second."""
-    stages = [Work(Phases(1.0, 2.0), NONE)] * 2
+    stages = [VirtualStageTime(Phases(1.0, 2.0), NONE)] * 2
     assert seconds_in_turns("gpipe", 1, None, stages, on_one_node(2, 1.0)) == pytest.approx(6.0)
     assert seconds_in_turns("gpipe", 2, None, stages, on_one_node(2, 1.0)) == pytest.approx(12.0)
     assert seconds_in_turns("gpipe", 2, None, stages, on_one_node(2, 2.0)) == pytest.approx(9.0)
@@ -72,18 +72,18 @@ def test_a_slow_stage_is_slowed_down_by_those_that_need_not_hurry():
 def test_who_waits_leaves_the_cores_to_others():
     """Half of the time on a core and half of it waiting takes less on one core than all of it there."""
     core = on_one_node(2, 1.0)
-    half = [Work(Phases(0.5, 0.5), Phases(0.5, 0.5))] * 2
-    whole = [Work(Phases(1.0, 1.0), NONE)] * 2
+    half = [VirtualStageTime(Phases(0.5, 0.5), Phases(0.5, 0.5))] * 2
+    whole = [VirtualStageTime(Phases(1.0, 1.0), NONE)] * 2
     assert seconds_in_turns("1f1b", 8, None, whole, core) == pytest.approx(32.0)
     assert 18.0 <= seconds_in_turns("1f1b", 8, None, half, core) <= 26.0  # 18: with a core for each
 
 
 def test_nodes_have_their_own_cores():
-    apart = Cores(({0: 1}, {1: 1}), {0: 1.0, 1: 1.0})
+    apart = NodeCores(({0: 1}, {1: 1}), {0: 1.0, 1: 1.0})
     stages = works([1.0, 1.0])
     free = seconds_in_turns("1f1b", 4, None, stages, on_one_node(2, None))
     assert seconds_in_turns("1f1b", 4, None, stages, apart) == pytest.approx(free)
-    beside = Cores(({0: 2}, {1: 1}), {0: 1.0, 1: 1.0})
+    beside = NodeCores(({0: 2}, {1: 1}), {0: 1.0, 1: 1.0})
     assert seconds_in_turns("1f1b", 4, None, stages, beside) > free
 
 
@@ -96,8 +96,8 @@ def test_many_microbatches_are_told_from_fewer():
 
 
 def test_without_training_only_forwards_run():
-    stages = [Work(Phases(1.0, 2.0, 3.0), NONE)] * 2
+    stages = [VirtualStageTime(Phases(1.0, 2.0, 3.0), NONE)] * 2
     assert seconds_in_turns("1f1b", 3, None, stages, on_one_node(2, 1.0), train=False) == pytest.approx(6.0)
-    one = Cores(({0: 4},), {0: 2.0})
+    one = NodeCores(({0: 4},), {0: 2.0})
     assert seconds_in_turns("1f1b", 3, None, stages[:1], one, train=False) == pytest.approx(6.0)
     assert seconds_in_turns("1f1b", 3, None, stages[:1], one) == pytest.approx(36.0)

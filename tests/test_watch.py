@@ -20,8 +20,8 @@ from runtime.comm.failure_origin import is_secondary, users_line
 from runtime.comm.torch_backend import TorchCommunicator
 from runtime.comm.wait_clock import wait_for
 from runtime.errors import Failure
-from runtime.execute.flight_recorder import Moment, Recorder, Recording, Spot
-from runtime.execute.stack_location import Place
+from runtime.execute.flight_recorder import InstructionSpot, RecordedMoment, Recorder, Recording
+from runtime.execute.stack_location import RankLocation
 from runtime.program.program import Program
 from runtime.watch.host_mirror import Mirror, ranks_named
 from runtime.watch.root_cause import cause_of
@@ -40,9 +40,9 @@ def state(
     silent_s: float = 0.1,
     **more: Any,
 ) -> RankState:
-    moment = Moment(step=4, phase="step", action=action, moved=0, beat=0)
-    spot = Spot(text=f"{rank}F0", op="F", calls="layers.0", source="net.py:3")
-    place = Place(waits=waits, meeting=meeting, node="mm (aten.mm.default)", source="net.py:5")
+    moment = RecordedMoment(step=4, phase="step", action=action, moved=0, beat=0)
+    spot = InstructionSpot(text=f"{rank}F0", op="F", calls="layers.0", source="net.py:3")
+    place = RankLocation(waits=waits, meeting=meeting, node="mm (aten.mm.default)", source="net.py:5")
     return RankState(rank, rank, moment, spot, action, idle_s, silent_s, place=place, **more)
 
 
@@ -171,7 +171,7 @@ def test_a_process_that_ended_is_the_cause_of_connections_lost():
 
 def test_a_rank_that_left_early_is_the_cause_of_connections_lost():
     lost = Failure(0, "Connection closed by peer", "RuntimeError", secondary=True)
-    left = replace(state(1, alive=False), moment=Moment(step=4, phase="gone", action=0, moved=0, beat=0))
+    left = replace(state(1, alive=False), moment=RecordedMoment(step=4, phase="gone", action=0, moved=0, beat=0))
     found = cause(state(0, failure=lost, failed_at=1.0, lost=(1,)), left)
     assert found is not None
     assert (found.rank, found.kind, found.step) == (1, "LeftEarly", 5)
@@ -195,7 +195,7 @@ def test_a_recorder_says_where_it_is_and_how_long_everything_took(tmp_path: Path
     engine._executor.recorder = Recorder(tmp_path, rank, actions)
     recording = Recording(tmp_path, 0)
     assert recording.last_step() is None
-    seen: list[Moment] = []
+    seen: list[RecordedMoment] = []
     place = next(k for k, index in enumerate(actions) if rank.instructions[index].op == "B")
     index, action = engine._executor.actions[place]
 

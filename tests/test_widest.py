@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partitioner import Topology, partition
-from partitioner.candidate import Point
+from partitioner.candidate import MeshCandidate
 from partitioner.cost.call.collectives import collective_time
 from partitioner.cost.step.relaxed_mesh import best_group, no_slower
 from partitioner.solve.bounds.model_bounds import ModelBounds
-from partitioner.solve.evaluate.evaluator import Evaluator
-from partitioner.solve.search.bound_steps import Floors
-from partitioner.solve.search.space import Space
+from partitioner.solve.evaluate.evaluator import CandidateEvaluator
+from partitioner.solve.search.bound_steps import BoundCascade
+from partitioner.solve.search.space import SearchSpace
 from partitioner.solve.stages.split import SLACK
 from partitioner.topology import loads
 from partitioner.topology.group import slowest
@@ -110,11 +110,11 @@ def test_no_placement_is_below_what_is_said_of_a_point(cluster: str, mesh: tuple
     if schedule != "1f1b" and pp == 1:
         return
     work = job(loads(cluster), 6)
-    point = Point(pp, dp, tp, 1, schedule)
-    bounds, evaluator = ModelBounds(work), Evaluator(work)
+    point = MeshCandidate(pp, dp, tp, 1, schedule)
+    bounds, evaluator = ModelBounds(work), CandidateEvaluator(work)
     assert not evaluator.placements.complete(point.grid)
-    space = Space(work.topology, 6, bounds.num_calls, bounds.dims)
-    bound = Floors(bounds, evaluator, [point], space).of_point(point)
+    space = SearchSpace(work.topology, 6, bounds.num_calls, bounds.dims)
+    bound = BoundCascade(bounds, evaluator, [point], space).of_point(point)
     assert bound >= bounds.refine(point)
     assert bound <= min(times_of_all(work, point)) / (1 + SLACK) * (1 + 2 * SLACK)
 

@@ -25,7 +25,7 @@ from partitioner.plans.verify import compare, relative_error
 from partitioner.simulate.program_time import PlanDurations
 from passes.errors import PartitionError
 from runtime.checkpoint.dcp_files import ShardReader
-from runtime.checkpoint.shards import Piece
+from runtime.checkpoint.shards import ShardPiece
 from runtime.engine.engine import Engine
 from runtime.errors import InstructionError
 from runtime.execute.calls import _copied
@@ -160,7 +160,7 @@ def errors(folder: Path, name: str) -> dict[str, float]:
     """How far a checkpoint is from what one process trains, by name."""
     reader = ShardReader(folder)
     found = {key: torch.empty(list(t.size), dtype=t.properties.dtype) for key, t in reader.tensors.items()}
-    reader.read([Piece(key, tuple(t.shape), (0,) * t.dim(), t) for key, t in found.items()])
+    reader.read([ShardPiece(key, tuple(t.shape), (0,) * t.dim(), t) for key, t in found.items()])
     found = {key.removeprefix("model.").removeprefix("optimizer.state."): t for key, t in found.items()}
     return {n: relative_error(found.get(n.replace("::", ".")), value) for n, value in trained_alone(name).items()}
 

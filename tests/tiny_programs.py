@@ -20,7 +20,7 @@ from partitioner.schedules.registry import timetable
 from passes.ir.collectives import ops
 from passes.ir.interpret import call
 from passes.ir.layouts import READ_SHARDED, shard
-from passes.ir.model import Block, Call, FoldedModel, ModelInput, ModelOutput, State, TensorSpec
+from passes.ir.model import Block, Call, FoldedModel, ModelInput, ModelOutput, ModelState, TensorSpec
 from runtime.program.program import Program
 
 aten = torch.ops.aten
@@ -100,8 +100,8 @@ def tiny_model(num_layers: int = 4, tp: int = 1, num_pieces: int = 1, tied: bool
     blocks = {b.name: b for b in (embed_block(), layer_block(tp), head_block(), mask, count_block(), loss_block())}
     head = "embed.w" if tied else "head.w"
     shapes = {"embed.w": (H, H)} if tied else {"embed.w": (H, H), "head.w": (H, H)}
-    states = {n: State(n, TensorSpec(s, torch.float32), "parameter", True) for n, s in shapes.items()}
-    states["one"] = State("one", TensorSpec((), torch.float32), "constant")
+    states = {n: ModelState(n, TensorSpec(s, torch.float32), "parameter", True) for n, s in shapes.items()}
+    states["one"] = ModelState("one", TensorSpec((), torch.float32), "constant")
     layouts: dict[str, Any] = {}
     calls = [
         Call("count", "count", ("one",), ("t",), ("count",), shared=True, prologue=True),
@@ -111,7 +111,7 @@ def tiny_model(num_layers: int = 4, tp: int = 1, num_pieces: int = 1, tied: bool
     for i in range(num_layers):
         names = {k: f"layers.{i}.{k}" for k in ("up", "down", "bias", "gain")}
         for k, shape in {"up": (H, F), "down": (F, H), "bias": (H,), "gain": (H,)}.items():
-            states[names[k]] = State(names[k], TensorSpec(shape, torch.float32), "parameter", True)
+            states[names[k]] = ModelState(names[k], TensorSpec(shape, torch.float32), "parameter", True)
         layouts.update({names["up"]: shard(1), names["down"]: shard(0), names["bias"]: READ_SHARDED})
         calls.append(Call("layer", f"layers.{i}", tuple(names.values()), (f"h{i}", "mask"), (f"h{i + 1}",)))
     calls.append(Call("head", "head", (head,), (f"h{num_layers}", "h0"), ("y",)))

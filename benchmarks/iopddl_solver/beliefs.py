@@ -20,14 +20,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.iopddl_solver.state import Flat
+from benchmarks.iopddl_solver.state import FlatProblem
 from partitioner.solve.pairwise.presolve import Choices, Vector
 
 _Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class _Group:
+class _BeliefTableGroup:
     """Tables of one shape, ``tables[p, q, e]``, and what they tell their nodes, ``to_first[p, e]``."""
 
     tables: _Floats
@@ -37,11 +37,11 @@ class _Group:
     to_second: _Floats
 
 
-class Beliefs:
+class BeliefPropagation:
     """The messages of all tables of ``flat``."""
 
-    def __init__(self, flat: Flat) -> None:
-        self._groups = list[_Group]()
+    def __init__(self, flat: FlatProblem) -> None:
+        self._groups = list[_BeliefTableGroup]()
         self._num_choices = len(flat.cost)
         by_shape: dict[tuple[int, ...], list[int]] = {}
         for e, table in enumerate(flat.tables):
@@ -52,7 +52,7 @@ class Beliefs:
             first = flat.start[flat.first[members]] + np.arange(rows)[:, None]
             second = flat.start[flat.second[members]] + np.arange(columns)[:, None]
             zeros = np.zeros(first.shape, np.float32), np.zeros(second.shape, np.float32)
-            self._groups.append(_Group(tables, first, second, *zeros))
+            self._groups.append(_BeliefTableGroup(tables, first, second, *zeros))
         places = [np.zeros(0, np.intp)] + [x.ravel() for g in self._groups for x in (g.first, g.second)]
         self._places = np.concatenate(places)
 
@@ -96,7 +96,7 @@ _MOST_DECAY = 0.7  # least factor of a price in one step; else one minus the fre
 
 
 @dataclass(frozen=True, eq=False)
-class Known:
+class PricedAssignment:
     """A known assignment, its cost and its memory per row."""
 
     choice: Choices
@@ -151,18 +151,18 @@ class Prices:
         self.values *= np.clip(1.0 + over, _MOST_DECAY, 1.0)
         self.values = np.maximum(self.values + _STEP * scale / self.unit * np.clip(step, -1.0, 1.0), 0.0)
 
-    def lagrangian(self, known: Known, share: float = 1.0) -> float:
+    def lagrangian(self, known: PricedAssignment, share: float = 1.0) -> float:
         """The cost of an assignment plus the price of its excess memory, at ``share`` of the present prices."""
         return known.cost + share * float((self.values * (known.profile - self.room)).sum())  # no threads as in BLAS
 
 
-class Pool:
+class AssignmentPool:
     """The assignments of least Lagrangian found so far; half of them are kept for lower prices."""
 
     def __init__(self, size: int = 40) -> None:
-        self._size, self._known = size, list[Known]()
+        self._size, self._known = size, list[PricedAssignment]()
 
-    def add(self, known: Known, prices: Prices) -> None:
+    def add(self, known: PricedAssignment, prices: Prices) -> None:
         if any(k.cost == known.cost and np.array_equal(k.choice, known.choice) for k in self._known):
             return
         self._known.append(known)
@@ -172,11 +172,11 @@ class Pool:
             rest.remove(max(rest, key=lambda k: prices.lagrangian(k, _LOWER)))
             self._known[self._size // 2 :] = rest
 
-    def least(self, prices: Prices) -> tuple[float, Known]:
+    def least(self, prices: Prices) -> tuple[float, PricedAssignment]:
         """The least Lagrangian, and its assignment."""
         return min(((prices.lagrangian(k), k) for k in self._known), key=lambda pair: pair[0])
 
-    def cheaper(self, prices: Prices, cost: float, most: float) -> list[Known]:
+    def cheaper(self, prices: Prices, cost: float, most: float) -> list[PricedAssignment]:
         """The assignments with a cost below ``cost`` that exceed a limit by at most ``most``, a share of the largest
         limit."""
         return [k for k in self._known if k.cost < cost and 0.0 < prices.excess(k.profile).max(initial=0.0) <= most]

@@ -13,14 +13,14 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from partitioner.solve.pairwise.presolve import Choices, InfeasibleError, Table, Vector
+from partitioner.solve.pairwise.presolve import Choices, InfeasibleAssignmentError, Table, Vector
 
 
 class Contraction:
     """The problem over the roots: ``costs[r]`` and ``tables[r, s]`` (r < s, without infinite minima or constants).
 
     ``roots[i]`` is the root that node i follows, ``maps[i]`` the choice of i for each remaining choice of that root,
-    and ``nodes`` are the roots. Raises :class:`InfeasibleError` where a node is left without a choice.
+    and ``nodes`` are the roots. Raises :class:`InfeasibleAssignmentError` where a node is left without a choice.
     """
 
     def __init__(self, costs: Sequence[Vector], edges: Iterable[tuple[int, int, Table]]) -> None:
@@ -68,7 +68,7 @@ class Contraction:
                     stack.append(other)
         for node, keep in enumerate(allowed):
             if not keep.any():
-                raise InfeasibleError(f"node {node} has no choice left that its neighbours allow", (node,))
+                raise InfeasibleAssignmentError(f"node {node} has no choice left that its neighbours allow", (node,))
         changed = {node for node, keep in enumerate(allowed) if not keep.all()}
         if not changed:
             return

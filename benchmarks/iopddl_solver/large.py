@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from benchmarks.iopddl_solver.contract import Contraction
-from benchmarks.iopddl_solver.lower_bound import Dual
-from benchmarks.iopddl_solver.moves import Exact, Parts, solve_part
-from benchmarks.iopddl_solver.search import Search
-from benchmarks.iopddl_solver.state import Flat, State
-from partitioner.background import Finding, Helper, Slot, can_help
-from partitioner.solve.pairwise.live_memory import Memory, Stretch, Usage, stretches
+from benchmarks.iopddl_solver.lower_bound import LagrangianDual
+from benchmarks.iopddl_solver.moves import Exact, NeighbourhoodSearch, solve_part
+from benchmarks.iopddl_solver.search import AssignmentSearch
+from benchmarks.iopddl_solver.state import FlatProblem, LocalSearchState
+from partitioner.background import Finding, FindingSlot, ForkedWorker, can_help
+from partitioner.solve.pairwise.live_memory import MemoryConstraint, Stretch, Usage, stretches
 from partitioner.solve.pairwise.presolve import Table, Vector
 
 WHOLE_ENTRIES = 120_000  # of all tables: at most so many are given to the exact solver at once
@@ -33,7 +33,7 @@ _HELPED_S = 10.0  # of time, from which on a second process is worth while
 def solve_large(
     costs: Sequence[Vector],
     edges: Iterable[tuple[int, int, Table]],
-    memory: Memory,
+    memory: MemoryConstraint,
     exact: Exact,
     until: float,
 ) -> tuple[list[int], float]:
@@ -51,27 +51,29 @@ def solve_large(
         bound = max(bound, proven)
         if solved:
             return problem.choice(known), bound
-    flat = Flat(problem.nodes, problem.costs, problem.tables)
+    flat = FlatProblem(problem.nodes, problem.costs, problem.tables)
     starts = dict(zip(problem.nodes, flat.start.tolist(), strict=True))
     usage = Usage(found, starts, len(flat.cost), len(room))
 
-    def search_from(seed: int, parts: Parts | None = None) -> Search:
-        search = Search(flat, usage, room, seed, parts)
+    def search_from(seed: int, parts: NeighbourhoodSearch | None = None) -> AssignmentSearch:
+        search = AssignmentSearch(flat, usage, room, seed, parts)
         if known is not None:
             search.keep(np.array([known[i] for i in problem.nodes], np.intp))
         return search
 
-    def raise_bound(search: Search, end: float, tell: Callable[[], None] = lambda: None) -> None:
+    def raise_bound(search: AssignmentSearch, end: float, tell: Callable[[], None] = lambda: None) -> None:
         def report(raised: float) -> None:
             search.bound = max(search.bound, raised - 1e-9 * abs(raised))
             tell()
 
-        dual = Dual(problem.nodes, problem.costs, problem.tables, found, room)
+        dual = LagrangianDual(problem.nodes, problem.costs, problem.tables, found, room)
         dual.prices = search.prices.values.copy()
         dual.ascend(search.cost, end, report=report)
 
     # of two processes one alone has the exact solver, whose threads a fork does not have
-    parts = Parts(flat, State(problem.nodes, problem.costs, problem.tables, found, room), exact)
+    parts = NeighbourhoodSearch(
+        flat, LocalSearchState(problem.nodes, problem.costs, problem.tables, found, room), exact
+    )
     if can_help() and _left(until) >= _HELPED_S:
         best = _with_help(lambda: search_from(0, parts), lambda: search_from(1), raise_bound, len(problem.nodes), until)
     else:
@@ -84,17 +86,17 @@ def solve_large(
 
 
 def _with_help(
-    first: Callable[[], Search],
-    second: Callable[[], Search],
-    raise_bound: Callable[[Search, float, Callable[[], None]], None],
+    first: Callable[[], AssignmentSearch],
+    second: Callable[[], AssignmentSearch],
+    raise_bound: Callable[[AssignmentSearch, float, Callable[[], None]], None],
     num_nodes: int,
     until: float,
 ) -> Finding:
     """The best of two searches that tell each other what they find. The second, in the helper, ends with a bound."""
-    mine, theirs = Slot(num_nodes), Slot(num_nodes)
+    mine, theirs = FindingSlot(num_nodes), FindingSlot(num_nodes)
     start, left = time.perf_counter(), _left(until)
 
-    def exchanging(search: Search, out: Slot, other: Slot) -> Callable[[], None]:
+    def exchanging(search: AssignmentSearch, out: FindingSlot, other: FindingSlot) -> Callable[[], None]:
         told = [(np.inf, np.inf)]
 
         def exchange() -> None:
@@ -118,7 +120,7 @@ def _with_help(
             raise_bound(search, end, lambda: theirs.write(search.finding))
         theirs.write(search.finding)
 
-    helper = Helper(help_out)
+    helper = ForkedWorker(help_out)
     try:
         search = first()
         exchange = exchanging(search, mine, theirs)
@@ -139,7 +141,7 @@ def _solve_whole(
     problem: Contraction, found: Mapping[int, Stretch], room: Vector, exact: Exact, until: float
 ) -> tuple[dict[int, int], float, bool]:
     """A choice of every root, a bound, and whether the choice is the exact solver's."""
-    state = State(problem.nodes, problem.costs, problem.tables, found, room)
+    state = LocalSearchState(problem.nodes, problem.costs, problem.tables, found, room)
     state.descend(np.random.default_rng(0), time.perf_counter() + 0.3 * _left(until))
     bounds = [-np.inf]
     solved = solve_part(state, problem.nodes, exact, until, bounds) is not None

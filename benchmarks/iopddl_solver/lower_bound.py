@@ -25,7 +25,7 @@ _LEAST_EXCESS = 1e-6  # of memory over all rows, in parts of the largest limit
 
 
 @dataclass(frozen=True)
-class _Group:
+class _MessageTableGroup:
     """Tables of one shape: ``tables[e, p, q]``, and where the choices of their nodes are, ``first[e, p]``."""
 
     tables: NDArray[np.float64]
@@ -35,7 +35,7 @@ class _Group:
     to_second: NDArray[np.float64]
 
 
-class Dual:
+class LagrangianDual:
     """The choices of all roots in one array, ``starts[r]`` being where those of root r begin."""
 
     def __init__(
@@ -65,7 +65,9 @@ class Dual:
             np.add.at(share, second, 1.0)
             stacked = np.stack([tables[pair] for pair in pairs])
             stacked = np.where(np.isfinite(stacked), stacked, 1e30)
-            self._groups.append(_Group(stacked, first, second, np.zeros(first.shape), np.zeros(second.shape)))
+            self._groups.append(
+                _MessageTableGroup(stacked, first, second, np.zeros(first.shape), np.zeros(second.shape))
+            )
         self._share = 1.0 / share
         self._usage = Usage(stretches, self.starts, len(self.cost), len(room))
 

@@ -25,9 +25,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.iopddl_solver.state import Flat, State
+from benchmarks.iopddl_solver.state import FlatProblem, LocalSearchState
 from partitioner.solve.pairwise.live_memory import Usage
-from partitioner.solve.pairwise.presolve import Choices, InfeasibleError, Table, Vector
+from partitioner.solve.pairwise.presolve import Choices, InfeasibleAssignmentError, Table, Vector
 
 _TURNS = 8  # draws per node, of which many give a choice that is already allowed
 
@@ -35,7 +35,7 @@ _TURNS = 8  # draws per node, of which many give a choice that is already allowe
 class Proposals:
     """Draws choices for the nodes of ``flat``."""
 
-    def __init__(self, flat: Flat, rng: np.random.Generator) -> None:
+    def __init__(self, flat: FlatProblem, rng: np.random.Generator) -> None:
         self._flat, self._rng = flat, rng
         colour = flat.alike()
         self._members = np.argsort(colour, kind="stable")  # nodes, those that look alike side by side
@@ -106,7 +106,7 @@ _FULLEST = 5  # rows are drawn with this power of how full they are
 class Regions:
     """Draws nodes of ``flat`` and weights that grow with their distance from a centre."""
 
-    def __init__(self, flat: Flat, rng: np.random.Generator) -> None:
+    def __init__(self, flat: FlatProblem, rng: np.random.Generator) -> None:
         self._flat, self._rng = flat, rng
         self._degree = flat.num_sides.astype(np.float64)
 
@@ -183,12 +183,12 @@ _FIRST_ROWS, _MORE_ROWS, _ROUNDS = 24, 16, 30
 
 
 def solve_part(
-    state: State, part: Sequence[int], exact: Exact, until: float, bound: list[float] | None = None
+    state: LocalSearchState, part: Sequence[int], exact: Exact, until: float, bound: list[float] | None = None
 ) -> bool | None:
     """Gives ``part`` its best choices beside the rest. Whether that is cheaper; ``None`` if it was not solved.
 
     ``bound``, for a part that is everything, receives lower bounds of the cost. Where the state exceeds the limit, any
-    answer within it is better, and :class:`InfeasibleError` says that there is none.
+    answer within it is better, and :class:`InfeasibleAssignmentError` says that there is none.
     """
     place = {node: k for k, node in enumerate(part)}
     costs, tables, before = [], list[tuple[int, int, Table]](), 0.0
@@ -224,7 +224,7 @@ def solve_part(
         ]
         try:
             answer = exact(costs, tables, limits, left)
-        except InfeasibleError:
+        except InfeasibleAssignmentError:
             if lost:
                 raise
             return None  # by rounding alone: the present choices are allowed
@@ -264,10 +264,10 @@ _FIRST_ENTRIES, _MOST_ENTRIES, _LEAST_ENTRIES = 20_000.0, 200_000.0, 4_000.0  # 
 _QUICK_S, _SLOW_S, _MOST_S = 0.15, 0.6, 3.0  # of a part: the next one is larger, is smaller, and is given up
 
 
-class Parts:
+class NeighbourhoodSearch:
     """Improves assignments of ``state``'s nodes, which are numbered as in ``flat``."""
 
-    def __init__(self, flat: Flat, state: State, exact: Exact) -> None:
+    def __init__(self, flat: FlatProblem, state: LocalSearchState, exact: Exact) -> None:
         self._flat, self._state, self._exact = flat, state, exact
         self._entries = _FIRST_ENTRIES
 
@@ -281,7 +281,7 @@ class Parts:
         part = [nodes[i] for i in self._fitting(candidates)]
         try:
             better = bool(part) and solve_part(state, part, self._exact, min(until, begin + _MOST_S))
-        except InfeasibleError:  # beside the present choices of the others
+        except InfeasibleAssignmentError:  # beside the present choices of the others
             better = False
         took = time.perf_counter() - begin
         if took < _QUICK_S:

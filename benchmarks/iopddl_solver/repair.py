@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 
-from benchmarks.iopddl_solver.state import Flat
+from benchmarks.iopddl_solver.state import FlatProblem
 from partitioner.solve.pairwise.live_memory import Usage
 from partitioner.solve.pairwise.presolve import Choices, Vector
 
@@ -22,7 +22,7 @@ _STEPS = 500
 class Repair:
     """An assignment ``choice`` of ``flat`` with its ``profile`` of memory and the costs of all moves."""
 
-    def __init__(self, flat: Flat, usage: Usage, room: Vector, choice: Choices) -> None:
+    def __init__(self, flat: FlatProblem, usage: Usage, room: Vector, choice: Choices) -> None:
         self._flat, self._usage, self._room = flat, usage, room
         self.choice = choice.copy()
         self._cost = flat.conditional(choice)

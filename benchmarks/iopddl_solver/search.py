@@ -26,10 +26,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.iopddl_solver.beliefs import Beliefs, Known, Pool, Prices
-from benchmarks.iopddl_solver.moves import Parts, Proposals, Regions
+from benchmarks.iopddl_solver.beliefs import AssignmentPool, BeliefPropagation, PricedAssignment, Prices
+from benchmarks.iopddl_solver.moves import NeighbourhoodSearch, Proposals, Regions
 from benchmarks.iopddl_solver.repair import Repair
-from benchmarks.iopddl_solver.state import Flat
+from benchmarks.iopddl_solver.state import FlatProblem
 from partitioner.background import Finding
 from partitioner.solve.pairwise.dynamic_programming import eliminate
 from partitioner.solve.pairwise.live_memory import Usage
@@ -108,17 +108,17 @@ _REGION, _PART = (200, 1000, 4000), 60  # nodes
 
 
 @dataclass
-class Search:
+class AssignmentSearch:
     """The ``best`` assignment found, which fits if ``overflow`` is not positive, and the search's ``prices``.
 
     ``bound`` is a lower bound where the graph is so narrow that no cutset is needed, and minus infinity elsewhere.
     """
 
-    flat: Flat
+    flat: FlatProblem
     usage: Usage
     room: Vector
     seed: int = 0
-    parts: Parts | None = None
+    parts: NeighbourhoodSearch | None = None
     best: Choices = field(init=False)
     cost: float = field(init=False, default=np.inf)
     overflow: float = field(init=False, default=np.inf)
@@ -132,8 +132,8 @@ class Search:
         self._proposals = Proposals(self.flat, self._rng)
         self._isolated = self.flat.num_sides == 0
         self._regions = Regions(self.flat, self._rng)
-        self._pool = Pool()
-        self._beliefs: Beliefs | None = None  # made when first needed: some problems never do
+        self._pool = AssignmentPool()
+        self._beliefs: BeliefPropagation | None = None  # made when first needed: some problems never do
         self._believed, self._turns, self._half = self.flat.cost, list[tuple[int, int, int]](), self.seed
         self._smooth, self._scale = np.zeros(len(self.room)), 0.0
         self.keep(self.flat.best(self.usage.total()))
@@ -217,7 +217,7 @@ class Search:
         Once that has settled, from beliefs that are led astray first: in part forgotten, at other prices, or with a
         node that joins many others kept from what is believed best of it, of which beliefs are too sure.
         """
-        rng, beliefs = self._rng, self._beliefs or Beliefs(self.flat)
+        rng, beliefs = self._rng, self._beliefs or BeliefPropagation(self.flat)
         self._beliefs, damping = beliefs, _DAMPING
         if settled:
             damping, kind = float(rng.choice(_DAMPINGS)), rng.choice(3, p=_ASTRAY)
@@ -386,8 +386,8 @@ class Search:
             self.bound = max(self.bound, value - 1e-9 * (abs(value) + known.cost))
         return result
 
-    def _known(self, choice: Choices) -> Known:
-        return Known(choice, self.flat.total(choice), self.usage.profile(self.flat.start + choice))
+    def _known(self, choice: Choices) -> PricedAssignment:
+        return PricedAssignment(choice, self.flat.total(choice), self.usage.profile(self.flat.start + choice))
 
     def _domains(self, allowed: NDArray[np.bool_] | None) -> dict[int, Choices]:
         """Per node that has a table and more than one choice, the choices that are allowed."""

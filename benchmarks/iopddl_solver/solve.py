@@ -7,7 +7,13 @@ import time
 import numpy as np
 
 from benchmarks.iopddl_solver.large import solve_large
-from partitioner.solve.pairwise.assignment import Assignment, AssignmentProblem, Row, TimeLimitError, solve_assignment
+from partitioner.solve.pairwise.assignment import (
+    Assignment,
+    AssignmentProblem,
+    AssignmentTimeLimitError,
+    ResourceConstraint,
+    solve_assignment,
+)
 from partitioner.solve.pairwise.presolve import Table, Vector
 
 _EXACT_SHARE = 0.75  # of the time limit, after which a problem without an exact answer is searched
@@ -31,12 +37,12 @@ def solve_within_memory(
     if sum(table.size for _, _, table in problem.edges) <= MANY_ENTRIES:
         try:
             return solve_assignment(problem, time_limit_s=_EXACT_SHARE * time_limit_s, relative_gap=relative_gap)
-        except TimeLimitError:
+        except AssignmentTimeLimitError:
             pass  # a search finds an assignment where the exact solver has none yet
     choice, bound = solve_large(problem.costs, problem.edges, memory, _solve_part, start + time_limit_s)
     objective = problem.objective(choice)
     if not np.isfinite(objective):
-        raise TimeLimitError(
+        raise AssignmentTimeLimitError(
             f"no assignment within the memory limit of {memory.limit:g} was found in {time_limit_s:.1f} s "
             f"(the best takes {memory.peak(choice):g}); allow more time or loosen the limit"
         )
@@ -50,9 +56,9 @@ def _solve_part(
     seconds: float,
 ) -> tuple[list[int], float] | None:
     """The best choice of a part and its bound; ``None`` where none was found in time."""
-    part = AssignmentProblem(costs, tables, [Row(usage, limit) for usage, limit in rows])
+    part = AssignmentProblem(costs, tables, [ResourceConstraint(usage, limit) for usage, limit in rows])
     try:
         answer = solve_assignment(part, time_limit_s=seconds)
-    except TimeLimitError:
+    except AssignmentTimeLimitError:
         return None
     return answer.choice, answer.bound

@@ -1,8 +1,8 @@
 """A pairwise problem in flat arrays: costs of all choices, beside given choices of all others, in a few numpy calls.
 
 The choices of all nodes lie in one array, node by node; an *assignment* is an array with one choice per node. Nodes
-are numbered from 0 in the order of ``nodes``. What is forbidden costs :attr:`Flat.forbidden`, more than all that is
-allowed.
+are numbered from 0 in the order of ``nodes``. What is forbidden costs :attr:`FlatProblem.forbidden`, more than all that
+is allowed.
 
 The primal side of large problems: a state that knows its memory, made feasible and then cheaper, node by node.
 """
@@ -19,7 +19,7 @@ from partitioner.solve.pairwise.live_memory import Stretch
 from partitioner.solve.pairwise.presolve import Choices, Table, Vector
 
 
-class Flat:
+class FlatProblem:
     """``start[i]`` is where the choices of node i begin in ``cost``, ``owner[c]`` the node of choice c.
 
     Table e joins the nodes ``first[e] < second[e]``. Seen from one of the two it is a *side*: sides ``2 e`` and
@@ -145,7 +145,7 @@ def _within(lengths: NDArray[np.intp]) -> NDArray[np.intp]:
     return np.arange(int(lengths.sum())) - np.repeat(_begins(lengths), lengths)
 
 
-class State:
+class LocalSearchState:
     """An assignment of roots with its profile of memory over the rows. ``room`` is the limit of each row."""
 
     def __init__(

@@ -20,7 +20,7 @@ from itertools import count
 from typing import Any
 
 from partitioner.advise.variants import (
-    Asked,
+    RelaxationRequest,
     Variant,
     differs,
     distance,
@@ -35,15 +35,15 @@ from partitioner.advise.variants import (
     variants,
     without,
 )
-from partitioner.candidate import Point
+from partitioner.candidate import MeshCandidate
 from partitioner.constraints import OF_POINT, Constraints
 from partitioner.errors import CapacityError, InfeasibleError, TimeLimitError
 from partitioner.solve.bounds.model_bounds import ModelBounds
-from partitioner.solve.evaluate.evaluator import Evaluator, Solved
+from partitioner.solve.evaluate.evaluator import CandidateEvaluator, SolvedCandidate
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.search.fit_memory import fits, planned_only
 from partitioner.solve.search.search import best, rooms, space_of
-from partitioner.solve.search.space import Space, points, several_stages
+from partitioner.solve.search.space import SearchSpace, points, several_stages
 from partitioner.topology import Topology
 from partitioner.units import divisors, seconds_text
 from partitioner.validate import check_request
@@ -80,7 +80,7 @@ class Advice:
 
 
 @contextmanager
-def advised(asked: Asked) -> Iterator[None]:
+def advised(asked: RelaxationRequest) -> Iterator[None]:
     """Gives an error of the block that says that there is no plan the advice, to be looked for when it is read, for as
     long as the block took."""
     begun = time.monotonic()
@@ -95,14 +95,14 @@ def advised(asked: Asked) -> Iterator[None]:
         raise
 
 
-def advice(asked: Asked, short_of_memory: bool, seconds: float = math.inf) -> Advice:
+def advice(asked: RelaxationRequest, short_of_memory: bool, seconds: float = math.inf) -> Advice:
     """What conflicts, and the nearest changes, of a job that has no plan: what is found in about so many seconds."""
     begun = time.monotonic()
     try:
         _check(asked.prepare(asked.topology, asked.constraints.meaning, asked.global_batch))
     except PartitionError:
         return Advice()
-    search = _Search(asked, short_of_memory, begun + _OF_CONFLICT * seconds)
+    search = _RelaxationSearch(asked, short_of_memory, begun + _OF_CONFLICT * seconds)
     conflict = search.conflict()
     search.until = begun + seconds
     return Advice(conflict, search.changes())
@@ -119,14 +119,16 @@ def _basis(job: Job) -> _Basis:
 
 
 @dataclass
-class _Search:
-    asked: Asked
+class _RelaxationSearch:
+    asked: RelaxationRequest
     short_of_memory: bool
     until: float = math.inf  # on the monotonic clock: what is found by then is what there is
     _longest: float = 0.0  # seconds of one try
     _bounds: dict[_Basis, ModelBounds] = field(default_factory=dict)
-    _evaluators: dict[_Basis, Evaluator] = field(default_factory=dict)
-    _lacking: list[tuple[Variant, tuple[str, ...], Point]] = field(default_factory=list)  # memory alone, nearest first
+    _evaluators: dict[_Basis, CandidateEvaluator] = field(default_factory=dict)
+    _lacking: list[tuple[Variant, tuple[str, ...], MeshCandidate]] = field(
+        default_factory=list
+    )  # memory alone, nearest first
 
     @property
     def late(self) -> bool:
@@ -158,7 +160,7 @@ class _Search:
     def _nearest(self, several: Iterable[Variant], *, all_pins: bool = False) -> tuple[Change, ...]:
         """The nearest of ``several`` variants with a plan, with all pins or without some of them."""
         ticket = count()
-        heap: list[tuple[float, float, int, Variant, tuple[str, ...], Point | None]] = []
+        heap: list[tuple[float, float, int, Variant, tuple[str, ...], MeshCandidate | None]] = []
         for variant in several:
             for pins in [()] if all_pins else subsets(pins_of(variant.constraints)):
                 if variant.texts or pins:
@@ -206,7 +208,7 @@ class _Search:
                 constraints=first.constraints,
                 global_batch=first.global_batch,
             )
-            if found := _and_then(first.text, _Search(asked, True, self.until)):
+            if found := _and_then(first.text, _RelaxationSearch(asked, True, self.until)):
                 return found
         return ()
 
@@ -231,7 +233,7 @@ class _Search:
             if possible and self._allowed(base, every, point) and self._plan(base, every, point) is not None:
                 return (self._change(base, pins, point),)
         # not even without them: what else it takes
-        free = _Search(
+        free = _RelaxationSearch(
             replace(self.asked, constraints=without(base.constraints, every)), self.short_of_memory, self.until
         )
         return _and_then(f"{', '.join(shown(base.constraints, pin) for pin in every)} left free", free)
@@ -245,7 +247,7 @@ class _Search:
             self._bounds[key] = ModelBounds(job)
         return self._bounds[key].with_job(job)
 
-    def _points(self, variant: Variant, pins: tuple[str, ...]) -> list[tuple[float, float, Point]]:
+    def _points(self, variant: Variant, pins: tuple[str, ...]) -> list[tuple[float, float, MeshCandidate]]:
         """Points without ``pins`` that differ in each: what that costs, their bound in seconds, and they."""
         try:
             job = self._job(variant, pins)
@@ -270,13 +272,13 @@ class _Search:
             self._lacking.append((variant, pins, ranked[0][2]))
         return fitting
 
-    def _choices(self, job: Job, bounds: ModelBounds, given_up: Sequence[str]) -> list[Point]:
+    def _choices(self, job: Job, bounds: ModelBounds, given_up: Sequence[str]) -> list[MeshCandidate]:
         """The points of a job, of those that are alike the plainest: one that is better is found when it is planned."""
         plainest = self._plainest(job, bounds, given_up)
         least = min(point.zero for point in plainest)
         return [p for p in plainest if self.short_of_memory or p.zero == least]
 
-    def _plainest(self, job: Job, bounds: ModelBounds, given_up: Sequence[str]) -> list[Point]:
+    def _plainest(self, job: Job, bounds: ModelBounds, given_up: Sequence[str]) -> list[MeshCandidate]:
         """The points of a job, where schedules are left free under 1F1B, which takes least memory of those searched."""
         space = space_of(job, bounds)
         asked = self.asked.constraints
@@ -287,7 +289,7 @@ class _Search:
             plain += [other for p in plain if p.pp > 1 for other in several_stages(space, p)]
         return plain or choices
 
-    def _allowed(self, variant: Variant, pins: tuple[str, ...], point: Point) -> bool:
+    def _allowed(self, variant: Variant, pins: tuple[str, ...], point: MeshCandidate) -> bool:
         """Whether the bounds allow a plan at ``point``."""
         try:
             self._bound(_roomiest(self._job(variant, pins))).refine(point)
@@ -298,16 +300,16 @@ class _Search:
             return False
         return True
 
-    def _plan(self, variant: Variant, pins: Sequence[str], point: Point) -> Solved | None:
+    def _plan(self, variant: Variant, pins: Sequence[str], point: MeshCandidate) -> SolvedCandidate | None:
         """The plan of ``point``, with what ``partition`` keeps in host memory; ``None`` where it does not fit."""
-        lacking: list[Evaluator] = []
+        lacking: list[CandidateEvaluator] = []
         changed = replace(self._job(variant, pins), constraints=self._constraints(variant, pins, point))
         for job in rooms(changed, lambda: any(e.host_lacks for e in lacking)):  # as partition does
             if point.zero in (1, 2) and "parameters" in (job.constraints.offload or ()):
                 continue  # which that keeps whole
             key = _basis(job)
             if key not in self._evaluators:
-                self._evaluators[key] = Evaluator(job)
+                self._evaluators[key] = CandidateEvaluator(job)
             try:
                 self._bound(job).refine(point)
                 lacking.append(replace(self._evaluators[key], job=job, host_lacks=False))
@@ -340,7 +342,7 @@ class _Search:
             return True
         return False
 
-    def _constraints(self, variant: Variant, pins: Sequence[str], point: Point) -> Constraints:
+    def _constraints(self, variant: Variant, pins: Sequence[str], point: MeshCandidate) -> Constraints:
         """What to ask for, to have ``point`` instead of the ``pins``."""
         return _with(without(variant.constraints, pins), _new(pins, point).items())
 
@@ -353,7 +355,9 @@ class _Search:
         except PartitionError:
             return known_s
 
-    def _change(self, variant: Variant, pins: Sequence[str], point: Point, plan: Solved | None = None) -> Change:
+    def _change(
+        self, variant: Variant, pins: Sequence[str], point: MeshCandidate, plan: SolvedCandidate | None = None
+    ) -> Change:
         new, constraints = _new(pins, point), self._constraints(variant, pins, point)
         texts = [*variant.texts, *(instead(variant.constraints, pin, new.get(pin)) for pin in pins)]
         found = planned_only(self._job(variant, pins), point, constraints)
@@ -366,14 +370,14 @@ class _Search:
         return Change(", ".join(texts) + marked, constraints, variant.topology, variant.global_batch, tuple(beyond))
 
 
-def _with_wider(space: Space, given_up: Mapping[str, Any]) -> list[Point]:
+def _with_wider(space: SearchSpace, given_up: Mapping[str, Any]) -> list[MeshCandidate]:
     """The points that are searched. Where an axis is ``given_up`` that was wider than those, others as wide too, which
     are tried only where they are fixed."""
     sizes = divisors(space.world_size)[1:]
     shared = [size for size in sizes if space.length and space.length % (2 * size) == 0]  # two pieces for each rank
     wider = [{"tp": size} for size in sizes if size > space.widest] if given_up.get("tp", 1) > space.widest else []
     wider += [{"cp": size} for size in shared] if given_up.get("cp", 1) > 1 else []
-    found: dict[Point, None] = {}
+    found: dict[MeshCandidate, None] = {}
     lacking: PartitionError | None = None
     for pinned in ({}, *wider):
         try:
@@ -386,14 +390,14 @@ def _with_wider(space: Space, given_up: Mapping[str, Any]) -> list[Point]:
     return list(found)
 
 
-def _and_then(text: str, search: _Search) -> tuple[Change, ...]:
+def _and_then(text: str, search: _RelaxationSearch) -> tuple[Change, ...]:
     """The nearest change that ``search`` finds, behind what ``text`` says."""
     return tuple(replace(change, text=f"{text}, {change.text}") for change in search.changes()[:1])
 
 
-def _new(pins: Sequence[str], point: Point) -> dict[str, Any]:
+def _new(pins: Sequence[str], point: MeshCandidate) -> dict[str, Any]:
     """What ``point`` has for those of the ``pins`` that it fixes otherwise."""
-    new = {pin: getattr(point, pin) for pin in pins if pin in Point.__dataclass_fields__}
+    new = {pin: getattr(point, pin) for pin in pins if pin in MeshCandidate.__dataclass_fields__}
     return {pin: size for pin, size in new.items() if size or pin not in _ZERO_IS_FREE}
 
 

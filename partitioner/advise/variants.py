@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from itertools import combinations
 from typing import Any
 
-from partitioner.candidate import Point
+from partitioner.candidate import MeshCandidate
 from partitioner.constraints import OF_ONE_STAGE, OF_POINT, Constraints
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.search.search import OFFLOAD_SETS
@@ -71,12 +71,12 @@ def without(constraints: Constraints, pins: Sequence[str]) -> Constraints:
     return constraints.model_copy(update={**freed, "stage_of": places})
 
 
-def differs(constraints: Constraints, pin: str, point: Point) -> bool:
+def differs(constraints: Constraints, pin: str, point: MeshCandidate) -> bool:
     """Whether ``point`` is otherwise than pinned; recomputation and places of modules are freed, not changed."""
     return not hasattr(point, pin) or getattr(point, pin) != getattr(constraints, pin)
 
 
-def distance(constraints: Constraints, pin: str, point: Point) -> float:
+def distance(constraints: Constraints, pin: str, point: MeshCandidate) -> float:
     """How far ``point`` is from what is pinned: half of the logarithm of a change of size."""
     old, new = getattr(constraints, pin, None), getattr(point, pin, None)
     if not isinstance(old, int) or not isinstance(new, int):
@@ -120,7 +120,7 @@ _FAR = (96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 16384)
 
 
 @dataclass(frozen=True)
-class Asked:
+class RelaxationRequest:
     """A job as it was asked for. ``prepare``: the job of these constraints, on this topology, with this batch."""
 
     topology: Topology
@@ -148,7 +148,7 @@ def _and(variant: Variant, cost: float, kind: str, text: str, **changed: Any) ->
     )
 
 
-def variants(asked: Asked, short_of_memory: bool) -> Iterator[Variant]:
+def variants(asked: RelaxationRequest, short_of_memory: bool) -> Iterator[Variant]:
     """The job as it is, and with more and more changed; ``short_of_memory``: why there is no plan."""
     base = Variant(0.0, frozenset(), (), asked.topology, asked.constraints, asked.global_batch)
     yield base
@@ -172,7 +172,7 @@ def variants(asked: Asked, short_of_memory: bool) -> Iterator[Variant]:
     yield from _larger(base, _TIMES if short_of_memory else ())
 
 
-def far_variants(asked: Asked) -> Iterator[Variant]:
+def far_variants(asked: RelaxationRequest) -> Iterator[Variant]:
     """With more memory, and with more nodes, where it is memory that lacks: also with more than :func:`variants` have,
     among whose many others there may have been no time for these."""
     base = next(variants(asked, True))
@@ -180,7 +180,7 @@ def far_variants(asked: Asked) -> Iterator[Variant]:
     yield from _nodes(base, [math.ceil(base.topology.num_nodes * times) for times in (*_TIMES, *_FAR)])
 
 
-def _places(asked: Asked, base: Variant) -> Iterator[Variant]:
+def _places(asked: RelaxationRequest, base: Variant) -> Iterator[Variant]:
     """Entries of ``stage_of`` with the nearest name, or the nearest stage that there is."""
     given = base.constraints.stage_of
     stages = _num_stages(base.constraints)
@@ -208,7 +208,7 @@ def _placed(base: Variant, places: dict[str, int], text: str) -> Variant:
     return _and(base, _PLACE, text, text, constraints=constraints)
 
 
-def _batches(asked: Asked, base: Variant) -> Iterator[Variant]:
+def _batches(asked: RelaxationRequest, base: Variant) -> Iterator[Variant]:
     """Batches that divide as pinned, or over the devices."""
     given = base.constraints
     batch = asked.prepare(base.topology, given.meaning, base.global_batch).global_batch

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from partitioner.candidate import Point
+from partitioner.candidate import MeshCandidate
 from partitioner.constraints import OF_POINT, Constraints
 from partitioner.errors import ConstraintError, InfeasibleError
 from partitioner.explain.diff import relative, time_changes
@@ -20,7 +20,7 @@ from partitioner.explain.tables import cut_off, disk_text, fullest_bytes, host_t
 from partitioner.plan import OPEN, Candidate, Limits, Plan
 from partitioner.plans.figures import candidate_text
 from partitioner.schedules.registry import schedule_name
-from partitioner.solve.search.space import SEARCHED, Space, points, widest_searched
+from partitioner.solve.search.space import SEARCHED, SearchSpace, points, widest_searched
 from partitioner.units import bytes_text, plural, seconds_text
 from partitioner.validate import check_request
 from passes.errors import InputsError, PartitionError
@@ -58,13 +58,13 @@ def without_row(plan: Plan, asked: Mapping[str, Any]) -> bool:
     return any(all(_of(point, name) == value for name, value in pinned.items()) for point in _searched(plan))
 
 
-def _of(point: Point, name: str) -> Any:
+def _of(point: MeshCandidate, name: str) -> Any:
     if name == "schedule":
         return schedule_name(point.schedule)
     return point.expert_tp if name == "etp" else getattr(point, name)
 
 
-def _searched(plan: Plan) -> list[Point]:
+def _searched(plan: Plan) -> list[MeshCandidate]:
     """The points that the search began with; none where the plan does not say of what."""
     limits = plan.certificate.limits
     if limits is None or not plan.global_batch:
@@ -75,8 +75,8 @@ def _searched(plan: Plan) -> list[Point]:
         return []
 
 
-def _space(plan: Plan, limits: Limits, constraints: Constraints) -> Space:
-    return Space(
+def _space(plan: Plan, limits: Limits, constraints: Constraints) -> SearchSpace:
+    return SearchSpace(
         plan.topology,
         plan.global_batch,
         limits.calls,

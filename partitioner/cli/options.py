@@ -115,7 +115,7 @@ def all_constraints(given: Mapping[str, Any], more: str | None) -> dict[str, Any
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetModel:
     """What the function returned. ``inputs`` and ``loss`` are ``None`` where it gave none."""
 
     model: nn.Module
@@ -127,7 +127,7 @@ class Target:
         return type(self.model).__name__
 
 
-def load_target(text: str, *, meta: bool = False) -> Target:
+def load_target(text: str, *, meta: bool = False) -> TargetModel:
     """Call the function that ``text`` names; with ``meta``, tensors that it makes take no memory.
 
     Raises :class:`TargetError`: no such file or function, an error inside it, or a result that is not ``SHAPE``.
@@ -193,7 +193,7 @@ def _blaming(where: str) -> Iterator[None]:
         raise TargetError(f"{where} failed with {type(error).__name__}: {error}{at}") from error
 
 
-def _target(made: Any, text: str) -> Target:
+def _target(made: Any, text: str) -> TargetModel:
     from torch import nn
 
     parts = made if isinstance(made, tuple) else (made,)
@@ -202,6 +202,6 @@ def _target(made: Any, text: str) -> Target:
         and isinstance(parts[0], nn.Module)
         and (len(parts) < 3 or parts[2] is None or callable(parts[2]))
     ):
-        return Target(*parts)
+        return TargetModel(*parts)
     shape = ", ".join(type(p).__name__ for p in parts)
     raise TargetError(f"{text} returned {f'({shape})' if isinstance(made, tuple) else shape}; expected {SHAPE}")

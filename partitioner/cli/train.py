@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import torch
 
 import runtime
-from partitioner.cli.options import Target, TargetError
+from partitioner.cli.options import TargetError, TargetModel
 from partitioner.errors import PlanError
 from partitioner.plan import Plan
 from passes.capture.wrappers import unwrapped
 
 
-def train(plan: Plan, target: Target, steps: int, lr: float) -> Iterator[float]:
+def train(plan: Plan, target: TargetModel, steps: int, lr: float) -> Iterator[float]:
     """The loss before each of ``steps`` steps of AdamW, all on the target's inputs.
 
     Raises :class:`PlanError` for a plan that does not train, and :class:`TargetError` where there is nothing to train

@@ -15,12 +15,23 @@ from dataclasses import dataclass
 from itertools import pairwise
 from xml.etree import ElementTree as ET
 
-from partitioner.draw.graph_layout import _HEAD, Box, Lanes, Placed, Point, Wire, _at, arrow, draw_wires, lay_out
+from partitioner.draw.graph_layout import (
+    _HEAD,
+    DotLayout,
+    PanelBox,
+    Point,
+    Wire,
+    WireLanes,
+    _at,
+    arrow,
+    draw_wires,
+    lay_out,
+)
 from partitioner.draw.svg import (
     PALETTE,
     Card,
+    CardRow,
     Header,
-    Row,
     draw_card,
     draw_header,
     group,
@@ -36,7 +47,7 @@ from partitioner.draw.svg import (
 from partitioner.plan import Plan
 from partitioner.plans.block_outline import Weight
 from partitioner.plans.figures import COLLECTIVE_NAMES, capacities, key_figures, mesh_text, picture_title
-from partitioner.plans.outline import CallGroup, Flow, Moved, Outline, StageOutline, group_notes, outline
+from partitioner.plans.outline import CallGroup, CollectiveTotal, Outline, StageOutline, ValueFlow, group_notes, outline
 from partitioner.units import bytes_text, count_text, percent, plural, ranges
 
 _PAD = 14.0
@@ -49,7 +60,7 @@ class Panel:
     header: Card
     cards: dict[str, Card]
     tips: dict[str, str]
-    layout: Placed
+    layout: DotLayout
     flows: tuple[tuple[str, str, str], ...]  # source, target, tooltip
     tooltip: str
 
@@ -62,7 +73,7 @@ class Panel:
         return self.header.height + self.layout.height + 2 * _PAD
 
 
-def stage_panel(header: Card, groups: Sequence[CallGroup], flows: Sequence[Flow], tooltip: str) -> Panel:
+def stage_panel(header: Card, groups: Sequence[CallGroup], flows: Sequence[ValueFlow], tooltip: str) -> Panel:
     """Measure a stage; ``flows`` are those within it."""
     names = {(g.stage, g.index): f"g{g.index}" for g in groups}
     cards = {names[g.stage, g.index]: group_card(g) for g in groups}
@@ -123,24 +134,24 @@ _DIRECTIONS = ("forward", "backward")
 def group_card(calls: CallGroup) -> Card:
     """Name, count, module paths, collectives by kind, parameters, weight layouts."""
     title = " + ".join(calls.blocks)
-    rows = [Row(title, 13, bold=True, aside=f"× {calls.count}" if calls.count > 1 else "")]
+    rows = [CardRow(title, 13, bold=True, aside=f"× {calls.count}" if calls.count > 1 else "")]
     if calls.paths and calls.paths != title:
-        rows.append(Row(calls.paths, fill="muted"))
-    rows += [Row(note, fill="muted") for note in group_notes(calls)]
+        rows.append(CardRow(calls.paths, fill="muted"))
+    rows += [CardRow(note, fill="muted") for note in group_notes(calls)]
     shown = [d for d in _DIRECTIONS if any(m.direction == d for m in calls.collectives)]
     if shown:
-        rows.append(Row("", 10, fill="muted", columns=tuple(shown), space=2))
+        rows.append(CardRow("", 10, fill="muted", columns=tuple(shown), space=2))
     for op, axis in dict.fromkeys((m.op, m.axis) for m in calls.collectives):
         amounts = tuple(_amount(op, axis, d, calls.collectives) for d in shown)
-        rows.append(Row(f"{COLLECTIVE_NAMES.get(op, op)} over {axis}", swatch=op, columns=amounts))
+        rows.append(CardRow(f"{COLLECTIVE_NAMES.get(op, op)} over {axis}", swatch=op, columns=amounts))
     if calls.num_parameters:
         size = f"{count_text(calls.num_parameters)} parameters, {bytes_text(calls.parameter_bytes)} per rank"
-        rows.append(Row(size, space=4))
-        rows += [Row(line, 10, fill="muted") for line in weight_lines(calls.weights)]
+        rows.append(CardRow(size, space=4))
+        rows += [CardRow(line, 10, fill="muted") for line in weight_lines(calls.weights)]
     return Card(tuple(rows))
 
 
-def _amount(op: str, axis: str, direction: str, collectives: Sequence[Moved]) -> str:
+def _amount(op: str, axis: str, direction: str, collectives: Sequence[CollectiveTotal]) -> str:
     found = next((m for m in collectives if (m.op, m.axis, m.direction) == (op, axis, direction)), None)
     return found.amount() if found else "–"
 
@@ -172,7 +183,7 @@ def group_tooltip(calls: CallGroup) -> str:
     return "\n".join(lines)
 
 
-def flow_tooltip(flow: Flow) -> str:
+def flow_tooltip(flow: ValueFlow) -> str:
     names = ", ".join(flow.values[:8]) + (f" and {len(flow.values) - 8} more" if len(flow.values) > 8 else "")
     back = f", gradients {bytes_text(flow.backward_bytes)}" if flow.backward_bytes else ""
     return f"{names}: {bytes_text(flow.forward_bytes)}{back}"
@@ -200,7 +211,7 @@ _LEGEND = (
 
 def draw_graph(plan: Plan) -> str:
     """The picture as SVG text."""
-    scene = _Scene(plan, outline(plan.program))
+    scene = _GraphScene(plan, outline(plan.program))
     drawing, width, height = scene.draw()
     used = {name[2:] for e in drawing.iter() for name in e.get("class", "").split() if name[:2] in ("f-", "s-")}
     header = Header(
@@ -220,27 +231,27 @@ def draw_graph(plan: Plan) -> str:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class StageCluster:
     """Equal consecutive ``stages``, drawn once as the first of them."""
 
     stage: StageOutline
     stages: tuple[int, ...]
 
 
-def clusters_of(whole: Outline) -> list[Cluster]:
+def clusters_of(whole: Outline) -> list[StageCluster]:
     """The stages, with runs of equal ones joined where there are more than ``MOST_STAGES``."""
     if len(whole.stages) <= MOST_STAGES:
-        return [Cluster(stage, (stage.index,)) for stage in whole.stages]
-    runs: list[Cluster] = []
+        return [StageCluster(stage, (stage.index,)) for stage in whole.stages]
+    runs: list[StageCluster] = []
     for stage in whole.stages:
         if runs and _likeness(runs[-1].stage) == _likeness(stage):
-            runs[-1] = Cluster(runs[-1].stage, (*runs[-1].stages, stage.index))
+            runs[-1] = StageCluster(runs[-1].stage, (*runs[-1].stages, stage.index))
         else:
-            runs.append(Cluster(stage, (stage.index,)))
-    clusters: list[Cluster] = []
+            runs.append(StageCluster(stage, (stage.index,)))
+    clusters: list[StageCluster] = []
     for run in runs:
         short = len(run.stages) < _FEWEST_EQUAL
-        clusters += [Cluster(whole.stages[s], (s,)) for s in run.stages] if short else [run]
+        clusters += [StageCluster(whole.stages[s], (s,)) for s in run.stages] if short else [run]
     return clusters
 
 
@@ -249,7 +260,7 @@ def _likeness(stage: StageOutline) -> object:
     return groups, stage.reductions, stage.parameter_bytes
 
 
-class _Scene:
+class _GraphScene:
     def __init__(self, plan: Plan, whole: Outline) -> None:
         self.plan = plan
         self.whole = whole
@@ -266,13 +277,13 @@ class _Scene:
         gaps = [max(self.gap(row[i]) for row in rows if i < len(row)) for i in columns]
         lefts = [sum(widths[:i]) + sum(gaps[:i]) for i in columns]
         boxes = [
-            Box(level, lefts[i], widths[i], self.panels[index].height)
+            PanelBox(level, lefts[i], widths[i], self.panels[index].height)
             for level, row in enumerate(rows)
             for i, index in enumerate(row)
         ]
         right = max(b.left + b.width for b in boxes)
         beside = [(row[i], row[i + 1]) for row in rows for i in range(len(row) - 1)]
-        lanes = Lanes(boxes, self.wires(set(beside)), right)
+        lanes = WireLanes(boxes, self.wires(set(beside)), right)
         tops, bottoms, y = [], [], 0.0
         for level, row in enumerate(rows):
             tops.append(y)
@@ -359,7 +370,7 @@ class _Scene:
 
     def relayed(self) -> list[Wire]:
         """Values read more than one hand-over away from where they are made."""
-        between: dict[tuple[int, int], list[Flow]] = {}
+        between: dict[tuple[int, int], list[ValueFlow]] = {}
         for flow in self.whole.flows:
             stages = flow.source[0], flow.target[0]
             link = self.links.get((*stages, "forward"))
@@ -381,29 +392,29 @@ class _Scene:
             wires.append(Wire(*pair, "long_edge", f"{ends}{more}: {sizes}, {hops}", tip))
         return wires
 
-    def panel(self, cluster: Cluster) -> Panel:
+    def panel(self, cluster: StageCluster) -> Panel:
         return stage_panel(self.header(cluster), cluster.stage.groups, self.whole.flows, self.tooltip(cluster))
 
-    def header(self, cluster: Cluster) -> Card:
+    def header(self, cluster: StageCluster) -> Card:
         stage = cluster.stage
         ranks = [r for s in cluster.stages for r in self.whole.stages[s].ranks]
         several = len(cluster.stages) > 1
         title = f"Stages {ranges(cluster.stages)}" if several else f"Stage {stage.index}"
-        rows = [Row(title, 15, bold=True, aside=f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges(ranks)}")]
+        rows = [CardRow(title, 15, bold=True, aside=f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges(ranks)}")]
         if several:
-            rows.append(Row(f"{len(cluster.stages)} equal stages, drawn once", fill="muted"))
+            rows.append(CardRow(f"{len(cluster.stages)} equal stages, drawn once", fill="muted"))
             labels = [t for t in self.link_labels((cluster.stages[0], cluster.stages[1])) if t]
-            rows.append(Row(f"{', '.join(labels)} from each to the next", swatch="send"))
+            rows.append(CardRow(f"{', '.join(labels)} from each to the next", swatch="send"))
         size = f"{count_text(stage.num_parameters)} parameters, {bytes_text(stage.parameter_bytes)} per rank"
-        rows.append(Row(size, 12, space=2))
+        rows.append(CardRow(size, 12, space=2))
         rows += self.memory(ranks)
         for moved in stage.reductions:
             name = f"{COLLECTIVE_NAMES.get(moved.op, moved.op)} of {moved.what} over {moved.axis}"
             amount = f"{bytes_text(moved.num_bytes)} in {plural(moved.count, 'bucket')}"
-            rows.append(Row(f"{name}: {amount}", swatch=moved.op))
+            rows.append(CardRow(f"{name}: {amount}", swatch=moved.op))
         return Card(tuple(rows))
 
-    def memory(self, ranks: Sequence[int]) -> list[Row]:
+    def memory(self, ranks: Sequence[int]) -> list[CardRow]:
         """Peak against room on the fullest of ``ranks``."""
         peaks, rooms = self.plan.estimate.memory, capacities(self.plan)
         known = [r for r in ranks if r < len(peaks)]
@@ -412,10 +423,12 @@ class _Scene:
         rank = max(known, key=lambda r: peaks[r] / max(1, rooms[r]))
         share = peaks[rank] / max(1, rooms[rank])
         return [
-            Row(f"{bytes_text(peaks[rank])} of {bytes_text(rooms[rank])} ({percent(share)})", 12, bar=share, space=2)
+            CardRow(
+                f"{bytes_text(peaks[rank])} of {bytes_text(rooms[rank])} ({percent(share)})", 12, bar=share, space=2
+            )
         ]
 
-    def tooltip(self, cluster: Cluster) -> str:
+    def tooltip(self, cluster: StageCluster) -> str:
         stage = cluster.stage
         inner = {a: n for a, n in self.plan.mesh.items() if a != "pp"}
         lines = [

@@ -41,7 +41,7 @@ Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Placed:
+class DotLayout:
     """Corners of the boxes (top left) and Bézier control points of the edges, y downwards, within width by height."""
 
     boxes: dict[str, Point]
@@ -50,10 +50,10 @@ class Placed:
     height: float
 
 
-def lay_out(sizes: Mapping[str, tuple[float, float]], edges: Sequence[tuple[str, str]]) -> Placed:
+def lay_out(sizes: Mapping[str, tuple[float, float]], edges: Sequence[tuple[str, str]]) -> DotLayout:
     """Place boxes of ``sizes`` (width, height) top to bottom along ``edges``."""
     if not sizes:
-        return Placed({}, {}, 0.0, 0.0)
+        return DotLayout({}, {}, 0.0, 0.0)
     import pygraphviz  # where something is drawn: texts take what notes pictures have from beside it
 
     drawing = pygraphviz.AGraph(string=dot_source(sizes, edges))
@@ -69,7 +69,7 @@ def lay_out(sizes: Mapping[str, tuple[float, float]], edges: Sequence[tuple[str,
         end = next((_point(p[2:]) for p in points if p.startswith("e,")), None)
         curve = [_point(p) for p in points if p[0] not in "es"] + ([end] if end else [])
         curves[source, target] = tuple((x - left, top - y) for x, y in curve)
-    return Placed(boxes, curves, right - left, top - bottom)
+    return DotLayout(boxes, curves, right - left, top - bottom)
 
 
 def dot_source(sizes: Mapping[str, tuple[float, float]], edges: Sequence[tuple[str, str]]) -> str:
@@ -114,7 +114,7 @@ class Wire:
 
 
 @dataclass(frozen=True)
-class Box:
+class PanelBox:
     """Where a panel stands: which row, and its extent; where a row begins follows from the gutters above it."""
 
     row: int
@@ -124,7 +124,7 @@ class Box:
 
 
 @dataclass
-class _Run:
+class _WireRun:
     """A horizontal piece of a wire in the gutter below ``row``; ``lane`` counts downwards."""
 
     wire: int
@@ -136,14 +136,14 @@ class _Run:
 
 
 @dataclass
-class Lanes:
+class WireLanes:
     """Lanes and ends chosen for all ``wires``; :meth:`height` is what the gutter below a row takes."""
 
-    boxes: Sequence[Box]
+    boxes: Sequence[PanelBox]
     wires: Sequence[Wire]
     right: float
     ends: dict[tuple[int, bool], float] = field(default_factory=dict)  # (wire, at its target) -> x
-    runs: dict[int, list[_Run]] = field(default_factory=dict)
+    runs: dict[int, list[_WireRun]] = field(default_factory=dict)
     margins: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -188,10 +188,10 @@ class Lanes:
         start, end = self.ends[index, swapped], self.ends[index, not swapped]
         first, last = self.boxes[upper].row, max(self.boxes[upper].row, self.boxes[lower].row - 1)
         if first == last:
-            self.runs[index] = [_Run(index, first, start, end)]
+            self.runs[index] = [_WireRun(index, first, start, end)]
             return
         x = self.margins[index] = self.right + _MARGIN_STEP * (len(self.margins) + 1)
-        self.runs[index] = [_Run(index, first, start, x), _Run(index, last, x, end, labelled=False)]
+        self.runs[index] = [_WireRun(index, first, start, x), _WireRun(index, last, x, end, labelled=False)]
 
     def _assign(self) -> None:
         taken: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
@@ -202,21 +202,21 @@ class Lanes:
                 run.lane += 1
             taken[run.row, run.lane].append((low, high))
 
-    def _half(self, run: _Run) -> float:
+    def _half(self, run: _WireRun) -> float:
         return text_width(self.wires[run.wire].label, _LABEL_SIZE) / 2 + 8
 
-    def middle(self, run: _Run) -> float:
+    def middle(self, run: _WireRun) -> float:
         """The middle of a run's label: that of the run, unless the label would leave the picture."""
         half = self._half(run)
         return max(half, min((run.start + run.end) / 2, self.right - half))
 
-    def _extent(self, run: _Run) -> tuple[float, float]:
+    def _extent(self, run: _WireRun) -> tuple[float, float]:
         half = self._half(run) if run.labelled else 0.0
         middle = self.middle(run)
         return min(run.start, run.end, middle - half) - 6, max(run.start, run.end, middle + half) + 6
 
 
-def draw_wires(parent: ET.Element, lanes: Lanes, tops: Sequence[float], bottoms: Sequence[float]) -> None:
+def draw_wires(parent: ET.Element, lanes: WireLanes, tops: Sequence[float], bottoms: Sequence[float]) -> None:
     """Draw all wires; ``tops`` and ``bottoms`` are the rows' vertical extents."""
     labels: list[Point] = []
     for index, wire in enumerate(lanes.wires):

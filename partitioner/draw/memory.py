@@ -34,8 +34,8 @@ from partitioner.simulate.program_memory import fixed_sizes, moving_sizes
 from partitioner.simulate.program_time import PlanDurations, follow
 from partitioner.units import bytes_text, percent, ranges, seconds_text
 from runtime.program.analysis import ProgramFacts
-from runtime.program.memory import Moment, memory_moments
-from runtime.program.simulate import Span, Timeline
+from runtime.program.memory import MemoryMoment, memory_moments
+from runtime.program.simulate import SimulatedSpan, Timeline
 
 KINDS: dict[str, tuple[str, str]] = {
     kind: (f"held_{kind}", MEMORY_KINDS[kind])
@@ -57,7 +57,7 @@ _FAR = 0.3  # of the capacity: a lower peak is drawn on a scale of its own
 
 
 @dataclass(frozen=True)
-class Level:
+class MemoryLevel:
     """What a rank holds from ``start`` to ``end`` (seconds), in bytes by kind."""
 
     start: float
@@ -72,43 +72,43 @@ class Level:
 def draw_plan_memory(plan: Plan) -> str:
     """The picture as SVG text."""
     of = follow(plan)
-    return to_text(_Chart(plan, of.timeline, stage_levels(plan, of.timeline, of.durations, of.facts)).draw())
+    return to_text(_MemoryChart(plan, of.timeline, stage_levels(plan, of.timeline, of.durations, of.facts)).draw())
 
 
 def stage_levels(
     plan: Plan, timeline: Timeline, durations: PlanDurations, facts: ProgramFacts
-) -> tuple[tuple[Level, ...], ...]:
+) -> tuple[tuple[MemoryLevel, ...], ...]:
     """For each stage what one of its ranks holds, without gaps from the start of the step to its end."""
     stages = []
     for stage, lane in enumerate(timeline.stages):
         fixed = fixed_sizes(facts, stage, plan.optimizer)
         instructions = facts.program.stages[stage].instructions
-        levels: list[Level] = []
-        before = Moment(None, 0, 0)
+        levels: list[MemoryLevel] = []
+        before = MemoryMoment(None, 0, 0)
         for span, (moments, after) in zip(lane.spans, memory_moments(facts, stage, instructions), strict=True):
             start = span.end - span.work
             if start > span.start:
-                levels.append(Level(span.start, start, {**fixed, **moving_sizes(before, 0)}))
+                levels.append(MemoryLevel(span.start, start, {**fixed, **moving_sizes(before, 0)}))
             for moment, begin, end in _in_time(span, moments, durations, facts, stage):
                 working = _working(plan, durations, stage, moment)
-                levels.append(Level(begin, end, {**fixed, **moving_sizes(moment, working)}))
+                levels.append(MemoryLevel(begin, end, {**fixed, **moving_sizes(moment, working)}))
             before = after
         last = levels[-1].end if levels else 0.0
         if last < timeline.step_time:
-            levels.append(Level(last, timeline.step_time, {**fixed, **moving_sizes(before, 0)}))
+            levels.append(MemoryLevel(last, timeline.step_time, {**fixed, **moving_sizes(before, 0)}))
         stages.append(tuple(level for level in levels if level.end > level.start))
     return tuple(stages)
 
 
-def _working(plan: Plan, durations: PlanDurations, stage: int, moment: Moment) -> int:
+def _working(plan: Plan, durations: PlanDurations, stage: int, moment: MemoryMoment) -> int:
     if moment.call is None:
         return 0
     return durations.passing[plan.program.stages[stage].calls[moment.call].block]
 
 
 def _in_time(
-    span: Span, moments: Sequence[Moment], durations: PlanDurations, facts: ProgramFacts, stage: int
-) -> Iterator[tuple[Moment, float, float]]:
+    span: SimulatedSpan, moments: Sequence[MemoryMoment], durations: PlanDurations, facts: ProgramFacts, stage: int
+) -> Iterator[tuple[MemoryMoment, float, float]]:
     """Each moment of an instruction with the time of its call."""
     part = {"F": "F", "B": "B", "I": "I", "W": "W"}.get(span.instruction.op)
     if part is None or not moments:
@@ -127,8 +127,8 @@ def _in_time(
         clock += took * scale
 
 
-class _Chart:
-    def __init__(self, plan: Plan, timeline: Timeline, stages: Sequence[Sequence[Level]]) -> None:
+class _MemoryChart:
+    def __init__(self, plan: Plan, timeline: Timeline, stages: Sequence[Sequence[MemoryLevel]]) -> None:
         self.plan = plan
         self.stages = stages
         ends = [span.end for lane in timeline.stages for span in lane.spans]
@@ -213,10 +213,10 @@ class _Chart:
         self.peak(root, stage, top, ground)
         self.hits(root, columns, top)
 
-    def columns(self, stage: int) -> list[Level]:
+    def columns(self, stage: int) -> list[MemoryLevel]:
         """For each column of pixels the fullest moment in it."""
         count = int(_WIDTH / _COLUMN)
-        fullest: list[Level | None] = [None] * count
+        fullest: list[MemoryLevel | None] = [None] * count
         for level in self.stages[stage]:
             first = min(count - 1, int(level.start / self.total * count))
             last = min(count - 1, max(first, math.ceil(level.end / self.total * count - 1e-6) - 1))
@@ -224,9 +224,9 @@ class _Chart:
                 known = fullest[c]
                 if known is None or level.total > known.total:
                     fullest[c] = level
-        filled: list[Level] = []
+        filled: list[MemoryLevel] = []
         for known in fullest:
-            filled.append(known or (filled[-1] if filled else Level(0.0, 0.0, dict.fromkeys(KINDS, 0))))
+            filled.append(known or (filled[-1] if filled else MemoryLevel(0.0, 0.0, dict.fromkeys(KINDS, 0))))
         return filled
 
     def area(
@@ -285,7 +285,7 @@ class _Chart:
                 {"cx": number(x), "cy": number(y), "r": "3", "fill": PALETTE["ink"].light, "class": "f-ink"},
             )  # fmt: skip
 
-    def hits(self, root: ET.Element, columns: Sequence[Level], top: float) -> None:
+    def hits(self, root: ET.Element, columns: Sequence[MemoryLevel], top: float) -> None:
         """Tooltips: what is held at the fullest of a short time."""
         wide = int(_HIT / _COLUMN)
         for start in range(0, len(columns), wide):

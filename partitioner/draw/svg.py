@@ -343,7 +343,7 @@ _BAR_WIDTH, _BAR_HEIGHT = 110.0, 8.0
 
 
 @dataclass(frozen=True)
-class Row:
+class CardRow:
     """A line of a card: a swatch, text, a muted ``aside`` after it, and ``columns`` set flush right.
 
     ``bar``: a share of one, drawn as a bar before the text.
@@ -377,7 +377,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Card:
-    rows: tuple[Row, ...]
+    rows: tuple[CardRow, ...]
 
     @property
     def column_widths(self) -> list[float]:
@@ -411,7 +411,7 @@ def draw_card(parent: ET.Element, card: Card, x: float, y: float, width: float) 
         top += row.height
 
 
-def _draw_row(parent: ET.Element, row: Row, x: float, base: float) -> None:
+def _draw_row(parent: ET.Element, row: CardRow, x: float, base: float) -> None:
     if row.swatch:
         rect(parent, x, base - row.size * 0.36 - _CARD_SWATCH / 2, _CARD_SWATCH, _CARD_SWATCH, row.swatch, radius=2)
     if row.bar is not None:

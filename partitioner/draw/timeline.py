@@ -31,7 +31,7 @@ Lane = Literal["compute", "exchange", "reduce", "gather", "host"]
 
 
 @dataclass(frozen=True)
-class Look:
+class OperationStyle:
     """How an operation is drawn: lane, colour, the colour of its number, and its words in legend and tooltip."""
 
     lane: Lane
@@ -41,28 +41,30 @@ class Look:
     verb: str
 
 
-LOOKS: dict[str, Look] = {
-    "F": Look("compute", "forward", "on_forward", "forward", "forward"),
-    "B": Look("compute", "backward", "on_backward", "backward", "backward"),
-    "I": Look("compute", "backward_input", "on_forward", "backward, inputs", "backward to inputs"),
-    "W": Look("compute", "backward_weight", "on_backward", "backward, weights", "backward to weights"),
-    "TOTAL_F": Look("compute", "total", "on_backward", "totals over the batch", "totals"),
-    "TOTAL": Look("reduce", "total", "on_backward", "totals over the batch", "all-reduce of totals"),
-    "SEND_F": Look("exchange", "send", "on_forward", "send", "send"),
-    "SEND_B": Look("exchange", "send", "on_forward", "send", "send gradients"),
-    "REDUCE": Look("reduce", "all_reduce", "on_backward", "reduction of gradients", "reduction of gradients"),
-    "SCATTER": Look("reduce", "reduce_scatter", "on_forward", "gradients to their shards", "scatter of gradients"),
-    "GATHER": Look("gather", "all_gather", "on_forward", "gathering of parameters", "gather of parameters"),
-    "GATHER_B": Look("reduce", "all_gather", "on_forward", "gathering of gradients", "gather of gradients"),
-    "OFFLOAD": Look("host", "all_gather", "on_forward", "to host memory", "move to host memory"),
-    "FETCH": Look("host", "reduce_scatter", "on_forward", "from host memory", "fetch from host memory"),
-    "SYNC": Look("reduce", "tied", "on_forward", "gradients of tied weights", "gradients of tied weights"),
-    "UPDATE": Look("reduce", "total", "on_backward", "new values of buffers", "new values of buffers"),
-    "STEP": Look("compute", "update", "on_forward", "optimizer's update", "the optimizer's update"),
+LOOKS: dict[str, OperationStyle] = {
+    "F": OperationStyle("compute", "forward", "on_forward", "forward", "forward"),
+    "B": OperationStyle("compute", "backward", "on_backward", "backward", "backward"),
+    "I": OperationStyle("compute", "backward_input", "on_forward", "backward, inputs", "backward to inputs"),
+    "W": OperationStyle("compute", "backward_weight", "on_backward", "backward, weights", "backward to weights"),
+    "TOTAL_F": OperationStyle("compute", "total", "on_backward", "totals over the batch", "totals"),
+    "TOTAL": OperationStyle("reduce", "total", "on_backward", "totals over the batch", "all-reduce of totals"),
+    "SEND_F": OperationStyle("exchange", "send", "on_forward", "send", "send"),
+    "SEND_B": OperationStyle("exchange", "send", "on_forward", "send", "send gradients"),
+    "REDUCE": OperationStyle("reduce", "all_reduce", "on_backward", "reduction of gradients", "reduction of gradients"),
+    "SCATTER": OperationStyle(
+        "reduce", "reduce_scatter", "on_forward", "gradients to their shards", "scatter of gradients"
+    ),
+    "GATHER": OperationStyle("gather", "all_gather", "on_forward", "gathering of parameters", "gather of parameters"),
+    "GATHER_B": OperationStyle("reduce", "all_gather", "on_forward", "gathering of gradients", "gather of gradients"),
+    "OFFLOAD": OperationStyle("host", "all_gather", "on_forward", "to host memory", "move to host memory"),
+    "FETCH": OperationStyle("host", "reduce_scatter", "on_forward", "from host memory", "fetch from host memory"),
+    "SYNC": OperationStyle("reduce", "tied", "on_forward", "gradients of tied weights", "gradients of tied weights"),
+    "UPDATE": OperationStyle("reduce", "total", "on_backward", "new values of buffers", "new values of buffers"),
+    "STEP": OperationStyle("compute", "update", "on_forward", "optimizer's update", "the optimizer's update"),
 }  # what is absent is waiting or bookkeeping, and takes no time of its own
 
 
-def look_of(instruction: Instruction) -> Look | None:
+def look_of(instruction: Instruction) -> OperationStyle | None:
     """How an instruction is drawn, if it is."""
     return LOOKS.get(instruction.word)
 
@@ -139,7 +141,9 @@ def draw_timeline(
 ) -> str:
     """The picture of ``bars`` as SVG text; ``figures`` and ``notes`` stand in the header. ``total``: the seconds at
     which the axis ends (``None``: with the last bar)."""
-    return to_text(_Chart(title, program, [b for b in bars if look_of(b.instruction)], figures, total, notes).draw())
+    return to_text(
+        _TimelineChart(title, program, [b for b in bars if look_of(b.instruction)], figures, total, notes).draw()
+    )
 
 
 def idle_shares(program: Program, bars: Iterable[Bar], total: float | None = None) -> list[float]:
@@ -154,7 +158,7 @@ def idle_shares(program: Program, bars: Iterable[Bar], total: float | None = Non
     return [1 - b / total if total else 0.0 for b in busy]
 
 
-class _Chart:
+class _TimelineChart:
     def __init__(
         self,
         title: str,
@@ -203,7 +207,7 @@ class _Chart:
         return [fold.hidden for fold in self.folds]
 
     @staticmethod
-    def look(bar: Bar) -> Look:
+    def look(bar: Bar) -> OperationStyle:
         look = look_of(bar.instruction)
         assert look is not None, bar.instruction
         return look

@@ -33,7 +33,7 @@ from partitioner.draw.svg import (
     to_text,
 )
 from partitioner.plans.figures import mesh_text, picture_title
-from partitioner.plans.mesh_axes import Cell, _uses, link_rows
+from partitioner.plans.mesh_axes import AxisCell, _uses, link_rows
 from partitioner.topology.groups import stage_ranks
 from partitioner.topology.hardware import Device
 from partitioner.topology.topology import Topology
@@ -56,7 +56,7 @@ class LinkTable:
 
     rows: tuple[tuple[str, str, str, str], ...]
     axes: tuple[tuple[str, str], ...]
-    cells: dict[tuple[int, int], Cell]
+    cells: dict[tuple[int, int], AxisCell]
 
     @property
     def columns(self) -> list[float]:
@@ -135,16 +135,16 @@ _LEGEND_STAGES = 16
 
 def draw_plan_topology(plan: Plan) -> str:
     """The picture of ``plan`` on its devices as SVG text."""
-    return to_text(_Scene(plan.topology, plan).draw())
+    return to_text(_TopologyScene(plan.topology, plan).draw())
 
 
 def draw_topology(topology: Topology) -> str:
     """The picture of ``topology`` alone as SVG text: devices are coloured by kind."""
-    return to_text(_Scene(topology, None).draw())
+    return to_text(_TopologyScene(topology, None).draw())
 
 
 @dataclass(frozen=True)
-class Box:
+class DeviceBox:
     """Devices that are drawn as one box: from ``start`` to ``stop`` in the order of the topology."""
 
     start: int
@@ -154,11 +154,11 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class NodeCluster:
     """Nodes that are drawn once; the picture shows the first of them."""
 
     nodes: tuple[int, ...]
-    boxes: tuple[Box, ...]
+    boxes: tuple[DeviceBox, ...]
     title: str
     lines: tuple[str, ...]
     chords: tuple[tuple[int, int, float], ...] = field(default=(), repr=False)  # places, bytes/s
@@ -218,7 +218,7 @@ class Cluster:
         return [(left + (i % self.columns) * across, top + (i // self.columns) * down) for i in range(len(self.boxes))]
 
 
-class _Scene:
+class _TopologyScene:
     def __init__(self, topology: Topology, plan: Plan | None) -> None:
         self.topology = topology
         self.plan = plan
@@ -260,7 +260,7 @@ class _Scene:
     def title(self) -> str:
         return picture_title(self.plan) if self.plan is not None else self.topology.name
 
-    def subtitle(self, clusters: Sequence[Cluster]) -> str:
+    def subtitle(self, clusters: Sequence[NodeCluster]) -> str:
         numbers = " Numbers are ranks." if self.plan is not None else ""
         if self.named and self.plan is not None:
             numbers = " Numbers are ranks, behind the names that devices have of their own."
@@ -269,7 +269,7 @@ class _Scene:
             numbers += f" {self.shown(clusters)} nodes are shown: of the nodes that {alike}, the first."
         return f"Bandwidths are per device and direction, when all talk at once.{numbers}"
 
-    def shown(self, clusters: Sequence[Cluster]) -> str:
+    def shown(self, clusters: Sequence[NodeCluster]) -> str:
         """The number of drawn nodes among all nodes: ``1 of 16``."""
         return f"{sum(1 for c in clusters if c.boxes):,} of {self.topology.num_nodes:,}"
 
@@ -298,7 +298,7 @@ class _Scene:
     def colour(number: int) -> str:
         return f"stage_{number % NUM_STAGE_COLOURS}"
 
-    def clusters(self) -> list[Cluster]:
+    def clusters(self) -> list[NodeCluster]:
         """The clusters of the picture; equal nodes form one cluster."""
         firsts = np.flatnonzero(self.topology.place_of == 0)
         ends = [*firsts[1:].tolist(), self.topology.num_devices]
@@ -313,11 +313,11 @@ class _Scene:
         shown = sorted(runs.values())
         return [self.as_cluster(nodes, spans) for nodes in shown[:MOST_CLUSTERS]] + self.rest(shown[MOST_CLUSTERS:])
 
-    def rest(self, left_out: Sequence[Sequence[int]]) -> list[Cluster]:
+    def rest(self, left_out: Sequence[Sequence[int]]) -> list[NodeCluster]:
         if not left_out:
             return []
         nodes = sorted(n for nodes in left_out for n in nodes)
-        return [Cluster(tuple(nodes), (), f"and {plural(len(nodes), 'further node')}", (f"nodes {ranges(nodes)}",))]
+        return [NodeCluster(tuple(nodes), (), f"and {plural(len(nodes), 'further node')}", (f"nodes {ranges(nodes)}",))]
 
     def likeness(self, start: int, stop: int, exact: bool) -> object:
         """Key of the nodes that are drawn once. Without ``exact``, stages are relative to the node's own stages."""
@@ -330,9 +330,9 @@ class _Scene:
         kinds = tuple((d.kind, d.speed, d.memory) for d in devices)
         return (kinds if len(set(kinds)) > 1 else (kinds[0], len(kinds)), *(t.tobytes() for t in traits))
 
-    def as_cluster(self, nodes: Sequence[int], spans: Sequence[tuple[int, int]]) -> Cluster:
+    def as_cluster(self, nodes: Sequence[int], spans: Sequence[tuple[int, int]]) -> NodeCluster:
         start, stop = spans[nodes[0]]
-        return Cluster(
+        return NodeCluster(
             nodes=tuple(nodes),
             boxes=tuple(self.boxes(start, stop)),
             title=_numbered("Node", nodes),
@@ -367,12 +367,12 @@ class _Scene:
         """Whether a device's memory differs from that of its type."""
         return device.memory != self.topology.types[device.kind].memory
 
-    def boxes(self, start: int, stop: int) -> Iterator[Box]:
+    def boxes(self, start: int, stop: int) -> Iterator[DeviceBox]:
         one_by_one = stop - start <= _MOST_DEVICES
         first = start
         for i in range(start + 1, stop + 1):
             if i == stop or one_by_one or self.look(i) != self.look(i - 1):
-                yield Box(first, i, self.label(first, i), self.look(first))
+                yield DeviceBox(first, i, self.label(first, i), self.look(first))
                 first = i
 
     def look(self, device: int) -> str:
@@ -403,7 +403,7 @@ class _Scene:
             for i, j in np.argwhere(np.triu(matrix)).tolist():
                 yield i, j, float(matrix[i, j])
 
-    def cluster(self, root: ET.Element, cluster: Cluster, x: float, y: float) -> None:
+    def cluster(self, root: ET.Element, cluster: NodeCluster, x: float, y: float) -> None:
         frame = group(root, f"nodes {ranges(cluster.nodes)}" if len(cluster.nodes) > 1 else f"node {cluster.nodes[0]}")
         rect(frame, x, y, cluster.width, cluster.height, "panel", stroke="line", radius=9)
         title = text(frame, x + _PAD, y + _PAD + 11, cluster.title, size=13, bold=True)
@@ -434,10 +434,10 @@ class _Scene:
                     2,
                 )
 
-    def words(self, cluster: Cluster, place: int) -> str:
+    def words(self, cluster: NodeCluster, place: int) -> str:
         return self.topology.devices[cluster.boxes[place].start].name
 
-    def tooltip(self, box: Box) -> str:
+    def tooltip(self, box: DeviceBox) -> str:
         device = self.topology.devices[box.start]
         lines = [f"{device.name}: {device.kind}, {bytes_text(device.usable)} usable"]
         if box.stop - box.start > 1:
@@ -471,7 +471,9 @@ def _short(words: str, longest: int = 30) -> str:
     return f"{kept}, …"
 
 
-def _flow(clusters: Sequence[Cluster], width: float, top: float) -> tuple[list[tuple[Cluster, float, float]], float]:
+def _flow(
+    clusters: Sequence[NodeCluster], width: float, top: float
+) -> tuple[list[tuple[NodeCluster, float, float]], float]:
     """The clusters with their positions, row by row, and the y coordinate of the end."""
     placed = []
     x, y, tallest = _MARGIN, top, 0.0

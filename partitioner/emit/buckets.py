@@ -136,7 +136,7 @@ _DATA = frozenset({"cp", *_INNER, *_OUTER.values()})  # axes whose ranks have gr
 
 
 @dataclass(frozen=True)
-class Reducing:
+class ReductionScheme:
     """How gradients are reduced. ``inside``: number of neighbouring ranks of ``dp`` among which they are scattered
     before the reduction over the others (0: one reduction over all). ``compression``: of the data on the outermost
     links."""
@@ -145,10 +145,12 @@ class Reducing:
     compression: Compression | None = None
 
 
-AT_ONCE = Reducing()
+AT_ONCE = ReductionScheme()
 
 
-def with_levels(bucket: PlannedBucket, shared: Sequence[str], sizes: Mapping[str, int], how: Reducing) -> PlannedBucket:
+def with_levels(
+    bucket: PlannedBucket, shared: Sequence[str], sizes: Mapping[str, int], how: ReductionScheme
+) -> PlannedBucket:
     """``bucket`` with its levels and turns. ``shared``: the axes over which its states are sharded."""
     axes = tuple(a for a in ALL_AXES if a in bucket.axes and sizes[a] > 1)
     if not axes:

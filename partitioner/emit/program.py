@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from partitioner.emit.buckets import AT_ONCE, Gradient, Reducing, bucket_limit, plan_buckets, with_levels
+from partitioner.emit.buckets import AT_ONCE, Gradient, ReductionScheme, bucket_limit, plan_buckets, with_levels
 from partitioner.emit.channels import fetches
 from partitioner.emit.offload import offloaded
 from partitioner.emit.routes import EmitError, Routes, StageCalls, make_routes
@@ -28,7 +28,7 @@ from partitioner.emit.stage import StageFlow, StageJob, stage_instructions, upda
 from partitioner.emit.zero import zero_axes
 from partitioner.schedules.csv_table import ScheduleTable
 from partitioner.schedules.registry import ranks_of, schedule_name, timetable
-from partitioner.schedules.steady_state import Steady, parts_of, steady
+from partitioner.schedules.steady_state import SteadyState, parts_of, steady
 from passes.ir.gradient_flow import GradientFlow, accumulated_in, gradient_flow, gradient_paths
 from passes.ir.layouts import REPLICATED, Layout, divides, local_shape
 from passes.ir.model import CallSignature, FoldedModel, TensorSpec
@@ -96,7 +96,7 @@ def emit(
     fused_attention: bool = True,
     whole_scatter: bool = False,
     offload: Sequence[Offload] = (),
-    reducing: Reducing = AT_ONCE,
+    reducing: ReductionScheme = AT_ONCE,
     left_whole: Collection[str] = (),
 ) -> Program:
     """The program of all ranks.
@@ -280,7 +280,7 @@ def _signature(signature: CallSignature) -> SignatureData:
 Lists = Sequence[tuple[tuple[Bucket, ...], Instructions]]  # by stage
 
 
-def _grown(lists: Callable[[int], Lists], found: Steady | None, num_microbatches: int) -> Lists:
+def _grown(lists: Callable[[int], Lists], found: SteadyState | None, num_microbatches: int) -> Lists:
     """The stages' instruction lists. If the schedule has a steady state, the lists of many microbatches are derived
     from lists of few."""
     if found is None:

@@ -17,7 +17,7 @@ from partitioner.simulate.program_time import follow, plan_timeline
 from partitioner.units import percent, seconds_text
 from runtime.observe.trace_events import (
     Event,
-    Span,
+    TraceSpan,
     complete,
     events_of,
     flow,
@@ -89,7 +89,7 @@ def _receive_ends(timeline: Timeline) -> dict[tuple[int, str, int | None, tuple[
 
 
 @dataclass(frozen=True)
-class Row:
+class StageComparison:
     """Seconds of work (or of waiting) that were predicted, and the median over a stage's ranks of the whole."""
 
     stage: int
@@ -98,7 +98,7 @@ class Row:
     measured: float
 
 
-def compare_steps(plan: Plan, spans: Sequence[Span]) -> list[RenderableType]:
+def compare_steps(plan: Plan, spans: Sequence[TraceSpan]) -> list[RenderableType]:
     """Where prediction and measurement part, as tables; by stage, by kind, and the instructions that differ most.
 
     Raises :class:`PlanError` where the trace is of another plan.
@@ -129,7 +129,7 @@ def compare_steps(plan: Plan, spans: Sequence[Span]) -> list[RenderableType]:
     ]
 
 
-def _check(program: Program, spans: Sequence[Span]) -> None:
+def _check(program: Program, spans: Sequence[TraceSpan]) -> None:
     ranks = {s.rank for s in spans}
     if ranks != set(range(program.world_size)):
         raise PlanError(
@@ -146,18 +146,18 @@ def _check(program: Program, spans: Sequence[Span]) -> None:
             )
 
 
-def by_stage(timeline: Timeline, spans: Sequence[Span]) -> list[Row]:
+def by_stage(timeline: Timeline, spans: Sequence[TraceSpan]) -> list[StageComparison]:
     rows = []
     for stage, lane in enumerate(timeline.stages):
         ranks = _ranks(spans, stage)
         work = median(sum(s.end - s.start - s.waiting for s in mine) for mine in ranks)
         waiting = median(sum(s.waiting for s in mine) for mine in ranks)
-        rows.append(Row(stage, "work", lane.busy, work))
-        rows.append(Row(stage, "waiting", sum(s.end - s.start - s.work for s in lane.spans), waiting))
+        rows.append(StageComparison(stage, "work", lane.busy, work))
+        rows.append(StageComparison(stage, "waiting", sum(s.end - s.start - s.work for s in lane.spans), waiting))
     return rows
 
 
-def by_kind(timeline: Timeline, spans: Sequence[Span]) -> list[Row]:
+def by_kind(timeline: Timeline, spans: Sequence[TraceSpan]) -> list[StageComparison]:
     """Work alone: what waits is by stage."""
     predicted: dict[str, float] = {}
     for lane in timeline.stages:
@@ -170,30 +170,33 @@ def by_kind(timeline: Timeline, spans: Sequence[Span]) -> list[Row]:
         for name in {KINDS.get(s.op, "other") for s in spans}:
             mine = [sum(s.end - s.start - s.waiting for s in r if KINDS.get(s.op, "other") == name) for r in ranks]
             measured[name] = measured.get(name, 0.0) + median(mine)
-    return [Row(-1, n, predicted.get(n, 0.0), measured.get(n, 0.0)) for n in dict.fromkeys((*predicted, *measured))]
+    return [
+        StageComparison(-1, n, predicted.get(n, 0.0), measured.get(n, 0.0))
+        for n in dict.fromkeys((*predicted, *measured))
+    ]
 
 
-def by_instruction(timeline: Timeline, spans: Sequence[Span]) -> list[Row]:
+def by_instruction(timeline: Timeline, spans: Sequence[TraceSpan]) -> list[StageComparison]:
     rows = []
     for stage, lane in enumerate(timeline.stages):
         ranks = _ranks(spans, stage)
         for p in lane.spans:
             if p.instruction.op in COMPUTE:
                 mine = median(sum(s.end - s.start - s.waiting for s in r if s.index == p.index) for r in ranks)
-                rows.append(Row(stage, str(p.instruction), p.work, mine))
+                rows.append(StageComparison(stage, str(p.instruction), p.work, mine))
     return rows
 
 
-def _ranks(spans: Sequence[Span], stage: int) -> list[list[Span]]:
+def _ranks(spans: Sequence[TraceSpan], stage: int) -> list[list[TraceSpan]]:
     """The spans of each rank of a stage."""
-    found: dict[int, list[Span]] = {}
+    found: dict[int, list[TraceSpan]] = {}
     for s in spans:
         if s.stage == stage:
             found.setdefault(s.rank, []).append(s)
     return list(found.values())
 
 
-def _sentences(stages: Sequence[Row], kinds: Sequence[Row]) -> Iterator[str]:
+def _sentences(stages: Sequence[StageComparison], kinds: Sequence[StageComparison]) -> Iterator[str]:
     total = sum(r.measured for r in stages) or 1.0
     worst = max((*kinds, *(r for r in stages if r.what == "waiting")), key=lambda r: abs(r.measured - r.predicted))
     where = f" of stage {worst.stage}" if worst.stage >= 0 else ""
@@ -212,7 +215,7 @@ def _times(predicted: float, measured: float) -> str:
     return f"{measured / predicted:.2f} times as long" if predicted else "nothing was predicted"
 
 
-def _table(title: str, rows: Sequence[Row]) -> RenderableType:
+def _table(title: str, rows: Sequence[StageComparison]) -> RenderableType:
     made = table([("stage", True), (title, False), ("predicted", True), ("measured", True), ("ratio", True)])
     for r in rows:
         ratio = f"{r.measured / r.predicted:.2f}" if r.predicted else ""

@@ -28,7 +28,7 @@ _LONG_S = 900  # a job that ran for so long does not fail each time at once
 
 
 @dataclass(frozen=True)
-class Job:
+class LaunchJob:
     """What to start: ``processes`` on each node, in the topology's order, and the ``program`` that torchrun runs.
 
     ``alike``: nodes may be numbered in any order. ``gpus``: the devices are such. ``max_restarts``: attempts after the
@@ -49,7 +49,7 @@ class Job:
 
 def job_of(
     plan: Plan, plan_file: str, script: str | None = None, arguments: Sequence[str] = (), max_restarts: int = 3
-) -> Job:
+) -> LaunchJob:
     """The job that runs ``script``, or without one ``-m runtime plan_file``, on the devices of ``plan``.
 
     Raises :class:`PlanError` for a plan that has no program, or fewer restarts than none.
@@ -59,7 +59,7 @@ def job_of(
         raise PlanError(f"max_restarts: expected at least 0, got {max_restarts}")
     counts = Counter(int(plan.topology.node_of[device]) for device in plan.devices)
     processes = tuple(counts[node] for node in sorted(counts))
-    return Job(
+    return LaunchJob(
         name=plan.model.lower(),
         processes=processes,
         alike=_alike(plan.topology) and len(set(processes)) == 1,
@@ -69,7 +69,7 @@ def job_of(
     )
 
 
-def torchrun_commands(job: Job) -> str:
+def torchrun_commands(job: LaunchJob) -> str:
     """What to type on each host; ``FIRST_HOST`` stands for the name of the first."""
     program = shlex.join(job.program)
     if job.num_nodes == 1:
@@ -87,7 +87,7 @@ def torchrun_commands(job: Job) -> str:
     return text
 
 
-def slurm_script(job: Job, *, time: str | None = None, partition: str | None = None) -> str:
+def slurm_script(job: LaunchJob, *, time: str | None = None, partition: str | None = None) -> str:
     """A script for ``sbatch``: one torchrun per node; back into the queue where it fails or its time is over.
 
     Raises :class:`PlanError` for a ``time`` that Slurm does not read, or in which nothing would be done.
@@ -176,7 +176,7 @@ _WAIT = [
 ]
 
 
-def _run(job: Job) -> list[str]:
+def _run(job: LaunchJob) -> list[str]:
     """``srun`` in the background, so that signals find the script."""
     srun = "srun --cpu-bind=none --kill-on-bad-exit=1"
     program = shlex.join(job.program)

@@ -23,7 +23,7 @@ _MOST_OWN = 4
 
 
 @dataclass(frozen=True)
-class Cell:
+class AxisCell:
     """Where an axis uses a level: what the groups do there."""
 
     label: str
@@ -123,7 +123,7 @@ class _Uses:
     """``summary``: of the axis; ``cells``: by the name of the level."""
 
     summary: str
-    cells: dict[str, Cell]
+    cells: dict[str, AxisCell]
 
 
 def _uses(plan: Plan) -> dict[str, _Uses]:
@@ -148,7 +148,7 @@ def _collectives(axis: str, groups: Sequence[Group]) -> _Uses:
         parts = plural(tier.ways, "rank") if tier.below == 1 else f"{plural(tier.ways, 'part')} of {tier.below}"
         rate = _rate(tier.level.bandwidth * tier.below)
         tip = f"{AXIS_NAMES[axis]}: {parts} talk over {tier.level.name}, each sends {rate}"
-        cells[tier.level.name] = Cell(f"{parts}, {rate}", tip)
+        cells[tier.level.name] = AxisCell(f"{parts}, {rate}", tip)
     return _Uses(f"{AXIS_NAMES[axis]}: ring at {_rate(slowest.bus_bandwidth)}", cells)
 
 
@@ -160,7 +160,7 @@ def _hand_overs(plan: Plan, rows: NDArray[np.int64]) -> _Uses:
     cells = {}
     for name, count in counts.items():
         words = f"{plural(count, 'hand-over')}, {_rate(rates[name])}"
-        cells[name] = Cell(words, f"pipeline: {words}, over {name}")
+        cells[name] = AxisCell(words, f"pipeline: {words}, over {name}")
     return _Uses(f"pipeline: {plural(len(slowest), 'hand-over')}", cells)
 
 

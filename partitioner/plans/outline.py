@@ -103,7 +103,7 @@ Direction = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True)
-class Moved:
+class CollectiveTotal:
     """Collectives of one kind: ``count`` of them, ``num_bytes`` in all, per rank (and per microbatch inside calls).
 
     ``even``: all of the same size. ``what``: is moved, where it is not of a call; ``buckets``: how many buckets of it.
@@ -141,7 +141,7 @@ class CallGroup:
     blocks: tuple[str, ...]
     count: int
     paths: str
-    collectives: tuple[Moved, ...]
+    collectives: tuple[CollectiveTotal, ...]
     weights: tuple[Weight, ...]
     num_parameters: int
     parameter_bytes: int
@@ -152,7 +152,7 @@ class CallGroup:
 
 
 @dataclass(frozen=True)
-class Flow:
+class ValueFlow:
     """Values that pass from one group of calls to another; bytes are one rank's per microbatch.
 
     ``hops``: how many stages away the reader is (0: the same stage).
@@ -167,7 +167,7 @@ class Flow:
 
 
 @dataclass(frozen=True)
-class Link:
+class StageTransfer:
     """What a stage sends to another per microbatch, relayed values included."""
 
     source: int
@@ -178,7 +178,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Tie:
+class TiedWeight:
     """A weight that several places read: its gradients are added up."""
 
     state: str
@@ -197,16 +197,16 @@ class StageOutline:
     num_calls: int
     num_parameters: int
     parameter_bytes: int
-    reductions: tuple[Moved, ...]  # of gradients and parameters, in one step
+    reductions: tuple[CollectiveTotal, ...]  # of gradients and parameters, in one step
     loads: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Outline:
     stages: tuple[StageOutline, ...]
-    flows: tuple[Flow, ...]
-    links: tuple[Link, ...]
-    ties: tuple[Tie, ...]
+    flows: tuple[ValueFlow, ...]
+    links: tuple[StageTransfer, ...]
+    ties: tuple[TiedWeight, ...]
     num_parameters: int
 
     def group(self, place: tuple[int, int]) -> CallGroup:
@@ -313,7 +313,9 @@ class _Outliner:
             num_parameters=sum(math.prod(s.shape) for s in held.values()),
             parameter_bytes=sum(kept_bytes(program, s) for s in held),
             reductions=tuple(
-                Moved(op, over, "backward", total.transfers, total.num_bytes, what=what, buckets=total.buckets)
+                CollectiveTotal(
+                    op, over, "backward", total.transfers, total.num_bytes, what=what, buckets=total.buckets
+                )
                 for (op, over, what), total in exchange_totals(program, stage).items()
             ),
             loads=tuple(dict.fromkeys(inputs.get(v, v) for v in loads)),
@@ -359,7 +361,7 @@ class _Outliner:
         gathered = self.program.zero == 3 and self.program.size("dp_shard") * self.program.size("cp") > 1
         return block_weights(self.program.blocks[call.block], call, self.program.states, gathered)
 
-    def moved(self, stage: int, calls: range) -> tuple[Moved, ...]:
+    def moved(self, stage: int, calls: range) -> tuple[CollectiveTotal, ...]:
         sizes: dict[tuple[str, str, Direction], list[int]] = {}
         for i in calls:
             call = self.program.stages[stage].calls[i]
@@ -370,7 +372,7 @@ class _Outliner:
                     directions.append("backward")
                 for direction in directions:
                     sizes.setdefault((use.op, use.axis, direction), []).append(use.num_bytes)
-        return tuple(Moved(*key, len(all_), sum(all_), len(set(all_)) == 1) for key, all_ in sizes.items())
+        return tuple(CollectiveTotal(*key, len(all_), sum(all_), len(set(all_)) == 1) for key, all_ in sizes.items())
 
     def collectives(self, call: Any) -> tuple[BlockCollective, ...]:
         program = self.program
@@ -387,7 +389,7 @@ class _Outliner:
         values = [self.program.values[n] for n in names if n in self.program.values]
         return sum(tensor_bytes(v.shape, v.dtype) for v in values if v.requires_grad or not gradients)
 
-    def flows(self, stages: Sequence[StageOutline]) -> list[Flow]:
+    def flows(self, stages: Sequence[StageOutline]) -> list[ValueFlow]:
         program = self.program
         made: dict[str, list[tuple[int, int]]] = {}
         for stage in stages:
@@ -407,7 +409,7 @@ class _Outliner:
                             between.setdefault((source, target), {})[value] = None
         train = program.objective == "train"
         return [
-            Flow(
+            ValueFlow(
                 source,
                 target,
                 tuple(values),
@@ -418,7 +420,7 @@ class _Outliner:
             for (source, target), values in between.items()
         ]
 
-    def links(self) -> list[Link]:
+    def links(self) -> list[StageTransfer]:
         directions: dict[str, Direction] = {"SEND_F": "forward", "SEND_B": "backward"}
         values: dict[tuple[int, int, Direction], dict[str, None]] = {}
         for index, stage in enumerate(self.program.stages):
@@ -427,11 +429,11 @@ class _Outliner:
                     key = (index, instruction.peer, directions[instruction.op])
                     values.setdefault(key, {}).update(dict.fromkeys(instruction.values))
         return [
-            Link(source, target, direction, self.value_bytes(tuple(names)), tuple(names))
+            StageTransfer(source, target, direction, self.value_bytes(tuple(names)), tuple(names))
             for (source, target, direction), names in values.items()
         ]
 
-    def ties(self, stages: Sequence[StageOutline]) -> list[Tie]:
+    def ties(self, stages: Sequence[StageOutline]) -> list[TiedWeight]:
         readers: dict[str, dict[tuple[int, int], None]] = {}
         for stage in stages:
             for group in stage.groups:
@@ -439,7 +441,7 @@ class _Outliner:
                     for state in call.states:
                         readers.setdefault(state, {})[stage.index, group.index] = None
         return [
-            Tie(name, state.aliases, tuple(readers[name]), state_sizes(self.program, name).gradient_piece)
+            TiedWeight(name, state.aliases, tuple(readers[name]), state_sizes(self.program, name).gradient_piece)
             for name, state in self.program.states.items()
             if state.kind == "parameter" and len(readers.get(name, ())) > 1
         ]

@@ -252,12 +252,12 @@ def fit_level(samples: Sequence[CollectiveSample], name: str) -> Level:
 
     Times that do not grow with size give no bandwidth; it is then at most the bandwidth that others on the level reach.
     """
-    lines = {("send", 2): _Line.of(s for s in samples if s.op == "send")}
+    lines = {("send", 2): _BandwidthSamples.of(s for s in samples if s.op == "send")}
     if not lines["send", 2].seconds:
         raise TopologyError("a level of links needs times of messages between two ranks; measure 'send'")
     for op in COLLECTIVES:
         for size in sorted({s.num_ranks for s in samples if s.op == op}):
-            lines[op, size] = _Line.of(s for s in samples if s.op == op and s.num_ranks == size)
+            lines[op, size] = _BandwidthSamples.of(s for s in samples if s.op == op and s.num_ranks == size)
     slopes = [line.slope for line in lines.values()]
     told = [slope for slope in slopes if slope is not None]
     least = min(told or [line.least_slope for line in lines.values()])
@@ -271,14 +271,14 @@ def fit_level(samples: Sequence[CollectiveSample], name: str) -> Level:
 
 
 @dataclass(frozen=True)
-class _Line:
+class _BandwidthSamples:
     """Measured transfers: bytes that pass through each rank's links, and seconds."""
 
     moved: tuple[float, ...]
     seconds: tuple[float, ...]
 
     @classmethod
-    def of(cls, samples: Iterable[CollectiveSample]) -> _Line:
+    def of(cls, samples: Iterable[CollectiveSample]) -> _BandwidthSamples:
         every = list(samples)
         shares = [1.0 if s.op == "send" else moved_share(s.op, s.num_ranks) for s in every]
         return cls(

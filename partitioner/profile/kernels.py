@@ -34,7 +34,7 @@ _ADAM_BYTES = 28  # per fp32 parameter: what partitioner/cost/call/states.py cha
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """One kernel. ``name``: a row of :data:`FAMILIES`. ``shape``: M, N, K of a product; batch, heads, sequence and head
     size of an attention; else the number of rows of :data:`ROW` elements."""
 
@@ -47,14 +47,14 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltCase:
     """A case with its tensors: the function to run, and the cost model's kernel."""
 
     run: Callable[[], object]
     kernel: Kernel
 
 
-def build(case: Case, device: torch.device) -> Built:
+def build(case: KernelCase, device: torch.device) -> BuiltCase:
     """Make the tensors of ``case``, with so many copies that the first has left the caches when its turn comes again: a
     program seldom finds its operands in caches.
 
@@ -65,10 +65,10 @@ def build(case: Case, device: torch.device) -> Built:
     if case == LAUNCH or copies == 1:
         return first
     runs = itertools.cycle([first.run, *(FAMILIES[case.name](case, device).run for _ in range(copies - 1))])
-    return Built(lambda: next(runs)(), first.kernel)
+    return BuiltCase(lambda: next(runs)(), first.kernel)
 
 
-class _Store:
+class _OperandPool:
     """A pool of random numbers from which tensors take consecutive pieces, so that each is cold in the caches though
     the numbers are made only once."""
 
@@ -85,14 +85,14 @@ class _Store:
         return self.numbers[start : start + count].view(shape)
 
 
-_store = cache(_Store)
+_store = cache(_OperandPool)
 
 
 def _random(*shape: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     return _store(device).take(shape).to(dtype)
 
 
-def _product(case: Case, device: torch.device) -> Built:
+def _product(case: KernelCase, device: torch.device) -> BuiltCase:
     """A product of two dense factors (``mm``), or with the second or the first read transposed (``mm_nt``, ``mm_tn``):
     the forward and the two halves of backward."""
     m, n, k = case.shape
@@ -106,10 +106,10 @@ def _product(case: Case, device: torch.device) -> Built:
         one = torch.ones((), device=device)
         column_major = b.t().contiguous().t()
         scaled = partial(torch._scaled_mm, a, column_major, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
-        return Built(scaled, kernel)
+        return BuiltCase(scaled, kernel)
     if case.precision == "tf32":
-        return Built(partial(_with_tf32, a, b), kernel)
-    return Built(partial(torch.mm, a, b), kernel)
+        return BuiltCase(partial(_with_tf32, a, b), kernel)
+    return BuiltCase(partial(torch.mm, a, b), kernel)
 
 
 def _with_tf32(a: Tensor, b: Tensor) -> Tensor:
@@ -121,30 +121,35 @@ def _with_tf32(a: Tensor, b: Tensor) -> Tensor:
         torch.backends.cuda.matmul.allow_tf32 = allowed
 
 
-def _attention(case: Case, device: torch.device) -> Built:
+def _attention(case: KernelCase, device: torch.device) -> BuiltCase:
     batch, heads, seq, size = case.shape
     dtype = DTYPES[case.precision]
     query, key, value = (_random(batch, heads, seq, size, device=device, dtype=dtype) for _ in range(3))
     # scores and their product with the values, of which a causal mask leaves half
     flops = 2.0 * batch * heads * (seq * (seq + 1) // 2) * 2 * size
     kernel = Kernel("attention", 4.0 * query.nbytes, 0.0, flops, float(seq), case.precision, width=float(size))
-    return Built(partial(F.scaled_dot_product_attention, query, key, value, is_causal=True), kernel)
+    return BuiltCase(partial(F.scaled_dot_product_attention, query, key, value, is_causal=True), kernel)
 
 
 def _on_rows(
-    kind: str, function: Callable[..., object], num_operands: int, results: float, case: Case, device: torch.device
-) -> Built:
+    kind: str,
+    function: Callable[..., object],
+    num_operands: int,
+    results: float,
+    case: KernelCase,
+    device: torch.device,
+) -> BuiltCase:
     """An operator on tensors of ``[rows, ROW]``. ``results``: elements of its results per element of an operand."""
     (rows,), row, dtype = case.shape, ROW[device.type], DTYPES[case.precision]
     operands = [_random(rows, row, device=device, dtype=dtype) for _ in range(num_operands)]
     num_bytes = dtype.itemsize * rows * row * (num_operands + results)
-    return Built(partial(function, *operands), Kernel(kind, float(num_bytes)))
+    return BuiltCase(partial(function, *operands), Kernel(kind, float(num_bytes)))
 
 
-def _launch(case: Case, device: torch.device) -> Built:
+def _launch(case: KernelCase, device: torch.device) -> BuiltCase:
     """A kernel without work, which measures the launch."""
     one = torch.ones(case.shape, device=device)
-    return Built(partial(torch.add, one, one), Kernel("pointwise", 3.0 * one.nbytes))
+    return BuiltCase(partial(torch.add, one, one), Kernel("pointwise", 3.0 * one.nbytes))
 
 
 @cache
@@ -152,26 +157,26 @@ def _table(device: torch.device) -> Tensor:
     return _random(_TABLE_ROWS, ROW[device.type], device=device)
 
 
-def _embedding(case: Case, device: torch.device) -> Built:
+def _embedding(case: KernelCase, device: torch.device) -> BuiltCase:
     (rows,) = case.shape
     table = _table(device)
     index = torch.randint(_TABLE_ROWS, (rows,), device=device)
     num_bytes = index.nbytes + 2 * rows * table[0].nbytes
-    return Built(partial(torch.embedding, table, index), Kernel("lookup", float(num_bytes)))
+    return BuiltCase(partial(torch.embedding, table, index), Kernel("lookup", float(num_bytes)))
 
 
-def _gather(case: Case, device: torch.device) -> Built:
+def _gather(case: KernelCase, device: torch.device) -> BuiltCase:
     (rows,), row = case.shape, ROW[device.type]
     x, index = _random(rows, row, device=device), torch.randint(row, (rows, row), device=device)
-    return Built(partial(torch.gather, x, 1, index), Kernel("lookup", float(index.nbytes + 2 * x.nbytes)))
+    return BuiltCase(partial(torch.gather, x, 1, index), Kernel("lookup", float(index.nbytes + 2 * x.nbytes)))
 
 
-def _adamw(case: Case, device: torch.device) -> Built:
+def _adamw(case: KernelCase, device: torch.device) -> BuiltCase:
     (rows,), row = case.shape, ROW[device.type]
     weight = torch.nn.Parameter(_random(rows, row, device=device).clone())
     weight.grad = _random(rows, row, device=device)
     step = torch.optim.AdamW([weight], lr=1e-4, fused=device.type == "cuda").step
-    return Built(step, Kernel("optimizer", float(_ADAM_BYTES * rows * row)))
+    return BuiltCase(step, Kernel("optimizer", float(_ADAM_BYTES * rows * row)))
 
 
 def _layer_norm(x: Tensor) -> Tensor:
@@ -200,7 +205,7 @@ def _joined(x: Tensor, y: Tensor) -> Tensor:
     return torch.cat((x, y))
 
 
-_Family = Callable[[Case, torch.device], Built]
+_Family = Callable[[KernelCase, torch.device], BuiltCase]
 
 FAMILIES: dict[str, _Family] = {
     **dict.fromkeys(("mm", "mm_nt", "mm_tn"), _product),
@@ -226,7 +231,7 @@ FAMILIES: dict[str, _Family] = {
 }
 _IN_FP32 = ("embedding", "gather", "sort", "adamw")  # move elements, or are in float32 in programs, too
 ON_ROWS = tuple(name for name in FAMILIES if name not in ("mm", "mm_nt", "mm_tn", "attention", "launch"))
-LAUNCH = Case("launch", (1,))
+LAUNCH = KernelCase("launch", (1,))
 
 
 @dataclass(frozen=True)
@@ -263,7 +268,7 @@ SIZES: dict[tuple[str, bool], Sizes] = {  # by type of device, and whether to be
 }
 
 
-def products(sizes: Sizes) -> list[Case]:
+def products(sizes: Sizes) -> list[KernelCase]:
     """Matrix products whose smallest dim is each knot, in each of the three positions, in the leading precision; and
     products of the largest knot in every other precision, for its peak."""
     leading, *others = sizes.precisions
@@ -274,19 +279,19 @@ def products(sizes: Sizes) -> list[Case]:
             for place, form in enumerate(forms):
                 shape = [size, size, size]
                 shape[place] = knot
-                cases.append(Case(form, tuple(shape), leading))
+                cases.append(KernelCase(form, tuple(shape), leading))
     top = sizes.knots[-1]
-    return cases + [Case(form, (top, top, top), other) for other in others for form in forms[:2]]
+    return cases + [KernelCase(form, (top, top, top), other) for other in others for form in forms[:2]]
 
 
-def attentions(sizes: Sizes) -> list[Case]:
-    return [Case("attention", shape, sizes.precisions[0]) for shape in sizes.attention]
+def attentions(sizes: Sizes) -> list[KernelCase]:
+    return [KernelCase("attention", shape, sizes.precisions[0]) for shape in sizes.attention]
 
 
-def on_rows(sizes: Sizes, names: Iterable[str] = ON_ROWS) -> list[Case]:
+def on_rows(sizes: Sizes, names: Iterable[str] = ON_ROWS) -> list[KernelCase]:
     """Cases of operators on rows: in float32 and, if the operator computes in any type, in the leading precision."""
     return [
-        Case(name, (rows,), precision)
+        KernelCase(name, (rows,), precision)
         for name in names
         for precision in dict.fromkeys(("fp32", "fp32" if name in _IN_FP32 else sizes.precisions[0]))
         for rows in (sizes.rows if name != "adamw" else sizes.rows[-_LARGEST:])  # all parameters at once

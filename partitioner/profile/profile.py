@@ -20,7 +20,7 @@ from partitioner.profile import rank as on_ranks
 from partitioner.profile import transfers
 from partitioner.profile.fit import FitError, device_errors, fit_concurrent, fit_device, fit_level, level_errors
 from partitioner.profile.host_overhead import issuing, time_issuing
-from partitioner.profile.kernels import LAUNCH, ON_ROWS, SIZES, Case, attentions, on_rows, products
+from partitioner.profile.kernels import LAUNCH, ON_ROWS, SIZES, KernelCase, attentions, on_rows, products
 from partitioner.profile.report import machine_yaml
 from partitioner.profile.timer import CollectiveSample, KernelSample, Measurements
 from partitioner.topology import Topology
@@ -34,7 +34,7 @@ Report = Callable[[str, int, int], None]  # current measurement, steps done, tot
 
 
 @dataclass(frozen=True)
-class Effort:
+class ProfileEffort:
     """How long to measure.
 
     ``kernel_s``: seconds for each kernel. ``collective_s``: seconds for each size of a collective. ``sharing_s``:
@@ -52,8 +52,8 @@ class Effort:
 _KB, _MB = 1 << 10, 1 << 20
 
 _EFFORTS = {
-    True: Effort(0.02, 0.02, 0.1, 3, (16 * _KB, 256 * _KB, 2 * _MB)),
-    False: Effort(0.15, 0.15, 0.3, 7, (4 * _KB, 16 * _KB, 64 * _KB, 256 * _KB, _MB, 4 * _MB, 16 * _MB)),
+    True: ProfileEffort(0.02, 0.02, 0.1, 3, (16 * _KB, 256 * _KB, 2 * _MB)),
+    False: ProfileEffort(0.15, 0.15, 0.3, 7, (4 * _KB, 16 * _KB, 64 * _KB, 256 * _KB, _MB, 4 * _MB, 16 * _MB)),
 }
 _TIMEOUT_S = 600.0
 
@@ -114,11 +114,11 @@ def profile(
 Step = Callable[[Measurements], None]
 
 
-def _steps(pool: LocalRanks, kind: str, count: int, quick: bool, effort: Effort) -> Iterator[tuple[str, Step]]:
+def _steps(pool: LocalRanks, kind: str, count: int, quick: bool, effort: ProfileEffort) -> Iterator[tuple[str, Step]]:
     sizes = SIZES[kind, quick]
     active = min(count, num_cores()) if kind == "cpu" else count
 
-    def kernels(cases: Sequence[Case], num_active: int = active) -> Step:
+    def kernels(cases: Sequence[KernelCase], num_active: int = active) -> Step:
         def step(measured: Measurements) -> None:
             samples = pool.call(on_ranks.time_kernels, cases, kind, num_active, effort.kernel_s, timeout=_TIMEOUT_S)
             measured.kernels += _slowest(samples[:num_active])

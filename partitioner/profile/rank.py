@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from partitioner.profile.kernels import Case, build
+from partitioner.profile.kernels import KernelCase, build
 from partitioner.profile.timer import KernelSample, Overlap, median_seconds, synchronize
-from runtime.comm.group import Group
+from runtime.comm.group import RankGroup
 from runtime.comm.torch_backend import TorchCommunicator
 
 _OVERLAP_BYTES = 4 << 20
@@ -43,7 +43,7 @@ def describe(kind: str) -> dict[str, int | str]:
     return {"name": torch.cuda.get_device_name(device), "memory": total, "reserved": total - free - tensors}
 
 
-def time_kernels(cases: Sequence[Case], kind: str, active: int, budget_s: float) -> list[KernelSample]:
+def time_kernels(cases: Sequence[KernelCase], kind: str, active: int, budget_s: float) -> list[KernelSample]:
     """The kernels, one after the other, on ``active`` ranks at the same time; what this rank measured.
 
     What the device cannot do (a precision that it lacks) is left out.
@@ -72,7 +72,7 @@ def time_sharing(active: Sequence[int], repeats: int, budget_s: float) -> list[l
     it waited for a core say as much of other programs as of ranks.
     """
     device = torch.device("cpu")
-    product, copy = (build(case, device) for case in (Case("mm", (256, 256, 256)), Case("add", (4096,))))
+    product, copy = (build(case, device) for case in (KernelCase("mm", (256, 256, 256)), KernelCase("add", (4096,))))
 
     def work(count: int) -> float:
         start = time.thread_time()
@@ -131,7 +131,7 @@ def time_overlap(num_ranks: int, kind: str, repeats: int) -> list[Overlap]:
     ]
 
 
-def _timed(run: Callable[[], object], group: Group, device: torch.device) -> float:
+def _timed(run: Callable[[], object], group: RankGroup, device: torch.device) -> float:
     """Seconds of ``run`` on the slowest rank of ``group``."""
     group.all_reduce(torch.zeros(1, device=device)).wait()
     synchronize(device)

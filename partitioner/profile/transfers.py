@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from partitioner.profile.rank import open_device
 from partitioner.profile.timer import CollectiveSample, synchronize
-from runtime.comm.group import Communicator, Group, Pending
+from runtime.comm.group import Communicator, Pending, RankGroup
 from runtime.comm.torch_backend import TorchCommunicator
-from runtime.program.membership import Link
+from runtime.program.membership import PipelineEdge
 
 _BETWEEN_S = 2e-3  # computation between transfers; about one layer's
 
@@ -31,7 +31,7 @@ _LEAST_SHARE = 0.1  # least share of the time of back-to-back transfers
 
 
 @dataclass(frozen=True)
-class _Run:
+class _TransferRun:
     """One measurement on this rank: ``calls`` transfers, each after a computation of some rank. ``busy``: whether this
     rank computes."""
 
@@ -52,7 +52,7 @@ def time_collectives(
     groups = [tuple(range(s, s + num_ranks)) for s in range(0, most - num_ranks + 1, num_ranks)]
     mine = next((g for g in groups if dist.get_rank() in g), None)
     pairs = [pair for g in groups for pair in itertools.pairwise(g) if dist.get_rank() in pair]
-    links = [Link(*way, "F") for pair in pairs for way in (pair, pair[::-1])]
+    links = [PipelineEdge(*way, "F") for pair in pairs for way in (pair, pair[::-1])]
     communicator.prepare([mine] if mine else [], links if op == "send" else [])
     samples = []
     for size in sizes:
@@ -71,8 +71,8 @@ def _length(num_bytes: int, size: int) -> int:
     return max(1, num_bytes // 4 // size**3) * size**3
 
 
-def _collective(communicator: Communicator, op: str, ranks: tuple[int, ...], num_bytes: int) -> _Run:
-    group: Group = communicator.group(ranks)
+def _collective(communicator: Communicator, op: str, ranks: tuple[int, ...], num_bytes: int) -> _TransferRun:
+    group: RankGroup = communicator.group(ranks)
     size = group.size
     length = _length(num_bytes, size)
     whole = torch.zeros(length // size, size, device=communicator.device)
@@ -89,10 +89,10 @@ def _collective(communicator: Communicator, op: str, ranks: tuple[int, ...], num
         compute()
         start().wait()
 
-    return _Run(run)
+    return _TransferRun(run)
 
 
-def _transfer(communicator: Communicator, ranks: tuple[int, ...], num_bytes: int) -> _Run:
+def _transfer(communicator: Communicator, ranks: tuple[int, ...], num_bytes: int) -> _TransferRun:
     """A round trip between the first two of ``ranks``: two messages, each after its sender's computation."""
     rank = dist.get_rank()
     tensor = torch.zeros(_length(num_bytes, len(ranks)), device=communicator.device)
@@ -108,7 +108,7 @@ def _transfer(communicator: Communicator, ranks: tuple[int, ...], num_bytes: int
                 communicator.recv(tensor, peer, "F").wait()
 
     busy = rank in ranks[:2]
-    return _Run(there_and_back if busy else _idle, 2, busy)
+    return _TransferRun(there_and_back if busy else _idle, 2, busy)
 
 
 def _idle(_: Callable[[], None]) -> None:
@@ -122,7 +122,7 @@ def _nothing() -> None:
 class _Timer:
     """Times transfers of one group. All its ranks run the same number of calls, which the slowest rank determines."""
 
-    def __init__(self, group: Group, device: torch.device) -> None:
+    def __init__(self, group: RankGroup, device: torch.device) -> None:
         self.group, self.device = group, device
         size = _SIZE[device.type]
         a, b = (torch.randn(size, size, device=device) for _ in range(2))
@@ -135,7 +135,7 @@ class _Timer:
 
         self.compute = compute
 
-    def seconds(self, run: _Run, repeats: int, budget_s: float) -> float:
+    def seconds(self, run: _TransferRun, repeats: int, budget_s: float) -> float:
         """Seconds of one transfer: the median of differences between consecutive blocks of calls."""
 
         def alone() -> None:

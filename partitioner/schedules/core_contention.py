@@ -21,7 +21,7 @@ _EPSILON = 1e-12  # seconds; work below it has ended
 
 
 @dataclass(frozen=True)
-class Work:
+class VirtualStageTime:
     """Seconds of a microbatch in a virtual stage: of computing on a core of its own, and of waiting for others."""
 
     computing: Phases
@@ -29,7 +29,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Cores:
+class NodeCores:
     """The ranks and cores of each node. ``ranks[s]``: number of ranks of stage ``s`` by node. ``room``: number of ranks
     that can compute at full speed at a time, by node. A node that is not in ``room`` has room for all its ranks."""
 
@@ -48,7 +48,12 @@ class Cores:
 
 
 def seconds_in_turns(
-    schedule: str | ScheduleTable, m: int, v: int | None, works: Sequence[Work], cores: Cores, train: bool = True
+    schedule: str | ScheduleTable,
+    m: int,
+    v: int | None,
+    works: Sequence[VirtualStageTime],
+    cores: NodeCores,
+    train: bool = True,
 ) -> float:
     """Seconds of a step's pipeline of ``m`` microbatches. ``works``: of each virtual stage."""
     p = len(cores.ranks)
@@ -56,10 +61,10 @@ def seconds_in_turns(
         speed = cores.speeds([0])[0]
         return m * sum(_seconds(w.computing, train) / speed + _seconds(w.waiting, train) for w in works)
     whole, more = shortened(schedule, p, m, v, _MOST_ACTIONS)
-    taken = _Turns(whole, works, cores, train).run()
+    taken = _ContentionSimulation(whole, works, cores, train).run()
     if more is not None:
         longer, microbatches, left = more
-        taken += (_Turns(longer, works, cores, train).run() - taken) * left / microbatches
+        taken += (_ContentionSimulation(longer, works, cores, train).run() - taken) * left / microbatches
     return taken
 
 
@@ -67,10 +72,10 @@ def _seconds(phases: Phases, train: bool) -> float:
     return phases.total if train else phases.forward
 
 
-class _Turns:
+class _ContentionSimulation:
     """Simulation of all ranks' orders: the other ranks decide how long a rank waits and how fast it computes."""
 
-    def __init__(self, table: Timetable, works: Sequence[Work], cores: Cores, train: bool) -> None:
+    def __init__(self, table: Timetable, works: Sequence[VirtualStageTime], cores: NodeCores, train: bool) -> None:
         self.table, self.cores, self.train = table, cores, train
         self.last = len(table.ranks) - 1
         self.at = [0] * len(table.orders)

@@ -30,7 +30,7 @@ _OTHER = re.compile(r"\d+\s*(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RE
 _HALVES = {"F": ("F",), "B": ("B", "I", "W"), "I": ("B", "I"), "W": ("B", "W")}  # actions that exclude each other
 
 
-class _Cell(NamedTuple):
+class _ScheduleCell(NamedTuple):
     """One action and its cell in the table; rows and cells count from 1, as in spreadsheets."""
 
     kind: Any  # "F", "B", "I" or "W"
@@ -90,7 +90,7 @@ class ScheduleTable(Data):
     def own(self) -> Timetable:
         """The timetable: ranks and orders of actions. Raises :class:`ScheduleError` if the table is no valid
         schedule."""
-        return _Reader(self).timetable()
+        return _ScheduleTableReader(self).timetable()
 
     @cached_property
     def num_microbatches(self) -> int:
@@ -133,7 +133,7 @@ def _table(name: str, content: str) -> ScheduleTable:
     return ScheduleTable(name=name, rows=tuple(rows))
 
 
-class _Reader:
+class _ScheduleTableReader:
     """Reads a table's rows; errors name the row and cell."""
 
     def __init__(self, table: ScheduleTable) -> None:
@@ -143,17 +143,17 @@ class _Reader:
     def refuse(self, message: str) -> ScheduleError:
         return ScheduleError(f"the schedule {self.name!r}, {message}")
 
-    def row(self, number: int, row: Sequence[str]) -> Iterator[_Cell]:
+    def row(self, number: int, row: Sequence[str]) -> Iterator[_ScheduleCell]:
         for place, text in enumerate(row, 1):
             pair = _OVERLAP.fullmatch(text.strip())
             for part in pair[1].split(";") if pair else [text]:
                 if part.strip():
                     yield self.cell(part.strip(), number, place)
 
-    def cell(self, text: str, row: int, place: int) -> _Cell:
+    def cell(self, text: str, row: int, place: int) -> _ScheduleCell:
         found = _ACTION.fullmatch(text)
         if found:
-            return _Cell(found[2], int(found[1]), int(found[3]), row, place)
+            return _ScheduleCell(found[2], int(found[1]), int(found[3]), row, place)
         hint = "<stage><F, B, I or W><microbatch>, like 3F0, or an empty cell"
         if _OTHER.fullmatch(text):
             hint += "; sends, receives and gathers are not written: they follow from the order (format compute_only)"
@@ -174,10 +174,10 @@ class _Reader:
         orders = (joined(order, chunk[0]) if s == ranks[0] else order for s, order in enumerate(whole))
         return Timetable(tuple(orders), ranks)
 
-    def homes(self, cells: Sequence[_Cell]) -> dict[int, _Cell]:
+    def homes(self, cells: Sequence[_ScheduleCell]) -> dict[int, _ScheduleCell]:
         """The first action of each virtual stage. Raises :class:`ScheduleError` if the actions of a stage are in
         several rows."""
-        first: dict[int, _Cell] = {}
+        first: dict[int, _ScheduleCell] = {}
         for cell in cells:
             other = first.setdefault(cell.stage, cell)
             if other.row != cell.row:
@@ -197,8 +197,8 @@ class _Reader:
                 )
         return first
 
-    def check_once(self, cells: Sequence[_Cell]) -> None:
-        seen: dict[tuple[str, int, int], _Cell] = {}
+    def check_once(self, cells: Sequence[_ScheduleCell]) -> None:
+        seen: dict[tuple[str, int, int], _ScheduleCell] = {}
         for cell in cells:
             for kind in _HALVES[cell.kind]:
                 other = seen.get((kind, cell.stage, cell.microbatch))
@@ -206,7 +206,7 @@ class _Reader:
                     raise self.refuse(f"{cell.place}: {cell.text} again; cell {other.cell} has {other.text}")
             seen[cell.kind, cell.stage, cell.microbatch] = cell
 
-    def check_all(self, cells: Sequence[_Cell], first: dict[int, _Cell]) -> None:
+    def check_all(self, cells: Sequence[_ScheduleCell], first: dict[int, _ScheduleCell]) -> None:
         """Raise :class:`ScheduleError` unless every stage runs every microbatch forward and backward."""
         there = {(c.kind, c.stage, c.microbatch) for c in cells}
         last = max(cells, key=lambda c: c.microbatch)

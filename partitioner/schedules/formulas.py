@@ -97,7 +97,8 @@ def is_split(schedule: str | ScheduleTable) -> bool:
 
 
 def stage_in_flight(schedule: str | ScheduleTable, stage: int, p: int, m: int) -> tuple[Counts, ...]:
-    """Counts that stage ``stage`` of ``p`` holds at a time, see :class:`Held`, for schedules with :func:`is_plain`."""
+    """Counts that stage ``stage`` of ``p`` holds at a time, see :class:`InFlightMicrobatches`, for schedules with
+    :func:`is_plain`."""
     assert schedule in _IN_FLIGHT, schedule
     return _IN_FLIGHT[schedule](stage, p, m)
 
@@ -108,7 +109,7 @@ def most_in_flight(schedule: str | ScheduleTable, p: int, m: int) -> int:
 
 
 @dataclass(frozen=True)
-class Held:
+class InFlightMicrobatches:
     """Counts of microbatches that ranks hold at a time, as pairs (backward not begun, backward for inputs done).
 
     ``pairs[k]``: the extreme pairs of virtual stage ``k``. ``together[s]``: of rank ``s``, the pairs of all chunks that
@@ -120,7 +121,7 @@ class Held:
 
 
 @lru_cache(maxsize=64)
-def held_microbatches(schedule: str | ScheduleTable, p: int, m: int, v: int | None) -> Held:
+def held_microbatches(schedule: str | ScheduleTable, p: int, m: int, v: int | None) -> InFlightMicrobatches:
     """Microbatches that each rank of a schedule holds, from its order of actions."""
     table = shortened(schedule, p, m, v)[0]
     pairs: list[tuple[Counts, ...]] = [()] * len(table.ranks)
@@ -130,7 +131,7 @@ def held_microbatches(schedule: str | ScheduleTable, p: int, m: int, v: int | No
         for c, k in enumerate(stages):
             pairs[k] = _outermost({counts[c] for counts in found})
         together.append(_not_less(sorted(found)))
-    return Held(tuple(pairs), tuple(together))
+    return InFlightMicrobatches(tuple(pairs), tuple(together))
 
 
 def _not_less(counts: Sequence[tuple[Counts, ...]]) -> tuple[tuple[Counts, ...], ...]:

@@ -129,7 +129,7 @@ class Waits(NamedTuple):
     rank: list[int]
 
 
-class _Same:
+class _TimetableByIdentity:
     """A timetable that is compared by identity, since comparing its content takes long."""
 
     def __init__(self, table: Timetable) -> None:
@@ -139,16 +139,16 @@ class _Same:
         return id(self.table)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.table is other.table
+        return isinstance(other, _TimetableByIdentity) and self.table is other.table
 
 
 def waits_of(table: Timetable, train: bool = True) -> Waits:
     """Who waits for whom, in an order in which each action is behind those that it waits for."""
-    return _waits(_Same(table), train)
+    return _waits(_TimetableByIdentity(table), train)
 
 
 @lru_cache(maxsize=32)
-def _waits(same: _Same, train: bool) -> Waits:
+def _waits(same: _TimetableByIdentity, train: bool) -> Waits:
     table, last = same.table, len(same.table.ranks) - 1
     starts = range(len(table.orders))
     nothing = 2 * len(table.ranks)

@@ -82,7 +82,7 @@ def zero_bubble_v(p: int, m: int, v: int) -> tuple[Order, ...]:
 
 
 def _zero_bubble_v(p: int, s: int, m: int) -> list[Action]:
-    lane = _Lane()
+    lane = _RankOrderBuilder()
     lane.add("F0", 2 * (p - s) - 1)
     lane.add("F1 F0", s)
     lane.add("F1 I1 W1", p - s)
@@ -104,7 +104,7 @@ def dual_pipe_v(p: int, m: int, v: int) -> tuple[Order, ...]:
 
 
 def _dual_pipe_v(p: int, s: int, m: int) -> list[Action]:
-    lane = _Lane()
+    lane = _RankOrderBuilder()
     last = p - s - 1
     lane.add("F0", 2 * last)
     lane.add("F0 F1", s + 1)
@@ -120,7 +120,7 @@ def _dual_pipe_v(p: int, s: int, m: int) -> list[Action]:
     return lane.order
 
 
-class _Lane:
+class _RankOrderBuilder:
     """One rank's order under construction: microbatches pass each chunk in their order."""
 
     def __init__(self) -> None:

@@ -42,7 +42,7 @@ class Growth:
 
 
 @dataclass(frozen=True)
-class Steady:
+class SteadyState:
     """The lists for ``least`` and ``least + unit`` microbatches are enough to know those for ``steps`` units more."""
 
     least: int
@@ -81,7 +81,7 @@ def grown(items: Sequence[Item], parts: Sequence[Growth], steps: int) -> Iterato
 
 def steady(
     schedule: str | ScheduleTable, num_stages: int, num_microbatches: int, chunks: int | None = None
-) -> Steady | None:
+) -> SteadyState | None:
     """The smallest numbers of microbatches that show how ``schedule`` goes on; ``None`` where none below shows it."""
     if table_of(schedule) is not None:
         return None  # it is for one number of microbatches
@@ -103,7 +103,7 @@ def steady(
             wanted = wanted or [_actions(order) for order in orders(num_stages, num_microbatches)]
             said = [list(grown(_actions(a), p or (), steps)) for a, p in zip(few, parts, strict=True)]
             if said == wanted:
-                return Steady(start, unit, steps)
+                return SteadyState(start, unit, steps)
     return None
 
 

@@ -14,7 +14,7 @@ from partitioner.topology.groups import stage_ranks
 from passes.ir.serialize import dtype_of
 from runtime.program.analysis import ProgramFacts
 from runtime.program.instructions import Instructions, Listing
-from runtime.program.memory import Moment, gradient_bytes, memory_moments, parameter_bytes, residual_bytes
+from runtime.program.memory import MemoryMoment, gradient_bytes, memory_moments, parameter_bytes, residual_bytes
 from runtime.program.state_bytes import host_states
 
 Sizes = dict[str, int]  # bytes by kind
@@ -41,7 +41,7 @@ def fixed_sizes(facts: ProgramFacts, stage: int, optimizer: str) -> Sizes:
     return {**sizes, "residuals": residuals} if residuals else sizes
 
 
-def moving_sizes(moment: Moment, working: int) -> Sizes:
+def moving_sizes(moment: MemoryMoment, working: int) -> Sizes:
     """Bytes of what comes and goes; ``working``: what the operators of the moment's call work with."""
     moving = {"saved": moment.saved, "flowing": moment.gradients, "recomputed": moment.recomputed, "working": working}
     return {**moving, "gathered": moment.gathered}
@@ -55,7 +55,9 @@ def fullest(facts: ProgramFacts, stage: int, optimizer: str, working: Mapping[st
     return {k: size for k, size in {**fixed_sizes(facts, stage, optimizer), **moving_sizes(*most)}.items() if size}
 
 
-def _most(facts: ProgramFacts, stage: int, instructions: Instructions, needs: Sequence[int]) -> tuple[Moment, int]:
+def _most(
+    facts: ProgramFacts, stage: int, instructions: Instructions, needs: Sequence[int]
+) -> tuple[MemoryMoment, int]:
     """The fullest moment and what its call works with; ``needs``: of each call.
 
     A list that repeats is followed for two repetitions, and whole only if the second holds more than the first.
@@ -64,7 +66,7 @@ def _most(facts: ProgramFacts, stage: int, instructions: Instructions, needs: Se
         first, second = (_most(facts, stage, instructions.grown(steps).expanded, needs) for steps in (1, 2))
         if _total(first) == _total(second):
             return second
-    most = Moment(None, 0, 0), 0
+    most = MemoryMoment(None, 0, 0), 0
     for moments, after in memory_moments(facts, stage, instructions):
         for moment in (*moments, after):
             found = moment, 0 if moment.call is None else needs[moment.call]
@@ -82,6 +84,6 @@ def followed(estimate: Estimate, facts: ProgramFacts, optimizer: str, working: M
     return estimate.model_copy(update={"memory": tuple(memory), "stages": tuple(stages)})
 
 
-def _total(found: tuple[Moment, int]) -> int:
+def _total(found: tuple[MemoryMoment, int]) -> int:
     moment, working = found
     return moment.saved + moment.gradients + moment.recomputed + moment.gathered + working

@@ -19,8 +19,8 @@ from partitioner.cost.call.saved_activations import kept_by
 from partitioner.cost.call.states import StateCost, update_time
 from partitioner.cost.step.gradient_reduction import coding_time
 from partitioner.cost.step.offload import update_seconds
-from partitioner.cost.step.placed_mesh import Machine, Seats
-from partitioner.cost.step.rank_costs import SeatCosts
+from partitioner.cost.step.placed_mesh import PlacedMesh, Seats
+from partitioner.cost.step.rank_costs import CallCostCache
 from partitioner.optimizers import moment_bytes, optimizer_bytes
 from partitioner.plan import Plan
 from partitioner.schedules.formulas import is_split
@@ -74,7 +74,7 @@ class ProgramOnDevices:
 
 
 @dataclass(frozen=True)
-class Followed:
+class SimulatedStep:
     """A step of the pipelines at ``places`` of ``dp``: none takes longer. ``facts``: of their microbatches alone."""
 
     timeline: Timeline
@@ -83,14 +83,14 @@ class Followed:
     places: tuple[int, ...]
 
 
-def follow(plan: HasProgram, facts: ProgramFacts | None = None) -> Followed:
+def follow(plan: HasProgram, facts: ProgramFacts | None = None) -> SimulatedStep:
     """One step of ``plan`` on the pipelines that take longest, with the optimizer's update."""
     facts = facts or ProgramFacts(plan.program)
     overlap = steps_overlap(plan)
     if not plan.program.data_shares:
         durations, places = PlanDurations(plan, facts=facts), tuple(range(plan.program.size("dp")))
         timeline = simulate(plan.program, durations, facts=facts, overlap_steps=overlap)
-        return Followed(timeline, durations, facts, places)
+        return SimulatedStep(timeline, durations, facts, places)
     alike: dict[tuple[int, tuple[Seats, ...]], list[int]] = {}
     machine = PlanDurations(plan).machine
     apart = plan.program.zero < 2  # else all wait for the slowest in every microbatch
@@ -101,7 +101,7 @@ def follow(plan: HasProgram, facts: ProgramFacts | None = None) -> Followed:
         own = facts.of_share(share)
         durations = PlanDurations(plan, seats, facts=own)
         timeline = simulate(own.program, durations, facts=own, overlap_steps=overlap)
-        found.append(Followed(timeline, durations, own, tuple(places_of)))
+        found.append(SimulatedStep(timeline, durations, own, tuple(places_of)))
     return max(found, key=lambda each: each.timeline.step_time)
 
 
@@ -151,7 +151,7 @@ class PlanDurations:
         precision = plan.precision or common_precision(plan.program)
         ep, etp = plan.program.size("ep"), plan.program.etp
         self.topology = rated(plan.topology, precision)
-        self.machine = Machine(self.topology, plan.program.mesh, precision, plan.devices, ep=ep, etp=etp)
+        self.machine = PlacedMesh(self.topology, plan.program.mesh, precision, plan.devices, ep=ep, etp=etp)
 
     def call(self, stage: int, call: int, part: Part) -> float:
         here = self.plan.program.stages[stage]
@@ -247,7 +247,7 @@ class PlanDurations:
     def costs(self) -> tuple[dict[str, CallCost], ...]:
         """By stage and block."""
         program = self.plan.program
-        costs = SeatCosts(self.blocks, self.topology, program.objective == "train", partial(_again, program))
+        costs = CallCostCache(self.blocks, self.topology, program.objective == "train", partial(_again, program))
         return tuple(costs.of_stage(seats, self._spread) for seats in self._seats or self.machine.seats)
 
     @property

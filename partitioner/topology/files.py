@@ -38,7 +38,7 @@ from pydantic import ValidationError
 
 from partitioner.errors import TopologyError
 from partitioner.topology.fabric import fitting_levels
-from partitioner.topology.hardware import Part
+from partitioner.topology.hardware import TopologyPart
 from partitioner.topology.topology import Topology
 from partitioner.topology.validate import MisplacedError, explain, nearest
 
@@ -347,7 +347,7 @@ def with_devices(topology: Topology, num_devices: int) -> Topology | None:
 def with_memory(topology: Topology, times: float) -> Topology | None:
     """``topology`` with ``times`` the memory on every device; reserved bytes do not change."""
 
-    def grown(part: Part) -> Part:
+    def grown(part: TopologyPart) -> TopologyPart:
         memory = getattr(part, "memory", None)
         return part if memory is None else part.model_copy(update={"memory": round(memory * times)})
 

@@ -222,7 +222,7 @@ _TABLES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # rounds of a
 
 
 @dataclass(frozen=True)
-class Single:
+class PairLink:
     """``reached``: bytes/s of large collectives; ``step``: seconds of a step of one, ``more`` than over what the link
     stands for; ``base``: seconds to start one; ``as_level``: whether it is as efficient as that."""
 
@@ -234,7 +234,7 @@ class Single:
     as_level: bool
 
 
-def single_links(topology: Topology) -> dict[Pair, Single]:
+def single_links(topology: Topology) -> dict[Pair, PairLink]:
     """By (smaller, larger) index."""
     found = {}
     for link in topology.links:
@@ -243,11 +243,11 @@ def single_links(topology: Topology) -> dict[Pair, Single]:
     return found
 
 
-def _single(link: LinkOverride, plain: Level | Pattern | None) -> Single:
+def _single(link: LinkOverride, plain: Level | Pattern | None) -> PairLink:
     latency = link.latency if link.latency is not None else plain.latency if plain else 0.0
     efficiency = link.efficiency or (plain.efficiency if plain else 1.0)
     step = step_over(latency, plain)
-    return Single(
+    return PairLink(
         Link(name=" - ".join(link.between), bandwidth=link.bandwidth, latency=latency, level=-1),
         reached=link.bandwidth * efficiency,
         step=step,
@@ -294,7 +294,7 @@ def level_like(plain: Level, bandwidth: float, latency: float, step: float) -> L
     return plain.model_copy(update=own | tables)
 
 
-def singles_among(topology: Topology, devices: Sequence[int]) -> dict[Pair, Single]:
+def singles_among(topology: Topology, devices: Sequence[int]) -> dict[Pair, PairLink]:
     """The single links between ``devices``, by their places there."""
     place = {device: k for k, device in enumerate(devices)}
     known = topology.singles

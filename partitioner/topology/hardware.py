@@ -25,7 +25,7 @@ from partitioner.topology.quantities import (
 )
 
 
-class Part(BaseModel):
+class TopologyPart(BaseModel):
     """Base model: frozen, and strict about unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -34,7 +34,7 @@ class Part(BaseModel):
 PRECISIONS = ("fp8", "fp16", "bf16", "tf32", "fp32", "fp64")
 
 
-class DeviceType(Part):
+class DeviceType(TopologyPart):
     """Capabilities of a device type. Peaks in FLOP/s by precision (``bf16``), bandwidth in bytes/s, times in seconds.
 
     ``matmul_efficiency``: (smallest of M, N, K; fraction of peak), interpolated over the logarithm.
@@ -173,7 +173,7 @@ Measured = Rising[tuple[tuple[Count, Seconds, Rate], ...]]
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")  # collectives with measured tables
 
 
-class Level(Part):
+class Level(TopologyPart):
     """Links of one level. ``bandwidth``: bytes/s per direction, of a device inside a node and of a network card beyond
     it (:attr:`NodeGroup.nics`). ``latency``: seconds for one message.
 
@@ -221,7 +221,7 @@ class Level(Part):
         return self.model_copy(update={"bandwidth": self.bandwidth * share, "oversubscription": 1.0, **tables})
 
 
-class PatternLink(Part):
+class PatternLink(TopologyPart):
     """Links of ``bandwidth`` bytes/s per direction between ``pairs`` of positions in a node, or between ``all``."""
 
     pairs: Literal["all"] | tuple[tuple[int, int], ...]
@@ -236,7 +236,7 @@ class PatternLink(Part):
         return pairs
 
 
-class Pattern(Part):
+class Pattern(TopologyPart):
     """The direct links inside one node, if pairs of devices differ; described once for a kind of node.
 
     A pair that is not listed communicates over the levels. ``latency``, ``step``, ``base``, ``efficiency``: see
@@ -255,7 +255,7 @@ class Pattern(Part):
         return self.latency if self.step is None else self.step
 
 
-class Host(Part):
+class Host(TopologyPart):
     """The host of a node: memory and disk, in bytes per node.
 
     ``bandwidth``: bytes/s between each device and the host's memory, per direction (PCIe, C2C). ``memory_bandwidth``:
@@ -279,7 +279,7 @@ class Host(Part):
         return self
 
 
-class NodeGroup(Part):
+class NodeGroup(TopologyPart):
     """``count`` nodes of ``devices`` devices of type ``type``. ``names``: of each device; by default ``node<n>/<k>``.
 
     ``island``: the name by which levels refer to these nodes; by default the type. ``pattern``: of the links inside a
@@ -316,7 +316,7 @@ class NodeGroup(Part):
         return self
 
 
-class DeviceOverride(Part):
+class DeviceOverride(TopologyPart):
     """Differences of one device from its type. ``speed``: factor on compute rate and memory bandwidth. ``memory``:
     bytes."""
 
@@ -325,7 +325,7 @@ class DeviceOverride(Part):
     speed: Factor = 1.0
 
 
-class NodeOverride(Part):
+class NodeOverride(TopologyPart):
     """Differences of one node. ``network``: the remaining fraction of its bandwidth to other nodes.
 
     ``dead_nics``: the number of failed network cards (counted from the last), or their indices from 0; their devices
@@ -352,7 +352,7 @@ class NodeOverride(Part):
         return frozenset(self.dead_nics)
 
 
-class LinkOverride(Part):
+class LinkOverride(TopologyPart):
     """A link between two devices, by name, which replaces the link of the levels; in both directions.
 
     ``latency``: seconds for one message. ``efficiency``: the fraction of the bandwidth that large collectives reach.
@@ -365,7 +365,7 @@ class LinkOverride(Part):
     efficiency: float | None = Field(default=None, gt=0, le=1)
 
 
-class Link(Part):
+class Link(TopologyPart):
     """The link between two devices: bytes/s and seconds. ``level``: its index from the inside out, -1 for a direct
     link."""
 

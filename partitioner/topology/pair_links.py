@@ -19,7 +19,7 @@ from partitioner.topology.fabric import Ints, Storey, inside_levels, least_cut, 
 from partitioner.topology.group import (
     Group,
     Pair,
-    Single,
+    PairLink,
     Tier,
     level_like,
     matrix_of,
@@ -63,7 +63,7 @@ def _linked_group(topology: Topology, devices: Ints) -> Group:
     return max(groups, key=lambda group: group.bus_bandwidth)
 
 
-def _past_singles(group: Group, singles: Mapping[Pair, Single]) -> Group:
+def _past_singles(group: Group, singles: Mapping[Pair, PairLink]) -> Group:
     """``group`` by level, whose rings use as few of the ``singles`` as possible, and the fastest of them."""
     size, every = group.size, singles.values()
     group = replace(group, pair_cap=min(own.reached for own in every), pair_lag=max(own.more for own in every))
@@ -78,7 +78,7 @@ def _past_singles(group: Group, singles: Mapping[Pair, Single]) -> Group:
     return replace(group, cap=cap, lag=round_lag(more, (rates >= cap) & ~np.eye(size, dtype=bool)))
 
 
-def _over_singles(plain: Group, singles: Mapping[Pair, Single]) -> Group:
+def _over_singles(plain: Group, singles: Mapping[Pair, PairLink]) -> Group:
     """The group over the ``singles`` alone, which join all devices; with the efficiency of the links in ``plain`` that
     they replace."""
     size, every = plain.size, list(singles.values())

@@ -31,7 +31,7 @@ from partitioner.topology.fabric import (
     spans_nodes,
     storeys,
 )
-from partitioner.topology.group import Group, Single, single_links
+from partitioner.topology.group import Group, PairLink, single_links
 from partitioner.topology.hardware import (
     Device,
     DeviceOverride,
@@ -42,8 +42,8 @@ from partitioner.topology.hardware import (
     LinkOverride,
     NodeGroup,
     NodeOverride,
-    Part,
     Pattern,
+    TopologyPart,
 )
 from partitioner.topology.hosts import HostShare, host_shares
 from partitioner.topology.network_cards import NetworkCards, network_cards
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     import networkx as nx
 
 
-class Topology(Part):
+class Topology(TopologyPart):
     """Devices and the links between them; see the module's page. Raises :class:`TopologyError` for inconsistent
     descriptions."""
 
@@ -283,7 +283,7 @@ class Topology(Part):
         return None if any(price is None for price, _ in prices) else sum((p or 0.0) * count for p, count in prices)
 
     @cached_property
-    def singles(self) -> dict[tuple[int, int], Single]:
+    def singles(self) -> dict[tuple[int, int], PairLink]:
         """Direct links of single pairs of devices, with their collective parameters, by (smaller, larger) index."""
         return single_links(self)
 

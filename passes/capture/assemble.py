@@ -23,7 +23,7 @@ from passes.experts.traced_branches import emptied
 from passes.experts.traced_loops import empty_mask, is_turn
 from passes.faults import source_of
 from passes.ir.interpret import META
-from passes.ir.model import CallSignature, Captured, ModelInput, ModelOutput, Plain, State, StateKind, TensorSpec
+from passes.ir.model import CallSignature, Captured, ModelInput, ModelOutput, ModelState, Plain, StateKind, TensorSpec
 from passes.ir.rewrite import drop_unused
 from passes.select.masked_row_ops import Unselectable
 from passes.select.masked_rows import SelectedRows
@@ -191,11 +191,11 @@ def _meta_value(node: fx.Node, value: Any) -> Any:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
 
 
-def _states(program: ExportedProgram, canonical: Mapping[str, str]) -> dict[str, State]:
+def _states(program: ExportedProgram, canonical: Mapping[str, str]) -> dict[str, ModelState]:
     names: dict[str, list[str]] = {}
     for alias, name in canonical.items():
         names.setdefault(name, []).append(alias)
-    states: dict[str, State] = {}
+    states: dict[str, ModelState] = {}
     for spec in program.graph_signature.input_specs:
         if spec.kind not in _KINDS:
             continue
@@ -206,7 +206,7 @@ def _states(program: ExportedProgram, canonical: Mapping[str, str]) -> dict[str,
         kind = _KINDS[spec.kind]
         trains = kind == "parameter" and tensor.requires_grad
         others = tuple(n for n in names.get(name, ()) if n != name)
-        states.setdefault(name, State(name, TensorSpec.of(tensor), kind, trains, others))
+        states.setdefault(name, ModelState(name, TensorSpec.of(tensor), kind, trains, others))
     return states
 
 

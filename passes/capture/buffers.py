@@ -44,7 +44,7 @@ from torch.utils import _pytree as pytree
 from passes.errors import UnsupportedError
 from passes.ir.inplace import is_view
 from passes.ir.interpret import infer
-from passes.ir.model import Captured, FoldedModel, State
+from passes.ir.model import Captured, FoldedModel, ModelState
 from passes.trace.concrete_scalars import memory_of, written_by
 
 aten = torch.ops.aten
@@ -482,7 +482,7 @@ def settle_updates(captured: Captured) -> dict[str, fx.Node]:
     return made
 
 
-def with_frozen_as_buffers(states: Mapping[str, State], changed: Collection[str]) -> dict[str, State]:
+def with_frozen_as_buffers(states: Mapping[str, ModelState], changed: Collection[str]) -> dict[str, ModelState]:
     """``states``, the parameters among those that forward ``changed`` as buffers, which is what they are to a plan: no
     optimizer steps them, and each rank takes what forward leaves in them."""
     return {n: replace(s, kind="buffer") if n in changed and s.kind == "parameter" else s for n, s in states.items()}
@@ -499,7 +499,7 @@ def _check_frozen(captured: Captured) -> None:
             )
 
 
-def _settled(graph: fx.Graph, value: fx.Node, state: State) -> fx.Node:
+def _settled(graph: fx.Graph, value: fx.Node, state: ModelState) -> fx.Node:
     place = {k: value.meta[k] for k in _PLACE if k in value.meta}
     place = place or {"path": state.name.rpartition(".")[0], "source": "", "stack": ()}
 

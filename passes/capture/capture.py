@@ -21,7 +21,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from passes.capture.assemble import assemble
-from passes.capture.export import Twin, cast, export, leaf_paths, make_twin, try_forward
+from passes.capture.export import ParameterlessCopy, cast, export, leaf_paths, make_twin, try_forward
 from passes.capture.functionalize import flatten_program
 from passes.capture.inputs import (
     NO_BATCH,
@@ -146,8 +146,8 @@ def given_samples(model: nn.Module | ExportedProgram, inputs: Inputs) -> tuple[i
 
 
 def _with_caches_settled(
-    model: nn.Module, twin: Twin, arguments: Bound, dtype: torch.dtype | None
-) -> tuple[Twin, tuple[str, ...]]:
+    model: nn.Module, twin: ParameterlessCopy, arguments: Bound, dtype: torch.dtype | None
+) -> tuple[ParameterlessCopy, tuple[str, ...]]:
     """The twin to trace, and what is to be said of its generation caches."""
     if not twin.caches:
         return twin, ()

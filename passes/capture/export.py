@@ -37,7 +37,7 @@ from torch.utils import _pytree as pytree
 from passes.capture.buffers import aliases_traced, writes_traced
 from passes.capture.wrappers import copy_model, leaves_text
 from passes.errors import CaptureError, InputsError, PartitionError
-from passes.experts.traced_loops import Hits, hits_traced
+from passes.experts.traced_loops import TracedLoops, hits_traced
 from passes.faults import FRAME, is_users, shorten
 from passes.ir.lifted_numbers import LiftedNumber, LiftScope, NotLiftable, is_lifted, numbers_followed
 from passes.ops.experts import grouped_traced
@@ -77,7 +77,7 @@ class Counter:
 
 
 @dataclass(frozen=True)
-class Twin:
+class ParameterlessCopy:
     """The copy without numbers, and the mode that its tensors belong to.
 
     ``caches``: its configurations in which generation caches were on; they are off, unless they are ``kept``.
@@ -96,11 +96,11 @@ class Twin:
     kept: bool = False
     held: Mapping[str, Tensor] = field(default_factory=dict)
     asked: set[str] = field(default_factory=set)
-    hits: Hits = field(default_factory=Hits)
+    hits: TracedLoops = field(default_factory=TracedLoops)
     numbers: Mapping[str, int | float] = field(default_factory=dict[str, int | float])
     counters: tuple[Counter, ...] = ()
     attributes: Mapping[tuple[str, str], Any] = field(default_factory=dict[tuple[str, str], Any])
-    warm_up: Callable[[Twin], None] | None = None
+    warm_up: Callable[[ParameterlessCopy], None] | None = None
     scope: LiftScope = field(default_factory=lambda: LiftScope(_line_now))
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -114,7 +114,7 @@ def make_twin(
     mode: FakeTensorMode | None = None,
     casts: str | None = None,
     keep_caches: bool = False,
-) -> Twin:
+) -> ParameterlessCopy:
     """A twin of ``model``, its floating tensors in ``dtype`` (``None``: as they are), in ``mode`` or one of its own.
 
     ``keep_caches``: generation caches are left on where they are on.
@@ -148,7 +148,7 @@ def make_twin(
             "or pass an ExportedProgram"
         ) from error
     held = {n: b for n, b in model.named_buffers() if not b.is_meta and not isinstance(b, FakeTensor)}
-    return Twin(twin, mode, () if keep_caches else switch_caches_off(twin), casts, keep_caches, held)
+    return ParameterlessCopy(twin, mode, () if keep_caches else switch_caches_off(twin), casts, keep_caches, held)
 
 
 def cast(dtype: torch.dtype, to: torch.dtype | None) -> torch.dtype:
@@ -157,7 +157,7 @@ def cast(dtype: torch.dtype, to: torch.dtype | None) -> torch.dtype:
 
 
 def export(
-    twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool = True, diagnose: bool = True
+    twin: ParameterlessCopy, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool = True, diagnose: bool = True
 ) -> ExportedProgram:
     """Export the twin, to ``train`` it or not. Without ``diagnose``, what goes wrong is raised as it comes.
 
@@ -260,7 +260,7 @@ def _in_containers(model: nn.Module, bare: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _numbers_lifted(twin: Twin) -> Iterator[None]:
+def _numbers_lifted(twin: ParameterlessCopy) -> Iterator[None]:
     """Inside, the twin's forward gets a :class:`LiftedNumber` for each tensor that stands for a Python number, and has
     one in place of each attribute that is a counter, which is written back to its buffer in the end."""
     if not twin.numbers and not twin.counters:
@@ -315,15 +315,15 @@ def _lines_noted() -> Iterator[None]:
         yield
         return
     unchanged = mock.patch.object(TracerBase, "_filter_traceback_frames", lambda tracer, line: line)
-    with unchanged, mock.patch.object(fx_proxy, "CapturedTraceback", _Line):
+    with unchanged, mock.patch.object(fx_proxy, "CapturedTraceback", _UserLine):
         yield
 
 
-class _Line(tuple[str, ...]):
+class _UserLine(tuple[str, ...]):
     """The line of the innermost frame that is the user's and inside a forward, where fx takes a whole traceback."""
 
     @classmethod
-    def extract(cls) -> _Line:
+    def extract(cls) -> _UserLine:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and not is_users(frame.f_code.co_filename):
             frame = frame.f_back
@@ -334,17 +334,19 @@ class _Line(tuple[str, ...]):
             return cls()
         return cls([f'File "{frame.f_code.co_filename}", line {frame.f_lineno}'])
 
-    def summary(self) -> _Line:
+    def summary(self) -> _UserLine:
         return self
 
-    def format(self) -> _Line:
+    def format(self) -> _UserLine:
         return self
 
 
 _ENTRIES = ("forward", "with_loss")  # functions that a trace enters a model by; the latter calls its loss
 
 
-def try_forward(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any], *, constants: bool = False) -> Any:
+def try_forward(
+    twin: ParameterlessCopy, args: tuple[Any, ...], kwargs: dict[str, Any], *, constants: bool = False
+) -> Any:
     """The twin's output without numbers; where its forward fails, the exception. ``constants``: what depends on neither
     inputs nor weights has numbers."""
     try:
@@ -355,11 +357,11 @@ def try_forward(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any], *, co
         return error
 
 
-def _conversions(twin: Twin) -> contextlib.AbstractContextManager[None]:
+def _conversions(twin: ParameterlessCopy) -> contextlib.AbstractContextManager[None]:
     return conversions_traced(twin.module, double=twin.casts is None)
 
 
-def _forward_failure(twin: Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
+def _forward_failure(twin: ParameterlessCopy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
     """What forward raises by itself on these inputs, without being traced; not where it is for want of numbers."""
     failure = try_forward(twin, args, kwargs)
     torchs = type(failure).__module__.partition(".")[0] == "torch" or isinstance(failure, RecursionError)

@@ -85,7 +85,7 @@ _KEEPS_NOTHING = frozenset(
 )  # fmt: skip
 
 
-class Memory:
+class StorageTracker:
     """Follows nodes in their order; the keys of all tables are nodes."""
 
     def __init__(self) -> None:
@@ -216,7 +216,7 @@ def flatten_program(program: ExportedProgram, own: Mapping[int, str] | None = No
     Raises :class:`UnsupportedError` for a region or operator that cannot be kept exact.
     """
     _check_followed(program, own or {})
-    inliner = _Inliner(_trainable(program))
+    inliner = _RegionInliner(_trainable(program))
     graph = inliner.run(program)
     functional = not spell_out(graph) and inliner.transforms is None and not inliner.closed
     functional = functional and (not inliner.mutates or remove_inplace(graph))
@@ -331,13 +331,13 @@ def _trainable(program: ExportedProgram) -> set[str]:
     }
 
 
-class _Inliner:
+class _RegionInliner:
     """Copies a graph and its regions into one graph; knows which values so far may need a gradient."""
 
     def __init__(self, trainable: set[str]) -> None:
         self.graph = fx.Graph()
         self.trainable = trainable
-        self.memory = Memory()
+        self.memory = StorageTracker()
         self.detached: dict[fx.Node, fx.Node] = {}
         self.mutates = False
         self.closed = False  # whether there are calls of functions that are to be traced anew

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from passes.capture.export import Twin, cast, leaf_paths, map_leaves, try_forward
+from passes.capture.export import ParameterlessCopy, cast, leaf_paths, map_leaves, try_forward
 from passes.errors import InputsError
 from passes.ir.model import Argument
 
@@ -23,7 +23,7 @@ NO_BATCH = "no input has a batch dim: every input is 0-dimensional; pass inputs 
 
 
 def bind_inputs(
-    twin: Twin,
+    twin: ParameterlessCopy,
     original: nn.Module,
     inputs: Inputs,
     *,
@@ -50,7 +50,7 @@ def plain_numbers(arguments: Bound) -> dict[str, int | float]:
     return {path: leaf for path, leaf in leaves if type(leaf) in (int, float)}
 
 
-def lift_leaves(arguments: Bound, twin: Twin) -> Bound:
+def lift_leaves(arguments: Bound, twin: ParameterlessCopy) -> Bound:
     """The arguments with a 0-dimensional tensor for each number that the twin lifts."""
 
     def lift(path: str, leaf: Any) -> Any:
@@ -132,7 +132,7 @@ def check_signature(name: str, forward: Callable[..., Any], args: tuple[Any, ...
         ) from None
 
 
-def without_numbers(tree: Any, twin: Twin, global_batch: int | None, dtype: torch.dtype | None) -> Any:
+def without_numbers(tree: Any, twin: ParameterlessCopy, global_batch: int | None, dtype: torch.dtype | None) -> Any:
     """``tree`` with a fake tensor of its own at every tensor leaf, the sample's batch enlarged to ``global_batch``."""
     leaves, spec = pytree.tree_flatten(tree)
     sample = sample_batch(leaves)
@@ -172,7 +172,7 @@ def enlarged(tensor: Tensor, sample: int | None, global_batch: int | None) -> tu
     return tuple(shape)
 
 
-def _add_labels(twin: Twin, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _add_labels(twin: ParameterlessCopy, kwargs: dict[str, Any]) -> dict[str, Any]:
     """``kwargs`` with the first labels that make the model give a loss: one per token, one per sample."""
     if "labels" not in inspect.signature(twin.module.forward).parameters or "labels" in kwargs:
         return kwargs

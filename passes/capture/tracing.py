@@ -22,7 +22,7 @@ from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from passes.capture.assemble import assemble
-from passes.capture.export import Counter, Twin, export, make_twin, try_forward
+from passes.capture.export import Counter, ParameterlessCopy, export, make_twin, try_forward
 from passes.capture.functionalize import flatten_program
 from passes.capture.inputs import Bound, arguments_of, lift_leaves, plain_numbers
 from passes.capture.python_state import (
@@ -36,11 +36,11 @@ from passes.capture.python_state import (
 )
 from passes.capture.wrappers import take_hooks_into_forward
 from passes.errors import CaptureError, PartitionError, UnsupportedError
-from passes.experts.traced_loops import Hits
+from passes.experts.traced_loops import TracedLoops
 from passes.ir.lifted_numbers import Expression, Guard, LiftScope, NotLiftable
-from passes.ir.model import CallSignature, Captured, State, TensorSpec
+from passes.ir.model import CallSignature, Captured, ModelState, TensorSpec
 from passes.trace.autograd_functions import drop_looking_hooks, with_terms_added
-from passes.trace.layer_equality import Group, PutAway
+from passes.trace.layer_equality import ModuleGroup, ParkedParameters
 from passes.trace.layer_expansion import Unrepeated, expand, in_order
 from passes.trace.layer_reuse import Repeats
 
@@ -50,7 +50,7 @@ class Trace:
     """One trace: what was captured of ``twin``. ``left``: the twin's attributes when its forward had run."""
 
     captured: Captured
-    twin: Twin
+    twin: ParameterlessCopy
     left: Attributes
     arguments: Bound
     uses: Mapping[str, str]  # of numbers of the inputs that stay fixed, what the forward uses them for
@@ -72,7 +72,7 @@ class Tracer:
         """The Python state that the forward of ``module``, a copy of the model, starts from."""
         return PythonState.of(module, self.model.forward, self.loss, *self.functions)
 
-    def capture(self, twin: Twin, arguments: Bound, lift_numbers: bool, before: PythonState) -> Trace:
+    def capture(self, twin: ParameterlessCopy, arguments: Bound, lift_numbers: bool, before: PythonState) -> Trace:
         """Trace the forward. ``before``: the Python state that the forward starts from, which is given back.
 
         Raises :class:`UnsupportedError` where Python state that the forward changes has an effect on what it computes
@@ -90,7 +90,7 @@ class Tracer:
             before.restore()
         return trace
 
-    def trace(self, twin: Twin, arguments: Bound, uses: Mapping[str, str]) -> Trace:
+    def trace(self, twin: ParameterlessCopy, arguments: Bound, uses: Mapping[str, str]) -> Trace:
         """Trace ``twin``, and its variants for loops over experts that are hit."""
         left: Attributes = {}
         captured, traced = self._trace_module(twin, arguments, left)
@@ -102,11 +102,11 @@ class Tracer:
         signature = replace(captured.signature, arguments=arguments_of(self.model), guards=guards)
         return Trace(captured.with_(turns=tuple(pairs), signature=signature), traced, left, arguments, uses)
 
-    def renew(self, twin: Twin, **changes: Any) -> Twin:
+    def renew(self, twin: ParameterlessCopy, **changes: Any) -> ParameterlessCopy:
         """Another twin, as if the forward had not run. ``changes``: of fields of the twin; ``flipped``: decisions that
         are to go the other way."""
         scope = LiftScope(twin.scope.find_line, changes.pop("flipped", ()))
-        hits = changes.pop("hits", None) or Hits()
+        hits = changes.pop("hits", None) or TracedLoops()
         made = make_hookless_twin(self.model, self.dtype, twin.mode, twin.casts, twin.kept)
         given: dict[str, Any] = {"numbers": twin.numbers, "counters": twin.counters, "attributes": twin.attributes}
         given |= {"warm_up": twin.warm_up, **changes}
@@ -121,7 +121,7 @@ class Tracer:
 
     # -- numbers of the inputs
 
-    def _trace_with_numbers(self, twin: Twin, arguments: Bound, lift_numbers: bool) -> Trace:
+    def _trace_with_numbers(self, twin: ParameterlessCopy, arguments: Bound, lift_numbers: bool) -> Trace:
         numbers, uses = self._choose_numbers(twin, arguments) if lift_numbers else ({}, {})
         if numbers:
             lifted = self.renew(twin, numbers=numbers)
@@ -130,7 +130,9 @@ class Tracer:
             twin = self.renew(twin)
         return self.trace(twin, arguments, uses)
 
-    def _choose_numbers(self, twin: Twin, arguments: Bound) -> tuple[dict[str, int | float], dict[str, str]]:
+    def _choose_numbers(
+        self, twin: ParameterlessCopy, arguments: Bound
+    ) -> tuple[dict[str, int | float], dict[str, str]]:
         """By path, the numbers of the inputs for which the forward can be given tensors; and what it uses the others
         for."""
         numbers, uses = plain_numbers(arguments), dict[str, str]()
@@ -148,14 +150,18 @@ class Tracer:
 
     # -- one trace
 
-    def _trace_module(self, twin: Twin, arguments: Bound, left: Attributes) -> tuple[Captured, Twin]:
+    def _trace_module(
+        self, twin: ParameterlessCopy, arguments: Bound, left: Attributes
+    ) -> tuple[Captured, ParameterlessCopy]:
         """The twin's graph, and the twin that was traced in the end. Of layers that are alike one is traced, or all
         where that fails. ``left`` takes the attributes that the forward leaves: torch.export resets them."""
         args, kwargs = arguments
         canonical = {**self.canonical, **{c.buffer: c.full_name for c in twin.counters}}
         self.prepare(twin, left)
 
-        def made(twin: Twin, program: ExportedProgram, finish: Callable[[Captured], Captured]) -> tuple[Captured, Twin]:
+        def made(
+            twin: ParameterlessCopy, program: ExportedProgram, finish: Callable[[Captured], Captured]
+        ) -> tuple[Captured, ParameterlessCopy]:
             hits = twin.hits
             hits.check()
 
@@ -170,7 +176,7 @@ class Tracer:
             return whole.with_(turns=tuple(pairs)), twin
 
         own = _own_tensors(self.model)
-        repeats, given_up = Repeats.of(twin.module).put_away(twin.module), list[Group]()
+        repeats, given_up = Repeats.of(twin.module).put_away(twin.module), list[ModuleGroup]()
         while repeats.groups and twin.hits.guards is None:
             away = repeats.away
             try:
@@ -202,13 +208,13 @@ class Tracer:
                 raise error from error.__cause__
         return made(twin, flatten_program(program, own), lambda captured: captured)
 
-    def _again(self, twin: Twin, hits: Hits, left: Attributes) -> Twin:
+    def _again(self, twin: ParameterlessCopy, hits: TracedLoops, left: Attributes) -> ParameterlessCopy:
         """Another twin for another attempt at the same trace."""
         made = replace(self.renew(twin, hits=hits), scope=twin.scope)
         self.prepare(made, left)
         return made
 
-    def prepare(self, twin: Twin, left: Attributes) -> None:
+    def prepare(self, twin: ParameterlessCopy, left: Attributes) -> None:
         """Make the twin return (output, loss of output), where there is a loss, and note what attributes it leaves."""
         loss, forward = self.loss, twin.module.forward
 
@@ -229,7 +235,7 @@ def make_hookless_twin(
     mode: FakeTensorMode | None = None,
     casts: str | None = None,
     keep_caches: bool = False,
-) -> Twin:
+) -> ParameterlessCopy:
     """A twin of the model (:func:`passes.capture.export.make_twin`), without the hooks that a plan leaves out; those on
     the forward of the model itself are part of its forward."""
     twin = make_twin(model, dtype, mode, casts, keep_caches)
@@ -390,7 +396,7 @@ class _Settling:
         changed = [] if second is None else state.changes(second.left)
         return second, [c for c in changed if not c.generator]
 
-    def _run_once(self, arguments: Bound, twin: Twin) -> None:
+    def _run_once(self, arguments: Bound, twin: ParameterlessCopy) -> None:
         """Run the forward of ``twin`` from the state that the first call starts from. Tensors that the forward keeps
         have numbers where these depend on neither inputs nor weights."""
         self.before.restore()
@@ -403,7 +409,7 @@ class _Settling:
         if isinstance(result, Exception):
             raise _NotRun from result
 
-    def _try(self, twin: Twin, arguments: Bound) -> Trace | None:
+    def _try(self, twin: ParameterlessCopy, arguments: Bound) -> Trace | None:
         try:
             return self.tracer.trace(twin, arguments, self.first.uses)
         except (PartitionError, NotLiftable, _NotRun):
@@ -477,22 +483,22 @@ def _copy_container(value: Any) -> Any:
 
 # --- layers that are alike --------------------------------------------------------------------------------------------
 def _restored(
-    states: Mapping[int, Sequence[State | None]], canonical: Mapping[str, str], captured: Captured
+    states: Mapping[int, Sequence[ModelState | None]], canonical: Mapping[str, str], captured: Captured
 ) -> Captured:
     """``captured`` with copies for the layers that are alike, and the states that the trace did not see."""
     return in_order(expand(captured, states), canonical.values())
 
 
-def _states_of(away: PutAway, canonical: Mapping[str, str]) -> dict[int, list[State | None]]:
+def _states_of(away: ParkedParameters, canonical: Mapping[str, str]) -> dict[int, list[ModelState | None]]:
     """The states of modules whose parameters the trace did not see, by number of the module."""
     names: dict[str, list[str]] = {}
     for alias, name in canonical.items():
         names.setdefault(name, []).append(alias)
 
-    def state(alias: str) -> State:
+    def state(alias: str) -> ModelState:
         name, parameter = canonical[alias], away.parameters[alias]
         others = tuple(n for n in names[name] if n != name)
-        return State(name, TensorSpec.of(parameter), "parameter", parameter.requires_grad, others)
+        return ModelState(name, TensorSpec.of(parameter), "parameter", parameter.requires_grad, others)
 
     return {
         number: [state(name) if name is not None else None for name in of_module]

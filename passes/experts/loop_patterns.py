@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.experts.routing_masks import Choice, choice_of
+from passes.experts.routing_masks import RoutingChoice, choice_of
 from passes.experts.stacked_modules import Different, Packing, addends_of, is_inner, is_sum
 from passes.ir.interpret import META
 from passes.ir.rewrite import Builder, shape, val
@@ -76,7 +76,7 @@ def _sums(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
     yield from _loops(found, lambda parts: [n for n in addends if n not in parts], chain, numbers, adds=True)
 
 
-def _own_rows(addend: fx.Node) -> Choice | None:
+def _own_rows(addend: fx.Node) -> RoutingChoice | None:
     """The mask outside of which ``addend`` is zero; ``None`` if no mask of an expert tells."""
     node: Any = addend
     while isinstance(node, fx.Node) and node.target in LINEAR and len(node.users) == 1:
@@ -90,7 +90,7 @@ def _own_rows(addend: fx.Node) -> Choice | None:
 def _choices(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
     """The loops of a ``where`` chain: each ``where`` takes its expert's part in its own rows, else the rest of the
     chain."""
-    found: dict[fx.Node, Choice] = {}
+    found: dict[fx.Node, RoutingChoice] = {}
     chain: set[fx.Node] = set()
     where = _spots(head)
     node: Any = head
@@ -122,7 +122,7 @@ def _is_choice(node: Any) -> bool:
 
 
 def _loops(
-    found: Mapping[fx.Node, Choice],
+    found: Mapping[fx.Node, RoutingChoice],
     others: Callable[[Collection[fx.Node]], list[fx.Node]],
     chain: Collection[fx.Node],
     numbers: Numbers,
@@ -149,7 +149,7 @@ def _loops(
                 yield Loop(mine, choice.of, choice.dims, order[0], tuple(rest), frozenset(chain), adds)
 
 
-def _mask(node: Any) -> tuple[Choice | None, bool]:
+def _mask(node: Any) -> tuple[RoutingChoice | None, bool]:
     """The choice that the mask ``node`` tests for, through reshapes, and whether the mask is negated."""
     negated = False
     while isinstance(node, fx.Node):
@@ -177,19 +177,19 @@ _OVER = (aten.sum.dim_IntList, aten.any.dim)
 
 
 @dataclass(frozen=True)
-class Column:
+class ExpertColumn:
     """A value of every expert: ``node`` has them in its last dim."""
 
     node: fx.Node
 
 
-class Columns:
+class ExpertColumns:
     """The columns of one loop, appended to a graph."""
 
     def __init__(self, build: Builder, loop: Loop, numbers: Numbers) -> None:
         self.build, self.loop, self.numbers = build, loop, numbers
 
-    def picked(self, nodes: tuple[fx.Node, ...]) -> Column | None:
+    def picked(self, nodes: tuple[fx.Node, ...]) -> ExpertColumn | None:
         """What stands for slices of one value, one for each expert in order."""
         first, wanted = nodes[0], range(self.loop.first, self.loop.first + len(nodes))
         if any(n.target is not aten.select.int or n.args[1] != first.args[1] for n in nodes):
@@ -203,18 +203,18 @@ class Columns:
             whole = self.build(aten.permute.default, whole, [*others, dim])
         if shape(whole)[-1] != len(nodes):
             whole = self.build(aten.slice.Tensor, whole, len(others), wanted.start, wanted.stop)
-        return Column(whole)
+        return ExpertColumn(whole)
 
-    def of_choice(self) -> Column:
+    def of_choice(self) -> ExpertColumn:
         """Which numbers are each expert's."""
         numbers = self.loop.of
         every = self.build(aten.arange.default, len(self.loop.parts), dtype=val(numbers).dtype, device=META)
         if self.loop.first:
             every = self.build(aten.add.Tensor, every, self.loop.first)
         apart = self.build(aten.unsqueeze.default, numbers, len(shape(numbers)))
-        return Column(self.build(aten.eq.Tensor, apart, every))
+        return ExpertColumn(self.build(aten.eq.Tensor, apart, every))
 
-    def made(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Column:
+    def made(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExpertColumn:
         """What stands for ``node``, of columns and of what all experts share. Raises :class:`Different`."""
         assert isinstance(node.target, torch._ops.OpOverload)
         value, rest, many = args[0], list(args[1:]), len(self.loop.parts)
@@ -233,9 +233,9 @@ class Columns:
             operands = [self._widened(argument) for argument in args]
         else:
             raise Different
-        return Column(self.build(node.target, *operands, **kwargs))
+        return ExpertColumn(self.build(node.target, *operands, **kwargs))
 
-    def at(self, column: Column, keys: fx.Node, dim: int) -> fx.Node:
+    def at(self, column: ExpertColumn, keys: fx.Node, dim: int) -> fx.Node:
         """For each row its own expert's, by ``keys``; ``dim``: the one of the rows, beside dims of size 1."""
         sizes = shape(column.node)
         if any(size != 1 for d, size in enumerate(sizes[:-1]) if d != dim):
@@ -245,7 +245,7 @@ class Columns:
         return self.build(aten.reshape.default, own, list(sizes[:-1]))
 
     def _widened(self, argument: Any) -> Any:
-        if isinstance(argument, Column):
+        if isinstance(argument, ExpertColumn):
             return argument.node
         if isinstance(argument, fx.Node) and val(argument).dim():
             return self.build(aten.unsqueeze.default, argument, val(argument).dim())
@@ -253,7 +253,7 @@ class Columns:
 
 
 @dataclass(frozen=True)
-class Mask:
+class ExpertMask:
     """Each expert's mask of its own rows, or of all other rows if ``negated``.
 
     ``dim`` is the dim of the rows; ``None`` if they are not in one dim yet. ``plain``: the mask has the dims of the
@@ -266,7 +266,7 @@ class Mask:
 
 
 @dataclass(frozen=True)
-class Rows:
+class ExpertRows:
     """A merged value whose rows, along ``dim`` of ``node``, each have the value that the row's own expert computes.
 
     ``zeroed``: in each expert's separate value, the rows of other experts are zero.
@@ -278,7 +278,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Several:
+class MultiResultRows:
     """Merged rows of an operator with several results. ``dims[k]`` is the dim of the rows in result ``k``."""
 
     node: fx.Node
@@ -286,14 +286,14 @@ class Several:
 
 
 @dataclass(frozen=True)
-class Added:
+class ExpertSum:
     """The sum of all experts' parts, of which at most one is non-zero in each row."""
 
     node: fx.Node
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedRows:
     """Merged rows in their order, with the dim of the rows unflattened.
 
     ``where``: shape of the row dims within the value, with 1 for every other dim.
@@ -304,30 +304,39 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Stack:
+class ExpertParameter:
     """The corresponding parameters of all experts, one node each."""
 
     nodes: tuple[fx.Node, ...]
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedParameter:
     """One parameter that stacks those of all experts along dim 0 of ``node``."""
 
     node: fx.Node
 
 
-Merged = Mask | Rows | Several | Added | Placed | Stack | Packed | Column
+Merged = (
+    ExpertMask
+    | ExpertRows
+    | MultiResultRows
+    | ExpertSum
+    | PlacedRows
+    | ExpertParameter
+    | PackedParameter
+    | ExpertColumn
+)
 
 
-class Weights:
+class LoopWeights:
     """The parameters that the experts of one loop read, appended to a graph where they are read."""
 
     def __init__(self, packing: Packing, build: Builder, loop: Loop) -> None:
         self.packing, self.build, self.loop = packing, build, loop
         self.read = False  # whether any is
 
-    def sliced(self, nodes: tuple[fx.Node, ...]) -> Packed | None:
+    def sliced(self, nodes: tuple[fx.Node, ...]) -> PackedParameter | None:
         """Each expert's part of a state of all, in order."""
         source: Any = nodes[0].args[0] if nodes[0].target is aten.select.int else None
         captured, first = self.packing.captured, self.loop.first
@@ -336,28 +345,30 @@ class Weights:
         if [(n.target, *n.args) for n in nodes] != [(aten.select.int, source, 0, first + i) for i in range(len(nodes))]:
             return None
         if shape(source)[0] == len(nodes):
-            return Packed(source)
-        return Packed(self.build(aten.slice.Tensor, source, 0, first, first + len(nodes)))
+            return PackedParameter(source)
+        return PackedParameter(self.build(aten.slice.Tensor, source, 0, first, first + len(nodes)))
 
-    def of_all(self, stack: Stack | Packed) -> fx.Node:
+    def of_all(self, stack: ExpertParameter | PackedParameter) -> fx.Node:
         """One value for all experts, which its first dim counts."""
         self.read = True
-        return stack.node if isinstance(stack, Packed) else self.packing.pack(stack.nodes)
+        return stack.node if isinstance(stack, PackedParameter) else self.packing.pack(stack.nodes)
 
-    def turned(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Packed:
+    def turned(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PackedParameter:
         """A parameter with its dims in another order, or of another type. Raises :class:`Different`."""
         whole, rank, rest = self.of_all(args[0]), len(shape(node)), list(args[1:])
         if node.target is aten.t.default and rank == len(rest) + 2:
-            return Packed(self.build(aten.transpose.int, whole, 1, 2))
+            return PackedParameter(self.build(aten.transpose.int, whole, 1, 2))
         if node.target is aten.transpose.int:
             rest = [d % rank + 1 for d in rest]
         elif node.target is aten.permute.default:
             rest = [[0, *(d % rank + 1 for d in rest[0])]]
         elif node.target is not aten.to.dtype:
             raise Different
-        return Packed(self.build(node.target, whole, *rest, **kwargs))
+        return PackedParameter(self.build(node.target, whole, *rest, **kwargs))
 
-    def by_row(self, node: fx.Node, stack: Stack | Packed, rows: Rows, expert: Callable[[], fx.Node]) -> fx.Node:
+    def by_row(
+        self, node: fx.Node, stack: ExpertParameter | PackedParameter, rows: ExpertRows, expert: Callable[[], fx.Node]
+    ) -> fx.Node:
         """For each row the parameter of its ``expert``, where an operator reads elements that stand beside each other.
         Raises :class:`Different` where it does not."""
         assert isinstance(node.target, torch._ops.OpOverload)

@@ -22,18 +22,18 @@ from passes.experts.loop_patterns import (
     LINEAR,
     RESHAPES,
     SCALED,
-    Added,
-    Column,
-    Columns,
+    ExpertColumn,
+    ExpertColumns,
+    ExpertMask,
+    ExpertParameter,
+    ExpertRows,
+    ExpertSum,
     Loop,
-    Mask,
+    LoopWeights,
     Merged,
-    Packed,
-    Placed,
-    Rows,
-    Several,
-    Stack,
-    Weights,
+    MultiResultRows,
+    PackedParameter,
+    PlacedRows,
     is_opposite,
     loops_at,
 )
@@ -84,8 +84,8 @@ class _Merging:
     def __init__(self, captured: Captured, head: fx.Node, loop: Loop, numbers: Numbers) -> None:
         self.packing = Packing(captured)
         self.build = Builder(captured.graph, head)
-        self.columns = Columns(self.build, loop, numbers)
-        self.weights = Weights(self.packing, self.build, loop)
+        self.columns = ExpertColumns(self.build, loop, numbers)
+        self.weights = LoopWeights(self.packing, self.build, loop)
         self.head, self.loop, self.numbers = head, loop, numbers
         self.num_rows = val(loop.of).numel()
         self.known: dict[tuple[fx.Node, ...], Any] = {}
@@ -112,15 +112,15 @@ class _Merging:
 
     def _total(self, made: Any) -> fx.Node:
         if self.loop.adds:
-            if not isinstance(made, Added) and not (isinstance(made, Rows) and made.zeroed):
+            if not isinstance(made, ExpertSum) and not (isinstance(made, ExpertRows) and made.zeroed):
                 raise Different
             total = made.node
             for other in self.loop.others:
                 total = self.build(aten.add.Tensor, other, total)
             return total
-        if not isinstance(made, Rows | Placed):
+        if not isinstance(made, ExpertRows | PlacedRows):
             raise Different
-        where = made.where if isinstance(made, Placed) else _alone(made.node, made.dim)
+        where = made.where if isinstance(made, PlacedRows) else _alone(made.node, made.dim)
         if where != self.loop.where:  # what is chosen in one dim is of the rows in another
             raise Different
         if self.covers:
@@ -145,7 +145,7 @@ class _Merging:
         first = nodes[0]
         if first.op == "placeholder":
             self.packing.check(nodes)
-            return Stack(nodes)
+            return ExpertParameter(nodes)
         made = self._chosen(nodes) or self._sliced(nodes) or self.columns.picked(nodes)
         if made is not None:
             return made
@@ -155,26 +155,26 @@ class _Merging:
             raise Different
         args, kwargs = self._arguments(nodes)
         given = [a for a in args if isinstance(a, Merged)]
-        if isinstance(args[0], Mask) and first.target in (aten.logical_not.default, *RESHAPES):
+        if isinstance(args[0], ExpertMask) and first.target in (aten.logical_not.default, *RESHAPES):
             return self._moved(first, args[0])
-        if given and all(isinstance(a, Column) or (isinstance(a, Mask) and a.plain) for a in given):
+        if given and all(isinstance(a, ExpertColumn) or (isinstance(a, ExpertMask) and a.plain) for a in given):
             return self.columns.made(
-                first, [self.columns.of_choice() if isinstance(a, Mask) else a for a in args], kwargs
+                first, [self.columns.of_choice() if isinstance(a, ExpertMask) else a for a in args], kwargs
             )
         self.inner.update(nodes)
-        if isinstance(args[0], Stack | Packed) and len(given) == 1:
+        if isinstance(args[0], ExpertParameter | PackedParameter) and len(given) == 1:
             return self.weights.turned(first, args, kwargs)
-        if first.target is aten.masked_fill.Scalar and isinstance(args[1], Mask):
+        if first.target is aten.masked_fill.Scalar and isinstance(args[1], ExpertMask):
             return self._filled(first, args[0], args[1])
-        if any(isinstance(a, Mask | Placed | Column | Several) for a in given):
+        if any(isinstance(a, ExpertMask | PlacedRows | ExpertColumn | MultiResultRows) for a in given):
             raise Different
-        if first.target in _PRODUCTS and isinstance(args[1], Stack | Packed):
+        if first.target in _PRODUCTS and isinstance(args[1], ExpertParameter | PackedParameter):
             return self._product(first, args)
-        if any(isinstance(a, Added) for a in given):
+        if any(isinstance(a, ExpertSum) for a in given):
             return self._linear(first, args, kwargs)
         return self._by_row(first, args, kwargs)
 
-    def _sliced(self, nodes: tuple[fx.Node, ...]) -> Packed | None:
+    def _sliced(self, nodes: tuple[fx.Node, ...]) -> PackedParameter | None:
         made = self.weights.sliced(nodes)
         self.inner.update(nodes if made is not None else ())
         return made
@@ -204,45 +204,45 @@ class _Merging:
 
     # -- masks ------------------------------------------------------------------------------------------------------
 
-    def _chosen(self, nodes: tuple[fx.Node, ...]) -> Mask | None:
+    def _chosen(self, nodes: tuple[fx.Node, ...]) -> ExpertMask | None:
         """Whether ``nodes`` are the loop's choices, each expert's own."""
         loop, of = self.loop, self.numbers(self.loop.of)
         for number, node in enumerate(nodes, loop.first):
             choice = choice_of(node)
             if choice is None or (choice.number, choice.dims, self.numbers(choice.of)) != (number, loop.dims, of):
                 return None
-        return Mask(0 if val(nodes[0]).dim() == 1 else None, False, loop.dims == tuple(range(len(loop.dims))))
+        return ExpertMask(0 if val(nodes[0]).dim() == 1 else None, False, loop.dims == tuple(range(len(loop.dims))))
 
-    def _moved(self, node: fx.Node, mask: Mask) -> Mask:
+    def _moved(self, node: fx.Node, mask: ExpertMask) -> ExpertMask:
         """The opposite of a mask, or the same in another shape."""
         if node.target is aten.logical_not.default:
-            return Mask(mask.dim, not mask.negated)
+            return ExpertMask(mask.dim, not mask.negated)
         sizes = shape(node)
         along = [d for d, size in enumerate(sizes) if size == self.num_rows]
         if node.target not in RESHAPES or val(node).numel() != self.num_rows:
             raise Different
         if len(sizes) == 1:
-            return Mask(0, mask.negated)
+            return ExpertMask(0, mask.negated)
         if mask.dim is None or len(along) != 1:
             raise Different
-        return Mask(along[0], mask.negated)
+        return ExpertMask(along[0], mask.negated)
 
-    def _filled(self, node: fx.Node, value: Any, mask: Mask) -> Rows:
+    def _filled(self, node: fx.Node, value: Any, mask: ExpertMask) -> ExpertRows:
         """The expert's own rows as they are, and a number in all others."""
-        held = value.node if isinstance(value, Rows | Column) else value
+        held = value.node if isinstance(value, ExpertRows | ExpertColumn) else value
         if not mask.negated or mask.dim is None or not isinstance(held, fx.Node):
             raise Different
         dim = mask.dim + val(node).dim() - val(node.args[1]).dim()  # type: ignore[arg-type]
-        if isinstance(value, Column) and dim >= 0:
+        if isinstance(value, ExpertColumn) and dim >= 0:
             held = self.columns.at(value, self._expert(), dim)
-        if dim < 0 or shape(held)[dim] != self.num_rows or (isinstance(value, Rows) and value.dim != dim):
+        if dim < 0 or shape(held)[dim] != self.num_rows or (isinstance(value, ExpertRows) and value.dim != dim):
             raise Different
         number: Any = node.args[2]
         if not self.covers:
             none = self.build(aten.logical_not.default, self._known())
             none = self.build(aten.reshape.default, none, shape(node.args[1]))  # type: ignore[arg-type]
             held = self.build(aten.masked_fill.Scalar, held, none, number)
-        return Rows(held, dim, zeroed=bool(number == 0))
+        return ExpertRows(held, dim, zeroed=bool(number == 0))
 
     def _known(self) -> fx.Node:
         """Which rows are an expert's."""
@@ -270,9 +270,9 @@ class _Merging:
 
     # -- rows -------------------------------------------------------------------------------------------------------
 
-    def _product(self, node: fx.Node, args: Sequence[Any]) -> Rows:
+    def _product(self, node: fx.Node, args: Sequence[Any]) -> ExpertRows:
         x, weight = args[0], self.weights.of_all(args[1])
-        if not isinstance(x, Rows) or len(args) != 2 or len(shape(weight)) != 3:
+        if not isinstance(x, ExpertRows) or len(args) != 2 or len(shape(weight)) != 3:
             raise Different
         sizes = shape(x.node)
         if x.dim == len(sizes) - 1 or any(s != 1 for d, s in enumerate(sizes[:-1]) if d != x.dim):
@@ -282,25 +282,29 @@ class _Merging:
             weight = self.build(aten.transpose.int, weight, 1, 2)
         made = self.build(experts.ops.expert_mm.default, rows, weight, self._expert())
         made = made if len(sizes) == 2 else self.build(aten.reshape.default, made, shape(node))
-        return Rows(made, x.dim, x.zeroed)
+        return ExpertRows(made, x.dim, x.zeroed)
 
-    def _linear(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Added:
+    def _linear(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExpertSum:
         """What is done to the whole that the parts add up to."""
-        given = [i for i, a in enumerate(args) if isinstance(a, Rows | Added | Stack | Packed)]
-        if node.target not in LINEAR or len(given) != 1 or not isinstance(args[given[0]], Added):
+        given = [
+            i for i, a in enumerate(args) if isinstance(a, ExpertRows | ExpertSum | ExpertParameter | PackedParameter)
+        ]
+        if node.target not in LINEAR or len(given) != 1 or not isinstance(args[given[0]], ExpertSum):
             raise Different
         if given[0] != 0 and node.target not in SCALED[:1]:
             raise Different
-        return Added(self.build(node.target, *(a.node if isinstance(a, Added) else a for a in args), **kwargs))
+        return ExpertSum(self.build(node.target, *(a.node if isinstance(a, ExpertSum) else a for a in args), **kwargs))
 
-    def _by_row(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rows | Several | Added | Placed:
+    def _by_row(
+        self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> ExpertRows | MultiResultRows | ExpertSum | PlacedRows:
         """An operator that works on each row by itself."""
-        rows = [a for a in args if isinstance(a, Rows)]
+        rows = [a for a in args if isinstance(a, ExpertRows)]
         if not rows:
             raise Different
-        operands = [a.node if isinstance(a, Rows) else a for a in args]
+        operands = [a.node if isinstance(a, ExpertRows) else a for a in args]
         for i, argument in enumerate(args):
-            if isinstance(argument, Stack | Packed):
+            if isinstance(argument, ExpertParameter | PackedParameter):
                 operands[i] = self.weights.by_row(node, argument, rows[0], self._expert)
         made = self.build(node.target, *operands, **kwargs)
         if not _is_like(made, node):
@@ -310,13 +314,15 @@ class _Merging:
         if isinstance(made.meta["val"], tuple | list):
             if dims is None:
                 raise Different
-            return Several(made, dims)
+            return MultiResultRows(made, dims)
         if dims is not None:
-            return Rows(made, dims[0], scaled and (node.target in SCALED[:1] or (args[0] in rows and args[0].zeroed)))
+            return ExpertRows(
+                made, dims[0], scaled and (node.target in SCALED[:1] or (args[0] in rows and args[0].zeroed))
+            )
         if node.target is aten.reshape.default and not scaled:
-            return Placed(made, _taken_apart(rows[0], made))
+            return PlacedRows(made, _taken_apart(rows[0], made))
         if scaled and all(r.zeroed for r in rows):
-            return self._linear(node, [Added(a.node) if isinstance(a, Rows) else a for a in args], kwargs)
+            return self._linear(node, [ExpertSum(a.node) if isinstance(a, ExpertRows) else a for a in args], kwargs)
         raise Different
 
     def _row_dims(self, made: fx.Node, rows: Mapping[fx.Node, int]) -> tuple[int, ...] | None:
@@ -340,14 +346,14 @@ class _Merging:
         )
         return tuple(spots[0] for spots in dims) if alone else None
 
-    def _result(self, nodes: tuple[fx.Node, ...]) -> Rows:
+    def _result(self, nodes: tuple[fx.Node, ...]) -> ExpertRows:
         """One of several results."""
         whole: Any = self.merge(tuple(n.args[0] for n in nodes))  # type: ignore[misc]
-        if not isinstance(whole, Several):
+        if not isinstance(whole, MultiResultRows):
             raise Different
         self.inner.update(nodes)
         index: Any = nodes[0].args[1]
-        return Rows(self.build(operator.getitem, whole.node, index), whole.dims[index], zeroed=False)
+        return ExpertRows(self.build(operator.getitem, whole.node, index), whole.dims[index], zeroed=False)
 
 
 def _alone(node: fx.Node, dim: int) -> tuple[int, ...]:
@@ -355,7 +361,7 @@ def _alone(node: fx.Node, dim: int) -> tuple[int, ...]:
     return tuple(size if d == dim else 1 for d, size in enumerate(shape(node)))
 
 
-def _taken_apart(rows: Rows, made: fx.Node) -> tuple[int, ...]:
+def _taken_apart(rows: ExpertRows, made: fx.Node) -> tuple[int, ...]:
     """The shape of ``made`` with 1 in all dims but those into which it takes the dim of ``rows`` apart."""
     sizes, end = shape(made), len(shape(made)) - (len(shape(rows.node)) - 1 - rows.dim)
     before, after = shape(rows.node)[: rows.dim], shape(rows.node)[rows.dim + 1 :]

@@ -36,7 +36,7 @@ _LOOKUPS: dict[Any, tuple[int, int]] = {
 
 
 @dataclass(frozen=True)
-class Place:
+class RowExpertDims:
     """The dims of a value along which its rows and its experts stand; ``experts`` is ``None`` in the routed form."""
 
     rows: int
@@ -53,8 +53,8 @@ class ExpertRegion:
     keys: fx.Node | None
     num_experts: int
     tables: Mapping[fx.Node, int]
-    nodes: Mapping[fx.Node, tuple[Place, ...]]
-    entries: Mapping[fx.Node, Place]
+    nodes: Mapping[fx.Node, tuple[RowExpertDims, ...]]
+    entries: Mapping[fx.Node, RowExpertDims]
     exits: tuple[fx.Node, ...]
     products: tuple[fx.Node, ...]
 
@@ -75,7 +75,7 @@ def find_regions(block: Block, apart: Collection[str] = ()) -> list[ExpertRegion
         if node.target in row_products():
             products.setdefault(row_products()[node.target](node)[2], []).append(node)
     for keys, nodes in products.items():
-        region = _Finder(block, keys, nodes, apart).region()
+        region = _RegionFinder(block, keys, nodes, apart).region()
         if region is not None:
             found.append(region)
     dense: dict[int, list[fx.Node]] = {}
@@ -83,13 +83,13 @@ def find_regions(block: Block, apart: Collection[str] = ()) -> list[ExpertRegion
         if node.target == aten.bmm.default:
             dense.setdefault(shape(node)[0], []).append(node)
     for nodes in dense.values():
-        region = _Finder(block, None, nodes, apart).region()
+        region = _RegionFinder(block, None, nodes, apart).region()
         if region is not None:
             found.append(region)
     return found
 
 
-class _Finder:
+class _RegionFinder:
     """Grows a region from its products; ``table_of`` has the table that each expert node reads."""
 
     def __init__(
@@ -101,8 +101,8 @@ class _Finder:
         self.products = products
         self.states = set(block.states)
         self.tables: dict[fx.Node, int] = {}
-        self.places: dict[fx.Node, tuple[Place, ...]] = {}
-        self.entries: dict[fx.Node, Place] = {}
+        self.places: dict[fx.Node, tuple[RowExpertDims, ...]] = {}
+        self.entries: dict[fx.Node, RowExpertDims] = {}
         self.num_experts = 0
 
     def region(self) -> ExpertRegion | None:
@@ -126,9 +126,9 @@ class _Finder:
         return ExpertRegion(self.keys, self.num_experts, self.tables, self.places, self.entries, exits, products)
 
     @property
-    def _sent(self) -> Place:
+    def _sent(self) -> RowExpertDims:
         """Where rows and experts stand in what is sent."""
-        return Place(0) if self.keys is not None else Place(1, 0)
+        return RowExpertDims(0) if self.keys is not None else RowExpertDims(1, 0)
 
     def _seeds(self) -> set[fx.Node]:
         """What reads experts' states: products, look-ups, and whatever combines a table with rows."""
@@ -173,8 +173,8 @@ class _Finder:
         """Place a node of the region, and find what it reads from outside; ``False`` where it does not work by row."""
         if seed and self.keys is not None:
             if any(node is p for p in self.products):
-                self._enter(row_products()[node.target](node)[0], Place(0))
-            self.places[node] = (Place(0),)
+                self._enter(row_products()[node.target](node)[0], RowExpertDims(0))
+            self.places[node] = (RowExpertDims(0),)
             return True
         if node.target is operator.getitem:
             source, index = node.args
@@ -227,7 +227,7 @@ class _Finder:
             return None, None
         return rows.pop(), experts.pop() if experts else None
 
-    def _enter(self, node: fx.Node, place: Place) -> None:
+    def _enter(self, node: fx.Node, place: RowExpertDims) -> None:
         if node not in self.places:
             self.entries[node] = place
 
@@ -289,15 +289,15 @@ def _rule(node: fx.Node) -> OpFactors | None:
         return None
 
 
-def _place(rows: str | None, experts: str | None, dims: tuple[tuple[str, ...], ...]) -> Place | None:
+def _place(rows: str | None, experts: str | None, dims: tuple[tuple[str, ...], ...]) -> RowExpertDims | None:
     """Where the factors stand, each by itself and once."""
     at = [d for d, held in enumerate(dims) if rows in held]
     by = [d for d, held in enumerate(dims) if experts is not None and experts in held]
     if len(at) != 1 or dims[at[0]] != (rows,):
         return None
     if experts is None:
-        return Place(at[0])
-    return Place(at[0], by[0]) if len(by) == 1 and dims[by[0]] == (experts,) else None
+        return RowExpertDims(at[0])
+    return RowExpertDims(at[0], by[0]) if len(by) == 1 and dims[by[0]] == (experts,) else None
 
 
 def _bytes(node: fx.Node) -> int:

@@ -42,7 +42,7 @@ _PLACES = (aten.argsort.default, aten.argsort.stable)
 
 
 @dataclass(frozen=True)
-class Choice:
+class RoutingChoice:
     """A mask that is true where the integer tensor ``of`` equals ``number``.
 
     Dim ``j`` of the mask is dim ``dims[j]`` of ``of``.
@@ -65,14 +65,14 @@ class _Classes:
     dims: tuple[int, ...]
 
 
-def choice_of(node: Any) -> Choice | None:
+def choice_of(node: Any) -> RoutingChoice | None:
     """The choice that the mask ``node`` tests for; ``None`` if ``node`` is no such mask."""
     node = undone(node)
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
     args: Any = node.args
     if node.target is aten.eq.Scalar and isinstance(args[1], int) and _has(args[0], args[1]):
-        return Choice(args[0], tuple(range(_rank(args[0]))), args[1])
+        return RoutingChoice(args[0], tuple(range(_rank(args[0]))), args[1])
     if _is_nonzero(node) or node.target in CASTS:
         return None if _rank(node) == 0 else choice_of(args[0])
     if node.target is aten.select.int:
@@ -101,7 +101,7 @@ def chosen_by_any(node: Any) -> tuple[fx.Node, int] | None:
             left = [d for d in dims if d != over]
             if left[dim] == classes.dim and isinstance(number, int) and number >= 0:  # type: ignore[index]
                 others = [d for d in dims if d != classes.dim]
-                found, along = Choice(classes.of, classes.dims, number), [others.index(over)]
+                found, along = RoutingChoice(classes.of, classes.dims, number), [others.index(over)]
     if found is None or along != [_rank(found.of) - 1] or found.dims != tuple(range(_rank(found.of))):
         return None
     return (found.of, found.number) if is_distinct(found.of, -1) else None
@@ -172,11 +172,11 @@ def num_choices(of: fx.Node) -> int | None:
     return None if dim is None else int(node.args[0].meta["val"].shape[dim])
 
 
-def _slice(whole: fx.Node, dim: int, index: int) -> Choice | None:
+def _slice(whole: fx.Node, dim: int, index: int) -> RoutingChoice | None:
     classes = classes_of(whole)
     if classes is None or dim % _rank(whole) != classes.dim or not isinstance(index, int) or index < 0:
         return None
-    return Choice(classes.of, classes.dims, index)
+    return RoutingChoice(classes.of, classes.dims, index)
 
 
 def classes_of(node: Any) -> _Classes | None:

@@ -49,7 +49,7 @@ def unsort(graph: fx.Graph) -> None:
 
 
 @dataclass(frozen=True)
-class _Twin:
+class _UnsortedValue:
     """The value that a node would have without the sort; ``dims``: for each of its results, the dim along which the
     node has the same slices in sorted order, ``None`` where the order makes no difference."""
 
@@ -66,7 +66,7 @@ class _Unsorter:
         self.keys = operands_of(sort)[0]
         self.num_rows = shape(self.keys)[0]
         self.ascending = not argument(sort, "descending", False)
-        self.twins: dict[fx.Node, _Twin] = {}
+        self.twins: dict[fx.Node, _UnsortedValue] = {}
         self.order: fx.Node | None = None
         self.inverse: set[fx.Node] = set()
 
@@ -87,13 +87,13 @@ class _Unsorter:
 
     def _is_order(self, node: fx.Node) -> None:
         self.order = node
-        self.twins[node] = _Twin(self.place)
+        self.twins[node] = _UnsortedValue(self.place)
 
     def _visit(self, node: fx.Node, build: Builder) -> None:
         source: Any = node.args[0]
         if source is self.sort and self.sort.target in _SORTS:
             if node.args[1] == 0:
-                self.twins[node] = _Twin(self.keys)
+                self.twins[node] = _UnsortedValue(self.keys)
             else:
                 self._is_order(node)
         elif self._inverts(node):
@@ -102,7 +102,7 @@ class _Unsorter:
             keys = self.keys
             if val(keys).dtype != val(node).dtype:
                 keys = build(aten.to.dtype, keys, val(node).dtype)
-            self.twins[node] = _Twin(keys)
+            self.twins[node] = _UnsortedValue(keys)
         elif node.target is operator.getitem:
             self._pick(node, build)
         else:
@@ -111,7 +111,7 @@ class _Unsorter:
             if twin is not None:
                 self._keep(node, twin)
 
-    def _keep(self, node: fx.Node, twin: _Twin) -> None:
+    def _keep(self, node: fx.Node, twin: _UnsortedValue) -> None:
         if any(dim is not None for dim in twin.dims):
             self.twins[node] = twin
         elif twin.node.op == "call_function":  # in its place, so that an output keeps its name
@@ -125,7 +125,7 @@ class _Unsorter:
         if source in self.twins:
             twin = self.twins[source]  # type: ignore[index]
             assert isinstance(index, int)
-            self._keep(node, _Twin(build(node.target, twin.node, index), (twin.dims[index],)))
+            self._keep(node, _UnsortedValue(build(node.target, twin.node, index), (twin.dims[index],)))
 
     def _inverts(self, node: fx.Node) -> bool:
         """Whether ``node`` is the inverse of the order: written at the order's places, or sorted once more."""
@@ -141,15 +141,15 @@ class _Unsorter:
             return shape(base) == [self.num_rows] and places is self.order and _counts(values, self.num_rows)  # type: ignore[arg-type]
         return False
 
-    def _put_back(self, node: fx.Node) -> _Twin | None:
+    def _put_back(self, node: fx.Node) -> _UnsortedValue | None:
         """Sorted rows read through the inverse."""
         found = _lookup(node)
         if found is None or found[1] not in self.inverse or found[0] not in self.twins:
             return None
         twin = self.twins[found[0]]
-        return _Twin(twin.node, (None,)) if twin.dims == (0,) else None
+        return _UnsortedValue(twin.node, (None,)) if twin.dims == (0,) else None
 
-    def _written(self, node: fx.Node) -> _Twin | None:
+    def _written(self, node: fx.Node) -> _UnsortedValue | None:
         """Sorted rows written where they were."""
         args: Any = node.args
         if node.target is aten.index_copy.default and args[1] == 0:
@@ -162,7 +162,7 @@ class _Unsorter:
             return None
         if self.twins[places].node is not self.place or shape(base) != shape(rows):
             return None
-        return _Twin(self.twins[rows].node, (None,))
+        return _UnsortedValue(self.twins[rows].node, (None,))
 
     def _finds_keys(self, node: fx.Node) -> bool:
         """Whether ``node`` finds each sorted row's expert from where the rows of each end."""
@@ -172,7 +172,7 @@ class _Unsorter:
         plain = argument(node, "side") is None and argument(node, "sorter") is None
         return plain and _counts(rows, self.num_rows) and self._are_ends(ends, shape(ends)[0])  # type: ignore[arg-type]
 
-    def _grouped(self, node: fx.Node, build: Builder) -> _Twin | None:
+    def _grouped(self, node: fx.Node, build: Builder) -> _UnsortedValue | None:
         """Products group by group, where the groups are those of the keys."""
         how = experts.grouped(node.target)
         if how is None:
@@ -186,7 +186,7 @@ class _Unsorter:
             return None
         weight = build(aten.transpose.int, weight, 1, 2) if how.transposed else weight
         made = build(experts.ops.expert_mm.default, self.twins[rows].node, weight, self.keys)
-        return _Twin(made) if made.meta["val"].dtype == node.meta["val"].dtype else None
+        return _UnsortedValue(made) if made.meta["val"].dtype == node.meta["val"].dtype else None
 
     def _are_ends(self, node: fx.Node, num_experts: int) -> bool:
         """Whether ``node`` tells where the rows of each expert end: the running sum of how often each key occurs."""
@@ -211,7 +211,7 @@ class _Unsorter:
     def _is_keys(self, node: Any) -> bool:
         return _same(_uncast(node), _uncast(self.keys))
 
-    def _added(self, node: fx.Node, build: Builder) -> _Twin | None:
+    def _added(self, node: fx.Node, build: Builder) -> _UnsortedValue | None:
         """Sorted rows added up at sorted places."""
         if node.target is not aten.index_add.default:
             return None
@@ -223,12 +223,12 @@ class _Unsorter:
         where, what = self.twins[places].node, self.twins[rows].node  # type: ignore[index]
         times = self._repeats(where, shape(base)[0])  # type: ignore[arg-type]
         if times is None:
-            return _Twin(build(node.target, base, 0, where, what), (None,))
+            return _UnsortedValue(build(node.target, base, 0, where, what), (None,))
         split = build(aten.reshape.default, what, [shape(what)[0] // times, times, *shape(what)[1:]])
         summed = build(aten.sum.dim_IntList, split, [1])
-        return _Twin(build(aten.add.Tensor, base, summed), (None,))
+        return _UnsortedValue(build(aten.add.Tensor, base, summed), (None,))
 
-    def _commuted(self, node: fx.Node, build: Builder) -> _Twin | None:
+    def _commuted(self, node: fx.Node, build: Builder) -> _UnsortedValue | None:
         """The operator on unsorted rows, if its rule lets them pass through or adds them up."""
         try:
             rule = factors_of(node)
@@ -252,7 +252,7 @@ class _Unsorter:
             return None
         args, kwargs = with_operands(node, [self.twins[o].node if o in self.twins else o for o in operands])
         made = self._looked_up(node, args, build) or build(node.target, *args, **kwargs)
-        return _Twin(made, tuple(dims))
+        return _UnsortedValue(made, tuple(dims))
 
     def _sorted_factor(self, node: fx.Node, dims: tuple[tuple[str, ...], ...]) -> set[str]:
         """The factor of a sorted operand's sorted dim; an empty name where it is not one factor."""

@@ -2,7 +2,7 @@
 
 A loop over modules, each on all rows and times its own column of weights, adds up to products with stacked weights: the
 same numbers in fewer operators, and experts that can be spread over ranks. The modules' parameters become one state
-whose first dim counts them (:attr:`passes.ir.model.State.parts`).
+whose first dim counts them (:attr:`passes.ir.model.ModelState.parts`).
 
 Requires and keeps values on every node. Requires normal form: products without bias, sums of two.
 
@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from passes.experts.regions import CHOICES
-from passes.ir.model import Captured, State, TensorSpec
+from passes.ir.model import Captured, ModelState, TensorSpec
 from passes.ir.rewrite import Builder, drop_unused, placeholder_name, shape
 from passes.ops import experts
 
@@ -60,7 +60,7 @@ class Packing:
         if name in self.captured.states:
             name += f" of {names[0]}"
         spec = TensorSpec((len(names), *old.spec.shape), old.spec.dtype)
-        state = State(name, spec, old.kind, old.requires_grad, parts=names)
+        state = ModelState(name, spec, old.kind, old.requires_grad, parts=names)
         graph = self.captured.graph
         with graph.inserting_before(next(iter(graph.nodes))):
             made = graph.placeholder(placeholder_name(name.replace("*", "all")))

@@ -53,7 +53,7 @@ _MANY = 1 << 20  # rows
 
 
 @dataclass
-class Guards:
+class TracedBranches:
     """The data-dependent branches on experts that one trace met.
 
     ``leaves_out``: the trace treats experts with even (0) or odd (1) numbers as having no rows; ``None``: no expert.
@@ -104,7 +104,7 @@ class Guards:
 
 
 @contextmanager
-def guards_traced(guards: Guards) -> Iterator[None]:
+def guards_traced(guards: TracedBranches) -> Iterator[None]:
     """Inside the context, branches on whether an expert has rows can be traced; ``guards`` records them."""
     plain: Callable[[SymBool], bool] = SymBool.__bool__
 
@@ -116,15 +116,15 @@ def guards_traced(guards: Guards) -> Iterator[None]:
                 raise
             return plain(self)
 
-    with mock.patch.object(SymBool, "__bool__", decided), _Guarded(guards):
+    with mock.patch.object(SymBool, "__bool__", decided), _BranchMode(guards):
         yield
     guards.look_back()
 
 
-class _Guarded(TorchFunctionMode):
+class _BranchMode(TorchFunctionMode):
     """Intercept functions that list the rows of a mask, count them, or ask whether there are any."""
 
-    def __init__(self, guards: Guards) -> None:
+    def __init__(self, guards: TracedBranches) -> None:
         super().__init__()
         self.guards = guards
 
@@ -161,7 +161,7 @@ class _Guarded(TorchFunctionMode):
         self.guards.count((made[0] if isinstance(made, tuple) else made).shape[0], listing, number)
         return made
 
-    def _marked(self, asked: _Asked) -> int:
+    def _marked(self, asked: _ExpertRowsQuery) -> int:
         """Replace the mask and the chosen numbers behind ``asked`` by marks in the rest of the trace.
 
         Returns the number of the new listing.
@@ -180,7 +180,7 @@ class _Guarded(TorchFunctionMode):
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _ExpertRowsQuery:
     """The question whether any row, or how many rows, chose the expert ``number``.
 
     ``some``: the answer ``True`` means that there are rows, otherwise that there are none. ``masks``: the nodes of one
@@ -211,7 +211,7 @@ def _counts(numbers: Tensor, weights: Tensor | None = None, minlength: int = 0) 
     return (numbers.unsqueeze(-1) == every).sum(0)
 
 
-def _asked(node: Any) -> _Asked | None:
+def _asked(node: Any) -> _ExpertRowsQuery | None:
     """The question that ``node`` answers; ``None`` if it answers none about the rows of an expert."""
     some = True
     while isinstance(node, fx.Node):
@@ -221,7 +221,11 @@ def _asked(node: Any) -> _Asked | None:
             while masks[-1].target in ALIKE:
                 masks.append(masks[-1].args[0])
             number, chosen = _number_of(masks[-1]), _chosen(masks[-1])
-            return None if number is None else _Asked(number, some, tuple(masks), chosen and numbers_of(chosen[0]))
+            return (
+                None
+                if number is None
+                else _ExpertRowsQuery(number, some, tuple(masks), chosen and numbers_of(chosen[0]))
+            )
         if node.target is aten.select.int:
             return _of_table(args[0], args[1], args[2], some)
         if node.target is operator.getitem and args[0].target is aten.unbind.int:
@@ -234,7 +238,7 @@ def _asked(node: Any) -> _Asked | None:
     return None
 
 
-def _of_table(node: Any, dim: int, index: Any, some: bool) -> _Asked | None:
+def _of_table(node: Any, dim: int, index: Any, some: bool) -> _ExpertRowsQuery | None:
     """The question that element ``index`` of ``node`` answers, if ``node`` is a table of row counts of all experts."""
     node = before(node, CASTS)
     if node.target is not aten.sum.dim_IntList or argument(node, "keepdim", False) or not isinstance(index, int):
@@ -244,7 +248,7 @@ def _of_table(node: Any, dim: int, index: Any, some: bool) -> _Asked | None:
     left = [d for d in range(table.meta["val"].dim()) if d not in over]
     if classes is None or left != [classes.dim] or dim % len(left) or index < 0:
         return None
-    return _Asked(index, some, (), numbers_of(classes.of))
+    return _ExpertRowsQuery(index, some, (), numbers_of(classes.of))
 
 
 def _number_of(node: Any) -> int | None:

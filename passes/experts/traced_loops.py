@@ -32,7 +32,7 @@ from passes.errors import UnsupportedError
 from passes.experts.loop_patterns import LINEAR, RESHAPES
 from passes.experts.routing_masks import ALIKE, SHAPED, before, dims_over, is_count
 from passes.experts.trace_marks import HITS
-from passes.experts.traced_branches import LISTING, SOME, Guards, guards_traced, node_of
+from passes.experts.traced_branches import LISTING, SOME, TracedBranches, guards_traced, node_of
 from passes.ir.interpret import META, call
 from passes.ir.rewrite import drop_unused, shape
 from passes.ir.value_numbering import Numbers
@@ -45,7 +45,7 @@ _OVER = (aten.sum.dim_IntList, aten.any.dim, aten.any.dims)
 
 
 @dataclass
-class Hits:
+class TracedLoops:
     """What a trace found of such loops. ``leaves_out``: the turns that it does not take, even ones (0) or odd (1)."""
 
     leaves_out: int | None = None
@@ -53,20 +53,20 @@ class Hits:
     left_early: bool = False
     changed: bool = False  # masks, since it was asked which of them are true anywhere
     turns: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # by identity
-    guards: Guards | None = None  # where decisions are traced as well
+    guards: TracedBranches | None = None  # where decisions are traced as well
 
     @property
     def found(self) -> bool:
         """Whether what was traced has to be shown to be the model."""
         return self.seen > 0 or (self.guards is not None and self.guards.seen > 0)
 
-    def guarded(self) -> Hits:
+    def guarded(self) -> TracedLoops:
         """For the same trace, decisions included."""
-        return Hits(self.leaves_out, guards=Guards(self.leaves_out))
+        return TracedLoops(self.leaves_out, guards=TracedBranches(self.leaves_out))
 
-    def leaving_out(self, parity: int | None) -> Hits:
+    def leaving_out(self, parity: int | None) -> TracedLoops:
         """For the same trace without the even turns (0), the odd ones (1) or none."""
-        return Hits(parity, guards=self.guards and Guards(parity))
+        return TracedLoops(parity, guards=self.guards and TracedBranches(parity))
 
     def turn(self, number: int, *, listed: bool = False) -> Tensor:
         """What forward has for the turn of an expert; ``listed``: with a dim of size 1."""
@@ -89,7 +89,7 @@ class Hits:
 
 
 @contextmanager
-def hits_traced(hits: Hits) -> Iterator[None]:
+def hits_traced(hits: TracedLoops) -> Iterator[None]:
     """Inside, such loops can be traced; ``hits`` takes what was found."""
     plain: Callable[[Tensor], Iterator[Tensor]] = Tensor.__iter__
 
@@ -98,11 +98,11 @@ def hits_traced(hits: Hits) -> Iterator[None]:
         return plain(self) if found is None else _turns(hits, self.dim(), *found)
 
     guarded = nullcontext() if hits.guards is None else guards_traced(hits.guards)
-    with mock.patch.object(Tensor, "__iter__", turns), _Indexed(hits), guarded:
+    with mock.patch.object(Tensor, "__iter__", turns), _LoopIndexMode(hits), guarded:
         yield
 
 
-def _turns(hits: Hits, rank: int, masks: list[Tensor], dim: int, first: fx.Node) -> Iterator[Tensor]:
+def _turns(hits: TracedLoops, rank: int, masks: list[Tensor], dim: int, first: fx.Node) -> Iterator[Tensor]:
     mode = get_proxy_mode()
     assert mode is not None
     tracker = mode.tracer.tensor_tracker
@@ -126,10 +126,10 @@ def _turns(hits: Hits, rank: int, masks: list[Tensor], dim: int, first: fx.Node)
         tracker[mask] = slot
 
 
-class _Indexed(TorchFunctionMode):
+class _LoopIndexMode(TorchFunctionMode):
     """What is picked by a turn is picked by its number."""
 
-    def __init__(self, hits: Hits) -> None:
+    def __init__(self, hits: TracedLoops) -> None:
         super().__init__()
         self.hits = hits
 

@@ -92,7 +92,7 @@ def _trainable(model: FoldedModel, name: str) -> bool:
     return state is not None and state.kind == "parameter" and state.requires_grad
 
 
-class Run(Protocol):
+class CallLike(Protocol):
     """A call of a block: ``passes.ir.model.Call`` or ``runtime.program.program.CallData``."""
 
     @property
@@ -131,7 +131,7 @@ class GradientFlow:
 
 
 def gradient_flow(
-    calls: Sequence[Run],
+    calls: Sequence[CallLike],
     paths: Mapping[str, tuple[tuple[int, ...], ...]],
     trainable: Collection[str],
     loss: str | None,

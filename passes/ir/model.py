@@ -47,7 +47,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class State:
+class ModelState:
     """A parameter, buffer or constant that the model owns.
 
     ``name`` is its canonical qualified name, ``aliases`` the other names of the same tensor (tied weights). ``parts``
@@ -170,7 +170,7 @@ class FoldedModel:
 
     blocks: dict[str, Block]
     calls: list[Call]
-    states: dict[str, State]
+    states: dict[str, ModelState]
     inputs: list[ModelInput]
     outputs: list[ModelOutput]
     loss: str | None
@@ -196,7 +196,7 @@ class Captured:
     """A whole model as one graph; see the module's text. ``outputs``, ``loss`` and ``updates`` name nodes of it."""
 
     graph: fx.Graph
-    states: dict[str, State]
+    states: dict[str, ModelState]
     placeholders: dict[str, str]  # placeholder -> state or input value
     inputs: list[ModelInput]
     outputs: list[ModelOutput]

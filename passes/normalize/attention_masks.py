@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from passes.ir.interpret import call
 from passes.ir.rewrite import aten, drop_unused, shape
-from passes.normalize.constant_folding import LIMIT, Choice, Evaluator, Term, Value
+from passes.normalize.constant_folding import LIMIT, ConditionalValue, ConstantEvaluator, Term, Value
 from passes.ops.attention import Band, limits_of
 
 _MASKED = -6e4  # what is added to a score to hide it is at most this: the type's smallest number, or -inf
@@ -24,7 +24,7 @@ _MASKED = -6e4  # what is added to a score to hide it is at most this: the type'
 
 def drop_constant_masks(graph: fx.Graph, constants: Mapping[str, Tensor]) -> None:
     """Rewrite attention under constant masks in place; ``constants``: values of placeholders, by name."""
-    evaluator = Evaluator(constants)
+    evaluator = ConstantEvaluator(constants)
     kinds: dict[tuple[fx.Node, int], Band | None] = {}
     for node in list(graph.nodes):
         if node.target is not aten.scaled_dot_product_attention.default:
@@ -73,7 +73,7 @@ def _classify(value: Value | None, queries: int, keys: int) -> Band | None:
         return None
     if isinstance(value, Tensor):
         return _classify_tensor(value, queries, keys)
-    terms = _shown(value) if isinstance(value, Choice) else value
+    terms = _shown(value) if isinstance(value, ConditionalValue) else value
     if terms is None:
         return None
     sides = [_sides(t, queries, keys) for t in terms]
@@ -111,7 +111,7 @@ def _narrowest(bands: Sequence[Band | None], queries: int, keys: int) -> Band | 
     return Band(None if before >= queries - 1 else before, None if after >= keys - 1 else after)
 
 
-def _shown(choice: Choice) -> tuple[Term, ...] | None:
+def _shown(choice: ConditionalValue) -> tuple[Term, ...] | None:
     """The terms that must hold where a score is shown under an additive mask."""
     if choice.shown == 0 and choice.hidden <= _MASKED:
         return choice.terms

@@ -35,7 +35,7 @@ _OPPOSITE = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt"}
 
 
 @dataclass(frozen=True)
-class Choice:
+class ConditionalValue:
     """``shown`` where all of ``terms`` hold, else ``hidden``; both 0-d."""
 
     terms: tuple[Term, ...]
@@ -44,14 +44,14 @@ class Choice:
 
 
 # A tensor of size 1 where it does not change; or terms that must all hold; or a choice.
-Value = Tensor | tuple[Term, ...] | Choice
+Value = Tensor | tuple[Term, ...] | ConditionalValue
 
 
 class _Unknown(Exception):
     """The value cannot be found at this cost."""
 
 
-class Evaluator:
+class ConstantEvaluator:
     """Values of nodes; ``constants`` are those of placeholders, by name."""
 
     def __init__(self, constants: Mapping[str, Tensor]) -> None:
@@ -140,7 +140,7 @@ def _arange(node: fx.Node, start: Any, end: Any, step: Any, **_: Any) -> Tensor:
 
 def _pointwise(node: fx.Node, *args: Any, **kwargs: Any) -> Tensor:
     tensors = [a for a in args if isinstance(a, Tensor)]
-    if any(isinstance(a, tuple | Choice) for a in args):
+    if any(isinstance(a, tuple | ConditionalValue) for a in args):
         raise _Unknown
     if torch.broadcast_shapes(*(t.shape for t in tensors)).numel() > LIMIT:
         raise _Unknown
@@ -149,7 +149,7 @@ def _pointwise(node: fx.Node, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _compare(node: fx.Node, a: Any, b: Any) -> Value:
-    if isinstance(a, tuple | Choice) or isinstance(b, tuple | Choice):
+    if isinstance(a, tuple | ConditionalValue) or isinstance(b, tuple | ConditionalValue):
         raise _Unknown
     given = a, b
     a, b = (torch.as_tensor(x) for x in given)
@@ -182,7 +182,7 @@ def _and(node: fx.Node, a: Any, b: Any) -> Value:
 
 
 def _where(node: fx.Node, condition: Any, a: Any, b: Any) -> Value:
-    if isinstance(a, tuple | Choice) or isinstance(b, tuple | Choice):
+    if isinstance(a, tuple | ConditionalValue) or isinstance(b, tuple | ConditionalValue):
         raise _Unknown
     a, b = (torch.as_tensor(x, dtype=val(node).dtype) for x in (a, b))
     if isinstance(condition, Tensor):
@@ -191,7 +191,7 @@ def _where(node: fx.Node, condition: Any, a: Any, b: Any) -> Value:
         result = torch.where(condition, a, b)
         return result.reshape([1] * (val(node).dim() - result.dim()) + list(result.shape))
     if a.numel() == b.numel() == 1:
-        return Choice(_terms(condition), a.reshape(()), b.reshape(()))
+        return ConditionalValue(_terms(condition), a.reshape(()), b.reshape(()))
     raise _Unknown
 
 
@@ -220,8 +220,8 @@ def _structural(operation: Callable[..., Tensor]) -> Callable[..., Value]:
 def _map(value: Value, move: Callable[[Tensor], Tensor]) -> Value:
     if isinstance(value, Tensor):
         return move(value)
-    if isinstance(value, Choice):
-        return Choice(_moved(value.terms, move), value.shown, value.hidden)
+    if isinstance(value, ConditionalValue):
+        return ConditionalValue(_moved(value.terms, move), value.shown, value.hidden)
     return _moved(value, move)
 
 
@@ -303,7 +303,7 @@ def _triangle(node: fx.Node, x: Any, diagonal: int = 0) -> Value:
     terms = (Term("le" if lower else "ge", column, row + diagonal),)
     if val(node).dtype is torch.bool and bool(x):
         return terms
-    return Choice(terms, x.reshape(()), torch.zeros((), dtype=x.dtype))
+    return ConditionalValue(terms, x.reshape(()), torch.zeros((), dtype=x.dtype))
 
 
 _COMPARISONS = [

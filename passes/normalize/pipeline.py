@@ -27,7 +27,7 @@ from passes.experts.loops import route_loops
 from passes.experts.sorted_rows import unsort
 from passes.experts.stacked_modules import stack_experts, ungather
 from passes.experts.traced_loops import check_turns
-from passes.ir.model import Captured, State, TensorSpec
+from passes.ir.model import Captured, ModelState, TensorSpec
 from passes.ir.rewrite import placeholder_name, rewrite, where
 from passes.normalize.algebra import ALGEBRA
 from passes.normalize.attention_masks import drop_constant_masks
@@ -167,7 +167,7 @@ def _renamed(captured: Captured, graph: fx.Graph, moved: Mapping[str, str]) -> C
 
 def _with_constants(captured: Captured, added: dict[str, Tensor]) -> Captured:
     """``captured`` with further constants, whose placeholders have names of their own."""
-    states = {name: State(name, TensorSpec.of(value), "constant") for name, value in added.items()}
+    states = {name: ModelState(name, TensorSpec.of(value), "constant") for name, value in added.items()}
     return captured.with_(
         states={**captured.states, **states},
         constants={**captured.constants, **added},

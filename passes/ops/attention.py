@@ -48,7 +48,7 @@ class Band(NamedTuple):
         return self.before is None and self.after == 0
 
 
-class Part(NamedTuple):
+class PositionRange(NamedTuple):
     """Consecutive positions: where they start in the tensor at hand, how many, and where they start in the sequence."""
 
     start: int
@@ -66,11 +66,11 @@ class Tile(NamedTuple):
     offset: int
 
 
-def parts_of(length: int, num_ranks: int, rank: int, zigzag: bool) -> tuple[Part, ...]:
+def parts_of(length: int, num_ranks: int, rank: int, zigzag: bool) -> tuple[PositionRange, ...]:
     """The positions that ``rank`` has of a sequence of which each rank has ``length``."""
     slices = shard_slices(shard(0, (), zigzag), length * num_ranks, num_ranks, rank)
     starts = accumulate((n for _, n in slices), initial=0)
-    return tuple(Part(start, n, place) for start, (place, n) in zip(starts, slices, strict=False))
+    return tuple(PositionRange(start, n, place) for start, (place, n) in zip(starts, slices, strict=False))
 
 
 def ring_tiles(
@@ -109,7 +109,7 @@ def most_pairs(queries: int, keys: int, num_ranks: int, zigzag: bool, band: Band
 
 
 @lru_cache(maxsize=4096)
-def tiles_of(queries: tuple[Part, ...], keys: tuple[Part, ...], band: Band) -> tuple[Tile, ...]:
+def tiles_of(queries: tuple[PositionRange, ...], keys: tuple[PositionRange, ...], band: Band) -> tuple[Tile, ...]:
     """The tiles that have something to see. Every query of a tile sees some key of it."""
     found: list[Tile] = []
     for q in queries:
@@ -242,7 +242,7 @@ class Attention:
 
 
 @dataclass
-class Gradients:
+class AttentionGradients:
     """The gradients of an attention whose result ``out`` and sums ``lse`` are of all keys; ``of_q`` grows."""
 
     grad: Tensor
@@ -407,7 +407,7 @@ def band_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention within a band: q ``[b, h, s, d]``, k and v ``[b, kv, t, d]``; the result and ``lse`` ``[b, h, s]``."""
     attention = Attention(q, band_of(before, after), scale, v.shape[-1])
-    for tile in tiles_of((Part(0, q.shape[-2], 0),), (Part(0, k.shape[-2], 0),), attention.band):
+    for tile in tiles_of((PositionRange(0, q.shape[-2], 0),), (PositionRange(0, k.shape[-2], 0),), attention.band):
         attention.add(tile, k, v)
     return attention.result()
 
@@ -417,9 +417,9 @@ def band_attention_backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of queries, keys and values."""
-    found = Gradients(grad, q, out, lse, band_of(before, after), scale)
+    found = AttentionGradients(grad, q, out, lse, band_of(before, after), scale)
     of_k, of_v = (torch.zeros_like(x, dtype=found.of_q.dtype) for x in (k, v))
-    for tile in tiles_of((Part(0, q.shape[-2], 0),), (Part(0, k.shape[-2], 0),), found.band):
+    for tile in tiles_of((PositionRange(0, q.shape[-2], 0),), (PositionRange(0, k.shape[-2], 0),), found.band):
         found.add(tile, k, v, of_k, of_v)
     return by_position(found.of_q.to(q.dtype)), by_position(of_k.to(k.dtype)), by_position(of_v.to(v.dtype))
 

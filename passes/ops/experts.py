@@ -187,7 +187,7 @@ def expert_mm_weight(x: Tensor, grad: Tensor, expert: Tensor, num_experts: int) 
 _PRODUCTS_BY_GROUP = (torch._grouped_mm, getattr(torch.nn.functional, "grouped_mm", None))  # the latter since 2.10
 
 
-class _Grouped(TorchFunctionMode):
+class _GroupedProductMode(TorchFunctionMode):
     """Grouped products as products by expert: of the former, torch traces those of bfloat16 alone."""
 
     def __torch_function__(
@@ -214,12 +214,12 @@ def _of_rows(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None = None, **options
 @contextmanager
 def grouped_traced() -> Iterator[None]:
     """Inside, torch's grouped products of any floating type can be traced."""
-    with _Grouped():
+    with _GroupedProductMode():
         yield
 
 
 @dataclass(frozen=True)
-class Grouped:
+class GroupedProduct:
     """A product of rows, sorted by expert, with their groups: whether these are told by their ends or their sizes, and
     whether a weight is ``[e, n, k]`` instead of ``[e, k, n]``. Its operands are rows, weight and groups."""
 
@@ -227,19 +227,22 @@ class Grouped:
     transposed: bool = False
 
 
-_grouped: dict[str, Grouped] = {"aten::_grouped_mm": Grouped(), "transformers::grouped_mm_fallback": Grouped()}
+_grouped: dict[str, GroupedProduct] = {
+    "aten::_grouped_mm": GroupedProduct(),
+    "transformers::grouped_mm_fallback": GroupedProduct(),
+}
 
 
 def by_group(name: str, groups: Literal["ends", "sizes"] = "ends", transposed: bool = False) -> None:
     """Say that the operator ``name`` (``namespace::name``) multiplies rows, sorted by expert, with their experts'
-    matrices: ``(rows [t, k], weight [e, k, n], groups [e]) -> [t, n]``. See :class:`Grouped`.
+    matrices: ``(rows [t, k], weight [e, k, n], groups [e]) -> [t, n]``. See :class:`GroupedProduct`.
 
     Where the sorting is seen in the graph it is undone, and ``partition::expert_mm`` takes the operator's place.
     """
-    _grouped[name] = Grouped(groups, transposed)
+    _grouped[name] = GroupedProduct(groups, transposed)
 
 
-def grouped(target: Any) -> Grouped | None:
+def grouped(target: Any) -> GroupedProduct | None:
     """What is known of an operator as a product by group."""
     return _grouped.get(target._schema.name) if isinstance(target, torch._ops.OpOverload) else None
 

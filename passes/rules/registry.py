@@ -23,7 +23,7 @@ _HELP = 'expected text like "b s i, o i -> b s o", where "!" marks a factor that
 
 
 @dataclass(frozen=True)
-class Pattern:
+class DimPattern:
     """One tensor's dims; ``ellipsis`` is the place of ``...`` among them, ``None`` where there is none."""
 
     dims: Dims
@@ -36,8 +36,8 @@ class TextRule:
 
     name: str
     text: str
-    operands: tuple[Pattern, ...]
-    results: tuple[Pattern, ...]
+    operands: tuple[DimPattern, ...]
+    results: tuple[DimPattern, ...]
     whole: frozenset[str]
     linear: tuple[frozenset[int], ...]
 
@@ -66,7 +66,7 @@ class TextRule:
         sizes = self._solve(pairs, where)
         return OpFactors(sizes, sides[0], sides[1], self.whole & sizes.keys(), self.linear)
 
-    def _expand(self, pattern: Pattern, shape: tuple[int, ...], which: str, where: str) -> Dims:
+    def _expand(self, pattern: DimPattern, shape: tuple[int, ...], which: str, where: str) -> Dims:
         extra = len(shape) - len(pattern.dims)
         if extra < 0 or (extra and not pattern.ellipsis):
             raise self._error(
@@ -125,7 +125,7 @@ class _Parser:
             raise self.error(f"no operand has {', '.join(sorted(new - self.whole))}: mark it '!', it must be whole")
         return TextRule(self.name, self.text, operands, results, frozenset(self.whole), linear)
 
-    def pattern(self, text: str) -> Pattern:
+    def pattern(self, text: str) -> DimPattern:
         dims: list[tuple[str, ...]] = []
         names: list[str] = []
         group: list[str] | None = None
@@ -168,7 +168,7 @@ class _Parser:
                 raise self.error(f"unexpected {token!r}")
         if group is not None:
             raise self.error("'(' without ')'")
-        return Pattern(tuple(dims), ellipsis)
+        return DimPattern(tuple(dims), ellipsis)
 
 
 Rule = Callable[[fx.Node], OpFactors | None]

@@ -76,12 +76,12 @@ def _collective(name: str, node: fx.Node, env: dict[fx.Node, list[Any]], axes: M
         source = node.args[0]
         assert isinstance(source, fx.Node)
         operands = [env[source][r] for r in group]
-        results: tuple[Tensor, ...] = _Collective.apply(name, options, *operands)  # type: ignore[no-untyped-call]
+        results: tuple[Tensor, ...] = _CollectiveFunction.apply(name, options, *operands)  # type: ignore[no-untyped-call]
         made |= dict(zip(group, results, strict=True))
     return [made[r] for r in range(len(made))]
 
 
-class _Collective(torch.autograd.Function):
+class _CollectiveFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, name: str, options: dict[str, Any], *ranks: Tensor) -> tuple[Tensor, ...]:
         ctx.name, ctx.options = name, options
@@ -157,7 +157,7 @@ def check_strategies(
     violations = [] if factors is None else misfits(factors, tensors, results_of(node))
     if violations:
         return violations
-    judge = Judge(node, tensors)
+    judge = OperatorReference(node, tensors)
     return [f"{s}: {what}" for s in strategies(node, num_ranks, wanted) for what in judge.check(s, num_ranks)]
 
 
@@ -209,7 +209,7 @@ def misfits(factors: OpFactors, operands: Sequence[Tensor], results: Sequence[Te
 _TOLERANCE = {torch.float32: 1e-4, torch.complex64: 1e-4, torch.float16: 1e-2, torch.bfloat16: 0.03}
 
 
-class Judge:
+class OperatorReference:
     """The operator on one device: its operands and results, gradients for the results, and those of the operands."""
 
     def __init__(self, node: fx.Node, tensors: list[Tensor]) -> None:

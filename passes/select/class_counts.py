@@ -22,7 +22,7 @@ from passes.ir.collectives import _library
 from passes.ir.interpret import META
 from passes.ir.value_numbering import Numbers
 from passes.rules.factors import argument
-from passes.select.masked_row_ops import Rows, Unselectable
+from passes.select.masked_row_ops import MaskedRows, Unselectable
 
 if TYPE_CHECKING:
     from passes.select.masked_rows import SelectedRows
@@ -101,7 +101,7 @@ def _up_to_largest(build: SelectedRows, numbers: fx.Node, bound: int | None, lea
 def _as_many(build: SelectedRows, made: fx.Node, mask: fx.Node) -> fx.Node:
     if made in build.rows:  # rows that a mask selects, of classes of which another tells how many
         raise Unselectable
-    build.rows[made] = Rows(mask, made.meta["val"].dim() - 1)
+    build.rows[made] = MaskedRows(mask, made.meta["val"].dim() - 1)
     return made
 
 

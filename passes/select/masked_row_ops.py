@@ -47,7 +47,7 @@ INSTEAD: dict[Any, str] = {
 
 
 @dataclass(frozen=True)
-class Rows:
+class MaskedRows:
     """A value with all rows in dim ``dim``; the model selects the rows where ``mask`` (bool, one per row) is true."""
 
     mask: fx.Node
@@ -55,7 +55,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Place:
+class MaskCoordinate:
     """Coordinate ``dim`` of the true elements of ``condition``, of shape ``shape``. ``mask``: ``condition``, flat."""
 
     mask: fx.Node
@@ -65,7 +65,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Size:
+class MaskedRowCount:
     """The number of rows that ``mask`` selects, where the model asks for a size."""
 
     mask: fx.Node
@@ -102,8 +102,8 @@ def _ones(build: SelectedRows, condition: fx.Node, mask: fx.Node) -> list[fx.Nod
         place = every if inner == 1 else build.call(aten.div.Tensor_mode, every, inner, rounding_mode="floor")
         place = place if i == 0 else build.call(aten.remainder.Scalar, place, size)
         found.append(place if place is not every else build.call(aten.clone.default, every))
-        build.places[found[-1]] = Place(mask, i, shape, condition)
-    build.rows.update(dict.fromkeys(found, Rows(mask, 0)))
+        build.places[found[-1]] = MaskCoordinate(mask, i, shape, condition)
+    build.rows.update(dict.fromkeys(found, MaskedRows(mask, 0)))
     return found
 
 
@@ -153,7 +153,7 @@ def take_rows(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
         covered = index.meta["val"].dim()
         flat = [*shape[:first], int(mask.meta["val"].shape[0]), *shape[first + covered :]]
         made = build.call(aten.reshape.default, x, flat)
-        build.rows[made] = Rows(mask, first)
+        build.rows[made] = MaskedRows(mask, first)
         made = build.harmless(made)
         if first == 0:
             build.read[made] = x, (mask,)
@@ -167,7 +167,7 @@ def take_rows(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
         raise Unselectable
     spread = _spread(build, x, first, [i for _, i in given])
     made = spread if spread is not None else build.call(aten.index.Tensor, x, _guarded(build, indices))
-    build.rows[made] = Rows(rows.mask, first)
+    build.rows[made] = MaskedRows(rows.mask, first)
     made = build.harmless(made)
     if first == 0:
         build.read[made] = x, tuple(i for _, i in given)
@@ -178,11 +178,11 @@ def _take_of_rows(build: SelectedRows, x: fx.Node, given: list[tuple[int, fx.Nod
     """Index the selected rows ``x`` by a further mask, or take one element of dim 1 from each row."""
     rows = build.rows[x]
     dim, index = given[0]
-    if any(i not in build.rows or build.rows[i] != Rows(rows.mask, 0) for _, i in given) or rows.dim != dim:
+    if any(i not in build.rows or build.rows[i] != MaskedRows(rows.mask, 0) for _, i in given) or rows.dim != dim:
         raise Unselectable
     if len(given) == 1 and index.meta["val"].dtype == torch.bool and index.meta["val"].dim() == 1:
         made = build.call(aten.alias.default, x)
-        build.rows[made] = Rows(build.narrowed(rows.mask, index), dim)
+        build.rows[made] = MaskedRows(build.narrowed(rows.mask, index), dim)
         return build.harmless(made)
     if dim or [d for d, _ in given] != [0, 1] or build.numbered.get(index) is not rows.mask:
         raise Unselectable

@@ -33,9 +33,9 @@ from passes.select.class_counts import ASSERTS, COUNTING, count_classes
 from passes.select.masked_row_ops import (
     ALL_ROWS,
     INSTEAD,
-    Place,
-    Rows,
-    Size,
+    MaskCoordinate,
+    MaskedRowCount,
+    MaskedRows,
     Unselectable,
     add_rows,
     find_rows,
@@ -89,7 +89,7 @@ def _split(build: SelectedRows, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
     for i, mask in enumerate(masks):
         build.pieces[mask] = x, i, len(masks)
         piece = build.call(aten.alias.default, x)
-        build.rows[piece] = Rows(mask, dim)
+        build.rows[piece] = MaskedRows(mask, dim)
         found.append(piece)
     return tuple(found)
 
@@ -102,7 +102,7 @@ def _cat(build: SelectedRows, parts: Any, dim: int = 0) -> Any:
     return _cat_rows(build, parts, dim) if joined is None else joined
 
 
-def _join_pieces(build: SelectedRows, parts: Any, rows: list[Rows | None]) -> fx.Node | None:
+def _join_pieces(build: SelectedRows, parts: Any, rows: list[MaskedRows | None]) -> fx.Node | None:
     """Pieces that are put together in the order in which they were cut; ``None``: they are something else."""
     cut = [build.pieces.get(r.mask) for r in rows if r is not None]
     if not cut or len(cut) != len(parts) or cut[0] is None:
@@ -137,7 +137,7 @@ def _cat_rows(build: SelectedRows, parts: Any, dim: int) -> fx.Node:
         made = build.call(aten.reshape.default, made, [*shape[:dim], sum(sizes), *shape[dim + 1 :]])
     else:
         made = build.call(aten.cat.default, parts, dim)
-    build.rows[made] = Rows(mask, dim)
+    build.rows[made] = MaskedRows(mask, dim)
     return made
 
 
@@ -164,13 +164,13 @@ def _reshaped(target: Any) -> Callable[..., Any]:
             if apart is not None and ahead == math.prod(before[: rows.dim]):
                 mask, sizes, at = apart
                 if after[dim : dim + len(sizes)] == sizes:
-                    build.rows[made] = Rows(mask, dim + at)
+                    build.rows[made] = MaskedRows(mask, dim + at)
                     return made
             for start in range(rows.dim + 1):
                 for end in range(rows.dim + 1, len(before) + 1):
                     sizes = before[start:end]
                     if math.prod(before[:start]) == ahead and math.prod(sizes) == after[dim] and len(sizes) > 1:
-                        build.rows[made] = Rows(build.flat_mask(rows.mask, sizes, rows.dim - start), dim)
+                        build.rows[made] = MaskedRows(build.flat_mask(rows.mask, sizes, rows.dim - start), dim)
                         return made
         raise Unselectable
 
@@ -233,8 +233,8 @@ class SelectedRows:
     def __init__(self, graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
         self.graph = graph
         self.in_order = any(_reads_in_order(n) for n in nodes)  # whether rows have to be in the condition's order
-        self.rows: dict[fx.Node, Rows] = {}
-        self.places: dict[fx.Node, Place] = {}  # coordinates of a mask's ones
+        self.rows: dict[fx.Node, MaskedRows] = {}
+        self.places: dict[fx.Node, MaskCoordinate] = {}  # coordinates of a mask's ones
         self.pairs: dict[int, list[fx.Node]] = {}  # the same of what chooses the places of a condition, by its key
         self.read: dict[fx.Node, tuple[fx.Node, tuple[fx.Node, ...]]] = {}  # rows -> (of what, by which indices)
         self.pieces: dict[fx.Node, tuple[fx.Node, int, int]] = {}  # a piece's mask -> (of what, which, of how many)
@@ -251,7 +251,7 @@ class SelectedRows:
     def concerns(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> bool:
         """Whether ``node`` selects rows, reads some, or comes of what did."""
         given = [env.get(n) for n in node.all_input_nodes]
-        kinds = (Size, ComputedSize, tuple, int)
+        kinds = (MaskedRowCount, ComputedSize, tuple, int)
         return _is_open(node.meta.get("val")) or any(
             isinstance(g, kinds) or g in self.rows or (isinstance(g, fx.Node) and g.target in ITEMS) for g in given
         )
@@ -259,7 +259,9 @@ class SelectedRows:
     def reads_rows(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> bool:
         """Whether it is rows that ``node`` reads, or their number; not one that forward takes out of a tensor."""
         given = [env.get(n) for n in node.all_input_nodes]
-        return _is_open(node.meta.get("val")) or any(isinstance(g, Size | tuple) or g in self.rows for g in given)
+        return _is_open(node.meta.get("val")) or any(
+            isinstance(g, MaskedRowCount | tuple) or g in self.rows for g in given
+        )
 
     def copy(self, node: fx.Node, env: Mapping[fx.Node, Any], where: dict[str, Any]) -> Any:
         """What stands for ``node``: a node, a tuple of nodes, or a number that only the data tell.
@@ -317,15 +319,15 @@ class SelectedRows:
                 inner[part] = self.copy(part, inner, where)
         raise AssertionError("a graph ends in an output node")
 
-    def _size(self, value: fx.Node, dim: int) -> Size | int:
+    def _size(self, value: fx.Node, dim: int) -> MaskedRowCount | int:
         rows, dim = self.rows.get(value), dim % value.meta["val"].dim()
-        return Size(rows.mask) if rows is not None and dim == rows.dim else int(value.meta["val"].shape[dim])
+        return MaskedRowCount(rows.mask) if rows is not None and dim == rows.dim else int(value.meta["val"].shape[dim])
 
     # -- what every operator does by its rule -----------------------------------------------------------------------
 
     def by_rule(self, target: Any, args: Any, kwargs: Any, *, plain: bool = False) -> Any:
         """``plain``: as if no value had rows that are left out."""
-        sized = [a for a in args if isinstance(a, list | tuple) for a in a if isinstance(a, Size)]
+        sized = [a for a in args if isinstance(a, list | tuple) for a in a if isinstance(a, MaskedRowCount)]
         if any(is_number(a) for a in (*args, *kwargs.values())):
             raise Unselectable  # a number that is computed with
         flat_args, flat_kwargs = fx.node.map_aggregate((args, kwargs), _of_all_rows)
@@ -347,7 +349,9 @@ class SelectedRows:
             raise Unselectable
         (mask,) = masks
         if target in _MAKES_NEW or not any(o in self.rows for o in operands):
-            found = {s for a in args if isinstance(a, list | tuple) for s, x in enumerate(a) if isinstance(x, Size)}
+            found = {
+                s for a in args if isinstance(a, list | tuple) for s, x in enumerate(a) if isinstance(x, MaskedRowCount)
+            }
             return self._mark(made, mask, found) if found else self._refuse()
         dims = self._row_dims(target, made, operands)
         if dims is None:
@@ -388,9 +392,9 @@ class SelectedRows:
         (dim,) = dims
         if isinstance(made.meta["val"], tuple):
             parts = tuple(self.call(operator.getitem, made, i) for i in range(len(made.meta["val"])))
-            self.rows.update(dict.fromkeys(parts, Rows(mask, dim)))
+            self.rows.update(dict.fromkeys(parts, MaskedRows(mask, dim)))
             return parts
-        self.rows[made] = Rows(mask, dim)
+        self.rows[made] = MaskedRows(mask, dim)
         return made
 
     def _refuse(self) -> Any:
@@ -483,7 +487,7 @@ class SelectedRows:
     def zeroed(self, value: fx.Node) -> fx.Node:
         return self.call(aten.masked_fill.Scalar, value, self.unselected(value), 0)
 
-    def same(self, *values: Any) -> Rows:
+    def same(self, *values: Any) -> MaskedRows:
         """The rows that the values have in common."""
         found = {self.rows[v] for v in values if v in self.rows}
         if len(found) != 1 or any(v not in self.rows for v in values):
@@ -535,7 +539,7 @@ def _of_all_rows(argument: Any) -> Any:
         if not isinstance(argument.all_rows, int):
             raise Unselectable
         return argument.all_rows
-    return int(argument) if isinstance(argument, Size) else argument
+    return int(argument) if isinstance(argument, MaskedRowCount) else argument
 
 
 def _on_meta(argument: Any) -> Any:

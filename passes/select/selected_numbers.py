@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.ir.interpret import META
-from passes.select.masked_row_ops import Rows, Size, Unselectable
+from passes.select.masked_row_ops import MaskedRowCount, MaskedRows, Unselectable
 
 if TYPE_CHECKING:
     from passes.select.masked_rows import SelectedRows
@@ -79,7 +79,7 @@ _MAKES = {aten.scalar_tensor.default: 0, aten.full.default: 1, aten.new_full.def
 
 def number_of(build: SelectedRows, given: Any) -> ComputedSize:
     """What ``given``, which forward takes for a number, is computed from."""
-    if isinstance(given, Size):
+    if isinstance(given, MaskedRowCount):
         return ComputedSize(build.count(given.mask), int(given))
     if isinstance(given, fx.Node) and given.target in ITEMS:
         return ComputedSize(build.call(aten.detach.default, given.args[0]))
@@ -89,7 +89,7 @@ def number_of(build: SelectedRows, given: Any) -> ComputedSize:
 
 
 def is_number(given: Any) -> bool:
-    return isinstance(given, Size | ComputedSize) or (isinstance(given, fx.Node) and given.target in ITEMS)
+    return isinstance(given, MaskedRowCount | ComputedSize) or (isinstance(given, fx.Node) and given.target in ITEMS)
 
 
 def compute(build: SelectedRows, target: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -131,7 +131,7 @@ def with_tensors(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) -> 
         made = _as_tensor(build, number_of(build, args[at]).node, value.dtype)
         sizes = list(value.shape) if target is aten.full_like.default else args[at - 1]
         return made if target is aten.scalar_tensor.default else build.apply(aten.expand.default, made, sizes)
-    if target is aten.arange.default and len(args) == 1 and isinstance(args[0], Size):
+    if target is aten.arange.default and len(args) == 1 and isinstance(args[0], MaskedRowCount):
         return numbered(build, args[0].mask, value.dtype)
     dtype = value.dtype if value.dtype.is_floating_point else None
     takes = _OF_TENSORS.get(target)
@@ -157,7 +157,7 @@ def numbered(build: SelectedRows, mask: fx.Node, dtype: torch.dtype) -> fx.Node:
     """Selected rows by their number: 0, 1, .."""
     made = build.call(aten.sub.Tensor, build.nth(mask), 1)
     made = made if dtype == _WHOLE else build.call(aten.to.dtype, made, dtype)
-    build.rows[made], build.numbered[made] = Rows(mask, 0), mask
+    build.rows[made], build.numbered[made] = MaskedRows(mask, 0), mask
     return made
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.normalize.losses import MEAN, NONE, REDUCTION_AT, SUM
-from passes.select.masked_row_ops import ALL_ROWS, Rows, Unselectable
+from passes.select.masked_row_ops import ALL_ROWS, MaskedRows, Unselectable
 
 if TYPE_CHECKING:
     from passes.select.masked_rows import SelectedRows
@@ -237,7 +237,7 @@ def _classification(target: Any) -> Callable[..., Any]:
             return _reduce(build, terms, reduction)
         rows = build.same(classes)
         between = x.meta["val"].dim() > 1 and rows.dim >= 1  # the dim of classes is before that of rows
-        if build.rows.get(x) != Rows(rows.mask, rows.dim + between):
+        if build.rows.get(x) != MaskedRows(rows.mask, rows.dim + between):
             raise Unselectable("" if x in build.rows else ALL_ROWS)
         kept = build.call(aten.masked_fill.Scalar, classes, build.unselected(classes), ignored)
         made = build.call(target, x, kept, weight, reduction, ignored, *more)
@@ -256,7 +256,7 @@ def _broadcast(build: SelectedRows, operands: Any) -> Any:
         made = operand if value.shape == shape else build.call(aten.expand.default, operand, list(shape))
         if operand in build.rows and made is not operand:
             rows = build.rows[operand]
-            build.rows[made] = Rows(rows.mask, rows.dim + len(shape) - value.dim())
+            build.rows[made] = MaskedRows(rows.mask, rows.dim + len(shape) - value.dim())
         wide.append(made)
     found = {build.rows[w] for w in wide if w in build.rows}
     if len(found) != 1:

@@ -120,7 +120,7 @@ Half = list[fx.Node]
 
 
 @dataclass(frozen=True)
-class Halves:
+class JointHalves:
     """``forward``, ``backward``: of ``nodes``, a joint graph's; ``remade``: of the forward, what backward makes again;
     ``start``: what it begins with."""
 

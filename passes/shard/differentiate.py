@@ -33,7 +33,7 @@ from passes.ir.collectives import COMMUNICATING, collective_name
 from passes.ir.interpret import META
 from passes.ir.model import Block
 from passes.ir.rewrite import drop_unused
-from passes.shard.backward_halves import Halves, slimmed, upwards, woven
+from passes.shard.backward_halves import JointHalves, slimmed, upwards, woven
 
 aten = torch.ops.aten
 
@@ -120,7 +120,7 @@ _ALIASES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 
 
 @dataclass(frozen=True)
-class Piece:
+class JointSubgraph:
     """A function cut out of the joint graph: it reads ``inputs`` and returns ``outputs``, both by joint node name.
 
     ``graph`` has a placeholder for each of ``inputs``; an output that is ``None`` is a gradient that is zero.
@@ -148,10 +148,10 @@ class Differentiated:
     Positions count the block's outputs, inputs and states. A gradient may be ``None``: zero.
     """
 
-    forward: Piece
-    backward: Piece
-    backward_input: Piece
-    backward_weight: Piece
+    forward: JointSubgraph
+    backward: JointSubgraph
+    backward_input: JointSubgraph
+    backward_weight: JointSubgraph
     num_outputs: int
     saved: tuple[str, ...]
     grad_outputs: tuple[int, ...]
@@ -160,7 +160,7 @@ class Differentiated:
 
 
 @dataclass(frozen=True)
-class Joint:
+class JointGraph:
     """Forward and backward of a block in one graph: its outputs are (outputs, gradients), its inputs (states, inputs,
     tangents). ``needs``: which of states and inputs get a gradient; ``with_grad``: which outputs have one."""
 
@@ -185,7 +185,7 @@ def differentiate(
     *,
     fused: bool = False,
 ) -> Differentiated:
-    """The functions of :func:`joint_of`, cut with ``again``: see :meth:`Joint.cut`."""
+    """The functions of :func:`joint_of`, cut with ``again``: see :meth:`JointGraph.cut`."""
     return joint_of(block, device, needs_input_grad, needs_state_grad, output_grads, fused=fused).cut(again)
 
 
@@ -197,7 +197,7 @@ def joint_of(
     output_grads: Sequence[bool],
     *,
     fused: bool = False,
-) -> Joint:
+) -> JointGraph:
     """Differentiate ``block`` for the inputs, states and outputs marked; nothing is computed, only traced.
 
     Operators that differ between devices (fused attention) are those of ``device``; ``fused``: as accelerators have
@@ -241,7 +241,7 @@ def joint_of(
     _simplify(graph)
     take_out_zeros(graph)
     _locate(graph)
-    return Joint(graph, block, tuple(needs), tuple(taken))
+    return JointGraph(graph, block, tuple(needs), tuple(taken))
 
 
 def _underivable(block: Block, error: RuntimeError) -> Exception:
@@ -439,7 +439,7 @@ def _cut(
     of_states = [g for i, g in zip(needed, gradients, strict=True) if i < num_states]
     of_inputs = [g for i, g in zip(needed, gradients, strict=True) if i >= num_states]
     start = [*saved, *seeds]
-    first, later, carried = Halves(nodes, forward, backward, remade, start).cut(of_inputs, of_states)
+    first, later, carried = JointHalves(nodes, forward, backward, remade, start).cut(of_inputs, of_states)
     return Differentiated(
         forward=_piece(_operators(nodes, forward), primals, [*outputs, *saved]),
         backward=_piece(woven(backward, remade, nodes), start, [*of_inputs, *of_states]),
@@ -457,7 +457,7 @@ def _operators(nodes: list[fx.Node], chosen: set[fx.Node]) -> list[fx.Node]:
     return [n for n in nodes if n in chosen and n.op == "call_function"]
 
 
-def _piece(body: list[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node | None]) -> Piece:
+def _piece(body: list[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node | None]) -> JointSubgraph:
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in inputs:
@@ -467,7 +467,7 @@ def _piece(body: list[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.
         env[node] = graph.node_copy(node, env.__getitem__)
     graph.output(tuple(None if n is None else env[n] for n in outputs))
     drop_unused(graph)
-    return Piece(graph, tuple(n.name for n in inputs), tuple(None if n is None else n.name for n in outputs))
+    return JointSubgraph(graph, tuple(n.name for n in inputs), tuple(None if n is None else n.name for n in outputs))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from passes.capture.buffers import leading_to, settle_updates, with_frozen_as_buffers
-from passes.ir.model import Block, Call, Captured, FoldedModel, State, TensorSpec
+from passes.ir.model import Block, Call, Captured, FoldedModel, ModelState, TensorSpec
 from passes.ir.rewrite import aten
 from passes.ir.value_numbering import Signature, signature
 from passes.ops.random import DRAWS
@@ -281,7 +281,7 @@ def _make_block(unit: Unit, sign: Signature, outputs: Sequence[fx.Node]) -> Bloc
     env: dict[fx.Node, fx.Node] = {}
     prefix = unit.path.partition("@")[0] + "."
     for node in sign.states:
-        state: State = node.meta["state"]
+        state: ModelState = node.meta["state"]
         env[node] = _placeholder(graph, node, _identifier(state.name.removeprefix(prefix)))
     for node in sign.inputs:
         env[node] = _placeholder(graph, node, node.name if node.op == "placeholder" else "x")

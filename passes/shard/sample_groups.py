@@ -26,7 +26,7 @@ from passes.errors import UnsupportedError
 from passes.ir.collectives import ops
 from passes.ir.gradient_flow import differentiable
 from passes.ir.layouts import PARTIAL, REPLICATED, Layout, shard
-from passes.ir.model import Captured, State
+from passes.ir.model import Captured, ModelState
 from passes.ir.rewrite import Builder, aten, shape, val
 from passes.ops.random import DRAWS
 from passes.shard.split_batch import DATA
@@ -88,7 +88,7 @@ _OTHER = (
 _KIND = "what the groups leave in it, of type {kind}, cannot be added up"
 
 
-def _refusal(state: State, why: str) -> str:
+def _refusal(state: ModelState, why: str) -> str:
     return (
         f"forward changes the buffer {state.name!r}: with couple='microbatch' each group of samples changes it after "
         f"the one before, and {why}; plan with couple='batch', or keep it as it is (model.eval())"

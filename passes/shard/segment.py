@@ -120,13 +120,13 @@ class Unit:
 
 
 @dataclass
-class _Call:
+class _ModuleCall:
     """A module call and what runs in it; ``children`` in order."""
 
     name: str
     class_name: str
-    parent: _Call | None
-    children: dict[str, _Call] = field(default_factory=dict)
+    parent: _ModuleCall | None
+    children: dict[str, _ModuleCall] = field(default_factory=dict)
     nodes: list[fx.Node] = field(default_factory=list)  # all below, in order
     parameters: int = 0
     work: float = 0.0
@@ -143,7 +143,7 @@ class _Call:
         return prefix if last.isdigit() else None
 
     @property
-    def parts(self) -> list[_Call]:
+    def parts(self) -> list[_ModuleCall]:
         """The children that hold parameters."""
         return [c for c in self.children.values() if c.parameters]
 
@@ -151,9 +151,9 @@ class _Call:
 def segment(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> list[Unit]:
     """The units of ``nodes`` (operators, in order); every node is in exactly one."""
     root = _call_tree(nodes, classes)
-    atoms: list[_Call] = []
+    atoms: list[_ModuleCall] = []
     _split(root, atoms, is_root=True)
-    owner: dict[fx.Node, _Call] = {n: atom for atom in atoms for n in atom.nodes}
+    owner: dict[fx.Node, _ModuleCall] = {n: atom for atom in atoms for n in atom.nodes}
     units: list[Unit] = []
     for unit in _runs(nodes, owner):
         work = sum(map(_work, unit.nodes))
@@ -163,8 +163,8 @@ def segment(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> list[Unit]:
     return _merge_glue(units)
 
 
-def _call_tree(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> _Call:
-    root = _Call("", "", None)
+def _call_tree(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> _ModuleCall:
+    root = _ModuleCall("", "", None)
     for node in nodes:
         work = _work(node)
         parameters = sum(_is_parameter(n) for n in node.all_input_nodes)
@@ -172,7 +172,7 @@ def _call_tree(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> _Call:
         for name in ("", *node.meta.get("stack", ())):
             if name:
                 if name not in call.children:
-                    call.children[name] = _Call(name, classes.get(name.partition("@")[0], ""), call)
+                    call.children[name] = _ModuleCall(name, classes.get(name.partition("@")[0], ""), call)
                 call = call.children[name]
             call.nodes.append(node)
             call.work += work
@@ -204,7 +204,7 @@ def is_product(node: fx.Node) -> bool:
 
 
 # --- which module calls are units -------------------------------------------------------------------------------------
-def _split(call: _Call, atoms: list[_Call], is_root: bool = False) -> None:
+def _split(call: _ModuleCall, atoms: list[_ModuleCall], is_root: bool = False) -> None:
     """Append to ``atoms`` the calls below ``call`` that are units."""
     parts = call.parts
     for part in parts:
@@ -223,7 +223,7 @@ def _split(call: _Call, atoms: list[_Call], is_root: bool = False) -> None:
             atoms.append(part)
 
 
-def _splittable(call: _Call) -> bool:
+def _splittable(call: _ModuleCall) -> bool:
     """Whether a module that occurs once is a container of units rather than a unit."""
     parts = call.parts
     if not parts:
@@ -234,9 +234,9 @@ def _splittable(call: _Call) -> bool:
     return _longest_chain(call) > 1 or any(_splittable(p) for p in parts)
 
 
-def _longest_chain(call: _Call) -> int:
+def _longest_chain(call: _ModuleCall) -> int:
     """How many of the children are like others, each feeding the next of its kind, and together most of the work."""
-    groups: dict[int, list[_Call]] = {}
+    groups: dict[int, list[_ModuleCall]] = {}
     for part in call.parts:
         groups.setdefault(hash(signature(part.nodes).key), []).append(part)
     repeated = [g for g in groups.values() if len(g) > 1 and _chained(g)]
@@ -246,7 +246,7 @@ def _longest_chain(call: _Call) -> int:
     return max([longest, *(_longest_chain(p) for p in call.parts if p.work >= _DOMINANT * call.work)])
 
 
-def _chained(calls: Sequence[_Call]) -> bool:
+def _chained(calls: Sequence[_ModuleCall]) -> bool:
     """Whether each call reads, however indirectly, what the one before it made."""
     for before, after in itertools.pairwise(calls):
         last = after.nodes[-1]
@@ -267,7 +267,7 @@ def _chained(calls: Sequence[_Call]) -> bool:
 
 
 # --- runs and glue ----------------------------------------------------------------------------------------------------
-def _runs(nodes: Sequence[fx.Node], owner: Mapping[fx.Node, _Call]) -> list[Unit]:
+def _runs(nodes: Sequence[fx.Node], owner: Mapping[fx.Node, _ModuleCall]) -> list[Unit]:
     units: list[Unit] = []
     current: Any = ()
     for node in nodes:

@@ -127,14 +127,14 @@ def _totals_block(
     model: FoldedModel, call: Call, totals: list[fx.Node], name: str, producers: Mapping[str, tuple[int, int]]
 ) -> tuple[Block, tuple[str, ...], tuple[str, ...]]:
     """A block that computes the operands of ``totals`` from model inputs and states; the states and inputs it reads."""
-    body = _Inliner(model, producers)
+    body = _CallInliner(model, producers)
     here = model.calls.index(call)
     outputs = tuple(body.copy(here, n.all_input_nodes[0]) for n in totals)
     body.graph.output(outputs)
     return body.block(name)
 
 
-class _Inliner:
+class _CallInliner:
     """Copies values, with all that they are computed from, out of the calls into one graph."""
 
     def __init__(self, model: FoldedModel, producers: Mapping[str, tuple[int, int]]) -> None:

@@ -236,7 +236,7 @@ def _log(*call: Any, on: bool) -> Any:
 
 def _run(
     func: Any, shown: list[Any], tree: pytree.TreeSpec, asked: Asked, to: torch.dtype | None, *, on: bool
-) -> tuple[_Log, list[torch.dtype]]:
+) -> tuple[_AutocastLog, list[torch.dtype]]:
     """What is computed, and in which types, by an operator whose operands are cast ``to`` a type."""
     device, narrow = asked
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -251,7 +251,7 @@ def _run(
 
     with torch.no_grad(), mode:
         args, kwargs = pytree.tree_unflatten([operand(s) for s in shown], tree)
-        log = _Log()
+        log = _AutocastLog()
         torch.set_autocast_enabled(device, on)
         try:
             with log:
@@ -261,7 +261,7 @@ def _run(
     return log, _types(made)
 
 
-class _Log(TorchDispatchMode):
+class _AutocastLog(TorchDispatchMode):
     """Every operator that computes, with the types that it reads and makes."""
 
     def __init__(self) -> None:

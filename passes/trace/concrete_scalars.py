@@ -53,7 +53,7 @@ def numbers_known(
         asked: takes the names of those that an answer depends on.
         drawn: takes the operators that drew what forward asked for in vain.
     """
-    known, forward = _Known(held, asked, [] if drawn is None else drawn), model.forward
+    known, forward = _ConcreteScalarMode(held, asked, [] if drawn is None else drawn), model.forward
 
     @functools.wraps(forward)
     def entered(*args: Any, **kwargs: Any) -> Any:
@@ -64,7 +64,7 @@ def numbers_known(
         yield
 
 
-class _Known(TorchFunctionMode):
+class _ConcreteScalarMode(TorchFunctionMode):
     def __init__(self, held: Mapping[str, Tensor], asked: set[str], drawn: list[str]) -> None:
         super().__init__()
         self.held, self.asked, self.drawn = held, asked, drawn

@@ -55,7 +55,7 @@ GIVEN, MODEL, FRESH, NONE, UNKNOWN = (
 )
 
 
-class _Acts(Exception):
+class _SideEffect(Exception):
     """What a function does besides looking, in words."""
 
 
@@ -63,7 +63,7 @@ def what_it_does(hook: Callable[..., Any], given: Sequence[HookValue]) -> str | 
     """What ``hook`` does, or may do, besides looking at its arguments, of the kinds ``given``; ``None``: nothing."""
     try:
         returned = _call(hook, list(given), {}, 0)
-    except _Acts as found:
+    except _SideEffect as found:
         return str(found)
     return None if returned.kind == "none" else "returns a value, or may return one"
 
@@ -163,10 +163,10 @@ def _call(called: Any, args: list[HookValue], named: dict[str, HookValue], depth
     if _hashable_in(function, _ASKING):
         return NONE if function is print else FRESH
     if name in _HIDING:
-        raise _Acts(f"calls {name}, so that what it does cannot be read")
+        raise _SideEffect(f"calls {name}, so that what it does cannot be read")
     if _hashable_in(function, _HANDING_ON):
         if any(v.kind == "unknown" or any(callable(o) and o not in _ASKING for o in v.objects) for v in values):
-            raise _Acts(f"calls {name} with what cannot be read")
+            raise _SideEffect(f"calls {name} with what cannot be read")
         return functools.reduce(HookValue.joined, map(_element, values), FRESH)
     owner = getattr(function, "__self__", None)
     if isinstance(owner, _CONTAINERS):
@@ -179,13 +179,13 @@ def _call(called: Any, args: list[HookValue], named: dict[str, HookValue], depth
         return GIVEN if touched else FRESH
     if isinstance(function, types.FunctionType) and _is_own(function):
         if depth == _MOST_DEPTH:
-            raise _Acts(f"calls {name}, which is too deep to be read")
+            raise _SideEffect(f"calls {name}, which is too deep to be read")
         return _HookReader(function, depth).returned(args, named)
     if not touched and not _is_state(owner):
         return FRESH
     if isinstance(function, type) and issubclass(function, tuple | BaseException):
         return GIVEN
-    raise _Acts(f"hands what it is given to {name}, which may change it")
+    raise _SideEffect(f"hands what it is given to {name}, which may change it")
 
 
 def _hashable_in(function: Any, table: set[Any]) -> bool:
@@ -215,10 +215,10 @@ def _call_torch(name: str, home: str, owner: Any, values: list[HookValue], touch
         return FRESH
     if isinstance(owner, nn.Module) or any(isinstance(o, nn.Module) for v in values[:1] for o in v.objects):
         if name not in _MODEL_READS:
-            raise _Acts(f"calls {name} of a module")
+            raise _SideEffect(f"calls {name} of a module")
         return MODEL
     if _in_place(name) or home.startswith(_TORCHS_ACTING) or (_is_state(owner) and not isinstance(owner, Tensor)):
-        raise _Acts(f"calls {name}, which may change what it is given")
+        raise _SideEffect(f"calls {name}, which may change what it is given")
     return FRESH if name in _MEASURING or not touched else GIVEN
 
 
@@ -261,7 +261,7 @@ class _HookReader:
             self.run(self.node.body)
             if self.names == before:
                 return self.result or NONE
-        raise _Acts("is too involved to be read")
+        raise _SideEffect("is too involved to be read")
 
     def _bind(self, args: list[HookValue], named: dict[str, HookValue]) -> None:
         parameters = self.node.args
@@ -275,8 +275,8 @@ class _HookReader:
             if extra is not None:
                 self.names[extra.arg] = functools.reduce(HookValue.joined, rest, FRESH)
 
-    def acts(self, what: str, node: ast.AST) -> _Acts:
-        return _Acts(f"{what} (line {getattr(node, 'lineno', '?')})")
+    def acts(self, what: str, node: ast.AST) -> _SideEffect:
+        return _SideEffect(f"{what} (line {getattr(node, 'lineno', '?')})")
 
     # statements
 
@@ -451,25 +451,25 @@ class _HookReader:
                     return self.method(node.func, base, [*args, *named.values()])
             called = self.value(node.func)
             if called.kind != "known":
-                raise _Acts(f"calls {text}, which cannot be read")
+                raise _SideEffect(f"calls {text}, which cannot be read")
             found = [_call(c, list(args), dict(named), self.depth + 1) for c in called.objects]
             if all(f.kind == "none" for f in found):
                 return NONE
             return functools.reduce(HookValue.joined, [FRESH if f.kind == "none" else f for f in found])
-        except _Acts as found_out:
+        except _SideEffect as found_out:
             raise found_out if "(line " in str(found_out) else self.acts(str(found_out), node) from None
 
     def method(self, function: ast.Attribute, base: HookValue, values: list[HookValue]) -> HookValue:
         """A call of a method of what is no known object."""
         name = function.attr
         if base.kind in ("unknown", "none"):
-            raise _Acts(f"calls {ast.unparse(function)}, which cannot be read")
+            raise _SideEffect(f"calls {ast.unparse(function)}, which cannot be read")
         if base.kind == "model":
             if name in _MODEL_READS or name in _MEASURING:
                 return MODEL
-            raise _Acts(f"calls {name} of a module")
+            raise _SideEffect(f"calls {name} of a module")
         if name in _TRAINING or (base.kind == "given" and _in_place(name)):
-            raise _Acts(f"changes what it is given, or the model ({name})")
+            raise _SideEffect(f"changes what it is given, or the model ({name})")
         held = _held([base, *values])
         if base.kind == "fresh" and name in _FILLING:
             if isinstance(function.value, ast.Name):
@@ -506,7 +506,7 @@ def _definition(code: types.CodeType) -> Definition:
     try:
         tree, compiled = _parsed(text, code.co_filename)
     except SyntaxError:
-        raise _Acts("has no source that can be read") from None
+        raise _SideEffect("has no source that can be read") from None
     same = [
         c for c in compiled if (c.co_name, c.co_firstlineno, c.co_code) == _key(code) and c.co_names == code.co_names
     ]
@@ -515,7 +515,7 @@ def _definition(code: types.CodeType) -> Definition:
     if len(found) > 1:
         found = [n for n in found if all(_contains(n, p) for p in inside)]
     if not same or not found:
-        raise _Acts("has no source that can be read")
+        raise _SideEffect("has no source that can be read")
     return min(found, key=lambda n: (n.end_lineno or 0, n.end_col_offset or 0))
 
 

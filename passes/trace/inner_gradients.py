@@ -134,7 +134,7 @@ class _InnerGradients:
                 "create_graph=True), which returns them",
             )
         self.check_unmapped()
-        found = _Between.of(tracer, self, [*outputs], [*inputs])
+        found = _GradientBody.of(tracer, self, [*outputs], [*inputs])
         grads = found.differentiate(tracer, self, [*grad_outputs], create_graph)
         if not allow_unreachable and any(g is None for g in grads):
             raise RuntimeError(_UNUSED)
@@ -161,7 +161,7 @@ class _InnerGradients:
 
 
 @dataclass(frozen=True)
-class _Between:
+class _GradientBody:
     """The operators between ``inputs`` and ``outputs`` of a gradient, in order (``body``); ``given``: other values that
     they read, and inputs that no other input leads to."""
 
@@ -172,7 +172,7 @@ class _Between:
     tensors: list[Tensor]  # the outputs themselves
 
     @classmethod
-    def of(cls, tracer: Any, gradients: _InnerGradients, outputs: list[Any], inputs: list[Any]) -> _Between:
+    def of(cls, tracer: Any, gradients: _InnerGradients, outputs: list[Any], inputs: list[Any]) -> _GradientBody:
         if not all(isinstance(x, Tensor) for x in (*outputs, *inputs)):
             raise gradients.refused("takes the gradient of a GradientEdge", "is followed for tensors alone")
         ends, starts = ([_node_of(x, tracer) for x in tensors] for tensors in (outputs, inputs))

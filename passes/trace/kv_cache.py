@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from passes.trace.layer_equality import Group, alike, tensor_spec, told
+from passes.trace.layer_equality import ModuleGroup, alike, tensor_spec, told
 
 _LEAST = 2  # members of a group of which one stands for the others
 # Functions whose result has the numbers of their first operand.
@@ -55,9 +55,9 @@ def caches_matter(model: nn.Module, mode: FakeTensorMode, configs: Sequence[Any]
     """
     names: dict[Any, int] = {}
     for groups in (alike(model, _LEAST), []):
-        without, last = _names(model, groups, _Named(mode, names), run)
+        without, last = _names(model, groups, _TensorNamingMode(mode, names), run)
         with _switched_on(configs):
-            made, also = _names(model, groups, _Named(mode, names), run)
+            made, also = _names(model, groups, _TensorNamingMode(mode, names), run)
         if isinstance(without, dict) and isinstance(made, dict):
             return any(made.get(path) != name for path, name in without.items())
         if isinstance(without, Exception) and isinstance(made, Exception):
@@ -78,7 +78,7 @@ def _switched_on(configs: Sequence[Any]) -> Iterator[None]:
 
 
 def _names(
-    model: nn.Module, groups: Sequence[Group], named: _Named, run: Callable[[], Any]
+    model: nn.Module, groups: Sequence[ModuleGroup], named: _TensorNamingMode, run: Callable[[], Any]
 ) -> tuple[dict[Any, int] | Exception, Any]:
     """The names of the tensors in what forward gives, by path, or what it raises; and what it asked of torch last."""
     for place, tensor in enumerate([*model.parameters(), *model.buffers()]):
@@ -93,7 +93,7 @@ def _names(
 
 
 @contextmanager
-def _standing_in(groups: Sequence[Group], named: _Named) -> Iterator[None]:
+def _standing_in(groups: Sequence[ModuleGroup], named: _TensorNamingMode) -> Iterator[None]:
     """Inside, of each group the first member runs that is called with operands of a kind."""
     try:
         for group in groups:
@@ -108,7 +108,12 @@ def _standing_in(groups: Sequence[Group], named: _Named) -> Iterator[None]:
 
 
 def _called(
-    named: _Named, first: dict[Any, Any], module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    named: _TensorNamingMode,
+    first: dict[Any, Any],
+    module: nn.Module,
+    forward: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     with torch._C.DisableTorchFunction():
         leaves, tree = pytree.tree_flatten((args, kwargs))
@@ -129,7 +134,7 @@ def _called(
         return pytree.tree_unflatten([like(place, leaf) for place, leaf in enumerate(values)], tree)
 
 
-class _Named(TorchFunctionMode):
+class _TensorNamingMode(TorchFunctionMode):
     """Inside, every tensor has a name, which is equal for what is computed in the same way; ``names``: those given."""
 
     def __init__(self, mode: FakeTensorMode, names: dict[Any, int]) -> None:

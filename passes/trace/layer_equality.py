@@ -53,7 +53,7 @@ class Unread:
 
 
 @dataclass(frozen=True)
-class Group:
+class ModuleGroup:
     """Modules that are alike, and their names in the model. ``own``: (path of a sub-module, attribute) where each
     member has a value of its own."""
 
@@ -62,7 +62,7 @@ class Group:
     own: tuple[tuple[str, str], ...] = ()
 
 
-def alike(model: nn.Module, least: int) -> list[Group]:
+def alike(model: nn.Module, least: int) -> list[ModuleGroup]:
     """The groups of at least ``least`` members of lists (``nn.ModuleList``, ``nn.Sequential``) in ``model``."""
     counts: dict[int, int] = {}
     for name, _ in model.named_modules(remove_duplicate=False):
@@ -79,13 +79,13 @@ def alike(model: nn.Module, least: int) -> list[Group]:
         except Unlike:
             continue
         found.setdefault(described.key, []).append((name, module, described.texts))
-    groups: list[Group] = []
+    groups: list[ModuleGroup] = []
     for members in found.values():
         groups += _with_own(members, least)
     return groups
 
 
-def _with_own(members: Sequence[_Member], least: int) -> Iterable[Group]:
+def _with_own(members: Sequence[_Member], least: int) -> Iterable[ModuleGroup]:
     """Modules equal but for numbers and texts: those in which all of these are equal or each member's own."""
     if len(members) < least:
         return
@@ -100,7 +100,7 @@ def _with_own(members: Sequence[_Member], least: int) -> Iterable[Group]:
         rest.setdefault(key, []).append((name, module))
     for found in rest.values():
         if len(found) >= least:
-            yield Group(tuple([m for _, m in found]), tuple([n for n, _ in found]), tuple(own))
+            yield ModuleGroup(tuple([m for _, m in found]), tuple([n for n, _ in found]), tuple(own))
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -243,11 +243,11 @@ def _field(value: Any, name: str) -> Any:
     return held[name] if name in held else getattr(value, name)
 
 
-class Missing(Unlike):
+class ParkedParameterError(Unlike):
     """A weight that was put away is looked for."""
 
 
-class _Away(dict[str, Any]):
+class _ParkedParameterDict(dict[str, Any]):
     """In place of a module's ``_parameters``: empty, and closed while the model runs."""
 
     def __init__(self, names: Sequence[str], running: Callable[[], bool]) -> None:
@@ -256,12 +256,12 @@ class _Away(dict[str, Any]):
 
     def __contains__(self, name: object) -> bool:
         if name in self._names and self._running():
-            raise Missing(f"the weight {name!r} is read outside of its layer's call")
+            raise ParkedParameterError(f"the weight {name!r} is read outside of its layer's call")
         return False
 
     def _all(self) -> dict[str, Any]:
         if self._running():
-            raise Missing("a layer's weights are listed outside of its call")
+            raise ParkedParameterError("a layer's weights are listed outside of its call")
         return {}
 
     def items(self) -> Any:
@@ -281,7 +281,7 @@ class _Away(dict[str, Any]):
 
 
 @dataclass
-class PutAway:
+class ParkedParameters:
     """The modules whose parameters are put away. ``names``: of the parameters by their place among all parameters and
     buffers of the module, in the order of its parts; ``None`` for buffers and what is not put away."""
 
@@ -322,7 +322,7 @@ class PutAway:
         for held in self._held.values():
             for part, _, own in held:
                 names = [n for n, p in own.items() if p is not None]
-                part.__dict__["_parameters"] = _Away(names, lambda: self._running)
+                part.__dict__["_parameters"] = _ParkedParameterDict(names, lambda: self._running)
 
     def open(self) -> None:
         """Everything is where it was."""

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from torch import Tensor, fx
 
-from passes.ir.model import Captured, State
+from passes.ir.model import Captured, ModelState
 from passes.ir.rewrite import drop_unused
 from passes.trace.layer_reuse import LAYER
 
@@ -41,7 +41,7 @@ class _Body:
         return self.stack[-1]
 
 
-def expand(captured: Captured, away: Mapping[int, Sequence[State | None]] | None = None) -> Captured:
+def expand(captured: Captured, away: Mapping[int, Sequence[ModelState | None]] | None = None) -> Captured:
     """``captured`` without layer operators; its graph is changed in place.
 
     ``away``: by number of a module whose parameters the trace did not see, its states; ``None`` for those that it saw.
@@ -116,7 +116,7 @@ def in_order(captured: Captured, names: Iterable[str]) -> Captured:
 class _Restored:
     """Placeholders for states that the trace did not see."""
 
-    def __init__(self, captured: Captured, away: Mapping[int, Sequence[State | None]]) -> None:
+    def __init__(self, captured: Captured, away: Mapping[int, Sequence[ModelState | None]]) -> None:
         self.graph, self.away = captured.graph, away
         self.states = {state.name: state for of_module in away.values() for state in of_module if state is not None}
         self.placeholders: dict[str, str] = {}
@@ -130,7 +130,7 @@ class _Restored:
         states = self.away[member] if member >= 0 else ()
         return [*(next(left) if state is None else self._placeholder(state) for state in states), *left]
 
-    def _placeholder(self, state: State) -> fx.Node:
+    def _placeholder(self, state: ModelState) -> fx.Node:
         if state.name not in self._nodes:
             with self.graph.inserting_before(self._first):
                 name = "p_" + state.name.replace(".", "_").lower()

@@ -36,9 +36,9 @@ from torch.utils import _pytree as pytree
 
 from passes.trace.autocast import autocast_on
 from passes.trace.layer_equality import (
-    Group,
-    Missing,
-    PutAway,
+    ModuleGroup,
+    ParkedParameterError,
+    ParkedParameters,
     Unlike,
     Unread,
     alike,
@@ -178,7 +178,7 @@ LAYER = torch.ops.partition.layer.default
 
 
 @dataclass
-class _Memo:
+class _CallMemo:
     """What is known of the calls of one group with arguments of one kind. ``leaves``: of the result, each the place of
     a tensor among those made, of an operand that is returned as it is, or a plain value."""
 
@@ -194,10 +194,10 @@ class _Memo:
 class Repeats:
     """The modules of a twin that are alike, and what a trace found of them."""
 
-    groups: list[Group]
-    away: PutAway | None = None
-    memos: dict[Any, _Memo] = field(default_factory=dict)
-    refused: list[Group] = field(default_factory=list)
+    groups: list[ModuleGroup]
+    away: ParkedParameters | None = None
+    memos: dict[Any, _CallMemo] = field(default_factory=dict)
+    refused: list[ModuleGroup] = field(default_factory=list)
     _called: set[int] = field(default_factory=set)
     _journals: list[Journal] = field(default_factory=list)  # of the calls that are being shown, the outermost first
     _beside: bool = False  # whether one of them is not in the graph
@@ -208,7 +208,7 @@ class Repeats:
 
     def put_away(self, model: nn.Module) -> Repeats:
         """With the parameters of all members put away that are not traced, if calls come in the order of names."""
-        self.away = PutAway(model)
+        self.away = ParkedParameters(model)
         outer = {name for group in self.groups for name in group.names}
         for group in self.groups:
             # the first call may be of another kind: its input needs no gradient
@@ -217,7 +217,7 @@ class Repeats:
                     self.away.put(module, name, group.members[0])
         return self
 
-    def without(self, refused: Sequence[Group]) -> Repeats:
+    def without(self, refused: Sequence[ModuleGroup]) -> Repeats:
         """For a trace of another twin, after some failed: without the groups that they gave up."""
         names = {group.names for group in refused}
         return Repeats([g for g in self.groups if g.names not in names])
@@ -260,10 +260,10 @@ class Repeats:
         again = id(module) in self._called
         self._called.add(id(module))
         with torch._C.DisableTorchFunction():  # the tracer's, which sees every look at a tensor
-            call = None if again else _Call.of(module, self.groups[index].own, args, kwargs)
+            call = None if again else _RepeatedCall.of(module, self.groups[index].own, args, kwargs)
         if call is None:
             return forward(*args, **kwargs)
-        memo = self.memos.setdefault((index, call.key), _Memo(next(_numbers)))
+        memo = self.memos.setdefault((index, call.key), _CallMemo(next(_numbers)))
         if memo.alone or (memo.shown == 0 and self._beside):
             return forward(*args, **kwargs)
         outer = self._journals[-1] if self._journals else None
@@ -288,8 +288,8 @@ class Repeats:
 
     def _show(
         self,
-        memo: _Memo,
-        call: _Call,
+        memo: _CallMemo,
+        call: _RepeatedCall,
         module: nn.Module,
         own: tuple[tuple[str, str], ...],
         forward: Callable[[], Any],
@@ -311,7 +311,7 @@ class Repeats:
             return output, None
         return output, results if traced else []
 
-    def _run_once(self, memo: _Memo, call: _Call, forward: Callable[[], Any]) -> tuple[Any, bool]:
+    def _run_once(self, memo: _CallMemo, call: _RepeatedCall, forward: Callable[[], Any]) -> tuple[Any, bool]:
         """What a call gives, and whether it is in the graph: the first is, and the second where only a trace knows
         what is made; else it must ask of torch what the first did."""
         journal = Journal(call.operands)
@@ -342,23 +342,23 @@ class Repeats:
         finally:
             self._journals.pop()
 
-    def _stand_in(self, away: PutAway, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _stand_in(self, away: ParkedParameters, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """A call of a module without its parameters, which must be like one that was traced."""
         again = id(module) in self._called
         self._called.add(id(module))
         lent = away.lend(module)
         try:
             with torch._C.DisableTorchFunction():
-                call = None if again else _Call.of(module, self.groups[index].own, args, kwargs)
+                call = None if again else _RepeatedCall.of(module, self.groups[index].own, args, kwargs)
         finally:
             away.take_back(lent)
         memo = self.memos.get((index, call.key)) if call is not None else None
         if call is None or memo is None or memo.shown < _SHOWN:
-            raise Missing("a layer whose weights are put away is to be traced")
+            raise ParkedParameterError("a layer whose weights are put away is to be traced")
         names = away.names[id(module)]
         here = [i for i in range(len(call.operands)) if i >= len(names) or names[i] is None]
         if not here or any(kind == "operand" and what not in here for kind, what in memo.leaves):
-            raise Missing("a layer reads or gives nothing but its weights")
+            raise ParkedParameterError("a layer reads or gives nothing but its weights")
         made = LAYER([call.operands[i] for i in here], [], memo.number, away.numbers[id(module)])
         return _result(memo, call.operands, made)
 
@@ -378,7 +378,7 @@ def _hidden(module: nn.Module, own: tuple[tuple[str, str], ...]) -> Iterator[Non
 
 
 @dataclass(frozen=True)
-class _Call:
+class _RepeatedCall:
     """The tensors that a call reads, and a key that is equal for calls that are alike."""
 
     operands: list[Tensor]
@@ -388,7 +388,7 @@ class _Call:
     given: Any
 
     @classmethod
-    def of(cls, module: nn.Module, own: tuple[tuple[str, str], ...], args: Any, kwargs: Any) -> _Call | None:
+    def of(cls, module: nn.Module, own: tuple[tuple[str, str], ...], args: Any, kwargs: Any) -> _RepeatedCall | None:
         """``None`` where a call may depend on more than its key says."""
         if not torch.is_grad_enabled() or hooked(module):
             return None
@@ -439,7 +439,7 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _learn(memo: _Memo, call: _Call, output: Any) -> list[Tensor]:
+def _learn(memo: _CallMemo, call: _RepeatedCall, output: Any) -> list[Tensor]:
     """Note what a call returns; the tensors that it made. Raises :class:`Unlike` where they cannot stand alone."""
     values, tree = pytree.tree_flatten(output)
     results: list[Tensor] = []
@@ -471,7 +471,7 @@ def _learn(memo: _Memo, call: _Call, output: Any) -> list[Tensor]:
     return results
 
 
-def _result(memo: _Memo, operands: list[Tensor], made: list[Tensor]) -> Any:
+def _result(memo: _CallMemo, operands: list[Tensor], made: list[Tensor]) -> Any:
     assert memo.tree is not None
     leaves = [
         made[what] if kind == "made" else operands[what] if kind == "operand" else what[1] for kind, what in memo.leaves

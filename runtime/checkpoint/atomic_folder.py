@@ -80,7 +80,7 @@ _LOOK_S = 2.0  # between two looks at who writes
 
 
 @dataclass(frozen=True)
-class Target:
+class CheckpointTarget:
     """Where a checkpoint goes; ``token`` is its own, so that nothing that an earlier attempt left is taken for it.
 
     ``own``: the names of what is written and replaced, as a regular expression.
@@ -213,7 +213,7 @@ def recover(final: Path) -> None:
     """Restore the checkpoint that an interrupted save had moved aside to replace it. All ranks may call it."""
     if not final.exists():
         with contextlib.suppress(FileNotFoundError):  # there is nothing to put back, or another rank has done it
-            os.rename(Target(final, "").old, final)
+            os.rename(CheckpointTarget(final, "").old, final)
 
 
 def wait_for_writers(directory: Path, timeout: float) -> None:

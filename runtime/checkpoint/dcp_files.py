@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from runtime.checkpoint.shards import Piece
+from runtime.checkpoint.shards import ShardPiece
 from runtime.state.disk_offload import apart, forget, is_mapped
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def sum_of(path: Path) -> FileSum:
     return FileSum(nbytes, digest.hexdigest())
 
 
-def write_shards(folder: Path, rank: int, pieces: Sequence[Piece]) -> Written:
+def write_shards(folder: Path, rank: int, pieces: Sequence[ShardPiece]) -> Written:
     """Write ``pieces`` to one file of ``folder``, down to the disk. Raises ``OSError`` as the file system does."""
     if not pieces:
         return Written()
@@ -116,7 +116,7 @@ class ShardReader:
         found = metadata.state_dict_metadata
         self.tensors = {k: v for k, v in found.items() if isinstance(v, TensorStorageMetadata)}
 
-    def read(self, pieces: Iterable[Piece]) -> None:
+    def read(self, pieces: Iterable[ShardPiece]) -> None:
         """Fill each piece's tensor in place, in its own type."""
         targets: dict[MetadataIndex, Tensor] = {}
         items: list[ReadItem] = []
@@ -128,7 +128,7 @@ class ShardReader:
         self._reader.read_data(LoadPlan(items), _LoadPlanner(targets)).wait()
 
 
-def _write_item(index: MetadataIndex, piece: Piece) -> WriteItem:
+def _write_item(index: MetadataIndex, piece: ShardPiece) -> WriteItem:
     data = TensorWriteData(
         chunk=ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.shape),
         properties=TensorProperties(dtype=piece.tensor.dtype),
@@ -138,7 +138,7 @@ def _write_item(index: MetadataIndex, piece: Piece) -> WriteItem:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    def __init__(self, content: Mapping[MetadataIndex, Piece]) -> None:
+    def __init__(self, content: Mapping[MetadataIndex, ShardPiece]) -> None:
         super().__init__()
         self.content = content
         self._last: Tensor | None = None

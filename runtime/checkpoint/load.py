@@ -17,7 +17,7 @@ from runtime.checkpoint import hyperparameters
 from runtime.checkpoint.atomic_folder import MANIFEST, read_manifest
 from runtime.checkpoint.dcp_files import FileSum, sum_of
 from runtime.checkpoint.save import FORMAT, MODEL, TRAINING, saved_states
-from runtime.checkpoint.shards import Piece, held_by, number, pieces, whole_piece
+from runtime.checkpoint.shards import ShardPiece, held_by, number, pieces, whole_piece
 from runtime.checkpoint.training_state import STATE, OptimizerState, check_whole, unpacked
 from runtime.comm.group import Communicator, all_ranks
 from runtime.errors import CheckpointError, DamagedCheckpointError
@@ -35,7 +35,7 @@ _FAILURES = (CheckpointError, DamagedCheckpointError)  # by what a rank tells th
 _T = TypeVar("_T")
 
 
-class Found(NamedTuple):
+class CheckpointMatch(NamedTuple):
     """A complete checkpoint."""
 
     folder: Path
@@ -60,27 +60,27 @@ def is_checkpoint(directory: Path) -> bool:
     return any((p / MANIFEST).exists() for p in _candidates(directory))
 
 
-def find(directory: Path) -> Found:
+def find(directory: Path) -> CheckpointMatch:
     """The checkpoint ``directory``, or the latest of a folder of many. Raises :class:`CheckpointError`."""
     for folder in _candidates(directory):
         manifest = read_manifest(folder)
         if manifest:
             if manifest.get("format") != FORMAT:
                 raise CheckpointError(f"{folder} has format {manifest.get('format')}; this version reads {FORMAT}")
-            return Found(folder, manifest)
+            return CheckpointMatch(folder, manifest)
         if (folder / MANIFEST).exists():
             raise DamagedCheckpointError(f"{folder / MANIFEST} is damaged: it is no JSON{_other_than(folder)}")
     what = "is incomplete" if directory.exists() else "does not exist"
     raise CheckpointError(f"{directory} {what}: it has no {MANIFEST}{_other_than(directory)}")
 
 
-def complete_in(root: Path) -> list[Found]:
+def complete_in(root: Path) -> list[CheckpointMatch]:
     """The complete checkpoints of a folder of many, the oldest first."""
-    found = [Found(p, m) for p in root.glob(f"{STEP}*") if (m := read_manifest(p))]
+    found = [CheckpointMatch(p, m) for p in root.glob(f"{STEP}*") if (m := read_manifest(p))]
     return sorted(found, key=lambda f: (f.steps, f.folder.name))
 
 
-def to_go_on_from(root: Path) -> list[Found]:
+def to_go_on_from(root: Path) -> list[CheckpointMatch]:
     """The complete checkpoints of a folder of many, the one to go on from first.
 
     That is what ``latest`` names, or one that was complete after it and is not named yet. What has more steps and is
@@ -97,12 +97,12 @@ def to_go_on_from(root: Path) -> list[Found]:
     return [f for f in found if f not in left] + left
 
 
-def find_together(directory: Path, rank: RankProgram, communicator: Communicator) -> Found:
+def find_together(directory: Path, rank: RankProgram, communicator: Communicator) -> CheckpointMatch:
     """What :func:`find` finds, once it has found something on all ranks. Raises :class:`CheckpointError` on all."""
     return _together(communicator, rank, lambda: find(directory))
 
 
-def check_alike(root: Path, found: Sequence[Found], rank: RankProgram, communicator: Communicator) -> None:
+def check_alike(root: Path, found: Sequence[CheckpointMatch], rank: RankProgram, communicator: Communicator) -> None:
     """Raise :class:`CheckpointError` on all ranks where they do not find the same in a folder of many checkpoints."""
     told = json.dumps([(f.folder.name, f.manifest["token"]) for f in found])
     if not _agree(int(hashlib.sha256(told.encode()).hexdigest()[:15], 16), rank, communicator):
@@ -114,7 +114,7 @@ def check_alike(root: Path, found: Sequence[Found], rank: RankProgram, communica
 
 
 def load(
-    found: Found,
+    found: CheckpointMatch,
     rank: RankProgram,
     states: Mapping[str, Tensor],
     optimizer: OptimizerState | None,
@@ -176,7 +176,9 @@ def _warn_of_others(folder: Path, reader: ShardReader, rank: RankProgram) -> Non
         )
 
 
-def _extras(found: Found, training: Mapping[str, Any], rank: RankProgram, asked: Sequence[str]) -> dict[str, Any]:
+def _extras(
+    found: CheckpointMatch, training: Mapping[str, Any], rank: RankProgram, asked: Sequence[str]
+) -> dict[str, Any]:
     """This rank's state of each of ``asked``: its own, where ranks differed and are the same ones now."""
     held, of_ranks = training["extra"], training.get("extra_of_ranks", {})
     for name in asked:
@@ -206,7 +208,7 @@ def _groups(
 
 
 def _planned(
-    found: Found,
+    found: CheckpointMatch,
     reader: ShardReader,
     rank: RankProgram,
     states: Mapping[str, Tensor],
@@ -255,7 +257,7 @@ def _spelt(reader: ShardReader, rank: RankProgram) -> dict[str, list[str]]:
 
 
 def _room(
-    found: Found, reader: ShardReader, rank: RankProgram, names: Mapping[str, str], optimizer: OptimizerState
+    found: CheckpointMatch, reader: ShardReader, rank: RankProgram, names: Mapping[str, str], optimizer: OptimizerState
 ) -> dict[str, dict[str, Tensor]]:
     saved: dict[str, list[str]] = {}
     for entry in reader.tensors:
@@ -279,14 +281,16 @@ def _room(
     return room
 
 
-def _pieces(prefix: str, rank: RankProgram, state: str, saved_as: str, tensor: Tensor, suffix: str = "") -> list[Piece]:
+def _pieces(
+    prefix: str, rank: RankProgram, state: str, saved_as: str, tensor: Tensor, suffix: str = ""
+) -> list[ShardPiece]:
     data = rank.program.states[state]
     if data.shape and not tensor.dim():
         return [number(prefix, saved_as, data, tensor, suffix)]
     return pieces(prefix, saved_as, data, held_by(rank.program, state, rank.rank), tensor, suffix)
 
 
-def _check_files(found: Found, rank: RankProgram) -> None:
+def _check_files(found: CheckpointMatch, rank: RankProgram) -> None:
     """This rank's share of the files."""
     for name, expected in list(found.files.items())[rank.rank :: rank.program.world_size]:
         path = found.folder / name
@@ -301,7 +305,7 @@ def _check_files(found: Found, rank: RankProgram) -> None:
 
 
 def _together(
-    communicator: Communicator, rank: RankProgram, work: Callable[[], _T], reading: Found | None = None
+    communicator: Communicator, rank: RankProgram, work: Callable[[], _T], reading: CheckpointMatch | None = None
 ) -> _T:
     """What ``work`` returns, once it has gone well on all ranks. ``reading``: the checkpoint that errors come from."""
     result: _T | None = None
@@ -328,7 +332,7 @@ def _together(
     return result  # type: ignore[return-value]
 
 
-def _same(found: Found, rank: RankProgram, communicator: Communicator) -> None:
+def _same(found: CheckpointMatch, rank: RankProgram, communicator: Communicator) -> None:
     """Raise on all ranks where they do not see the same checkpoint."""
     if not _agree(int(found.manifest["token"], 16), rank, communicator):
         raise CheckpointError(

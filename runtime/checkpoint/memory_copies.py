@@ -52,7 +52,7 @@ _PAGES = 1 << 16  # the head grows by so much, so that it seldom changes the fil
 _LENGTH = 8  # bytes in front, which say how long the head is
 
 
-class Name(NamedTuple):
+class SlotName(NamedTuple):
     """Whose state, and of which step. ``identity``: of the run and its plan. ``step`` is ``None`` of a partial one."""
 
     identity: str
@@ -68,14 +68,14 @@ class Name(NamedTuple):
         return cls(found[1], int(found[2]), None) if found else None
 
 
-def slots_in(folder: Path) -> Iterator[tuple[Name, Path]]:
+def slots_in(folder: Path) -> Iterator[tuple[SlotName, Path]]:
     """What is in a folder, in the order of names."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if name := Name.of(path):
+        if name := SlotName.of(path):
             yield name, path
 
 
-class State(NamedTuple):
+class SlotState(NamedTuple):
     """What a slot holds: tensors by name, and of the run all else; ``head`` is both but for the tensors' elements."""
 
     head: bytes
@@ -102,7 +102,7 @@ class State(NamedTuple):
 
 
 def read(content: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors, views of ``content``, and what else :meth:`State.write` wrote. Raises as unpickling does."""
+    """The tensors, views of ``content``, and what else :meth:`SlotState.write` wrote. Raises as unpickling does."""
     length = int.from_bytes(bytes(content[:_LENGTH].tolist()), "little")
     head = content[_LENGTH : _LENGTH + length].numpy().tobytes()
     found = unpacked(head)
@@ -110,10 +110,10 @@ def read(content: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return dict(_views(content, _start(head), table)), found["run"]
 
 
-class Slot:
+class CheckpointSlot:
     """A file that one process writes. ``name``: what is complete in it. Raises ``OSError`` as the file system does."""
 
-    def __init__(self, path: Path, name: Name) -> None:
+    def __init__(self, path: Path, name: SlotName) -> None:
         self.path = path
         self.name = name
         self.bytes = torch.empty(0, dtype=torch.uint8)
@@ -144,7 +144,7 @@ class Slot:
     def commit(self, step: int) -> None:
         self._rename(self.name._replace(step=step), f"{self.name.identity}.{self.name.rank}.{step}")
 
-    def _rename(self, name: Name, to: str) -> None:
+    def _rename(self, name: SlotName, to: str) -> None:
         path = self.path.with_name(to)
         os.rename(self.path, path)
         self.path, self.name = path, name
@@ -189,7 +189,7 @@ SHARED_MEMORY = Path("/dev/shm")
 _Extra = Mapping[str, Stateful]
 
 
-class Copies:
+class MemoryCopies:
     """The in-memory checkpoints of one run, on one rank. All ranks create one and call the same methods.
 
     Args:
@@ -223,7 +223,9 @@ class Copies:
         self.step: int | None = None  # step of the copy that is complete on all ranks
         self._written: int | None = None  # step of the copy that is being sent
         self._identity = ""
-        self._slots: dict[int, list[Slot]] = {}  # rank -> its two files: for this rank, and for ranks that it keeps
+        self._slots: dict[
+            int, list[CheckpointSlot]
+        ] = {}  # rank -> its two files: for this rank, and for ranks that it keeps
         self._room: list[list[int]] = [[], []]  # for both files, their size in bytes for each rank; equal on all ranks
         self._restored = False
 
@@ -343,10 +345,10 @@ class Copies:
         kept = [rank for rank, keeper in enumerate(self._keepers) if keeper == self.rank]
         for rank in (self.rank, *kept):
             found = [(n, p) for n, p in slots_in(self.folder) if n == (self._identity, rank, self.step)]
-            slots = [Slot(p, n) for n, p in found if self.step is not None]
+            slots = [CheckpointSlot(p, n) for n, p in found if self.step is not None]
             while len(slots) < 2:
-                name = Name(self._identity, rank, None)
-                slots.append(Slot(self.folder / f".{name.identity}.{rank}.{len(slots)}.partial", name))
+                name = SlotName(self._identity, rank, None)
+                slots.append(CheckpointSlot(self.folder / f".{name.identity}.{rank}.{len(slots)}.partial", name))
             self._slots[rank] = slots
 
     def _make_room(self, sizes: list[int]) -> None:
@@ -375,19 +377,19 @@ class Copies:
                 "copies_every out"
             )
 
-    def _free(self, rank: int) -> Slot:
+    def _free(self, rank: int) -> CheckpointSlot:
         """The file, of the two of ``rank``, that may be overwritten."""
         return next(slot for slot in self._slots[rank] if self.step is None or slot.name.step != self.step)
 
-    def _write(self, slot: Slot, state: State) -> None:
+    def _write(self, slot: CheckpointSlot, state: SlotState) -> None:
         slot.begin(self._slots[self.rank].index(slot))
         state.write(slot.bytes)
         slot.commit(self.engine.steps)
 
-    def _state(self, optimizer: Optimizers, extra: _Extra) -> State:
+    def _state(self, optimizer: Optimizers, extra: _Extra) -> SlotState:
         self._join()
         run = common_state(self.engine) | own_state(self.engine, optimizer, extra)
-        return State.of(own_tensors(self.engine, optimizer), run | {"random": random_state(self.engine.device)})
+        return SlotState.of(own_tensors(self.engine, optimizer), run | {"random": random_state(self.engine.device)})
 
     def _join(self) -> None:
         """Wait for the sending thread. Raises the exception that it raised, if any."""
@@ -413,7 +415,7 @@ class Copies:
         here = [r for r, node in enumerate(self._nodes) if node == self._nodes[self.rank]]
         return here + [r for r, keeper in enumerate(self._keepers) if keeper in here]
 
-    def _send(self, slot: Slot, step: int) -> None:
+    def _send(self, slot: CheckpointSlot, step: int) -> None:
         """Send this rank's copy to its keeper, and receive the copies that this rank keeps. Runs in a thread."""
         try:
             keeper = self._keepers[self.rank]
@@ -477,7 +479,7 @@ def forget(checkpoints: Path, rank: int) -> None:
         (checkpoints / LINE).unlink(missing_ok=True)
 
 
-def _resize(wanted: Mapping[Slot, int]) -> None:
+def _resize(wanted: Mapping[CheckpointSlot, int]) -> None:
     for slot, size in wanted.items():
         slot.resize(size)
 

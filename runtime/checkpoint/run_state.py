@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from runtime.checkpoint import load as loading
 from runtime.checkpoint.hyperparameters import described
-from runtime.checkpoint.save import MODEL, Content, Saver, Saving, pieces_of, saved_states
+from runtime.checkpoint.save import MODEL, CheckpointContent, Saver, Saving, pieces_of, saved_states
 from runtime.checkpoint.training_state import (
     RESIDUAL,
     STATE,
@@ -29,9 +29,9 @@ from runtime.comm.group import Communicator
 from runtime.errors import CheckpointError
 from runtime.execute.flight_recorder import Phase
 from runtime.program.program import Program, RankProgram
-from runtime.state.gradients import Gradients
+from runtime.state.gradients import RankGradients
 from runtime.state.loss import LossScale
-from runtime.state.parameters import Masters
+from runtime.state.parameters import MasterParameters
 
 
 class CheckpointedEngine(Protocol):
@@ -43,11 +43,11 @@ class CheckpointedEngine(Protocol):
     seed: int
     steps: int
     optimizer_steps: int
-    _masters: Masters
+    _masters: MasterParameters
     _saver: Saver
     _parameters: dict[str, nn.Parameter]
     _scale: LossScale | None
-    _gradients: Gradients
+    _gradients: RankGradients
 
     @property
     def program(self) -> Program: ...
@@ -100,12 +100,14 @@ def own_state(
     }
 
 
-def content_of(engine: CheckpointedEngine, optimizer: Optimizers, extra: Mapping[str, Stateful] | None) -> Content:
+def content_of(
+    engine: CheckpointedEngine, optimizer: Optimizers, extra: Mapping[str, Stateful] | None
+) -> CheckpointContent:
     """What this rank has to save. Raises :class:`CheckpointError` where the optimizers are not of its parameters."""
     rank = engine.rank_program
     held = None if optimizer is None else OptimizerState(optimizer, engine._parameters)
     moving, still = pieces_of(rank, engine._masters.held, held)
-    return Content(
+    return CheckpointContent(
         rank,
         moving + residual_pieces(rank, engine._gradients.residuals),
         still,

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from runtime.checkpoint import hyperparameters
-from runtime.checkpoint.atomic_folder import MANIFEST, OWN, Target, remove, wait_for_writers
+from runtime.checkpoint.atomic_folder import MANIFEST, OWN, CheckpointTarget, remove, wait_for_writers
 from runtime.checkpoint.dcp_files import METADATA, FileSum, Written, sum_of
-from runtime.checkpoint.shards import Piece, held_by, pieces, written_by
+from runtime.checkpoint.shards import ShardPiece, held_by, pieces, written_by
 from runtime.checkpoint.training_state import Optimizers, OptimizerState, alike, optimizers_of, packed, unpacked
 from runtime.comm.group import Communicator, all_ranks
 from runtime.errors import CheckpointError
@@ -45,14 +45,17 @@ class Staging:
         self.copied = threading.Event()
         self.copied.set()
         self._buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
-        self._later: list[tuple[Piece, Tensor, int]] = []
-        self._as_it_is: list[tuple[Piece, int]] = []
+        self._later: list[tuple[ShardPiece, Tensor, int]] = []
+        self._as_it_is: list[tuple[ShardPiece, int]] = []
         self._ready: torch.cuda.Event | None = None
         self._hooks: list[Any] = []
 
     def begin(
-        self, moving: Sequence[Piece], still: Sequence[Piece], optimizers: Sequence[torch.optim.Optimizer | None]
-    ) -> list[Piece]:
+        self,
+        moving: Sequence[ShardPiece],
+        still: Sequence[ShardPiece],
+        optimizers: Sequence[torch.optim.Optimizer | None],
+    ) -> list[ShardPiece]:
         """The copies: those of ``moving`` are made now, those of ``still`` by :meth:`finish`, before which
         ``optimizers`` do not step. Called when the save before is over."""
         self._release()
@@ -75,7 +78,8 @@ class Staging:
             self._ready = torch.cuda.current_stream(self.device).record_event()
         self._hooks = [o.register_step_pre_hook(self._wait) for o in optimizers if o is not None]
         return [
-            p if is_mapped(p.tensor) else Piece(p.key, p.shape, p.offsets, used[p.key, p.offsets]) for p in everything
+            p if is_mapped(p.tensor) else ShardPiece(p.key, p.shape, p.offsets, used[p.key, p.offsets])
+            for p in everything
         ]
 
     def finish(self) -> None:
@@ -134,7 +138,7 @@ MODEL = "model."
 
 
 @dataclass(frozen=True)
-class Content:
+class CheckpointContent:
     """What one rank has to save. ``training``: of the run, the same on all ranks; ``random``, and ``own``, what
     ``extra`` names and the optimizer's groups: this rank's.
 
@@ -142,8 +146,8 @@ class Content:
     """
 
     rank: RankProgram
-    moving: Sequence[Piece]
-    still: Sequence[Piece]
+    moving: Sequence[ShardPiece]
+    still: Sequence[ShardPiece]
     training: Mapping[str, Any]
     random: Mapping[str, Any]
     own: Mapping[str, Any]
@@ -220,7 +224,7 @@ class Saver:
     def save(
         self,
         directory: Path,
-        made: Callable[[], Content],
+        made: Callable[[], CheckpointContent],
         optimizer: Optimizers,
         *,
         wait: bool,
@@ -232,7 +236,7 @@ class Saver:
         ``wait``, all ranks wait for both. Raises :class:`CheckpointError` on all ranks, before anything is written, if
         the previous save, or ``made``, failed on any rank.
         """
-        contents: list[Content] = []
+        contents: list[CheckpointContent] = []
 
         def ready() -> None:
             self.wait()
@@ -326,7 +330,7 @@ def agreed_target(
     world_size: int,
     before: Callable[[], None] | None = None,
     own: str = OWN,
-) -> Target:
+) -> CheckpointTarget:
     """Where all ranks write what is to be ``final``, cleared by the first; once ``before`` has gone well on all.
     ``own``: the names of what is replaced there.
 
@@ -339,7 +343,7 @@ def agreed_target(
             before()
         if communicator.rank == 0:
             token = secrets.randbits(60)
-            Target(final, f"{token:015x}", own).clean()
+            CheckpointTarget(final, f"{token:015x}", own).clean()
     except OSError as caught:
         error = CheckpointError(f"{final} cannot be written: {caught}")
         error.__cause__ = caught
@@ -354,17 +358,17 @@ def agreed_target(
             f"{final} is not begun: {failed} other ranks could not end the save before, say what there is to save, or "
             "make room for this one; they say why"
         )
-    return Target(final, f"{token:015x}", own)
+    return CheckpointTarget(final, f"{token:015x}", own)
 
 
 def pieces_of(
     rank: RankProgram, states: Mapping[str, Tensor], optimizer: OptimizerState | None
-) -> tuple[list[Piece], list[Piece]]:
+) -> tuple[list[ShardPiece], list[ShardPiece]]:
     """What this rank writes of its states and of the optimizer's: what may move before that steps, and the rest."""
     saved = saved_states(rank.program)
     mine = written_by(rank, saved)
-    moving: list[Piece] = []
-    still: list[Piece] = []
+    moving: list[ShardPiece] = []
+    still: list[ShardPiece] = []
     for name in saved:
         if name in mine:
             to = still if optimizer is not None and optimizer.steps(name) else moving
@@ -386,7 +390,13 @@ def weight_states(program: Program) -> list[str]:
     return [n for n, s in program.states.items() if s.kind != "constant" and n not in program.constants and s.stages]
 
 
-def _write(target: Target, content: Content, held: Sequence[Piece], timeout: float, staging: Staging | None) -> None:
+def _write(
+    target: CheckpointTarget,
+    content: CheckpointContent,
+    held: Sequence[ShardPiece],
+    timeout: float,
+    staging: Staging | None,
+) -> None:
     """This rank's part, and on the first rank the rest. ``staging``: makes ``held`` what it is to be."""
     from runtime.checkpoint.dcp_files import write_shards
 
@@ -418,7 +428,7 @@ def _write(target: Target, content: Content, held: Sequence[Piece], timeout: flo
         target.wait_until_complete(timeout)
 
 
-def _complete(target: Target, content: Content, timeout: float) -> None:
+def _complete(target: CheckpointTarget, content: CheckpointContent, timeout: float) -> None:
     """Wait for all ranks, write what finds and proves their files, and put the folder in its place."""
     from runtime.checkpoint.dcp_files import write_metadata
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from runtime.checkpoint.atomic_folder import remove
 from runtime.checkpoint.load import LATEST, STEP, check_alike, complete_in, to_go_on_from
-from runtime.checkpoint.memory_copies import Copies, forget
+from runtime.checkpoint.memory_copies import MemoryCopies, forget
 from runtime.checkpoint.ranks import Peers
 from runtime.checkpoint.run_state import CheckpointedEngine
 from runtime.checkpoint.save import Saving
@@ -85,7 +85,7 @@ class Checkpoints:
         extra: what else to save and to restore, by name: data loaders, schedulers.
         copies_every: :meth:`after_step` copies the state into the memory of the nodes when the number of optimizer
             steps is a multiple of it, from which a run whose ranks were started anew goes on; 0: never. See
-            :class:`Copies`.
+            :class:`MemoryCopies`.
         copies_in: a folder in each node's memory; by default ``/dev/shm``.
         signals: which ask a run to end, ``(signal.SIGTERM,)`` say. When one has come to any rank, :attr:`interrupted`
             is true on all ranks after the same :meth:`after_step`: leave the loop then, and :meth:`close`.
@@ -128,7 +128,7 @@ class Checkpoints:
         self.extra = dict(extra or {})
         self.copies_every = copies_every
         memory = None if copies_in is None else Path(copies_in)
-        self.copies = Copies(self.folder, engine, memory) if copies_every else None
+        self.copies = MemoryCopies(self.folder, engine, memory) if copies_every else None
         self.interrupted = False
         rank = engine.rank_program
         self._interrupts = Interrupts(rank.rank, rank.program.world_size, signals) if signals else None

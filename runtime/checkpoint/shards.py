@@ -16,12 +16,12 @@ from torch import Tensor
 
 from passes.ir.layouts import Shard, local_shape, shard_slices
 from runtime.program.program import Program, RankProgram, StateData, shard_shape, shards_of
-from runtime.program.sharded_buckets import Piece as FlatPiece
+from runtime.program.sharded_buckets import FlatShard as FlatPiece
 
 Range = tuple[int, int]  # start, length
 
 
-class Box(NamedTuple):
+class ShardBox(NamedTuple):
     """A box of a tensor: ``offsets`` in the whole tensor, ``sizes``, and ``local``, its offsets in the rank's shard."""
 
     offsets: tuple[int, ...]
@@ -29,7 +29,7 @@ class Box(NamedTuple):
     local: tuple[int, ...]
 
 
-class Held(NamedTuple):
+class RankShard(NamedTuple):
     """The part of a state that a rank holds: a shard, and under ZeRO only the ``piece`` of the flattened shard.
 
     ``shards``: the cuts, applied one after the other. ``first``: the rank is the first of the group that shares the
@@ -41,18 +41,18 @@ class Held(NamedTuple):
     first: bool = True
 
 
-def held_by(program: Program, state: str, rank: int) -> Held:
+def held_by(program: Program, state: str, rank: int) -> RankShard:
     """The part of ``state`` that ``rank`` holds."""
     shards = shards_of(program, state, rank)
     if not program.states[state].zero_axes:
-        return Held(shards)
+        return RankShard(shards)
     group = program.rank(rank).zero_group(state)
     piece = FlatPiece(math.prod(shard_shape(program, state)), len(group), group.index(rank))
-    return Held(shards, (piece.start, piece.size), piece.index == 0)
+    return RankShard(shards, (piece.start, piece.size), piece.index == 0)
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardPiece:
     """A box at ``offsets`` of the tensor ``key`` of global ``shape``; ``tensor`` is a view of the rank's data."""
 
     key: str
@@ -61,7 +61,7 @@ class Piece:
     tensor: Tensor
 
 
-def boxes(shape: Sequence[int], shards: Sequence[Shard], within: Box | None = None) -> list[Box]:
+def boxes(shape: Sequence[int], shards: Sequence[Shard], within: ShardBox | None = None) -> list[ShardBox]:
     """The boxes that make up a rank's shard of a tensor of global ``shape``, in the order of the shard.
 
     ``shards``: the cuts, applied one after the other. ``within``: return only the parts inside this box of the shard.
@@ -76,7 +76,7 @@ def boxes(shape: Sequence[int], shards: Sequence[Shard], within: Box | None = No
         ranges = [list(_within(held, part)) for held, part in zip(ranges, zip(*within[:2], strict=True), strict=True)]
     starts = [_starts(held) for held in ranges]
     return [
-        Box(tuple(r[0] for r, _ in chosen), tuple(r[1] for r, _ in chosen), tuple(at for _, at in chosen))
+        ShardBox(tuple(r[0] for r, _ in chosen), tuple(r[1] for r, _ in chosen), tuple(at for _, at in chosen))
         for chosen in product(*(zip(held, at, strict=True) for held, at in zip(ranges, starts, strict=True)))
     ]
 
@@ -108,14 +108,14 @@ def _starts(held: Sequence[Range]) -> list[int]:
     return starts
 
 
-def runs(shape: Sequence[int], start: int, size: int) -> Iterator[Box]:
+def runs(shape: Sequence[int], start: int, size: int) -> Iterator[ShardBox]:
     """Cut the elements ``[start, start + size)`` of a row-major tensor of ``shape`` into boxes, in order.
 
     ``local`` of each box is the offset of its first element from ``start``.
     """
     if not shape:
         if size:
-            yield Box((), (), (0,))
+            yield ShardBox((), (), (0,))
         return
     row, done = math.prod(shape[1:]), 0
     while done < size:
@@ -123,14 +123,14 @@ def runs(shape: Sequence[int], start: int, size: int) -> Iterator[Box]:
         if inside or size - done < row:
             part = min(row - inside, size - done)
             for box in runs(shape[1:], inside, part):
-                yield Box((at, *box.offsets), (1, *box.sizes), (done + box.local[0],))
+                yield ShardBox((at, *box.offsets), (1, *box.sizes), (done + box.local[0],))
         else:
             part = (size - done) // row * row
-            yield Box((at, *(0 for _ in shape[1:])), (part // row, *shape[1:]), (done,))
+            yield ShardBox((at, *(0 for _ in shape[1:])), (part // row, *shape[1:]), (done,))
         done += part
 
 
-def _views(state: StateData, held: Held, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
+def _views(state: StateData, held: RankShard, tensor: Tensor) -> Iterator[tuple[ShardBox, Tensor]]:
     """The boxes that a rank holds of a state, each with a view of its data in ``tensor``."""
     if held.piece is None or not tensor.dim():
         yield from ((box, _part(tensor, box)) for box in boxes(state.shape, held.shards))
@@ -147,14 +147,16 @@ def _views(state: StateData, held: Held, tensor: Tensor) -> Iterator[tuple[Box, 
             yield box, _part(flat, box)
 
 
-def _part(tensor: Tensor, box: Box) -> Tensor:
+def _part(tensor: Tensor, box: ShardBox) -> Tensor:
     if tensor.dim():
         for dim, (at, size) in enumerate(zip(box.local, box.sizes, strict=True)):
             tensor = tensor.narrow(dim, at, size)
     return tensor
 
 
-def pieces(prefix: str, name: str, state: StateData, held: Held, tensor: Tensor, suffix: str = "") -> list[Piece]:
+def pieces(
+    prefix: str, name: str, state: StateData, held: RankShard, tensor: Tensor, suffix: str = ""
+) -> list[ShardPiece]:
     """The checkpoint pieces of a rank's part of a state, or of an optimizer state for it, under the model's own names.
 
     A stacked state gives the pieces of its parts. A number (a 0-d ``tensor`` for a state with dims) is written by the
@@ -169,21 +171,21 @@ def pieces(prefix: str, name: str, state: StateData, held: Held, tensor: Tensor,
         else:
             named = [(part, box.offsets[1:]) for part in state.parts[box.offsets[0] : box.offsets[0] + box.sizes[0]]]
         if state.shape and not tensor.dim():
-            found += [Piece(f"{prefix}{n}{suffix}", (), (), tensor) for n, at in named if not any(at)]
+            found += [ShardPiece(f"{prefix}{n}{suffix}", (), (), tensor) for n, at in named if not any(at)]
             continue
         views, shape = (view.unbind(0), state.shape[1:]) if state.parts else ((view,), state.shape)
-        found += [Piece(f"{prefix}{n}{suffix}", shape, at, v) for (n, at), v in zip(named, views, strict=True)]
+        found += [ShardPiece(f"{prefix}{n}{suffix}", shape, at, v) for (n, at), v in zip(named, views, strict=True)]
     return found
 
 
-def whole_piece(prefix: str, name: str, tensor: Tensor, suffix: str) -> Piece:
+def whole_piece(prefix: str, name: str, tensor: Tensor, suffix: str) -> ShardPiece:
     """The piece that covers all of ``tensor``, whose shape differs from its state's."""
-    return Piece(f"{prefix}{name}{suffix}", tuple(tensor.shape), (0,) * tensor.dim(), tensor)
+    return ShardPiece(f"{prefix}{name}{suffix}", tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
 
-def number(prefix: str, name: str, state: StateData, tensor: Tensor, suffix: str = "") -> Piece:
+def number(prefix: str, name: str, state: StateData, tensor: Tensor, suffix: str = "") -> ShardPiece:
     """The piece from which every rank reads a number; all parts of a stack have the same number."""
-    return Piece(f"{prefix}{(state.parts or (name,))[0]}{suffix}", (), (), tensor)
+    return ShardPiece(f"{prefix}{(state.parts or (name,))[0]}{suffix}", (), (), tensor)
 
 
 def written_by(rank: RankProgram, states: Iterable[str]) -> set[str]:

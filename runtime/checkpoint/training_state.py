@@ -22,7 +22,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from runtime.checkpoint.shards import Piece, held_by, pieces, whole_piece
+from runtime.checkpoint.shards import ShardPiece, held_by, pieces, whole_piece
 from runtime.errors import CheckpointError
 from runtime.program.program import Program, RankProgram
 from runtime.state.disk_offload import keeper_of
@@ -120,14 +120,14 @@ class OptimizerState:
         held = {} if optimizer is None else optimizer.state.get(self.parameters[name], {})
         return {k: v if isinstance(v, Tensor) else torch.tensor(v) for k, v in held.items() if v is not None}
 
-    def pieces(self, rank: RankProgram, name: str) -> list[Piece]:
+    def pieces(self, rank: RankProgram, name: str) -> list[ShardPiece]:
         """What this rank holds for one parameter: numbers, what is cut as the parameter is, and of a parameter that is
         whole here tensors of any shape (factors of a matrix, as Adafactor's).
 
         Raises :class:`CheckpointError` on others.
         """
         data, held = rank.program.states[name], held_by(rank.program, name, rank.rank)
-        found: list[Piece] = []
+        found: list[ShardPiece] = []
         for key, tensor in self.of(name).items():
             if self.of_own_shape(name, tensor):
                 check_whole(rank, name, key, tensor)
@@ -254,10 +254,10 @@ def way_of(program: Program) -> str:
     return hashlib.sha256(json.dumps(way).encode()).hexdigest()[:32]
 
 
-def residual_pieces(rank: RankProgram, residuals: Mapping[str, Tensor]) -> list[Piece]:
+def residual_pieces(rank: RankProgram, residuals: Mapping[str, Tensor]) -> list[ShardPiece]:
     """What this rank writes."""
     return [
-        Piece(f"{RESIDUAL}{rank.rank}.{place}", tuple(tensor.shape), (0,), tensor)
+        ShardPiece(f"{RESIDUAL}{rank.rank}.{place}", tuple(tensor.shape), (0,), tensor)
         for place, tensor in residuals.items()
     ]
 

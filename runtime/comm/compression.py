@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from runtime.comm.group import Group, Pending
+from runtime.comm.group import Pending, RankGroup
 from runtime.program.codecs import Codec
 
 
-class Sender:
+class ErrorFeedbackEncoder:
     """Compresses what one rank sends in one place, step after step. ``residual``: what the last step lost there."""
 
     def __init__(self, codec: Codec, numel: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -37,7 +37,7 @@ class Sender:
         return wire
 
 
-class Decoded:
+class PendingDecode:
     """What arrives in other bytes; see :class:`runtime.comm.group.Pending`."""
 
     def __init__(self, pending: Pending, decode: Callable[[Tensor], Tensor]) -> None:
@@ -50,22 +50,22 @@ class Decoded:
         self.pending.release()
 
 
-class Levelled:
+class LevelwiseReduction:
     """What of ``buffer`` this rank has at present; in the end the whole sum, in ``buffer`` again.
 
     ``groups``: of each level; ``rest``: that of REDUCE. ``codec``: for what is sent over the last level. The buffer
     divides by the parts, and these by the codec's chunks.
     """
 
-    def __init__(self, buffer: Tensor, groups: Sequence[Group], rest: Group, codec: Codec | None) -> None:
+    def __init__(self, buffer: Tensor, groups: Sequence[RankGroup], rest: RankGroup, codec: Codec | None) -> None:
         self.buffer, self.groups, self.rest, self.codec = buffer, groups, rest, codec
-        self.senders: list[Sender] = []  # of the parts of the last level, and of this rank's sum of one
+        self.senders: list[ErrorFeedbackEncoder] = []  # of the parts of the last level, and of this rank's sum of one
         if codec is not None:
             numel = buffer.numel()
             for group in groups[:-1]:
                 numel //= group.size
             sizes = numel, numel // groups[-1].size
-            self.senders = [Sender(codec, n, buffer.dtype, buffer.device) for n in sizes]
+            self.senders = [ErrorFeedbackEncoder(codec, n, buffer.dtype, buffer.device) for n in sizes]
         self._arriving: Pending | None = None
         self._level = 0  # of those that have been scattered
 
@@ -97,7 +97,7 @@ class Levelled:
         sender, dtype = self.senders[1], have.dtype
         pending = group.all_gather(sender.encode(have.view(1, -1)), 0)
         # this rank's own part, too, is what the others have of it
-        self._arriving = Decoded(pending, lambda wire: sender.codec.decode(wire, dtype).view(-1))
+        self._arriving = PendingDecode(pending, lambda wire: sender.codec.decode(wire, dtype).view(-1))
 
     def finish(self) -> None:
         """Wait until the sum is in the buffer, if it is on its way there."""
@@ -113,8 +113,8 @@ class Levelled:
         return arrived
 
 
-def exchange(sender: Sender, rows: Tensor, group: Group) -> Pending:
+def exchange(sender: ErrorFeedbackEncoder, rows: Tensor, group: RankGroup) -> Pending:
     """Start to send each of ``rows``, compressed, to the rank that adds these up; gives this rank's sum."""
     dtype = rows.dtype
     wire = group.all_to_all(sender.encode(rows), 0, 0)
-    return Decoded(wire, lambda arrived: sender.codec.decode(arrived, dtype).sum(0))
+    return PendingDecode(wire, lambda arrived: sender.codec.decode(arrived, dtype).sum(0))

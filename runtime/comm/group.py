@@ -12,12 +12,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from runtime.program.membership import Link
+from runtime.program.membership import PipelineEdge
 
 CHANNELS = {"F": 0, "B": 1, "L": 2}  # activations, gradients and the loss never wait for each other
 
 
-class Work(Protocol):
+class TransferHandle(Protocol):
     """A transfer under way."""
 
     def wait(self) -> Any: ...
@@ -31,7 +31,7 @@ class Pending(Protocol):
     def release(self) -> None: ...
 
 
-class Group(Protocol):
+class RankGroup(Protocol):
     """Some ranks, in order; ``index`` is this rank's place among them."""
 
     size: int
@@ -62,28 +62,31 @@ class Communicator(Protocol):
     device: torch.device
 
     def prepare(
-        self, groups: Sequence[tuple[int, ...]], links: Sequence[Link], gathering: Sequence[tuple[int, ...]] = ()
+        self,
+        groups: Sequence[tuple[int, ...]],
+        links: Sequence[PipelineEdge],
+        gathering: Sequence[tuple[int, ...]] = (),
     ) -> None:
         """Open what the program needs; called by all ranks, each with the groups and links that it is part of."""
 
-    def group(self, ranks: tuple[int, ...], gathering: bool = False) -> Group:
+    def group(self, ranks: tuple[int, ...], gathering: bool = False) -> RankGroup:
         """The group of ``ranks``; ``gathering``: another one, whose operations do not wait for those of the first."""
 
-    def send(self, x: Tensor, peer: int, channel: str) -> Work: ...
+    def send(self, x: Tensor, peer: int, channel: str) -> TransferHandle: ...
 
-    def recv(self, x: Tensor, peer: int, channel: str) -> Work: ...
+    def recv(self, x: Tensor, peer: int, channel: str) -> TransferHandle: ...
 
     def barrier(self) -> None: ...
 
 
-def all_ranks(communicator: Communicator, world_size: int) -> Group:
+def all_ranks(communicator: Communicator, world_size: int) -> RankGroup:
     """The group of all ranks, opened where it was not; all of them call it."""
     ranks = tuple(range(world_size))
     communicator.prepare([ranks], [])
     return communicator.group(ranks)
 
 
-class Finished:
+class ImmediateResult:
     """A result that was there at once: what a group of one rank gives."""
 
     __slots__ = ("result",)
@@ -105,16 +108,16 @@ class SoloGroup:
     index = 0
 
     def all_reduce(self, x: Tensor, maximum: bool = False) -> Pending:
-        return Finished(x)
+        return ImmediateResult(x)
 
     def all_gather(self, x: Tensor, dim: int) -> Pending:
-        return Finished(x)
+        return ImmediateResult(x)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
-        return Finished(x)
+        return ImmediateResult(x)
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Pending:
-        return Finished(x)
+        return ImmediateResult(x)
 
     def exchange_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Pending:
-        return Finished(x)
+        return ImmediateResult(x)

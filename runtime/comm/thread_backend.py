@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.comm.group import Group, Pending, SoloGroup, Work
+from runtime.comm.group import Pending, RankGroup, SoloGroup, TransferHandle
 from runtime.errors import CommunicationError
-from runtime.program.membership import Link
+from runtime.program.membership import PipelineEdge
 
 
 class ThreadWorld:
@@ -28,7 +28,7 @@ class ThreadWorld:
         self.timeout = timeout
         self.lock = threading.Lock()
         self.meetings: dict[tuple[tuple[int, ...], bool], deque[_Meeting]] = {}
-        self.mail: dict[Link, deque[_Meeting]] = {}
+        self.mail: dict[PipelineEdge, deque[_Meeting]] = {}
         self.failure: str | None = None
 
     def communicator(self, rank: int) -> ThreadCommunicator:
@@ -89,7 +89,7 @@ class _Meeting:
         raise CommunicationError(f"{self.what}: members {missing} did not come within {self.world.timeout} s")
 
 
-class _Waiting:
+class _PendingMeeting:
     __slots__ = ("meeting", "member")
 
     def __init__(self, meeting: _Meeting, member: int) -> None:
@@ -113,7 +113,7 @@ def _total(entries: list[Tensor], maximum: bool) -> Tensor:
 
 
 class ThreadGroup:
-    """A group of threads; see :class:`runtime.comm.group.Group`."""
+    """A group of threads; see :class:`runtime.comm.group.RankGroup`."""
 
     def __init__(self, world: ThreadWorld, ranks: tuple[int, ...], rank: int, gathering: bool = False) -> None:
         self.world = world
@@ -131,7 +131,7 @@ class ThreadGroup:
         if last:
             with torch.no_grad():
                 meeting.complete(compute)
-        return _Waiting(meeting, self.index)
+        return _PendingMeeting(meeting, self.index)
 
     def all_reduce(self, x: Tensor, maximum: bool = False) -> Pending:
         def compute(entries: list[Tensor]) -> list[Tensor]:
@@ -180,12 +180,15 @@ class ThreadCommunicator:
         self._groups: dict[tuple[tuple[int, ...], bool], ThreadGroup] = {}
 
     def prepare(
-        self, groups: Sequence[tuple[int, ...]], links: Sequence[Link], gathering: Sequence[tuple[int, ...]] = ()
+        self,
+        groups: Sequence[tuple[int, ...]],
+        links: Sequence[PipelineEdge],
+        gathering: Sequence[tuple[int, ...]] = (),
     ) -> None:
         for ranks in groups:
             self.group(ranks)
 
-    def group(self, ranks: tuple[int, ...], gathering: bool = False) -> Group:
+    def group(self, ranks: tuple[int, ...], gathering: bool = False) -> RankGroup:
         if len(ranks) == 1:
             return SoloGroup()
         key = ranks, gathering
@@ -193,7 +196,7 @@ class ThreadCommunicator:
             self._groups[key] = ThreadGroup(self.world, ranks, self.rank, gathering)
         return self._groups[key]
 
-    def _transfer(self, link: Link, member: int, x: Tensor) -> Work:
+    def _transfer(self, link: PipelineEdge, member: int, x: Tensor) -> TransferHandle:
         with self.world.lock:
             queue = self.world.mail.setdefault(link, deque())
         what = f"transfer {link.channel} of {list(x.shape)} {x.dtype} from rank {link.source} to rank {link.target}"
@@ -201,13 +204,13 @@ class ThreadCommunicator:
         if last:
             with torch.no_grad():
                 meeting.complete(lambda entries: [entries[0], entries[1].copy_(entries[0])])
-        return _Waiting(meeting, member)
+        return _PendingMeeting(meeting, member)
 
-    def send(self, x: Tensor, peer: int, channel: str) -> Work:
-        return self._transfer(Link(self.rank, peer, channel), 0, x)
+    def send(self, x: Tensor, peer: int, channel: str) -> TransferHandle:
+        return self._transfer(PipelineEdge(self.rank, peer, channel), 0, x)
 
-    def recv(self, x: Tensor, peer: int, channel: str) -> Work:
-        return self._transfer(Link(peer, self.rank, channel), 1, x)
+    def recv(self, x: Tensor, peer: int, channel: str) -> TransferHandle:
+        return self._transfer(PipelineEdge(peer, self.rank, channel), 1, x)
 
     def barrier(self) -> None:
         self.group(tuple(range(self.world.world_size))).all_reduce(torch.zeros(1)).wait()

@@ -16,11 +16,11 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
-from runtime.comm.group import CHANNELS, Group, Pending, SoloGroup, Work
+from runtime.comm.group import CHANNELS, Pending, RankGroup, SoloGroup, TransferHandle
 from runtime.comm.rendezvous import timeout_of_all
 from runtime.comm.wait_clock import wait_for
 from runtime.errors import LaunchError
-from runtime.program.membership import Link
+from runtime.program.membership import PipelineEdge
 
 
 def parts_of(x: Tensor, dim: int, size: int) -> Tensor:
@@ -76,7 +76,7 @@ class Transfer:
     def __init__(
         self,
         group: TorchGroup,
-        works: Sequence[Work],
+        works: Sequence[TransferHandle],
         result: Tensor,
         finish: Callable[[Tensor, int], Tensor] | None = None,
         dim: int = 0,
@@ -189,7 +189,7 @@ class NcclGroup(TorchGroup):
 # Groups outlive a program: they are costly to make, and Gloo cannot always take them down. Keyed by processes, since
 # another program may place its ranks otherwise.
 _made: dict[tuple[tuple[int, ...], bool], TorchGroup] = {}
-_links: dict[Link, Any] = {}
+_links: dict[PipelineEdge, Any] = {}
 
 
 def processes_of(placement: Sequence[int], world_size: int) -> tuple[int, ...]:
@@ -243,7 +243,10 @@ class TorchCommunicator:
         self._on_gpu = device.type == "cuda"
 
     def prepare(
-        self, groups: Sequence[tuple[int, ...]], links: Sequence[Link], gathering: Sequence[tuple[int, ...]] = ()
+        self,
+        groups: Sequence[tuple[int, ...]],
+        links: Sequence[PipelineEdge],
+        gathering: Sequence[tuple[int, ...]] = (),
     ) -> None:
         for ranks in groups:
             self._group(ranks)
@@ -256,7 +259,7 @@ class TorchCommunicator:
                 if self._on_gpu:
                     self._connect(_links[key], key)
 
-    def _group(self, ranks: tuple[int, ...], gathering: bool = False) -> Group:
+    def _group(self, ranks: tuple[int, ...], gathering: bool = False) -> RankGroup:
         key = members, _ = self._on(ranks), gathering
         if len(ranks) > 1 and key not in _made:
             backend = self._open(members, "gathers" if gathering else "group")
@@ -268,18 +271,20 @@ class TorchCommunicator:
     def _on(self, ranks: Sequence[int]) -> tuple[int, ...]:
         return tuple(self.processes[rank] for rank in ranks)
 
-    def _connect(self, backend: Any, link: Link) -> None:
+    def _connect(self, backend: Any, link: PipelineEdge) -> None:
         """Let both ends meet now: NCCL would block the first of them to use the link until the other does."""
         one = torch.zeros(1, device=self.device)
         transfer = backend.send if link.source == self._process else backend.recv
         transfer([one], int(link.source == self._process), 0).wait()
 
-    def _key(self, link: Link) -> Link:
+    def _key(self, link: PipelineEdge) -> PipelineEdge:
         """The link between processes whose backend carries ``link``. Gloo has tags, one per channel, and serves both
         directions at once; NCCL has none, and transfers that cross on one communicator would wait for each other."""
         source, target = self._on(link[:2])
         return (
-            Link(source, target, link.channel) if self._on_gpu else Link(min(source, target), max(source, target), "")
+            PipelineEdge(source, target, link.channel)
+            if self._on_gpu
+            else PipelineEdge(min(source, target), max(source, target), "")
         )
 
     def _open(self, processes: tuple[int, ...], purpose: str) -> Any:
@@ -300,17 +305,19 @@ class TorchCommunicator:
             return c10d._create_process_group_wrapper(backend, name, store, index, size, self._timeout)
         return backend
 
-    def group(self, ranks: tuple[int, ...], gathering: bool = False) -> Group:
+    def group(self, ranks: tuple[int, ...], gathering: bool = False) -> RankGroup:
         return SoloGroup() if len(ranks) == 1 else _made[self._on(ranks), gathering]
 
-    def send(self, x: Tensor, peer: int, channel: str) -> Work:
-        key = self._key(Link(self.rank, peer, channel))
-        work: Work = _links[key].send([as_real(resolved(x))], int(key.source == self._process), CHANNELS[channel])
+    def send(self, x: Tensor, peer: int, channel: str) -> TransferHandle:
+        key = self._key(PipelineEdge(self.rank, peer, channel))
+        work: TransferHandle = _links[key].send(
+            [as_real(resolved(x))], int(key.source == self._process), CHANNELS[channel]
+        )
         return work
 
-    def recv(self, x: Tensor, peer: int, channel: str) -> Work:
-        key = self._key(Link(peer, self.rank, channel))
-        work: Work = _links[key].recv([as_real(x)], int(key.source == self._process), CHANNELS[channel])
+    def recv(self, x: Tensor, peer: int, channel: str) -> TransferHandle:
+        key = self._key(PipelineEdge(peer, self.rank, channel))
+        work: TransferHandle = _links[key].recv([as_real(x)], int(key.source == self._process), CHANNELS[channel])
         return work
 
     def ranks_of(self, processes: Sequence[int]) -> tuple[int, ...]:

@@ -10,11 +10,11 @@ from time import perf_counter_ns
 from typing import Any, Protocol
 
 
-class _Waits(Protocol):
+class _Waitable(Protocol):
     def wait(self) -> Any: ...
 
 
-class Waited:
+class WaitClock:
     """Nanoseconds waited since the process started."""
 
     __slots__ = ("ns",)
@@ -23,10 +23,10 @@ class Waited:
         self.ns = 0
 
 
-waited = Waited()
+waited = WaitClock()
 
 
-def wait_for(work: _Waits) -> None:
+def wait_for(work: _Waitable) -> None:
     """Wait for ``work``, and count how long."""
     start = perf_counter_ns()
     work.wait()

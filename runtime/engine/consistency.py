@@ -50,7 +50,7 @@ _LOCAL = (
 _Kind = tuple[tuple[str, ...], tuple[int, ...]]
 
 
-class _Probe(NamedTuple):
+class _GradientProbe(NamedTuple):
     """The largest element of a gradient right after backward: its position and its value then."""
 
     gradient: Tensor
@@ -79,7 +79,7 @@ class Agreement:
         self._frozen = {n: p for n, p in parameters.items() if not p.requires_grad}
         self._gradients = gradients
         self._steps = 0
-        self._probes: list[_Probe] = []
+        self._probes: list[_GradientProbe] = []
 
     def before_step(self, batch: Any, local: bool) -> None:
         """Run the checks if they are due before this step. All ranks call it.
@@ -115,12 +115,12 @@ class Agreement:
     def _is_time(steps: int) -> bool:
         return steps > 0 and (steps & (steps - 1) == 0 if steps < EVERY else steps % EVERY == 0)
 
-    def _probed(self) -> Iterator[_Probe]:
+    def _probed(self) -> Iterator[_GradientProbe]:
         held = [g for g in self._gradients.values() if g.numel()]
         for gradient in held[:: max(1, len(held) // _PROBES)][:_PROBES]:
             flat = gradient.reshape(-1)
             place = flat.abs().argmax()
-            yield _Probe(flat, place, flat[place].clone())
+            yield _GradientProbe(flat, place, flat[place].clone())
 
     def _check_scaling(self) -> None:
         """Raise :class:`AgreementError` if ranks scaled their gradients by different factors, each by its own norm;

@@ -223,7 +223,7 @@ class Loader:
                 collate_fn=_as_it_is,
                 **options,
             )
-        return DataLoader(self.dataset, batch_sampler=_Own(self), collate_fn=self._collate, **options)  # type: ignore[arg-type]
+        return DataLoader(self.dataset, batch_sampler=_OwnBatchSampler(self), collate_fn=self._collate, **options)  # type: ignore[arg-type]
 
 
 class StreamBatches(IterableDataset[Any]):
@@ -286,7 +286,7 @@ class StreamBatches(IterableDataset[Any]):
                 raise BatchError(f"the stream's length is {self.length}, and it gave {more} samples in epoch {epoch}")
 
 
-class _Own:
+class _OwnBatchSampler:
     """The loader's own samples as a batch sampler of torch's, from where it is when iteration starts."""
 
     def __init__(self, loader: Loader) -> None:

@@ -46,10 +46,10 @@ from runtime.program.precision import check_fp8, products_of
 from runtime.program.program import Program, RankProgram
 from runtime.state import loss as norms
 from runtime.state.disk_offload import expect_on_disk, keep_on_disk
-from runtime.state.gradients import Gradients
+from runtime.state.gradients import RankGradients
 from runtime.state.host_offload import Copier, HostParameters
 from runtime.state.loss import Scale, StepLoss, scale_of
-from runtime.state.parameters import Masters, load_weights, names_read, parameters_of
+from runtime.state.parameters import MasterParameters, load_weights, names_read, parameters_of
 from runtime.state.sharded_parameters import ShardedParameters
 from runtime.state.weights import FileWeights, Source, is_weights, weights_of
 
@@ -129,7 +129,7 @@ class Engine:
         self._disk = disk_for(self.rank_program, plan, offload_folder)
         source = None if weights is None else weights_of(weights, names_read(program))
         copier = Copier(self.device)
-        self._masters = Masters(self.rank_program, source, self.device, copier, self._disk)
+        self._masters = MasterParameters(self.rank_program, source, self.device, copier, self._disk)
         self._shards = self._masters.shards
         if isinstance(source, FileWeights) and source is not weights:  # the caller's own stays open: others may read it
             source.close()
@@ -147,7 +147,7 @@ class Engine:
         self._optimizers = OptimizerCheck(mine, self._parameters, [] if self._nothing is None else [self._nothing])
         self._optimizers.attach(self)
         self._scale = scale_of(program, loss_scale)
-        self._gradients = Gradients(self.rank_program, self._shards, communicator, copier)
+        self._gradients = RankGradients(self.rank_program, self._shards, communicator, copier)
         self._agreement = Agreement(mine, self._parameters, self._gradients.owned, communicator)
         hosted = HostParameters(self.rank_program, self._masters.hosted, self._shards, sharded, copier)
         self._shards.update(hosted.whole)

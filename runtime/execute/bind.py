@@ -28,11 +28,19 @@ from passes.ir.model import Block, TensorSpec
 from passes.ir.rewrite import drop_unused
 from passes.ir.serialize import block_from_data, target_of
 from passes.ops.attention import band_of
-from passes.shard.differentiate import Differentiated, Piece, differentiate
-from runtime.comm.group import Communicator, Group, Pending
+from passes.shard.differentiate import Differentiated, JointSubgraph, differentiate
+from runtime.comm.group import Communicator, Pending, RankGroup
 from runtime.comm.torch_backend import give_back, share_memory
 from runtime.execute import collective_ops
-from runtime.execute.codegen import Alias, Binding, Compiled, Constant, Direct, Started, compile_graph
+from runtime.execute.codegen import (
+    AliasBinding,
+    AsyncBinding,
+    Binding,
+    Compiled,
+    ConstantBinding,
+    DirectBinding,
+    compile_graph,
+)
 from runtime.execute.collective_ops import ContextAttention
 from runtime.execute.torch_compile import Segment, backend_of, fuse, one_thread
 from runtime.files import write_bytes
@@ -65,12 +73,16 @@ class SharedDerivatives:
 
 def _to_data(made: Differentiated) -> dict[str, Any]:
     values = {f.name: getattr(made, f.name) for f in fields(made)}
-    pieces = {n: (list(_nodes(v.graph)), v.inputs, v.outputs) for n, v in values.items() if isinstance(v, Piece)}
+    pieces = {
+        n: (list(_nodes(v.graph)), v.inputs, v.outputs) for n, v in values.items() if isinstance(v, JointSubgraph)
+    }
     return {"pieces": pieces, "values": {n: v for n, v in values.items() if n not in pieces}}
 
 
 def _from_data(data: dict[str, Any]) -> Differentiated:
-    pieces: dict[str, Any] = {name: Piece(_graph(nodes), *named) for name, (nodes, *named) in data["pieces"].items()}
+    pieces: dict[str, Any] = {
+        name: JointSubgraph(_graph(nodes), *named) for name, (nodes, *named) in data["pieces"].items()
+    }
     return Differentiated(**pieces, **data["values"])
 
 
@@ -103,7 +115,7 @@ def _graph(nodes: list[tuple[Any, ...]]) -> fx.Graph:
     return graph
 
 
-class Needs(NamedTuple):
+class GradientNeeds(NamedTuple):
     """What a call must give gradients of: its inputs, its states, from those of its outputs.
 
     ``slim``: without keeping its block's scores.
@@ -115,14 +127,14 @@ class Needs(NamedTuple):
     slim: bool = False
 
 
-def gradient_needs(program: Program, call: CallData, slim: bool = False) -> Needs | None:
+def gradient_needs(program: Program, call: CallData, slim: bool = False) -> GradientNeeds | None:
     """What the backward of ``call`` computes; ``None`` if it has none."""
     outputs = tuple(program.values[v].requires_grad for v in call.outputs)
     if program.objective != "train" or call.prologue or not any(outputs):
         return None
     inputs = tuple(program.values[v].requires_grad for v in call.inputs)
     states = tuple(program.states[s].requires_grad for s in call.states)
-    return Needs(inputs, states, outputs, slim) if any(inputs) or any(states) else None
+    return GradientNeeds(inputs, states, outputs, slim) if any(inputs) or any(states) else None
 
 
 class Library:
@@ -138,9 +150,9 @@ class Library:
         self._shared = None if shared is None else SharedDerivatives(shared)
         self.device = device
         self.backend = backend_of(compile, device)
-        self._segments: dict[tuple[str, Needs | None, str, int], Segment] = {}
+        self._segments: dict[tuple[str, GradientNeeds | None, str, int], Segment] = {}
         self._blocks: dict[str, Block] = {}
-        self._derivatives: dict[tuple[str, Needs], Differentiated] = {}
+        self._derivatives: dict[tuple[str, GradientNeeds], Differentiated] = {}
 
     def block(self, name: str) -> Block:
         with one_thread:
@@ -149,7 +161,7 @@ class Library:
                 self._blocks[name] = block_from_data(name, data.nodes, data.states, data.inputs)
             return self._blocks[name]
 
-    def differentiated(self, name: str, needs: Needs) -> Differentiated:
+    def differentiated(self, name: str, needs: GradientNeeds) -> Differentiated:
         with one_thread:
             key = name, needs
             if key not in self._derivatives:
@@ -161,7 +173,7 @@ class Library:
                 self._derivatives[key] = make() if shared is None else shared.get((*key, str(self.device)), make)
             return self._derivatives[key]
 
-    def fused(self, graph: fx.Graph, num_sinks: int, name: str, needs: Needs | None, kind: str) -> fx.Graph:
+    def fused(self, graph: fx.Graph, num_sinks: int, name: str, needs: GradientNeeds | None, kind: str) -> fx.Graph:
         """``graph`` with its operators compiled, if that was asked for; once for all calls of a block."""
         if self.backend is None:
             return graph
@@ -177,7 +189,7 @@ class Library:
             return fuse(graph, num_sinks, self.device, made)
 
 
-class Moment:
+class CurrentMicrobatch:
     """Which microbatch runs now: the one thing about a run that a graph can ask for (``axis_index`` of ``data``)."""
 
     def __init__(self, share: range, device: torch.device) -> None:
@@ -195,8 +207,8 @@ class Binder:
         self.rank = rank
         self.library = library
         self.communicator = communicator
-        self.moment = Moment(rank.share, library.device)
-        self._compiled: dict[tuple[str, Needs | None, str], Compiled] = {}
+        self.moment = CurrentMicrobatch(rank.share, library.device)
+        self._compiled: dict[tuple[str, GradientNeeds | None, str], Compiled] = {}
 
     @property
     def compiled(self) -> list[Compiled]:
@@ -206,7 +218,7 @@ class Binder:
         """``(*states, *inputs) -> outputs``, where no backward follows."""
         return self._once(name, None, "forward", lambda: (_dense(self.library.block(name).graph), 0))
 
-    def piece(self, name: str, needs: Needs, kind: str) -> Compiled:
+    def piece(self, name: str, needs: GradientNeeds, kind: str) -> Compiled:
         """One of the functions of :class:`Differentiated`, or ``outputs`` and ``saved``: half of ``forward`` each.
 
         Gradients of states go to sinks.
@@ -214,7 +226,9 @@ class Binder:
         derived = self.library.differentiated(name, needs)
         return self._once(name, needs, kind, lambda: _PIECES[kind](derived))
 
-    def _once(self, name: str, needs: Needs | None, kind: str, make: Callable[[], tuple[fx.Graph, int]]) -> Compiled:
+    def _once(
+        self, name: str, needs: GradientNeeds | None, kind: str, make: Callable[[], tuple[fx.Graph, int]]
+    ) -> Compiled:
         key = name, needs, kind
         if key not in self._compiled:
             graph, num_sinks = make()
@@ -232,13 +246,13 @@ class Binder:
         if name == "axis_index":
             axis = node.args[0]
             if axis == "data":
-                return Direct(self.moment.data_index)
+                return DirectBinding(self.moment.data_index)
             assert isinstance(axis, str)
-            return Constant(torch.tensor(self.rank.coordinates[axis], device=self.library.device))
+            return ConstantBinding(torch.tensor(self.rank.coordinates[axis], device=self.library.device))
         arguments = _ARGUMENTS[name](*node.args[1:])
         group = self.communicator.group(self.rank.group(arguments.pop("axis")))
         if group.size == 1 and name not in ROUTED | CONTEXT:
-            return Alias()
+            return AliasBinding()
         binding = _BINDINGS[name](group, **arguments)
         return _in_place(node, binding) if name in CONTEXT else binding
 
@@ -268,20 +282,20 @@ _ARGUMENTS = {
 }
 
 
-def _gather(group: Group, dim: int, **_: Any) -> Binding:
+def _gather(group: RankGroup, dim: int, **_: Any) -> Binding:
     start = partial(_start_gather, group, dim)
-    return Started(start, start)
+    return AsyncBinding(start, start)
 
 
-def _start_gather(group: Group, dim: int, x: Tensor) -> Pending:
+def _start_gather(group: RankGroup, dim: int, x: Tensor) -> Pending:
     return group.all_gather(x, dim % x.dim())
 
 
-def _scatter(group: Group, dim: int, **_: Any) -> Binding:
+def _scatter(group: RankGroup, dim: int, **_: Any) -> Binding:
     def start(x: Tensor) -> Pending:
         return group.reduce_scatter(x, dim % x.dim())
 
-    return Started(start, partial(_spend, start))
+    return AsyncBinding(start, partial(_spend, start))
 
 
 class _Spending:
@@ -306,80 +320,80 @@ def _spend(start: Callable[[Tensor], Pending], x: Tensor) -> Pending:
     return _Spending(start(x), x)
 
 
-def _reduce(group: Group, **_: Any) -> Binding:
+def _reduce(group: RankGroup, **_: Any) -> Binding:
     return _reduction(group, False)
 
 
-def _reduce_max(group: Group, **_: Any) -> Binding:
+def _reduce_max(group: RankGroup, **_: Any) -> Binding:
     return _reduction(group, True)
 
 
-def _reduction(group: Group, maximum: bool) -> Binding:
+def _reduction(group: RankGroup, maximum: bool) -> Binding:
     def start(x: Tensor) -> Pending:
         return group.all_reduce(x.clone(memory_format=torch.contiguous_format), maximum)
 
     def start_in_place(x: Tensor) -> Pending:
         return group.all_reduce(x.contiguous(), maximum)
 
-    return Started(start, start_in_place)
+    return AsyncBinding(start, start_in_place)
 
 
-def _exchange(group: Group, split_dim: int, concat_dim: int, **_: Any) -> Binding:
+def _exchange(group: RankGroup, split_dim: int, concat_dim: int, **_: Any) -> Binding:
     def start(x: Tensor) -> Pending:
         return group.all_to_all(x, split_dim % x.dim(), concat_dim % x.dim())
 
-    return Started(start, partial(_spend, start))
+    return AsyncBinding(start, partial(_spend, start))
 
 
-def _route(group: Group, num_experts: int, **_: Any) -> Binding:
-    return Direct(partial(collective_ops.route, group, num_experts))
+def _route(group: RankGroup, num_experts: int, **_: Any) -> Binding:
+    return DirectBinding(partial(collective_ops.route, group, num_experts))
 
 
-def _dispatch(group: Group, **_: Any) -> Binding:
+def _dispatch(group: RankGroup, **_: Any) -> Binding:
     start = partial(collective_ops.dispatch, group)
-    return Started(start, start)
+    return AsyncBinding(start, start)
 
 
-def _combine(group: Group, **_: Any) -> Binding:
+def _combine(group: RankGroup, **_: Any) -> Binding:
     start = partial(collective_ops.combine, group)
-    return Started(start, start)
+    return AsyncBinding(start, start)
 
 
-def _attend(group: Group, before: int, after: int, **how: Any) -> Binding:
-    return Direct(_context(group, before, after, **how).forward)
+def _attend(group: RankGroup, before: int, after: int, **how: Any) -> Binding:
+    return DirectBinding(_context(group, before, after, **how).forward)
 
 
-def _attend_back(group: Group, before: int, after: int, **how: Any) -> Binding:
-    return Direct(_context(group, before, after, **how).backward)
+def _attend_back(group: RankGroup, before: int, after: int, **how: Any) -> Binding:
+    return DirectBinding(_context(group, before, after, **how).backward)
 
 
 def _context(
-    group: Group, before: int, after: int, scale: float | None, zigzag: bool, algorithm: str, **_: Any
+    group: RankGroup, before: int, after: int, scale: float | None, zigzag: bool, algorithm: str, **_: Any
 ) -> ContextAttention:
     return ContextAttention(group, band_of(before, after), scale, zigzag, algorithm)
 
 
 def _in_place(node: fx.Node, binding: Binding) -> Binding:
     """``binding`` with every operand in its place: a graph hands over a node that is read twice only once."""
-    assert isinstance(binding, Direct)
+    assert isinstance(binding, DirectBinding)
     given, function = node.all_input_nodes, binding.function
     places = [given.index(a) for a in node.args if isinstance(a, fx.Node)]
-    return Direct(lambda *operands: function(*(operands[i] for i in places)))
+    return DirectBinding(lambda *operands: function(*(operands[i] for i in places)))
 
 
-def _copy(group: Group, **_: Any) -> Binding:
-    return Alias()
+def _copy(group: RankGroup, **_: Any) -> Binding:
+    return AliasBinding()
 
 
-def _slice(group: Group, dim: int, **_: Any) -> Binding:
+def _slice(group: RankGroup, dim: int, **_: Any) -> Binding:
     def take(x: Tensor) -> Tensor:
         length = x.shape[dim] // group.size
         return x.narrow(dim, group.index * length, length).contiguous()  # as its meta value is
 
-    return Direct(take)
+    return DirectBinding(take)
 
 
-def _pad(group: Group, dim: int, **_: Any) -> Binding:
+def _pad(group: RankGroup, dim: int, **_: Any) -> Binding:
     def pad(x: Tensor) -> Tensor:
         shape = list(x.shape)
         shape[dim] *= group.size
@@ -387,7 +401,7 @@ def _pad(group: Group, dim: int, **_: Any) -> Binding:
         whole.narrow(dim, group.index * x.shape[dim], x.shape[dim]).copy_(x)
         return whole
 
-    return Direct(pad)
+    return DirectBinding(pad)
 
 
 _BINDINGS: dict[str, Callable[..., Binding]] = {
@@ -425,11 +439,11 @@ def _dense(graph: fx.Graph) -> fx.Graph:
     return copied
 
 
-def _all(piece: Piece, num_sinks: int = 0) -> tuple[fx.Graph, int]:
+def _all(piece: JointSubgraph, num_sinks: int = 0) -> tuple[fx.Graph, int]:
     return piece.graph, num_sinks
 
 
-def _some(piece: Piece, start: int, stop: int | None) -> tuple[fx.Graph, int]:
+def _some(piece: JointSubgraph, start: int, stop: int | None) -> tuple[fx.Graph, int]:
     """The part of ``piece`` that makes some of its outputs."""
     graph = fx.Graph()
     outputs = graph.graph_copy(piece.graph, {})

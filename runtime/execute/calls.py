@@ -12,7 +12,7 @@ from passes.ir.serialize import dtype_of
 from runtime.execute.bind import Binder, gradient_needs
 from runtime.program.program import CallData, RankProgram
 from runtime.state.gradients import Sink
-from runtime.state.host_offload import Copier, Parked, address
+from runtime.state.host_offload import Copier, OffloadedActivations, address
 
 
 class Environment:
@@ -25,7 +25,7 @@ class Environment:
         self.gradients: list[dict[str, Tensor]] = [{} for _ in rank.share]
         self.saved: dict[tuple[int, int], list[Any]] = {}
         self.staying: dict[tuple[int, int], set[int]] = {}  # the memory that an OFFLOAD leaves where it is
-        self.parked: dict[tuple[int, int], Parked] = {}
+        self.parked: dict[tuple[int, int], OffloadedActivations] = {}
         self.copier = copier or Copier(device)
         self.seed: Tensor | None = None
         if program.objective == "train" and program.loss is not None:
@@ -149,7 +149,7 @@ class BoundCall:
         if self.has_backward:
             place = microbatch, self.index
             saved, stay = self.env.saved.pop(place), self.env.staying.pop(place)
-            self.env.parked[place] = Parked(saved, stay, self.env.copier)
+            self.env.parked[place] = OffloadedActivations(saved, stay, self.env.copier)
 
     def fetch(self, microbatch: int) -> None:
         """Start to bring it back."""

@@ -124,26 +124,26 @@ _LITERALS = (bool, int, str, type(None))
 
 
 @dataclass(frozen=True)
-class Alias:
+class AliasBinding:
     """The node's value is its operand: nothing is run."""
 
 
 @dataclass(frozen=True)
-class Constant:
+class ConstantBinding:
     """The node's value is known when the graph is bound."""
 
     value: Any
 
 
 @dataclass(frozen=True)
-class Direct:
+class DirectBinding:
     """The node runs ``function`` on its first operand (or on nothing, where it has no tensor operand)."""
 
     function: Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Started:
+class AsyncBinding:
     """The node starts ``function`` on its first operand; the result has a ``wait`` that gives the value.
 
     ``scratch``: instead of ``function`` where the operand is used nowhere else and may be overwritten.
@@ -153,7 +153,7 @@ class Started:
     scratch: Callable[..., Any]
 
 
-Binding = Alias | Constant | Direct | Started
+Binding = AliasBinding | ConstantBinding | DirectBinding | AsyncBinding
 
 
 @dataclass(frozen=True)
@@ -191,10 +191,10 @@ def compile_graph(
 ) -> Compiled:
     """Compile ``graph``. The last ``num_sinks`` outputs are not returned but handed to ``sinks``, as soon as they are
     known: ``sink.add(value)``; ``sink.addmm(a, b)`` and ``sink.sum(x, dims)`` where nothing else reads that value."""
-    return _Writer(graph, name, bindings, device, num_sinks).compile()
+    return _CodeWriter(graph, name, bindings, device, num_sinks).compile()
 
 
-class _Writer:
+class _CodeWriter:
     def __init__(
         self, graph: fx.Graph, name: str, bindings: Mapping[fx.Node, Binding], device: torch.device, num_sinks: int
     ) -> None:
@@ -208,9 +208,9 @@ class _Writer:
         self.returned, self.sunk = results[:split], results[split:]
         self.sums = {n: s for n in self.sunk if n is not None and self.sunk_only(n) and (s := summed(n)) is not None}
         # The sink sums up: to all others the summed value is the one before.
-        self.bindings = {**bindings, **{s: Alias() for n, s in self.sums.items() if s is not n}}
+        self.bindings = {**bindings, **{s: AliasBinding() for n, s in self.sums.items() if s is not n}}
         self.stacks, passed = self.grouped_sums()
-        self.bindings |= {n: Alias() for n in passed}
+        self.bindings |= {n: AliasBinding() for n in passed}
         self.num_sinks = num_sinks
         self.steps = overlapped([n for n in nodes if n.op == "call_function"], self.is_started)
         self.names: dict[fx.Node, str] = {}
@@ -243,7 +243,7 @@ class _Writer:
         return len(node.users) == 1 and node not in self.returned and self.sunk.count(node) <= 1
 
     def is_started(self, node: fx.Node) -> bool:
-        return isinstance(self.bindings.get(node), Started)
+        return isinstance(self.bindings.get(node), AsyncBinding)
 
     def compile(self) -> Compiled:
         sinks = self.sinks()
@@ -278,7 +278,7 @@ class _Writer:
 
     def source(self, node: fx.Node) -> fx.Node:
         """The node that ``node``'s value stands under: itself, unless it is an alias."""
-        while isinstance(self.bindings.get(node), Alias):
+        while isinstance(self.bindings.get(node), AliasBinding):
             node = node.all_input_nodes[0]
         return node
 
@@ -300,13 +300,15 @@ class _Writer:
         kept = {self.source(n) for n in self.returned if n is not None}
         uses: dict[int, list[fx.Node]] = {}
         for node, index in last.items():
-            if node not in kept and not isinstance(self.bindings.get(node), Constant):
+            if node not in kept and not isinstance(self.bindings.get(node), ConstantBinding):
                 uses.setdefault(index, []).append(node)
         return uses
 
     def overwritable(self) -> set[fx.Node]:
         """The collectives whose operand is made here and used by nothing else: it may be overwritten."""
-        family = families(self.graph, lambda n: aliases(n) or isinstance(self.bindings.get(n), Alias | Direct))
+        family = families(
+            self.graph, lambda n: aliases(n) or isinstance(self.bindings.get(n), AliasBinding | DirectBinding)
+        )
         members: dict[fx.Node, list[fx.Node]] = {}
         for node, head in family.items():
             members.setdefault(head, []).append(node)
@@ -325,15 +327,15 @@ class _Writer:
         return found
 
     def is_constant(self, node: fx.Node) -> bool:
-        return isinstance(self.bindings.get(node), Constant)
+        return isinstance(self.bindings.get(node), ConstantBinding)
 
     def step(self, node: fx.Node, wait: bool, sinks: Mapping[fx.Node, list[int]], overwritable: set[fx.Node]) -> None:
         binding = self.bindings.get(node)
         if wait:
             self.line(f"{self.names[node]} = {self.names[node]}.wait()", node)
-        elif isinstance(binding, Alias):
+        elif isinstance(binding, AliasBinding):
             return
-        elif isinstance(binding, Constant):
+        elif isinstance(binding, ConstantBinding):
             self.names[node] = self.constant(binding.value)
         elif sinks.get(node) and self.product(node, sinks[node]):
             return
@@ -347,9 +349,9 @@ class _Writer:
     def expression(self, node: fx.Node, binding: Binding | None, overwritable: set[fx.Node]) -> str:
         if node.target is operator.getitem:
             return f"{self.render(node.args[0])}[{node.args[1]!r}]"
-        if isinstance(binding, Direct | Started):
+        if isinstance(binding, DirectBinding | AsyncBinding):
             function = binding.function
-            if isinstance(binding, Started) and node in overwritable:
+            if isinstance(binding, AsyncBinding) and node in overwritable:
                 function = binding.scratch
             operands = ", ".join(self.render(o) for o in node.all_input_nodes)
             return f"{self.constant(function, node)}({operands})"

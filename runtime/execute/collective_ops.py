@@ -24,9 +24,9 @@ from torch import Tensor
 
 from passes.ops.attention import (
     Attention,
+    AttentionGradients,
     Band,
-    Gradients,
-    Part,
+    PositionRange,
     Tile,
     by_position,
     parts_of,
@@ -34,7 +34,7 @@ from passes.ops.attention import (
     ring_tiles,
     tiles_of,
 )
-from runtime.comm.group import Group, Pending
+from runtime.comm.group import Pending, RankGroup
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ContextAttention:
     """One rank's side of it. Queries ``[b, h, s/n, d]``, keys and values ``[b, kv, t/n, d]``; ``band`` and positions
     are those of the whole sequence, of which each rank has a consecutive part or a ``zigzag`` one."""
 
-    group: Group
+    group: RankGroup
     band: Band
     scale: float | None
     zigzag: bool
@@ -63,7 +63,7 @@ class ContextAttention:
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of this rank's queries, keys and values."""
-        found = Gradients(grad, q, out, lse, self.band, self.scale)
+        found = AttentionGradients(grad, q, out, lse, self.band, self.scale)
         if self.algorithm == "ring":
             of_k, of_v = self._ring_backward(found, k, v)
         else:
@@ -79,9 +79,9 @@ class ContextAttention:
 
     def _all_tiles(self, q: Tensor, k: Tensor) -> tuple[Tile, ...]:
         whole = k.shape[-2] * self.group.size
-        return tiles_of(self._parts(q.shape[-2], self.group.index), (Part(0, whole, 0),), self.band)
+        return tiles_of(self._parts(q.shape[-2], self.group.index), (PositionRange(0, whole, 0),), self.band)
 
-    def _parts(self, length: int, rank: int) -> tuple[Part, ...]:
+    def _parts(self, length: int, rank: int) -> tuple[PositionRange, ...]:
         return parts_of(length, self.group.size, rank, self.zigzag)
 
     def _gathered(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,7 +93,7 @@ class ContextAttention:
             torch.cat([by_rank[r][i].narrow(-2, p.start, p.length) for r, p in order], -2) for i in range(2)
         )
 
-    def _order(self, length: int) -> list[tuple[int, Part]]:
+    def _order(self, length: int) -> list[tuple[int, PositionRange]]:
         """Rank and part, in the order of the sequence."""
         parts = [(r, part) for r in range(self.group.size) for part in self._parts(length, r)]
         return sorted(parts, key=lambda p: p[1].place)
@@ -128,7 +128,7 @@ class ContextAttention:
                 travelling = under_way.wait()
                 k, v = _unpacked(travelling, k, v)
 
-    def _ring_backward(self, found: Gradients, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _ring_backward(self, found: AttentionGradients, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         steps = self._steps(found.q, k)
         travelling = _packed(k, v) if len(steps) > 1 else k
         behind: Pending | None = None  # the gradients that the rank before has added to
@@ -173,7 +173,7 @@ def _unpacked(row: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return of_k.view(k.shape), of_v.view(v.shape)
 
 
-def route(group: Group, num_experts: int, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def route(group: RankGroup, num_experts: int, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """``experts`` ``[n]``: of each row, counted over all ranks.
 
     Returns the order ``[n]`` of rows by expert; how many rows go to each rank and come from each, ``[2, ranks]`` on the
@@ -192,19 +192,19 @@ def route(group: Group, num_experts: int, experts: Tensor) -> tuple[Tensor, Tens
     return order, counts, mine - group.index * own
 
 
-def dispatch(group: Group, x: Tensor, order: Tensor, counts: Tensor, experts: Tensor) -> Pending:
+def dispatch(group: RankGroup, x: Tensor, order: Tensor, counts: Tensor, experts: Tensor) -> Pending:
     """Start to send the rows of ``x`` to the ranks of their experts."""
     sends, receives = counts.tolist()
     return group.exchange_rows(x.index_select(0, order), sends, receives)
 
 
-def combine(group: Group, x: Tensor, order: Tensor, counts: Tensor, experts: Tensor) -> Pending:
+def combine(group: RankGroup, x: Tensor, order: Tensor, counts: Tensor, experts: Tensor) -> Pending:
     """Start to bring the rows of ``x`` back to where they came from."""
     sends, receives = counts.tolist()
-    return _Returning(group.exchange_rows(x, receives, sends), order)
+    return _PendingReturn(group.exchange_rows(x, receives, sends), order)
 
 
-class _Returning:
+class _PendingReturn:
     """Rows under way, and the places that they are to have."""
 
     __slots__ = ("order", "pending")

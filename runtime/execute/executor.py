@@ -21,13 +21,21 @@ from runtime.execute.bind import Binder, Library
 from runtime.execute.calls import BoundCall, Environment
 from runtime.execute.failures import failure_of
 from runtime.execute.flight_recorder import Recorder
-from runtime.execute.transfers import RECEIVING, Receive, Sender, Slot, arrivals, early_starts, slots_read
+from runtime.execute.transfers import (
+    RECEIVING,
+    PendingReceive,
+    Slot,
+    TransferSender,
+    arrivals,
+    early_starts,
+    slots_read,
+)
 from runtime.program.instructions import Instruction
 from runtime.program.program import InputData, RankProgram
 from runtime.program.sharded_buckets import states_read
 from runtime.program.state_bytes import staying_values
-from runtime.state.buffer_updates import Updates
-from runtime.state.gradients import Gradients
+from runtime.state.buffer_updates import BufferUpdates
+from runtime.state.gradients import RankGradients
 from runtime.state.host_offload import Copier, HostParameters
 from runtime.state.loss import LossSum
 from runtime.state.sharded_parameters import ShardedParameters
@@ -50,7 +58,7 @@ class Executor:
         self,
         rank: RankProgram,
         states: Mapping[str, Tensor],
-        gradients: Gradients,
+        gradients: RankGradients,
         communicator: Communicator,
         library: Library,
         keep: bool = False,
@@ -65,9 +73,9 @@ class Executor:
         self.gathered = {} if sharded is None else sharded.buckets
         self.binder = Binder(rank, library, communicator)
         self.hosted = hosted
-        self.updates = Updates(rank, states, communicator)
+        self.updates = BufferUpdates(rank, states, communicator)
         self.env = Environment(rank, library.device, copier)
-        self.sender = Sender(rank, self.env, communicator)
+        self.sender = TransferSender(rank, self.env, communicator)
         self.outputs: dict[str, dict[int, Tensor]] = {}
         self.totals: dict[str, Tensor] = {}
         self._inputs: Mapping[str, Tensor] = {}
@@ -183,9 +191,9 @@ class Executor:
     def _arrives(self, instruction: Instruction) -> bool:
         return instruction.op in RECEIVING and instruction.peer != self.rank.stage_index
 
-    def _receive(self, instruction: Instruction) -> Receive:
+    def _receive(self, instruction: Instruction) -> PendingReceive:
         place = self._place if instruction.op == "RECV_F" else self.env.add_gradient
-        return Receive(instruction, self.rank, self.communicator, place)
+        return PendingReceive(instruction, self.rank, self.communicator, place)
 
     # What happens to values as they are made.
 

@@ -40,7 +40,7 @@ _SLOT_HEAD = 4
 
 
 @dataclass(frozen=True)
-class Spot:
+class InstructionSpot:
     """An instruction, and where in the model it is: the calls that it runs, and the source line where they start."""
 
     text: str
@@ -53,7 +53,7 @@ class Spot:
 
 
 @dataclass(frozen=True)
-class About:
+class RecorderHeader:
     """What a recorder's numbers mean. ``actions[k]``: the instruction that the ``k``-th action belongs to; its last one
     is the end of the step. ``clock_s``: what to add to the host's clock for the time of day, which hosts share.
     ``places``: see :attr:`runtime.program.program.RankProgram.places`."""
@@ -64,13 +64,13 @@ class About:
     pid: int
     host: str
     actions: tuple[int, ...]
-    spots: tuple[Spot, ...]
+    spots: tuple[InstructionSpot, ...]
     clock_s: float
     places: tuple[int, ...] = ()
 
     @classmethod
-    def from_data(cls, data: dict[str, Any]) -> About:
-        spots = tuple(Spot(**{**s, "values": tuple(s["values"])}) for s in data["spots"])
+    def from_data(cls, data: dict[str, Any]) -> RecorderHeader:
+        spots = tuple(InstructionSpot(**{**s, "values": tuple(s["values"])}) for s in data["spots"])
         return cls(**{**data, "actions": tuple(data["actions"]), "spots": spots, "places": tuple(data["places"])})
 
 
@@ -82,7 +82,7 @@ class Recorder:
         self.path = folder / f"rank-{rank.rank}.times"
         self.room = _SLOT_HEAD + 2 * len(actions)
         self._slot = _HEAD
-        about = About(
+        about = RecorderHeader(
             rank=rank.rank,
             world_size=rank.program.world_size,
             stage=rank.stage_index,
@@ -135,7 +135,7 @@ class Recorder:
         self.times[PHASE], self.times[MOVED] = PHASES.index(phase), time.monotonic_ns()
 
 
-def spots_of(rank: RankProgram) -> Iterator[Spot]:
+def spots_of(rank: RankProgram) -> Iterator[InstructionSpot]:
     """Each instruction of ``rank``, and the place in the model that it starts at."""
     stage, blocks = rank.stage, rank.program.blocks
     sources = {name: _first_source(block.nodes) for name, block in blocks.items()}
@@ -147,7 +147,7 @@ def spots_of(rank: RankProgram) -> Iterator[Spot]:
             calls = calls[::-1]
         paths = [c.path or c.block for c in calls]
         names = paths[0] if len(paths) == 1 else f"{paths[0]} to {paths[-1]}" if paths else ""
-        yield Spot(
+        yield InstructionSpot(
             text=str(i),
             op=i.word,
             microbatch=i.microbatch,
@@ -163,7 +163,7 @@ def _first_source(nodes: Sequence[dict[str, Any]]) -> str:
 
 
 @dataclass(frozen=True)
-class Moment:
+class RecordedMoment:
     """Where a rank is. ``action`` counts from 0, -1 outside of a step; times in nanoseconds of the host's clock."""
 
     step: int
@@ -177,7 +177,7 @@ class Recording:
     """Reads what a :class:`Recorder` writes, at any time. Raises ``OSError`` where there is no such file yet."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self.about = About.from_data(json.loads((folder / f"rank-{rank}.json").read_text()))
+        self.about = RecorderHeader.from_data(json.loads((folder / f"rank-{rank}.json").read_text()))
         self.path = folder / f"rank-{rank}.times"
         self.room = _SLOT_HEAD + 2 * len(self.about.actions)
 
@@ -188,16 +188,16 @@ class Recording:
         start = _HEAD + (step % _SLOTS) * self.room
         return numbers[start : start + self.room]
 
-    def moment(self) -> Moment:
+    def moment(self) -> RecordedMoment:
         numbers = self._numbers()
         phase, step = PHASES[numbers[PHASE]], numbers[STEP]
         if phase != "step":
-            return Moment(step, phase, -1, numbers[MOVED], numbers[BEAT])
+            return RecordedMoment(step, phase, -1, numbers[MOVED], numbers[BEAT])
         slot = self._slot(numbers, step)
         times, begun = slot[_SLOT_HEAD::2], slot[BEGUN]
         begun_actions = bisect_left(range(len(times)), True, key=lambda k: times[k] < begun)  # others are of old steps
         moved = times[begun_actions - 1] if begun_actions else begun
-        return Moment(step, phase, max(0, begun_actions - 1), max(moved, numbers[MOVED]), numbers[BEAT])
+        return RecordedMoment(step, phase, max(0, begun_actions - 1), max(moved, numbers[MOVED]), numbers[BEAT])
 
     def last_step(self) -> MeasuredStep | None:
         """The last whole step; ``None`` before there is one."""
@@ -215,7 +215,7 @@ class MeasuredStep:
     """One rank's step. ``starts[k]``: when action ``k`` began; ``waited[k]``: how long the rank had waited in its life
     until then. Both in nanoseconds, with one more entry for the end of the step."""
 
-    about: About
+    about: RecorderHeader
     step: int
     starts: tuple[int, ...]
     waited: tuple[int, ...]

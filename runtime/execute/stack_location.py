@@ -16,14 +16,14 @@ from torch import fx
 from runtime.comm.torch_backend import TorchCommunicator, TorchGroup, Transfer
 from runtime.execute.calls import BoundCall
 from runtime.execute.executor import Executor
-from runtime.execute.transfers import Receive, Sender
+from runtime.execute.transfers import PendingReceive, TransferSender
 from runtime.state.loss import LossSum
 
 _COMPILED = "<partition "  # prefix of the file names of code that runtime/execute/codegen.py compiles
 
 
 @dataclass(frozen=True)
-class Place:
+class RankLocation:
     """The position of a rank in its program.
 
     ``waits``: the ranks that it waits for; ``meeting``: the members of the collective that it is in. Both are empty if
@@ -42,11 +42,11 @@ class Place:
         return asdict(self)
 
     @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> Place:
+    def from_data(cls, data: Mapping[str, Any]) -> RankLocation:
         return cls(**{**data, "waits": tuple(data["waits"]), "meeting": tuple(data["meeting"])})
 
 
-def place_of(frames: Iterator[tuple[FrameType, int]], executor: Executor) -> Place:
+def place_of(frames: Iterator[tuple[FrameType, int]], executor: Executor) -> RankLocation:
     """The position of a rank from its stack ``frames``: pairs of frame and line number, the innermost first."""
     found: dict[str, Any] = {}
     files = {c.filename: c.nodes for c in executor.binder.compiled}
@@ -69,7 +69,7 @@ def place_of(frames: Iterator[tuple[FrameType, int]], executor: Executor) -> Pla
             found.setdefault("call", owner.call.path or owner.call.block)
         if isinstance(owner, Executor):
             break
-    return Place(**found)
+    return RankLocation(**found)
 
 
 def stack(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
@@ -112,7 +112,7 @@ def _members(group: TorchGroup, executor: Executor) -> dict[str, tuple[int, ...]
     return {"waits": tuple(r for r in members if r != communicator.rank), "meeting": members}
 
 
-def _receive(receive: Receive, names: _Locals, executor: Executor) -> dict[str, tuple[int, ...]]:
+def _receive(receive: PendingReceive, names: _Locals, executor: Executor) -> dict[str, tuple[int, ...]]:
     return {"waits": (receive.source,)}
 
 
@@ -120,7 +120,7 @@ def _peer(communicator: TorchCommunicator, names: _Locals, executor: Executor) -
     return {"waits": (names["peer"],)}
 
 
-def _send(sender: Sender, names: _Locals, executor: Executor) -> dict[str, tuple[int, ...]]:
+def _send(sender: TransferSender, names: _Locals, executor: Executor) -> dict[str, tuple[int, ...]]:
     """The receiver of the queue of sends that ``sender`` waits for; a Gloo send ends when the receiver has read it."""
     queue = names.get("under_way")
     stages = [stage for (stage, _), waiting in sender._under_way.items() if waiting is queue]
@@ -133,10 +133,10 @@ def _loss(loss: LossSum, names: _Locals, executor: Executor) -> dict[str, tuple[
 
 _WAITING: dict[tuple[type, str], Callable[[Any, _Locals, Executor], dict[str, tuple[int, ...]]]] = {
     (Transfer, "wait"): _collective,
-    (Receive, "finish"): _receive,
+    (PendingReceive, "finish"): _receive,
     (TorchCommunicator, "send"): _peer,
     (TorchCommunicator, "recv"): _peer,
-    (Sender, "release"): _send,
-    (Sender, "finish"): _send,
+    (TransferSender, "release"): _send,
+    (TransferSender, "finish"): _send,
     (LossSum, "finish"): _loss,
 }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from passes.ir.serialize import dtype_of
-from runtime.comm.group import Communicator, Work
+from runtime.comm.group import Communicator, TransferHandle
 from runtime.comm.wait_clock import wait_for
 from runtime.execute.calls import Environment
 from runtime.program.instructions import Instruction, Instructions
@@ -23,7 +23,7 @@ Slot = tuple[str, int, str]  # "F" (a value) or "B" (its gradient), microbatch, 
 Direction = tuple[int, str]  # a stage, and the channel to it
 
 
-class Receive:
+class PendingReceive:
     """One RECV_F or RECV_B: ``start`` posts its buffers, ``finish`` waits and puts the tensors where they belong."""
 
     def __init__(
@@ -44,7 +44,7 @@ class Receive:
         specs = [rank.program.values[v] for v in self.values]
         self.specs = [(s.shape, dtype_of(s.dtype)) for s in specs]
         self.device = communicator.device
-        self.under_way: list[tuple[str, Tensor, Work]] = []
+        self.under_way: list[tuple[str, Tensor, TransferHandle]] = []
 
     @property
     def slots(self) -> list[Slot]:
@@ -63,14 +63,14 @@ class Receive:
             self.place(self.microbatch, value, buffer)
 
 
-class Sender:
+class TransferSender:
     """Starts transfers and keeps what is sent until it has arrived."""
 
     def __init__(self, rank: RankProgram, env: Environment, communicator: Communicator) -> None:
         self.rank = rank
         self.env = env
         self.communicator = communicator
-        self._under_way: dict[Direction, deque[tuple[Work, Tensor]]] = {}
+        self._under_way: dict[Direction, deque[tuple[TransferHandle, Tensor]]] = {}
         self._released: dict[Direction, int] = {}
 
     def action(self, instruction: Instruction) -> Callable[[], None]:

@@ -21,7 +21,7 @@ from runtime.engine.defaults import one_step_folder
 from runtime.engine.engine import Engine
 from runtime.errors import Failure, InstructionError, LaunchError, RankError
 from runtime.execute.bind import Library
-from runtime.launch.process_pool import LocalRanks, Part, Run, joined, part_of, run_program, unread_gradients
+from runtime.launch.process_pool import LocalRanks, RankResults, Run, joined, part_of, run_program, unread_gradients
 from runtime.program.load import placement_of, program_of
 from runtime.program.precision import with_precision
 from runtime.program.program import Program
@@ -82,7 +82,7 @@ def run_local(
         ]
         arguments = (*map(str, files), results, placement_of(plan), seed, outputs, grads, str(folder / "watch"))
         pool.call(run_program, *arguments, timeout=timeout, watch=Monitor(folder / "watch", timeout))
-        parts = [Part(rank, **torch.load(path, weights_only=True)) for rank, path in enumerate(results)]
+        parts = [RankResults(rank, **torch.load(path, weights_only=True)) for rank, path in enumerate(results)]
     return joined(program, parts, _unread(program, model))
 
 
@@ -112,7 +112,7 @@ def run_threads(
     batch = batch_by_path(program, inputs)
     world = ThreadWorld(program.world_size, device, timeout)
     library = Library(program, world.device)
-    parts: dict[int, Part] = {}
+    parts: dict[int, RankResults] = {}
     failures: list[Failure] = []
 
     def work(rank: int) -> None:

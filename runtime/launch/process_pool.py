@@ -53,7 +53,7 @@ from runtime.watch.watchdog import Watch
 
 
 @dataclass(frozen=True)
-class Part:
+class RankResults:
     """One rank's share of the results: what no other rank gives as well."""
 
     rank: int
@@ -78,7 +78,7 @@ class Run:
     buffers: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
 
-def part_of(engine: Engine, outputs: bool = True, grads: bool = True) -> Part:
+def part_of(engine: Engine, outputs: bool = True, grads: bool = True) -> RankResults:
     """What ``engine``'s rank contributes after a step; replicas contribute once."""
     rank = engine.rank_program
     program, at = rank.program, rank.coordinates
@@ -100,10 +100,10 @@ def part_of(engine: Engine, outputs: bool = True, grads: bool = True) -> Part:
     }
     held = engine.state_dict()
     buffers = {name: held[name].clone() for name in updated_states(program) if name in mine}
-    return Part(rank.rank, engine.loss, made, shards, buffers)
+    return RankResults(rank.rank, engine.loss, made, shards, buffers)
 
 
-def joined(program: Program, parts: Sequence[Part], extra: Mapping[str, Tensor] | None = None) -> Run:
+def joined(program: Program, parts: Sequence[RankResults], extra: Mapping[str, Tensor] | None = None) -> Run:
     """The whole results. ``extra``: gradients of parameters that the program computes none of."""
     by_rank = {p.rank: p for p in parts}
     leaves = {o.path: _leaf(program, o, by_rank) for o in program.outputs}
@@ -132,7 +132,7 @@ def _whole(program: Program, state: str, held: Mapping[int, Tensor]) -> Tensor:
     return join_shards([join_shards([*h], by_tensor) if each > 1 else h[0] for h in of_experts], by_expert)
 
 
-def _leaf(program: Program, output: OutputData, parts: Mapping[int, Part]) -> Any:
+def _leaf(program: Program, output: OutputData, parts: Mapping[int, RankResults]) -> Any:
     """One leaf of the model's result: shards joined over ``tp``, then ``cp``, then over ``dp`` and microbatches."""
     if output.value is None:
         return output.constant

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from runtime.engine.engine import Engine
-from runtime.execute.transfers import SENDING, Receive
+from runtime.execute.transfers import SENDING, PendingReceive
 from runtime.program.simulate import COMPUTE
 
 _MEETING = frozenset({"TOTAL", "SYNC", "UPDATE", "STEP"})
@@ -126,7 +126,7 @@ def timed(engine: Engine) -> Iterator[Times]:
             changed.append((index, computes(action, index)))
         elif op in _MEETING:
             changed.append((index, waits(action, None)))
-        elif getattr(action, "__func__", None) is Receive.finish:
+        elif getattr(action, "__func__", None) is PendingReceive.finish:
             changed.append((index, waits(action, way)))
         else:
             changed.append((index, posts(action, index, way if op in SENDING else None)))

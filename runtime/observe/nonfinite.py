@@ -22,7 +22,7 @@ from runtime.comm.group import Communicator, all_ranks
 from runtime.engine.batches import batch_values, own_values
 from runtime.engine.engine import Engine
 from runtime.errors import Failure, InstructionError
-from runtime.observe.operator_probe import Operation, probed
+from runtime.observe.operator_probe import ProbedOperation, probed
 
 KIND = "NonFinite"
 
@@ -32,7 +32,7 @@ class NonFiniteError(InstructionError):
 
 
 @dataclass(frozen=True)
-class Origin:
+class NonFiniteOrigin:
     """An operator that made the first NaN, or infinity, of its rank."""
 
     at: float
@@ -69,7 +69,7 @@ def find_nonfinite(engine: Engine, batch: Any, local: bool = False) -> Failure:
     are, the gradients are those of ``batch`` again."""
     told = _of_all(engine, _given(engine, batch, local))  # one rank's own shard or samples may have it
     if not told:
-        found = _Finder(engine.communicator.rank)
+        found = _NonFiniteFinder(engine.communicator.rank)
         with _again(engine), probed(engine, found.see):
             engine.step(batch, local=local)
         told = _of_all(engine, found.origins())
@@ -92,18 +92,18 @@ def _again(engine: Engine) -> Iterator[None]:
             residuals[place].copy_(residual)
 
 
-class _Finder:
+class _NonFiniteFinder:
     """Notes the first NaN and the first infinity that this rank makes."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.nan: Origin | None = None
-        self.infinity: Origin | None = None
+        self.nan: NonFiniteOrigin | None = None
+        self.infinity: NonFiniteOrigin | None = None
 
-    def origins(self) -> list[Origin]:
+    def origins(self) -> list[NonFiniteOrigin]:
         return [o for o in (self.nan, self.infinity) if o is not None]
 
-    def see(self, operation: Operation) -> None:
+    def see(self, operation: ProbedOperation) -> None:
         if self.nan is not None:
             return
         made = [_marks(x) for x in operation.outputs]
@@ -118,9 +118,9 @@ class _Finder:
         elif self.infinity is None and not had_infinity and not _asked_for(operation):
             self.infinity = self._origin(operation, False, False)
 
-    def _origin(self, operation: Operation, is_nan: bool, from_infinity: bool) -> Origin:
+    def _origin(self, operation: ProbedOperation, is_nan: bool, from_infinity: bool) -> NonFiniteOrigin:
         place = operation.place()
-        return Origin(
+        return NonFiniteOrigin(
             at=time.monotonic(),
             rank=self.rank,
             index=operation.index,
@@ -144,12 +144,12 @@ def _marks(x: Tensor) -> tuple[bool, bool]:
     return bool(torch.isnan(x).any()), bool(torch.isinf(x).any())
 
 
-def _asked_for(operation: Operation) -> bool:
+def _asked_for(operation: ProbedOperation) -> bool:
     """Whether an infinity was given as a number: ``masked_fill(mask, -inf)``."""
     return any(isinstance(s, float) and math.isinf(s) for s in operation.scalars)
 
 
-def _given(engine: Engine, batch: Any, local: bool) -> list[Origin]:
+def _given(engine: Engine, batch: Any, local: bool) -> list[NonFiniteOrigin]:
     """What is not a number before the step begins: a parameter, an input."""
     inputs = own_values(engine.program, engine.share, batch, True) if local else batch_values(engine.program, batch)
     tensors: Mapping[str, Tensor] = {
@@ -160,10 +160,10 @@ def _given(engine: Engine, batch: Any, local: bool) -> list[Origin]:
     if not names:
         return []
     what = f"{names[0]} holds a NaN before the step" + (f", as do {len(names) - 1} more" if len(names) > 1 else "")
-    return [Origin(0.0, engine.communicator.rank, None, "before the step", "", "", "", "", what, True)]
+    return [NonFiniteOrigin(0.0, engine.communicator.rank, None, "before the step", "", "", "", "", what, True)]
 
 
-def _failure(origins: list[Origin], step: int) -> Failure:
+def _failure(origins: list[NonFiniteOrigin], step: int) -> Failure:
     nans = sorted((o for o in origins if o.is_nan), key=lambda o: (o.at, o.rank))
     infinities = sorted((o for o in origins if not o.is_nan), key=lambda o: (o.at, o.rank))
     if not nans and not infinities:
@@ -191,9 +191,11 @@ def _failure(origins: list[Origin], step: int) -> Failure:
     )
 
 
-def _of_all(engine: Engine, seen: list[Origin]) -> list[Origin]:
+def _of_all(engine: Engine, seen: list[NonFiniteOrigin]) -> list[NonFiniteOrigin]:
     """What all ranks have seen, on all ranks."""
-    return [Origin(**data) for found in _exchange(engine, json.dumps([asdict(o) for o in seen])) for data in found]
+    return [
+        NonFiniteOrigin(**data) for found in _exchange(engine, json.dumps([asdict(o) for o in seen])) for data in found
+    ]
 
 
 def _exchange(engine: Engine, text: str) -> list[Any]:

@@ -34,11 +34,11 @@ from runtime.errors import LaunchError
 from runtime.execute import transfers
 from runtime.execute.executor import Executor
 from runtime.execute.failures import instruction_text
-from runtime.execute.stack_location import Place, place_of, stack
+from runtime.execute.stack_location import RankLocation, place_of, stack
 
 
 @dataclass(frozen=True)
-class Operation:
+class ProbedOperation:
     """One operator. ``inputs`` and ``outputs`` are its tensors; ``scalars`` what else it was given."""
 
     rank: int
@@ -46,7 +46,7 @@ class Operation:
     index: int  # of the instruction
     instruction: str
     operator: str
-    place: Callable[[], Place]  # looked up where it is asked for, while the operator runs
+    place: Callable[[], RankLocation]  # looked up where it is asked for, while the operator runs
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
     scalars: Sequence[Any]
@@ -57,8 +57,8 @@ _BUFFERS = tuple(module.__file__ for module in (torch_backend, thread_backend, t
 _PYTORCH = os.path.dirname(torch.__file__)
 
 
-class _Probe(TorchDispatchMode):
-    def __init__(self, engine: Engine, see: Callable[[Operation], None]) -> None:
+class _OperatorProbe(TorchDispatchMode):
+    def __init__(self, engine: Engine, see: Callable[[ProbedOperation], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.executor: Executor = engine._executor
         self.engine = engine
@@ -74,7 +74,7 @@ class _Probe(TorchDispatchMode):
         if _is_buffer(frame, func):
             return result
         given = pytree.tree_leaves((args, kwargs))
-        operation = Operation(
+        operation = ProbedOperation(
             rank=self.engine.communicator.rank,
             step=self.engine.steps + 1,
             index=self.index,
@@ -99,11 +99,11 @@ def _is_buffer(frame: FrameType | None, func: Any) -> bool:
 
 
 @contextmanager
-def probed(engine: Engine, see: Callable[[Operation], None]) -> Iterator[None]:
+def probed(engine: Engine, see: Callable[[ProbedOperation], None]) -> Iterator[None]:
     """Tell ``see`` of every operator of the steps of ``engine`` in the block."""
     executor = engine._executor
     plain = list(executor.actions)
-    probe = _Probe(engine, see)
+    probe = _OperatorProbe(engine, see)
 
     def within(index: int, action: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
@@ -141,15 +141,15 @@ def record_hashes(engine: Engine, folder: str | Path) -> Iterator[None]:
     """
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    with (path / f"rank-{engine.communicator.rank}.hashes").open("w") as file, probed(engine, _Writer(file).see):
+    with (path / f"rank-{engine.communicator.rank}.hashes").open("w") as file, probed(engine, _HashWriter(file).see):
         yield
 
 
-class _Writer:
+class _HashWriter:
     def __init__(self, file: IO[str]) -> None:
         self.file = file
 
-    def see(self, operation: Operation) -> None:
+    def see(self, operation: ProbedOperation) -> None:
         place = operation.place()
         line = {
             "step": operation.step,

@@ -24,7 +24,7 @@ MEASURED = "measured"
 
 
 @dataclass(frozen=True)
-class Span:
+class TraceSpan:
     """One instruction of one rank, in seconds from the start of the step; ``waiting`` is a part of it."""
 
     rank: int
@@ -52,7 +52,7 @@ def measured_steps(folder: str | Path) -> list[MeasuredStep]:
     return found
 
 
-def spans_of(steps: Sequence[MeasuredStep]) -> list[Span]:
+def spans_of(steps: Sequence[MeasuredStep]) -> list[TraceSpan]:
     """All instructions of a step; what an instruction has begun and finishes later is of both."""
     begin = min(_wall(s, s.starts[0] * 1e-9) for s in steps)
     spans = []
@@ -62,7 +62,7 @@ def spans_of(steps: Sequence[MeasuredStep]) -> list[Span]:
             spot = about.spots[index] if index < len(about.spots) else None
             text, op = (spot.text, spot.op) if spot is not None else ("end", "END")
             first, last = _wall(step, start) - begin, _wall(step, end) - begin
-            spans.append(Span(about.rank, about.stage, index, text, op, first, last, waiting))
+            spans.append(TraceSpan(about.rank, about.stage, index, text, op, first, last, waiting))
     return spans
 
 
@@ -71,7 +71,7 @@ def _wall(step: MeasuredStep, seconds: float) -> float:
     return seconds + step.about.clock_s
 
 
-def events_of(spans: Iterable[Span], steps: Sequence[MeasuredStep], first_process: int = 0) -> list[Event]:
+def events_of(spans: Iterable[TraceSpan], steps: Sequence[MeasuredStep], first_process: int = 0) -> list[Event]:
     """The events of the measured step; process ``first_process + rank``."""
     events: list[Event] = []
     for step in steps:
@@ -90,12 +90,12 @@ def events_of(spans: Iterable[Span], steps: Sequence[MeasuredStep], first_proces
     return events + _flows(list(spans), steps, first_process)
 
 
-def _flows(spans: Sequence[Span], steps: Sequence[MeasuredStep], first_process: int) -> list[Event]:
+def _flows(spans: Sequence[TraceSpan], steps: Sequence[MeasuredStep], first_process: int) -> list[Event]:
     """From the start of each send to the end of its receive."""
     about = {s.about.rank: s.about for s in steps}
     stride = _stride(steps)
-    sends: dict[tuple[int, int, str, int | None, tuple[str, ...]], Span] = {}
-    receives: dict[tuple[int, int, str, int | None, tuple[str, ...]], Span] = {}
+    sends: dict[tuple[int, int, str, int | None, tuple[str, ...]], TraceSpan] = {}
+    receives: dict[tuple[int, int, str, int | None, tuple[str, ...]], TraceSpan] = {}
     for s in spans:
         spot = about[s.rank].spots[s.index] if s.index < len(about[s.rank].spots) else None
         if spot is None or spot.peer is None or spot.peer == s.stage:
@@ -148,13 +148,13 @@ def write_trace(path: str | Path, events: Sequence[Event]) -> Path:
     return write_text(Path(path), json.dumps({"traceEvents": list(events), "displayTimeUnit": "ms"}))
 
 
-def read_spans(path: str | Path) -> list[Span]:
+def read_spans(path: str | Path) -> list[TraceSpan]:
     """The measured step of a trace. Raises :class:`LaunchError` for a file that has none."""
     try:
         events = json.loads(Path(path).read_text())["traceEvents"]
         mine = [e for e in events if e.get("ph") == "X" and e.get("args", {}).get("kind") == MEASURED]
         spans = [
-            Span(
+            TraceSpan(
                 rank=(a := e["args"])["rank"],
                 stage=a["stage"],
                 index=a["index"],

@@ -19,7 +19,7 @@ from passes.ir.gradient_flow import GradientFlow, accumulated_in, gradient_flow,
 from passes.ir.model import Block, TensorSpec
 from passes.ir.serialize import GraphFormatError, block_from_data, dtype_of
 from passes.ir.verify import GraphError, check_block
-from passes.shard.differentiate import CollectiveUse, Differentiated, Joint, collectives_of, joint_of
+from passes.shard.differentiate import CollectiveUse, Differentiated, JointGraph, collectives_of, joint_of
 from runtime.program.buckets import Bucket
 from runtime.program.codecs import wire_share
 from runtime.program.instructions import Listing
@@ -350,6 +350,6 @@ def _differentiated(
 @lru_cache(maxsize=256)
 def _joint(
     nodes: str, name: str, states: tuple[str, ...], inputs: tuple[str, ...], fused: bool, *needs: Flags
-) -> Joint:
+) -> JointGraph:
     """The joint graph of forward and backward, traced once; it is cut with and without recomputation."""
     return joint_of(_block(nodes, name, states, inputs), torch.device("cpu"), *needs, fused=fused)

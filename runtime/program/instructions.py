@@ -220,7 +220,7 @@ def _further(instruction: Instruction, microbatches: int) -> Instruction:
 
 
 @dataclass(frozen=True)
-class Collective:
+class CollectiveEvent:
     """An operation of the group over ``axes``, or over the pipeline stages ``stages``.
 
     ``waits``: whether the rank stands still until all members have entered it. ``count``: so many in a row, entered one
@@ -237,7 +237,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Send:
+class SendEvent:
     direction: Literal["F", "B"]
     peer: int
     what: Hashable
@@ -245,7 +245,7 @@ class Send:
 
 
 @dataclass(frozen=True)
-class Receive:
+class ReceiveEvent:
     direction: Literal["F", "B"]
     peer: int
     what: Hashable
@@ -253,12 +253,12 @@ class Receive:
 
 
 @dataclass(frozen=True)
-class Finish:
+class FinishEvent:
     """Wait until everything that was started has ended; or, if given, what has this ``what``."""
 
     what: Hashable = None
 
 
-Event = Collective | Send | Receive | Finish
+Event = CollectiveEvent | SendEvent | ReceiveEvent | FinishEvent
 
 Trace = tuple[tuple[int, Event], ...]  # (index of the instruction, event)

@@ -9,7 +9,7 @@ from runtime.program.program import Program, RankProgram
 from runtime.program.sharded_buckets import rest_axes
 
 
-class Link(NamedTuple):
+class PipelineEdge(NamedTuple):
     """One direction of a pipeline edge: what ``source`` sends arrives at ``target`` in the same order."""
 
     source: int
@@ -93,7 +93,7 @@ def _shared(program: Program) -> set[tuple[int, ...]]:
     }
 
 
-def links_of(rank: RankProgram) -> list[Link]:
+def links_of(rank: RankProgram) -> list[PipelineEdge]:
     """The pipeline links that start or end at ``rank``, in an order that is the same on all ranks."""
     edges = loss_edges(rank.program) | {
         (stage, i.peer, i.op[-1])
@@ -101,4 +101,4 @@ def links_of(rank: RankProgram) -> list[Link]:
         for i in held.instructions
         if i.op in ("SEND_F", "SEND_B") and i.peer is not None and i.peer != stage
     }
-    return [Link(rank.peer(a), rank.peer(b), c) for a, b, c in sorted(edges) if rank.stage_index in (a, b)]
+    return [PipelineEdge(rank.peer(a), rank.peer(b), c) for a, b, c in sorted(edges) if rank.stage_index in (a, b)]

@@ -35,7 +35,7 @@ def residual_bytes(facts: ProgramFacts, bucket: Bucket) -> int:
     return sent + facts.bucket_bytes(bucket) // parts(facts.program, bucket, len(bucket.levels))
 
 
-class Turning:
+class LevelReductionBytes:
     """The buckets of a stage that are between their first turn and the last. ``held``: bytes beside their gradients."""
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
@@ -80,7 +80,7 @@ class Turning:
 Key = tuple[str, int | None]
 
 
-class Moment(NamedTuple):
+class MemoryMoment(NamedTuple):
     """Bytes that a rank holds besides its states, at the peak of an instruction or of one of its calls.
 
     ``call``: position of the call on its stage; ``None`` for a whole instruction. ``saved``: values, and tensors saved
@@ -136,7 +136,7 @@ def memory_steps(facts: ProgramFacts, stage: int, instructions: Sequence[Instruc
 
 def memory_moments(
     facts: ProgramFacts, stage: int, instructions: Sequence[Instruction]
-) -> Iterator[tuple[list[Moment], Moment]]:
+) -> Iterator[tuple[list[MemoryMoment], MemoryMoment]]:
     """For each instruction, its memory moments call by call, and the moment after it."""
     holder = _Holder(facts, stage)
     for instruction in instructions:
@@ -201,7 +201,7 @@ class _Holder:
         self.sizes = {name: value_bytes(value) for name, value in facts.program.values.items()}
         self.states = state_bytes(facts, stage)
         self.saved = self.flowing = 0  # bytes of values and saved tensors; bytes of gradients of values
-        self.moments: list[Moment] | None = None
+        self.moments: list[MemoryMoment] | None = None
         self.values: Counter[Key] = Counter()  # value -> references: the table of values, and calls that save it
         self.gradients: set[Key] = set()
         buckets = facts.program.stages[stage].buckets
@@ -212,7 +212,7 @@ class _Holder:
         self.scattering = ScatterQueue[tuple[int, int]]()  # (bucket, bytes) of reduce-scatters in flight
         self.scattered: set[int] = set()  # buckets whose gradient pieces are held, under ZeRO 2 and 3
         self.pieces = 0  # bytes of these pieces
-        self.turning = Turning(facts, stage)
+        self.turning = LevelReductionBytes(facts, stage)
         self.host = 0
         self.leaving = 0  # bytes on their way to host memory while the next computation runs
         self.totals = {v for c in self.calls if c.data.prologue for v in c.data.outputs}
@@ -230,8 +230,8 @@ class _Holder:
     def bucket_bytes(self, number: int) -> int:
         return sum(self.facts.state_bytes(s) for s in self.shared[number])
 
-    def moment(self, call: int | None = None, recomputed: int = 0) -> Moment:
-        return Moment(call, self.saved + self.leaving, self.flowing, recomputed, self.of_shared, self.host)
+    def moment(self, call: int | None = None, recomputed: int = 0) -> MemoryMoment:
+        return MemoryMoment(call, self.saved + self.leaving, self.flowing, recomputed, self.of_shared, self.host)
 
     def note(self, call: int, recomputed: int = 0) -> None:
         if self.moments is not None:

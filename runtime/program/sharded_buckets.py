@@ -30,7 +30,7 @@ def split_axes(program: Program, axes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Piece:
+class FlatShard:
     """One rank's elements ``[start, start + size)`` of ``numel``; with its padding a piece has ``length``."""
 
     numel: int
@@ -118,9 +118,9 @@ def zero_axes(program: Program, states: Sequence[str]) -> tuple[str, ...]:
     return program.states[states[0]].zero_axes
 
 
-def pieces_of(program: Program, states: Sequence[str], ranks: int, index: int) -> list[Piece]:
+def pieces_of(program: Program, states: Sequence[str], ranks: int, index: int) -> list[FlatShard]:
     """The ``index``-th piece of each of ``states``, shared by ``ranks``."""
-    return [Piece(math.prod(shard_shape(program, s)), ranks, index) for s in states]
+    return [FlatShard(math.prod(shard_shape(program, s)), ranks, index) for s in states]
 
 
 GATHERING = 1  # all-gathers of sums in flight at a time: each takes memory

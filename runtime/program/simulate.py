@@ -157,7 +157,7 @@ class Durations(Protocol):
 
 
 @dataclass(frozen=True)
-class Span:
+class SimulatedSpan:
     """One instruction of a stage, in seconds from the start of the step. A wait is part of it: ``work`` is the rest."""
 
     start: float
@@ -183,7 +183,7 @@ class StageTimeline:
     """``memory``: (time, bytes held from then on); ``bubble``: the share of the step in which nothing is computed.
     ``update_s``: seconds of the optimizer's update, which begins when the last span and all transfers have ended."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[SimulatedSpan, ...]
     background: tuple[Background, ...]
     busy: float
     bubble: float
@@ -252,8 +252,8 @@ def simulate(
     return Timeline(tuple(stages), step_time, gradients_s)
 
 
-def _lane(program: Program, durations: Durations, stage: int) -> _Lane:
-    return _Lane(durations.slowdown(stage), stage=stage, instructions=program.stages[stage].instructions)
+def _lane(program: Program, durations: Durations, stage: int) -> _SimulatedRank:
+    return _SimulatedRank(durations.slowdown(stage), stage=stage, instructions=program.stages[stage].instructions)
 
 
 def _steady_seconds(facts: ProgramFacts, durations: Durations, updates: Sequence[float]) -> float:
@@ -272,7 +272,7 @@ def _steady_seconds(facts: ProgramFacts, durations: Durations, updates: Sequence
     return seconds
 
 
-def _memory(facts: ProgramFacts, lane: _Lane, extra: int) -> tuple[tuple[tuple[float, int], ...], int]:
+def _memory(facts: ProgramFacts, lane: _SimulatedRank, extra: int) -> tuple[tuple[tuple[float, int], ...], int]:
     """Bytes over time: at the start of an instruction its fullest, at its end what is left."""
     points: list[tuple[float, int]] = []
     peak = extra
@@ -292,7 +292,7 @@ class _InstructionJob(OverlappedCollective):
 
 
 @dataclass
-class _Lane(RankClock):
+class _SimulatedRank(RankClock):
     """One stage's rank: where it is in its list, and what it has done."""
 
     stage: int = 0
@@ -312,7 +312,7 @@ class _Lane(RankClock):
     coming: float = 0.0  # the same for what comes back
     parked: dict[tuple[int, int | None], float] = field(default_factory=dict)  # (call, microbatch) -> when it is there
     fetched: dict[str, float] = field(default_factory=dict)  # state -> when it is there, until it was waited for
-    spans: list[Span] = field(default_factory=list)
+    spans: list[SimulatedSpan] = field(default_factory=list)
     background: list[Background] = field(default_factory=list)
 
     def spend(self, start: float, work: float, wait_for: Iterable[OverlappedCollective] = ()) -> None:
@@ -324,7 +324,7 @@ class _Lane(RankClock):
         ready = self.clock
         self.compute(work)
         instruction = self.instructions[self.position]
-        self.spans.append(Span(began, self.clock, self.position, instruction, self.clock - ready))
+        self.spans.append(SimulatedSpan(began, self.clock, self.position, instruction, self.clock - ready))
         self.position += 1
 
     def post(self, index: int, seconds: float, nbytes: int, ready: float = 0.0) -> _InstructionJob:
@@ -347,7 +347,7 @@ class _Lane(RankClock):
 
 
 class _Simulation:
-    def __init__(self, facts: ProgramFacts, durations: Durations, lanes: Sequence[_Lane]) -> None:
+    def __init__(self, facts: ProgramFacts, durations: Durations, lanes: Sequence[_SimulatedRank]) -> None:
         self.facts = facts
         self.program = facts.program
         self.durations = durations
@@ -367,7 +367,7 @@ class _Simulation:
         for lane in self.lanes:
             assert lane.position == len(lane.instructions), f"stage {lane.stage} is stuck: prove the program first"
 
-    def step(self, lane: _Lane) -> bool:
+    def step(self, lane: _SimulatedRank) -> bool:
         """Run a lane's next instruction; ``False`` where it has to wait for another lane."""
         i = lane.instructions[lane.position]
         match i.op:
@@ -425,7 +425,7 @@ class _Simulation:
                     total += self.durations.call(stage, p, "F")
         return total
 
-    def send(self, lane: _Lane, i: Instruction) -> None:
+    def send(self, lane: _SimulatedRank, i: Instruction) -> None:
         assert i.peer is not None
         channel = lane.stage, i.peer, i.op[-1]
         nbytes = sum(self.sizes[v] for v in i.values)
@@ -436,7 +436,7 @@ class _Simulation:
         lane.background.append(Background(start, end, lane.position, i, nbytes))
         lane.spend(lane.clock, self.durations.posting(lane.stage, i.op))
 
-    def turn(self, lane: _Lane, i: Instruction) -> None:
+    def turn(self, lane: _SimulatedRank, i: Instruction) -> None:
         """A REDUCE, or a SCATTER or GATHER of a level of a bucket."""
         assert i.bucket is not None
         bucket = self.program.stages[lane.stage].buckets[i.bucket]
@@ -466,14 +466,14 @@ class _Simulation:
         exchanged = self.durations.share("all_to_all", axes, wire * ranks, stage)
         return exchanged, self.durations.share("all_gather", axes, wire, stage)
 
-    def gather(self, lane: _Lane, i: Instruction) -> None:
+    def gather(self, lane: _SimulatedRank, i: Instruction) -> None:
         assert i.bucket is not None
         states = self.program.stages[lane.stage].buckets[i.bucket].states
         ready = max([0.0, *(lane.fetched.pop(s) for s in states if s in lane.fetched)])
         lane.gathered[i.bucket] = lane.post(lane.position, *self.shared(lane, i, "all_gather"), ready)
         lane.spend(lane.clock, 0.0)
 
-    def scatter(self, lane: _Lane, i: Instruction) -> None:
+    def scatter(self, lane: _SimulatedRank, i: Instruction) -> None:
         assert i.bucket is not None
         bucket, coding = self.program.stages[lane.stage].buckets[i.bucket], 0.0
         seconds, nbytes = self.shared(lane, i, "reduce_scatter")
@@ -485,7 +485,7 @@ class _Simulation:
         job = lane.scattered[i.bucket] = lane.post(index, seconds, nbytes)
         lane.scattering.begin(job)
 
-    def shared(self, lane: _Lane, i: Instruction, op: Sharing) -> tuple[float, int]:
+    def shared(self, lane: _SimulatedRank, i: Instruction, op: Sharing) -> tuple[float, int]:
         """Seconds and bytes of a GATHER or SCATTER."""
         assert i.bucket is not None
         states = self.program.stages[lane.stage].buckets[i.bucket].states
@@ -493,7 +493,7 @@ class _Simulation:
         nbytes = sum(map(size, states))
         return self.durations.share(op, zero_axes(self.program, states), nbytes, lane.stage), nbytes
 
-    def parameters(self, lane: _Lane, i: Instruction) -> tuple[float, float, list[_InstructionJob]]:
+    def parameters(self, lane: _SimulatedRank, i: Instruction) -> tuple[float, float, list[_InstructionJob]]:
         """When what a computation reads is there that was in host memory, the seconds of the computation, and the
         gathers that it waits for."""
         there = [lane.fetched.pop(s) for s in states_read(i, self.program.stages[lane.stage]) if s in lane.fetched]
@@ -507,7 +507,7 @@ class _Simulation:
         needed = [b for b in lane.gathered if not read.isdisjoint(stage.buckets[b].states)]
         return start, seconds, [lane.gathered.pop(b) for b in needed]
 
-    def offload(self, lane: _Lane, i: Instruction) -> None:
+    def offload(self, lane: _SimulatedRank, i: Instruction) -> None:
         nbytes, needed = self.kept(lane, i), list[OverlappedCollective]()
         if i.states:
             nbytes, needed = sum(map(self.facts.gradient_piece_bytes, i.states)), [*lane.under_way]
@@ -517,7 +517,7 @@ class _Simulation:
         lane.leaving = start + self.durations.host(lane.stage, nbytes)
         lane.background.append(Background(start, lane.leaving, lane.position - 1, i, nbytes))
 
-    def fetch(self, lane: _Lane, i: Instruction) -> None:
+    def fetch(self, lane: _SimulatedRank, i: Instruction) -> None:
         nbytes = sum(map(self.facts.piece_bytes, i.states)) if i.states else self.kept(lane, i)
         start = max(lane.clock, lane.coming)
         lane.coming = start + self.durations.host(lane.stage, nbytes)
@@ -527,12 +527,12 @@ class _Simulation:
         lane.background.append(Background(start, lane.coming, lane.position, i, nbytes))
         lane.spend(lane.clock, 0.0)
 
-    def kept(self, lane: _Lane, i: Instruction) -> int:
+    def kept(self, lane: _SimulatedRank, i: Instruction) -> int:
         """The bytes that calls keep and an OFFLOAD moves."""
         calls = self.facts.stages[lane.stage][slice(*i.calls)] if i.calls is not None else ()
         return sum(map(self.facts.moved_bytes, calls))
 
-    def meet(self, lane: _Lane, i: Instruction) -> bool:
+    def meet(self, lane: _SimulatedRank, i: Instruction) -> bool:
         """SYNC, and UPDATE over several stages: everyone starts when the last has come."""
         stages = self.program.states[i.states[0]].stages
         came = self.meetings.setdefault(i.states, {})

@@ -8,13 +8,21 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 
 from runtime.program.analysis import ProgramFacts
-from runtime.program.instructions import Collective, Event, Finish, Instruction, Receive, Send, Trace
+from runtime.program.instructions import (
+    CollectiveEvent,
+    Event,
+    FinishEvent,
+    Instruction,
+    ReceiveEvent,
+    SendEvent,
+    Trace,
+)
 from runtime.program.sharded_buckets import split_axes
 from runtime.prove.errors import Place, Refusal, moved_text, place_text
 from runtime.prove.gradient_ledger import Returns, StateGradients, ValueGradients
-from runtime.prove.host_memory import HostStates, Parked, Updates
+from runtime.prove.host_memory import ActivationOffloads, HostStates, WrittenUpdates
 from runtime.prove.instruction_fields import check_fields
-from runtime.prove.states import Bundle, Parameters, Reductions, bundles_of
+from runtime.prove.states import Bundle, Parameters, PendingReductions, bundles_of
 from runtime.prove.structure import DATA_AXES
 
 TURNS = {"SCATTER": "reduce_scatter", "REDUCE": "all_reduce", "GATHER": "all_gather"}
@@ -26,7 +34,7 @@ def run_list(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction
     Raises :class:`Refusal` at the first instruction that cannot run, or that leaves something wrong.
     """
     check_fields(facts.program, stage, instructions)
-    machine = _Machine(facts, stage, returns)
+    machine = _StageInterpreter(facts, stage, returns)
     for index, instruction in enumerate(instructions):
         machine.index = index
         try:
@@ -43,7 +51,7 @@ def run_list(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction
     return tuple(machine.trace)
 
 
-class _Machine:
+class _StageInterpreter:
     """A method for each operation, in small letters."""
 
     def __init__(self, facts: ProgramFacts, stage: int, returns: Returns) -> None:
@@ -68,10 +76,10 @@ class _Machine:
         self.total_at: int | None = None
         self.bundled: dict[tuple[str, int], list[Bundle]] = {}
         self.parameters = Parameters(facts, stage)
-        self.parked = Parked(facts, stage)
+        self.parked = ActivationOffloads(facts, stage)
         self.hosted = HostStates(facts, stage, self.states)
-        self.updates = Updates(facts, stage)
-        self.reductions, self.buckets = Reductions(), self.states.here.buckets
+        self.updates = WrittenUpdates(facts, stage)
+        self.reductions, self.buckets = PendingReductions(), self.states.here.buckets
 
     # --- values -----------------------------------------------------------------------------------------------------
 
@@ -238,20 +246,20 @@ class _Machine:
         for value in i.values:
             self.make(value, i.microbatch)
             self.origin[value, i.microbatch] = i.peer
-        self.trace.append((self.index, Receive("F", i.peer, (i.values, i.microbatch), moved_text(i))))
+        self.trace.append((self.index, ReceiveEvent("F", i.peer, (i.values, i.microbatch), moved_text(i))))
 
     def send_f(self, i: Instruction) -> None:
         assert i.peer is not None
         for value in i.values:
             self.read(value, i.microbatch)
-        self.trace.append((self.index, Send("F", i.peer, (i.values, i.microbatch), moved_text(i))))
+        self.trace.append((self.index, SendEvent("F", i.peer, (i.values, i.microbatch), moved_text(i))))
 
     def recv_b(self, i: Instruction) -> None:
         assert i.peer is not None
         assert i.microbatch is not None
         for value in i.values:
             self.gradients.receive((value, i.microbatch), i.peer, self.index)
-        self.trace.append((self.index, Receive("B", i.peer, (i.values, i.microbatch), moved_text(i))))
+        self.trace.append((self.index, ReceiveEvent("B", i.peer, (i.values, i.microbatch), moved_text(i))))
 
     def send_b(self, i: Instruction) -> None:
         assert i.peer is not None
@@ -263,7 +271,7 @@ class _Machine:
                     "match", f"sends the gradient of {place_text(place)} to a stage that it did not come from"
                 )
             self.gradients.take((value, i.microbatch), self.index)
-        self.trace.append((self.index, Send("B", i.peer, (i.values, i.microbatch), moved_text(i))))
+        self.trace.append((self.index, SendEvent("B", i.peer, (i.values, i.microbatch), moved_text(i))))
 
     def gather(self, i: Instruction) -> None:
         assert i.bucket is not None
@@ -295,7 +303,7 @@ class _Machine:
 
     def wait(self, what: Hashable) -> None:
         if what is not None:
-            self.trace.append((self.index, Finish(what)))
+            self.trace.append((self.index, FinishEvent(what)))
 
     def scatter(self, i: Instruction) -> None:
         assert i.bucket is not None
@@ -329,7 +337,9 @@ class _Machine:
         for number in sorted({self.states.home[s] for s in i.states if s in self.states.home}):
             for what in self.reductions.ended(number):
                 self.wait(what)
-        event = Collective((), ("SYNC", i.states), f"sum of {', '.join(i.states)} over stages {stages}", "", stages)
+        event = CollectiveEvent(
+            (), ("SYNC", i.states), f"sum of {', '.join(i.states)} over stages {stages}", "", stages
+        )
         self.trace.append((self.index, event))
 
     def update(self, i: Instruction) -> None:
@@ -344,11 +354,11 @@ class _Machine:
                 raise Refusal("missing", f"{self.path(position)} has not run backward on microbatch {microbatch}")
         self.states.step(self.index)
         self.hosted.step()
-        self.trace.append((self.index, Finish()))
+        self.trace.append((self.index, FinishEvent()))
 
     def collectives(self, op: str, position: int, microbatch: int) -> None:
         for axes, what, text, node, count in self.bundles(op, position):
-            event = Collective(axes, (what, microbatch), f"{text} on microbatch {microbatch}", node, count=count)
+            event = CollectiveEvent(axes, (what, microbatch), f"{text} on microbatch {microbatch}", node, count=count)
             self.trace.append((self.index, event))
 
     def bundles(self, op: str, position: int) -> list[Bundle]:
@@ -358,7 +368,7 @@ class _Machine:
 
     def collective(self, axes: tuple[str, ...], what: object, text: str, node: str = "", waits: bool = True) -> None:
         if axes:
-            self.trace.append((self.index, Collective(axes, what, text, node, (), waits)))
+            self.trace.append((self.index, CollectiveEvent(axes, what, text, node, (), waits)))
 
     # --- at the end -------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from runtime.program.instructions import Collective, Event, Finish, Receive, Send, Trace
+from runtime.program.instructions import CollectiveEvent, Event, FinishEvent, ReceiveEvent, SendEvent, Trace
 from runtime.program.program import Program
 from runtime.prove.errors import Fault
 
@@ -29,7 +29,7 @@ def representatives(program: Program, traces: Mapping[int, Trace]) -> tuple[int,
     colors = _by_events(program, traces)
     if len(set(colors)) == len(program.stages):  # ranks of a stage are alike, and so are their groups
         return tuple(colors)
-    axes = {e.axes for t in _distinct(traces).values() for _, e in t if isinstance(e, Collective) and e.axes}
+    axes = {e.axes for t in _distinct(traces).values() for _, e in t if isinstance(e, CollectiveEvent) and e.axes}
     groups = [_groups(program, a) for a in sorted(axes)]
     stride, world = program.strides["pp"], program.world_size
     pipelines = [tuple(range(first, world, stride)) for first in range(stride)]
@@ -101,19 +101,19 @@ class Mismatch(Exception):
 
 
 @dataclass
-class _Operation:
+class _GroupOperation:
     """One operation of a group: who was first to enter it, with what, and how many have. Ranks are representatives."""
 
     rank: int
     index: int
-    event: Collective
+    event: CollectiveEvent
     arrived: int = 0
 
 
 @dataclass
-class _Group:
+class _GroupProgress:
     ranks: frozenset[int]
-    operations: list[_Operation] = field(default_factory=list)
+    operations: list[_GroupOperation] = field(default_factory=list)
     entered: dict[int, int] = field(default_factory=dict)  # rank -> how many operations it has entered
     waiting: list[int] = field(default_factory=list)
 
@@ -126,11 +126,11 @@ class _Group:
 
 @dataclass
 class _Channel:
-    sent: deque[tuple[Send, int]] = field(default_factory=deque)  # (event, index)
+    sent: deque[tuple[SendEvent, int]] = field(default_factory=deque)  # (event, index)
     waiting: bool = False
 
 
-class Progress:
+class TraceRunner:
     """Runs the traces of all ranks, one representative for each class (``cross_rank.py``).
 
     ``suspects``: the ranks to name first where two disagree (those whose list was edited).
@@ -142,10 +142,12 @@ class Progress:
         self.traces = traces = {rank: traces[rank] for rank in sorted(set(self.classes))}
         self.suspects = {self.classes[rank] for rank in suspects}
         self.position = dict.fromkeys(traces, 0)
-        self.inside: dict[int, tuple[_Group, int]] = {}  # ranks that wait in an operation, which they have entered
-        self.started: dict[int, list[tuple[_Group, int]]] = {rank: [] for rank in traces}
-        self.groups: dict[Hashable, _Group] = {}
-        self.memberships: dict[tuple[int, Hashable], _Group] = {}
+        self.inside: dict[
+            int, tuple[_GroupProgress, int]
+        ] = {}  # ranks that wait in an operation, which they have entered
+        self.started: dict[int, list[tuple[_GroupProgress, int]]] = {rank: [] for rank in traces}
+        self.groups: dict[Hashable, _GroupProgress] = {}
+        self.memberships: dict[tuple[int, Hashable], _GroupProgress] = {}
         self.channels: dict[tuple[int, int, str], _Channel] = {}
         self.runnable = deque(traces)
         self.stages = {rank: program.coordinates(rank)["pp"] for rank in traces}
@@ -167,7 +169,7 @@ class Progress:
         trace, position = self.traces[rank], self.position[rank]
         while position < len(trace):
             index, event = trace[position]
-            if isinstance(event, Collective):
+            if isinstance(event, CollectiveEvent):
                 group, number = self.enter(rank, index, event)
                 position += 1
                 if event.waits and not group.complete(number):
@@ -177,9 +179,9 @@ class Progress:
                 if not event.waits:
                     self.started[rank].append((group, number))
                 continue
-            if isinstance(event, Send):
+            if isinstance(event, SendEvent):
                 self.send(rank, index, event)
-            elif isinstance(event, Receive):
+            elif isinstance(event, ReceiveEvent):
                 if not self.receive(rank, index, event):
                     break
             elif not self.finished(rank, event):
@@ -189,27 +191,27 @@ class Progress:
 
     # --- groups -----------------------------------------------------------------------------------------------------
 
-    def group_of(self, rank: int, event: Collective) -> _Group:
+    def group_of(self, rank: int, event: CollectiveEvent) -> _GroupProgress:
         key = event.stages or event.axes
         group = self.memberships.get((rank, key))
         if group is None:
             ranks = frozenset(self.classes[r] for r in self.members(rank, event))
-            group = self.groups.setdefault((key, ranks), _Group(ranks))
+            group = self.groups.setdefault((key, ranks), _GroupProgress(ranks))
             self.memberships[rank, key] = group
         return group
 
-    def members(self, rank: int, event: Collective) -> tuple[int, ...]:
+    def members(self, rank: int, event: CollectiveEvent) -> tuple[int, ...]:
         """The ranks that take part with ``rank``."""
         if event.stages:
             return tuple(self.peer(rank, s) for s in event.stages)
         return self.program.group(rank, event.axes)
 
-    def enter(self, rank: int, index: int, event: Collective) -> tuple[_Group, int]:
+    def enter(self, rank: int, index: int, event: CollectiveEvent) -> tuple[_GroupProgress, int]:
         group = self.group_of(rank, event)
         number = group.entered.get(rank, 0)
         group.entered[rank] = number + 1
         if number == len(group.operations):
-            group.operations.append(_Operation(rank, index, event))
+            group.operations.append(_GroupOperation(rank, index, event))
         operation = group.operations[number]
         if operation.event is not event and operation.event.what != event.what:
             raise self.disagree(rank, index, event, operation)
@@ -221,7 +223,7 @@ class Progress:
             group.waiting.clear()
         return group, number
 
-    def disagree(self, rank: int, index: int, event: Collective, first: _Operation) -> Mismatch:
+    def disagree(self, rank: int, index: int, event: CollectiveEvent, first: _GroupOperation) -> Mismatch:
         mine, theirs = (rank, index, event), (first.rank, first.index, first.event)
         if first.rank in self.suspects and rank not in self.suspects:
             mine, theirs = theirs, mine
@@ -236,7 +238,7 @@ class Progress:
             mine[2].node,
         )
 
-    def finished(self, rank: int, event: Finish) -> bool:
+    def finished(self, rank: int, event: FinishEvent) -> bool:
         """Whether what the rank waits for has ended; if not, it is woken when more has."""
         self.started[rank] = [(group, number) for group, number in self.started[rank] if not group.complete(number)]
         open_ = self.awaited(rank, event)
@@ -244,7 +246,7 @@ class Progress:
             open_[0][0].waiting.append(rank)
         return not open_
 
-    def awaited(self, rank: int, event: Finish) -> list[tuple[_Group, int]]:
+    def awaited(self, rank: int, event: FinishEvent) -> list[tuple[_GroupProgress, int]]:
         """The operations that the rank has started, that have not ended, and that ``event`` waits for."""
         return [
             (group, number)
@@ -260,7 +262,7 @@ class Progress:
     def channel(self, source: int, target: int, direction: str) -> _Channel:
         return self.channels.setdefault((source, target, direction), _Channel())
 
-    def send(self, rank: int, index: int, event: Send) -> None:
+    def send(self, rank: int, index: int, event: SendEvent) -> None:
         target = self.classes[self.peer(rank, event.peer)]
         channel = self.channel(rank, target, event.direction)
         channel.sent.append((event, index))
@@ -268,7 +270,7 @@ class Progress:
             channel.waiting = False
             self.runnable.append(target)
 
-    def receive(self, rank: int, index: int, event: Receive) -> bool:
+    def receive(self, rank: int, index: int, event: ReceiveEvent) -> bool:
         source = self.classes[self.peer(rank, event.peer)]
         channel = self.channel(source, rank, event.direction)
         if not channel.sent:
@@ -314,17 +316,17 @@ class Progress:
         if rank in self.inside:
             group, number = self.inside[rank]
             index, event = self.traces[rank][self.position[rank] - 1]
-            assert isinstance(event, Collective)
+            assert isinstance(event, CollectiveEvent)
             return f"is in {event.text}", self.absent(rank, event, group, number), index, event.node
         index, event = self.traces[rank][self.position[rank]]
-        if isinstance(event, Receive):
+        if isinstance(event, ReceiveEvent):
             return f"receives {event.text}", [self.peer(rank, event.peer)], index, ""
-        assert isinstance(event, Finish)
+        assert isinstance(event, FinishEvent)
         group, number = self.awaited(rank, event)[0]
         started = group.operations[number].event
         return f"waits for {started.text}", self.absent(rank, started, group, number), index, ""
 
-    def absent(self, rank: int, event: Collective, group: _Group, number: int) -> list[int]:
+    def absent(self, rank: int, event: CollectiveEvent, group: _GroupProgress, number: int) -> list[int]:
         """The ranks that have yet to enter an operation."""
         return [r for r in self.members(rank, event) if self.classes[r] in group.missing(number)]
 

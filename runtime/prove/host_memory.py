@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 
 from passes.ir.verify import Sameness
 from runtime.program.analysis import ProgramFacts
-from runtime.program.instructions import Collective, Instruction
+from runtime.program.instructions import CollectiveEvent, Instruction
 from runtime.program.program import Program, StateData
 from runtime.program.sharded_buckets import zero_axes
 from runtime.program.state_bytes import host_states
@@ -19,7 +19,7 @@ from runtime.prove.gradient_ledger import StateGradients
 Run = tuple[int, int]  # call, microbatch
 
 
-class Parked:
+class ActivationOffloads:
     """What calls keep for their backward: moved once, after forward, and back before backward."""
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
@@ -173,7 +173,7 @@ def check_alike(program: Program, known: dict[str, Sameness]) -> None:
             raise Refusal("structure", message, stage=min(state.stages), state=name)
 
 
-class Updates:
+class WrittenUpdates:
     """What one rank has written so far."""
 
     def __init__(self, facts: ProgramFacts, stage: int) -> None:
@@ -184,7 +184,7 @@ class Updates:
 
     def update(
         self, states: Sequence[str], index: int, forward: Collection[tuple[int, int]]
-    ) -> tuple[list[str], list[Collective]]:
+    ) -> tuple[list[str], list[CollectiveEvent]]:
         """The values that are read here, and the collectives in which ranks of ``dp`` meet for those that are added up,
         and stages, where there are several. ``forward``: the calls, and their microbatches, that have run."""
         together = {self.program.states[s].stages for s in states}
@@ -207,10 +207,10 @@ class Updates:
         meetings = []
         if added and self.program.mesh.get("dp", 1) > 1:
             text = f"sums of {', '.join(added)} over dp"
-            meetings.append(Collective(("dp",), ("UPDATE", tuple(added)), text))
+            meetings.append(CollectiveEvent(("dp",), ("UPDATE", tuple(added)), text))
         text = f"new values of {', '.join(states)} over stages {stages}"
         if len(stages) > 1:
-            meetings.append(Collective((), ("UPDATE", tuple(states)), text, "", stages))
+            meetings.append(CollectiveEvent((), ("UPDATE", tuple(states)), text, "", stages))
         return values, meetings
 
     def _check_sum(self, name: str, position: int, forward: Collection[tuple[int, int]]) -> None:

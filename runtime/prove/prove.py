@@ -32,11 +32,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from runtime.program.analysis import ProgramFacts
-from runtime.program.instructions import Collective, Instruction, Instructions, Listing, Send, Trace
+from runtime.program.instructions import CollectiveEvent, Instruction, Instructions, Listing, SendEvent, Trace
 from runtime.program.memory import peak_bytes
 from runtime.program.program import Program, RankProgram, shortened
 from runtime.prove.abstract_rank import run_list
-from runtime.prove.cross_rank import Mismatch, Progress
+from runtime.prove.cross_rank import Mismatch, TraceRunner
 from runtime.prove.errors import ProofError, Refusal
 from runtime.prove.gradient_ledger import gradient_returns
 from runtime.prove.replication import check_wholeness
@@ -104,7 +104,7 @@ def _follow(facts: ProgramFacts, own: Mapping[int, Instructions]) -> tuple[int, 
     """Follow the lists of all ranks; how many collectives and transfers they start."""
     traces, lists = _run_lists(facts, own)
     try:
-        Progress(facts.program, traces, own.keys()).run()
+        TraceRunner(facts.program, traces, own.keys()).run()
     except Mismatch as mismatch:
         instruction = str(lists[mismatch.rank][mismatch.index])
         raise ProofError(
@@ -279,4 +279,4 @@ def _check_memory(
 
 def _count(trace: Trace) -> tuple[int, int]:
     events = [event for _, event in trace]
-    return sum(e.count for e in events if isinstance(e, Collective)), sum(isinstance(e, Send) for e in events)
+    return sum(e.count for e in events if isinstance(e, CollectiveEvent)), sum(isinstance(e, SendEvent) for e in events)

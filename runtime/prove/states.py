@@ -234,7 +234,7 @@ class Parameters:
                 raise Refusal("leak", f"bucket {number} is gathered here and never freed", index=index)
 
 
-class Reductions:
+class PendingReductions:
     """Each method gives what the rank waits for first, and then has started another one."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from runtime.state.gradients import sharing
 _SHORT = (torch.float16, torch.bfloat16)
 
 
-class Updates:
+class BufferUpdates:
     """A rank's buffers that a step changes; ``states`` are what it holds.
 
     ``keep``: from the next step on, the values before it are kept until the next, so that it can be run again.

@@ -261,8 +261,8 @@ _Part = tuple[int, list[nn.Parameter]]  # index of a parameter group, and some o
 _Check = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]
 
 
-def keeper_of(optimizer: torch.optim.Optimizer | None) -> Windows | None:
-    """The :class:`Windows` of ``optimizer``; ``None`` if its states are not on disk."""
+def keeper_of(optimizer: torch.optim.Optimizer | None) -> DiskOptimizerStates | None:
+    """The :class:`DiskOptimizerStates` of ``optimizer``; ``None`` if its states are not on disk."""
     return getattr(optimizer, KEEPER, None)
 
 
@@ -283,7 +283,7 @@ def keep_on_disk(optimizer: torch.optim.Optimizer, disk: Disk, ready: Callable[[
         )
     disk.check_worth()
     step = kind.step
-    windows = Windows(optimizer, step.__wrapped__ if getattr(step, "hooked", False) else step, disk, ready)  # type: ignore[attr-defined]
+    windows = DiskOptimizerStates(optimizer, step.__wrapped__ if getattr(step, "hooked", False) else step, disk, ready)  # type: ignore[attr-defined]
 
     def windowed(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, **more: Any) -> Any:
         return windows.step(closure, more)
@@ -342,7 +342,7 @@ class StepHook:
 step_hook = StepHook()
 
 
-class Windows:
+class DiskOptimizerStates:
     """The states of one optimizer on disk, and its step window by window. ``raw``: the optimizer's own step."""
 
     def __init__(

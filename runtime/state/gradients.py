@@ -19,15 +19,15 @@ from torch import Tensor
 from passes.ir.gradient_flow import accumulated_in
 from passes.ir.serialize import dtype_of
 from passes.ops.experts import add_weight_gradient, grouped_mm_weight
-from runtime.comm.compression import Levelled, Sender, exchange
-from runtime.comm.group import Communicator, Group, Pending
+from runtime.comm.compression import ErrorFeedbackEncoder, LevelwiseReduction, exchange
+from runtime.comm.group import Communicator, Pending, RankGroup
 from runtime.comm.torch_backend import give_back
 from runtime.program.buckets import Bucket
 from runtime.program.codecs import CODECS
 from runtime.program.program import RankProgram, shard_shape
 from runtime.program.sharded_buckets import GATHERING, ScatterQueue, parts, pieces_of, rest_axes, zero_axes
 from runtime.state.host_offload import Arrival, Copier
-from runtime.state.sharded_parameters import Flat, Room
+from runtime.state.sharded_parameters import FlatBuffer, GatherBuffer
 
 
 class Sink:
@@ -106,7 +106,7 @@ class RoomSink(Sink):
 
     __slots__ = ("room",)
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: GatherBuffer) -> None:
         self.room = room
         self.fresh = True
 
@@ -137,8 +137,8 @@ class ScatteredBucket:
         self,
         rank: RankProgram,
         number: int,
-        group: Group,
-        rest: Group,
+        group: RankGroup,
+        rest: RankGroup,
         device: torch.device,
         keep: bool,
         grain: int = 1,
@@ -150,16 +150,16 @@ class ScatteredBucket:
         dtype = accumulated_in(short)
         sink = RoomSink if dtype == short else WideRoomSink
         self.group, self.rest, self.keep = group, rest, keep
-        self.flat = Flat(pieces_of(program, states, group.size, group.index), dtype, device, grain, whole)
+        self.flat = FlatBuffer(pieces_of(program, states, group.size, group.index), dtype, device, grain, whole)
         shapes = [shard_shape(program, s) for s in states]
-        self.rooms = [Room(p, shape, dtype, device) for p, shape in zip(self.flat.pieces, shapes, strict=True)]
+        self.rooms = [GatherBuffer(p, shape, dtype, device) for p, shape in zip(self.flat.pieces, shapes, strict=True)]
         self.pieces = {s: self.flat.piece(i) for i, s in enumerate(states)}
         self.sinks: dict[str, Sink] = {s: sink(room) for s, room in zip(states, self.rooms, strict=True)}
         self.fresh = True  # nothing of this step is in the pieces yet
         self._sent: deque[tuple[Tensor, Pending]] = deque()  # what is under way, oldest first
-        self.sender: Sender | None = None  # where what goes over this group is compressed
+        self.sender: ErrorFeedbackEncoder | None = None  # where what goes over this group is compressed
         if bucket.compression and not bucket.levels:
-            self.sender = Sender(CODECS[bucket.compression], group.size * self.flat.length, dtype, device)
+            self.sender = ErrorFeedbackEncoder(CODECS[bucket.compression], group.size * self.flat.length, dtype, device)
         if not keep:
             self.give()
 
@@ -225,7 +225,7 @@ class ScatteredBucket:
 _ALIGNMENT = 64  # bytes: where vector loads and NCCL's chunks like to start
 
 
-class Gradients:
+class RankGradients:
     """A rank's gradients, by state; ``shards`` are what it holds of each.
 
     ``sinks``: what backward adds to; ``owned``: what an optimizer sees after a step: the same tensors, or pieces, or
@@ -282,12 +282,12 @@ class Gradients:
             rank, number, group, rest, self.communicator.device, rank.program.zero < 2, *_grains(rank, bucket)
         )
 
-    def _levels(self, number: int) -> Levelled:
+    def _levels(self, number: int) -> LevelwiseReduction:
         rank, bucket = self.rank, self.rank.stage.buckets[number]
         groups = [self.communicator.group(rank.group(*level)) for level in bucket.levels]
         rest = self.communicator.group(rank.group(*rest_axes(rank.program, bucket)))
         buffer = self.scattered[number].flat.buffer if number in self.scattered else self.buffers[number]
-        return Levelled(buffer, groups, rest, CODECS[bucket.compression] if bucket.compression else None)
+        return LevelwiseReduction(buffer, groups, rest, CODECS[bucket.compression] if bucket.compression else None)
 
     @property
     def residuals(self) -> dict[str, Tensor]:

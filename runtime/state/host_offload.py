@@ -15,9 +15,9 @@ from torch import Tensor
 
 from passes.ir.serialize import dtype_of
 from runtime.program.program import RankProgram, shard_shape
-from runtime.program.sharded_buckets import Piece
+from runtime.program.sharded_buckets import FlatShard
 from runtime.state.disk_offload import forget
-from runtime.state.sharded_parameters import Flat, Room, ShardedParameters
+from runtime.state.sharded_parameters import FlatBuffer, GatherBuffer, ShardedParameters
 
 
 class Arrival:
@@ -98,7 +98,7 @@ class _View:
     offset: int
 
 
-class Parked:
+class OffloadedActivations:
     """Saved tensors in host memory, but for those whose memory is one of ``stay``; views of one memory move together.
 
     The device's memory goes with the last that holds it, so the caller forgets ``saved``.
@@ -181,13 +181,13 @@ class HostParameters:
         self.masters = masters
         self._copier = copier
         self._pending: dict[str, Arrival] = {}
-        self._rooms: dict[str, Room] = {}
-        self._flats: dict[str, Flat] = {}
+        self._rooms: dict[str, GatherBuffer] = {}
+        self._flats: dict[str, FlatBuffer] = {}
         if "parameters" in program.offload:
             self._flats = {s: b.flat for b in sharded.buckets.values() for s in b.pieces}
             for name in masters.keys() - self._flats.keys():
                 shape, dtype = shard_shape(program, name), dtype_of(program.states[name].dtype)
-                self._rooms[name] = Room(Piece(masters[name].numel(), 1, 0), shape, dtype, copier.device)
+                self._rooms[name] = GatherBuffer(FlatShard(masters[name].numel(), 1, 0), shape, dtype, copier.device)
                 self._rooms[name].give()
         self.whole = {name: room.tensor for name, room in self._rooms.items()}
         self.leaving = self.whole.keys()

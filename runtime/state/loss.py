@@ -25,14 +25,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from passes.ir.serialize import dtype_of
-from runtime.comm.group import Communicator, Group, Pending, Work
+from runtime.comm.group import Communicator, Pending, RankGroup, TransferHandle
 from runtime.comm.wait_clock import wait_for
 from runtime.errors import BackwardError, LaunchError
 from runtime.program.instructions import Instruction
 from runtime.program.membership import CHANNEL, loss_stage, neighbours
 from runtime.program.mesh import AXES
 from runtime.program.program import Program, RankProgram
-from runtime.state.gradients import Gradients
+from runtime.state.gradients import RankGradients
 
 _BACKWARD = frozenset({"B", "I"})
 _NARROW = frozenset({torch.float16, torch.bfloat16})  # added up in float32
@@ -61,8 +61,8 @@ class LossSum:
         self.value: Tensor | None = None
         self._left = self.count
         self._pending: Pending | None = None
-        self._receive: Work | None = None
-        self._sends: list[Work] = []
+        self._receive: TransferHandle | None = None
+        self._sends: list[TransferHandle] = []
 
     def start(self) -> None:
         """Post the receive, on a stage that does not compute the loss.
@@ -187,7 +187,7 @@ class LossScale:
         self.overflowed = False
         self.applied = self.value  # in the last step
 
-    def unscale(self, gradients: Sequence[Tensor], everyone: Group, device: torch.device) -> None:
+    def unscale(self, gradients: Sequence[Tensor], everyone: RankGroup, device: torch.device) -> None:
         """Take the factor out of ``gradients``, and see whether they are finite on all ranks, of ``everyone``."""
         self.applied = self.value
         where = gradients[0].device if gradients else device  # host memory, where the optimizer runs there
@@ -246,7 +246,7 @@ def scale_of(program: Program, asked: Scale) -> LossScale | None:
 _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
-def clip_(rank: RankProgram, gradients: Gradients, communicator: Communicator, max_norm: float) -> Tensor:
+def clip_(rank: RankProgram, gradients: RankGradients, communicator: Communicator, max_norm: float) -> Tensor:
     """Scale ``gradients`` in place so that the whole norm is at most ``max_norm``. Returns the norm before.
 
     Raises :class:`LaunchError` for a negative norm, which would turn the gradients round, and for what is no number.
@@ -262,7 +262,7 @@ def clip_(rank: RankProgram, gradients: Gradients, communicator: Communicator, m
     return norm
 
 
-def total_norm(rank: RankProgram, gradients: Gradients, communicator: Communicator) -> Tensor:
+def total_norm(rank: RankProgram, gradients: RankGradients, communicator: Communicator) -> Tensor:
     """The 2-norm of all gradients of all ranks; the same on all ranks."""
     device = communicator.device
     owned = [view for name, view in gradients.owned.items() if _counts(rank, name)]

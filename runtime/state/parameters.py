@@ -33,7 +33,7 @@ from passes.ir.layouts import REPLICATED, Layout, Shard, shard, shard_slices, ta
 from passes.ir.serialize import dtype_of
 from runtime.errors import WeightsError
 from runtime.program.program import Program, RankProgram, StateData, shard_shape
-from runtime.program.sharded_buckets import Piece
+from runtime.program.sharded_buckets import FlatShard
 from runtime.program.state_bytes import host_states, state_sizes
 from runtime.state.disk_offload import Disk, forget
 from runtime.state.host_offload import Copier
@@ -103,13 +103,13 @@ def stacked(program: Program, weights: Weights, suffix: str = "") -> Weights:
 
 def take_piece(tensor: Tensor, ranks: int, index: int) -> Tensor:
     """The ``index``-th of ``ranks`` pieces of ``tensor``, of shape ``[size]``."""
-    piece = Piece(tensor.numel(), ranks, index)
+    piece = FlatShard(tensor.numel(), ranks, index)
     return tensor.reshape(-1)[piece.start : piece.start + piece.size]
 
 
 def padded_piece(piece: Tensor, numel: int, ranks: int) -> Tensor:
     """``piece``, of ``numel`` elements' ``ranks`` pieces, of shape ``[length]``: zeros behind it."""
-    length = Piece(numel, ranks, 0).length
+    length = FlatShard(numel, ranks, 0).length
     result = piece.new_zeros(length)
     result[: piece.numel()] = piece
     return result
@@ -258,7 +258,7 @@ def parameters_of(rank: RankProgram, shards: dict[str, Tensor]) -> dict[str, nn.
     }
 
 
-class Masters:
+class MasterParameters:
     """What a rank computes with, ``shards``, and what it keeps, ``held``: the same, but for copies.
 
     ``hosted``: the copies that are in host memory, whose parameters the program's FETCHes make anew.
@@ -325,13 +325,13 @@ class Masters:
             for name in self.hosted.keys() - self._gone:
                 self.shards[name].copy_(self.held[name])
                 forget(self.held[name])
-        return _Current(self)
+        return _FetchedParameters(self)
 
 
-class _Current(Mapping[str, Tensor]):
+class _FetchedParameters(Mapping[str, Tensor]):
     """Parameters that are in host memory between their uses come when they are asked for."""
 
-    def __init__(self, masters: Masters) -> None:
+    def __init__(self, masters: MasterParameters) -> None:
         self._masters = masters
 
     def __getitem__(self, name: str) -> Tensor:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from passes.ir.serialize import dtype_of
-from runtime.comm.group import Communicator, Group, Pending
+from runtime.comm.group import Communicator, Pending, RankGroup
 from runtime.program.program import RankProgram, shard_shape
-from runtime.program.sharded_buckets import Piece, pieces_of, zero_axes
+from runtime.program.sharded_buckets import FlatShard, pieces_of, zero_axes
 
 
-class Flat:
+class FlatBuffer:
     """A flat buffer with the padded pieces of several states, one after the other.
 
     ``piece(i)`` is a view of one piece without its padding. Pieces start at multiples of ``grain`` elements, and the
@@ -26,7 +26,7 @@ class Flat:
     """
 
     def __init__(
-        self, pieces: Sequence[Piece], dtype: torch.dtype, device: torch.device, grain: int = 1, whole: int = 1
+        self, pieces: Sequence[FlatShard], dtype: torch.dtype, device: torch.device, grain: int = 1, whole: int = 1
     ) -> None:
         self.pieces = pieces
         ends = [0, *accumulate(-(-p.length // grain) * grain for p in pieces)]
@@ -59,11 +59,11 @@ class Flat:
         return whole.view(self.pieces[i].ranks, self.length)[:, start : start + self.pieces[i].length]
 
 
-class Room:
+class GatherBuffer:
     """A tensor of ``shape`` in a buffer that has room for all of its padded pieces; the memory can be released and
     allocated again."""
 
-    def __init__(self, piece: Piece, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, piece: FlatShard, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self.padded = torch.zeros(piece.ranks * piece.length, dtype=dtype, device=device)
         self.tensor = self.padded[: piece.numel].view(torch.Size(shape))
         self._padding = self.padded[piece.numel :]
@@ -98,15 +98,22 @@ class GatheredBucket:
     """
 
     def __init__(
-        self, rank: RankProgram, number: int, group: Group, held: Mapping[str, Tensor], keep: bool, hosted: bool = False
+        self,
+        rank: RankProgram,
+        number: int,
+        group: RankGroup,
+        held: Mapping[str, Tensor],
+        keep: bool,
+        hosted: bool = False,
     ) -> None:
         states = rank.stage.buckets[number].states
         program, device = rank.program, held[states[0]].device
         dtype = dtype_of(program.states[states[0]].dtype)
         self.group, self.keep, self.hosted = group, keep, hosted
-        self.flat = Flat(pieces_of(program, states, group.size, group.index), dtype, device)
+        self.flat = FlatBuffer(pieces_of(program, states, group.size, group.index), dtype, device)
         self.rooms = [
-            Room(p, shard_shape(program, s), dtype, device) for p, s in zip(self.flat.pieces, states, strict=True)
+            GatherBuffer(p, shard_shape(program, s), dtype, device)
+            for p, s in zip(self.flat.pieces, states, strict=True)
         ]
         self.whole = {s: room.tensor for s, room in zip(states, self.rooms, strict=True)}
         self.pieces = {s: self.flat.piece(i) for i, s in enumerate(states)}

@@ -28,8 +28,8 @@ _CAUSE = "cause"
 _EVERY_S = 1.0
 
 
-class Store(Protocol):
-    """What is asked of a ``torch.distributed.Store``."""
+class KeyValueStore(Protocol):
+    """What is asked of a ``torch.distributed.KeyValueStore``."""
 
     def set(self, key: str, value: str, /) -> None: ...
 
@@ -44,7 +44,7 @@ class Mirror:
     ``store``: a client of its own, since one that waits for a key serves nobody else.
     """
 
-    def __init__(self, folder: Path, store: Store, host: int, num_hosts: int, ranks: frozenset[int]) -> None:
+    def __init__(self, folder: Path, store: KeyValueStore, host: int, num_hosts: int, ranks: frozenset[int]) -> None:
         self.folder = folder
         self.store = store
         self.host = host

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from runtime.errors import Failure
-from runtime.execute.flight_recorder import About, Moment, Recording, Spot
-from runtime.execute.stack_location import Place
+from runtime.execute.flight_recorder import InstructionSpot, RecordedMoment, RecorderHeader, Recording
+from runtime.execute.stack_location import RankLocation
 from runtime.files import write_text
 from runtime.watch.host_mirror import ranks_named
 
@@ -29,15 +29,15 @@ class RankState:
 
     rank: int
     stage: int
-    moment: Moment
-    spot: Spot | None
+    moment: RecordedMoment
+    spot: InstructionSpot | None
     index: int | None  # of the instruction
     idle_s: float
     silent_s: float
     here: bool = True
     alive: bool = True
     stopped: bool = False
-    place: Place | None = None
+    place: RankLocation | None = None
     failure: Failure | None = None
     failed_at: float = 0.0
     lost: tuple[int, ...] = ()  # whom it was waiting for when it failed
@@ -57,7 +57,7 @@ class RankState:
         return f"step {self.moment.step + 1}, {instruction_words(self.index, self.spot)}"
 
 
-def instruction_words(index: int | None, spot: Spot | None) -> str:
+def instruction_words(index: int | None, spot: InstructionSpot | None) -> str:
     return f"instruction {index}: {spot.text}" if spot is not None else "end of the step"
 
 
@@ -68,7 +68,7 @@ class Board:
         self.folder = folder
         self._recordings: dict[int, Recording] = {}
 
-    def post_place(self, rank: int, moment: Moment, place: Place) -> None:
+    def post_place(self, rank: int, moment: RecordedMoment, place: RankLocation) -> None:
         self._post(rank, "place", {"step": moment.step, "action": moment.action, **place.to_data()})
 
     def post_failure(self, rank: int, failure: Failure, waits: tuple[int, ...] = ()) -> None:
@@ -130,7 +130,7 @@ class Board:
         placed, failed = self._read(rank, "place"), self._read(rank, "failure")
         place = None
         if placed is not None and (placed.pop("step"), placed.pop("action")) == (moment.step, moment.action):
-            place = Place.from_data(placed)
+            place = RankLocation.from_data(placed)
         return RankState(
             rank=rank,
             stage=about.stage,
@@ -162,7 +162,7 @@ class Board:
         return None
 
 
-def _stage_index(about: About, index: int | None) -> int | None:
+def _stage_index(about: RecorderHeader, index: int | None) -> int | None:
     if not about.places or index is None:
         return None
     return about.places[index] if index < len(about.places) else about.places[-1] + 1  # the end of the step

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 
 from runtime.errors import Failure
-from runtime.execute.flight_recorder import About, Spot
+from runtime.execute.flight_recorder import InstructionSpot, RecorderHeader
 from runtime.watch.root_cause import cause_of
 from runtime.watch.status_board import Board, RankState, instruction_words
 
@@ -44,7 +44,7 @@ class SlowRank:
     seconds: float
     expected: float
     index: int
-    spot: Spot | None
+    spot: InstructionSpot | None
     against: str
 
     def __str__(self) -> str:
@@ -89,7 +89,7 @@ class SlowRanks:
 
 def slow_ranks(
     samples: Mapping[int, Sequence[Mapping[int, float]]],
-    about: Mapping[int, About],
+    about: Mapping[int, RecorderHeader],
     factor: float,
     spreads: float = _SPREADS,
 ) -> list[SlowRank]:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, fx
 
-from partitioner.cost.call.expert_parallel import ExpertRegion, expert_region
+from partitioner.cost.call.expert_parallel import ExpertProducts, expert_region
 from partitioner.cost.call.fp8 import first_readers, in_fp8, products_in_fp8
 from partitioner.cost.call.operators import (
     Kernel,
@@ -59,7 +59,7 @@ _IN_PIECES = frozenset(("all_gather", "reduce_scatter"))  # can run behind the p
 
 
 @dataclass(frozen=True)
-class Row:
+class KernelRow:
     """One kernel and its role in the block. ``way``: 0 forward, 1 backward. ``product``: its operator is a matrix
     product or an attention. ``again``: selective recomputation runs it once more. ``ring``: the number of its attention
     over a sharded sequence, else -1.
@@ -82,7 +82,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Columns:
+class KernelTable:
     """Rows as arrays of shape ``[kernels]``. ``kind`` and ``precision`` are indices into ``kinds`` and
     ``precisions``."""
 
@@ -109,11 +109,11 @@ class Columns:
     each: Marks
 
     @staticmethod
-    def of(rows: Sequence[Row]) -> Columns:
+    def of(rows: Sequence[KernelRow]) -> KernelTable:
         kernels = [row.kernel for row in rows]
         kinds = list(dict.fromkeys(k.kind for k in kernels))
         precisions = list(dict.fromkeys(k.precision for k in kernels))
-        return Columns(
+        return KernelTable(
             kinds=tuple(kinds),
             precisions=tuple(precisions),
             kind=np.array([kinds.index(k.kind) for k in kernels], np.int64),
@@ -174,7 +174,7 @@ class StateRead:
 
 
 @dataclass(frozen=True)
-class Asked:
+class BlockProfile:
     """Kernels, collectives and states of one call.
 
     ``issued``: number of operators that the host issues forward, backward for inputs, and backward for weights.
@@ -183,14 +183,14 @@ class Asked:
     operators between the attention and the experts.
     """
 
-    kernels: Columns
+    kernels: KernelTable
     issued: tuple[float, float, float]
     issued_each: tuple[float, float, float]
     held: int
     exchanges: tuple[Exchange, ...]
     rings: tuple[tuple[fx.Node, bool], ...]
     states: tuple[StateRead, ...]
-    region: ExpertRegion
+    region: ExpertProducts
     routing: int = 0
 
 
@@ -202,17 +202,17 @@ def asked_by(
     fused_casts: bool = False,
     expert_kernels: str = "grouped",
     current_scaling: bool = False,
-) -> Asked:
+) -> BlockProfile:
     """Kernels and collectives of a call of ``block``, a local graph with its collectives.
 
     ``fp8``: products with weights run in fp8; with ``fused_casts`` the preceding kernels write their operands in fp8.
     ``again``: the nodes that selective recomputation runs once more. ``expert_kernels``, ``current_scaling``: see
     :class:`~partitioner.Constraints`.
     """
-    return _Reader(block, train, fp8, again, fused_casts, expert_kernels, current_scaling).read()
+    return _BlockProfiler(block, train, fp8, again, fused_casts, expert_kernels, current_scaling).read()
 
 
-class _Reader:
+class _BlockProfiler:
     """Collects the kernels and collectives of a block's operators."""
 
     def __init__(
@@ -233,7 +233,7 @@ class _Reader:
         self.short = products_in_fp8(block, fp8, self.region)
         self.first = first_readers(block, self.short | self.region.products)
         self.gathers = gathered(block) if train else frozenset[fx.Node]()
-        self.rows: list[Row] = []
+        self.rows: list[KernelRow] = []
         self.exchanges: list[Exchange] = []
         self.rings: list[tuple[fx.Node, bool]] = []
         self.issued: list[float] = [0.0, 0.0, 0.0]
@@ -241,7 +241,7 @@ class _Reader:
         self.modules = module_operators(block, self.region) if expert_kernels == "each" else {}
         self.routing, self.among_experts = 0, False
 
-    def read(self) -> Asked:
+    def read(self) -> BlockProfile:
         for node in self.block.graph.nodes:
             if node.op == "call_function":
                 self._operator(node)
@@ -249,7 +249,7 @@ class _Reader:
         experts = self.region.states
         for node in self.block.placeholders if self.train else ():
             for kernel in _accumulation(node, self.names):
-                self.rows.append(Row(kernel, 1, expert=node.name in experts))
+                self.rows.append(KernelRow(kernel, 1, expert=node.name in experts))
                 self.issued[2] += 1
         small = small_states({name: placeholders[name].meta["val"].nbytes for name in self.block.states})
         states = tuple(
@@ -257,8 +257,8 @@ class _Reader:
             for name, node in ((name, placeholders[name]) for name in self.block.states)
         )
         (ahead, back, later), (each_ahead, each_back, each_later) = self.issued, self.each
-        return Asked(
-            Columns.of(self.rows),
+        return BlockProfile(
+            KernelTable.of(self.rows),
             (ahead, back, later),
             (each_ahead, each_back, each_later),
             max((row.held for row in self.rows), default=0),
@@ -331,7 +331,7 @@ class _Reader:
         matrices = [o.shape for o in operands if o.state and len(o.shape) == 3] if expert else []
         for kernel in kernels:
             self.rows.append(
-                Row(
+                KernelRow(
                     kernel,
                     way,
                     product,
@@ -374,7 +374,7 @@ def _transposed(node: fx.Node) -> str | None:
     return _TRANSPOSED.get((name, str(node.args[-1]) if name in ("all_gather", "all_reduce") else ""))
 
 
-def module_operators(block: Block, region: ExpertRegion) -> dict[fx.Node, float]:
+def module_operators(block: Block, region: ExpertProducts) -> dict[fx.Node, float]:
     """Host work of Transformer Engine's linear layers in operators, besides their products, by the layer's first
     product.
 

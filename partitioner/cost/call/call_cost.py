@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from torch import fx
 
-from partitioner.cost.call.block_profile import Asked, Columns, Exchange, asked_by
+from partitioner.cost.call.block_profile import BlockProfile, Exchange, KernelTable, asked_by
 from partitioner.cost.call.collectives import collective_time, context_exchanges
 from partitioner.cost.call.expert_parallel import (
     EXECUTED,
@@ -25,7 +25,7 @@ from partitioner.cost.call.expert_parallel import (
 )
 from partitioner.cost.call.recomputation import remade
 from partitioner.cost.call.roofline import kernel_times
-from partitioner.cost.call.saved_activations import Kept, carried_bytes, gathered, kept_by
+from partitioner.cost.call.saved_activations import SavedBytes, carried_bytes, gathered, kept_by
 from partitioner.cost.call.zero3_gathers import (
     NONE_GATHERED,
     GatheredBytes,
@@ -186,11 +186,11 @@ class CallWork:
 
     def __init__(self, block: Block, train: bool = True, again: Again = selective) -> None:
         self.block, self.train, self._again = block, train, again
-        self._asked: dict[tuple[bool, bool, str, bool], Asked] = {}
-        self._kept: dict[tuple[bool, bool, bool], Kept] = {}
+        self._asked: dict[tuple[bool, bool, str, bool], BlockProfile] = {}
+        self._kept: dict[tuple[bool, bool, bool], SavedBytes] = {}
         self._computed: dict[tuple[object, ...], tuple[DeviceType, _Computed]] = {}
 
-    def asked(self, fp8: bool, software: Software = EXECUTED) -> Asked:
+    def asked(self, fp8: bool, software: Software = EXECUTED) -> BlockProfile:
         key = fp8, software.fused_casts, software.expert_kernels, software.current_scaling
         if key not in self._asked:
             self._asked[key] = asked_by(self.block, self.train, fp8, self.again, *key[1:])
@@ -254,7 +254,7 @@ class CallWork:
             comm[way] += hidden(seconds[way] + comm[way], gathers[way], slowdown, spread.overlap)
         return self._cost(asked, spread, computed, halves, comm)
 
-    def _on(self, device: DeviceType, asked: Asked, spread: Spread) -> _Computed:
+    def _on(self, device: DeviceType, asked: BlockProfile, spread: Spread) -> _Computed:
         even = spread.software.even_experts
         key = id(device), id(asked), spread.ep, spread.of_experts, spread.num_experts, spread.divided, even
         if key not in self._computed:  # the device is kept: its identity stays its own
@@ -262,7 +262,7 @@ class CallWork:
         return self._computed[key][1]
 
     def _cost(
-        self, asked: Asked, spread: Spread, computed: _Computed, halves: list[float], comm: list[float]
+        self, asked: BlockProfile, spread: Spread, computed: _Computed, halves: list[float], comm: list[float]
     ) -> CallCost:
         regather = self.train and spread.software.regather
         apart = spread.ep > 1
@@ -303,7 +303,7 @@ class CallWork:
     def _output_grads(self) -> tuple[bool, ...]:
         return tuple(self.train and needs_gradient(n) for n in self.block.outputs)
 
-    def _keeps(self, regather: bool, selective: bool, apart: bool) -> Kept:
+    def _keeps(self, regather: bool, selective: bool, apart: bool) -> SavedBytes:
         """Bytes and inputs kept from forward to backward.
 
         ``regather``: gathered activations are gathered again. ``selective``: selective recomputation. ``apart``:
@@ -318,7 +318,7 @@ class CallWork:
         return self._kept[regather, selective, apart]
 
 
-def _issued(asked: Asked, half: int, spread: Spread) -> float:
+def _issued(asked: BlockProfile, half: int, spread: Spread) -> float:
     """Number of operators that the host issues in one half of the call, without those in recorded graphs."""
     of_experts, others = _issued_each(asked, half, spread), float(asked.issued[half])
     if half == 0 and spread.software.expert_kernels == "each" and asked.held:
@@ -326,12 +326,12 @@ def _issued(asked: Asked, half: int, spread: Spread) -> float:
     return {"none": others + of_experts, "part": of_experts, "all": 0.0}[spread.software.graphs]
 
 
-def _issued_each(asked: Asked, half: int, spread: Spread) -> float:
+def _issued_each(asked: BlockProfile, half: int, spread: Spread) -> float:
     """Number of operators that the host issues for each of a rank's experts."""
     return asked.issued_each[half] * max(1.0, asked.held * spread.of_experts)
 
 
-def _issued_late(asked: Asked, device_s: float, spread: Spread, device: DeviceType) -> float:
+def _issued_late(asked: BlockProfile, device_s: float, spread: Spread, device: DeviceType) -> float:
     """Seconds that a forward waits for the host to issue the kernels of each expert, which run ``device_s`` on the
     device.
 
@@ -345,7 +345,7 @@ def _issued_late(asked: Asked, device_s: float, spread: Spread, device: DeviceTy
     return max(0.0, _issued_each(asked, 0, spread) * device.dispatch - device_s)
 
 
-def _computed(asked: Asked, device: DeviceType, spread: Spread) -> _Computed:
+def _computed(asked: BlockProfile, device: DeviceType, spread: Spread) -> _Computed:
     columns = _spread_columns(asked.kernels, spread)
     seconds = kernel_times(columns, device)
     ahead = columns.way == 0
@@ -370,7 +370,7 @@ def _computed(asked: Asked, device: DeviceType, spread: Spread) -> _Computed:
     )
 
 
-def _spread_columns(columns: Columns, spread: Spread) -> Columns:
+def _spread_columns(columns: KernelTable, spread: Spread) -> KernelTable:
     """The kernels as one rank runs them: experts' weights are divided over ``ep``, and each expert on a rank gets the
     rows of ``ep`` ranks. A divided graph already has this form."""
     ep, experts = spread.ep, columns.expert

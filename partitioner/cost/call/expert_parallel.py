@@ -105,7 +105,7 @@ def expected_loads(tokens: NDArray[np.float64], ranks: int) -> NDArray[np.float6
 
 
 @dataclass(frozen=True)
-class ExpertRegion:
+class ExpertProducts:
     """The expert products of a block: which values are sent to the experts and come back, and the weights. ``known``:
     they are of a form that can be spread over ranks."""
 
@@ -130,11 +130,11 @@ class ExpertRegion:
         return max((_copies(node) for node in self.entries), default=1.0)
 
 
-def expert_region(block: Block) -> ExpertRegion:
+def expert_region(block: Block) -> ExpertProducts:
     """The experts of ``block``, from the graph: what flows into the first products and out of the last."""
     found = find_regions(block)
     if found:
-        return ExpertRegion(
+        return ExpertProducts(
             tuple(dict.fromkeys(_source(n) for r in found for n in r.entries)),
             tuple(n for r in found for n in r.exits),
             frozenset(n for r in found for n in r.products),
@@ -143,7 +143,7 @@ def expert_region(block: Block) -> ExpertRegion:
         )
     products = [n for n in block.graph.nodes if operator_name(n) in EXPERT_PRODUCTS]
     if not products:
-        return ExpertRegion()
+        return ExpertProducts()
     after: set[fx.Node] = set()  # behind some product
     for node in block.graph.nodes:
         if any(o in after or o in products for o in node.all_input_nodes):
@@ -155,7 +155,7 @@ def expert_region(block: Block) -> ExpertRegion:
     entries = {_source(n.args[0]): None for n in products if n not in after}
     exits = [n for n in products if n not in before]
     names = {_source(n.args[1]).name for n in products}
-    return ExpertRegion(tuple(entries), tuple(exits), frozenset(products), frozenset(names & set(block.states)))
+    return ExpertProducts(tuple(entries), tuple(exits), frozenset(products), frozenset(names & set(block.states)))
 
 
 def _source(node: object) -> fx.Node:
@@ -180,7 +180,7 @@ def _copies(node: fx.Node) -> float:
     return float(size / found.numel()) if isinstance(found, Tensor) and found.numel() else 1.0
 
 
-def expert_exchanges(region: ExpertRegion, spread: Spread) -> float:
+def expert_exchanges(region: ExpertProducts, spread: Spread) -> float:
     """Seconds of sending tokens to their experts and back, one way each, per pass."""
     if spread.ep == 1 or spread.divided:
         return 0.0
@@ -196,7 +196,7 @@ def expert_exchanges(region: ExpertRegion, spread: Spread) -> float:
     return seconds
 
 
-def sorting_seconds(region: ExpertRegion, held: int, spread: Spread, device: DeviceType) -> float:
+def sorting_seconds(region: ExpertProducts, held: int, spread: Spread, device: DeviceType) -> float:
     """Seconds in which rows that have come are put in the order of the rank's experts, and back, one pass.
 
     They come ordered by the rank that sent them (``passes/experts/sorted_rows.py``; Megatron-Core's
@@ -225,7 +225,7 @@ def in_pieces(compute_s: float, comm_s: float, pieces: int, slowdown: float) -> 
 __all__ = [
     "EXECUTED",
     "NO_SPREAD",
-    "ExpertRegion",
+    "ExpertProducts",
     "Software",
     "Spread",
     "expected_loads",

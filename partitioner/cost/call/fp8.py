@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from partitioner.cost.call.expert_parallel import ExpertRegion, expert_region
+from partitioner.cost.call.expert_parallel import ExpertProducts, expert_region
 from partitioner.cost.call.operators import Kernel, Operand, is_attention, is_product, is_view, operator_name
 from partitioner.cost.call.roofline import memory_rate, product_rate
 from partitioner.topology.hardware import DeviceType
@@ -17,7 +17,7 @@ from passes.ops.fp8 import ALIGNED, found_in, ops, product_of
 _SHOWN = 3  # products that a note names
 
 
-def products_in_fp8(block: Block, asked: bool, region: ExpertRegion) -> frozenset[fx.Node]:
+def products_in_fp8(block: Block, asked: bool, region: ExpertProducts) -> frozenset[fx.Node]:
     """The products of ``block`` that run in fp8: those already in fp8; if ``asked``, also those that will be converted,
     and the products of experts, which are planned in fp8 but not executed so."""
     found = {node for node in block.graph.nodes if node.target is ops.linear_fp8.default}

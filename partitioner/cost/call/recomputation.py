@@ -44,7 +44,7 @@ def remade(block: Block, how: Remade, sent: Collection[fx.Node] = ()) -> frozens
     if how == "scores":
         return scores
     second = _second_products(block) if how == "alternate" else frozenset[fx.Node]()
-    return scores | _Cut(block, scores, sent, second).again()
+    return scores | _RecomputeCut(block, scores, sent, second).again()
 
 
 def _second_products(block: Block) -> frozenset[fx.Node]:
@@ -52,7 +52,7 @@ def _second_products(block: Block) -> frozenset[fx.Node]:
     return frozenset(products[1::2])
 
 
-class _Cut:
+class _RecomputeCut:
     """The least cut. Every operator and input has two places: it is run again if the first is on the side of backward,
     and asked for if the second is; what is asked for and not run again is kept."""
 

@@ -18,7 +18,7 @@ from partitioner.cost.call.operators import Kernel
 from partitioner.topology.hardware import DeviceType
 
 if TYPE_CHECKING:
-    from partitioner.cost.call.block_profile import Columns
+    from partitioner.cost.call.block_profile import KernelTable
 
 Column = NDArray[np.float64]
 
@@ -34,7 +34,7 @@ def kernel_time(kernel: Kernel, device: DeviceType) -> float:
     return seconds
 
 
-def kernel_times(columns: Columns, device: DeviceType) -> Column:
+def kernel_times(columns: KernelTable, device: DeviceType) -> Column:
     """:func:`kernel_time` of many kernels at once, shape ``[kernels]``."""
     rates = np.array([memory_efficiency(kind, device) for kind in columns.kinds], dtype=np.float64)[columns.kind]
     if device.memory_sizes:

@@ -82,7 +82,7 @@ _INTO_BUFFERS = frozenset(("linear", "mm", "addmm", "matmul"))
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedBytes:
     """Bytes of one call of a block. ``inside``: kept tensors that the block makes; ``inputs``: whether each input is.
 
     ``working``: bytes needed for a moment besides what is kept, forward or backward, whichever is more; ``passing``: of
@@ -148,7 +148,7 @@ def gathered(block: Block) -> frozenset[fx.Node]:
     )
 
 
-def kept_by(block: Block, train: bool = True, without: frozenset[fx.Node] = frozenset()) -> Kept:
+def kept_by(block: Block, train: bool = True, without: frozenset[fx.Node] = frozenset()) -> SavedBytes:
     """What one call of ``block`` keeps and needs, not keeping results of ``without``. Inference keeps nothing."""
     states = set(block.states)
     saved: dict[Value, int] = {}
@@ -167,7 +167,7 @@ def kept_by(block: Block, train: bool = True, without: frozenset[fx.Node] = froz
     working, outputs = _forward_peak(block, made)
     backward = _backward_peak(block) if train else 0
     inputs = tuple(name in kept_names for name in block.inputs)
-    return Kept(inside, inputs, max(working, backward), max(working - outputs, backward))
+    return SavedBytes(inside, inputs, max(working, backward), max(working - outputs, backward))
 
 
 def _read_again(nodes: Sequence[fx.Node], without: frozenset[fx.Node]) -> Iterator[Value]:

@@ -17,7 +17,7 @@ from partitioner.optimizers import moment_bytes, optimizer_bytes
 from partitioner.topology.hardware import DeviceType
 from passes.ir.gradient_flow import accumulated_in
 from passes.ir.layouts import REPLICATED, Layout, local_shape
-from passes.ir.model import State, TensorSpec
+from passes.ir.model import ModelState, TensorSpec
 
 # The machine's names of the axes inside a part of dp, and between parts.
 INNER = {"dp": "dp_shard", "cp": "cp", "experts": "edp_shard"}
@@ -154,11 +154,11 @@ class StateCost:
         return replace(self, stage=stage, replicas=max(1, replicas), expert=expert, grad_axes=axes, hybrid=hybrid)
 
 
-class States(dict[str, StateCost]):
+class StateCosts(dict[str, StateCost]):
     """Costs of states on a rank, by name. Immutable: figures over all states are computed once."""
 
     @classmethod
-    def of(cls, costs: Mapping[str, StateCost]) -> States:
+    def of(cls, costs: Mapping[str, StateCost]) -> StateCosts:
         return costs if isinstance(costs, cls) else cls(costs)
 
     @cached_property
@@ -223,18 +223,18 @@ class StateKinds(NamedTuple):
     ZeRO-3 leaves it whole."""
 
     of_state: dict[str, int]
-    kinds: list[tuple[State, Layout, bool, bool, bool]]
+    kinds: list[tuple[ModelState, Layout, bool, bool, bool]]
 
 
 def kinds_of(
-    states: Mapping[str, State],
+    states: Mapping[str, ModelState],
     layouts: Mapping[str, Layout],
     experts: Collection[str] = (),
     complete: Collection[str] = (),
     left_whole: Collection[str] = (),
 ) -> StateKinds:
     numbers: dict[Hashable, int] = {}
-    kinds: list[tuple[State, Layout, bool, bool, bool]] = []
+    kinds: list[tuple[ModelState, Layout, bool, bool, bool]] = []
     of_state: dict[str, int] = {}
     for name, state in states.items():
         layout, expert, whole = layouts.get(name, REPLICATED), name in experts, name in complete
@@ -256,7 +256,7 @@ def state_costs(
     sharded: Sharded = WHOLE,
     short_gradients: bool = False,
     offload: Collection[str] = (),
-) -> States:
+) -> StateCosts:
     """Costs of each state on a rank that holds it, under its layout over ``tp`` (absent: whole).
 
     The gradient of a parameter is reduced over ``dp``, and over ``tp`` if it is read as a partial sum (``R'``). States
@@ -265,7 +265,7 @@ def state_costs(
     memory. ``short_gradients``: gradients have their parameter's type, even if that is shorter than float32.
     """
 
-    def find(state: State, layout: Layout, expert: bool, complete: bool, small: bool) -> StateCost:
+    def find(state: ModelState, layout: Layout, expert: bool, complete: bool, small: bool) -> StateCost:
         trained = train and state.requires_grad
         apart = complete and trained and not expert
         own = {**mesh, "cp": 1} if apart else mesh
@@ -283,7 +283,7 @@ def state_costs(
         )
 
     costs = [find(*kind) for kind in kinds.kinds]  # equal states share one object
-    return States((name, costs[number]) for name, number in kinds.of_state.items())
+    return StateCosts((name, costs[number]) for name, number in kinds.of_state.items())
 
 
 def with_lost(costs: Mapping[str, StateCost], lost: Callable[[StateCost], float] | None) -> Mapping[str, StateCost]:
@@ -291,7 +291,7 @@ def with_lost(costs: Mapping[str, StateCost], lost: Callable[[StateCost], float]
     if lost is None:
         return costs
     alike = {id(cost): replace(cost, lost=lost(cost)) for cost in costs.values()}
-    return States((name, alike[id(cost)]) for name, cost in costs.items())
+    return StateCosts((name, alike[id(cost)]) for name, cost in costs.items())
 
 
 def _cost(

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from partitioner.cost.call.call_cost import CallCost
-from partitioner.cost.call.states import StateCost, States
+from partitioner.cost.call.states import StateCost, StateCosts
 from partitioner.cost.call.zero3_gathers import GatheredBytes
 
 
@@ -45,7 +45,7 @@ NOTHING_MORE = AtEnds()
 
 
 def passing_bytes(
-    cost: CallCost, names: Collection[str], states: States, scattering: Scattering, is_last: bool, several: bool
+    cost: CallCost, names: Collection[str], states: StateCosts, scattering: Scattering, is_last: bool, several: bool
 ) -> tuple[GatheredBytes, AtEnds]:
     """Bytes of the states ``names`` that are temporarily whole in a call: anywhere in a stage, and at the ends of a
     stage.

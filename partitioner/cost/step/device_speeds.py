@@ -25,7 +25,7 @@ _STEPS = 64  # ends of microbatches that are looked at: fewer say less, but noth
 
 
 @dataclass(frozen=True)
-class Pipelines:
+class PipelineSpeeds:
     """Groups of equal pipelines: ``speeds`` of their stages, shape ``[kinds of pipelines, stages]``, fastest first, and
     ``counts``, the number of pipelines of each kind."""
 
@@ -56,7 +56,7 @@ class Pipelines:
 
 
 @dataclass(frozen=True)
-class Pool:
+class GroupSpeeds:
     """Groups of ranks, each as fast as its slowest device: ``counts`` groups of each of ``speeds``, fastest first. They
     form ``pipelines`` pipelines of equally many groups, one group to a stage, in any combination."""
 
@@ -87,13 +87,13 @@ class Pool:
         return together
 
     def least(self, work: float, microbatches: float, *, plain: bool) -> float:
-        """Lower bound in seconds as of :meth:`Pipelines.least`, over every way to form pipelines of the groups.
+        """Lower bound in seconds as of :meth:`PipelineSpeeds.least`, over every way to form pipelines of the groups.
 
         In one pipeline no group is faster than the ``pipelines``-th fastest group. Summed over the pipelines, of which
         the fastest ``J`` groups work, GPipe and 1F1B take ``(microbatches - pipelines + J) work / v(J)``.
         """
         if self.number == self.pipelines:
-            return Pipelines(self.speeds[:, None], self.counts).least(work, microbatches, plain=plain)
+            return PipelineSpeeds(self.speeds[:, None], self.counts).least(work, microbatches, plain=plain)
         alone = (1.0 if plain else ALONE) / float(self.speeds[np.searchsorted(np.cumsum(self.counts), self.pipelines)])
         if not plain:
             return max(microbatches / self.together, alone) * work
@@ -103,7 +103,7 @@ class Pool:
         return max(float(seconds.min()), alone) * work
 
 
-def pool_of(speeds: Vector, counts: Counts, size: int, pipelines: int) -> Pool:
+def pool_of(speeds: Vector, counts: Counts, size: int, pipelines: int) -> GroupSpeeds:
     """Groups of ``size`` devices in ``pipelines``, formed of ``counts`` devices of each of ``speeds``, fastest
     together.
 
@@ -113,7 +113,7 @@ def pool_of(speeds: Vector, counts: Counts, size: int, pipelines: int) -> Pool:
     order = np.argsort(-speeds, kind="stable")
     of_speed = np.diff(np.cumsum(counts[order]) // size, prepend=0)
     some = of_speed > 0
-    return Pool(speeds[order][some], of_speed[some], pipelines)
+    return GroupSpeeds(speeds[order][some], of_speed[some], pipelines)
 
 
 def work_and_speeds(seconds: Matrix, often: Sequence[int]) -> tuple[float, Vector]:

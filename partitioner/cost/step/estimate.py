@@ -14,18 +14,25 @@ from partitioner.constraints import Constraints, pinned_calls
 from partitioner.constraints import Recompute as Asked
 from partitioner.cost.call.call_cost import CallCost
 from partitioner.cost.call.collectives import collective_time, link_of_parts
-from partitioner.cost.call.states import StateCost, States, summed, update_time
+from partitioner.cost.call.states import StateCost, StateCosts, summed, update_time
 from partitioner.cost.call.transient_bytes import NOTHING_SENT, Scattering, gathered_beside, passing_bytes
-from partitioner.cost.step.gradient_reduction import Reduction, by_owner, last_levels, reducer_of, reduction, ways
+from partitioner.cost.step.gradient_reduction import (
+    GradientReduction,
+    by_owner,
+    last_levels,
+    reducer_of,
+    reduction,
+    ways,
+)
 from partitioner.cost.step.offload import exchanged_seconds, hosted, update_seconds
 from partitioner.cost.step.pipeline_tail import tied_seconds
-from partitioner.cost.step.placed_mesh import HERE, Machine
-from partitioner.cost.step.relaxed_mesh import Relaxed
+from partitioner.cost.step.placed_mesh import HERE, PlacedMesh
+from partitioner.cost.step.relaxed_mesh import BestCaseMesh
 from partitioner.cost.step.schedule_ends import RankEnds, seconds_added
 from partitioner.cost.step.step_ends import gathered_seconds, reduction_delays, stage_buckets
-from partitioner.emit.buckets import Reducing
+from partitioner.emit.buckets import ReductionScheme
 from partitioner.plan import Estimate, StageEstimate
-from partitioner.schedules.core_contention import Cores, Work, seconds_in_turns
+from partitioner.schedules.core_contention import NodeCores, VirtualStageTime, seconds_in_turns
 from partitioner.schedules.csv_table import ScheduleTable
 from partitioner.schedules.formulas import is_split, pipeline_seconds
 from partitioner.schedules.makespan import Phases
@@ -127,7 +134,7 @@ def stage_problem(
     model: FoldedModel,
     costs: Mapping[str, CallCost],
     states: Mapping[str, StateCost],
-    machine: Machine | Relaxed,
+    machine: PlacedMesh | BestCaseMesh,
     *,
     num_microbatches: int,
     microbatch_size: int = 1,
@@ -154,7 +161,7 @@ def stage_problem(
     at = ranks or range(pp)
     once = train and num_microbatches == 1 and not ranks  # gradients' pieces are not there from a backward before
     by_stage = [costs_by_stage[rank] for rank in at] if costs_by_stage else []
-    overhead, of_states = _together([costs[call.block] for call in everywhere]), States.of(states)
+    overhead, of_states = _together([costs[call.block] for call in everywhere]), StateCosts.of(states)
     several = num_microbatches > 1 or bool(ranks)
     passing = [
         passing_bytes(costs[call.block], call.states, of_states, scattering, call is placed[-1][1], several)
@@ -203,13 +210,13 @@ def _in_part(asked: Asked | None) -> Recompute | None:
     return "selective" if asked == "scores" or asked == "alternate" else asked
 
 
-def _links(machine: Machine | Relaxed, ranks: Sequence[int], parts: bool) -> tuple[Link, ...]:
+def _links(machine: PlacedMesh | BestCaseMesh, ranks: Sequence[int], parts: bool) -> tuple[Link, ...]:
     """From each of a problem's stages to the next; ``parts``: for what the ranks of ``tp`` send in parts."""
     links = tuple(machine.link(*pair) for pair in pairwise(ranks)) if ranks else machine.links
     tp = machine.mesh.get("tp", 1)
     if not parts or tp == 1:
         return links
-    gathering = machine.group("tp") if isinstance(machine, Machine) else None
+    gathering = machine.group("tp") if isinstance(machine, PlacedMesh) else None
     return tuple(link if link is HERE else link_of_parts(link, tp, gathering) for link in links)
 
 
@@ -249,7 +256,7 @@ def estimate(
     problem: StageProblem,
     split: StageSplit,
     states: Mapping[str, StateCost],
-    machine: Machine,
+    machine: PlacedMesh,
     model_flops: float,
     constraints: Constraints | None = None,
     schedule: str | ScheduleTable = "1f1b",
@@ -325,21 +332,21 @@ def with_step_time(estimate: Estimate, seconds: float) -> Estimate:
     )
 
 
-def _cores(machine: Machine) -> Cores:
+def _cores(machine: PlacedMesh) -> NodeCores:
     """The nodes where not all devices can compute at a time."""
     devices = machine.topology.devices
     ranks = tuple(
         Counter(devices[d].node for d in machine.device_of_rank[of_stage.start : of_stage.stop])
         for of_stage in stage_ranks(machine.mesh)
     )
-    return Cores(ranks, machine.topology.concurrent)
+    return NodeCores(ranks, machine.topology.concurrent)
 
 
 def _contended(
     problem: StageProblem,
     split: StageSplit,
     updates: Sequence[float],
-    machine: Machine,
+    machine: PlacedMesh,
     schedule: str | ScheduleTable,
     chunks: int | None,
 ) -> float:
@@ -360,7 +367,7 @@ def _contended(
     return taken
 
 
-def _work(problem: StageProblem, stage: int, plan: StagePlan) -> Work:
+def _work(problem: StageProblem, stage: int, plan: StagePlan) -> VirtualStageTime:
     """What of a microbatch's time in a virtual stage its ranks compute, and what they wait."""
     phases, pace = phases_of(problem, stage, plan), problem.pace(stage)
     costs = [pace.costs[place] for place in plan.places]
@@ -369,7 +376,7 @@ def _work(problem: StageProblem, stage: int, plan: StagePlan) -> Work:
     back = sum(c.backward_comm_s for c in costs) + plan.transfer_s - plan.forward_wait_s if problem.train else 0.0
     waiting = Phases(min(ahead, forward), min(back, inputs))
     computing = Phases(forward - waiting.forward, inputs - waiting.inputs, phases.weights)
-    return Work(computing, waiting)
+    return VirtualStageTime(computing, waiting)
 
 
 def _communication(problem: StageProblem, stage: StagePlan) -> float:
@@ -390,11 +397,11 @@ def how_reduced(
     problem: StageProblem,
     split: StageSplit,
     states: Mapping[str, StateCost],
-    machine: Machine,
+    machine: PlacedMesh,
     constraints: Constraints,
     schedule: str | ScheduleTable = "1f1b",
     chunks: int | None = None,
-) -> tuple[float, Reducing]:
+) -> tuple[float, ReductionScheme]:
     """Seconds by which the reductions of gradients end after the pipeline does, in the best way, and that way."""
     names = [_held(problem, plan, states) for plan in split.stages]
     held = [summed(states[name] for name in of_stage) for of_stage in names]
@@ -420,8 +427,8 @@ def _followed_tail(
     split: StageSplit,
     states: Mapping[str, StateCost],
     held: Sequence[Sequence[StateCost]],
-    machine: Machine,
-    how: Reducing,
+    machine: PlacedMesh,
+    how: ReductionScheme,
     schedule: str | ScheduleTable,
     chunks: int | None,
 ) -> float:
@@ -444,8 +451,8 @@ def _reduction_tail(
     split: StageSplit,
     states: Mapping[str, StateCost],
     held: Sequence[Sequence[StateCost]],
-    machine: Machine,
-    how: Reducing,
+    machine: PlacedMesh,
+    how: ReductionScheme,
     owned: Sequence[Mapping[tuple[str, ...], int]] = (),
 ) -> float:
     """Seconds by which gathers of updated parameters delay the pipeline, and by which the reductions of gradients end
@@ -482,7 +489,9 @@ def _reduction_tail(
             if again and m > 1:
                 sent = [bucket.scatter for bucket in buckets]
                 again_s, coding_s = sum(each.seconds for each in sent), sum(each.coding_s for each in sent)
-                exposed += Reduction(again_s=again_s, coding_again_s=coding_s).exposed(window, slowdown, 0.0, True, m)
+                exposed += GradientReduction(again_s=again_s, coding_again_s=coding_s).exposed(
+                    window, slowdown, 0.0, True, m
+                )
             if not split_backwards:  # what the stages behind send comes later by as much
                 tail += delays.backward_s
         tail = max(tail, exposed - ahead)
@@ -491,20 +500,20 @@ def _reduction_tail(
     return delay + tail
 
 
-def _added_up(problem: StageProblem, machine: Machine) -> float:
+def _added_up(problem: StageProblem, machine: PlacedMesh) -> float:
     """Seconds of adding up what the first forward reads of the whole batch; the last of several stages has nothing else
     to do then."""
     return 0.0 if problem.num_stages > 1 else _totals_seconds(problem, machine)
 
 
-def _totals_seconds(problem: StageProblem, machine: Machine) -> float:
+def _totals_seconds(problem: StageProblem, machine: PlacedMesh) -> float:
     if not problem.total_bytes:
         return 0.0
     return collective_time("all_reduce", problem.total_bytes, slowest(machine.stage_groups("dp", "cp")))
 
 
 def _tied(
-    problem: StageProblem, held: Sequence[Sequence[str]], states: Mapping[str, StateCost], machine: Machine
+    problem: StageProblem, held: Sequence[Sequence[str]], states: Mapping[str, StateCost], machine: PlacedMesh
 ) -> float:
     """Seconds of adding up the gradients of tied weights over their stages, ahead of all else: nothing hides it."""
     often = Counter(name for names in held for name in names)

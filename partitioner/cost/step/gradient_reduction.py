@@ -24,8 +24,8 @@ from partitioner.constraints import Constraints
 from partitioner.cost.call.collectives import collective_time
 from partitioner.cost.call.roofline import memory_rate
 from partitioner.cost.call.states import INNER, OUTER, StateCost
-from partitioner.cost.step.placed_mesh import Machine
-from partitioner.emit.buckets import AT_ONCE, Reducing, bucket_limit
+from partitioner.cost.step.placed_mesh import PlacedMesh
+from partitioner.emit.buckets import AT_ONCE, ReductionScheme, bucket_limit
 from partitioner.topology.group import Group
 from partitioner.topology.groups import placed
 from partitioner.topology.hardware import DeviceType
@@ -44,14 +44,14 @@ def coding_time(compression: Compression, num_bytes: float, device: DeviceType) 
     return _PASSES[compression] * num_bytes / memory_rate("default", device)
 
 
-class Sent(NamedTuple):
+class CommunicationTime(NamedTuple):
     """Seconds of communication, and seconds of compression on the rank itself."""
 
     seconds: float
     coding_s: float = 0.0
 
-    def and_(self, seconds: float) -> Sent:
-        return Sent(self.seconds + seconds, self.coding_s)
+    def and_(self, seconds: float) -> CommunicationTime:
+        return CommunicationTime(self.seconds + seconds, self.coding_s)
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,11 @@ class Reducer:
     """
 
     group: Callable[[tuple[str, ...]], Group]
-    how: Reducing
+    how: ReductionScheme
     device: DeviceType
     itemsize: int = 4
 
-    def all_reduce(self, num_bytes: float, axes: tuple[str, ...]) -> Sent:
+    def all_reduce(self, num_bytes: float, axes: tuple[str, ...]) -> CommunicationTime:
         """Cost of an all-reduce of ``num_bytes`` of gradients over ``axes``: of a bucket, or of the shards left after
         scattering."""
         inner, outer = self._levels(axes)
@@ -83,11 +83,13 @@ class Reducer:
         inner = tuple(INNER.get(axis, axis) for axis in axes)
         return self.group(inner), self.group(tuple(OUTER[axis] for axis in axes if axis in OUTER))
 
-    def _added(self, num_bytes: float, group: Group, axes: Sequence[str]) -> Sent:
+    def _added(self, num_bytes: float, group: Group, axes: Sequence[str]) -> CommunicationTime:
         if self.how.compression is None or group.size == 1 or not {*axes} - _EXACT:
-            return Sent(collective_time("all_reduce", num_bytes, group))
+            return CommunicationTime(collective_time("all_reduce", num_bytes, group))
         sent, back = self._exchange(num_bytes, group), self._coded(num_bytes / group.size)
-        return Sent(sent.seconds + collective_time("all_gather", self._wire(num_bytes), group), sent.coding_s + back)
+        return CommunicationTime(
+            sent.seconds + collective_time("all_gather", self._wire(num_bytes), group), sent.coding_s + back
+        )
 
     def lost(self, axes: tuple[str, ...]) -> float:
         """Share of a bucket kept as compression residual when it is reduced over ``axes``: of the sent data and of the
@@ -100,18 +102,18 @@ class Reducer:
             return (1 + 1 / outer.size) / inner.size
         return 1 + 1 / self.group(axes).size
 
-    def scatter(self, num_bytes: float, axes: tuple[str, ...], last: bool) -> Sent:
+    def scatter(self, num_bytes: float, axes: tuple[str, ...], last: bool) -> CommunicationTime:
         """Cost of a reduce-scatter of a bucket to the ranks that share its states.
 
         ``last``: it crosses the outermost links of the reduction, on which gradients may be compressed.
         """
         group = self.group(axes)
         if self.how.compression is None or not last or group.size == 1:
-            return Sent(collective_time("reduce_scatter", num_bytes, group))
+            return CommunicationTime(collective_time("reduce_scatter", num_bytes, group))
         return self._exchange(num_bytes, group)
 
-    def _exchange(self, num_bytes: float, group: Group) -> Sent:
-        return Sent(
+    def _exchange(self, num_bytes: float, group: Group) -> CommunicationTime:
+        return CommunicationTime(
             collective_time("all_to_all", self._wire(num_bytes) * group.size, group),
             self._coded(num_bytes),
         )
@@ -125,7 +127,7 @@ class Reducer:
         return coding_time(self.how.compression, num_bytes, self.device)
 
 
-def reducer_of(machine: Machine, stage: int, how: Reducing) -> Reducer:
+def reducer_of(machine: PlacedMesh, stage: int, how: ReductionScheme) -> Reducer:
     """The reducer of a stage of ``machine``."""
     split = replace(machine, dp_shard=how.inside) if how.inside else machine
     device = max(machine.devices_of(stage), key=lambda kind: coding_time("bf16", 1.0, kind))
@@ -137,7 +139,7 @@ def reducer_of(machine: Machine, stage: int, how: Reducing) -> Reducer:
     return Reducer(group, how, device, 8 if machine.precision == "fp64" else 4)
 
 
-def data_reducers(machines: Sequence[Machine], zero: int, constraints: Constraints) -> list[Reducer]:
+def data_reducers(machines: Sequence[PlacedMesh], zero: int, constraints: Constraints) -> list[Reducer]:
     """The reducers of one stage on any of ``machines``; ``dp`` stands for all ranks with the same weights there."""
     laid = [replace(machine, zero=zero) for machine in machines]
     return [_over_data(reducer_of(m, 0, how)) for m in laid for how in ways(m, constraints)]
@@ -156,15 +158,15 @@ def best_reducers(topology: Topology, group: Group, device: DeviceType, constrai
     return [Reducer(lambda axes: group, AT_ONCE, device)]
 
 
-def ways(machine: Machine, constraints: Constraints) -> list[Reducing]:
+def ways(machine: PlacedMesh, constraints: Constraints) -> list[ReductionScheme]:
     """The ways of reducing gradients to choose from, the plainest first."""
     compression = constraints.grad_compression
     inside = 0 if machine.zero or not may_be_hierarchical(machine.topology, constraints) else ranks_inside(machine)
-    stepped = [Reducing(inside, compression)] if inside else []
-    return stepped if stepped and constraints.hierarchical else [Reducing(0, compression), *stepped]
+    stepped = [ReductionScheme(inside, compression)] if inside else []
+    return stepped if stepped and constraints.hierarchical else [ReductionScheme(0, compression), *stepped]
 
 
-def lost_by(machine: Machine, constraints: Constraints) -> Callable[[StateCost], float] | None:
+def lost_by(machine: PlacedMesh, constraints: Constraints) -> Callable[[StateCost], float] | None:
     """What a state has kept of what sending its gradient loses, in the way in which it is most; ``None`` where nothing
     is kept."""
     compression = constraints.grad_compression
@@ -188,7 +190,7 @@ def may_be_hierarchical(topology: Topology, constraints: Constraints) -> bool:
     return constraints.hierarchical
 
 
-def ranks_inside(machine: Machine) -> int:
+def ranks_inside(machine: PlacedMesh) -> int:
     """The most neighbours along ``dp`` that are on one node, with their ``cp``; 0 where that is one rank, or all."""
     sizes = [machine.mesh.get(axis, 1) for axis in AXES]
     nodes = machine.topology.node_of[placed(machine.topology, machine.mesh, machine.devices)].reshape(sizes)
@@ -201,7 +203,7 @@ def ranks_inside(machine: Machine) -> int:
 
 
 @dataclass(frozen=True)
-class Reduction:
+class GradientReduction:
     """The reduction of a stage's gradients: seconds in all, and of the last bucket, which nothing hides.
 
     ``again_s``: of scattering in every further microbatch, under ZeRO 2, which accumulates shards.
@@ -239,8 +241,8 @@ Seconds = float | NDArray[np.float64]
 def exposed_seconds(
     works: Sequence[Seconds], window_s: Seconds, slowdown: float, forward_s: Seconds, overlap: bool, microbatches: int
 ) -> Any:
-    """:meth:`Reduction.exposed`, of many at a time; ``works``: as
-    :attr:`Reduction.seconds`."""
+    """:meth:`GradientReduction.exposed`, of many at a time; ``works``: as
+    :attr:`GradientReduction.seconds`."""
     total, last, gather, again, coding, coding_again = works
     coding = coding + (microbatches - 1) * coding_again
     if not overlap:
@@ -253,7 +255,7 @@ def exposed_seconds(
     return beside(gather, forward_s) + (microbatches - 1) * beside(again, window_s) + behind + coding
 
 
-def by_owner(work: Reduction, tensors: Mapping[tuple[str, ...], int], reducer: Reducer) -> Reduction:
+def by_owner(work: GradientReduction, tensors: Mapping[tuple[str, ...], int], reducer: Reducer) -> GradientReduction:
     """``work``, where each of so many ``tensors``, by the axes that share their states, is on one rank: gradients are
     added up to their owners and what those have updated goes out in a message for each owner, whose pieces pass through
     all ranks in turn, as of a ring's (InternEvo, ``hybrid_zero_optim.py``: ``dist.reduce`` and ``dist.broadcast``)."""
@@ -268,7 +270,7 @@ Sizes = dict[tuple[str, Axes, int, Axes], float]
 """Bytes by operation, its axes, the stage of ZeRO, and the axes that gradients were scattered over before."""
 
 
-def reduction(costs: Collection[StateCost], reducer: Reducer, overlap: bool = True) -> Reduction:
+def reduction(costs: Collection[StateCost], reducer: Reducer, overlap: bool = True) -> GradientReduction:
     """The reduction of the gradients of ``costs``, in buckets by axes.
 
     Buckets are small for the first to go out behind computation: without ``overlap`` there is one for the same axes.
@@ -303,7 +305,7 @@ def last_levels(cost: StateCost) -> dict[tuple[str, ...], bool]:
 
 def reduction_of(
     sizes: Sizes, last_level: Mapping[tuple[str, ...], bool], reducer: Reducer, overlap: bool = True
-) -> Reduction:
+) -> GradientReduction:
     """The reduction of so many bytes, see :func:`reduction`."""
     by_axes: dict[tuple[str, ...], float] = {}
     last = gathered = again = coding = coding_again = 0.0
@@ -322,4 +324,4 @@ def reduction_of(
         again += count * sent.seconds if stage == 2 else 0.0
         coding += count * sent.coding_s
         coding_again += count * sent.coding_s if stage == 2 else 0.0
-    return Reduction(sum(by_axes.values()), last, gathered, again, coding, coding_again, by_axes)
+    return GradientReduction(sum(by_axes.values()), last, gathered, again, coding, coding_again, by_axes)

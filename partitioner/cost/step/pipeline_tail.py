@@ -29,7 +29,7 @@ from partitioner.cost.step.gradient_reduction import (
     reduction_of,
     ways,
 )
-from partitioner.cost.step.placed_mesh import Machine
+from partitioner.cost.step.placed_mesh import PlacedMesh
 from partitioner.cost.step.step_ends import GradientBucket, gathered_seconds, reduction_delays, stage_buckets
 from partitioner.schedules.formulas import is_split
 from partitioner.solve.stages.problem import StageCall, StageProblem
@@ -39,7 +39,7 @@ from partitioner.solve.stages.tables import StageTables, Table, min_max
 _MOST_FOLLOWED = 60  # runs of a stage whose reductions are followed bucket by bucket
 
 
-def least_update(problem: StageProblem, states: Mapping[str, StateCost], machine: Machine) -> float:
+def least_update(problem: StageProblem, states: Mapping[str, StateCost], machine: PlacedMesh) -> float:
     """Seconds of the update at least, wherever calls are cut: as if all ranks had the same share of it."""
     if not problem.train:
         return 0.0
@@ -51,7 +51,7 @@ def least_update(problem: StageProblem, states: Mapping[str, StateCost], machine
 def run_tails(
     problem: StageProblem,
     states: Mapping[str, StateCost],
-    machine: Machine,
+    machine: PlacedMesh,
     constraints: Constraints,
     ranks: Sequence[int],
     within_s: float,
@@ -69,7 +69,7 @@ def run_tails(
     if not problem.train:
         return tails
     if problem.num_stages == _num_ranks(machine):
-        waits = _Reductions(tables, states, machine, constraints)
+        waits = _ReductionTails(tables, states, machine, constraints)
         ahead = np.where(np.arange(len(problem.calls) + 1) == 0, 0.0, -np.inf)  # of the stages before, at most
         for stage, times in zip(stages, seconds, strict=True):
             windows = _windows(tables, stage, times)
@@ -87,7 +87,7 @@ def run_tails(
     return [tail + np.maximum(update, longest) + tied for tail, update in zip(tails, updates, strict=True)]
 
 
-def tied_seconds(cost: StateCost, count: int, machine: Machine) -> float:
+def tied_seconds(cost: StateCost, count: int, machine: PlacedMesh) -> float:
     """Seconds of adding up the gradient of a weight that ``count`` ranks of a pipeline hold."""
     if count < 2 or not cost.gradient:
         return 0.0
@@ -98,7 +98,7 @@ def tied_seconds(cost: StateCost, count: int, machine: Machine) -> float:
 def _least_tied(
     problem: StageProblem,
     states: Mapping[str, StateCost],
-    machine: Machine,
+    machine: PlacedMesh,
     seconds: Sequence[Table],
     ranks: Sequence[int],
 ) -> float:
@@ -136,7 +136,7 @@ def _on_the_way(tables: Sequence[Table]) -> list[Table]:
     return [np.where(start[:, None] & stop[None, :], table, np.inf) for table, start, stop in ways]
 
 
-def _num_ranks(machine: Machine) -> int:
+def _num_ranks(machine: PlacedMesh) -> int:
     return machine.mesh.get("pp", 1)
 
 
@@ -152,14 +152,14 @@ def _windows(tables: StageTables, stage: int, times: Table) -> Table:
     return np.maximum(0.0, times - forward - before - after - overhead)
 
 
-class _Reductions:
+class _ReductionTails:
     """What the reductions of runs of calls leave to wait for."""
 
     def __init__(
         self,
         tables: StageTables,
         states: Mapping[str, StateCost],
-        machine: Machine,
+        machine: PlacedMesh,
         constraints: Constraints,
     ) -> None:
         self.tables, self.machine, self.states = tables, machine, states
@@ -254,7 +254,7 @@ class _Reductions:
         return [name for name in dict.fromkeys(call.states) if name in self._reduced]
 
     def _of(self, sizes: Sequence[float], reducer: Reducer) -> tuple[float, ...]:
-        """See :attr:`partitioner.cost.step.gradient_reduction.Reduction.seconds`."""
+        """See :attr:`partitioner.cost.step.gradient_reduction.GradientReduction.seconds`."""
         held: Sizes = {key: size for key, size in zip(self.keys, sizes, strict=True) if size}
         groups = tuple(reducer.group(axes) for _, axes, _, _ in self.keys)
         known = *sizes, reducer.how, id(reducer.device), groups

@@ -47,7 +47,7 @@ HERE = Link(name="here", bandwidth=1e30, latency=0.0, level=-1)
 
 @hashed_once
 @dataclass(frozen=True)
-class Seat:
+class RankProfile:
     """The facts that decide how long a call takes on a rank: the device type, its speed, and its groups by mesh
     axis."""
 
@@ -56,11 +56,11 @@ class Seat:
     groups: tuple[tuple[str, Group], ...]
 
 
-Seats = tuple[Seat, ...]  # the different ones that wait for each other
+Seats = tuple[RankProfile, ...]  # the different ones that wait for each other
 
 
 @dataclass(frozen=True)
-class Machine:
+class PlacedMesh:
     """A topology with a mesh laid over it.
 
     ``devices``: the device of every rank; ``None``: rank ``i`` runs on device ``i``. ``precision``: the type of most of
@@ -283,7 +283,7 @@ class Machine:
         known: dict[Seats, Seats] = {}
         by_stage = zip(stage_paces(self.topology, self.mesh, self.devices), *of_axes, strict=True)
         seats = (
-            tuple(Seat(kind, speed, tuple(zip(inner, groups, strict=True))) for kind, speed in paces)
+            tuple(RankProfile(kind, speed, tuple(zip(inner, groups, strict=True))) for kind, speed in paces)
             for paces, *groups in by_stage
         )
         return tuple(known.setdefault(of_stage, of_stage) for of_stage in seats)
@@ -317,7 +317,7 @@ class Machine:
             for (pace, *own), of_stage in zip(by_stage, self.seats, strict=True):
                 groups = {axis: of_kind[k] for axis, (_, of_kind), k in zip(inside, each, own, strict=True)}
                 over = tuple((axis, groups.get(axis, group)) for axis, group in of_stage[0].groups)
-                here = tuple(Seat(kind, speed, over) for kind, speed in paces[pace])
+                here = tuple(RankProfile(kind, speed, over) for kind, speed in paces[pace])
                 seats.append(known.setdefault(here, here))
             found.append(known.setdefault(tuple(seats), tuple(seats)))
         return tuple(found[k] for k in of_replica.reshape(-1).tolist())

@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from partitioner.cost.call.call_cost import Again, CallCost, CallWork, selective
 from partitioner.cost.call.expert_parallel import NO_SPREAD, Spread
-from partitioner.cost.step.placed_mesh import Machine, Seat
+from partitioner.cost.step.placed_mesh import PlacedMesh, RankProfile
 from partitioner.topology.hardware import DeviceType
 from partitioner.topology.topology import Topology
 from passes.ir.collectives import collective_name
@@ -19,7 +19,7 @@ Costs = dict[str, CallCost]  # by block
 
 
 @dataclass
-class SeatCosts:
+class CallCostCache:
     """Costs of the local graphs ``blocks``, each found once per seat; ``again``: see :class:`CallWork`."""
 
     blocks: Mapping[str, Block]
@@ -28,8 +28,8 @@ class SeatCosts:
     again: Again = selective
     works: dict[int, CallWork] = field(default_factory=dict)  # of blocks, by identity, that others may have as well
     _devices: dict[tuple[str, float], DeviceType] = field(default_factory=dict)
-    _of_seat: dict[tuple[Seat, Spread], Costs] = field(default_factory=dict)
-    _of_stage: dict[tuple[tuple[Seat, ...], Spread], Costs] = field(default_factory=dict)
+    _of_seat: dict[tuple[RankProfile, Spread], Costs] = field(default_factory=dict)
+    _of_stage: dict[tuple[tuple[RankProfile, ...], Spread], Costs] = field(default_factory=dict)
 
     @cached_property
     def _axes(self) -> frozenset[str]:
@@ -52,7 +52,7 @@ class SeatCosts:
             self._devices[kind, speed] = self.topology.paced_type(kind, speed)
         return self._devices[kind, speed]
 
-    def at(self, seat: Seat, spread: Spread = NO_SPREAD) -> Costs:
+    def at(self, seat: RankProfile, spread: Spread = NO_SPREAD) -> Costs:
         """The costs on one seat, of calls that are spread like this."""
         seat = replace(seat, groups=tuple((axis, group) for axis, group in seat.groups if axis in self._axes))
         if (seat, spread) not in self._of_seat:
@@ -65,7 +65,7 @@ class SeatCosts:
             }
         return self._of_seat[seat, spread]
 
-    def of_stage(self, seats: tuple[Seat, ...], spread: Spread = NO_SPREAD) -> Costs:
+    def of_stage(self, seats: tuple[RankProfile, ...], spread: Spread = NO_SPREAD) -> Costs:
         """The costs on a stage, whose ranks wait for the slowest; one and the same dict for the same seats."""
         key = seats, spread
         if key not in self._of_stage:
@@ -73,14 +73,14 @@ class SeatCosts:
             self._of_stage[key] = slowest(costs)
         return self._of_stage[key]
 
-    def by_stage(self, machine: Machine) -> tuple[Costs, ...]:
+    def by_stage(self, machine: PlacedMesh) -> tuple[Costs, ...]:
         """For each stage of ``machine``."""
         spread = machine.spread
         different = {id(seats): seats for seats in machine.seats}
         found = {key: self.of_stage(seats, spread) for key, seats in different.items()}
         return tuple(found[id(seats)] for seats in machine.seats)
 
-    def by_pipeline(self, machine: Machine) -> tuple[Costs, ...]:
+    def by_pipeline(self, machine: PlacedMesh) -> tuple[Costs, ...]:
         """For each stage of each different replica of ``machine``, whose ranks do not wait for others'."""
         spread = machine.spread
         return tuple(self.of_stage(seats, spread) for replica in dict.fromkeys(machine.pipelines) for seats in replica)

@@ -20,7 +20,7 @@ import numpy as np
 
 from partitioner.cost.call.collectives import collective_time, moved_share
 from partitioner.cost.call.roofline import matmul_efficiency, memory_efficiency
-from partitioner.cost.step.placed_mesh import HERE, Machine
+from partitioner.cost.step.placed_mesh import HERE, PlacedMesh
 from partitioner.topology.fabric import Floats, Ints, Storey, spans_nodes
 from partitioner.topology.group import Group, Tier, slowest
 from partitioner.topology.groups import num_communicators
@@ -30,7 +30,7 @@ from partitioner.topology.topology import Topology
 
 
 @dataclass(frozen=True)
-class Relaxed:
+class BestCaseMesh:
     """A machine that no placement of ``mesh`` beats, with the best capacity and links of each stage."""
 
     mesh: Mapping[str, int]
@@ -72,7 +72,7 @@ def best_type(types: Sequence[DeviceType]) -> DeviceType:
     )
 
 
-def relaxed(topology: Topology, mesh: Mapping[str, int], candidates: Sequence[Machine] | None) -> Relaxed:
+def relaxed(topology: Topology, mesh: Mapping[str, int], candidates: Sequence[PlacedMesh] | None) -> BestCaseMesh:
     """The best capacity of each stage and the best link of each boundary over ``candidates``.
 
     ``candidates`` is ``None`` if they are not all placements that count. Then the bound covers every placement: no
@@ -82,7 +82,7 @@ def relaxed(topology: Topology, mesh: Mapping[str, int], candidates: Sequence[Ma
     if candidates is not None:
         capacity = tuple(max(of_stage) for of_stage in zip(*(m.capacity for m in candidates), strict=True))
         boundaries = zip(*(m.links for m in candidates), strict=True)
-        return Relaxed(mesh, capacity, tuple(_best_link(boundary) for boundary in boundaries))
+        return BestCaseMesh(mesh, capacity, tuple(_best_link(boundary) for boundary in boundaries))
     per_stage = topology.num_devices // stages
     largest = np.sort(topology.usable)[::-1]
     every = [level.shared(most_share(topology)) for level in topology.levels]
@@ -93,7 +93,7 @@ def relaxed(topology: Topology, mesh: Mapping[str, int], candidates: Sequence[Ma
     links += topology.own_links.values()
     least = min(topology.types[kind].communicator for kind, _ in topology.paces[0])
     room = max(0, int(largest[per_stage - 1]) - num_communicators(mesh) * int(least))
-    return Relaxed(mesh, (room,) * stages, (_best_link(links),) * (stages - 1))
+    return BestCaseMesh(mesh, (room,) * stages, (_best_link(links),) * (stages - 1))
 
 
 def most_share(topology: Topology) -> float:

@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from partitioner.cost.call.collectives import collective_time
 from partitioner.cost.call.states import StateCost
-from partitioner.cost.step.gradient_reduction import Reducer, Sent
+from partitioner.cost.step.gradient_reduction import CommunicationTime, Reducer
 from partitioner.emit.buckets import bucket_limit
 from partitioner.solve.stages.problem import StageProblem
 from partitioner.solve.stages.split import StagePlan
 from runtime.program.simulate import OverlappedCollective, RankClock
 
-_NOTHING = Sent(0.0)
+_NOTHING = CommunicationTime(0.0)
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class GradientBucket:
     parameters."""
 
     place: int
-    scatter: Sent = _NOTHING
-    rest: Sent = _NOTHING
+    scatter: CommunicationTime = _NOTHING
+    rest: CommunicationTime = _NOTHING
     gather_s: float = 0.0
 
 
@@ -166,7 +166,7 @@ class Reductions:
             self._begin(bucket.rest)
         self._left.clear()
 
-    def _begin(self, part: Sent) -> OverlappedCollective:
+    def _begin(self, part: CommunicationTime) -> OverlappedCollective:
         collective = OverlappedCollective(0.0, part.seconds)
         self.clock.compute(part.coding_s)
         self.clock.begin(collective)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
-from partitioner.candidate import Point
+from partitioner.candidate import MeshCandidate
 from partitioner.cost.call.block_profile import fan_out, learned_nodes, node_operands, operand_needs
 from partitioner.cost.call.call_cost import CallCost
 from partitioner.cost.call.expert_parallel import expert_region
@@ -33,7 +33,7 @@ from partitioner.cost.call.operators import (
 )
 from partitioner.cost.call.recomputation import Remade, remade
 from partitioner.cost.call.roofline import memory_rate, product_rate
-from partitioner.cost.call.saved_activations import Kept, carried_bytes, kept_by
+from partitioner.cost.call.saved_activations import SavedBytes, carried_bytes, kept_by
 from partitioner.topology.hardware import DeviceType
 from passes.ir.model import Block
 from passes.rules.strategies import needs_gradient
@@ -46,7 +46,7 @@ Number = TypeVar("Number", float, Vector)
 
 
 @dataclass(frozen=True)
-class Work:
+class BlockCallTime:
     """Seconds of one call of a block for the whole batch on one device: of launches, of what grows with the batch, and
     of the traffic of weights. ``spared``: of copies that views make and of sums over what is broadcast; a graph of
     shards or of a single sample may do without."""
@@ -74,10 +74,10 @@ class BlockWork:
     """A block's work forward, backward, and of that for ``inputs``; what it keeps at least, and ``carried`` bytes that
     it holds between the halves of a backward. ``over_ranks``: of ranks that share a sequence, where these do less."""
 
-    forward: Work
-    backward: Work
-    inputs: Work
-    kept: Kept
+    forward: BlockCallTime
+    backward: BlockCallTime
+    inputs: BlockCallTime
+    kept: SavedBytes
     carried: float
     input_bytes: tuple[int, ...]
     output_bytes: tuple[int, ...]
@@ -200,12 +200,12 @@ def _more(kernels: Sequence[Kernel], least: Sequence[Kernel]) -> list[Kernel]:
     return [replace(k, num_bytes=k.num_bytes - o.num_bytes, flops=0.0, launches=0) for k, o in pairs]
 
 
-def _least_kept(block: Block, train: bool, how: Remade | None) -> Kept:
+def _least_kept(block: Block, train: bool, how: Remade | None) -> SavedBytes:
     kept = kept_by(block, train)
     if how is None or not train:
         return kept
     slim = kept_by(block, train, remade(block, how))
-    return Kept(
+    return SavedBytes(
         min(kept.inside, slim.inside),
         tuple(a and b for a, b in zip(kept.inputs, slim.inputs, strict=True)),
         min(kept.working, slim.working),
@@ -223,7 +223,7 @@ def _for_inputs(kernels: Sequence[Kernel]) -> list[Kernel]:
     return [kernel for kernel in kernels if not kernel.learned]
 
 
-def _work(kernels: Sequence[Kernel], spared: Sequence[Kernel], device: DeviceType) -> Work:
+def _work(kernels: Sequence[Kernel], spared: Sequence[Kernel], device: DeviceType) -> BlockCallTime:
     batch = weights = 0.0
     for kernel in kernels:
         rate = memory_rate(kernel.kind, device)
@@ -236,7 +236,7 @@ def _work(kernels: Sequence[Kernel], spared: Sequence[Kernel], device: DeviceTyp
         sum(k.num_bytes / memory_rate(k.kind, device) for k in spared),
     )
     issued = sum(1 for k in kernels if k.launches) * device.dispatch
-    return Work(launches, batch, weights, sum(k.flops for k in kernels), issued, copies)
+    return BlockCallTime(launches, batch, weights, sum(k.flops for k in kernels), issued, copies)
 
 
 Matrix = NDArray[np.float64]
@@ -244,7 +244,7 @@ _TINY_S = 1e-15
 
 
 @dataclass(frozen=True)
-class Kinds:
+class DeviceKinds:
     """Time of blocks by device type.
 
     ``often``: the number of calls of each block. ``samples``: the samples of a batch in the block graphs. ``counts``:
@@ -261,7 +261,7 @@ class Kinds:
         """Whether the topology has several device types."""
         return len(self.counts) > 1
 
-    def seconds(self, blocks: Mapping[str, BlockWork], points: Sequence[Point]) -> tuple[Matrix, Matrix]:
+    def seconds(self, blocks: Mapping[str, BlockWork], points: Sequence[MeshCandidate]) -> tuple[Matrix, Matrix]:
         """Forward and backward seconds of one microbatch in each block that is called: two arrays ``[blocks,
         points]``."""
         fields = ("cp", "tp", "ep", "microbatch_size")
@@ -275,25 +275,25 @@ class Kinds:
         found = np.stack([both(blocks[name]) for name in self.often], axis=1)
         return found[0], found[1]
 
-    def of_each(self, points: Sequence[Point]) -> NDArray[np.float64]:
+    def of_each(self, points: Sequence[MeshCandidate]) -> NDArray[np.float64]:
         """Forward plus backward seconds of one microbatch in each block on every device type: ``[kinds, blocks,
         points]``."""
         return np.stack([sum(self.seconds(paced, points)) for paced in self.works.paced])
 
-    def longest_backward(self, points: Sequence[Point]) -> Vector:
+    def longest_backward(self, points: Sequence[MeshCandidate]) -> Vector:
         """Backward seconds of one microbatch through all calls, on the slowest device type: shape ``[points]``."""
         calls = np.array([self.often[name] for name in self.often], dtype=np.float64)
         each = np.stack([calls @ self.seconds(paced, points)[1] for paced in self.works.paced])
         longest: Vector = each.max(axis=0)
         return longest
 
-    def speeds(self, points: Sequence[Point]) -> Matrix:
+    def speeds(self, points: Sequence[MeshCandidate]) -> Matrix:
         """Greatest relative speed of each device type over all blocks, forward or backward; the best type has speed 1.
         Shape ``[kinds, points]``."""
         best = np.maximum(np.concatenate(self.seconds(self.works.best, points)), _TINY_S)
         own = [np.maximum(np.concatenate(self.seconds(paced, points)), _TINY_S) for paced in self.works.paced]
         return np.stack([(best / seconds).max(axis=0) for seconds in own])
 
-    def fastest(self, points: Sequence[Point]) -> Vector:
+    def fastest(self, points: Sequence[MeshCandidate]) -> Vector:
         """Greatest relative speed over all device types: shape ``[points]``."""
         return self.speeds(points).max(axis=0) if self.differ else np.ones(len(points))

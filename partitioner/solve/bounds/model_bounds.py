@@ -26,17 +26,17 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from partitioner.candidate import Point
+from partitioner.candidate import MeshCandidate
 from partitioner.cost.call.call_cost import CallCost
-from partitioner.cost.call.states import StateCost, States, kinds_of, state_costs, summed, update_time
-from partitioner.cost.step.device_speeds import Pool, pool_of, work_and_speeds
+from partitioner.cost.call.states import StateCost, StateCosts, kinds_of, state_costs, summed, update_time
+from partitioner.cost.step.device_speeds import GroupSpeeds, pool_of, work_and_speeds
 from partitioner.cost.step.estimate import stage_problem
 from partitioner.cost.step.offload import update_seconds
-from partitioner.cost.step.relaxed_mesh import Relaxed, best_type, relaxed
+from partitioner.cost.step.relaxed_mesh import BestCaseMesh, best_type, relaxed
 from partitioner.schedules.formulas import is_formula, is_plain, least_alone, least_fill
-from partitioner.solve.bounds.block_work import BlockWork, Kinds, Works
-from partitioner.solve.bounds.planned_job import Planned
-from partitioner.solve.bounds.zero_and_reduction import Floor, LeastReduced
+from partitioner.solve.bounds.block_work import BlockWork, DeviceKinds, Works
+from partitioner.solve.bounds.planned_job import PlannedJob
+from partitioner.solve.bounds.zero_and_reduction import BlockLowerBound, LeastReduced
 from partitioner.solve.placement.placement import Placements
 from partitioner.solve.stages.lower_bound import LeastTime, least_time
 from partitioner.solve.stages.problem import StageProblem
@@ -45,7 +45,7 @@ from partitioner.topology.hosts import BOUNDLESS
 from partitioner.units import bytes_text
 from passes.ir.model import FoldedModel
 
-Key = Callable[[Point], Hashable]
+Key = Callable[[MeshCandidate], Hashable]
 
 _WORK = "pp", "dp", "tp", "microbatch_size", "schedule", "cp", "ep", "virtual_stages"
 
@@ -56,19 +56,19 @@ BY_SIZE: Key = attrgetter("dp", "microbatch_size")  # how many microbatches
 BY_SHARES: Key = attrgetter("microbatch_size", *_STATES)  # the same, where faster ranks may have more
 
 
-def by_all(point: Point) -> Point:
+def by_all(point: MeshCandidate) -> MeshCandidate:
     """Each by itself."""
     return point
 
 
-def each(points: Sequence[Point], key: Key, find: Callable[[Point], float]) -> NDArray[np.float64]:
+def each(points: Sequence[MeshCandidate], key: Key, find: Callable[[MeshCandidate], float]) -> NDArray[np.float64]:
     """``find`` of each of ``points``, which is the same where ``key`` is."""
     keys = list(map(key, points))
     known = {which: find(point) for which, point in dict(zip(keys, points, strict=True)).items()}
     return np.array([known[which] for which in keys], dtype=np.float64)
 
 
-def different(points: Sequence[Point], key: Key) -> tuple[list[Point], NDArray[np.int64]]:
+def different(points: Sequence[MeshCandidate], key: Key) -> tuple[list[MeshCandidate], NDArray[np.int64]]:
     """One point of each ``key``, and for each of ``points`` the place of its own."""
     keys = list(map(key, points))
     one = dict(zip(keys, points, strict=True))
@@ -79,7 +79,7 @@ def different(points: Sequence[Point], key: Key) -> tuple[list[Point], NDArray[n
 Vector = NDArray[np.float64]
 
 
-class How(TypedDict, total=False):
+class BoundOptions(TypedDict, total=False):
     """Effort of the search for a lower bound, see :func:`partitioner.solve.stages.lower_bound.least_time`."""
 
     enough_s: float
@@ -89,7 +89,7 @@ class How(TypedDict, total=False):
 _ROUNDING = 1 - 1e-9
 
 
-def _share(cost: StateCost, expert: bool, point: Point) -> StateCost:
+def _share(cost: StateCost, expert: bool, point: MeshCandidate) -> StateCost:
     """Lower bound on the cost of a state on a rank."""
     parts, sharers = (point.expert_tp * point.ep, point.expert_sharers) if expert else (point.tp, point.sharers)
     return cost.scaled(1 / parts).zero(point.zero, sharers)
@@ -98,7 +98,7 @@ def _share(cost: StateCost, expert: bool, point: Point) -> StateCost:
 class ModelBounds:
     """Lower bounds of the points of one model on one topology. The model's graphs are for ``samples`` of a batch."""
 
-    def __init__(self, job: Planned, placements: Placements | None = None) -> None:
+    def __init__(self, job: PlannedJob, placements: Placements | None = None) -> None:
         self.job, self.model, self.global_batch, self.topology = job, job.model, job.global_batch, job.topology
         self.samples, self.train = job.samples, job.train
         self.placements = placements or Placements(job.topology, job.precision)
@@ -109,7 +109,7 @@ class ModelBounds:
         self.device = best_type(types)
         how = job.train, job.precision == "fp8", bool(job.constraints.fused_casts), job.made_again
         works = Works(job.model.blocks, self.device, types if len(types) > 1 else [], *how)
-        self._kinds = Kinds(works, self._often, job.samples, np.bincount(of_device, minlength=len(paces)))
+        self._kinds = DeviceKinds(works, self._often, job.samples, np.bincount(of_device, minlength=len(paces)))
         self._by_rounds = BY_SHARES if self._kinds.differ else BY_SIZE
         self.states = state_costs(
             kinds_of(job.model.states, {}),
@@ -122,11 +122,11 @@ class ModelBounds:
         self._calls: dict[tuple[int, ...], dict[str, CallCost]] = {}
         self._layer_bytes: dict[tuple[int, ...], float] = {}
         self._reduced = LeastReduced(job, self.placements, self.device)
-        self._shares: dict[tuple[Any, ...], States] = {}
+        self._shares: dict[tuple[Any, ...], StateCosts] = {}
         self._state_bytes: dict[tuple[Any, ...], float] = {}
-        self._machines: dict[tuple[int, ...], Relaxed] = {}  # by grid
+        self._machines: dict[tuple[int, ...], BestCaseMesh] = {}  # by grid
 
-    def with_job(self, job: Planned) -> ModelBounds:
+    def with_job(self, job: PlannedJob) -> ModelBounds:
         """These bounds for another job with the same model, batch and topology."""
         other = copy(self)
         other.job = job
@@ -163,7 +163,7 @@ class ModelBounds:
         """The number of calls of each block."""
         return Counter(self._placed)
 
-    def times(self, points: Sequence[Point], *, shared: bool = False) -> Vector:
+    def times(self, points: Sequence[MeshCandidate], *, shared: bool = False) -> Vector:
         """Lower bound in seconds on the step time of each point.
 
         It is the sum of three terms: the pipeline, ``(m - 1) max + sum`` of an even split or (unless ``shared``) of the
@@ -184,7 +184,7 @@ class ModelBounds:
         found: Vector = np.maximum(bound, self._drained(points, ahead, back)) * _ROUNDING
         return found
 
-    def _pipelines(self, points: Sequence[Point], ahead: Vector, back: Vector, largest: Vector) -> Vector:
+    def _pipelines(self, points: Sequence[MeshCandidate], ahead: Vector, back: Vector, largest: Vector) -> Vector:
         """Lower bound in seconds on the pipeline of each point.
 
         ``ahead``, ``back``: forward and backward seconds of all calls for one microbatch. ``largest``: seconds of the
@@ -200,7 +200,7 @@ class ModelBounds:
         alone = ahead + back * np.array([least_alone(p.schedule) for p in points])
         return np.where(formula, (m - 1) * slowest + whole, np.maximum.reduce([filled, m * slowest, alone]))
 
-    def _shared_out(self, points: Sequence[Point], seconds: NDArray[np.float64]) -> Vector:
+    def _shared_out(self, points: Sequence[MeshCandidate], seconds: NDArray[np.float64]) -> Vector:
         """Lower bound in seconds on the pipelines where devices differ. ``seconds``: of the blocks of one microbatch on
         each device type, shape ``[kinds, blocks, points]``."""
         found = np.zeros(len(points))
@@ -211,23 +211,23 @@ class ModelBounds:
             found[place] = pool.least(work, of_all, plain=is_formula(point.schedule))
         return found
 
-    def _pool(self, point: Point, speeds: Vector) -> Pool:
+    def _pool(self, point: MeshCandidate, speeds: Vector) -> GroupSpeeds:
         """The groups of ranks that do a point's work: ranks that wait for each other in every microbatch (those of
         ``tp`` and ``cp``), or whole stages."""
         apart = self.may_differ(point)
         size = point.tp * point.cp if apart else self.topology.num_devices // point.pp
         return pool_of(speeds, self._kinds.counts, size, point.dp if apart else 1)
 
-    def may_differ(self, point: Point) -> bool:
+    def may_differ(self, point: MeshCandidate) -> bool:
         """Whether faster ranks may have more microbatches than slower ones."""
         return self._kinds.differ and self.job.goes_apart(point)
 
-    def rounds(self, point: Point) -> float:
+    def rounds(self, point: MeshCandidate) -> float:
         """Number of microbatches of the rank with the most; the mean over ranks if faster ranks may have more."""
         of_all = point.parts(self.global_batch) / point.dp
         return of_all if self.may_differ(point) else point.num_microbatches(self.global_batch)
 
-    def _fill(self, point: Point) -> tuple[float, float]:
+    def _fill(self, point: MeshCandidate) -> tuple[float, float]:
         """Lower bound on fill and drain, see :func:`least_fill`; 0 where it depends on microbatch counts that differ
         between ranks."""
         if self.may_differ(point) and not is_formula(point.schedule):
@@ -235,7 +235,7 @@ class ModelBounds:
         m = point.num_microbatches(self.global_batch)
         return least_fill(point.schedule, point.pp, m, point.virtual_stages, self.job.constraints.overlap_steps)
 
-    def _after(self, points: Sequence[Point], backward: Vector) -> Vector:
+    def _after(self, points: Sequence[MeshCandidate], backward: Vector) -> Vector:
         """Seconds after the pipeline: the update, and the reduction that a single stage's last backward cannot hide."""
         if not self.train:
             return np.zeros(len(points))
@@ -243,7 +243,7 @@ class ModelBounds:
         reduced = each(points, BY_STATES, lambda p: self._reduction(p) if p.pp == 1 else 0.0)
         return update + np.maximum(0.0, reduced - backward)
 
-    def _drained(self, points: Sequence[Point], ahead: Vector, back: Vector) -> Vector:
+    def _drained(self, points: Sequence[MeshCandidate], ahead: Vector, back: Vector) -> Vector:
         """Lower bound in seconds on steps with several stages, one on each rank, which reduce gradients from the last
         backward on.
 
@@ -251,7 +251,7 @@ class ModelBounds:
         known, or with a single stage: other bounds are tighter there.
         """
 
-        def reduced(point: Point) -> float:
+        def reduced(point: MeshCandidate) -> float:
             asked = self.train and point.pp > 1 and not self.placements.complete(point.grid)
             return self._reduction(point) if asked else 0.0
 
@@ -267,21 +267,21 @@ class ModelBounds:
         hosts = (share or BOUNDLESS for share in self.topology.different_host_shares)
         return update_time(states, self.device) + min(update_seconds(states, host) for host in hosts)
 
-    def _reduction(self, point: Point) -> float:
+    def _reduction(self, point: MeshCandidate) -> float:
         """Lower bound in seconds on reducing all stages' unsharded gradients, one after the other; without those of
         experts if ``ep`` > 1."""
         experts = self.job.experts if point.ep > 1 else ()
         states = self.share_of_states
         return self._reduced.seconds(point, lambda: (c for n, c in states(point).items() if n not in experts))
 
-    def share_of_states(self, point: Point) -> States:
+    def share_of_states(self, point: MeshCandidate) -> StateCosts:
         """Lower bound on the cost of each state on a rank."""
         key = point.states_kind
         if key not in self._shares:
             experts = self.job.experts
             alike = {(id(cost), name in experts): (cost, name in experts) for name, cost in self.states.items()}
             shares = {which: _share(*state, point) for which, state in alike.items()}
-            self._shares[key] = States((n, shares[id(cost), n in experts]) for n, cost in self.states.items())
+            self._shares[key] = StateCosts((n, shares[id(cost), n in experts]) for n, cost in self.states.items())
         return self._shares[key]
 
     @cached_property
@@ -295,24 +295,24 @@ class ModelBounds:
             for cost in summed(self.states[name] for name in names if (name in self.job.experts) == expert)
         ]
 
-    def state_bytes(self, point: Point) -> float:
+    def state_bytes(self, point: MeshCandidate) -> float:
         """Bytes of states on a rank if all stages have equally many."""
         key = point.states_kind
         if key not in self._state_bytes:
             self._state_bytes[key] = sum(_share(*state, point).total for state in self._placed_states)
         return self._state_bytes[key] / point.pp
 
-    def check_states(self, point: Point) -> None:
+    def check_states(self, point: MeshCandidate) -> None:
         """Raise :class:`CapacityError`, quickly, if the states alone exceed the capacity of all stages. A stage may
         lack more bytes than the error reports."""
         needed, room = self.state_bytes(point), sum(self._machine(point).capacity) / point.pp
         check_room(f"parameters, gradients and optimizer states take {bytes_text(needed)} on average", needed, room)
 
-    def capacity(self, point: Point) -> int:
+    def capacity(self, point: MeshCandidate) -> int:
         """Greatest usable bytes that a rank of any placement has."""
         return max(self._machine(point).capacity)
 
-    def speeds(self, point: Point) -> tuple[float, float]:
+    def speeds(self, point: MeshCandidate) -> tuple[float, float]:
         """Upper bounds on the speed of the fastest stage and on the summed speed of all stages; a stage of the best
         device type has speed 1."""
         if not self._kinds.differ:
@@ -320,7 +320,7 @@ class ModelBounds:
         pool = self._pool(point, self._kinds.speeds([point])[:, 0])
         return pool.fastest, pool.together / pool.pipelines
 
-    def _machine(self, point: Point) -> Relaxed:
+    def _machine(self, point: MeshCandidate) -> BestCaseMesh:
         key = tuple(point.grid.values())
         if key not in self._machines:
             known = self.placements.complete(point.grid)
@@ -328,7 +328,7 @@ class ModelBounds:
             self._machines[key] = relaxed(self.topology, point.grid, candidates)
         return self._machines[key]
 
-    def refine(self, point: Point, floor: Floor | None = None) -> float:
+    def refine(self, point: MeshCandidate, floor: BlockLowerBound | None = None) -> float:
         """A tighter lower bound in seconds: the stages of the relaxed problem under memory. It is at least
         :meth:`times` of the point.
 
@@ -342,7 +342,11 @@ class ModelBounds:
         return max(bound, self.staged([point], self.relaxed(point, floor)))
 
     def relaxed(
-        self, point: Point, floor: Floor | None = None, speed: float | None = None, **how: Unpack[How]
+        self,
+        point: MeshCandidate,
+        floor: BlockLowerBound | None = None,
+        speed: float | None = None,
+        **how: Unpack[BoundOptions],
     ) -> LeastTime:
         """Lower bound on the stages of the relaxed problem; arguments and errors as in :meth:`refine`.
 
@@ -355,7 +359,7 @@ class ModelBounds:
             calls |= {n: calls[n].at_least(*floor.seconds[n]) for n in calls.keys() & floor.seconds.keys()}
         return self.least(point, self.model, calls, self.share_of_states(point), **how)
 
-    def calls(self, point: Point) -> dict[str, CallCost]:
+    def calls(self, point: MeshCandidate) -> dict[str, CallCost]:
         """Lower bound on the cost of one microbatch in each block, on the best device type."""
         key = (point.microbatch_size, point.tp, point.cp, point.ep)
         if key not in self._calls:
@@ -364,12 +368,12 @@ class ModelBounds:
             self._calls[key] = {n: block.at(*rest) for n, block in self.blocks.items()}
         return self._calls[key]
 
-    def check_microbatch(self, point: Point) -> None:
+    def check_microbatch(self, point: MeshCandidate) -> None:
         """Raise :class:`CapacityError`, quickly, if one call of one microbatch needs more memory than any rank has."""
         needed = self.layer_bytes(point)
         check_room(f"one layer of one microbatch takes {bytes_text(needed)}", needed, self.capacity(point))
 
-    def layer_bytes(self, point: Point) -> float:
+    def layer_bytes(self, point: MeshCandidate) -> float:
         """Lower bound on the bytes that a rank needs for one microbatch in its largest call."""
         kept = "activations" not in (self.job.constraints.offload or ())
         key = (kept, point.microbatch_size, point.tp, point.cp, point.ep)
@@ -380,18 +384,18 @@ class ModelBounds:
 
     def least(
         self,
-        point: Point,
+        point: MeshCandidate,
         model: FoldedModel,
         calls: Mapping[str, CallCost],
         states: Mapping[str, StateCost],
-        **how: Unpack[How],
+        **how: Unpack[BoundOptions],
     ) -> LeastTime:
         """Lower bound on the stages of ``point``, see :meth:`problem`. Raises the exceptions of :meth:`refine`."""
         return least_time(self.problem(point, model, calls, states), **how)
 
     def problem(
         self,
-        point: Point,
+        point: MeshCandidate,
         model: FoldedModel,
         calls: Mapping[str, CallCost],
         states: Mapping[str, StateCost],
@@ -412,7 +416,7 @@ class ModelBounds:
             train=self.train,
         )
 
-    def staged(self, points: Sequence[Point], least: LeastTime) -> float:
+    def staged(self, points: Sequence[MeshCandidate], least: LeastTime) -> float:
         """Lower bound in seconds on the step of all ``points``, which differ in ZeRO alone and whose stages take at
         least ``least``."""
         point, m = points[0], points[0].num_microbatches(self.global_batch)
@@ -420,16 +424,16 @@ class ModelBounds:
         hides = least.backward_s if least.is_seen else math.inf
         return (pipeline + float(self._after(points, np.full(len(points), hides)).min())) * _ROUNDING
 
-    def followed(self, point: Point, pipeline_s: float) -> float:
+    def followed(self, point: MeshCandidate, pipeline_s: float) -> float:
         """Lower bound in seconds on a step of ``point`` whose pipeline takes at least ``pipeline_s`` seconds."""
         return (pipeline_s + float(self._after([point], np.array([math.inf]))[0])) * _ROUNDING
 
-    def forward_s(self, point: Point, floor: Floor | None) -> float:
+    def forward_s(self, point: MeshCandidate, floor: BlockLowerBound | None) -> float:
         """Lower bound in seconds on one microbatch's forward through all stages, on the fastest devices."""
         fastest, calls, known = self.speeds(point)[0], self.calls(point), floor.seconds if floor else {}
         return sum(n * max(calls[b].forward_s / fastest, known.get(b, (0.0,))[0]) for b, n in self._often.items())
 
-    def with_floor(self, points: Sequence[Point], floor: Floor, *, shared: bool = False) -> float:
+    def with_floor(self, points: Sequence[MeshCandidate], floor: BlockLowerBound, *, shared: bool = False) -> float:
         """Lower bound in seconds on the step of all ``points`` whose blocks take at least ``floor``. ``shared``: ignore
         the pace of the largest call, as in :meth:`times`."""
         often = self._often

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from partitioner.candidate import Point
+from partitioner.candidate import MeshCandidate
 from partitioner.constraints import Constraints
 from partitioner.cost.call.recomputation import Remade
 from partitioner.topology.topology import Topology
 from passes.ir.model import FoldedModel
 
 
-class Planned(Protocol):
+class PlannedJob(Protocol):
     """What is planned, and where; ``samples``: those that the model is of, all or a group."""
 
     @property
@@ -26,7 +26,7 @@ class Planned(Protocol):
     def constraints(self) -> Constraints: ...
     @property
     def train(self) -> bool: ...
-    def goes_apart(self, point: Point) -> bool: ...
+    def goes_apart(self, point: MeshCandidate) -> bool: ...
     @property
     def optimizer(self) -> str: ...
     @property

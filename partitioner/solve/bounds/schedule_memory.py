@@ -24,7 +24,7 @@ _TINY_S = 1e-15
 _HALVINGS = 20
 
 
-class Bytes:
+class ActivationBytes:
     """Bytes of one microbatch in calls with lower bounds on their seconds."""
 
     def __init__(self, sizes: Sequence[float], seconds: Sequence[float]) -> None:
@@ -39,15 +39,15 @@ class Bytes:
 
 
 @dataclass(frozen=True)
-class Needs:
+class MicrobatchMemory:
     """Lower bounds for one microbatch through all calls. ``whole``: bytes without recomputation. ``inputs``: bytes with
     full recomputation. ``again``: (seconds for each recomputed byte, bytes) of each call, cheapest first."""
 
-    whole: Bytes
-    inputs: Bytes
+    whole: ActivationBytes
+    inputs: ActivationBytes
     again: tuple[tuple[float, float], ...]
 
-    def seconds_again(self, ranks: Ranks, recompute: str | None, limit_s: float) -> float:
+    def seconds_again(self, ranks: RankCapacity, recompute: str | None, limit_s: float) -> float:
         """Least seconds of recomputation that make the rest fit on ``ranks``, each of which computes for at most
         ``limit_s``.
 
@@ -72,7 +72,7 @@ class Needs:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankCapacity:
     """Ranks of ``capacity`` bytes that hold ``states`` bytes together. ``shares``: by rank, bytes of one microbatch for
     each byte of memory that states leave free."""
 
@@ -80,7 +80,7 @@ class Ranks:
     capacity: float
     states: float
 
-    def room(self, needed: Bytes, limit_s: float) -> float:
+    def room(self, needed: ActivationBytes, limit_s: float) -> float:
         """Bytes of one microbatch that fit, in calls that take at most ``limit_s`` on each rank. States are placed
         first where the time limit leaves memory free, then where memory is worth least."""
         most = needed.within(limit_s)
@@ -89,7 +89,7 @@ class Ranks:
         return float(np.minimum(self.capacity * self.shares, most).sum()) - rest
 
 
-def needs_of(calls: Sequence[tuple[Call, CallCost]], split: bool = False) -> Needs:
+def needs_of(calls: Sequence[tuple[Call, CallCost]], split: bool = False) -> MicrobatchMemory:
     """Lower bounds on the memory of one microbatch through ``calls``, each with its least cost. A value that several
     calls read is kept once. ``split``: the schedule's backwards may run in two halves, between which less may be
     held."""
@@ -107,7 +107,7 @@ def needs_of(calls: Sequence[tuple[Call, CallCost]], split: bool = False) -> Nee
         seen.update(call.inputs)
         kept_before.update(kept)
     seconds = [cost.forward_s + cost.backward_s for _, cost in calls]
-    return Needs(Bytes(whole, seconds), Bytes(inputs, seconds), tuple(sorted(again)))
+    return MicrobatchMemory(ActivationBytes(whole, seconds), ActivationBytes(inputs, seconds), tuple(sorted(again)))
 
 
 @lru_cache(maxsize=1024)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from partitioner.candidate import Point
+from partitioner.candidate import MeshCandidate
 from partitioner.cost.call.block_profile import StateRead, gradient_bytes_of
 from partitioner.cost.call.collectives import collective_time
 from partitioner.cost.call.expert_parallel import hidden
@@ -27,7 +27,7 @@ from partitioner.cost.step.gradient_reduction import (
     reduction_of,
 )
 from partitioner.emit.zero import small_states
-from partitioner.solve.bounds.planned_job import Planned
+from partitioner.solve.bounds.planned_job import PlannedJob
 from partitioner.solve.placement.placement import Placements
 from partitioner.topology.group import Group
 from partitioner.topology.hardware import DeviceType
@@ -39,20 +39,20 @@ _TINY = 1e-12
 
 
 @dataclass(frozen=True)
-class Floor:
+class BlockLowerBound:
     """Lower bounds on the blocks' seconds, wherever their ranks are. ``of_kind``: on each device type; empty if the
     topology has only one."""
 
     seconds: Seconds
     of_kind: tuple[Seconds, ...] = ()
 
-    def each(self, change: Callable[[Seconds], Seconds]) -> Floor:
+    def each(self, change: Callable[[Seconds], Seconds]) -> BlockLowerBound:
         """This floor with all seconds mapped by ``change``."""
-        return Floor(change(self.seconds), tuple(map(change, self.of_kind)))
+        return BlockLowerBound(change(self.seconds), tuple(map(change, self.of_kind)))
 
 
 @dataclass(frozen=True)
-class _Read:
+class _WeightReads:
     """Bytes of the weights that a block reads, and of their gradients: of experts, and of the other weights."""
 
     experts: tuple[float, float]
@@ -62,7 +62,7 @@ class _Read:
 class Gathers:
     """Lower bounds on the gathers and scatters of a job's blocks. ``device``: the best device type."""
 
-    def __init__(self, job: Planned, placements: Placements, device: DeviceType) -> None:
+    def __init__(self, job: PlannedJob, placements: Placements, device: DeviceType) -> None:
         self.placements, self.train, self.slowdown = placements, job.train, device.overlap_slowdown
         self.overlap, short = job.constraints.overlap is not False, bool(job.constraints.short_gradients)
         self._reads = {name: _read(job.model, name, job.experts, short) for name in job.model.blocks}
@@ -78,12 +78,12 @@ class Gathers:
         self._floors: dict[tuple[object, ...], tuple[Seconds, Seconds]] = {}
         self._scatters: dict[tuple[object, ...], float] = {}
 
-    def beside(self, floor: Floor | None, point: Point) -> Floor | None:
+    def beside(self, floor: BlockLowerBound | None, point: MeshCandidate) -> BlockLowerBound | None:
         """Lower bound on the blocks' seconds with gathers, given ``floor`` without ZeRO."""
         gathers, copies = self.floor(point)
         if not gathers:
             return floor
-        return (floor or Floor(dict.fromkeys(gathers, (0.0, 0.0)))).each(
+        return (floor or BlockLowerBound(dict.fromkeys(gathers, (0.0, 0.0)))).each(
             lambda seconds: {name: self._beside(of, gathers[name], copies[name]) for name, of in seconds.items()}
         )
 
@@ -97,7 +97,7 @@ class Gathers:
         lower bound."""
         return seconds + hidden(seconds, gathers_s, self.slowdown, self.overlap)
 
-    def floor(self, point: Point) -> tuple[Seconds, Seconds]:
+    def floor(self, point: MeshCandidate) -> tuple[Seconds, Seconds]:
         """Seconds in which a block gathers its weights, backward gathers them again and scatters gradients, over the
         best groups; and seconds of copying them. Both are empty if weights are not sharded."""
         if point.zero != 3 or point.sharers == point.expert_sharers == 1:
@@ -107,7 +107,7 @@ class Gathers:
             self._floors[key] = self._floor(*self._groups(point), point), self._copies(point)
         return self._floors[key]
 
-    def _copies(self, point: Point) -> Seconds:
+    def _copies(self, point: MeshCandidate) -> Seconds:
         """Lower bound on :func:`~partitioner.cost.call.zero3_gathers.copy_seconds`, without kernel launches."""
         floor = dict[str, tuple[float, float]]()
         for name, read in self._reads.items():
@@ -121,7 +121,7 @@ class Gathers:
             floor[name] = ahead, (ahead + back) * self.train
         return floor
 
-    def scattered(self, point: Point, m: int, known_s: float, forward_s: float) -> float:
+    def scattered(self, point: MeshCandidate, m: int, known_s: float, forward_s: float) -> float:
         """Lower bound on the step time in seconds under ZeRO-2, where all ``m`` backwards but the last scatter
         gradients.
 
@@ -143,7 +143,7 @@ class Gathers:
         first = max(0.0, known_s / m - idle)
         return max(known_s, min(step(window) for window in (first, *(w for w in windows if w > first))))
 
-    def _again(self, point: Point) -> float:
+    def _again(self, point: MeshCandidate) -> float:
         """Seconds of scattering all gradients, without the latency of each collective."""
         key = *point.grid.values(), point.ep, point.expert_tp, point.dp_shard
         if key not in self._scatters:
@@ -155,7 +155,7 @@ class Gathers:
             )
         return self._scatters[key]
 
-    def _groups(self, point: Point) -> tuple[Sequence[Group], Sequence[Group]]:
+    def _groups(self, point: MeshCandidate) -> tuple[Sequence[Group], Sequence[Group]]:
         """The groups that share weights, and those that share experts' weights, over the placements that are tried."""
         if not self.placements.complete(point.grid):
             sizes, everywhere = (point.sharers, point.expert_sharers), point.pp == 1
@@ -167,11 +167,11 @@ class Gathers:
         experts = [m.group("edp_shard" if m.hybrid else "experts") for m in machines]
         return list(dict.fromkeys(shards)), list(dict.fromkeys(experts))
 
-    def _floor(self, shards: Sequence[Group], experts: Sequence[Group], point: Point) -> Seconds:
+    def _floor(self, shards: Sequence[Group], experts: Sequence[Group], point: MeshCandidate) -> Seconds:
         def least(op: str, nbytes: float, groups: Sequence[Group]) -> float:
             return min(collective_time(op, nbytes, group) for group in groups) if nbytes else 0.0
 
-        floor, known = dict[str, tuple[float, float]](), dict[_Read, tuple[float, float]]()
+        floor, known = dict[str, tuple[float, float]](), dict[_WeightReads, tuple[float, float]]()
         for name, read in self._reads.items():
             if read not in known:
                 ahead = back = 0.0
@@ -184,7 +184,7 @@ class Gathers:
         return floor
 
 
-def _read(model: FoldedModel, name: str, experts: Collection[str], short_gradients: bool) -> _Read:
+def _read(model: FoldedModel, name: str, experts: Collection[str], short_gradients: bool) -> _WeightReads:
     block = model.blocks[name]
     placeholders = {node.name: node for node in block.placeholders}
     names = next((call.states for call in model.calls if call.block == name), ())
@@ -196,17 +196,17 @@ def _read(model: FoldedModel, name: str, experts: Collection[str], short_gradien
         node, expert = placeholders[own], state in experts
         sizes = StateRead(own, node.meta["val"].nbytes, gradient_bytes_of(node), expert).sizes(short_gradients)
         sums[expert] = [known + size for known, size in zip(sums[expert], sizes, strict=True)]
-    return _Read((sums[True][0], sums[True][1]), (sums[False][0], sums[False][1]))
+    return _WeightReads((sums[True][0], sums[True][1]), (sums[False][0], sums[False][1]))
 
 
 class LeastReduced:
     """Lower bounds in seconds, each computed once. ``device``: the best device type of the cluster."""
 
-    def __init__(self, job: Planned, placements: Placements, device: DeviceType) -> None:
+    def __init__(self, job: PlannedJob, placements: Placements, device: DeviceType) -> None:
         self._job, self._placements, self._device = job, placements, device
         self._known: dict[tuple[int, ...], float] = {}
 
-    def seconds(self, point: Point, states: Callable[[], Iterable[StateCost]]) -> float:
+    def seconds(self, point: MeshCandidate, states: Callable[[], Iterable[StateCost]]) -> float:
         """Lower bound in seconds on reducing the gradients of ``states`` in all stages, one after the other.
 
         ``states``: the least that a rank can hold of them. The bound is 0 with one replica, under ZeRO-3 and under

@@ -13,11 +13,11 @@ from functools import cached_property
 
 import numpy as np
 
-from partitioner.candidate import Point
+from partitioner.candidate import MeshCandidate
 from partitioner.cost.call.call_cost import CallCost
-from partitioner.cost.step.device_speeds import Pipelines, work_and_speeds
-from partitioner.cost.step.placed_mesh import Machine, Seats
-from partitioner.cost.step.rank_costs import Costs, SeatCosts, fastest, longest
+from partitioner.cost.step.device_speeds import PipelineSpeeds, work_and_speeds
+from partitioner.cost.step.placed_mesh import PlacedMesh, Seats
+from partitioner.cost.step.rank_costs import CallCostCache, Costs, fastest, longest
 from partitioner.schedules.formulas import is_formula, least_fill
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.sharding.local_model import LocalModel
@@ -55,7 +55,7 @@ Shares = tuple[int, ...]  # the microbatches of each rank of dp; empty: all rank
 
 
 @dataclass
-class Sharing:
+class BatchSharing:
     """The shares of the batch that ranks of ``dp`` may have under ``point``. ``local``: the local model of a rank.
     ``costs``: its costs.
 
@@ -64,26 +64,26 @@ class Sharing:
     """
 
     job: Job
-    point: Point
+    point: MeshCandidate
     local: LocalModel
-    costs: SeatCosts
-    _first: dict[int, tuple[Machine, Sequence[Shares]]] = field(default_factory=dict)  # by identity
-    _least: dict[int, tuple[Machine, float]] = field(default_factory=dict)
+    costs: CallCostCache
+    _first: dict[int, tuple[PlacedMesh, Sequence[Shares]]] = field(default_factory=dict)  # by identity
+    _least: dict[int, tuple[PlacedMesh, float]] = field(default_factory=dict)
 
-    def is_free(self, machine: Machine) -> bool:
+    def is_free(self, machine: PlacedMesh) -> bool:
         """Whether ranks may have other numbers of microbatches than those of :meth:`first`, so that each goes at its
         own pace."""
         free = self.job.constraints.data_shares is None and self.job.goes_apart(self.point)
         return free and len(set(machine.pipelines)) > 1
 
-    def first(self, machine: Machine) -> Sequence[Shares]:
+    def first(self, machine: PlacedMesh) -> Sequence[Shares]:
         """The shares that are tried first: equal shares; shares by the speed of pipelines in which each has the best
         stages; and shares by the speed of pipelines whose stages are equal and wait for the slowest."""
         if id(machine) not in self._first:
             self._first[id(machine)] = machine, self._found_first(machine)
         return self._first[id(machine)][1]
 
-    def of_stages(self, calls: Sequence[Sequence[int]], machine: Machine) -> Shares:
+    def of_stages(self, calls: Sequence[Sequence[int]], machine: PlacedMesh) -> Shares:
         """Shares in proportion to the speed of pipelines whose stages run ``calls``, numbers of the local model's
         calls."""
         blocks = [[self.local.model.calls[number].block for number in of_stage] for of_stage in calls]
@@ -95,7 +95,7 @@ class Sharing:
             paces[seats] = max(_TINY_S, *each)
         return self._shared([paces[seats] for seats in machine.pipelines])
 
-    def by_stage(self, machine: Machine, shares: Shares) -> Sequence[Costs]:
+    def by_stage(self, machine: PlacedMesh, shares: Shares) -> Sequence[Costs]:
         """Costs of calls by stage: on the slowest devices or, if pipelines go at different paces, scaled as if every
         pipeline had the most microbatches, each in proportionally less time."""
         point, pipelines = self.point, machine.pipelines
@@ -113,7 +113,7 @@ class Sharing:
             return [max(paced[0], key=lambda costs: sum(self._through(costs)))]
         return [longest(of_stage) for of_stage in paced]
 
-    def least(self, machine: Machine) -> float:
+    def least(self, machine: PlacedMesh) -> float:
         """Lower bound in seconds on the plans on ``machine``, whatever the shares. All stages are as fast as the best
         and hold equal shares of the work of a rank with the most microbatches; if stages differ, each has its share of
         the work."""
@@ -121,7 +121,7 @@ class Sharing:
             self._least[id(machine)] = machine, self._found_least(machine)
         return self._least[id(machine)][1]
 
-    def _found_first(self, machine: Machine) -> Sequence[Shares]:
+    def _found_first(self, machine: PlacedMesh) -> Sequence[Shares]:
         point = self.point
         even = point.data_shares(self.job.global_batch)
         if not self.is_free(machine):
@@ -137,7 +137,7 @@ class Sharing:
         """The batch divided among pipelines that take ``seconds`` for a microbatch."""
         return share_out(self.point.parts(self.job.global_batch), seconds, float(self.point.pp - 1))
 
-    def _found_least(self, machine: Machine) -> float:
+    def _found_least(self, machine: PlacedMesh) -> float:
         point, num_microbatches = self.point, self.point.num_microbatches(self.job.global_batch)
         overlap = self.job.constraints.overlap_steps
         fill = least_fill(point.schedule, point.pp, num_microbatches, point.virtual_stages, overlap)
@@ -162,10 +162,10 @@ class Sharing:
         seconds = [[sum(getattr(of[b], name) for name in self._ways) for b in often] for of in different.values()]
         work, speeds = work_and_speeds(np.array(seconds), list(often.values()))
         by_stage = speeds[[numbers[id(costs)] for costs in of_stages]].reshape(len(counts), -1)
-        pipelines = Pipelines(-np.sort(-by_stage, axis=1), np.array(counts))
+        pipelines = PipelineSpeeds(-np.sort(-by_stage, axis=1), np.array(counts))
         return pipelines.least(work, num_microbatches, plain=is_formula(self.point.schedule))
 
-    def _work(self, seats: tuple[Seats, ...], machine: Machine) -> list[float]:
+    def _work(self, seats: tuple[Seats, ...], machine: PlacedMesh) -> list[float]:
         """Seconds of all calls of a microbatch on each stage of a replica's pipeline, on ``seats``."""
         costs = (self.costs.of_stage(of_stage, machine.spread) for of_stage in seats)
         return [max(sum(self._through(of)), _TINY_S) for of in costs]

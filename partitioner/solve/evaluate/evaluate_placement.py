@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import NamedTuple
 
-from partitioner.candidate import Point
+from partitioner.candidate import MeshCandidate
 from partitioner.cost.call.states import StateCost, with_lost
 from partitioner.cost.step.estimate import estimate, stage_problem
 from partitioner.cost.step.gradient_reduction import lost_by
 from partitioner.cost.step.pipeline_tail import least_update, run_tails
-from partitioner.cost.step.placed_mesh import Machine, Seat
-from partitioner.cost.step.rank_costs import SeatCosts
+from partitioner.cost.step.placed_mesh import PlacedMesh, RankProfile
+from partitioner.cost.step.rank_costs import CallCostCache
 from partitioner.errors import CapacityError, PlanError
 from partitioner.plan import Estimate
 from partitioner.schedules.formulas import is_formula, is_plain
 from partitioner.schedules.registry import ranks_of
-from partitioner.solve.evaluate.batch_shares import Shares, Sharing
+from partitioner.solve.evaluate.batch_shares import BatchSharing, Shares
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.sharding.local_model import LocalModel
 from partitioner.solve.stages.lower_bound import least_time
@@ -35,7 +35,7 @@ _GAINED = 0.1  # greatest gain of shares that follow the stages: 6 % have been m
 _POOR, _SEEN = 1.03, 2  # shares are poor if slower than the best by this factor on this number of placements
 
 
-class Judged(NamedTuple):
+class PlacementResult(NamedTuple):
     """The stages of a placement, the step's estimate, and the microbatches of each rank of ``dp`` (empty: all ranks
     have equally many)."""
 
@@ -51,13 +51,18 @@ class Judged(NamedTuple):
         return [[call.index for pair in pairs for call in self.problem.calls[slice(*pair)]] for pairs in parts]
 
 
-def virtual_ranks(point: Point) -> tuple[int, ...]:
+def virtual_ranks(point: MeshCandidate) -> tuple[int, ...]:
     """The rank of each virtual stage, for a schedule that is simulated; empty for a schedule with a formula."""
     return () if is_formula(point.schedule) else ranks_of(point.schedule, point.pp, point.virtual_stages)
 
 
 def split_of(
-    problem: StageProblem, point: Point, *, proven: bool = True, improved: bool = True, enough_s: float = math.inf
+    problem: StageProblem,
+    point: MeshCandidate,
+    *,
+    proven: bool = True,
+    improved: bool = True,
+    enough_s: float = math.inf,
 ) -> StageSplit:
     """The best stages of ``problem`` under the schedule of ``point``. Arguments and exceptions are those of
     :func:`partitioner.solve.stages.virtual_stages.solve_virtual`."""
@@ -68,7 +73,7 @@ def split_of(
 
 
 @dataclass
-class Record:
+class ShareRecord:
     """History of step times with different shares of the batch on the placements of one mesh. Shares with equal sorted
     counts are one."""
 
@@ -87,38 +92,38 @@ class Record:
 
 
 @dataclass
-class Judge:
+class PlacementEvaluator:
     """Prices placements of ``point``.
 
     ``local``: the local model of a rank. ``costs``: its costs. ``states``: the costs of its states. ``reference``: the
     seat that the sharding is chosen for. ``check``: raises if hosts lack memory for offloaded data. ``proven``,
-    ``improved``, ``enough_s``: see :meth:`partitioner.solve.evaluate.evaluator.Evaluator.solve`. ``record``: history of
-    the shares tried for points with the same pipelines.
+    ``improved``, ``enough_s``: see :meth:`partitioner.solve.evaluate.evaluator.CandidateEvaluator.solve`. ``record``:
+    history of the shares tried for points with the same pipelines.
 
     ``leasts``: for each judged placement, a lower bound in seconds on its plans. ``asked``: the identities of the
     judged machines.
     """
 
     job: Job
-    point: Point
+    point: MeshCandidate
     local: LocalModel
-    costs: SeatCosts
+    costs: CallCostCache
     states: Mapping[str, StateCost]
-    reference: Seat
-    check: Callable[[Estimate, Machine], None]
+    reference: RankProfile
+    check: Callable[[Estimate, PlacedMesh], None]
     proven: bool = True
     enough_s: float = math.inf
-    record: Record = field(default_factory=Record)
+    record: ShareRecord = field(default_factory=ShareRecord)
     improved: bool = True
     leasts: list[float] = field(default_factory=list)
     asked: set[int] = field(default_factory=set)
-    _dressed: dict[int, tuple[Machine, Machine]] = field(default_factory=dict)
+    _dressed: dict[int, tuple[PlacedMesh, PlacedMesh]] = field(default_factory=dict)
 
     @cached_property
-    def _sharing(self) -> Sharing:
-        return Sharing(self.job, self.point, self.local, self.costs)
+    def _sharing(self) -> BatchSharing:
+        return BatchSharing(self.job, self.point, self.local, self.costs)
 
-    def __call__(self, machine: Machine) -> tuple[float, Judged]:
+    def __call__(self, machine: PlacedMesh) -> tuple[float, PlacementResult]:
         """Seconds of a step on ``machine``, and the plan. Raises :class:`PlanError` if there is none."""
         self.asked.add(id(machine))
         machine = self.dressed(machine)
@@ -153,7 +158,7 @@ class Judge:
         self.leasts.append(min(least, self._sharing.least(machine)) if self._sharing.is_free(machine) else least)
         return step, best
 
-    def _by_least(self, machine: Machine) -> list[tuple[float, Shares]]:
+    def _by_least(self, machine: PlacedMesh) -> list[tuple[float, Shares]]:
         """The shares that are tried first, each with a quick lower bound in seconds, in increasing order."""
         shares = self._sharing.first(machine)
         if len(shares) == 1 or not self._has_floor:
@@ -165,7 +170,7 @@ class Judge:
         """Whether the schedule is simulated and has one stage on each rank; then a quick lower bound exists."""
         return not is_formula(self.point.schedule) and is_plain(self.point.schedule, self.point.virtual_stages)
 
-    def _judged(self, machine: Machine, shares: Shares) -> tuple[float, Judged, float]:
+    def _judged(self, machine: PlacedMesh, shares: Shares) -> tuple[float, PlacementResult, float]:
         """Seconds of a step with ``shares`` of the batch, the plan, and a lower bound in seconds on its stages."""
         job, point = self.job, self.point
         problem, held, shares = self._problem(machine, shares)
@@ -187,9 +192,9 @@ class Judge:
             lambda within_s: run_tails(self._followed(problem), held, machine, job.constraints, ranks, within_s),
             self.enough_s if self.proven else 0.0,
         )
-        return cut.step_s, Judged(problem, cut.split, cut.priced, shares), cut.least_s
+        return cut.step_s, PlacementResult(problem, cut.split, cut.priced, shares), cut.least_s
 
-    def _problem(self, machine: Machine, shares: Shares) -> tuple[StageProblem, Mapping[str, StateCost], Shares]:
+    def _problem(self, machine: PlacedMesh, shares: Shares) -> tuple[StageProblem, Mapping[str, StateCost], Shares]:
         """The stage problem on ``machine``, the costs of its states, and the microbatches of each rank of ``dp``."""
         job, point = self.job, self.point
         held = with_lost(self.states, lost_by(machine, job.constraints))
@@ -211,13 +216,13 @@ class Judge:
         )
         return problem, held, shares
 
-    def least(self, machine: Machine, enough_s: float = 0.0) -> float:
+    def least(self, machine: PlacedMesh, enough_s: float = 0.0) -> float:
         """Lower bound in seconds on every plan on ``machine``; infinite if no stages fit. It is refined, as far as that
         is quick, to find out whether it reaches ``enough_s``."""
         dressed = self.dressed(machine)
         return self._sharing.least(dressed) if self._sharing.is_free(dressed) else self.expected(machine, enough_s)
 
-    def expected(self, machine: Machine, enough_s: float = 0.0) -> float:
+    def expected(self, machine: PlacedMesh, enough_s: float = 0.0) -> float:
         """Estimated lower bound in seconds on ``machine``: at least :meth:`least`. It assumes that other shares gain at
         most a fixed fraction over those that are tried first."""
         machine = self.dressed(machine)
@@ -228,7 +233,7 @@ class Judge:
         first = min(self._least_of(machine, shares, enough_s / left) for shares in self._sharing.first(machine))
         return max(quick, first * left)
 
-    def _least_of(self, machine: Machine, shares: Shares, enough_s: float) -> float:
+    def _least_of(self, machine: PlacedMesh, shares: Shares, enough_s: float) -> float:
         """Lower bound in seconds on a step of simulated stages with ``shares`` of the batch; infinite if no stages
         fit."""
         problem, held, _ = self._problem(machine, shares)
@@ -240,7 +245,7 @@ class Judge:
         pipeline_s = found.pipeline_s(self.point.schedule, self.point.pp, m, overlap)
         return pipeline_s + least_update(problem, held, machine)
 
-    def dressed(self, machine: Machine) -> Machine:
+    def dressed(self, machine: PlacedMesh) -> PlacedMesh:
         """``machine`` with the other settings of the point; one object for each machine."""
         if id(machine) not in self._dressed:  # the machine keeps its identity valid
             self._dressed[id(machine)] = machine, self.job.dressed(machine, self.point)

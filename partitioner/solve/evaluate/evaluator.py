@@ -11,24 +11,24 @@ from typing import Any
 
 from torch import fx
 
-from partitioner.candidate import Point
+from partitioner.candidate import MeshCandidate
 from partitioner.cost.call.call_cost import CallWork
 from partitioner.cost.call.recomputation import remade
-from partitioner.cost.call.states import StateCost, StateKinds, States, kinds_of, state_costs
+from partitioner.cost.call.states import StateCost, StateCosts, StateKinds, kinds_of, state_costs
 from partitioner.cost.step.estimate import how_reduced, with_step_time
 from partitioner.cost.step.offload import check_disks, check_hosts
-from partitioner.cost.step.placed_mesh import Machine, Seat
-from partitioner.cost.step.rank_costs import Costs, SeatCosts, fastest
+from partitioner.cost.step.placed_mesh import PlacedMesh, RankProfile
+from partitioner.cost.step.rank_costs import CallCostCache, Costs, fastest
 from partitioner.cost.step.relaxed_mesh import no_slower
-from partitioner.emit.buckets import AT_ONCE, Reducing
+from partitioner.emit.buckets import AT_ONCE, ReductionScheme
 from partitioner.errors import CapacityError, PlanError
 from partitioner.plan import Estimate
 from partitioner.schedules.formulas import is_formula, is_plain
-from partitioner.solve.bounds.zero_and_reduction import Floor, Seconds
-from partitioner.solve.evaluate.evaluate_placement import Judge, Record
+from partitioner.solve.bounds.zero_and_reduction import BlockLowerBound, Seconds
+from partitioner.solve.evaluate.evaluate_placement import PlacementEvaluator, ShareRecord
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.evaluate.local_model_cache import LocalKey, LocalModels, Reading, Wanted
-from partitioner.solve.placement.placement import EXCHANGES, Found, Placements
+from partitioner.solve.placement.placement import EXCHANGES, BestPlacement, Placements
 from partitioner.solve.sharding.expert_parallel import spreads
 from partitioner.solve.sharding.local_model import LocalModel
 from partitioner.solve.stages.split import StageSplit
@@ -41,11 +41,11 @@ _EXCHANGES_FOLLOWED = 8  # exchanges under simulated schedules
 
 
 @dataclass(frozen=True)
-class Solved:
+class SolvedCandidate:
     """A candidate's plan before it is emitted. ``least_s``: lower bound in seconds on all plans of the candidate, if
     that is below ``enough_s``."""
 
-    point: Point
+    point: MeshCandidate
     num_microbatches: int
     local: LocalModel
     stages: StageSplit
@@ -56,34 +56,36 @@ class Solved:
     selective: tuple[int, ...] = ()  # calls that recompute selectively
     offload: tuple[Offload, ...] = ()  # data kept in host memory
     context_model: FoldedModel | None = None  # one microbatch, before its sequence is shared over cp
-    reducing: Reducing = AT_ONCE  # how gradients are added up
+    reducing: ReductionScheme = AT_ONCE  # how gradients are added up
     data_shares: tuple[int, ...] = ()  # the microbatches of each rank of dp; empty: all ranks have equally many
     least_s: float = 0.0  # lower bound in seconds on the candidate's plans, if below enough_s
 
 
 @dataclass
-class Evaluator:
+class CandidateEvaluator:
     """Solves candidates; results that candidates share are computed once."""
 
     job: Job
     host_lacks: bool = False  # whether a host's memory was too small for what a candidate offloads
-    _costs: dict[LocalKey, SeatCosts] = field(default_factory=dict)
+    _costs: dict[LocalKey, CallCostCache] = field(default_factory=dict)
     _works: dict[int, CallWork] = field(default_factory=dict)
     _spread: set[tuple[int, LocalKey]] = field(default_factory=set)
-    _floors: dict[Hashable, Floor | None] = field(default_factory=dict)
-    _held: dict[tuple[Any, ...], States] = field(default_factory=dict)
+    _floors: dict[Hashable, BlockLowerBound | None] = field(default_factory=dict)
+    _held: dict[tuple[Any, ...], StateCosts] = field(default_factory=dict)
     _kinds: dict[LocalKey, StateKinds] = field(default_factory=dict)
-    _records: dict[Point, Record] = field(default_factory=lambda: defaultdict(Record))  # by point without ZeRO
+    _records: dict[MeshCandidate, ShareRecord] = field(
+        default_factory=lambda: defaultdict(ShareRecord)
+    )  # by point without ZeRO
 
     def solve(
         self,
-        point: Point,
+        point: MeshCandidate,
         devices: Sequence[int] | None = None,
         *,
         proven: bool = True,
         improved: bool = True,
         enough_s: float = math.inf,
-    ) -> Solved:
+    ) -> SolvedCandidate:
         """The best plan of one candidate; on ``devices`` by rank, if they are given.
 
         ``proven``: with a lower bound on the stages, which for simulated schedules takes as long as finding them.
@@ -106,7 +108,7 @@ class Evaluator:
             judge.leasts += map(judge.least, others if likely is not None else ())
         else:
             machine = self.placements.at(point.grid, devices)
-            found = Found(machine, *judge(machine))
+            found = BestPlacement(machine, *judge(machine))
         problem, split, expected, shares = found.result
         if point in job.simulated:
             expected = with_step_time(expected, max(expected.step_time, job.simulated[point]))
@@ -119,7 +121,7 @@ class Evaluator:
                 stage_of_call[call.index] = stage
                 recompute += [call.index] if place < plan.start + plan.recompute else []
                 selective += [call.index] if plan.selective and call.cost.selective_bytes else []
-        return Solved(
+        return SolvedCandidate(
             point,
             problem.num_microbatches,
             local,
@@ -137,16 +139,16 @@ class Evaluator:
         )
 
     @property
-    def afresh(self) -> Evaluator:
+    def afresh(self) -> CandidateEvaluator:
         """Copy of this evaluator without the history of shares tried on placements."""
-        return replace(self, _records=defaultdict(Record))
+        return replace(self, _records=defaultdict(ShareRecord))
 
-    def _likely(self, point: Point) -> Callable[[Machine], float]:
+    def _likely(self, point: MeshCandidate) -> Callable[[PlacedMesh], float]:
         """Function from a placement to seconds of a step under 1F1B, which has a formula; infinite if it does not fit.
         Collectives and the end of the step, in which placements differ, are equal under a simulated schedule."""
         judge = self._judge(replace(point, schedule="1f1b", virtual_stages=1), proven=False)
 
-        def seconds(machine: Machine) -> float:
+        def seconds(machine: PlacedMesh) -> float:
             try:
                 return judge(machine)[0]
             except PartitionError:
@@ -154,12 +156,12 @@ class Evaluator:
 
         return seconds
 
-    def tries_all(self, point: Point) -> bool:
+    def tries_all(self, point: MeshCandidate) -> bool:
         """Whether plans of a point are tried on all placements, and with all shares of the batch for each rank."""
         complete, nested = self.placements.complete(point.grid), self.placements.nested(point.grid)
         return complete and (nested or not self.job.goes_apart(point))  # nested replicas are equal
 
-    def is_in_vain(self, point: Point, enough_s: float) -> bool:
+    def is_in_vain(self, point: MeshCandidate, enough_s: float) -> bool:
         """Whether none of the placements that :meth:`solve` tries is expected to take less than ``enough_s`` seconds.
         Raises the exceptions of :meth:`solve`."""
         if self.placements.complete(point.grid):
@@ -167,14 +169,16 @@ class Evaluator:
         judge = self._judge(point)
         return all(judge.expected(machine, enough_s) >= enough_s for machine in self.placements.candidates(point.grid))
 
-    def _judge(self, point: Point, proven: bool = True, enough_s: float = math.inf) -> Judge:
+    def _judge(self, point: MeshCandidate, proven: bool = True, enough_s: float = math.inf) -> PlacementEvaluator:
         self._check_experts(point)
         local, costs, states = self.own(point)
         reference = self.locals.reference_seat(point.tp, point.cp)
         record = self._records[point.sharing(0)]
-        return Judge(self.job, point, local, costs, states, reference, self._check_offload, proven, enough_s, record)
+        return PlacementEvaluator(
+            self.job, point, local, costs, states, reference, self._check_offload, proven, enough_s, record
+        )
 
-    def floor(self, point: Point, size: int) -> Floor | None:
+    def floor(self, point: MeshCandidate, size: int) -> BlockLowerBound | None:
         """Lower bound on the forward and backward seconds of one microbatch of ``point`` in each block, wherever its
         ranks are: the point's share of a microbatch of ``size`` samples. ``None`` if nothing can be said.
 
@@ -191,24 +195,26 @@ class Evaluator:
         found, share = self._floors[key], point.microbatch_size / size
         return found and found.each(lambda seconds: {n: (a * share, b * share) for n, (a, b) in seconds.items()})
 
-    def expect(self, floors: Iterable[tuple[Point, int]], shardings: Iterable[tuple[Point, int]]) -> None:
+    def expect(
+        self, floors: Iterable[tuple[MeshCandidate, int]], shardings: Iterable[tuple[MeshCandidate, int]]
+    ) -> None:
         """Announce the floors that will be needed, and the shardings that will be needed alone: pairs of a point and a
         microbatch size, approximately in the order of use."""
         wanted = (self._wanted(p, size, self._is_whole(p, size)) for p, size in shardings)
         self.locals.expect(wanted, self._readings(floors))
 
-    def wish(self, point: Point, size: int) -> None:
+    def wish(self, point: MeshCandidate, size: int) -> None:
         """Announce that the floor of ``point`` and ``size`` will be needed soon."""
         self.locals.wish(self._wanted(point, size, self._is_whole(point, size)))
 
-    def _readings(self, floors: Iterable[tuple[Point, int]]) -> Iterator[Reading]:
+    def _readings(self, floors: Iterable[tuple[MeshCandidate, int]]) -> Iterator[Reading]:
         for point, size in floors:
             if size == point.microbatch_size or self._is_at_best(point):
                 key, asked = self._asked(point, size)
                 if key not in self._floors:
                     yield key, self._wanted(*asked)[0], partial(self._floor, *asked)
 
-    def _asked(self, point: Point, size: int) -> tuple[Hashable, tuple[Point, int, bool]]:
+    def _asked(self, point: MeshCandidate, size: int) -> tuple[Hashable, tuple[MeshCandidate, int, bool]]:
         """Key of the points with equal floors, and the arguments from which that floor is computed."""
         whole = self._is_whole(point, size)
         if point.zero < 3:  # equal times, except for waits between ranks
@@ -216,13 +222,13 @@ class Evaluator:
         key = *point.grid.values(), point.ep, point.etp, point.zero, point.dp_shard, size, whole
         return key, (point, size, whole)
 
-    def least(self, point: Point) -> tuple[FoldedModel, Costs, dict[str, StateCost]]:
+    def least(self, point: MeshCandidate) -> tuple[FoldedModel, Costs, dict[str, StateCost]]:
         """The local model of a point, a lower bound on its costs on any placement, and its states. Raises the
         exceptions of :meth:`solve`, except those about experts."""
         local, costs, states = self.own(point)
         return local.model, fastest(self._every(point, costs)), states
 
-    def least_beside(self, point: Point) -> tuple[FoldedModel, Costs, dict[str, StateCost]] | None:
+    def least_beside(self, point: MeshCandidate) -> tuple[FoldedModel, Costs, dict[str, StateCost]] | None:
         """The result of :meth:`least` for all points that differ from ``point`` in ZeRO alone and take no less memory.
         ``None`` if devices differ, since ZeRO then decides more than memory and weight gathers."""
         if self._mixed:
@@ -230,17 +236,17 @@ class Evaluator:
         model, costs, _ = self.least(point.sharing(0))
         return model, costs, self.own(point)[2]
 
-    def own(self, point: Point) -> tuple[LocalModel, SeatCosts, dict[str, StateCost]]:
+    def own(self, point: MeshCandidate) -> tuple[LocalModel, CallCostCache, dict[str, StateCost]]:
         """The local model of a point's own sharding, the costs of its calls, and the costs of its states."""
         key, local = self._local(point)
         return local, self._seat_costs(key, local), self._states(point, key, local)
 
-    def _local(self, point: Point) -> tuple[LocalKey, LocalModel]:
+    def _local(self, point: MeshCandidate) -> tuple[LocalKey, LocalModel]:
         num_microbatches = point.num_microbatches(self.job.global_batch)
         key = self.locals.key(point, point.parts(self.job.global_batch), num_microbatches == 1)
         return key, self.locals.at(key, num_microbatches)
 
-    def _check_offload(self, expected: Estimate, machine: Machine) -> None:
+    def _check_offload(self, expected: Estimate, machine: PlacedMesh) -> None:
         """Raise :class:`CapacityError` if hosts, or their disks, have no room for the offloaded data."""
         topology, devices = self.job.topology, machine.device_of_rank
         held = [s for s, ranks in zip(expected.stages, stage_ranks(machine.mesh), strict=True) for _ in ranks]
@@ -252,12 +258,12 @@ class Evaluator:
         if "disk" in (self.job.constraints.offload or ()):
             check_disks(topology, devices, [stage.disk for stage in held])
 
-    def _split_of(self, point: Point) -> FoldedModel:
+    def _split_of(self, point: MeshCandidate) -> FoldedModel:
         """The model for one microbatch, before its sequence is sharded over ``cp``."""
         num_microbatches = point.num_microbatches(self.job.global_batch)
         return self.locals.split(point, point.parts(self.job.global_batch), num_microbatches == 1)
 
-    def _every(self, point: Point, costs: SeatCosts) -> list[Costs]:
+    def _every(self, point: MeshCandidate, costs: CallCostCache) -> list[Costs]:
         """The distinct costs of calls on the stages of all placements that are tried. If there are other placements,
         the costs on the best devices and groups instead."""
         if not self.placements.complete(point.grid):
@@ -266,30 +272,30 @@ class Evaluator:
         each = costs.by_pipeline if self.job.goes_apart(point) else costs.by_stage
         return list({id(of): of for machine in machines for of in each(machine)}.values())
 
-    def _at_best(self, point: Point, costs: SeatCosts) -> list[Costs]:
+    def _at_best(self, point: MeshCandidate, costs: CallCostCache) -> list[Costs]:
         """Costs of calls on every device type, over the best groups that any placement could have."""
         one_each = point.parts(self.job.global_batch) == point.dp
         all_wait = point.pp == 1 and (one_each or not self.job.goes_apart(point))
         best = partial(self.placements.best_group, everywhere=all_wait)
-        machine = self.job.dressed(Machine(self.job.topology, point.grid), point)
+        machine = self.job.dressed(PlacedMesh(self.job.topology, point.grid), point)
         sizes = {axis: size for axis, size in {**point.grid, "ep": point.ep}.items() if axis != "pp" and size > 1}
         groups, spread = tuple((axis, best(size)) for axis, size in sizes.items()), machine.spread
         over: dict[str, Any] = {n: best(getattr(spread, n).size) for n in ("experts", "shards", "expert_shards")}
-        return [costs.at(Seat(*pace, groups), replace(spread, **over)) for pace in self.job.topology.paces[0]]
+        return [costs.at(RankProfile(*pace, groups), replace(spread, **over)) for pace in self.job.topology.paces[0]]
 
     @property
     def _mixed(self) -> bool:
         """Whether devices have different speeds."""
         return len(self.job.topology.paces[0]) > 1
 
-    def _is_at_best(self, point: Point) -> bool:
+    def _is_at_best(self, point: MeshCandidate) -> bool:
         """Whether the lower bound on calls is for the devices and groups that their sharding is chosen for."""
         if self.placements.complete(point.grid):
             return True
         groups = dict(self.locals.reference_seat(point.tp, point.cp).groups).values()
         return not self._mixed and all(no_slower(group, self.placements.best_group(group.size)) for group in groups)
 
-    def _floor(self, point: Point, size: int, whole: bool) -> Floor | None:
+    def _floor(self, point: MeshCandidate, size: int, whole: bool) -> BlockLowerBound | None:
         wanted = self._wanted(point, size, whole)
         try:
             local = self.locals.at(*wanted)
@@ -298,7 +304,7 @@ class Evaluator:
         costs = self._seat_costs(wanted[0], local)
         best = self._through(local, fastest(self._every(point, costs)))
         kinds = self._at_best(point, costs) if self._mixed else ()
-        return Floor(best, tuple(self._through(local, of_kind) for of_kind in kinds))
+        return BlockLowerBound(best, tuple(self._through(local, of_kind) for of_kind in kinds))
 
     def _through(self, local: LocalModel, costs: Costs) -> Seconds:
         """Least seconds of each block of the whole model. Its blocks may differ from the local model's."""
@@ -310,17 +316,17 @@ class Evaluator:
             found[call.block] = min(found.get(call.block, of_call), of_call)
         return found
 
-    def _is_whole(self, point: Point, size: int) -> bool:
+    def _is_whole(self, point: MeshCandidate, size: int) -> bool:
         whole = size == point.microbatch_size and point.num_microbatches(self.job.global_batch) == 1
         return whole and self.locals.coupled
 
-    def _wanted(self, point: Point, size: int, whole: bool) -> Wanted:
+    def _wanted(self, point: MeshCandidate, size: int, whole: bool) -> Wanted:
         """The local model from which a floor is read."""
         parts = self.job.global_batch // size
         dp = point.dp if whole or (parts % point.dp == 0 and parts > point.dp) else 1
         return self.locals.key(point, parts, whole or parts == 1), parts // dp
 
-    def _check_experts(self, point: Point) -> None:
+    def _check_experts(self, point: MeshCandidate) -> None:
         """Raise :class:`PlanError` if the graph does not allow the spread of experts in ``point``."""
         apart = point.ep == 1 and point.expert_tp != point.tp
         if self.job.num_experts and (apart or point.tp % point.expert_tp):
@@ -345,7 +351,7 @@ class Evaluator:
             raise PlanError(f"ep={point.ep} with tp={point.tp}: {min(left)} is not read by expert on each rank")
         self._spread.add((point.ep, key))
 
-    def _states(self, point: Point, key: LocalKey, local: LocalModel) -> dict[str, StateCost]:
+    def _states(self, point: MeshCandidate, key: LocalKey, local: LocalModel) -> dict[str, StateCost]:
         """Costs of states on a rank, which do not depend on the placement."""
         held = point.dp > 1, point.kind, point.zero and (point.zero, point.sharers, point.expert_sharers), key
         if held not in self._held:
@@ -358,7 +364,7 @@ class Evaluator:
                 point.grid,
                 optimizer=job.optimizer,
                 train=job.train,
-                sharded=job.dressed(Machine(job.topology, point.grid), point).sharded,
+                sharded=job.dressed(PlacedMesh(job.topology, point.grid), point).sharded,
                 short_gradients=bool(job.constraints.short_gradients),
                 offload=job.constraints.offload or (),
             )
@@ -375,8 +381,8 @@ class Evaluator:
     def _again(self, block: Block, sent: Collection[fx.Node]) -> frozenset[fx.Node]:
         return remade(block, self.job.remade, sent)
 
-    def _seat_costs(self, key: LocalKey, local: LocalModel) -> SeatCosts:
+    def _seat_costs(self, key: LocalKey, local: LocalModel) -> CallCostCache:
         if key not in self._costs:
             job = self.job
-            self._costs[key] = SeatCosts(local.model.blocks, job.topology, job.train, self._again, self._works)
+            self._costs[key] = CallCostCache(local.model.blocks, job.topology, job.train, self._again, self._works)
         return self._costs[key]

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from partitioner.candidate import Point
+from partitioner.candidate import MeshCandidate
 from partitioner.constraints import Constraints
 from partitioner.cost.call.call_cost import call_costs
 from partitioner.cost.call.expert_parallel import Software
 from partitioner.cost.call.recomputation import Remade
 from partitioner.cost.call.states import gradient_bytes
-from partitioner.cost.step.placed_mesh import Machine
+from partitioner.cost.step.placed_mesh import PlacedMesh
 from partitioner.errors import CapacityError
 from partitioner.solve.sharding.expert_parallel import common_experts, expert_states, regions_of, spread_batch
 from partitioner.solve.sharding.sharding import ShardingSolution
@@ -39,11 +39,11 @@ class Job:
     optimizer: str
     precision: str  # type of most of the work: "bf16", "fp32", ...
     reserve: int = 0
-    reserves: Mapping[Point, int] = field(default_factory=dict[Point, int])
-    refused: Mapping[Point, CapacityError] = field(default_factory=dict[Point, CapacityError])
-    simulated: Mapping[Point, float] = field(default_factory=dict[Point, float])
+    reserves: Mapping[MeshCandidate, int] = field(default_factory=dict[MeshCandidate, int])
+    refused: Mapping[MeshCandidate, CapacityError] = field(default_factory=dict[MeshCandidate, CapacityError])
+    simulated: Mapping[MeshCandidate, float] = field(default_factory=dict[MeshCandidate, float])
 
-    def dressed(self, machine: Machine, point: Point) -> Machine:
+    def dressed(self, machine: PlacedMesh, point: MeshCandidate) -> PlacedMesh:
         """``machine``, on which the point's mesh is placed, with the other settings of the point and the job."""
         return replace(
             machine,
@@ -87,7 +87,7 @@ class Job:
         """Number of samples in the graphs of ``model``."""
         return self.constraints.group_size or self.global_batch
 
-    def goes_apart(self, point: Point) -> bool:
+    def goes_apart(self, point: MeshCandidate) -> bool:
         """Whether ranks of ``dp`` wait for each other only at the end of a step, so that faster ones may do more work.
         Under ZeRO 2 and 3 they wait in each microbatch."""
         return not self.model.updates and point.dp > 1 and point.zero < 2 and point.shares_out

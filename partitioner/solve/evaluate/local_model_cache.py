@@ -10,10 +10,10 @@ from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
-from partitioner.background import Aside, can_help
-from partitioner.candidate import Point, Split, split_of
+from partitioner.background import BackgroundWorker, can_help
+from partitioner.candidate import MeshCandidate, Split, split_of
 from partitioner.cost.call.collectives import collective_time
-from partitioner.cost.step.placed_mesh import Seat
+from partitioner.cost.step.placed_mesh import RankProfile
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.placement.placement import Placements
 from partitioner.solve.sharding.context_parallel import ContextModel, shard_context
@@ -53,15 +53,15 @@ class LocalModels:
     _problems: dict[ProblemKey, ShardingProblem] = field(default_factory=dict)
     _locals: dict[LocalKey, LocalModel] = field(default_factory=dict)
     _none: dict[LocalKey, PartitionError] = field(default_factory=dict)  # why there is no local model
-    _seats: dict[tuple[int, int], Seat] = field(default_factory=dict)
+    _seats: dict[tuple[int, int], RankProfile] = field(default_factory=dict)
     _expected: dict[ProblemKey, dict[LocalKey, Wanted]] = field(default_factory=dict)
     _readings: list[Iterable[Reading]] = field(default_factory=list)
     _wishes: dict[ProblemKey, None] = field(default_factory=dict)  # in order
-    _aside: Aside[Hashable, Any] | None = None
+    _aside: BackgroundWorker[Hashable, Any] | None = None
     _known: dict[LocalKey, Solutions] = field(default_factory=dict)  # what was done ahead
     _spent_s: float = 0.0
 
-    def key(self, point: Point, parts: int, whole: bool) -> LocalKey:
+    def key(self, point: MeshCandidate, parts: int, whole: bool) -> LocalKey:
         """What decides the local model of a point whose batch is split into ``parts``; ``whole``: on one rank all of
         its samples are one microbatch."""
         apart = self.job.batch_of(point.ep) is not self.job.batch
@@ -108,7 +108,7 @@ class LocalModels:
         if self._aside is not None:
             self._aside.end()
 
-    def split(self, point: Point, parts: int, whole: bool) -> FoldedModel:
+    def split(self, point: MeshCandidate, parts: int, whole: bool) -> FoldedModel:
         """One microbatch of a batch that was split, before its sequence is shared over ``cp``."""
         return self._splits[self.key(point, parts, whole)[2:5]]
 
@@ -120,7 +120,7 @@ class LocalModels:
         batch, samples = self.job.batch, self.job.global_batch
         return couples_samples(split_batch(self.job.model, batch.blocks, batch.values, samples, 1))
 
-    def reference_seat(self, tp: int, cp: int = 1) -> Seat:
+    def reference_seat(self, tp: int, cp: int = 1) -> RankProfile:
         """What decides a sharding: the commonest kind of device, over the best groups that all can have."""
         if (tp, cp) not in self._seats:
             others = {"dp": self.job.topology.num_devices // (tp * cp)}
@@ -129,7 +129,7 @@ class LocalModels:
             axes = ("tp", "cp") if cp > 1 else ("tp",)
             best = min(machines, key=lambda machine: [_slowness(machine.group(axis)) for axis in axes])
             groups = tuple((axis, best.group(axis)) for axis in axes)
-            self._seats[tp, cp] = Seat(reference_type(self.job.topology), 1.0, groups)
+            self._seats[tp, cp] = RankProfile(reference_type(self.job.topology), 1.0, groups)
         return self._seats[tp, cp]
 
     def _find(self, key: LocalKey, num_microbatches: int) -> LocalModel:
@@ -144,7 +144,7 @@ class LocalModels:
             return self._known[key]
         if self._aside is None and self._expected and self._spent_s > _WORTH_S and can_help():
             works = self._works()
-            self._aside = Aside(list(works), lambda name: works[name]())
+            self._aside = BackgroundWorker(list(works), lambda name: works[name]())
             for problem in self._wishes:
                 self._aside.wish(problem)
         if self._aside is None:

@@ -36,8 +36,8 @@ from partitioner.solve.pairwise.dynamic_programming import (
     elimination_order,
 )
 from partitioner.solve.pairwise.improve import improved
-from partitioner.solve.pairwise.live_memory import Memory
-from partitioner.solve.pairwise.presolve import InfeasibleError, Reduction, Table, Vector
+from partitioner.solve.pairwise.live_memory import MemoryConstraint
+from partitioner.solve.pairwise.presolve import InfeasibleAssignmentError, ReducedProblem, Table, Vector
 from passes.errors import PartitionError
 
 _LARGEST_COEFFICIENT = 1e6  # HiGHS' absolute tolerances of 1e-7 are made for numbers of about this size and below
@@ -48,12 +48,12 @@ _TRIED_S = 25.0  # by HiGHS, of what can be settled otherwise
 _IMPROVED_S = 10.0  # in which an assignment is made better
 
 
-class TimeLimitError(PartitionError):
+class AssignmentTimeLimitError(PartitionError):
     """The solver found no assignment at all within its time."""
 
 
 @dataclass(frozen=True)
-class Row:
+class ResourceConstraint:
     """A resource: each choice of each node of ``usage`` takes some of it, and all together at most ``limit``."""
 
     usage: dict[int, Vector]
@@ -69,8 +69,8 @@ class AssignmentProblem:
 
     costs: Sequence[Vector]
     edges: Sequence[tuple[int, int, Table]]
-    rows: Sequence[Row] = ()
-    memory: Memory | None = None
+    rows: Sequence[ResourceConstraint] = ()
+    memory: MemoryConstraint | None = None
 
     def __post_init__(self) -> None:
         for i, j, table in self.edges:
@@ -103,7 +103,7 @@ class Assignment:
         return max(0.0, self.objective - self.bound) / max(abs(self.objective), 1e-300)
 
 
-def live_rows(intervals: Sequence[tuple[int, int]], usages: Sequence[Vector], limit: float) -> list[Row]:
+def live_rows(intervals: Sequence[tuple[int, int]], usages: Sequence[Vector], limit: float) -> list[ResourceConstraint]:
     """The rows of a memory limit: one for each maximal set of nodes that are live together and might exceed it.
 
     Args:
@@ -125,7 +125,7 @@ def live_rows(intervals: Sequence[tuple[int, int]], usages: Sequence[Vector], li
             most += float(usages[node].max())
             continue
         if grown and most > limit:
-            rows.append(Row({i: usages[i] for i in sorted(live)}, limit))
+            rows.append(ResourceConstraint({i: usages[i] for i in sorted(live)}, limit))
         grown = False
         live.discard(node)
         most -= float(usages[node].max())
@@ -148,7 +148,7 @@ def solve_assignment(
     rows = list(problem.rows)
     if problem.memory is not None:
         rows += live_rows(problem.memory.intervals, problem.memory.usages, problem.memory.limit)
-    reduction = Reduction(problem.costs, problem.edges, [(row.usage, row.limit) for row in rows])
+    reduction = ReducedProblem(problem.costs, problem.edges, [(row.usage, row.limit) for row in rows])
     reduction.run(dominance=False)
     near, proven = dict[int, int](), -np.inf
     most_work = int(min(MOST_WORK, max(FAIR_WORK, 0.25 * time_limit_s * WORK_PER_S)))
@@ -165,7 +165,7 @@ def solve_assignment(
             bound += cost
             continue
         until = start + time_limit_s
-        program = _Program(reduction, nodes)
+        program = _MixedIntegerProgram(reduction, nodes)
         size += program.num_variables
         known = _known(reduction, nodes, near) if settle else None
         if known is None or program.num_variables <= _MOST_VARIABLES:
@@ -173,7 +173,7 @@ def solve_assignment(
             try:
                 bound += program.solve(left if known is None else min(left, _TRIED_S), relative_gap, choice)
                 continue
-            except TimeLimitError:
+            except AssignmentTimeLimitError:
                 if known is None:
                     raise
         costs, tables = _part(reduction, nodes)
@@ -186,7 +186,7 @@ def solve_assignment(
     return Assignment(full, objective, min(bound, objective), time.perf_counter() - start, size)
 
 
-def _narrow(reduction: Reduction, nodes: Sequence[int], most_work: int) -> list[int] | None:
+def _narrow(reduction: ReducedProblem, nodes: Sequence[int], most_work: int) -> list[int] | None:
     """The order in which dynamic programming solves a component without resources, if it is narrow enough."""
     if any(reduction.usage[i] for i in nodes):
         return None
@@ -194,7 +194,7 @@ def _narrow(reduction: Reduction, nodes: Sequence[int], most_work: int) -> list[
     return elimination_order(sizes, {i: set(reduction.tables[i]) for i in nodes}, most_work)
 
 
-def _fix(reduction: Reduction, most_work: int) -> tuple[dict[int, int], float]:
+def _fix(reduction: ReducedProblem, most_work: int) -> tuple[dict[int, int], float]:
     """Leave wide components without resources only the choices that an optimal assignment may have. Good choices for
     their nodes, of all that the problem has, and what no assignment costs less than."""
     near, bound = dict[int, int](), reduction.constant
@@ -212,19 +212,19 @@ def _fix(reduction: Reduction, most_work: int) -> tuple[dict[int, int], float]:
     return near, bound
 
 
-def _known(reduction: Reduction, nodes: Sequence[int], near: Mapping[int, int]) -> dict[int, int] | None:
+def _known(reduction: ReducedProblem, nodes: Sequence[int], near: Mapping[int, int]) -> dict[int, int] | None:
     """The choices of ``near`` among those that are left, if all of them are."""
     places = {i: np.flatnonzero(reduction.alive[i] == near.get(i, -1)).tolist() for i in nodes}
     return {i: found[0] for i, found in places.items()} if all(places.values()) else None
 
 
-def _part(reduction: Reduction, nodes: Sequence[int]) -> tuple[dict[int, Vector], dict[tuple[int, int], Table]]:
+def _part(reduction: ReducedProblem, nodes: Sequence[int]) -> tuple[dict[int, Vector], dict[tuple[int, int], Table]]:
     """The costs and the tables of some nodes."""
     tables = {(i, j): t for i in nodes for j, t in reduction.tables[i].items() if i < j}
     return {i: reduction.costs[i] for i in nodes}, tables
 
 
-def _components(reduction: Reduction) -> list[list[int]]:
+def _components(reduction: ReducedProblem) -> list[list[int]]:
     """The nodes left, in groups that neither an edge nor a row connects."""
     seen, groups = set[int](), []
     for root in reduction.nodes:
@@ -242,10 +242,10 @@ def _components(reduction: Reduction) -> list[list[int]]:
     return groups
 
 
-class _Program:
+class _MixedIntegerProgram:
     """The mixed-integer program of one component, as a MathOpt proto that is filled from arrays."""
 
-    def __init__(self, reduction: Reduction, nodes: Sequence[int]) -> None:
+    def __init__(self, reduction: ReducedProblem, nodes: Sequence[int]) -> None:
         sizes = [len(reduction.costs[i]) for i in nodes]
         self.nodes, self.sizes = nodes, sizes
         self.starts = dict(zip(nodes, np.cumsum([0, *sizes[:-1]]).tolist(), strict=True))
@@ -303,9 +303,11 @@ class _Program:
         result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters)
         reason = result.termination.reason
         if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
-            raise InfeasibleError("no assignment satisfies the tables and the limits together", tuple(self.nodes))
+            raise InfeasibleAssignmentError(
+                "no assignment satisfies the tables and the limits together", tuple(self.nodes)
+            )
         if not result.has_primal_feasible_solution():
-            raise TimeLimitError(
+            raise AssignmentTimeLimitError(
                 f"no assignment found in {time_limit_s:.1f} s ({len(self.nodes)} nodes, {self.num_variables} "
                 f"variables, {reason.name.lower()}); allow more time or loosen the limits"
             )

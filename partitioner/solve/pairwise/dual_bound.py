@@ -27,7 +27,7 @@ _NEAR = 0.3  # of the distance: more than that should be left behind at the pace
 _SLACK = 1e-9  # of the cost: rounding
 
 
-class Dual:
+class Reparametrization:
     """The costs ``unary`` of nodes and ``tables`` of pairs, moved so that their minima add up to much."""
 
     def __init__(self, costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table]) -> None:
@@ -108,7 +108,7 @@ def minima(costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table])
 
 
 @dataclass(frozen=True)
-class Fixed:
+class RemainingChoices:
     """``masks``: for each node the choices that an optimal assignment may have; every optimal one, but where one is
     found. ``choice``: a good assignment, if one was found; ``bound``: what none costs less than."""
 
@@ -117,9 +117,9 @@ class Fixed:
     bound: float
 
 
-def fixed(costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table]) -> Fixed:
+def fixed(costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table]) -> RemainingChoices:
     """What a dual ascent tells of a problem."""
-    dual = Dual(costs, tables)
+    dual = Reparametrization(costs, tables)
     best, least, bound = None, np.inf, -np.inf
     for sweep in range(_SWEEPS):
         dual.sweep(forward=sweep % 2 == 0)
@@ -132,13 +132,13 @@ def fixed(costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table]) 
                 continue
             raised = dual.bound
             if least - raised <= _CLOSE * abs(least):
-                return Fixed({node: _only(len(costs[node]), best[node]) for node in costs}, best, raised)
+                return RemainingChoices({node: _only(len(costs[node]), best[node]) for node in costs}, best, raised)
             if (raised - bound) * (_SWEEPS - sweep) / _LOOK <= _NEAR * (least - raised):  # no use going on
                 break
             bound = raised
     if not np.isfinite(least) or not np.isfinite(dual.bound):
-        return Fixed({node: np.ones(len(cost), bool) for node, cost in costs.items()}, best, dual.bound)
-    return Fixed(dual.allowed(least - dual.bound + _SLACK * abs(least)), best, dual.bound)
+        return RemainingChoices({node: np.ones(len(cost), bool) for node, cost in costs.items()}, best, dual.bound)
+    return RemainingChoices(dual.allowed(least - dual.bound + _SLACK * abs(least)), best, dual.bound)
 
 
 def _finite(values: Vector) -> Vector:

@@ -14,7 +14,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from partitioner.solve.pairwise.presolve import InfeasibleError, Table, Vector
+from partitioner.solve.pairwise.presolve import InfeasibleAssignmentError, Table, Vector
 
 QUICK_WORK = 3_000_000  # entries of all tables together: some 50 ms
 
@@ -77,7 +77,8 @@ _Term = tuple[tuple[int, ...], NDArray[np.float64]]  # the other nodes in order,
 def eliminate(
     costs: Mapping[int, Vector], tables: Iterable[tuple[int, int, Table]], order: Sequence[int]
 ) -> tuple[dict[int, int], float]:
-    """The best choice of every node of ``order`` and its cost. Raises :class:`InfeasibleError` where there is none."""
+    """The best choice of every node of ``order`` and its cost. Raises :class:`InfeasibleAssignmentError` where there is
+    none."""
     place = {node: i for i, node in enumerate(order)}
     waiting: dict[int, list[_Term]] = {node: [] for node in order}
     for i, j, table in tables:
@@ -93,7 +94,7 @@ def eliminate(
         left = _join(costs[node], terms, scope).min(axis=0)
         if not scope:
             if not np.isfinite(left):
-                raise InfeasibleError("no assignment satisfies the tables together", (node,))
+                raise InfeasibleAssignmentError("no assignment satisfies the tables together", (node,))
             total += float(left)
         else:
             waiting[scope[0]].append((tuple(scope[1:]), left))

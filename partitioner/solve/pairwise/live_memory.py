@@ -17,7 +17,7 @@ from partitioner.solve.pairwise.presolve import Choices, Vector
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryConstraint:
     """``usages[i]`` per choice of node i while it is live, in the half-open ``intervals[i]``; one ``limit``."""
 
     intervals: Sequence[tuple[int, int]]
@@ -103,7 +103,7 @@ class Usage:
 
 
 def stretches(
-    memory: Memory, roots: Sequence[int], maps: Sequence[Choices]
+    memory: MemoryConstraint, roots: Sequence[int], maps: Sequence[Choices]
 ) -> tuple[dict[int, Stretch], Vector, Vector]:
     """Per root what its followers take; the limit left in every row by what is taken whatever is chosen; and that.
 

@@ -38,7 +38,7 @@ _ALWAYS_COMPARED = 500_000  # bytes of pairs of choices
 _ALWAYS_FILL = 256  # a new table this small is worth losing a node
 
 
-class InfeasibleError(PartitionError):
+class InfeasibleAssignmentError(PartitionError):
     """No assignment satisfies the constraints. ``nodes`` are the indices of nodes that lost their last choice."""
 
     def __init__(self, message: str, nodes: tuple[int, ...] = ()) -> None:
@@ -56,7 +56,7 @@ class _Function:
     choice: Choices  # original choice of ``node``, indexed like ``labels``
 
 
-class Reduction:
+class ReducedProblem:
     """A pairwise problem that is being reduced; ``solve`` only what :attr:`nodes` still lists.
 
     ``costs[i]`` has one entry per remaining choice of node i, ``tables[i][j]`` is indexed (choice of i, choice of j)
@@ -98,7 +98,8 @@ class Reduction:
         return [i for i, done in enumerate(self._done) if not done]
 
     def run(self, *, dominance: bool = True) -> None:
-        """Reduces until no step applies. Raises :class:`InfeasibleError` where a node is left without a choice.
+        """Reduces until no step applies. Raises :class:`InfeasibleAssignmentError` where a node is left without a
+        choice.
 
         Without ``dominance``, the dearest step, until no other applies; a later call goes on from there.
         """
@@ -273,7 +274,9 @@ class Reduction:
         if keep.all():
             return False
         if not keep.any():
-            raise InfeasibleError(f"node {node} has no choice left that its neighbours and the limits allow", (node,))
+            raise InfeasibleAssignmentError(
+                f"node {node} has no choice left that its neighbours and the limits allow", (node,)
+            )
         self.costs[node] = self.costs[node][keep]
         self.alive[node] = self.alive[node][keep]
         for other, table in list(self.tables[node].items()):
@@ -297,7 +300,7 @@ class Reduction:
             if not usage.any():
                 self._leave(node, row)
         if self.limits[row] < 0:
-            raise InfeasibleError(
+            raise InfeasibleAssignmentError(
                 f"limit {row} is exceeded by {-self.limits[row]:g} even when every node takes least",
                 tuple(sorted(self.members[row])),
             )

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.cost.call.collectives import collective_time
-from partitioner.cost.step.placed_mesh import Machine
+from partitioner.cost.step.placed_mesh import PlacedMesh
 from partitioner.cost.step.relaxed_mesh import best_group
 from partitioner.errors import CapacityError
 from partitioner.solve.placement.irregular import arrangements, complete, group_size
@@ -73,10 +73,10 @@ _MOST_GROUPS = 64  # or devices, that are exchanged
 
 
 @dataclass(frozen=True)
-class Found(Generic[Result]):
+class BestPlacement(Generic[Result]):
     """The best placement that was tried: its cost, and what judging it gave."""
 
-    machine: Machine
+    machine: PlacedMesh
     cost: float
     result: Result
 
@@ -90,7 +90,7 @@ class Placements:
     precision: str = "bf16"
     in_order: bool = False
     _levels: tuple[int, ...] | None = field(init=False)
-    _candidates: dict[Key, list[Machine]] = field(default_factory=dict, init=False)
+    _candidates: dict[Key, list[PlacedMesh]] = field(default_factory=dict, init=False)
     _narrowed: set[Key] = field(default_factory=set, init=False)
     _exchanged: set[Key] = field(default_factory=set, init=False)
     _best_groups: dict[tuple[int, bool], Group] = field(default_factory=dict, init=False)
@@ -106,18 +106,18 @@ class Placements:
         """Whether the candidates stand for all placements of ``mesh``: all nestings, or all permutations."""
         return self.in_order or self.nested(mesh) or complete(self.topology)
 
-    def candidates(self, mesh: Mapping[str, int]) -> list[Machine]:
+    def candidates(self, mesh: Mapping[str, int]) -> list[PlacedMesh]:
         """What is tried for ``mesh``, of placements that cost the same one each."""
         key = _key(mesh)
         if key not in self._candidates:
             if self.in_order:
-                machines = [Machine(self.topology, mesh, self.precision)]
+                machines = [PlacedMesh(self.topology, mesh, self.precision)]
             elif self._levels is not None and self.nested(mesh):
                 made = nestings(self.topology, mesh, self._levels)
-                machines = [Machine(self.topology, mesh, self.precision, devices, nested=s) for devices, s in made]
+                machines = [PlacedMesh(self.topology, mesh, self.precision, devices, nested=s) for devices, s in made]
             else:
                 every = arrangements(self.topology, mesh)
-                machines = [Machine(self.topology, mesh, self.precision, devices) for devices in every]
+                machines = [PlacedMesh(self.topology, mesh, self.precision, devices) for devices in every]
                 machines = list({signature(machine): machine for machine in reversed(machines)}.values())[::-1]
             self._candidates[key] = machines
         return self._candidates[key]
@@ -134,20 +134,20 @@ class Placements:
             self._best_groups[size, everywhere] = best_group(self.topology, size, everywhere)
         return self._best_groups[size, everywhere]
 
-    def at(self, mesh: Mapping[str, int], devices: Sequence[int]) -> Machine:
+    def at(self, mesh: Mapping[str, int], devices: Sequence[int]) -> PlacedMesh:
         """The placement that puts the ranks of ``mesh`` on ``devices``."""
         tried = (machine for machine in self._candidates.get(_key(mesh), ()) if machine.device_of_rank == devices)
-        return next(tried, None) or Machine(self.topology, mesh, self.precision, tuple(devices))
+        return next(tried, None) or PlacedMesh(self.topology, mesh, self.precision, tuple(devices))
 
     def best(
         self,
         mesh: Mapping[str, int],
-        judge: Callable[[Machine], tuple[float, Result]],
-        least: Callable[[Machine, float], float] | None = None,
+        judge: Callable[[PlacedMesh], tuple[float, Result]],
+        least: Callable[[PlacedMesh, float], float] | None = None,
         enough: float = np.inf,
         exchanges: int = EXCHANGES,
-        likely: Callable[[Machine], float] | None = None,
-    ) -> Found[Result]:
+        likely: Callable[[PlacedMesh], float] | None = None,
+    ) -> BestPlacement[Result]:
         """The placement of ``mesh`` that ``judge`` gives the least cost, and the result that came with it.
 
         ``least``: what ``judge`` cannot go below, quickly, found out as far as a cost that is enough; what cannot be
@@ -156,7 +156,7 @@ class Placements:
         placements from others, much sooner than ``judge``, which is then not asked for those that are clearly worse.
         Raises what ``judge`` raises where it refuses all: the :class:`CapacityError` that lacks least, if any.
         """
-        best: Found[Result] | None = None
+        best: BestPlacement[Result] | None = None
         errors: list[PartitionError] = []
         costs: list[tuple[float, int]] = []
         machines = self.candidates(mesh)
@@ -187,15 +187,15 @@ class Placements:
 
     def _improved(
         self,
-        best: Found[Result],
-        judge: Callable[[Machine], tuple[float, Result]],
-        least: Callable[[Machine, float], float] | None,
+        best: BestPlacement[Result],
+        judge: Callable[[PlacedMesh], tuple[float, Result]],
+        least: Callable[[PlacedMesh, float], float] | None,
         costs: list[tuple[float, int]],
         errors: list[PartitionError],
         enough: float,
         exchanges: int,
-        likely: Callable[[Machine], float] | None,
-    ) -> Found[Result]:
+        likely: Callable[[PlacedMesh], float] | None,
+    ) -> BestPlacement[Result]:
         """``best``, or what exchanges make of it: once for a mesh. For its other microbatches the best of the
         candidates, which took ``costs``, and ranks on their namesakes, are enough. Where ``likely`` tells placements
         apart, exchanges go by that first."""
@@ -211,7 +211,7 @@ class Placements:
         self._exchanged.add(key)
         improved = best
         if likely is not None:
-            start = Found(best.machine, likely(best.machine), None)
+            start = BestPlacement(best.machine, likely(best.machine), None)
             told = self._exchange(start, lambda machine: (likely(machine), None), None, [], np.inf, EXCHANGES)
             if told is not start and (found := _judged(told.machine, judge, errors)) is not None:
                 improved = found if found.cost < best.cost * (1 - _BETTER) else best
@@ -222,13 +222,13 @@ class Placements:
 
     def _exchange(
         self,
-        best: Found[Result],
-        judge: Callable[[Machine], tuple[float, Result]],
-        least: Callable[[Machine, float], float] | None,
+        best: BestPlacement[Result],
+        judge: Callable[[PlacedMesh], tuple[float, Result]],
+        least: Callable[[PlacedMesh, float], float] | None,
         errors: list[PartitionError],
         enough: float,
         left: int,
-    ) -> Found[Result]:
+    ) -> BestPlacement[Result]:
         """Exchange groups between stages, and stages with each other, until nothing helps."""
         mesh = best.machine.mesh
         seen = {self._mark(machine) for machine in self.candidates(mesh)}
@@ -237,7 +237,7 @@ class Placements:
         while improved and left > 0 and looks > 0:
             improved = False
             for devices in _neighbours(np.asarray(best.machine.devices), mesh, self._differ_inside):
-                machine = Machine(self.topology, mesh, self.precision, devices)
+                machine = PlacedMesh(self.topology, mesh, self.precision, devices)
                 mark = self._mark(machine)
                 looks -= 1
                 if left <= 0 or looks <= 0:
@@ -254,19 +254,19 @@ class Placements:
                     break
         return best
 
-    def _is_better(self, found: Found[Result], best: Found[Result]) -> bool:
+    def _is_better(self, found: BestPlacement[Result], best: BestPlacement[Result]) -> bool:
         """Whether ``found`` costs less, or as much over faster groups: of several that are slow, one is fewer."""
         if found.cost < best.cost * (1 - _BETTER):
             return True
         alike = self._differ_inside and found.cost <= best.cost * (1 + _BETTER)
         return alike and _in_groups(found.machine) < _in_groups(best.machine) * (1 - _BETTER)
 
-    def _mark(self, machine: Machine) -> Hashable:
+    def _mark(self, machine: PlacedMesh) -> Hashable:
         """Equal for placements of which one is enough."""
         return signature(machine), _in_groups(machine) if self._differ_inside else 0.0
 
 
-def signature(machine: Machine) -> Hashable:
+def signature(machine: PlacedMesh) -> Hashable:
     """Equal for placements that cost the same."""
     wide = [axis for axis in AXES if axis != "pp" and machine.mesh.get(axis, 1) > 1]
     together = [machine.stage_groups(*axes) for axes in combinations(wide, 2)]
@@ -275,7 +275,7 @@ def signature(machine: Machine) -> Hashable:
     return machine.seats, machine.pipelines, machine.capacity, links, tuple(together), across
 
 
-def _in_groups(machine: Machine) -> float:
+def _in_groups(machine: PlacedMesh) -> float:
     """Seconds of a collective over each group of every axis, added up."""
     total, rows_of = 0.0, np.asarray(machine.devices)
     for axis in AXES:
@@ -308,10 +308,10 @@ def _neighbours(devices: Ints, mesh: Mapping[str, int], inside: bool) -> Iterato
 
 
 def _judged(
-    machine: Machine, judge: Callable[[Machine], tuple[float, Result]], errors: list[PartitionError]
-) -> Found[Result] | None:
+    machine: PlacedMesh, judge: Callable[[PlacedMesh], tuple[float, Result]], errors: list[PartitionError]
+) -> BestPlacement[Result] | None:
     try:
-        return Found(machine, *judge(machine))
+        return BestPlacement(machine, *judge(machine))
     except PartitionError as error:
         errors.append(error)
         return None

@@ -22,13 +22,13 @@ from typing import Any
 
 import numpy as np
 
-from partitioner.candidate import Point
+from partitioner.candidate import MeshCandidate
 from partitioner.constraints import OF_POINT, Constraints
 from partitioner.plan import Baseline, Candidate
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.search.interleaved import effort
-from partitioner.solve.search.outcomes import Evaluated, candidate, refused
-from partitioner.solve.search.space import Space, baselines, hybrids, least, points, several_stages, uneven
+from partitioner.solve.search.outcomes import EvaluatedCandidate, candidate, refused
+from partitioner.solve.search.space import SearchSpace, baselines, hybrids, least, points, several_stages, uneven
 from partitioner.units import divisors
 from passes.errors import PartitionError
 
@@ -47,20 +47,20 @@ _NONE: Mapping[str, Baseline] = {}
 
 
 @dataclass(frozen=True)
-class Family:
+class LayoutFamily:
     """The layouts that an expert chooses among, and their ``bounds``. ``space``: the search space of their jobs."""
 
-    points: tuple[Point, ...]
+    points: tuple[MeshCandidate, ...]
     bounds: ModelBounds
-    space: Space
+    space: SearchSpace
 
-    def promising(self, most_s: float) -> list[Point]:
+    def promising(self, most_s: float) -> list[MeshCandidate]:
         """Points of the family that fit and take less than ``most_s`` seconds by their bounds. The best point of each
         division of the model comes first, then the others, each in increasing order of expected time."""
         if not self.points:
             return []
         times = self.bounds.times(self.points)
-        likely: list[tuple[float, Point]] = []
+        likely: list[tuple[float, MeshCandidate]] = []
         fitting, asked = Counter[tuple[int, int, int]](), Counter[tuple[int, int, int]]()
         most = _MOST_FITTING if len({(p.pp, p.tp, p.cp) for p in self.points}) > 1 else _MOST_BOUNDED
         for i in np.argsort(times, kind="stable").tolist():
@@ -81,14 +81,14 @@ class Family:
         best = [point for point in ranked if first[point.pp, point.tp, point.cp] == point]
         return best + [point for point in ranked if first[point.pp, point.tp, point.cp] != point]
 
-    def _holds_states(self, point: Point) -> bool:
+    def _holds_states(self, point: MeshCandidate) -> bool:
         try:
             self.bounds.check_states(point)
         except PartitionError:
             return False
         return True
 
-    def interleaved(self, point: Point) -> list[Point]:
+    def interleaved(self, point: MeshCandidate) -> list[MeshCandidate]:
         """``point`` with several virtual stages on each rank, the most often successful numbers first."""
         if point.pp == 1 or point.schedule != "1f1b" or not self.space.train:
             return []
@@ -97,21 +97,23 @@ class Family:
 
 
 @dataclass(frozen=True)
-class Standard:
+class StandardLayout:
     """A layout to compare with: the points that are tried, the best by its bound first, and the reason why it is no
     candidate. ``family``: the layouts of its kind."""
 
     name: str
-    points: tuple[Point, ...] = ()
+    points: tuple[MeshCandidate, ...] = ()
     excluded: str = ""
-    family: Family | None = None
+    family: LayoutFamily | None = None
 
 
-def standards(space: Space, candidates: Sequence[Point], bounds: ModelBounds, free: ModelBounds) -> list[Standard]:
+def standards(
+    space: SearchSpace, candidates: Sequence[MeshCandidate], bounds: ModelBounds, free: ModelBounds
+) -> list[StandardLayout]:
     """The layouts to compare with, among the candidates if possible. ``free``: the bounds of the job without pins."""
     wide = replace(space, constraints=unpinned(space.constraints))
     own = best = _textbook(space, candidates, bounds)
-    others: Sequence[Point] = candidates
+    others: Sequence[MeshCandidate] = candidates
     known = own_points = frozenset(candidates)
     if wide.constraints != space.constraints:
         others = _points(wide)
@@ -128,7 +130,7 @@ def standards(space: Space, candidates: Sequence[Point], bounds: ModelBounds, fr
     why = uneven(space, space.world_size)
     none = {DATA_PARALLEL: why, FULLY_SHARDED: why, MEGATRON: "no mesh has it"}
     return [
-        Standard(
+        StandardLayout(
             name,
             () if point is None else (point, *_leaner(space, point, known)),
             none[name] if point is None else "" if point in own_points else _EXCLUDED,
@@ -138,7 +140,7 @@ def standards(space: Space, candidates: Sequence[Point], bounds: ModelBounds, fr
     ]
 
 
-def _families(space: Space, candidates: Sequence[Point], bounds: ModelBounds) -> dict[str, Family]:
+def _families(space: SearchSpace, candidates: Sequence[MeshCandidate], bounds: ModelBounds) -> dict[str, LayoutFamily]:
     """The families of ZeRO-3, whose ranks are all data-parallel as far as the batch allows, and of Megatron's
     layouts."""
     sharded = [p for p in candidates if p.pp == 1 and p.zero == 3 and not p.dp_shard]
@@ -148,10 +150,12 @@ def _families(space: Space, candidates: Sequence[Point], bounds: ModelBounds) ->
     inside = space.topology.devices_per_node
     megatron = [p for p in candidates if p.tp <= inside and p.zero <= 1 and p.schedule == "1f1b"]
     found = {FULLY_SHARDED: sharded, MEGATRON: megatron}
-    return {name: Family(tuple(family), bounds, space) for name, family in found.items()}
+    return {name: LayoutFamily(tuple(family), bounds, space) for name, family in found.items()}
 
 
-def _textbook(space: Space, candidates: Sequence[Point], bounds: ModelBounds) -> dict[str, Point | None]:
+def _textbook(
+    space: SearchSpace, candidates: Sequence[MeshCandidate], bounds: ModelBounds
+) -> dict[str, MeshCandidate | None]:
     """The best textbook layout of each kind, see :func:`partitioner.solve.search.space.baselines`; plain data
     parallelism excludes ``ep``."""
     found = baselines(space, candidates, bounds.times, _fits(bounds))
@@ -159,7 +163,7 @@ def _textbook(space: Space, candidates: Sequence[Point], bounds: ModelBounds) ->
     return {**found, "data parallel": least(plain, bounds.times, _fits(bounds))}
 
 
-def _leaner(space: Space, point: Point, known: Collection[Point]) -> Iterator[Point]:
+def _leaner(space: SearchSpace, point: MeshCandidate, known: Collection[MeshCandidate]) -> Iterator[MeshCandidate]:
     """Points like ``point`` that take less memory: smaller microbatches, then (with ``tp``) also more stages."""
     for pp in divisors(point.pp * point.dp):
         dp = point.pp * point.dp // pp
@@ -172,7 +176,7 @@ def _leaner(space: Space, point: Point, known: Collection[Point]) -> Iterator[Po
                 yield leaner
 
 
-def is_known(standard: Standard, rows: Sequence[Candidate]) -> bool:
+def is_known(standard: StandardLayout, rows: Sequence[Candidate]) -> bool:
     """Whether the search already contains the best of the layout, so that nothing is left to plan."""
     if standard.family is not None:
         best = _best_row(standard, rows)
@@ -184,9 +188,9 @@ def is_known(standard: Standard, rows: Sequence[Candidate]) -> bool:
 
 
 def compared(
-    found: Sequence[Standard],
+    found: Sequence[StandardLayout],
     rows: Sequence[Candidate],
-    evaluate: Callable[[Point, float], Evaluated],
+    evaluate: Callable[[MeshCandidate, float], EvaluatedCandidate],
     offload: tuple[str, ...] = (),
     unhosted: Mapping[str, Baseline] = _NONE,
     until: float = math.inf,
@@ -220,7 +224,7 @@ def compared(
     return tuple(made)
 
 
-def _best_row(standard: Standard, rows: Sequence[Candidate]) -> Candidate | None:
+def _best_row(standard: StandardLayout, rows: Sequence[Candidate]) -> Candidate | None:
     """The best row of a family that the search solved, interleaved schedules included."""
     family = standard.family
     if family is None:
@@ -240,10 +244,10 @@ def _plain(row: Candidate) -> Candidate:
 
 
 def _tuned(
-    standard: Standard,
+    standard: StandardLayout,
     textbook: Candidate | None,
     rows: Sequence[Candidate],
-    evaluate: Callable[[Point, float], Evaluated],
+    evaluate: Callable[[MeshCandidate, float], EvaluatedCandidate],
     until: float,
 ) -> Candidate | None:
     """The best of a layout's family: the ``textbook`` one, one that the search solved, or one that is planned now."""
@@ -257,9 +261,9 @@ def _tuned(
         return best
     known = {_key(row): row for row in rows}
     points = {_key(candidate(point)): point for point in family.points}
-    planned: set[Point] = set()
+    planned: set[MeshCandidate] = set()
 
-    def plan(point: Point) -> Candidate | None:
+    def plan(point: MeshCandidate) -> Candidate | None:
         """The outcome of a point that may be better; ``None`` if it is known not to be, or if time ran out."""
         nonlocal best
         most_s, told = _seconds(best), known.get(_key(candidate(point)))
@@ -274,7 +278,7 @@ def _tuned(
 
     tried = [row for row in rows if _key(row) in points and row.step_time is not None]
 
-    def improve(choices: Iterable[Point], most: int) -> None:
+    def improve(choices: Iterable[MeshCandidate], most: int) -> None:
         for point in choices:
             if most and (found := plan(point)) is not None:
                 most -= 1
@@ -298,10 +302,10 @@ def _tuned(
 
 
 def _fill(
-    family: Family,
-    tried: Sequence[tuple[Candidate, Point]],
+    family: LayoutFamily,
+    tried: Sequence[tuple[Candidate, MeshCandidate]],
     best_s: Callable[[], float],
-    plan: Callable[[Point], Candidate | None],
+    plan: Callable[[MeshCandidate], Candidate | None],
 ) -> None:
     """Plan pipelines again with several virtual stages, which leave about an eighth of the bubble: the most promising
     first, within a limited effort."""
@@ -332,12 +336,14 @@ def _row_like(row: Candidate, rows: Sequence[Candidate]) -> Candidate | None:
     return next((other for other in rows if _key(other) == _key(row)), None)
 
 
-def no_candidates(found: Sequence[Standard], names: Collection[str]) -> list[Standard]:
+def no_candidates(found: Sequence[StandardLayout], names: Collection[str]) -> list[StandardLayout]:
     """The standard layouts called ``names``, marked as excluded by the constraints."""
     return [replace(standard, excluded=standard.excluded or _EXCLUDED) for standard in found if standard.name in names]
 
 
-def _planned(point: Point, evaluate: Callable[[Point, float], Evaluated], enough_s: float = math.inf) -> Candidate:
+def _planned(
+    point: MeshCandidate, evaluate: Callable[[MeshCandidate, float], EvaluatedCandidate], enough_s: float = math.inf
+) -> Candidate:
     try:
         return candidate(point, evaluate(point, enough_s))
     except PartitionError as error:
@@ -357,16 +363,16 @@ def unpinned(constraints: Constraints) -> Constraints:
     return constraints.model_copy(update=free)
 
 
-def _points(space: Space) -> list[Point]:
+def _points(space: SearchSpace) -> list[MeshCandidate]:
     try:
         return points(space)
     except PartitionError:
         return []
 
 
-def _fits(bounds: ModelBounds) -> Callable[[Point], bool]:
+def _fits(bounds: ModelBounds) -> Callable[[MeshCandidate], bool]:
     @cache
-    def fits(point: Point) -> bool:
+    def fits(point: MeshCandidate) -> bool:
         try:
             bounds.check_states(point)
             bounds.refine(point)
@@ -377,14 +383,14 @@ def _fits(bounds: ModelBounds) -> Callable[[Point], bool]:
     return fits
 
 
-def _fully_sharded(space: Space, bounds: ModelBounds) -> Point | None:
+def _fully_sharded(space: SearchSpace, bounds: ModelBounds) -> MeshCandidate | None:
     """The best point with all ranks data-parallel, and parameters, gradients and optimizer states sharded over them;
     ``None`` if the batch does not allow it."""
     world = space.world_size
     if space.units % world:
         return None
-    return least([Point(1, world, 1, size, zero=3) for size in space.sizes(world)], bounds.times, _fits(bounds))
+    return least([MeshCandidate(1, world, 1, size, zero=3) for size in space.sizes(world)], bounds.times, _fits(bounds))
 
 
-def _row(point: Point, rows: Sequence[Candidate]) -> Candidate | None:
+def _row(point: MeshCandidate, rows: Sequence[Candidate]) -> Candidate | None:
     return _row_like(candidate(point), rows)

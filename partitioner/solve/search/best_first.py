@@ -19,11 +19,11 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from partitioner.candidate import Point, in_order
+from partitioner.candidate import MeshCandidate, in_order
 from partitioner.errors import CapacityError, ConstraintError, InfeasibleError, PlanError, TimeLimitError
 from partitioner.plan import Certificate
 from partitioner.schedules.formulas import is_formula, is_plain
-from partitioner.solve.search.outcomes import CutOff, Evaluated, Row, certificate_of
+from partitioner.solve.search.outcomes import CandidateOutcome, CutOff, EvaluatedCandidate, certificate_of
 from passes.errors import PartitionError
 
 _TOLD_EVERY_S = 0.1  # between two words on points that are only bounded
@@ -32,33 +32,33 @@ _TOLD_EVERY_S = 0.1  # between two words on points that are only bounded
 class Bounds(Protocol):
     """Lower bounds in seconds on the plans of a point; see ``partitioner/solve/search/bound_steps.py``."""
 
-    def times(self, points: Sequence[Point]) -> NDArray[np.float64]:
+    def times(self, points: Sequence[MeshCandidate]) -> NDArray[np.float64]:
         """Lower bounds in seconds on all points at once, shape ``[points]``."""
 
-    def family(self, point: Point) -> Hashable:
+    def family(self, point: MeshCandidate) -> Hashable:
         """Key of the point's family, which includes the schedule."""
 
-    def members(self, points: Sequence[Point]) -> Sequence[Point]:
+    def members(self, points: Sequence[MeshCandidate]) -> Sequence[MeshCandidate]:
         """All points of the family of ``points``, including those unknown to the estimate of all points at once."""
 
     @property
-    def together(self) -> Sequence[Callable[[Sequence[Point], float], float]]:
+    def together(self) -> Sequence[Callable[[Sequence[MeshCandidate], float], float]]:
         """Bounds of a family; see :attr:`steps` for the arguments."""
 
     @property
-    def steps(self) -> Sequence[Callable[[Point, float], float]]:
+    def steps(self) -> Sequence[Callable[[MeshCandidate, float], float]]:
         """Bounds of one point, to be tried in order. The second argument is a cutoff in seconds: a bound above it need
         not be exact. They raise :class:`PartitionError` if the point has no plan."""
 
-    def again_s(self, point: Point) -> float:
+    def again_s(self, point: MeshCandidate) -> float:
         """Approximate seconds of recomputation in a step; not a bound."""
 
-    def shortage(self, point: Point) -> CapacityError | None:
+    def shortage(self, point: MeshCandidate) -> CapacityError | None:
         """The exact shortage of a point for which a step gave only a lower bound."""
 
 
 @dataclass(frozen=True)
-class Progress:
+class SearchProgress:
     """State of a search. ``best``: seconds of the incumbent. ``bound``: lower bound in seconds on ``point``.
 
     ``num_evaluated``: points evaluated so far. ``num_open``: points that may still be better. ``num_bounded``: bounds
@@ -69,7 +69,7 @@ class Progress:
     num_open: int
     best: float | None
     bound: float
-    point: Point
+    point: MeshCandidate
     num_bounded: int = 0
 
 
@@ -77,20 +77,20 @@ class Progress:
 class SearchResult:
     """The best point, its plan, and its certificate. ``certificate`` and ``rows`` have a row for every point."""
 
-    point: Point
-    best: Evaluated
+    point: MeshCandidate
+    best: EvaluatedCandidate
     certificate: Certificate
     num_evaluated: int
     interrupted: bool = False
-    rows: Mapping[Point, Row] = field(default_factory=dict)
+    rows: Mapping[MeshCandidate, CandidateOutcome] = field(default_factory=dict)
 
 
 @dataclass
-class _State:
-    rows: dict[Point, Row]
-    best: Point | None = None
+class _BestFirstState:
+    rows: dict[MeshCandidate, CandidateOutcome]
+    best: MeshCandidate | None = None
     enough_s: float = float("inf")
-    before: Mapping[Point, Row] = field(default_factory=dict)
+    before: Mapping[MeshCandidate, CandidateOutcome] = field(default_factory=dict)
     num_evaluated: int = 0
     num_bounded: int = 0
     # since the last incumbent, of schedules with several virtual stages: evaluated families, and the effort spent
@@ -109,21 +109,21 @@ class _State:
 
 
 def search(
-    points: Sequence[Point],
+    points: Sequence[MeshCandidate],
     bounds: Bounds,
-    evaluate: Callable[[Point], Evaluated],
+    evaluate: Callable[[MeshCandidate], EvaluatedCandidate],
     *,
-    always: Iterable[Point | None] = (),
-    left_out: Mapping[Point, str] | None = None,
-    progress: Callable[[Progress], None] | None = None,
+    always: Iterable[MeshCandidate | None] = (),
+    left_out: Mapping[MeshCandidate, str] | None = None,
+    progress: Callable[[SearchProgress], None] | None = None,
     time_limit_s: float = float("inf"),
     tolerance: float = 0.0,
     patience: int | None = None,
-    effort: Callable[[Point], float] = lambda point: 0.0,
-    in_vain: Callable[[Point, float], bool] = lambda point, best_s: False,
-    last: Callable[[Point, float], float] | None = None,
+    effort: Callable[[MeshCandidate], float] = lambda point: 0.0,
+    in_vain: Callable[[MeshCandidate, float], bool] = lambda point, best_s: False,
+    last: Callable[[MeshCandidate, float], float] | None = None,
     enough_s: float = float("inf"),
-    before: Mapping[Point, Row] | None = None,
+    before: Mapping[MeshCandidate, CandidateOutcome] | None = None,
 ) -> SearchResult:
     """The point of the least step time.
 
@@ -150,11 +150,13 @@ def search(
     """
     deadline = time.monotonic() + time_limit_s
     first = bounds.times(points).tolist() if len(points) > 1 else [0.0] * len(points)  # only if there is a choice
-    state = _State({p: Row(p, b) for p, b in zip(points, first, strict=True)}, enough_s=enough_s, before=before or {})
+    state = _BestFirstState(
+        {p: CandidateOutcome(p, b) for p, b in zip(points, first, strict=True)}, enough_s=enough_s, before=before or {}
+    )
     for which, old in state.before.items():
         if which in (left_out or {}):
             continue
-        row = state.rows.setdefault(which, Row(which, old.bound))
+        row = state.rows.setdefault(which, CandidateOutcome(which, old.bound))
         row.bound = max(row.bound, old.bound)
         if old.error is not None:
             _infeasible(row, old.error)
@@ -173,7 +175,7 @@ def search(
     if state.best is None:
         raise _nothing(state, bounds, cut_off is not None)
     for point, reason in (left_out or {}).items():
-        state.rows.setdefault(point, Row(point, 0.0, "infeasible", reason=reason))
+        state.rows.setdefault(point, CandidateOutcome(point, 0.0, "infeasible", reason=reason))
     best = state.rows[state.best]
     assert best.evaluated is not None, state.best
     best.status = "chosen"
@@ -182,15 +184,15 @@ def search(
 
 
 def _best_first(
-    state: _State,
+    state: _BestFirstState,
     bounds: Bounds,
-    evaluate: Callable[[Point], Evaluated],
-    in_vain: Callable[[Point, float], bool],
-    progress: Callable[[Progress], None] | None,
+    evaluate: Callable[[MeshCandidate], EvaluatedCandidate],
+    in_vain: Callable[[MeshCandidate, float], bool],
+    progress: Callable[[SearchProgress], None] | None,
     deadline: float,
     tolerance: float,
     patience: int | None,
-    effort: Callable[[Point], float],
+    effort: Callable[[MeshCandidate], float],
 ) -> bool:
     """Run until no bound beats the incumbent. Returns ``False`` if time ran out.
 
@@ -218,7 +220,7 @@ def _best_first(
         alone = len(members) == 1
         if step == shared and not alone:
             for member in members:
-                row = rows.setdefault(member, Row(member, bound))
+                row = rows.setdefault(member, CandidateOutcome(member, bound))
                 if row.is_open:
                     nodes.append([member])
                     heapq.heappush(heap, (later, max(bound, row.bound), len(nodes) - 1, step))
@@ -240,9 +242,9 @@ def _best_first(
     return True
 
 
-def _families(state: _State, bounds: Bounds) -> list[Sequence[Point]]:
+def _families(state: _BestFirstState, bounds: Bounds) -> list[Sequence[MeshCandidate]]:
     """The families of the points, in order, without points that are closed."""
-    families: dict[Hashable, list[Point]] = {}
+    families: dict[Hashable, list[MeshCandidate]] = {}
     for point in state.rows:
         families.setdefault(bounds.family(point), []).append(point)
     each = [sorted(points, key=in_order) for points in families.values()]
@@ -250,7 +252,7 @@ def _families(state: _State, bounds: Bounds) -> list[Sequence[Point]]:
     return [members for members in nodes if len(members) > 1 or state.rows[members[0]].is_open]
 
 
-def _bounded(state: _State, bounds: Bounds, members: Sequence[Point], step: int) -> float | None:
+def _bounded(state: _BestFirstState, bounds: Bounds, members: Sequence[MeshCandidate], step: int) -> float | None:
     """The bound of the next step, of a family or of one point; ``None`` if there is no plan."""
     of_family = len(bounds.together)
     known = [state.rows[point] for point in members if point in state.rows]
@@ -270,10 +272,10 @@ def _bounded(state: _State, bounds: Bounds, members: Sequence[Point], step: int)
 
 
 def _evaluate(
-    state: _State,
-    point: Point,
-    evaluate: Callable[[Point], Evaluated],
-    progress: Callable[[Progress], None] | None,
+    state: _BestFirstState,
+    point: MeshCandidate,
+    evaluate: Callable[[MeshCandidate], EvaluatedCandidate],
+    progress: Callable[[SearchProgress], None] | None,
     num_open: int = 0,
 ) -> None:
     row = state.rows[point]
@@ -293,7 +295,7 @@ def _evaluate(
         state.spent = 0.0
 
 
-def _were_in_vain(state: _State, members: Sequence[Point]) -> bool:
+def _were_in_vain(state: _BestFirstState, members: Sequence[MeshCandidate]) -> bool:
     """Whether the earlier search showed that no point is better than the incumbent; then the points' bounds stay as
     they are."""
     found = [state.before.get(point) for point in members] if state.before else [None]
@@ -306,7 +308,7 @@ def _were_in_vain(state: _State, members: Sequence[Point]) -> bool:
     return True
 
 
-def _is_in_vain(state: _State, point: Point, in_vain: Callable[[Point, float], bool]) -> bool:
+def _is_in_vain(state: _BestFirstState, point: MeshCandidate, in_vain: Callable[[MeshCandidate, float], bool]) -> bool:
     """Whether a point need not be evaluated; then its bound stays as it is."""
     row = state.rows[point]
     try:
@@ -319,7 +321,7 @@ def _is_in_vain(state: _State, point: Point, in_vain: Callable[[Point, float], b
         return True
 
 
-def _tighten(state: _State, last: Callable[[Point, float], float], deadline: float) -> bool:
+def _tighten(state: _BestFirstState, last: Callable[[MeshCandidate, float], float], deadline: float) -> bool:
     """Make the least of all bounds as tight as possible. Returns ``False`` if time ran out."""
     while state.best is not None:
         row = min((row for row in state.rows.values() if row.says), key=lambda row: row.bound, default=None)
@@ -339,20 +341,22 @@ def _tighten(state: _State, last: Callable[[Point, float], float], deadline: flo
     return True
 
 
-def _tell(state: _State, point: Point, progress: Callable[[Progress], None] | None, num_open: int) -> None:
+def _tell(
+    state: _BestFirstState, point: MeshCandidate, progress: Callable[[SearchProgress], None] | None, num_open: int
+) -> None:
     state.told = time.monotonic()
     if progress is not None:
         best = state.best_time if state.best is not None else None
         bound = state.rows[point].bound
-        progress(Progress(state.num_evaluated, num_open, best, bound, point, state.num_bounded))
+        progress(SearchProgress(state.num_evaluated, num_open, best, bound, point, state.num_bounded))
 
 
-def _infeasible(row: Row, error: PartitionError) -> None:
+def _infeasible(row: CandidateOutcome, error: PartitionError) -> None:
     row.status, row.error = "infeasible", error.with_traceback(None)  # the traceback holds all tables
     row.reason = error.shortage if isinstance(error, CapacityError) else str(error)
 
 
-def _nothing(state: _State, bounds: Bounds, interrupted: bool) -> InfeasibleError:
+def _nothing(state: _BestFirstState, bounds: Bounds, interrupted: bool) -> InfeasibleError:
     """The error that explains why no point has a plan."""
     if any(row.is_open for row in state.rows.values()) and state.enough_s < float("inf"):
         return PlanError(f"no plan takes less than {state.enough_s:.3g} s a step")
@@ -377,14 +381,16 @@ Found = TypeVar("Found")
 
 
 @dataclass
-class Siblings:
+class ZeroInfeasibility:
     """``state_bytes``: of a rank. All else that a rank of several virtual stages holds is the same under ZeRO 0 to 2;
     under ZeRO-3 weights are gathered besides. Only for schedules that are followed, whose stages take long to find."""
 
-    state_bytes: Callable[[Point], float]
-    _refused: dict[Point, list[tuple[Point, CapacityError]]] = field(default_factory=lambda: defaultdict(list))
+    state_bytes: Callable[[MeshCandidate], float]
+    _refused: dict[MeshCandidate, list[tuple[MeshCandidate, CapacityError]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
 
-    def tried(self, point: Point, solve: Callable[[Point], Found]) -> Found:
+    def tried(self, point: MeshCandidate, solve: Callable[[MeshCandidate], Found]) -> Found:
         """What ``solve`` finds. Raises :class:`CapacityError` where it does, and where it did for a sibling that takes
         no more."""
         if is_plain(point.schedule, point.virtual_stages):

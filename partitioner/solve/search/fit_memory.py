@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, Protocol, cast
 
-from partitioner.background import Later
-from partitioner.candidate import Point
+from partitioner.background import Future
+from partitioner.candidate import MeshCandidate
 from partitioner.constraints import Constraints
 from partitioner.cost.call.recomputation import remade
 from partitioner.cost.call.saved_activations import kept_by
@@ -28,10 +28,10 @@ from partitioner.plan import NEAR, Candidate, Certificate, ContextWay, Estimate
 from partitioner.schedules.formulas import is_split
 from partitioner.simulate.program_memory import followed
 from partitioner.simulate.program_time import ProgramOnDevices, follow
-from partitioner.solve.evaluate.evaluator import Evaluator, Solved
+from partitioner.solve.evaluate.evaluator import CandidateEvaluator, SolvedCandidate
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.search.outcomes import bound_and_gap
-from partitioner.solve.search.search import Emitted, Explored
+from partitioner.solve.search.search import EmittedProgram, PlanSearchResult
 from partitioner.solve.sharding.context_parallel import ALGORITHMS, algorithms_of
 from partitioner.solve.sharding.local_model import layouts_of
 from partitioner.topology.groups import stage_capacity, stage_ranks
@@ -45,7 +45,7 @@ from runtime.program.state_bytes import host_states
 from runtime.prove.prove import prove
 
 
-def context_ways(job: Job, chosen: Solved) -> tuple[ContextWay, ...]:
+def context_ways(job: Job, chosen: SolvedCandidate) -> tuple[ContextWay, ...]:
     """One by one; nothing without such an axis."""
     if chosen.local.context is None or not chosen.context_model:
         return ()
@@ -57,7 +57,7 @@ def context_ways(job: Job, chosen: Solved) -> tuple[ContextWay, ...]:
             continue
         pinned = job.constraints.model_copy(update={"context": name})
         try:
-            found = Evaluator(replace(job, constraints=pinned)).solve(chosen.point)
+            found = CandidateEvaluator(replace(job, constraints=pinned)).solve(chosen.point)
             way = ContextWay(algorithm=name, step_time=found.estimate.step_time)
         except PartitionError as error:
             way = ContextWay(algorithm=name, reason=getattr(error, "message", str(error)))
@@ -73,7 +73,7 @@ SAME_TIME = 0.01  # of a step: what the search's time and the simulation of the 
 _MOST_SIMULATED = 4  # plans whose programs take longer than the search said, before one is taken as it is
 
 
-class Find(Protocol):
+class PlanFinder(Protocol):
     """Finds the best plan of a job in so many seconds; ``before``: what it found where more memory was free; ``emit``:
     makes a plan's program and what is told of it, which may be begun before the search has ended."""
 
@@ -83,22 +83,24 @@ class Find(Protocol):
         time_limit_s: float | None,
         /,
         *,
-        before: Explored | None,
-        emit: Callable[[Solved], Emitted] | None,
-    ) -> Explored: ...
+        before: PlanSearchResult | None,
+        emit: Callable[[SolvedCandidate], EmittedProgram] | None,
+    ) -> PlanSearchResult: ...
 
 
-def plan_to_fit(job: Job, find: Find, *, estimate_only: bool, time_limit_s: float | None = None) -> Finished:
+def plan_to_fit(
+    job: Job, find: PlanFinder, *, estimate_only: bool, time_limit_s: float | None = None
+) -> PlannedProgram:
     """What ``find`` finds for ``job``, with its program; found anew, with so much more memory left free for its point,
     where that takes more than the search's tables said and than there is, as long as ``time_limit_s`` allows. Where no
     program fits so, for all points.
 
     Raises as ``find`` does, and :class:`CapacityError` where no program fits.
     """
-    near: tuple[Finished, Explored] | None = None
-    explored: Explored | None = None
+    near: tuple[PlannedProgram, PlanSearchResult] | None = None
+    explored: PlanSearchResult | None = None
     lacking: PartitionError | None = None
-    tried: Counter[Point] = Counter()
+    tried: Counter[MeshCandidate] = Counter()
     least_s, untold = math.inf, 0
     end = None if time_limit_s is None else time.monotonic() + time_limit_s
     for turn in range(_TURNS + _TRIES):
@@ -149,13 +151,13 @@ def _is_slower(estimate: Estimate) -> bool:
     return estimate.simulated is not None and estimate.simulated > estimate.step_time * (1 + SAME_TIME)
 
 
-def _rivals_s(explored: Explored) -> float:
+def _rivals_s(explored: PlanSearchResult) -> float:
     """The least seconds that any candidate but the chosen one can take, by the search's bounds and estimates."""
     rows = (row for row in explored.rows.values() if row.error is None and row.status != "chosen")
     return min((row.least_s for row in rows), default=math.inf)
 
 
-def _corrected(found: Finished, certificate: Certificate) -> Finished:
+def _corrected(found: PlannedProgram, certificate: Certificate) -> PlannedProgram:
     """``found`` with the step time of its program, and the gap of that."""
     seconds = found.estimate.simulated
     assert seconds is not None
@@ -164,7 +166,7 @@ def _corrected(found: Finished, certificate: Certificate) -> Finished:
     return replace(found, estimate=with_step_time(found.estimate, seconds), certificate=told)
 
 
-def _as_followed(certificate: Certificate, found: Finished) -> Certificate:
+def _as_followed(certificate: Certificate, found: PlannedProgram) -> Certificate:
     """``certificate`` with the memory of the plan's program in the plan's row, in place of the search's tables'."""
     if found.program is None:
         return certificate
@@ -181,7 +183,7 @@ def _as_followed(certificate: Certificate, found: Finished) -> Certificate:
     return certificate.model_copy(update={"candidates": rows, "baselines": baselines})
 
 
-def _with_less(job: Job, point: Point, lacks: _Lack, tried: Counter[Point]) -> Job:
+def _with_less(job: Job, point: MeshCandidate, lacks: _MemoryShortfall, tried: Counter[MeshCandidate]) -> Job:
     """``job`` with so much more memory left free for ``point`` that its program may fit; after some tries it is
     refused."""
     tried[point] += 1
@@ -191,26 +193,26 @@ def _with_less(job: Job, point: Point, lacks: _Lack, tried: Counter[Point]) -> J
     return replace(job, reserves={**job.reserves, point: more})
 
 
-def _finished(job: Job, explored: Explored, estimate_only: bool) -> Finished:
+def _finished(job: Job, explored: PlanSearchResult, estimate_only: bool) -> PlannedProgram:
     """What was found, with its program where it is executed."""
     chosen = explored.chosen
     beyond = planned_only(job, chosen.point, job.constraints)
     beyond += ("estimate_only=True",) if estimate_only else ()
     if beyond:
         ways = () if estimate_only else context_ways(job, chosen)
-        return Finished(chosen, explored.certificate, None, chosen.estimate, beyond, ways)
+        return PlannedProgram(chosen, explored.certificate, None, chosen.estimate, beyond, ways)
     plan, ahead = explored.ahead or (None, None)
     if ahead is not None and plan is chosen:
         program, estimate, told = ahead.result()
         ways = context_ways(job, chosen) if told is None else told
-        return Finished(chosen, explored.certificate, program, estimate, (), ways)
+        return PlannedProgram(chosen, explored.certificate, program, estimate, (), ways)
     if ahead is not None:
         ahead.end()
-    with Later(partial(context_ways, job, chosen), worth_it=chosen.local.context is not None) as later:
-        return Finished(chosen, explored.certificate, *emit_program(job, chosen), (), later.result())
+    with Future(partial(context_ways, job, chosen), worth_it=chosen.local.context is not None) as later:
+        return PlannedProgram(chosen, explored.certificate, *emit_program(job, chosen), (), later.result())
 
 
-def _emitted(job: Job, chosen: Solved) -> Emitted:
+def _emitted(job: Job, chosen: SolvedCandidate) -> EmittedProgram:
     """The program, and what is told of it, unless that takes what only the first process has."""
     program, estimate = emit_program(job, chosen)
     try:
@@ -220,7 +222,7 @@ def _emitted(job: Job, chosen: Solved) -> Emitted:
 
 
 @dataclass(frozen=True)
-class _Lack:
+class _MemoryShortfall:
     """What the fullest rank lacks, what its device has, and how much more programs take than the search's tables say,
     where they do not fit."""
 
@@ -229,7 +231,7 @@ class _Lack:
     untold: int
 
 
-def fits(job: Job, chosen: Solved) -> bool:
+def fits(job: Job, chosen: SolvedCandidate) -> bool:
     """Whether the program of ``chosen`` does, as nearly as is let pass; what is planned only has none."""
     if planned_only(job, chosen.point, job.constraints):
         return True
@@ -237,7 +239,7 @@ def fits(job: Job, chosen: Solved) -> bool:
     return lacks is None or lacks.error.missing_bytes <= NEAR * lacks.room
 
 
-def _lack(job: Job, chosen: Solved, estimate: Estimate) -> _Lack | None:
+def _lack(job: Job, chosen: SolvedCandidate, estimate: Estimate) -> _MemoryShortfall | None:
     """``None`` where the program fits, which takes what ``estimate`` says."""
     mesh = chosen.point.grid
     rooms = stage_capacity(job.topology, mesh, chosen.devices)
@@ -254,14 +256,14 @@ def _lack(job: Job, chosen: Solved, estimate: Estimate) -> _Lack | None:
         missing_bytes=missing,
     )
     untold = max(need - said for need, said, room in zip(needs, told, rooms, strict=True) if need > room)
-    return _Lack(error, rooms[stage], untold)
+    return _MemoryShortfall(error, rooms[stage], untold)
 
 
 @dataclass(frozen=True)
-class Finished:
+class PlannedProgram:
     """A plan's parts. ``beyond``: what of it is planned and not executed; then there is no program."""
 
-    chosen: Solved
+    chosen: SolvedCandidate
     certificate: Certificate
     program: Program | None
     estimate: Estimate
@@ -270,7 +272,7 @@ class Finished:
     lacking: str = ""  # what did not fit without the offload that was chosen unasked
 
 
-def planned_only(job: Job, point: Point, constraints: Constraints) -> tuple[str, ...]:
+def planned_only(job: Job, point: MeshCandidate, constraints: Constraints) -> tuple[str, ...]:
     """What of a candidate of ``job`` under ``constraints`` this version plans but does not execute, as ``zero=3``."""
     shares_experts = point.etp in (0, point.tp) or (point.etp == 1 and point.ep > 1)
     chosen = Constraints(
@@ -298,7 +300,7 @@ def planned_only(job: Job, point: Point, constraints: Constraints) -> tuple[str,
     return (*chosen, *(name for name, holds in more.items() if holds))
 
 
-def _check_hosts(facts: ProgramFacts, job: Job, chosen: Solved) -> None:
+def _check_hosts(facts: ProgramFacts, job: Job, chosen: SolvedCandidate) -> None:
     """Raise :class:`PlanError` where the program, followed step by step, does not fit in the hosts' memory, or on their
     disks."""
     program = facts.program
@@ -315,7 +317,7 @@ def _check_hosts(facts: ProgramFacts, job: Job, chosen: Solved) -> None:
         check_disks(job.topology, chosen.devices, on_disk)
 
 
-def emit_program(job: Job, chosen: Solved) -> tuple[Program, Estimate]:
+def emit_program(job: Job, chosen: SolvedCandidate) -> tuple[Program, Estimate]:
     """The programs of all ranks, proven, and the estimate with the memory that they take."""
     point = chosen.point
     local = chosen.local.spread(point.tp, point.ep, point.etp)
@@ -354,7 +356,7 @@ def emit_program(job: Job, chosen: Solved) -> tuple[Program, Estimate]:
     return program, estimate.model_copy(update={"simulated": _simulated(job, chosen, program, facts)})
 
 
-def _simulated(job: Job, chosen: Solved, program: Program, facts: ProgramFacts) -> float:
+def _simulated(job: Job, chosen: SolvedCandidate, program: Program, facts: ProgramFacts) -> float:
     """Seconds of a step at which the simulation of a program ends; with what devices lose that cannot all compute at a
     time, which it does not follow."""
     laid = ProgramOnDevices(program, job.topology, chosen.devices, job.constraints, job.precision, job.optimizer)

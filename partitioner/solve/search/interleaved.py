@@ -14,12 +14,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import replace
 
-from partitioner.candidate import Point
+from partitioner.candidate import MeshCandidate
 from partitioner.plan import Candidate, Certificate
-from partitioner.solve.evaluate.evaluator import Solved
+from partitioner.solve.evaluate.evaluator import SolvedCandidate
 from partitioner.solve.search.best_first import Bounds
-from partitioner.solve.search.outcomes import Evaluated, Row, bound_and_gap, candidate, refused
-from partitioner.solve.search.space import Space, even_chunks, several_stages
+from partitioner.solve.search.outcomes import CandidateOutcome, EvaluatedCandidate, bound_and_gap, candidate, refused
+from partitioner.solve.search.space import SearchSpace, even_chunks, several_stages
 from passes.errors import PartitionError
 
 PATIENCE = 200  # meshes and schedules in a row that were no better, where such schedules are searched
@@ -33,21 +33,25 @@ _HOPED, _MOST_ASKED = 0.93, 1000  # of the best plan: what such estimates, which
 _RELAXED = 4  # bounds of a point by the sharding of the largest microbatch
 
 
-def effort(space: Space, point: Point) -> float:
+def effort(space: SearchSpace, point: MeshCandidate) -> float:
     """What it takes to cut the calls into a point's virtual stages, as a share of what may be in vain."""
     return point.pp * point.virtual_stages * space.num_calls**2 / _MOST_RUNS
 
 
 def schedules_of_several(
-    space: Space, solved: Mapping[Point, Evaluated], found: Point, rows: Mapping[Point, Row], bounds: Bounds
-) -> list[Sequence[Point]]:
+    space: SearchSpace,
+    solved: Mapping[MeshCandidate, EvaluatedCandidate],
+    found: MeshCandidate,
+    rows: Mapping[MeshCandidate, CandidateOutcome],
+    bounds: Bounds,
+) -> list[Sequence[MeshCandidate]]:
     """Points of several virtual stages, by mesh and microbatch: of those that were best of ``solved`` and would be
     better than ``found`` without the pipeline's bubble, and of those that the bubble alone may have kept from a plan.
     Of these the first says whether the others are worth it, as of those that take far longer than ``found`` and mostly
     wait, which may have room for what they make again if they share their optimizer states."""
     enough = solved[found].step_time
-    best: dict[Point, Point] = {}
-    waiting: dict[Point, tuple[float, Point]] = {}
+    best: dict[MeshCandidate, MeshCandidate] = {}
+    waiting: dict[MeshCandidate, tuple[float, MeshCandidate]] = {}
     for point, known in sorted(solved.items(), key=lambda item: item[1].step_time):
         parts = known.breakdown or {}
         filled_s = known.step_time - parts.get("bubble", 0.0)
@@ -56,7 +60,9 @@ def schedules_of_several(
             waiting.setdefault(mesh_of(point), (least_s, point))
         elif point.pp > 1 and known.step_time <= _NEAR * enough and filled_s < enough and len(best) < _BEST:
             best.setdefault(mesh_of(point), point)
-    groups: list[Sequence[Point]] = [[other] for point in best.values() for other in several_stages(space, point)]
+    groups: list[Sequence[MeshCandidate]] = [
+        [other] for point in best.values() for other in several_stages(space, point)
+    ]
     for _, point in sorted(waiting[mesh] for mesh in waiting.keys() - best.keys())[:_BEST]:
         sharing = point.sharing(1)
         groups.append(sorted(several_stages(space, sharing if sharing in rows else point), key=_far_from_few))
@@ -69,32 +75,36 @@ def schedules_of_several(
     return groups
 
 
-def _far_from_few(point: Point) -> tuple[bool, int]:
+def _far_from_few(point: MeshCandidate) -> tuple[bool, int]:
     """Interleaved stages first, of which a handful on a rank are most often best."""
     return point.schedule != "interleaved", abs(point.virtual_stages - _FEW)
 
 
-def mesh_of(point: Point) -> Point:
+def mesh_of(point: MeshCandidate) -> MeshCandidate:
     """What several ways of running the same mesh and microbatch have in common."""
     return replace(point, schedule="", virtual_stages=1, zero=0, dp_shard=0)
 
 
 def _promising(
-    space: Space, rows: Iterable[Row], solved: Collection[Point], enough_s: float, bounds: Bounds
-) -> Iterator[Point]:
+    space: SearchSpace,
+    rows: Iterable[CandidateOutcome],
+    solved: Collection[MeshCandidate],
+    enough_s: float,
+    bounds: Bounds,
+) -> Iterator[MeshCandidate]:
     """Points that have no plan, nor their meshes one of ``solved``, and would take well less than ``enough_s`` by their
     bounds if their pipelines filled as much earlier as most virtual stages let them and made again what has no room
     then: the quickest first. Under ZeRO-2 the backwards of parts of stages are too short to scatter behind."""
     heap: list[tuple[float, int, int]] = []  # seconds, the place of some points, how many bounds were asked for
-    nodes: list[Sequence[Point]] = []
+    nodes: list[Sequence[MeshCandidate]] = []
     together, steps = bounds.together, bounds.steps[:_RELAXED]
     alone, last = len(together), len(together) + len(steps)
 
-    def push(seconds: float, points: Sequence[Point], step: int) -> None:
+    def push(seconds: float, points: Sequence[MeshCandidate], step: int) -> None:
         heapq.heappush(heap, (seconds, len(nodes), step))
         nodes.append(points)
 
-    families = defaultdict[Point, list[Row]](list)
+    families = defaultdict[MeshCandidate, list[CandidateOutcome]](list)
     left = [row for row in rows if row.status == "bounded" and row.point.pp > 1 and row.point.schedule == "1f1b"]
     for row in [row for row in left if row.point.zero < 2] or left:
         if mesh_of(row.point) not in solved:
@@ -125,30 +135,30 @@ def _promising(
                 push(max(least_s, seconds), points, step + 1)
 
 
-def _most(space: Space, point: Point) -> int:
+def _most(space: SearchSpace, point: MeshCandidate) -> int:
     return even_chunks(space, point.pp)[-1]
 
 
-def _virtual(space: Space, point: Point) -> Point:
+def _virtual(space: SearchSpace, point: MeshCandidate) -> MeshCandidate:
     return replace(point, schedule="interleaved", virtual_stages=_most(space, point))
 
 
-def _shorter(space: Space, point: Point) -> float:
+def _shorter(space: SearchSpace, point: MeshCandidate) -> float:
     """How many times as long as under 1F1B a step takes with most virtual stages, at best."""
     idle = (point.pp - 1) / point.num_microbatches(space.global_batch)
     return (1 + idle / _most(space, point)) / (1 + idle)
 
 
 def best_schedule(
-    evaluate: Callable[[Point], Evaluated],
-    attempt: Callable[[Point], Evaluated],
+    evaluate: Callable[[MeshCandidate], EvaluatedCandidate],
+    attempt: Callable[[MeshCandidate], EvaluatedCandidate],
     bounds: Bounds,
-    last: Callable[[Point, float], float],
-    several: Sequence[Sequence[Point]],
-    found: Solved,
+    last: Callable[[MeshCandidate, float], float],
+    several: Sequence[Sequence[MeshCandidate]],
+    found: SolvedCandidate,
     certificate: Certificate,
     deadline: float,
-) -> tuple[Solved, Certificate]:
+) -> tuple[SolvedCandidate, Certificate]:
     """``found``, or the best plan of ``several``; and the certificate, with what was tried, until ``deadline`` or
     ``KeyboardInterrupt``.
 
@@ -157,9 +167,9 @@ def best_schedule(
     ``last``: as :func:`partitioner.solve.search.best_first.search` has it.
     """
     best, rows, cut_off = found, list[Candidate](), certificate.cut_off
-    better: Evaluated | None = None
+    better: EvaluatedCandidate | None = None
 
-    def tried(point: Point, enough_s: float) -> Evaluated | None:
+    def tried(point: MeshCandidate, enough_s: float) -> EvaluatedCandidate | None:
         """``None`` where it is no better, by its bounds."""
         least = float(bounds.times([point])[0])
         if least >= enough_s:
@@ -203,7 +213,9 @@ def best_schedule(
     return best, _with(certificate, rows, best, found)
 
 
-def without_limit(certificate: Certificate, found: Solved, again: Solved) -> tuple[Solved, Certificate]:
+def without_limit(
+    certificate: Certificate, found: SolvedCandidate, again: SolvedCandidate
+) -> tuple[SolvedCandidate, Certificate]:
     """The better one of a plan that was looked for as one that beats others, and of one without such a limit."""
     if again.estimate.step_time >= found.estimate.step_time:
         return found, certificate
@@ -218,13 +230,15 @@ def without_limit(certificate: Certificate, found: Solved, again: Solved) -> tup
     return again, certificate.model_copy(update=better)
 
 
-def evaluated(solved: Solved) -> Evaluated:
+def evaluated(solved: SolvedCandidate) -> EvaluatedCandidate:
     """What the search asks of a solved candidate."""
     estimate = solved.estimate
-    return Evaluated(estimate.step_time, max(estimate.memory), solved, solved.least_s, estimate.breakdown)
+    return EvaluatedCandidate(estimate.step_time, max(estimate.memory), solved, solved.least_s, estimate.breakdown)
 
 
-def _with(certificate: Certificate, rows: Sequence[Candidate], best: Solved, found: Solved) -> Certificate:
+def _with(
+    certificate: Certificate, rows: Sequence[Candidate], best: SolvedCandidate, found: SolvedCandidate
+) -> Certificate:
     """The rows come behind those of the search; the bound is that of the schedules of one stage on each rank, and of
     the plan that is used."""
     if best is found:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from partitioner.candidate import Point
+from partitioner.candidate import MeshCandidate
 from partitioner.errors import CapacityError
 from partitioner.plan import OPEN, Candidate, Certificate
 from partitioner.schedules.registry import schedule_name
@@ -21,7 +21,7 @@ _ROUNDING = 1e-12  # of a step: no gap
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvaluatedCandidate:
     """A plan of a point: seconds of a step, bytes on the fullest rank, and whatever the caller needs to have it.
 
     ``least``: what no plan of the point can go below, where that is less than ``step_time``; ``partly``: but plans of
@@ -43,14 +43,14 @@ class Evaluated:
 
 
 @dataclass
-class Row:
+class CandidateOutcome:
     """What became of a point. ``loose``: whether its bound could be tighter; ``in_vain_s``: seconds that no plan takes
     less than of those that would have been tried."""
 
-    point: Point
+    point: MeshCandidate
     bound: float
     status: str = "bounded"
-    evaluated: Evaluated | None = None
+    evaluated: EvaluatedCandidate | None = None
     reason: str = ""
     error: PartitionError | None = None
     loose: bool = False
@@ -74,13 +74,13 @@ class Row:
         return self.status == "bounded" or (self.evaluated is not None and self.evaluated.least is not None)
 
 
-def solved(rows: Mapping[Point, Row]) -> dict[Point, Evaluated]:
+def solved(rows: Mapping[MeshCandidate, CandidateOutcome]) -> dict[MeshCandidate, EvaluatedCandidate]:
     """The points that have a plan, by step time."""
     known = {point: row.evaluated for point, row in rows.items() if row.evaluated is not None}
     return dict(sorted(known.items(), key=lambda item: item[1].step_time))
 
 
-def certificate_of(every: Collection[Row], objective: float, cut_off: CutOff | None = None) -> Certificate:
+def certificate_of(every: Collection[CandidateOutcome], objective: float, cut_off: CutOff | None = None) -> Certificate:
     """Rows best first, and the least of all bounds that are not refuted; ``objective``: seconds of the best plan;
     ``cut_off``: what ended the search before it was done."""
     order = {"chosen": 0, "solved": 1, "bounded": 2, "infeasible": 3}
@@ -106,17 +106,17 @@ def bound_and_gap(objective: float, bounds: Iterable[float]) -> tuple[float, flo
     return bound, (objective - bound) / objective
 
 
-def _seconds(row: Row) -> float:
+def _seconds(row: CandidateOutcome) -> float:
     return row.evaluated.step_time if row.evaluated is not None else row.bound
 
 
-def _candidate(row: Row) -> Candidate:
+def _candidate(row: CandidateOutcome) -> Candidate:
     found = candidate(row.point, row.evaluated, row.reason)
     missing = row.error.missing_bytes if isinstance(row.error, CapacityError) else None
     return found.model_copy(update={"status": row.status, "bound": row.bound, "missing": missing})
 
 
-def candidate(point: Point, evaluated: Evaluated | None = None, reason: str = "") -> Candidate:
+def candidate(point: MeshCandidate, evaluated: EvaluatedCandidate | None = None, reason: str = "") -> Candidate:
     """The report's row of a point: what it takes, or why it takes nothing."""
     breakdown = evaluated.breakdown if evaluated is not None else None
     return Candidate(
@@ -135,10 +135,19 @@ def candidate(point: Point, evaluated: Evaluated | None = None, reason: str = ""
     )
 
 
-def refused(point: Point, error: PartitionError) -> Candidate:
+def refused(point: MeshCandidate, error: PartitionError) -> Candidate:
     """The row of a point that has no plan: why, and what a rank lacks."""
     missing = error.missing_bytes if isinstance(error, CapacityError) else None
     return candidate(point, reason=getattr(error, "message", str(error))).model_copy(update={"missing": missing})
 
 
-__all__ = ["CutOff", "Evaluated", "Row", "bound_and_gap", "candidate", "certificate_of", "refused", "solved"]
+__all__ = [
+    "CandidateOutcome",
+    "CutOff",
+    "EvaluatedCandidate",
+    "bound_and_gap",
+    "candidate",
+    "certificate_of",
+    "refused",
+    "solved",
+]

@@ -10,17 +10,17 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 
-from partitioner.background import Later
-from partitioner.candidate import Point
+from partitioner.background import Future
+from partitioner.candidate import MeshCandidate
 from partitioner.cost.call.operators import is_attention
 from partitioner.errors import CapacityError
 from partitioner.plan import Baseline, Candidate, Certificate, ContextWay, Estimate, Limits
 from partitioner.solve.bounds.model_bounds import ModelBounds
-from partitioner.solve.evaluate.evaluator import Evaluator, Solved
+from partitioner.solve.evaluate.evaluator import CandidateEvaluator, SolvedCandidate
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.search.baselines import compared, is_known, no_candidates, standards, unpinned
-from partitioner.solve.search.best_first import Progress, Siblings, search
-from partitioner.solve.search.bound_steps import Floors
+from partitioner.solve.search.best_first import SearchProgress, ZeroInfeasibility, search
+from partitioner.solve.search.bound_steps import BoundCascade
 from partitioner.solve.search.interleaved import (
     PATIENCE,
     best_schedule,
@@ -30,10 +30,10 @@ from partitioner.solve.search.interleaved import (
     schedules_of_several,
     without_limit,
 )
-from partitioner.solve.search.outcomes import Evaluated, Row, bound_and_gap, solved
+from partitioner.solve.search.outcomes import CandidateOutcome, EvaluatedCandidate, bound_and_gap, solved
 from partitioner.solve.search.smaller_clusters import JobOf, faster_batches, is_even, without_laggards
-from partitioner.solve.search.space import Space, beyond_the_bound, left_out, points
-from partitioner.solve.search.warm_start import Early
+from partitioner.solve.search.space import SearchSpace, beyond_the_bound, left_out, points
+from partitioner.solve.search.warm_start import WarmStart
 from partitioner.solve.sharding.context_parallel import check_algorithm
 from partitioner.topology.hosts import can_offload, has_disks
 from passes.errors import PartitionError
@@ -46,7 +46,7 @@ OFFLOAD_SETS: tuple[tuple[Offload, ...], ...] = (
     ("optimizer", "activations", "parameters"),
 )
 
-Emitted = tuple[Program, Estimate, tuple[ContextWay, ...] | None]
+EmittedProgram = tuple[Program, Estimate, tuple[ContextWay, ...] | None]
 
 _MUCH_EFFORT = (
     0.5  # of schedules of several virtual stages: a plan's program is made meanwhile, though it may be in vain
@@ -55,16 +55,16 @@ _LEAST_S = 5.0  # for smaller clusters and tuned layouts, which are looked at fo
 
 
 @dataclass(frozen=True)
-class Explored:
+class PlanSearchResult:
     """The plan that was found, the certificate, and what standard layouts would take, which may be found later;
     ``rows``: what became of all points. ``ahead``: a plan that was the best for a while, and its program.
     ``lacking``: what did not fit without the offload that was chosen unasked."""
 
-    chosen: Solved
+    chosen: SolvedCandidate
     certificate: Certificate
-    baselines: Later[tuple[Baseline, ...]]
-    rows: Mapping[Point, Row] = field(default_factory=dict)
-    ahead: tuple[Solved, Later[Emitted]] | None = None
+    baselines: Future[tuple[Baseline, ...]]
+    rows: Mapping[MeshCandidate, CandidateOutcome] = field(default_factory=dict)
+    ahead: tuple[SolvedCandidate, Future[EmittedProgram]] | None = None
     lacking: str = ""
 
     def compared(self, least_s: float = math.inf) -> Certificate:
@@ -78,12 +78,12 @@ class Explored:
         return self.certificate.model_copy(update={"baselines": baselines, "bound": bound, "gap": gap})
 
 
-def space_of(job: Job, bounds: ModelBounds) -> Space:
+def space_of(job: Job, bounds: ModelBounds) -> SearchSpace:
     """What the job's points are drawn from."""
     attends = any(is_attention(node) for block in job.model.blocks.values() for node in block.graph.nodes)
     lengths = [i.spec.shape[1] for i in job.model.inputs if len(i.spec.shape) > 1]
     often = Counter(call.block for call in job.model.calls if not call.shared and not call.prologue)
-    return Space(
+    return SearchSpace(
         job.topology,
         job.global_batch,
         bounds.num_calls,
@@ -101,13 +101,13 @@ def explore(
     job: Job,
     time_limit_s: float | None = None,
     *,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[SearchProgress], None] | None = None,
     compare: bool = True,
     enough_s: float = math.inf,
-    before: Explored | None = None,
-    emit: Callable[[Solved], Emitted] | None = None,
+    before: PlanSearchResult | None = None,
+    emit: Callable[[SolvedCandidate], EmittedProgram] | None = None,
     other_batch: JobOf | None = None,
-) -> Explored:
+) -> PlanSearchResult:
     """The best plan of all candidates, and the certificate; ``compare``: with the standard layouts beside them.
     ``time_limit_s``: for the search, see :func:`partitioner.partition`. ``enough_s``: plans whose step takes as long
     are of no interest, and may not be found. ``before``: what was found for the same job where more memory was free.
@@ -123,7 +123,7 @@ def explore(
     pinned = job.constraints
     if pinned.cp is not None:
         check_algorithm(job.model, pinned.cp, pinned.tp or 1, pinned.context)
-    evaluator = Evaluator(job)
+    evaluator = CandidateEvaluator(job)
     bounds = ModelBounds(job, evaluator.placements)
     deadline = time.monotonic() + (math.inf if time_limit_s is None else time_limit_s)
     short: CapacityError | None = None
@@ -135,7 +135,7 @@ def explore(
         if not tried:  # with less in host memory nothing fitted before
             continue
         if asked is not evaluator.job:
-            evaluator = Evaluator(asked)
+            evaluator = CandidateEvaluator(asked)
             bounds = ModelBounds(asked, evaluator.placements)
         try:
             known = before.rows if before and (asked.constraints.offload or ()) == had else {}
@@ -176,18 +176,18 @@ def _with_offload(job: Job, kinds: tuple[Offload, ...]) -> Job:
 
 def _explore(
     job: Job,
-    evaluator: Evaluator,
+    evaluator: CandidateEvaluator,
     bounds: ModelBounds,
-    progress: Callable[[Progress], None] | None,
+    progress: Callable[[SearchProgress], None] | None,
     compare: bool,
     deadline: float,
     enough_s: float,
-    before: Mapping[Point, Row],
-    emit: Callable[[Solved], Emitted] | None,
+    before: Mapping[MeshCandidate, CandidateOutcome],
+    emit: Callable[[SolvedCandidate], EmittedProgram] | None,
     *,
     other_batch: JobOf | None,
     hosts: bool,
-) -> Explored:
+) -> PlanSearchResult:
     """``hosts``: whether nothing fitted without the host memory that ``job`` has."""
     start = time.monotonic()
     space = space_of(job, bounds)
@@ -195,13 +195,15 @@ def _explore(
     free = replace(job, constraints=unpinned(job.constraints))
     always = standards(space, candidates, bounds, bounds.with_job(free)) if compare else []
 
-    siblings = Siblings(bounds.state_bytes)
-    early = Early(space, frozenset(candidates), bounds, always, deadline, enough_s)
-    floors = Floors(bounds, evaluator, candidates, space)
+    siblings = ZeroInfeasibility(bounds.state_bytes)
+    early = WarmStart(space, frozenset(candidates), bounds, always, deadline, enough_s)
+    floors = BoundCascade(bounds, evaluator, candidates, space)
 
     best_s = enough_s
 
-    def evaluate(point: Point, *, proven: bool = True, devices: tuple[int, ...] | None = None) -> Evaluated:
+    def evaluate(
+        point: MeshCandidate, *, proven: bool = True, devices: tuple[int, ...] | None = None
+    ) -> EvaluatedCandidate:
         nonlocal best_s
         proven = proven and evaluator.placements.complete(point.grid)
         solve = partial(evaluator.solve, devices=devices, proven=proven, enough_s=best_s)
@@ -232,16 +234,16 @@ def _explore(
     )
     beside = evaluator if free.constraints == job.constraints else replace(evaluator, job=free)
     found, certificate = result.best.payload, result.certificate
-    ahead: tuple[Solved, Later[Emitted]] | None = None
+    ahead: tuple[SolvedCandidate, Future[EmittedProgram]] | None = None
     if not result.interrupted and job.train and job.constraints.leaves_schedule:
         evaluator.locals.end()  # its process makes room for the next
         known = {**solved(before), **solved(result.rows)}
         several = schedules_of_several(space, known, found.point, result.rows, floors)
         if emit is not None and sum(effort(space, point) for group in several for point in group[:1]) > _MUCH_EFFORT:
-            ahead = found, Later(partial(emit, found))
+            ahead = found, Future(partial(emit, found))
         devices = {mesh_of(e.payload.point): e.payload.devices for e in sorted(known.values(), key=_slowest_first)}
 
-        def attempt(point: Point) -> Evaluated:
+        def attempt(point: MeshCandidate) -> EvaluatedCandidate:
             """Without a bound, and on the devices of a plan of the same mesh where all placements would be tried."""
             same = devices.get(mesh_of(point)) if evaluator.placements.complete(point.grid) else None
             found = evaluate(point, proven=False, devices=same)
@@ -283,19 +285,19 @@ def _explore(
     pinned = bool(job.constraints.offload) and not hosts
     unknown = compare and (pinned or any(not is_known(standard, rows) for standard in always))
     uneven = compare and not is_even(job.topology)
-    baselines = Later(others, worth_it=unknown or uneven, most_s=as_long_s)
+    baselines = Future(others, worth_it=unknown or uneven, most_s=as_long_s)
     beyond = beyond_the_bound(space)
     if not evaluator.placements.complete(found.point.grid) and job.constraints.placement is None:
         beyond["placement"] = "The best placements of ranks on devices were tried, not all."
     certificate = certificate.model_copy(update={"limits": _limits(space), "beyond": beyond})
-    return Explored(found, certificate, baselines, result.rows, ahead)
+    return PlanSearchResult(found, certificate, baselines, result.rows, ahead)
 
 
-def _slowest_first(found: Evaluated) -> float:
+def _slowest_first(found: EvaluatedCandidate) -> float:
     return -found.step_time
 
 
-def _limits(space: Space) -> Limits:
+def _limits(space: SearchSpace) -> Limits:
     dims = tuple(sorted(space.dims))
     return Limits(
         calls=space.num_calls,
@@ -310,7 +312,7 @@ def _limits(space: Space) -> Limits:
 def _unhosted(job: Job, names: Collection[str]) -> dict[str, Baseline]:
     """The standard layouts of these names without host memory, by name."""
     alone = replace(job, constraints=unpinned(job.constraints).model_copy(update={"offload": ()}))
-    evaluator = Evaluator(alone)
+    evaluator = CandidateEvaluator(alone)
     bounds = ModelBounds(alone, evaluator.placements)
     space = space_of(alone, bounds)
     try:
@@ -321,7 +323,7 @@ def _unhosted(job: Job, names: Collection[str]) -> dict[str, Baseline]:
     return {b.name: b for b in compared(found, (), partial(_solved_beside, evaluator), until=until)}
 
 
-def _solved_beside(evaluator: Evaluator, point: Point, enough_s: float) -> Evaluated:
+def _solved_beside(evaluator: CandidateEvaluator, point: MeshCandidate, enough_s: float) -> EvaluatedCandidate:
     return evaluated(evaluator.solve(point, improved=False, enough_s=enough_s))
 
 
@@ -331,4 +333,4 @@ def best(time_limit_s: float, job: Job, enough_s: float) -> Candidate:
     return next(row for row in rows if row.status == "chosen").model_copy(update={"status": "solved"})
 
 
-__all__ = ["OFFLOAD_SETS", "Explored", "Point", "explore", "rooms", "space_of"]
+__all__ = ["OFFLOAD_SETS", "MeshCandidate", "PlanSearchResult", "explore", "rooms", "space_of"]

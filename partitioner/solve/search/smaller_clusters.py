@@ -18,7 +18,7 @@ from partitioner.plan import WITHOUT, Baseline, Candidate
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.placement.regular import equal_levels
-from partitioner.solve.search.space import Space, points
+from partitioner.solve.search.space import SearchSpace, points
 from partitioner.topology import Topology
 from partitioner.topology.files import with_nodes
 from partitioner.units import divisors
@@ -30,7 +30,7 @@ _NEARLY = 0.9  # of what computes alone, that a step on fewer devices may reach
 _WORTH = 0.99  # of the step's time: what is hardly faster is not worth a word
 _AS_FAST = 1.005  # of the step's time: what fewer nodes may take to be called as fast
 
-SpaceOf = Callable[[Job, ModelBounds], Space]
+SpaceOf = Callable[[Job, ModelBounds], SearchSpace]
 
 Best = Callable[[Job, float], Candidate]  # that takes less than so many seconds
 

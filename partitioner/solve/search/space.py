@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from partitioner.candidate import Point
+from partitioner.candidate import MeshCandidate
 from partitioner.constraints import OF_ONE_STAGE, Constraints
 from partitioner.errors import ConstraintError, PlanError
 from partitioner.schedules.csv_table import ScheduleTable, table_of
@@ -23,14 +23,14 @@ from partitioner.topology.topology import Topology
 from partitioner.units import divisors, plural
 
 
-def uneven(space: Space, dp: int) -> str:
+def uneven(space: SearchSpace, dp: int) -> str:
     """What to say where the batch does not split over ``dp``."""
     size = space.constraints.group_size
     groups = "" if size is None else f", in groups of {size} samples that meet,"
     return f"the global batch of {space.global_batch}{groups} does not split over dp={dp}"
 
 
-def why_none(space: Space) -> PlanError | ConstraintError:
+def why_none(space: SearchSpace) -> PlanError | ConstraintError:
     """What to raise where there is no point."""
     asked = space.constraints
     if None not in (asked.pp, asked.dp, asked.tp) and math.prod(asked.pinned.values()) != space.world_size:
@@ -58,12 +58,12 @@ def why_none(space: Space) -> PlanError | ConstraintError:
     )
 
 
-def _shared(space: Space) -> str:
+def _shared(space: SearchSpace) -> str:
     """What the batch asks of ``dp``."""
     return "divide" if space.even or space.experts else "be at most"
 
 
-def _depth(space: Space) -> str:
+def _depth(space: SearchSpace) -> str:
     """What pipelines there can be."""
     pinned = space.constraints
     if (pinned.virtual_stages or 1) > 1:
@@ -73,7 +73,7 @@ def _depth(space: Space) -> str:
     return f"pp is at most {space.num_calls}"
 
 
-def _widest(space: Space) -> str:
+def _widest(space: SearchSpace) -> str:
     """How wide tensor groups may be, if that forbids any."""
     forbids = space.constraints.tp is None and space.widest < space.world_size
     return f" and be at most {space.widest}" if forbids else ""
@@ -91,7 +91,7 @@ def _asked_by(schedule: str | ScheduleTable) -> str:
     return f"; the schedule has {chunks} virtual stages on each rank" if chunks is not None else ""
 
 
-Times = Callable[[Sequence["Point"]], NDArray[np.float64]]  # bounds of all at once
+Times = Callable[[Sequence["MeshCandidate"]], NDArray[np.float64]]  # bounds of all at once
 
 _LEAST_TOKENS = 8192  # of a sequence on a rank: to share shorter ones is for those who ask, and takes longer to plan
 
@@ -112,7 +112,7 @@ _OVERLAPPING = {"zb-2p": (1,)}  # where steps overlap, which fill what it leaves
 
 
 @dataclass(frozen=True)
-class Space:
+class SearchSpace:
     """What the points are drawn from. ``num_calls``: calls that stages can be cut between; ``dims``: the sizes of the
     weights' dims; ``global_batch``: samples; ``experts``: ranks that share them are a divisor of it; ``length``: a
     sample's tokens; ``repeated``: calls of blocks that repeat (0: all); ``even``: whether all ranks of ``dp`` must have
@@ -159,7 +159,7 @@ class Space:
         shared = not self.even and self.global_batch % given == 0 and self.global_batch // given >= dp
         return [given] if shared else []
 
-    def allows(self, point: Point) -> bool:
+    def allows(self, point: MeshCandidate) -> bool:
         """Whether the microbatches of ``point`` can be shared out over ``dp``."""
         given = self.constraints.data_shares
         if given is not None and (len(given), sum(given)) != (point.dp, point.parts(self.global_batch)):
@@ -168,7 +168,7 @@ class Space:
         return even or (not self.even and point.shares_out)
 
 
-def points(space: Space) -> list[Point]:
+def points(space: SearchSpace) -> list[MeshCandidate]:
     """All points that the constraints allow.
 
     ``tp`` divides some dim of a weight, and is at most 8 or the devices of the largest node (``ahead``: of two) unless
@@ -189,7 +189,7 @@ def points(space: Space) -> list[Point]:
         for schedule, virtual in _schedules(space, pp)
         for zero, shard in _zero(space, dp, cp)
         for size in space.sizes(dp)
-        if space.allows(point := Point(pp, dp, tp, size, schedule, cp, ep, etp, zero, virtual, shard))
+        if space.allows(point := MeshCandidate(pp, dp, tp, size, schedule, cp, ep, etp, zero, virtual, shard))
         and _is_for(table, pp, point.num_microbatches(space.global_batch))
     ]
     if not found:
@@ -197,7 +197,7 @@ def points(space: Space) -> list[Point]:
     return found
 
 
-def hybrids(space: Space, point: Point) -> list[Point]:
+def hybrids(space: SearchSpace, point: MeshCandidate) -> list[MeshCandidate]:
     """``point`` with its states shared by a part of its ``dp`` ranks, on several nodes, where that is left open.
 
     A part is as many ranks as a node holds, or four times that, and so on: gathers over few nodes start sooner, and
@@ -217,7 +217,7 @@ def hybrids(space: Space, point: Point) -> list[Point]:
     return [point.sharing(stage, part) for stage in stages for part in parts if part > 1]
 
 
-def meshes(space: Space) -> list[tuple[int, int, int, int]]:
+def meshes(space: SearchSpace) -> list[tuple[int, int, int, int]]:
     """The (pp, dp, tp, cp) that the constraints allow."""
     pinned, world = space.constraints, space.world_size
     found = []
@@ -234,7 +234,7 @@ def meshes(space: Space) -> list[tuple[int, int, int, int]]:
     return found
 
 
-def _context_axes(space: Space, room: int) -> list[int]:
+def _context_axes(space: SearchSpace, room: int) -> list[int]:
     """The ``cp`` of ``room`` ranks. Each gets two pieces of the sequence, one from either end, so that causal work is
     even. Where the batch does not split evenly over as many ranks as are left, fewer tokens may be on each."""
     pinned, length = space.constraints, space.length
@@ -251,7 +251,7 @@ def _context_axes(space: Space, room: int) -> list[int]:
     return list(dict.fromkeys((*(cp for cp in usual if space.splits(room // cp)), *fewer)))
 
 
-def _expert_axes(space: Space, room: int, tp: int) -> list[tuple[int, int]]:
+def _expert_axes(space: SearchSpace, room: int, tp: int) -> list[tuple[int, int]]:
     """(ep, etp): ranks that share the experts, and ranks that share each of them (0: ``tp``)."""
     pinned = space.constraints
     shards = [pinned.etp if pinned.etp not in (None, tp) else 0]
@@ -265,7 +265,7 @@ def _expert_axes(space: Space, room: int, tp: int) -> list[tuple[int, int]]:
     return [(ep, etp) for ep, etp in pairs if room % (ep * (etp or tp)) == 0]
 
 
-def _schedules(space: Space, pp: int) -> list[tuple[str | ScheduleTable, int]]:
+def _schedules(space: SearchSpace, pp: int) -> list[tuple[str | ScheduleTable, int]]:
     """Schedules with their virtual stages. GPipe takes as long as 1F1B and never less memory: only if it is pinned."""
     pinned = space.constraints
     table = None if pinned.schedule is None else table_of(pinned.schedule)
@@ -289,7 +289,7 @@ def _schedules(space: Space, pp: int) -> list[tuple[str | ScheduleTable, int]]:
     return found
 
 
-def _searched(space: Space) -> list[str]:
+def _searched(space: SearchSpace) -> list[str]:
     """The schedules to choose among where none is pinned."""
     pinned = space.constraints
     if not space.train:
@@ -299,7 +299,7 @@ def _searched(space: Space) -> list[str]:
     return [name for name in SCHEDULES if name != "gpipe"] if pinned.ahead else list(SEARCHED)
 
 
-def _chunk_choices(space: Space, pp: int, schedule: str) -> list[int]:
+def _chunk_choices(space: SearchSpace, pp: int, schedule: str) -> list[int]:
     """The virtual stages on a rank that are tried for a schedule that may have any number of them."""
     if schedule == "interleaved":
         return even_chunks(space, pp)
@@ -307,7 +307,7 @@ def _chunk_choices(space: Space, pp: int, schedule: str) -> list[int]:
     return list((_CHOICES if pinned.schedule or pinned.ahead else SEARCHED)[schedule])
 
 
-def even_chunks(space: Space, pp: int) -> list[int]:
+def even_chunks(space: SearchSpace, pp: int) -> list[int]:
     """Numbers of virtual stages on a rank that let all of them have as many layers, and between these about as many;
     two, where none does."""
     layers, found = space.repeated or space.num_calls, list[int]()
@@ -321,7 +321,7 @@ def even_chunks(space: Space, pp: int) -> list[int]:
     return sorted(found) or [2]
 
 
-def several_stages(space: Space, point: Point) -> list[Point]:
+def several_stages(space: SearchSpace, point: MeshCandidate) -> list[MeshCandidate]:
     """``point`` under the schedules of several virtual stages, but for those that are as fast as one of them in more
     memory; and under those that others' steps fill."""
     choices = {"interleaved": even_chunks(space, point.pp), **_BESIDE}
@@ -335,7 +335,7 @@ def _is_for(table: ScheduleTable | None, pp: int, num_microbatches: int) -> bool
     return table is None or (len(table.own.orders), table.num_microbatches) == (pp, num_microbatches)
 
 
-def _zero(space: Space, dp: int, cp: int) -> list[tuple[int, int]]:
+def _zero(space: SearchSpace, dp: int, cp: int) -> list[tuple[int, int]]:
     """(stage, ranks of dp that share states; 0: all)."""
     pinned = space.constraints
     if pinned.dp_shard is not None and dp % pinned.dp_shard:
@@ -355,7 +355,7 @@ def _zero(space: Space, dp: int, cp: int) -> list[tuple[int, int]]:
     return [pair for pair in found if pinned.sends_compressed(*pair)]
 
 
-def beyond_the_bound(space: Space) -> dict[str, str]:
+def beyond_the_bound(space: SearchSpace) -> dict[str, str]:
     """What a user could fix and the certificate's bound does not speak of: constraint -> a sentence.
 
     Plans with these may be faster than one that is proven without them.
@@ -389,20 +389,20 @@ def beyond_the_bound(space: Space) -> dict[str, str]:
     return found
 
 
-def _tensor_axis_fits(space: Space, tp: int) -> bool:
+def _tensor_axis_fits(space: SearchSpace, tp: int) -> bool:
     if tp == 1 or space.constraints.tp == tp:
         return True
     return tp <= space.widest and any(size % tp == 0 for size in space.dims)
 
 
 def widest_searched(topology: Topology, pinned: Constraints) -> int:
-    """See :attr:`Space.widest`."""
+    """See :attr:`SearchSpace.widest`."""
     return max(_WIDEST, max(group.devices for group in topology.nodes) * (2 if pinned.ahead else 1))
 
 
 def baselines(
-    space: Space, candidates: Sequence[Point], times: Times, fits: Callable[[Point], bool]
-) -> dict[str, Point | None]:
+    space: SearchSpace, candidates: Sequence[MeshCandidate], times: Times, fits: Callable[[MeshCandidate], bool]
+) -> dict[str, MeshCandidate | None]:
     """The points that every report has: plain data parallelism, and the textbook layout of Megatron-LM.
 
     The latter has ``tp`` as wide as a node, as few stages as fit in memory, data parallelism over the rest (Narayanan
@@ -423,18 +423,20 @@ def baselines(
     return {"data parallel": least(plain, times, fits), "megatron": least(megatron, times, fits)}
 
 
-def left_out(space: Space, candidates: Sequence[Point]) -> dict[Point, str]:
+def left_out(space: SearchSpace, candidates: Sequence[MeshCandidate]) -> dict[MeshCandidate, str]:
     """Plain data parallelism with the reason why it is no candidate, if it is none."""
     if any(p.pp == p.tp == p.cp == 1 and not p.zero for p in candidates):
         return {}
     size = space.constraints.group_size or 1
-    point = Point(1, space.world_size, 1, size, space.constraints.schedule or "1f1b")
+    point = MeshCandidate(1, space.world_size, 1, size, space.constraints.schedule or "1f1b")
     if not space.splits(space.world_size):
         return {point: uneven(space, space.world_size)}
     return {point: "excluded by the constraints"}
 
 
-def least(choices: Sequence[Point], times: Times, fits: Callable[[Point], bool]) -> Point | None:
+def least(
+    choices: Sequence[MeshCandidate], times: Times, fits: Callable[[MeshCandidate], bool]
+) -> MeshCandidate | None:
     """The point of the least bound among those that fit, or among all if none does; ``None`` of none."""
     if not choices:
         return None

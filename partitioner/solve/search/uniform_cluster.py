@@ -17,12 +17,12 @@ from functools import cached_property
 
 import numpy as np
 
-from partitioner.candidate import Point
-from partitioner.cost.step.placed_mesh import Machine
-from partitioner.cost.step.rank_costs import SeatCosts
+from partitioner.candidate import MeshCandidate
+from partitioner.cost.step.placed_mesh import PlacedMesh
+from partitioner.cost.step.rank_costs import CallCostCache
 from partitioner.cost.step.relaxed_mesh import best_type
-from partitioner.solve.evaluate.evaluate_placement import Judge
-from partitioner.solve.evaluate.evaluator import Evaluator
+from partitioner.solve.evaluate.evaluate_placement import PlacementEvaluator
+from partitioner.solve.evaluate.evaluator import CandidateEvaluator
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.placement.irregular import arrangements
 from partitioner.solve.placement.placement import signature
@@ -104,24 +104,24 @@ def _orders(shares: Sequence[float]) -> Iterator[tuple[float, ...]]:
 _NEAR = 0.75  # least mean peak, as a share of the best device's
 
 
-class Alike:
+class UniformClusterBound:
     """Lower bounds of the points that ``evaluator`` solves."""
 
-    def __init__(self, evaluator: Evaluator) -> None:
+    def __init__(self, evaluator: CandidateEvaluator) -> None:
         self._evaluator = evaluator
-        self._costs: dict[int, SeatCosts] = {}  # by identity of the evaluator's own costs
-        self._machines: dict[tuple[int, ...], list[Machine]] = {}
+        self._costs: dict[int, CallCostCache] = {}  # by identity of the evaluator's own costs
+        self._machines: dict[tuple[int, ...], list[PlacedMesh]] = {}
 
-    def quickly(self, point: Point, enough_s: float) -> float:
+    def quickly(self, point: MeshCandidate, enough_s: float) -> float:
         """:meth:`least`, stopped when the bound falls below ``enough_s``; 0 if devices differ much."""
         return self._least(point, enough_s, enough_s) if self._are_near else 0.0
 
-    def least(self, point: Point, enough_s: float) -> float:
+    def least(self, point: MeshCandidate, enough_s: float) -> float:
         """Lower bound in seconds on every plan of ``point``, at most ``enough_s``; 0 if nothing can be said. Raises the
-        exceptions of :meth:`Evaluator.own`."""
+        exceptions of :meth:`CandidateEvaluator.own`."""
         return self._least(point, enough_s, 0.0)
 
-    def _least(self, point: Point, enough_s: float, stop_s: float) -> float:
+    def _least(self, point: MeshCandidate, enough_s: float, stop_s: float) -> float:
         """:meth:`least` that stops refining once the bound is below ``stop_s``."""
         if self._evaluator.tries_all(point) or not self._levels or not fits(point.grid, self._levels):
             return 0.0
@@ -165,15 +165,17 @@ class Alike:
     def _job(self) -> Job:
         return replace(self._evaluator.job, topology=self._topologies[0])
 
-    def _judge(self, point: Point, enough_s: float) -> Judge:
+    def _judge(self, point: MeshCandidate, enough_s: float) -> PlacementEvaluator:
         evaluator, job = self._evaluator, self._job
         local, costs, states = evaluator.own(point)
         if id(costs) not in self._costs:
-            self._costs[id(costs)] = SeatCosts(costs.blocks, job.topology, costs.train, costs.again, costs.works)
+            self._costs[id(costs)] = CallCostCache(costs.blocks, job.topology, costs.train, costs.again, costs.works)
         reference = replace(evaluator.locals.reference_seat(point.tp, point.cp), kind=BEST)
-        return Judge(job, point, local, self._costs[id(costs)], states, reference, lambda *_: None, True, enough_s)
+        return PlacementEvaluator(
+            job, point, local, self._costs[id(costs)], states, reference, lambda *_: None, True, enough_s
+        )
 
-    def _placed(self, point: Point) -> list[Machine]:
+    def _placed(self, point: MeshCandidate) -> list[PlacedMesh]:
         """The placements of a mesh, one for each distinct cost."""
         key = tuple(point.grid.values())
         if key not in self._machines:
@@ -181,18 +183,18 @@ class Alike:
             self._machines[key] = list({signature(machine): machine for machine in every}.values())
         return self._machines[key]
 
-    def _every(self, point: Point) -> Iterator[Machine]:
+    def _every(self, point: MeshCandidate) -> Iterator[PlacedMesh]:
         sizes = tuple(point.grid.get(axis, 1) for axis in AXES)
         nested = all_nestings(sizes, self._levels)
         first, precision = self._topologies[0], self._job.precision
         for devices in arrangements(first, point.grid):  # others that are tried on the cluster itself
-            yield Machine(first, point.grid, precision, devices)
+            yield PlacedMesh(first, point.grid, precision, devices)
         for topology in self._topologies:
             for devices in nested:
-                yield Machine(topology, point.grid, precision, devices)
+                yield PlacedMesh(topology, point.grid, precision, devices)
 
 
-def _judged(judge: Judge, machine: Machine) -> float:
+def _judged(judge: PlacementEvaluator, machine: PlacedMesh) -> float:
     try:
         judge(machine)
     except PartitionError:  # stages that are followed may fit though none were found that do

@@ -13,11 +13,11 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from partitioner.candidate import Point
+from partitioner.candidate import MeshCandidate
 from partitioner.errors import CapacityError
 from partitioner.solve.bounds.model_bounds import ModelBounds
-from partitioner.solve.search.baselines import MOST_TRIED, Standard
-from partitioner.solve.search.space import Space
+from partitioner.solve.search.baselines import MOST_TRIED, StandardLayout
+from partitioner.solve.search.space import SearchSpace
 from partitioner.units import divisors
 from passes.errors import PartitionError
 
@@ -29,7 +29,7 @@ _MOST_STEPS = 40  # points that are evaluated on the way to better ones
 
 
 @dataclass
-class Early:
+class WarmStart:
     """Source of the first points. The caller evaluates each point of :meth:`points` and calls :meth:`tell` before it
     requests the next.
 
@@ -37,19 +37,19 @@ class Early:
     for better plans ends. ``enough_s``: plans that take this long or longer are of no interest.
     """
 
-    space: Space
-    candidates: Collection[Point]
+    space: SearchSpace
+    candidates: Collection[MeshCandidate]
     bounds: ModelBounds
-    standards: Sequence[Standard]
+    standards: Sequence[StandardLayout]
     deadline: float
     enough_s: float = math.inf
-    _found: dict[Point, float | PartitionError] = field(default_factory=dict)
+    _found: dict[MeshCandidate, float | PartitionError] = field(default_factory=dict)
 
-    def tell(self, point: Point, found: float | PartitionError) -> None:
+    def tell(self, point: MeshCandidate, found: float | PartitionError) -> None:
         """Record the outcome of a point: seconds of a step, or the reason why it has no plan."""
         self._found[point] = found
 
-    def points(self) -> Iterator[Point]:
+    def points(self) -> Iterator[MeshCandidate]:
         for standard in self.standards:
             yield from self._first_that_fits(standard)
         if not self.space.experts:  # others are nearly as fast found as bounded
@@ -63,7 +63,7 @@ class Early:
     def _best_s(self) -> float:
         return min((s for s in self._found.values() if isinstance(s, float)), default=self.enough_s)
 
-    def _first_that_fits(self, standard: Standard) -> Iterator[Point]:
+    def _first_that_fits(self, standard: StandardLayout) -> Iterator[MeshCandidate]:
         """The points of a standard layout until one fits. The first is evaluated for the report, whatever it takes; the
         others only if they may be better."""
         tried = 0
@@ -75,7 +75,7 @@ class Early:
             if isinstance(self._found.get(point), float) or tried == MOST_TRIED:
                 return
 
-    def _is_worth(self, point: Point) -> bool:
+    def _is_worth(self, point: MeshCandidate) -> bool:
         """Whether a point may be a better plan, by its quick bounds."""
         if point in self._found or point not in self.candidates:
             return False
@@ -86,7 +86,7 @@ class Early:
             return False
         return bool(self.bounds.times([point])[0] < self._best_s)
 
-    def _spread(self) -> Iterator[Point]:
+    def _spread(self) -> Iterator[MeshCandidate]:
         """The textbook layout of a mixture of experts, with as few stages and as large a microbatch as fit."""
         depths, pinned = 0, self.space.constraints
         for pp in divisors(self.space.world_size):
@@ -98,7 +98,7 @@ class Early:
                 continue
             zero = int(room > tp) if pinned.zero is None else pinned.zero
             etp = int(tp > 1 < ep) if pinned.etp is None else pinned.etp % tp
-            point = Point(pp, room // tp, tp, 1, ep=ep, etp=etp, zero=zero)
+            point = MeshCandidate(pp, room // tp, tp, 1, ep=ep, etp=etp, zero=zero)
             worth = [s for s in self.space.sizes(point.dp) if self._is_worth(replace(point, microbatch_size=s))]
             depths += bool(worth)
             while worth:
@@ -113,14 +113,14 @@ class Early:
             if depths == _MOST_DEPTHS:
                 return
 
-    def _fitting(self, point: Point, error: CapacityError) -> int:
+    def _fitting(self, point: MeshCandidate, error: CapacityError) -> int:
         """A microbatch size that is likely to fit, given the shortage ``error`` of ``point``: all memory except states
         is proportional to it."""
         room = self.bounds.capacity(point) - self.bounds.state_bytes(point)
         share = max(0.0, room) / max(1.0, room + error.missing_bytes)
         return min(point.microbatch_size - 1, max(1, int(point.microbatch_size * share)))
 
-    def _climb(self, start: Point) -> Iterator[Point]:
+    def _climb(self, start: MeshCandidate) -> Iterator[MeshCandidate]:
         """From a point that has a plan to better ones, taking the first improvement each time."""
         here = start
         while True:
@@ -136,7 +136,7 @@ class Early:
             else:
                 return
 
-    def _beside(self, point: Point) -> Iterator[Point]:
+    def _beside(self, point: MeshCandidate) -> Iterator[MeshCandidate]:
         """The neighbours of ``point``. Neighbours with the same local graphs come first, since they are quick to
         plan."""
         if point.dp > 1:
@@ -161,4 +161,4 @@ def _next(numbers: Sequence[int], number: int) -> list[int]:
     return [*below[-1:], *above[:1]]
 
 
-__all__ = ["Early"]
+__all__ = ["WarmStart"]

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx
 
-from partitioner.solve.sharding.layout_ties import BlockValue, Tie
+from partitioner.solve.sharding.layout_ties import BlockValue, LayoutTie
 from passes.errors import PartitionError
 from passes.ir.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, divides, shard
 from passes.ir.model import FoldedModel
@@ -61,18 +61,18 @@ class LayoutRules:
                     )
 
 
-def _dims(tie: Tie, num_ranks: int) -> list[Layout]:
+def _dims(tie: LayoutTie, num_ranks: int) -> list[Layout]:
     """One shard per dim that divides."""
     layouts = [shard(d) for d, size in enumerate(tie.spec.shape) if size > 0]
     return [layout for layout in layouts if divides(layout, tie.spec.shape, num_ranks)]
 
 
-def _zigzags(tie: Tie, num_ranks: int, rules: LayoutRules) -> list[Layout]:
+def _zigzags(tie: LayoutTie, num_ranks: int, rules: LayoutRules) -> list[Layout]:
     layouts = [shard(d, (), True) for d, size in enumerate(tie.spec.shape) if size in rules.lengths]
     return [layout for layout in layouts if divides(layout, tie.spec.shape, num_ranks)]
 
 
-def value_options(model: FoldedModel, tie: Tie, num_ranks: int, rules: LayoutRules) -> list[Layout]:
+def value_options(model: FoldedModel, tie: LayoutTie, num_ranks: int, rules: LayoutRules) -> list[Layout]:
     """The layouts that these values may have. Raises :class:`ShardingError` where none is left."""
     read = {v for call in model.calls for v in call.inputs}
     inputs = {i.value for i in model.inputs}
@@ -95,7 +95,7 @@ def value_options(model: FoldedModel, tie: Tie, num_ranks: int, rules: LayoutRul
 
 
 def state_options(
-    model: FoldedModel, tie: Tie, num_ranks: int, rules: LayoutRules, trained: bool, asked: Iterable[Layout]
+    model: FoldedModel, tie: LayoutTie, num_ranks: int, rules: LayoutRules, trained: bool, asked: Iterable[Layout]
 ) -> list[Layout]:
     """The layouts that these states may have; ``asked`` are those in sections that operators would like.
 
@@ -123,7 +123,7 @@ def _pinned_state(layout: Layout, trained: bool) -> Collection[Layout]:
 
 
 def _within(
-    options: list[Layout], limits: list[tuple[str, str, Collection[Layout]]], tie: Tie, num_ranks: int
+    options: list[Layout], limits: list[tuple[str, str, Collection[Layout]]], tie: LayoutTie, num_ranks: int
 ) -> list[Layout]:
     left = [o for o in options if all(o in allowed for _, _, allowed in limits)]
     if not left:
@@ -135,7 +135,7 @@ def _within(
     return left
 
 
-def _names(tie: Tie) -> str:
+def _names(tie: LayoutTie) -> str:
     return repr(tie.names[0]) + (f" (tied to {len(tie.names) - 1} more)" if len(tie.names) > 1 else "")
 
 

@@ -101,7 +101,7 @@ def _solved(
             input_layouts=layouts,
             pins=dict.fromkeys(split.states, REPLICATED),
             lengths=lengths,
-            allowed=_Rules(split, batch, num_ranks, tp, algorithm, allowed),
+            allowed=_ContextRules(split, batch, num_ranks, tp, algorithm, allowed),
         )
     except ShardingError as error:
         raise PlanError(f"cp={num_ranks}: {error}") from error
@@ -154,7 +154,7 @@ def _obstacle(node: fx.Node, num_ranks: int, tp: int, algorithm: str) -> str:
     return ""
 
 
-class _Rules:
+class _ContextRules:
     """Which strategies there are over ``cp``: no samples apart, no weights apart, and attention as it is asked for."""
 
     def __init__(

@@ -19,7 +19,7 @@ Port = tuple[str, PortKind, int]  # block, kind, place
 
 
 @dataclass(frozen=True)
-class Reader:
+class ValueReader:
     """An operator that reads a value as its operands ``positions``; ``None``: the block's outputs at these places."""
 
     node: fx.Node | None
@@ -38,7 +38,7 @@ class BlockValue:
     index: int
     spec: TensorSpec
     grad: bool
-    readers: tuple[Reader, ...]
+    readers: tuple[ValueReader, ...]
 
 
 def operators_of(block: Block) -> list[fx.Node]:
@@ -73,14 +73,14 @@ def values_of(block: Block) -> list[BlockValue]:
             index,
             TensorSpec.of(results_of(source)[index]),
             carries[source, index],
-            tuple(Reader(node, tuple(positions)) for node, positions in by_node.items()),
+            tuple(ValueReader(node, tuple(positions)) for node, positions in by_node.items()),
         )
         for (source, index), by_node in sorted(readers.items(), key=lambda item: (order[item[0][0]], item[0][1]))
     ]
 
 
 @dataclass(frozen=True)
-class Tie:
+class LayoutTie:
     """Values between calls (or states) that must have one layout, since one block's port reads or makes them all."""
 
     names: tuple[str, ...]
@@ -88,21 +88,21 @@ class Tie:
     spec: TensorSpec
 
 
-def tied_values(model: FoldedModel) -> list[Tie]:
+def tied_values(model: FoldedModel) -> list[LayoutTie]:
     """The model's inputs and the calls' outputs, grouped by the ports that they pass through."""
     pairs: list[tuple[str, Port | None]] = [(i.value, None) for i in model.inputs]
     for call in model.calls:
         pairs += [(value, (call.block, "input", i)) for i, value in enumerate(call.inputs)]
         pairs += [(value, (call.block, "output", i)) for i, value in enumerate(call.outputs)]
-    return [Tie(names, ports, model.values[names[0]]) for names, ports in _grouped(pairs)]
+    return [LayoutTie(names, ports, model.values[names[0]]) for names, ports in _grouped(pairs)]
 
 
-def tied_states(model: FoldedModel) -> list[Tie]:
+def tied_states(model: FoldedModel) -> list[LayoutTie]:
     """The states, grouped by the ports that read them."""
     pairs: list[tuple[str, Port | None]] = [(name, None) for name in model.states]
     for call in model.calls:
         pairs += [(name, (call.block, "state", i)) for i, name in enumerate(call.states)]
-    return [Tie(names, ports, model.states[names[0]].spec) for names, ports in _grouped(pairs)]
+    return [LayoutTie(names, ports, model.states[names[0]].spec) for names, ports in _grouped(pairs)]
 
 
 def _grouped(pairs: Iterable[tuple[str, Port | None]]) -> list[tuple[tuple[str, ...], tuple[Port, ...]]]:

@@ -27,7 +27,7 @@ import numpy as np
 from torch import fx
 
 from partitioner.solve.pairwise.assignment import Assignment, solve_assignment
-from partitioner.solve.pairwise.presolve import InfeasibleError
+from partitioner.solve.pairwise.presolve import InfeasibleAssignmentError
 from partitioner.solve.sharding.choices import (
     LayoutRules,
     ShardingError,
@@ -38,8 +38,8 @@ from partitioner.solve.sharding.choices import (
 )
 from partitioner.solve.sharding.layout_ties import (
     BlockValue,
+    LayoutTie,
     Port,
-    Tie,
     operators_of,
     tied_states,
     tied_values,
@@ -170,7 +170,7 @@ class ShardingProblem:
         self.state_reshards = Reshards(self._state_reshard)
         self.weights = {name: float(model.num_calls(name)) for name in model.blocks}
         self.operators: dict[str, dict[fx.Node, tuple[int, list[Strategy]]]] = {}
-        self.ties: list[tuple[Tie, int, list[Layout]]] = []
+        self.ties: list[tuple[LayoutTie, int, list[Layout]]] = []
         self.ports: dict[Port, tuple[int, list[Layout]]] = {}
         self._best: Assignment | None = None  # of all strategies
         values = {name: values_of(block) for name, block in model.blocks.items()}
@@ -192,7 +192,7 @@ class ShardingProblem:
         start = time.perf_counter()
         try:
             answer = self._answer(allowed, time_limit_s)
-        except InfeasibleError as error:
+        except InfeasibleAssignmentError as error:
             around = ", ".join(dict.fromkeys(self.builder.names[i] for i in error.nodes[:6]))
             raise ShardingError(
                 f"no sharding over {self.num_ranks} ranks of {self.axis!r} satisfies the layouts asked for; they meet "
@@ -226,7 +226,7 @@ class ShardingProblem:
             cost = np.array([weight * self.costs.node(node, strategy, self.num_ranks) for strategy in choices])
             self.operators[name][node] = self.builder.add(f"{name}/{node.name}", cost), choices
 
-    def _add_tie(self, tie: Tie, options: list[Layout], cost: list[float]) -> None:
+    def _add_tie(self, tie: LayoutTie, options: list[Layout], cost: list[float]) -> None:
         variable = self.builder.add(tie.names[0], len(tie.names) * np.array(cost))
         self.ties.append((tie, variable, options))
         self.ports.update(dict.fromkeys(tie.ports, (variable, options)))
@@ -242,7 +242,7 @@ class ShardingProblem:
             tables[state, value] = [[0.0 if a == b else math.inf for b in made] for a in held]
         self.builder.edges += [(state, value, np.array(table)) for (state, value), table in tables.items()]
 
-    def _state_options(self, tie: Tie, values: Mapping[str, list[BlockValue]]) -> list[Layout]:
+    def _state_options(self, tie: LayoutTie, values: Mapping[str, list[BlockValue]]) -> list[Layout]:
         trained, asked = False, dict[Layout, None]()
         for name, _, place in tie.ports:
             block = self.model.blocks[name]

@@ -35,7 +35,7 @@ _STEPS = (1, -1, 2, -2)  # calls that cuts are moved by
 
 
 @dataclass(frozen=True)
-class Found:
+class RankedCuts:
     """``cuts`` with the step time of each, fastest first. ``bound``: lower bound on the step time of all cuts."""
 
     cuts: tuple[tuple[float, tuple[int, ...]], ...]
@@ -44,7 +44,7 @@ class Found:
 
 def better_cuts(
     tables: StageTables, timetable: Timetable, start: Sequence[int], enough_s: float = math.inf, *, quick: bool = False
-) -> Found:
+) -> RankedCuts:
     """Improve the cuts ``start`` of the problem of ``tables``, so that each stage fits on its rank alone.
 
     ``enough_s``: cuts that take this long or longer are of no interest. ``quick``: run a quarter of the iterations.
@@ -71,7 +71,7 @@ def better_cuts(
     else:
         _moved(costs, timetable, how, seen, (_MOVED // 4 if quick else _MOVED) // actions)
     order = sorted((taken, found) for found, taken in seen.items())
-    return Found(tuple(order), min(bound, order[0][0]))
+    return RankedCuts(tuple(order), min(bound, order[0][0]))
 
 
 def _moved(
@@ -98,11 +98,11 @@ def _near(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
                     yield moved
 
 
-def _best_of_all(costs: _Costs, timetable: Timetable, how: Mapping[str, bool], calls: int, stages: int) -> Found:
+def _best_of_all(costs: _Costs, timetable: Timetable, how: Mapping[str, bool], calls: int, stages: int) -> RankedCuts:
     """All cuts, tried one by one."""
     taken = costs.taken(timetable, _all_cuts(calls, stages), how, _KEPT)  # the cuts of the start fit
     order = tuple((seconds, cuts) for cuts, seconds in taken.items())
-    return Found(order, order[0][0])
+    return RankedCuts(order, order[0][0])
 
 
 @lru_cache(maxsize=16)

@@ -117,7 +117,7 @@ def _over_runs(tables: StageTables, limit: float) -> tuple[float, float, float] 
         slim = tables.slim.run_times(stages, start, stop)
         times = slim if problem.recompute == "selective" else np.minimum(times, slim)
     followed = not is_formula(problem.schedule)  # of others a formula says more
-    of_pace: dict[int, Others] = {}
+    of_pace: dict[int, OtherStageTimes] = {}
     ends, values = stop[firsts], np.empty((2 + followed, len(start)))
     # the least maximum, the least sum and the least step, up to each call
     least = np.full((len(values), len(problem.calls) + 1), np.inf)
@@ -138,7 +138,7 @@ def _over_runs(tables: StageTables, limit: float) -> tuple[float, float, float] 
     return (most, total, step[0] if step else 0.0) if most <= limit and most < np.inf else None
 
 
-class Others(NamedTuple):
+class OtherStageTimes(NamedTuple):
     """Seconds of a microbatch, by call up to which: its forward through all calls at least, its backward for inputs,
     and its backward for weights on the devices of one stage."""
 
@@ -148,7 +148,7 @@ class Others(NamedTuple):
 
 
 def _after_others(
-    problem: StageProblem, stage: int, others: Others, start: Places, stop: Places, times: Vector
+    problem: StageProblem, stage: int, others: OtherStageTimes, start: Places, stop: Places, times: Vector
 ) -> Vector:
     """Seconds of a step in which ``stage`` runs the calls from ``start`` to ``stop``, ``times`` each microbatch.
 
@@ -166,7 +166,7 @@ def _after_others(
     return through
 
 
-def _others(problem: StageProblem, pace: Pace) -> Others:
+def _others(problem: StageProblem, pace: Pace) -> OtherStageTimes:
     """``pace``: of the stage's devices."""
     paces = {id(pace): pace for pace in map(problem.pace, range(problem.num_stages))}.values()
     ahead = [min(costs) for costs in zip(*([c.forward_total_s for c in p.costs] for p in paces), strict=True)]
@@ -174,7 +174,7 @@ def _others(problem: StageProblem, pace: Pace) -> Others:
     halves = ([(c.backward_total_s - c.later_s) * train for c in p.costs] for p in paces)
     back = [min(costs) for costs in zip(*halves, strict=True)]
     weights = [c.later_s * train for c in pace.costs]
-    return Others(*(np.concatenate([[0.0], np.cumsum(values)]) for values in (ahead, back, weights)))
+    return OtherStageTimes(*(np.concatenate([[0.0], np.cumsum(values)]) for values in (ahead, back, weights)))
 
 
 def _check_memory(tables: StageTables) -> None:

@@ -59,9 +59,10 @@ class StageProblem:
     runs for itself. ``paces``: of each stage's devices; empty: the calls' own costs apply. ``bubble``: the schedule's
     share of the plain pipeline's fill and drain. ``repeated``: by call, whether its block occurs again. ``chunks``:
     number of stages on one rank, which runs them in turns. ``flying``: the microbatches that each stage holds at a time
-    (:class:`partitioner.schedules.formulas.Held`), if the schedule has no formula. ``total_bytes``: of sums over the
-    batch before the first forward of the stage that needs them. ``barred``: by stage, forbidden runs of calls, by start
-    and stop. ``overlap_steps``: ranks begin the next step when they have ended their own part of this one.
+    (:class:`partitioner.schedules.formulas.InFlightMicrobatches`), if the schedule has no formula. ``total_bytes``: of
+    sums over the batch before the first forward of the stage that needs them. ``barred``: by stage, forbidden runs of
+    calls, by start and stop. ``overlap_steps``: ranks begin the next step when they have ended their own part of this
+    one.
     """
 
     calls: tuple[StageCall, ...]

@@ -103,7 +103,7 @@ class Segments:
     def states_of(self, sizes: Mapping[str, float]) -> Table:
         """Bytes of the distinct states. ``sizes``: bytes by state, not to be changed later."""
         names = tuple(call.states for call in self.calls)
-        return (_states_of if len(names) <= _MOST_REMEMBERED else _States)(names).table(sizes)
+        return (_states_of if len(names) <= _MOST_REMEMBERED else _StateReads)(names).table(sizes)
 
     @cached_property
     def saved_inputs(self) -> Table:
@@ -165,7 +165,7 @@ class Segments:
         return passing
 
 
-class _States:
+class _StateReads:
     """The states that calls read, by call."""
 
     def __init__(self, names: Sequence[Sequence[str]]) -> None:
@@ -186,8 +186,8 @@ class _States:
 
 
 @lru_cache(maxsize=4)
-def _states_of(names: tuple[tuple[str, ...], ...]) -> _States:
-    return _States(names)
+def _states_of(names: tuple[tuple[str, ...], ...]) -> _StateReads:
+    return _StateReads(names)
 
 
 @lru_cache(maxsize=32)

@@ -27,7 +27,7 @@ Priced = TypeVar("Priced")
 
 
 @dataclass(frozen=True)
-class Cut(Generic[Priced]):
+class PricedSplit(Generic[Priced]):
     """Stages, the seconds of their step and what came with these; ``least_s``: what no cuts go below, if that is below
     what was asked."""
 
@@ -44,7 +44,7 @@ def cut_for_step(
     least_tail_s: float,
     run_tails: Callable[[float], Sequence[Table]],
     enough_s: float = np.inf,
-) -> Cut[Priced]:
+) -> PricedSplit[Priced]:
     """The stages of the least step.
 
     Args:
@@ -62,9 +62,9 @@ def cut_for_step(
     best = split, step, priced
     pipeline, least = split.least_s, np.inf
     if problem.num_stages == 1:
-        return Cut(*best, step)
+        return PricedSplit(*best, step)
     if pipeline + least_tail_s >= min(enough_s, step) * (1 - _ROUNDING):
-        return Cut(*best, min(step, pipeline + least_tail_s))
+        return PricedSplit(*best, min(step, pipeline + least_tail_s))
     tails = run_tails(min(enough_s, step))
     lowest = max(least_tail_s, min_max(list(tails))[0])
     rounds = _ROUNDS if is_formula(problem.schedule) else _ROUNDS_FOLLOWED
@@ -91,7 +91,7 @@ def cut_for_step(
             continue
         if step < best[1]:
             best = split, step, priced
-    return Cut(*best, min(least, best[1], enough_s))
+    return PricedSplit(*best, min(least, best[1], enough_s))
 
 
 def _of(tails: Sequence[Table], split: StageSplit) -> list[float]:
@@ -100,4 +100,4 @@ def _of(tails: Sequence[Table], split: StageSplit) -> list[float]:
     return [float(tail[stage.start, stage.stop]) for tail, stage in zip(tails, stages, strict=True)]
 
 
-__all__ = ["Cut", "cut_for_step"]
+__all__ = ["PricedSplit", "cut_for_step"]

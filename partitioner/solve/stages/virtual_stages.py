@@ -27,7 +27,7 @@ import numpy as np
 from partitioner.errors import CapacityError
 from partitioner.schedules.actions import held
 from partitioner.schedules.csv_table import ScheduleTable
-from partitioner.schedules.formulas import Counts, Held, held_microbatches, pipeline_seconds, shortened
+from partitioner.schedules.formulas import Counts, InFlightMicrobatches, held_microbatches, pipeline_seconds, shortened
 from partitioner.schedules.makespan import Phases
 from partitioner.schedules.registry import ranks_of
 from partitioner.solve.stages.improve_cuts import better_cuts
@@ -153,7 +153,7 @@ def solve_virtual(
 
 
 @dataclass(frozen=True)
-class _Ranks:
+class _VirtualStageRanks:
     """The virtual stages of ``problem`` on their ranks under a schedule.
 
     ``chunks``: number of virtual stages on a rank. ``own``: the virtual stages of each rank.
@@ -165,12 +165,14 @@ class _Ranks:
     own: Sequence[Sequence[int]]
 
     @classmethod
-    def of(cls, problem: StageProblem, schedule: str | ScheduleTable, num_ranks: int, chunks: int | None) -> _Ranks:
+    def of(
+        cls, problem: StageProblem, schedule: str | ScheduleTable, num_ranks: int, chunks: int | None
+    ) -> _VirtualStageRanks:
         own = held(ranks_of(schedule, num_ranks, chunks), num_ranks)
         return cls(followed(problem, schedule, num_ranks, chunks), schedule, chunks, own)
 
     @cached_property
-    def flying(self) -> Held:
+    def flying(self) -> InFlightMicrobatches:
         """The numbers of microbatches that each stage holds."""
         return held_microbatches(self.schedule, len(self.own), self.problem.num_microbatches, self.chunks)
 
@@ -232,7 +234,7 @@ def _solved(
     improved: bool,
     enough_s: float,
 ) -> StageSplit:
-    ranks = _Ranks.of(problem, schedule, num_ranks, chunks)
+    ranks = _VirtualStageRanks.of(problem, schedule, num_ranks, chunks)
     capacity = ranks.capacity
     whole = tables = StageTables(ranks.problem)
     split = solve_stages(ranks.problem, tables)  # raises where one of the stages does not fit on a rank of its own
@@ -281,7 +283,7 @@ def followed(problem: StageProblem, schedule: str | ScheduleTable, num_ranks: in
     return replace(problem, flying=flying.pairs)
 
 
-def _made_again(tables: StageTables, split: StageSplit, ranks: _Ranks) -> StageSplit | None:
+def _made_again(tables: StageTables, split: StageSplit, ranks: _VirtualStageRanks) -> StageSplit | None:
     """The cuts of ``split`` with enough recomputation on each rank to fit; ``None`` if some rank cannot fit."""
     stages = list(split.stages)
     for rank, (virtual, room) in enumerate(zip(ranks.own, ranks.capacity, strict=True)):
@@ -313,7 +315,7 @@ def _held(counts: Counts, each: tuple[float, float]) -> float:
 
 
 def _improved(
-    tables: StageTables, split: StageSplit, ranks: _Ranks, enough_s: float, quick: bool
+    tables: StageTables, split: StageSplit, ranks: _VirtualStageRanks, enough_s: float, quick: bool
 ) -> tuple[StageSplit, float]:
     """The fastest cuts that fit, searched from those of ``split``, and a lower bound in seconds on all cuts.
 
@@ -352,7 +354,7 @@ def _cut_by_memory(problem: StageProblem, split: StageSplit) -> bool:
     return problem.recompute is None and any(plan.recompute or plan.selective for plan in split.stages)
 
 
-def _joined(split: StageSplit, ranks: _Ranks, memory: Sequence[float], bound: float) -> StageSplit:
+def _joined(split: StageSplit, ranks: _VirtualStageRanks, memory: Sequence[float], bound: float) -> StageSplit:
     """The stages by rank, and the seconds of the schedule with them."""
     seconds = ranks.seconds(split)
     stages = tuple(

@@ -1,14 +1,16 @@
-"""Work that will be asked for, done ahead in a second process: the first takes what is ready and does the rest itself.
+"""A forked helper process beside the main process: shared memory for what both found, and a queue of work done ahead.
 
-Both go through one list. Each marks in shared memory what it begins, so that nothing is done twice but where both begin
-at the same moment; results lie in a file that no folder lists. Nothing depends on the second process: what it fails at
-or has not begun the first does, which waits only for what is being done, and not for long.
+The helper is a fork, so the problem is neither built nor sent a second time. Where there is no fork or no second
+processor, the main process works alone.
 
-A second process that searches beside the first: what both found lies in shared memory.
+``FindingSlot`` holds findings in shared memory. Each process writes to its own slot, and increments a counter before
+and after a write; an odd counter marks a write in progress. No process waits for the other, and a helper that is killed
+holds no lock.
 
-The helper is a fork, so that the problem is neither built nor sent again. Each of the two writes to a slot of its own,
-between two changes of a counter that is odd meanwhile: nobody ever waits for the other, and a helper that is killed
-holds nothing. Where there is no fork or no second processor the search goes on alone.
+``BackgroundWorker`` and ``Future`` compute results before they are asked for. Both processes take tasks from one list
+and mark in shared memory what they begin, so a task runs twice only if both begin it at the same moment. Results are
+kept in an unlinked file. The main process depends on nothing from the helper: it computes what the helper has not begun
+or failed at, and waits, for a limited time, only for a task in progress.
 """
 
 from __future__ import annotations

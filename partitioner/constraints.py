@@ -1,6 +1,7 @@
-"""What the user fixes; everything else is the search's to choose.
+"""Constraints that the user sets, and error messages for constraints that are wrong.
 
-Complaints about constraints in plain words: which, what it may be, what came, what was meant.
+The search chooses everything that is not constrained. A message names the constraint, the values allowed, the value
+given, and the name that was probably meant.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""How many machines a job needs: the smallest cluster for a step time, or the cheapest in money or energy per step.
+"""Size a cluster or a job: the smallest cluster for a job, and the largest job for a cluster.
 
-The largest microbatch, or the longest sequence, that fits in the memory of a cluster.
+``size_cluster`` finds the smallest cluster that reaches a step time, or the cheapest in money or energy per step.
+``largest_that_fits`` finds the largest microbatch, or the longest sequence, that fits in the memory of a cluster.
 """
 
 from __future__ import annotations

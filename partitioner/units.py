@@ -1,9 +1,7 @@
-"""Numbers as people read them: three significant digits and a unit; and what divides them.
+"""Text for people: numbers with three significant digits and a unit, and consoles that write to a string or a stream.
 
-Text for people: as a string, or written to a stream.
-
-Every console of the package is made here. rich writes HTML to the notebook instead of to the console's file where it
-runs in a Jupyter kernel, on Colab or on Databricks; a function that returns a text would then return nothing.
+Every console of the package is made here. In a Jupyter kernel, on Colab or on Databricks, rich writes HTML to the
+notebook instead of to the console's file; a function that returns a text would then return nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""What of a job may be changed besides its pins: the batch, the devices, ways of doing what it may not do at all.
+"""Variants of a job: constraints that may be relaxed, and changes of the batch, the devices and the allowed techniques.
 
-What the user fixed: which of it may be given up, at what cost, and how far that is from what was asked for.
+Each variant has an effort, by which variants are ordered, and a distance from the original request. For a job that has
+no plan, ``partitioner/advise/suggest.py`` plans the variants in this order.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Why not otherwise? The best plan under other constraints, next to the plan that was chosen.
+"""``why_not``: compare the chosen plan with the best plan under other constraints.
 
-The certificate answers where its rows suffice. Where it has only bounds, or the search did not look, the answer takes
-planning again, for which the model is needed.
-
-In words, why a search did not look at what somebody asks about, as far as a plan says without its model.
+The rows of the certificate give the answer where they suffice. Where the certificate has only bounds, or the search did
+not look, the job is planned again, which needs the model. Without the model, ``why_unseen`` says in words why the
+search did not look, as far as the plan tells.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Arguments and options that several commands have.
+"""Arguments and options that several commands share, and the loader of the model that a command names.
 
-The model that a command names: ``FILE.py:FUNCTION`` or ``package.module:function``.
+A model is named as ``FILE.py:FUNCTION`` or ``package.module:function``.
 """
 
 from __future__ import annotations

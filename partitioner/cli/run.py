@@ -1,7 +1,4 @@
-"""The command ``launch``.
-
-Commands on runs: ``trace``, ``compare`` and ``compare-runs``.
-"""
+"""The commands on runs: ``launch``, ``trace``, ``compare`` and ``compare-runs``."""
 
 from __future__ import annotations
 

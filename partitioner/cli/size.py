@@ -1,9 +1,4 @@
-"""The command ``size``.
-
-The command ``budget``.
-
-The command ``largest``.
-"""
+"""The commands ``size``, ``budget`` and ``largest``: the cluster for a job, and the largest job for a cluster."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""The ``graph`` view: a panel per stage with its folded calls; hand-overs, long edges and tied weights between them.
+"""The ``graph`` view: a panel per stage with its folded calls; transfers, long edges and tied weights between panels.
 
-The ranks of a stage are one panel, so the picture grows with the stages and not with the ranks, and a long run of
-equal stages is one panel.
-
-One stage of the ``graph`` view: a panel with what its ranks hold, and in it the folded calls.
+All ranks of a stage share one panel, so the size of the picture depends on the number of stages and not on the number
+of ranks. A long run of equal stages is one panel. A panel lists the states that its ranks hold, and the calls.
 """
 
 from __future__ import annotations

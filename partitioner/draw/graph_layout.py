@@ -1,11 +1,11 @@
-"""Layered layout of boxes by Graphviz: DOT in, positions out. What is drawn there is the caller's.
+"""Layout of graphs: layered positions of boxes by Graphviz, and orthogonal lines between panels.
 
-Boxes come with their sizes and carry no text, so that the result is the same whatever fonts a machine has.
+``lay_out`` turns sized boxes into positions by way of a DOT source. The boxes carry no text, so the result does not
+depend on the fonts of a machine; the caller draws the contents.
 
-Lines between panels that do not touch: they leave below, run along lanes between the rows, and enter where they end.
-
-Right angles only, so that many of them stay apart. Panels stand in rows; below every row is a gutter of lanes, and at
-the right of all a margin for lines that pass a whole row.
+``draw_wires`` draws lines between panels that do not touch each other. Panels are arranged in rows. A line leaves its
+panel at the bottom, runs in a lane of the gutter below the row, and enters the other panel. A margin at the right holds
+the lines that pass a whole row. All angles are right angles, so that many lines stay apart.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""What all pictures share: one palette for light and dark viewers, a few SVG elements, the header with its legend.
+"""Elements that all pictures share: the palette for light and dark viewers, SVG elements, headers with legends, cards.
 
-Colours are named. An element carries its light colour as a plain attribute, for viewers without style sheets, and a
-class by which the style sheet gives it the reader's scheme. Its colours are literal: viewers other than browsers know
-no variables, and draw what is of one in black.
+Colours are named. An element has its light colour as an attribute, for viewers without style sheets, and a class
+through which the style sheet applies the reader's scheme. The style sheet contains literal colours, because viewers
+other than browsers do not know variables and draw them in black.
 
-Cards: framed rows of text, swatches and bars, measured first and drawn where the layout puts them.
+A card is a framed list of rows with text, swatches and bars. It is measured first, and drawn at the position that the
+layout gives it.
 """
 
 from __future__ import annotations

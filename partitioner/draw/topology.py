@@ -1,9 +1,8 @@
-"""The ``topology`` view: nodes as clusters of devices, coloured by pipeline stage, and the mesh's axes over the links.
+"""The ``topology`` view: nodes as clusters of devices, coloured by pipeline stage, and a table of levels by mesh axis.
 
-Equal nodes with equal stages are drawn once with their count, so that the size of the picture depends on the number of
-distinct nodes, not on the number of ranks.
-
-Levels of links from the inside out, and over which of them the groups of each mesh axis talk.
+Equal nodes with equal stages are drawn once with their count, so the size of the picture depends on the number of
+distinct nodes, not on the number of ranks. The table lists the levels of links from the inside out, and shows which
+levels the groups of each mesh axis use.
 """
 
 from __future__ import annotations

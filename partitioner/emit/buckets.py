@@ -1,12 +1,11 @@
-"""Which gradients are reduced together, and when they are ready.
+"""Buckets of gradients that are reduced together, and the reduction steps (turns) of each bucket.
 
 Buckets are filled in the order in which the last backward completes the gradients (the last calls first), so that each
-is reduced behind what is left of it, as in PyTorch's DDP (Li et al. 2020).
+reduction is hidden behind the rest of backward, as in PyTorch's DDP (Li et al. 2020).
 
-Hierarchical and compressed reduction of gradients: the steps (turns) of each bucket, and their axes and order.
-
-A bucket starts its first turn as soon as it is full, and each further turn behind the next backward, so that no turn
-waits for the one before. The remaining turns come at the end.
+Hierarchical and compressed reductions take several turns, each over its own axes. A bucket starts its first turn as
+soon as it is full, and each further turn behind the next backward, so that no turn waits for the one before. The
+remaining turns come at the end.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""The tables of a plan, for a terminal in colour or as plain text.
+"""Tables and notes of a plan as text, coloured on a terminal: figures, stages, candidates, collectives, rules, memory.
 
-Why the axes over sequences and over experts are as wide as they are, in words.
-
-What to know of the precision that a plan is in, and of what is kept in it.
+The notes explain the widths of the sequence and expert axes, and the precision of the computation and of stored states.
 """
 
 from __future__ import annotations

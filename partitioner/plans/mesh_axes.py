@@ -1,3 +1,8 @@
+"""Use of the topology's levels by the mesh axes of a plan, as rows of cells for pictures and text.
+
+A cell describes the groups of one axis on one level of links.
+"""
+
 from __future__ import annotations
 
 from collections import Counter

@@ -1,8 +1,7 @@
-"""What each stage of a program holds, computes and moves, gathered once for pictures and text.
+"""Outline of a program for pictures and text: the states, computation and transfers of each stage.
 
-Read from the program's data alone: no graph is built, no operator has to be registered.
-
-What a stage's buckets move over data-parallel ranks, who keeps a parameter, and the precision of most of them.
+Everything is read from the program's data: no graph is built, and no operator has to be registered. ``exchange_totals``
+gives the traffic of a stage's gradient buckets over data-parallel ranks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Run the programs of all ranks on this machine, in float64, against the unmodified model.
+"""``verify``: run the programs of all ranks on this machine, in float64, against the unmodified model.
 
-The judge of a plan whose samples meet within a microbatch alone: the model run group by group, and the mean.
-
-What the groups are does not depend on the mesh: as many samples as a microbatch has, one group behind the other.
+If samples interact only within a microbatch, the reference is the model run group by group, and the mean of the
+results. A group has as many consecutive samples as a microbatch, so the groups do not depend on the mesh.
 """
 
 from __future__ import annotations

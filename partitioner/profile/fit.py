@@ -1,11 +1,9 @@
-"""Fit the fields of :class:`DeviceType` and :class:`Level` to measured times; nothing here measures.
+"""Robust fits of the fields of :class:`DeviceType` and :class:`Level` to measured times; nothing here measures.
 
-The fits invert the cost model: seconds of a kernel are ``launch + flops / (efficiency peak) + bytes / rate``
-(``partitioner/cost/call/roofline.py``), of a collective ``start + share bytes / bandwidth``
+The fits invert the cost model. Seconds of a kernel are ``launch + flops / (efficiency peak) + bytes / rate``
+(``partitioner/cost/call/roofline.py``), seconds of a collective ``start + share bytes / bandwidth``
 (``partitioner/cost/call/collectives.py``). All fits are medians or least absolute errors, so that single disturbed
-times do not count.
-
-Robust fits of few parameters to noisy times.
+times have no effect.
 """
 
 from __future__ import annotations

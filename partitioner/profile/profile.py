@@ -1,7 +1,4 @@
-"""Measure the machine at hand and describe it as a topology that plans can use.
-
-``profile()``: measure this machine, fit the cost model, and describe the machine as a topology.
-"""
+"""``profile()``: measure this machine, fit the cost model, and describe the machine as a topology for planning."""
 
 from __future__ import annotations
 

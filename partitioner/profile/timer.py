@@ -1,6 +1,6 @@
-"""How long something takes on a device that others may be using too.
+"""Timing on a device that others may use too, and records of measured times.
 
-What was measured: plain records, which the fits take and ranks send to each other.
+The records are plain data: ranks send them to each other, and the fits read them.
 """
 
 from __future__ import annotations

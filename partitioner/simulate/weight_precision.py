@@ -1,3 +1,5 @@
+"""The precision of most of a program's weights."""
+
 from __future__ import annotations
 
 import math

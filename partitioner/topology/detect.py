@@ -1,6 +1,6 @@
-"""The machine at hand as a topology.
+"""Describe the machine at hand as a topology.
 
-What ``nvidia-smi`` says of the links between a machine's devices, from its text.
+The links between GPUs are read from the text of ``nvidia-smi topo``.
 """
 
 from __future__ import annotations

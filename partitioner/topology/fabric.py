@@ -1,11 +1,10 @@
-"""A topology as a graph of networkx: devices, and hubs for what joins several of them.
+"""Links of a topology as seen by its devices: storeys, a graph for networkx, and bandwidths of many pairs as arrays.
 
-What the links of a topology come to for each device: who is joined, and with what share of the bandwidth.
+A *storey* is a set of links that stand at the same depth, counted from the inside out: the pattern of links inside
+nodes is the first, then each level follows; levels of different islands that stand side by side are one storey.
 
-A *storey* is what levels make of the devices from the inside out: the pattern of links inside nodes first, then each
-level; levels of different islands that stand side by side are one storey.
-
-Bandwidth and latency of many pairs of devices at once: what :meth:`Topology.link` says, as arrays.
+The graph has devices as nodes, and hubs where several devices are joined. ``links_at_once`` computes the bandwidth and
+latency of :meth:`Topology.link` for many pairs at once.
 """
 
 from __future__ import annotations

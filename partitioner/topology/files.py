@@ -19,7 +19,7 @@ or all of it; types, levels, patterns and hosts may start from the catalogue wit
     overrides: {left: {memory: 40 GB}}
     links: [{between: [left, right], bandwidth: 300 GB/s, latency: 8 us}]
 
-Resized clusters: a topology with another number of nodes, devices or bytes of memory.
+``with_nodes``, ``with_devices`` and ``with_memory`` resize a topology.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""A group of ranks that enter collectives together: what links it talks over, and how fast a ring over them is.
+"""Communication group of ranks: the links that its collectives use, and the speed of a ring over them.
 
-Links that single pairs of devices have of their own, and what collectives make of them.
-
-Such a link stands in place of what the levels (or the pattern of the node) give the pair. What a file does not say of
-it is as there: the latency, the part of the bandwidth that collectives reach, how much of the latency a step takes.
+Single pairs of devices may have direct links (``PairLink``). A direct link replaces the link that the levels, or the
+pattern of the node, give the pair. Fields that a file leaves out keep the values of the replaced link: the latency, the
+fraction of the bandwidth that collectives reach, and the fraction of the latency that a step takes.
 """
 
 from __future__ import annotations

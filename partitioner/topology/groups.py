@@ -1,13 +1,12 @@
-"""Which links the ranks of a mesh talk over.
+"""Groups of a placed mesh: the links over which the ranks of each mesh axis communicate.
 
-Ranks are numbered along the mesh's axes, nested in the order of ``runtime.program.mesh.AXES``, outermost first; a
-placement says on which device each sits (without one: rank ``i`` on device ``i``). All groups of an axis work at the
-same time, and the slowest one is what a stage waits for.
+Ranks are numbered along the mesh's axes, nested in the order of ``runtime.program.mesh.AXES``, outermost first. A
+placement maps each rank to a device; without one, rank ``i`` is on device ``i``. All groups of an axis work at the same
+time, and a stage waits for the slowest one.
 
-Groups where ranks are nested in levels that are all alike: of those over the same axes one stands for all.
-
-A nesting gives every level a factor of every axis (``solve/nesting.py``). Its steps are the numbers of ranks behind
-which another axis, or another level's part of an axis, begins, from the inside out.
+Where ranks are nested in levels that are all alike, one group stands for all groups over the same axes. A nesting gives
+every level a factor of every axis (``partitioner/solve/placement/regular.py``). The steps of a nesting are the numbers
+of ranks, from the inside out, after which another axis, or the part of an axis on another level, begins.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""The communication group of some devices: over levels from the inside out, and over direct links of single pairs.
+"""Links between pairs of devices: the communication group of a set of devices, and the hops of a ring.
 
-Messages between the ranks of a ring: every rank sends to the one that is so many places further, at the same time.
+``group_of`` builds a group from levels, from the inside out, and from direct links of single pairs.
 
-A hop lasts as long as its slowest pair. Pairs inside a node talk over their own links; pairs on different nodes talk
-over one network card each, which they share with the other pairs of all groups that use it in the same hop.
+In a hop of a ring, every rank sends a message to the rank a fixed number of places further, all at the same time. A hop
+lasts as long as its slowest pair. Pairs inside a node use their own links. Pairs on different nodes use one network
+card each, which they share with the other pairs of all groups that use it in the same hop.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Complaints about a topology in plain words: what, where, what came, what to do.
+"""Checks of the parts of a topology against each other, and their error messages.
 
-What must hold between the parts of a topology.
+A message says what is wrong and where, which value came, and what to do.
 """
 
 from __future__ import annotations

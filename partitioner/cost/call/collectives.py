@@ -1,10 +1,11 @@
 """Seconds of collectives and messages: start-up plus size over bandwidth (alpha-beta), by the levels a group spans.
 
-``num_bytes`` is always the size of the whole tensor: what an all-gather gives, what a reduce-scatter takes, what all
-ranks of an all-to-all hold together. A ring moves ``2 (n - 1) / n`` of it through each rank for an all-reduce and half
-of that for an all-gather or a reduce-scatter (Thakur et al. 2005; nccl-tests, PERFORMANCE.md).
+``num_bytes`` is always the size of the whole tensor: the result of an all-gather, the operand of a reduce-scatter, the
+tensors of all ranks of an all-to-all together. A ring moves ``2 (n - 1) / n`` of it through each rank for an all-reduce
+and half of that for an all-gather or a reduce-scatter (Thakur et al. 2005; nccl-tests, PERFORMANCE.md).
 
-What attention over a sequence that ranks share sends, and how much of that is seen.
+``context_exchanges`` and ``exchange_seconds`` give the communication of attention over a sequence that is sharded over
+ranks, and the part of it that computation does not hide.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Which tensors a block keeps from forward for its backward, and how much it needs besides while it runs.
+"""Tensors that a block saves from forward for backward, and its memory while it runs.
 
-An operator's gradient needs some of its operands or its result: the table below, by family. Views keep what they look
-at. States are not counted (a rank holds them anyway), and the block's inputs are told apart: several calls may keep the
-same one.
+The gradient of an operator needs some of its operands or its result; the table below lists them by operator family. A
+view keeps its base alive. States are not counted, because a rank holds them anyway. Inputs of the block are listed
+separately, since several calls may keep the same input.
 
-What a microbatch holds between the two halves of its backward, once that for inputs has run.
-
-The half for weights reads what products with weights were of, and the gradients of their results; of what depends on
-no input of the block it is all of the backward. One operator that makes both gradients (norms, convolutions) belongs to
-the first half, and so do gradients that are sums over much larger tensors (of a norm's weight, written out).
+``carried_bytes`` is the memory that a microbatch holds between the two halves of its backward, after the half for
+inputs has run. The half for weights reads the other operands of products with weights, and the gradients of their
+results. Backward operators that do not depend on an input of the block all belong to the half for weights. One operator
+that makes both gradients (norms, convolutions) belongs to the half for inputs, and so do gradients that are sums over
+much larger tensors (for example of a norm's weight, written out).
 """
 
 from __future__ import annotations

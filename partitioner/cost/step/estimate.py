@@ -1,7 +1,4 @@
-"""What a step is expected to take: time, its parts, the share of peak, and every rank's memory.
-
-Breakdown of each stage's peak memory.
-"""
+"""Estimate of one training step: time and its parts, the share of peak FLOP/s, and the peak memory of every stage."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""The ways of reducing gradients that there are on a machine.
+"""Seconds of the gradient reduction: algorithms for a group of ranks, and exposed time per stage.
 
-Whether several levels are taken is decided here. The libraries for GPUs reduce over several nodes level by level
-themselves, in rings and trees over all network cards: there, levels of the program's own are for those who ask. Where
-an all-reduce is one ring (Gloo's), they are taken where they take less time.
+A reduction is one collective, hierarchical over several levels, or compressed. ``ways`` lists the algorithms that a
+machine offers, and decides whether hierarchical reduction is among them. GPU libraries already reduce level by level
+over several nodes, in rings and trees over all network cards; there the program has levels of its own only on request.
+Where an all-reduce is one ring (Gloo), levels are used if they are faster.
 
-Seconds of reducing gradients over groups of ranks: in one collective, hierarchically, or compressed.
-
-What reducing the gradients of a stage takes, and how much of it computation does not hide.
+``GradientReduction`` gives the seconds of reducing the gradients of a stage, and the part that computation does not
+hide.
 """
 
 from __future__ import annotations

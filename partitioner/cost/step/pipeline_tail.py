@@ -1,8 +1,8 @@
-"""What a step takes after its pipeline, by which calls a stage has: reducing gradients, and the optimizer's update.
+"""Lower bounds on the time after the pipeline: gradient reductions and the optimizer's update, for every run of calls.
 
-Nothing here is more than :func:`partitioner.cost.step.estimate.estimate` counts for stages of these calls. With one
-stage on each rank it is about the same, but for host memory and devices that share cores; with several the update of
-one of them is all that is counted, and tied weights.
+No bound exceeds the time that :func:`partitioner.cost.step.estimate.estimate` counts for stages of these calls. With
+one stage on each rank the bound is close to the estimate, except that it ignores host memory and shared cores. With
+several virtual stages on a rank it counts only the update of one of them, and the reductions of tied weights.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ def _least_tied(
     seconds: Sequence[Table],
     ranks: Sequence[int],
 ) -> float:
-    """The same of all weights that several calls read: of those that no rank can have together."""
+    """Lower bound on the seconds of reducing the gradients of tied weights: weights that several calls read, counted
+    only over ranks that cannot be one."""
     readers: dict[str, list[int]] = {}
     for place, call in enumerate(problem.calls):
         for name in call.states:

@@ -1,11 +1,8 @@
-"""Upper bounds on what a placement can offer: the best devices, links and groups that the ranks of a mesh could
-have.
+"""Best-case mesh for lower bounds: the best devices, links and groups that any placement of the ranks could have.
 
-Lower bound on collectives over any group of a given number of devices, wherever on a cluster these are.
-
-A group is priced by the number of parts it has on each storey of links, and by the size of its smallest part. All
-combinations that fit the cluster are enumerated with the best links of each storey. The lower bound over all of them is
-again one group, with the form of a measured one.
+A group is described by its number of parts on each storey of links and by the size of its smallest part. All
+combinations that fit the cluster are enumerated with the best links of each storey. Their minimum is again one group,
+of the same form as a measured group, and bounds the collectives of every group of that many devices from below.
 """
 
 from __future__ import annotations

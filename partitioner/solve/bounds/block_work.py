@@ -1,8 +1,7 @@
-"""The work of a whole block, relaxed: seconds that are linear in the share of the batch and of the ranks.
+"""Lower bound on the computation time of a model's blocks on each device type of a topology, without collectives.
 
-A block's time is ``launches + (work that grows with the batch) b / (B tp) + (traffic of weights) / tp``.
-
-Computation time of a model's blocks on each device type of a topology, without collectives.
+The relaxation divides the work of a whole block, so its seconds are linear in the share of the batch and of the ranks:
+``launches + (work that grows with the batch) b / (B tp) + (traffic of weights) / tp``.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
-"""Lower bounds on the time and memory of every plan of a point, from the whole model's graphs.
+"""Lower bounds on time and memory of every plan of a candidate, from the graphs of the whole model.
 
-The relaxation: every operator's work and every tensor is divided by ``tp`` without a collective, and matrix products
+The relaxation divides every operator's work and every tensor by ``tp`` without a collective, and lets matrix products
 reach the efficiency of their whole shapes. A block's time is then linear,
 
 ``launches + (work that grows with the batch) b / (B tp) + (traffic of weights) / tp``,
 
-so that all points are bounded at once. :meth:`ModelBounds.refine` adds memory, cuts and transfers by the stages of the
-relaxed problem. Devices, links and groups are the best that any placement could have
-(``partitioner/cost/step/relaxed_mesh.py``).
-
-Numbers of many points at once, each found once for those points that it is the same for.
+so all candidates are bounded at once, and figures that several candidates share are computed once.
+:meth:`ModelBounds.refine` adds memory, cuts and transfers by the stages of the relaxed problem. Devices, links and
+groups are the best that any placement could have (``partitioner/cost/step/relaxed_mesh.py``).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Lower bound on gathering weights under ZeRO-3 and scattering gradients under ZeRO-2, whatever the sharding.
+"""Lower bounds on ZeRO collectives and on the gradient reduction of a candidate.
 
-These times do not depend on the microbatch size, so they are not a share of a larger microbatch's time.
-
-Lower bound on the time of reducing gradients, wherever the ranks of a point are placed.
+``Gathers`` bounds the gathers of weights under ZeRO-3 and the scatters of gradients under ZeRO-2, whatever the
+sharding. These times do not depend on the microbatch size, so they are not scaled with a larger microbatch.
+``LeastReduced`` bounds the gradient reduction, wherever the ranks are placed.
 """
 
 from __future__ import annotations

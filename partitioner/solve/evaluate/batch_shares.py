@@ -1,6 +1,6 @@
-"""Division of a batch among the pipelines of a placement, in proportion to their speeds.
+"""Division of a batch among the pipelines (data-parallel replicas) of a placement, in proportion to their speeds.
 
-How many microbatches each data-parallel replica takes, where some are faster than others.
+A share is a number of microbatches: a faster replica takes more of them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """A model that is captured and folded once and planned many times.
 
-Fewer passes of Python's cycle collector while plans are made: graphs are many objects, which live until the plan is
-made, and most of them no longer.
-
-A pass over all of them would come right then, and take longer than what is left to do. They are counted among the old
-instead, and a pass over the old comes before a later plan, when several have left theirs.
+Planning creates many objects (graphs) that live until the plan is made. ``rare_collections`` therefore reduces the
+passes of Python's cycle collector while a plan is made. A full pass right afterwards would take longer than the rest of
+the work. The objects are moved to the oldest generation instead, which is collected before a later plan, after several
+plans have left objects there.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Map the ranks of a mesh to devices: the placement whose plan takes least.
+"""Map the ranks of a mesh to devices: find the placement whose plan has the least step time.
 
-Where devices and levels are all alike, the placements differ only in which axis spans which level
-(``regular.py``). Elsewhere tensor groups are formed by their links and ordered by what their devices can do
-(``irregular.py``), and groups are exchanged between stages as long as that helps. Whatever is tried is judged by the
-cost model that judges the plan; ranks on their namesakes are always tried, so no placement is worse than that.
+Where devices and levels are all alike, placements differ only in the assignment of axes to levels (``regular.py``).
+Otherwise tensor groups are formed by their links and ordered by the capabilities of their devices (``irregular.py``),
+and groups are exchanged between stages as long as this reduces the step time. Every placement is evaluated by the cost
+model of the plan. The placement of rank ``i`` on device ``i`` is always tried, so the result is never worse.
 
-Several ways to the same end, of which some may have no plan: the cheapest, or why there is none.
+``least_of`` chooses the cheapest of several alternatives, some of which may have no plan, or reports why none has one.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Best-bound-first search over the points: evaluate until no lower bound beats the incumbent.
+"""Best-first search over candidates: evaluate in order of lower bounds until no bound beats the incumbent.
 
-Points that have much in common are a family, whose lower bound holds for each of them. The bound is tightened in steps,
-each taken only when the family is next in the queue: first an estimate of all points at once, then the caller's bounds,
-cheapest first. Then the family's points are queued one by one. A point is evaluated only after all steps.
+Similar candidates form a family, and the lower bound of a family holds for each of its candidates. The bound is
+tightened in steps, each taken only when the family is next in the queue: first an estimate of all candidates at once,
+then the caller's bounds, cheapest first. After that, the candidates of the family are queued one by one. A candidate is
+evaluated only after all steps.
 
-Points that differ in how states are shared alone: what does not fit with fewer bytes of them does not with more.
+``ZeroInfeasibility`` prunes candidates that differ from an infeasible one only in state sharding and hold more bytes of
+states.
 """
 
 from __future__ import annotations

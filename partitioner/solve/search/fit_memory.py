@@ -1,6 +1,7 @@
-"""From the chosen candidate to proven programs, or to the word that this version does not execute it.
+"""Turn the best candidate into programs that are proven and fit in memory, or say that this version cannot execute it.
 
-What the step would take with each algorithm of attention over ``cp``.
+If a program exceeds memory, the search is repeated under tighter limits. ``context_ways`` gives the step time with each
+algorithm of attention over ``cp``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Would fewer devices do more? A mesh uses all devices of its topology. One that is slow, small or far may cost more
-than it adds, and links may be so slow that a part of the cluster is faster alone: the report says what is faster.
+"""Alternatives for the report: smaller clusters and nearby global batches that are faster.
 
-Would another global batch do more? One that does not divide over the devices leaves some of them idle: the report
-says where one nearby takes less time for each sample.
+A mesh uses all devices of its topology. A device that is slow, small or far away may cost more than it adds, and over
+slow links a part of the cluster may be faster alone. A global batch that does not divide over the devices leaves some
+of them idle; a nearby batch may take less time per sample.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The points of the search: mesh shape, microbatch and schedule; and those that the report always has.
+"""The search space: candidates of mesh shape, microbatch and schedule, and the baselines of every report.
 
-In words, why a batch, a mesh or a schedule leaves no point to search.
+``why_none`` explains why a batch, a mesh or a schedule leaves no candidate to search.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""Lower bound on a point from a cluster whose devices are all as good as the best device of the real one.
+"""Lower bound on a candidate from a uniform cluster, whose devices are all as good as the best device of the real one.
 
-On that cluster few placements may be best: each axis spans a number of units on each level, with the nodes in any
-order. The placements are judged as plans are, with collectives, transfers between stages and a simulated schedule.
-
-A cluster as it would be if all of its devices were as good as the best, and its nodes had their links to others in
-any order: no plan is slower there.
+In the uniform cluster the nodes may also have their links to other nodes in any order, so no plan is slower there. Few
+placements can be optimal on it: each axis spans a number of units on each level, with the nodes in any order. These
+placements are evaluated like plans, with collectives, transfers between stages and a simulated schedule.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Which layouts the values between calls and the states may have.
+"""Layouts and strategies that a sharding may choose from.
 
-Which strategies are worth a choice: every operator's own, and those that its neighbours' sections call for.
+``value_options`` and ``state_options`` give the layouts of values between calls and of states. ``candidates`` gives the
+strategies of each operator: its own, and the ones that sections of its neighbours require. Most layouts shard a whole
+dim or nothing, but some operators shard a dim only in sections (the pieces of a fused projection, an inner factor of a
+reshape). The sections of an operator are offered to its neighbours, which offer them to their own, until nothing new
+comes up.
 
-Most layouts are a dim or nothing. Some operators shard a dim only in sections (the pieces of a fused projection, an
-inner factor of a reshape). What one of them asks is offered to its neighbours, which offer it to theirs, until nothing
-new comes up.
-
-How much of the matrix-multiply work a sharding divides over the ranks.
+``matmul_flops`` gives the share of matrix-multiply work that a sharding divides over the ranks.
 """
 
 from __future__ import annotations

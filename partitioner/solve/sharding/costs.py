@@ -1,11 +1,10 @@
-"""The costs that decide a sharding over ranks that communicate, in seconds per microbatch.
+"""Costs of a sharding over ranks that communicate (``tp``, ``cp``), in seconds per microbatch.
 
-They implement the protocol of ``solve/sharding.py``: operators under a strategy, reshards, states, and values that pass
-between calls.
+They implement the protocol of ``partitioner/solve/sharding/sharding.py``: operators under a strategy, reshards, states,
+and values between calls.
 
-What a sharding over ``tp`` or ``cp`` is charged for leaving whole what the axis is there to divide.
-
-Without that the best use of any axis is to split the batch, which ``dp`` does already.
+``divided_costs`` adds a penalty for work that an axis leaves undivided. Without it, the best use of any axis would be
+to split the batch, which ``dp`` does already.
 """
 
 from __future__ import annotations

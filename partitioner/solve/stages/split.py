@@ -8,7 +8,7 @@ keep as many microbatches as the schedule has in flight, and recompute as many o
 For a limit on the maximum, the least sum is a shortest path over (stage, cut), one vectorised min-plus step per stage.
 Few limits matter: above the least feasible limit, the sum can fall only to its value without a limit.
 
-When nothing fits: what lacks how much on which stage.
+If no cuts fit, ``capacity_error`` names the stages that lack memory, and how much.
 """
 
 from __future__ import annotations

@@ -5,12 +5,11 @@ stage paces all others, ``(m v - b) max t_k + b sum t_k``, each within a share o
 from the stages' needs. The time of the cuts is then found by simulating the schedule's order, action by action. Better
 cuts, and a lower bound on all cuts, come from the paths through the schedule (``improve_cuts.py``).
 
-What a rank of several virtual stages makes again, where it is known which calls each of them has.
-
-Calls are made again one after the other, those first that free most bytes for each second, until what the virtual
-stages hold together fits: the same call frees the more, the more microbatches its virtual stage has on their way.
-Or what is quickly made is, of one virtual stage after the other, and then whole calls besides. The quickest way is
-taken, for each rank by itself.
+``fitted`` chooses the recomputation of a rank once the calls of its virtual stages are known. Two methods are compared
+for each rank, and the faster one is used. The first recomputes whole calls one after the other, in the order of bytes
+freed per second, until the virtual stages fit together; a call frees more bytes if its virtual stage has more
+microbatches in flight. The second turns on selective recomputation for one virtual stage after the other, and then
+recomputes whole calls.
 """
 
 from __future__ import annotations

@@ -1,24 +1,20 @@
-"""Operators that write to running statistics, of which their schemas say nothing.
+"""Buffers and frozen parameters that forward changes: traced, turned into values of the graph, and initialised.
 
-Requires: a flat graph of one export. Provides: the same graph with those among them spelled out that torch's own
-functionalisation does not see through.
+Requires: a module before it is traced, or its captured graph. Provides, in this order:
 
-States that forward changes in ways that torch.export loses or cannot follow, as it is traced.
-
-Inside :func:`writes_traced` a buffer or frozen parameter that forward sets as an attribute is written to in the end, of
-whichever module it is. ``x.data`` is ``x.detach()``; what forward sets as ``x.data`` is read instead of ``x`` from
-there on, and written to ``x`` in the end, so that views of the old memory keep what they show. A batch norm that
-averages over all batches so far (``momentum=None``) counts them by a tensor, where torch asks what number that holds.
-Inside :func:`aliases_traced` parameters and buffers are followed also where plain objects hold them.
-
-What forward leaves in the model's buffers and frozen parameters, as values of the graph.
-
-Requires: a captured graph in normal form. Provides: for every state that forward changes an operator of its own, whose
-result the state takes at the end of a step: of the state's type, without a gradient, in memory of its own.
-
-What a model's buffers hold before its first step, as far as few numbers say it.
-
-Weights that a run starts from say it too; a run without any starts from this. Requires: a folded model.
+* :func:`writes_traced` follows changes that torch.export loses or cannot follow. A buffer or frozen parameter that
+  forward sets as an attribute is written to at the end of forward, in whichever module it is. ``x.data`` is
+  ``x.detach()``. A tensor assigned to ``x.data`` is read instead of ``x`` from there on, and written to ``x`` at the
+  end, so that views of the old memory keep their values. A batch norm that averages over all batches so far
+  (``momentum=None``) counts them with a tensor; torch would need the number in it.
+* :func:`aliases_traced` also follows parameters and buffers that plain objects hold.
+* :func:`spell_out` decomposes operators that write to running statistics without an entry in their schema, where
+  torch's own functionalisation does not handle them.
+* :func:`settle_updates` takes a captured graph in normal form. For every state that forward changes it adds an operator
+  whose result the state takes at the end of a step. The result has the state's type, no gradient, and memory of its
+  own.
+* :func:`initial_values` takes a folded model, and describes the buffers' values before the first step where a few
+  numbers suffice. A run that has no weights starts from them.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""From an exported program to one flat graph of pure operators.
+"""Turn an exported program into one flat graph of pure operators.
 
-Requires: an ``ExportedProgram``. Provides: a program whose graph has no sub-graphs (what enters a region without
-gradients passes through an explicit ``detach``), no assertions and no in-place operators; buffers that the model
-changes are its first outputs, as torch.export's signature lists them.
+Requires: an ``ExportedProgram``. Provides: a program whose graph has no sub-graphs (a value that enters a region
+without gradients passes through an explicit ``detach``), no assertions and no in-place operators. Buffers that the
+model changes are its first outputs, as torch.export's signature lists them.
 
-Which tensors of a flat graph share memory, which carry gradients, and what is written behind a gradient's back.
-
-``with torch.no_grad(): y.clamp_()`` and ``y.detach().clamp_()`` change the numbers of ``y`` and leave its gradient as
-it was. A graph of pure operators says what is computed and differentiates that: it would stop the gradient. Such a
-tensor may be written to, but not be read afterwards. Neither may ``w.data.mul_()`` change what an operator before it
-keeps for its gradient: torch would compute that of the new numbers.
+``StorageTracker`` finds which tensors share memory, which carry gradients, and which are written to without autograd's
+knowledge. ``with torch.no_grad(): y.clamp_()`` and ``y.detach().clamp_()`` change the values of ``y`` but not its
+gradient; a graph of pure operators would differentiate the write and stop the gradient. Such a tensor may be written
+to, but a later read is refused. ``w.data.mul_()`` is refused if it changes an operand that an earlier operator saves
+for its gradient, because torch would compute that gradient from the new values.
 """
 
 from __future__ import annotations

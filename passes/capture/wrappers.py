@@ -1,13 +1,12 @@
-"""What a model may be made of, and which tensors: everything else is refused before it is traced or run.
+"""Checks of the user's model and tensors before tracing, and removal of wrapper modules.
 
-torch knows tensors that are no plain arrays: sparse, quantized, nested, distributed. They have no strides or no
-storage, and fail deep inside of a trace or of a rank. The texts here say what to convert them to.
-
-Modules around the model that say how to run it, and not what it computes: left out, with a note, or refused.
+Tensors that are not plain arrays (sparse, quantized, nested, distributed) have no strides or no storage, and would fail
+deep inside a trace or a rank. They are refused with a message that says what to convert them to.
 
 ``torch.compile``, ``DataParallel``, ``DistributedDataParallel`` and ``checkpoint_wrapper`` put a module around another,
-and a part like ``_orig_mod.`` into the names of its weights. :func:`unwrapped` gives the module inside, with the same
-tensors. Requires: a module as the user gives it. Provides: one whose names are those of the model's own code.
+and a part such as ``_orig_mod.`` into the names of its weights. They say how to run a model, not what it computes.
+:func:`unwrapped` removes them with a note, or refuses them. Requires: a module as the user gives it. Provides: the
+module inside, with the same tensors, under the names of the model's own code.
 """
 
 from __future__ import annotations

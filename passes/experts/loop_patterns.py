@@ -1,20 +1,16 @@
-"""What the corresponding nodes of all experts of a loop are merged into. See ``passes/experts/loops.py``.
+"""Patterns of loops over experts: the ends of a loop, and the merged form of corresponding nodes of all experts.
 
-Find the ends of loops over experts: sums and ``where`` chains that combine one part per expert.
+Requires and keeps values on every node, and normal form. ``passes/experts/loops.py`` uses these classes to rewrite a
+loop.
 
-The part of an expert is zero, or not selected, in all rows but the expert's own. Requires values on every node, and
-normal form. See ``passes/experts/loops.py``.
+:func:`loops_at` finds the ends of loops: sums and ``where`` chains that combine one part per expert. The part of an
+expert is zero, or not selected, in all rows except the expert's own.
 
-What a loop over experts knows of each of them beside its rows, for all experts at once: shares, masks.
-
-``shares[:, i]`` and ``(chosen == i)`` are of one expert each, and need no parameter of it. What is computed of them is
-computed here once, with the experts in a dim more, the last; a row takes its own expert's.
-
-Requires and keeps values on every node, and normal form. See ``passes/experts/loops.py``.
-
-Parameters of the experts in a loop, for all experts at once: stacks of their own, or slices of what holds all.
-
-Requires and keeps values on every node, and normal form. See ``passes/experts/loops.py``.
+Each other class is the merged form of nodes that correspond over the experts. ``ExpertColumn`` and ``ExpertMask`` stand
+for values of one expert that need no parameter of it, such as ``shares[:, i]`` and ``(chosen == i)``. Operators on them
+are computed once, with the experts as an additional last dim, from which each row takes its own expert's entry.
+``ExpertParameter`` and ``PackedParameter`` stand for parameters: stacks of the experts' own tensors, or slices of one
+tensor that holds all experts.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Loops over experts that pick each expert's rows, as products by expert.
+"""Rewrite loops over experts that pick each expert's rows as products by expert.
 
-Such a loop arrives with every row in every expert and all but the expert's own left out of what is added up
-(``passes/select/masked_rows.py``). Where the own rows are those that chose the expert's number, no row is two experts'
-own: one walk through all experts at once does what each did to its own rows, with each row's own expert. Products
-become ``partition::expert_mm``, other parameters are looked up, and what leaves rows out has none left to leave out.
+Such a loop arrives with every row in every expert, and with all rows but the expert's own left out of the sum
+(``passes/select/masked_rows.py``). If an expert's own rows are those that chose its number, no row belongs to two
+experts. One pass over all experts at once then computes each row with its own expert. Products become
+``partition::expert_mm``, other parameters are looked up, and the masks that left rows out are removed.
 
 Requires and keeps values on every node. Requires normal form: products without bias, sums of two.
 """

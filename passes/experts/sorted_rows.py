@@ -1,15 +1,15 @@
-"""Undo sorting by expert, so that rows keep their order and can be sharded.
+"""Rows sorted by expert: undo the sort in the model's graph, and keep rows sorted between products in a local graph.
 
-A mixture of experts sorts the choices of all tokens, gathers rows in that order, works on each row by itself and by its
-expert, and puts the rows back. What is done to the rows commutes with their order: where an operator's rule lets the
-sorted dim pass through, the operator is moved to the unsorted rows. A value that does not depend on the order (rows put
-back, sums over all rows) then takes the place of the one that came by way of the sort, which is left unread.
+:func:`unsort` lets rows keep their order, so that they can be sharded. A mixture of experts sorts the choices of all
+tokens, gathers rows in that order, works on each row by itself and by its expert, and puts the rows back. Operators on
+single rows commute with the order: where an operator's rule lets the sorted dim pass through, the operator is moved to
+the unsorted rows. A value that does not depend on the order (rows put back, sums over all rows) then replaces the value
+computed from sorted rows, and the sort has no readers.
 
-Keep rows sorted by expert from one product to the next.
-
-``partition::expert_mm`` sorts the rows that it reads and puts back those that it makes. Between two of them with the
-same experts, rows need not be put back: what is done there is done to each row by itself. Requires: a local graph.
-Provides: the same function, where rows are sorted once before and put back once behind, in backward as well.
+:func:`kept_sorted` avoids sorting rows back and forth. ``partition::expert_mm`` sorts the rows that it reads and puts
+back the rows that it makes. Between two products with the same experts, rows can stay sorted if all operators between
+them work on each row by itself. Requires: a local graph. Provides: an equivalent graph, in which rows are sorted once
+before and put back once after, in backward as well.
 """
 
 from __future__ import annotations

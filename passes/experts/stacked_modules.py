@@ -1,17 +1,14 @@
-"""Experts that are modules of their own in a list, as one stack of them.
-
-A loop over modules, each on all rows and times its own column of weights, adds up to products with stacked weights: the
-same numbers in fewer operators, and experts that can be spread over ranks. The modules' parameters become one state
-whose first dim counts them (:attr:`passes.ir.model.ModelState.parts`).
+"""Experts that are separate modules in a list, as one stack of experts.
 
 Requires and keeps values on every node. Requires normal form: products without bias, sums of two.
 
-Parameters of modules that are alike as one state, whose first dim counts the modules.
+:func:`stack_experts` rewrites a loop over modules, each on all rows and times its own column of weights, into products
+with stacked weights. The results are equal, there are fewer operators, and the experts can be spread over ranks.
+``Packing`` makes the modules' parameters one state whose first dim counts the modules
+(:attr:`passes.ir.model.ModelState.parts`).
 
-Products with gathered weights as products by expert: one matrix for each row, picked from a stack of them.
-
-``bmm(weight[expert], x)`` reads a copy of an expert's matrix for every row; ``partition::expert_mm`` reads each once,
-and says what it does. Requires and keeps values on every node.
+:func:`ungather` rewrites products with gathered weights, one matrix per row picked from a stack. ``bmm(weight[expert],
+x)`` reads a copy of an expert's matrix for every row; ``partition::expert_mm`` reads each matrix once.
 """
 
 from __future__ import annotations

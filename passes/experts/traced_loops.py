@@ -1,18 +1,14 @@
-"""Loops over the experts that some row has chosen, traced as loops over all of them.
+"""Loops over the experts that some row has chosen, traced as loops over all experts, and a proof that this is exact.
 
-``for i in mask.sum((1, 2)).nonzero():`` has as many turns as experts have rows, which no trace can know. Inside
-:func:`hits_traced` it has one for each expert. A turn of an expert without rows then does what the model would not do.
-That this comes to nothing is shown afterwards (``passes/experts/traced_loops.py``), from traces without the even turns
-and without the odd ones: for that the masks that decide are marked by ``partition::hits``.
+``for i in mask.sum((1, 2)).nonzero():`` has one iteration per expert with rows, which a trace cannot know. Inside
+:func:`hits_traced` the loop has one iteration for every expert, and ``partition::hits`` marks the masks that decide. An
+iteration of an expert without rows runs operators that the model would not run.
 
-Whether turns of a loop that a trace took besides come to nothing. See ``passes/experts/traced_loops.py`` and
-``passes/experts/traced_branches.py``.
-
-The trace went through all experts, where the model goes through those that some row has chosen. Of it there are two
-more graphs: the same with the masks of every other expert empty, and that of a trace which left out their turns. In
-normal form what is filled, chosen or added up by an empty mask goes away; then both must be the same graph.
-
-Requires values on every node, and normal form.
+:func:`check_turns` proves that these iterations have no effect; branches traced by
+``passes/experts/traced_branches.py`` are proven in the same way. It compares two more graphs: the trace with the masks
+of every other expert empty, and a trace that left out the iterations of these experts. In normal form, values that an
+empty mask fills, selects or adds up disappear; then both graphs must be equal. Requires values on every node, and
+normal form.
 """
 
 from __future__ import annotations

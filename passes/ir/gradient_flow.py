@@ -1,18 +1,16 @@
-"""Which values need a gradient.
+"""Gradient flow: which values need a gradient, which gradients each call takes and gives, which parameters are trained.
 
-Requires: values (``val``) on every node. Provides: ``node.meta["grad"]`` on every node of every block, true where some
-call of the block needs it.
+:func:`mark_gradients` marks the nodes of a block type for all of its calls at once; layouts are chosen from these
+marks. Requires: values (``val``) on every node. Provides: ``node.meta["grad"]`` on every node of every block, true
+where some call of the block needs it.
 
-Which gradients flow where, call by call: what backward takes, and what it gives.
+:func:`gradient_flow` gives the exact answer for each call, which programs need: the gradients that backward takes and
+gives.
 
-``passes/ir/gradient_flow.py`` marks the nodes of a block type for all of its calls at once, to decide on layouts;
-programs need the exact answer of each call.
-
-Parameters that no gradient reaches are not trained.
-
-Requires: a captured graph in normal form. Provides: states without ``requires_grad`` where every way to the loss leads
-through ``detach``, or through values without gradients. Torch leaves the gradient of such a parameter ``None``, so that
-no optimizer touches it; one of zeros would have it decay.
+:func:`freeze_unreached` removes ``requires_grad`` from parameters that no gradient reaches, because every path to the
+loss leads through ``detach`` or through values without gradients. Torch leaves the gradient of such a parameter
+``None``, so no optimizer changes it; with a gradient of zeros, weight decay would. Requires: a captured graph in normal
+form.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Run graphs and folded models with real tensors: the reference for every later form of the model.
+"""Run graphs and folded models: on meta tensors to infer shapes and types, and on real tensors as the reference.
 
-Shapes and types: run operators on meta tensors.
-
-``node.meta["val"]`` is a tensor on ``meta`` (a tuple of them for operators with several results); creation operators
-carry ``device=meta``, which stands for the rank's own device.
+``node.meta["val"]`` is a tensor on ``meta`` (a tuple of them for operators with several results). Creation operators
+carry ``device=meta``, which stands for the rank's own device. Later forms of the model are compared with a run on real
+tensors.
 """
 
 from __future__ import annotations

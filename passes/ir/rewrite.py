@@ -1,14 +1,11 @@
-"""Rewrite a graph operator by operator from a table of small functions.
+"""Rewrite a graph operator by operator from a table of small functions; erase unused operators; change floating types.
 
 A rule has the signature of the operator that it replaces, after the :class:`Builder`: it gets the operator's arguments
 with graph nodes for tensors, and returns the node (or tuple of nodes) that stands for the result, or ``KEEP``.
 
-Erase the operators of a graph whose results nobody reads.
-
-Make every floating type in a graph another one.
-
-Requires: placeholders of the wanted type already or retyped here. Provides: values of the new type throughout; a model
-that computes its norms and losses in float32 whatever its parameters are computes them in float64, too.
+:func:`retype` changes every floating type of a graph to one type. Requires: placeholders that have the type already or
+are retyped here. Provides: values of the new type throughout. A model that computes its norms and losses in float32,
+whatever the type of its parameters, computes them in the new type, too.
 """
 
 from __future__ import annotations

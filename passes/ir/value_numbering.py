@@ -1,6 +1,6 @@
-"""Numbers for the nodes of a graph, the same for those that are computed alike.
+"""Value numbering: equal numbers for nodes that are computed alike, and signatures of runs of operators.
 
-What a run of operators is, apart from the names of what it reads: equal keys mean one block type.
+A signature ignores the names of the values that a run reads. Runs with equal signatures are one block type.
 """
 
 from __future__ import annotations

@@ -1,17 +1,15 @@
-"""The checker that runs after each pass: is this a graph, and is this a model, as ``passes/ir/model.py`` says?
+"""The checker that runs after each pass: is a graph well formed, and is a model as ``passes/ir/model.py`` defines it?
 
-Values are inferred anew and compared with those the nodes carry, so a graph that would fail, or would give another
-shape, is found here by the name of its first wrong node.
+Values are inferred anew and compared with the values that the nodes carry. A graph that would fail, or would give
+another shape, is reported by the name of its first wrong node.
 
-Whether a value is the same on all ranks of a mesh axis, and whether collectives are given what they expect.
-
-A value that is said to be whole (``R``) must be alike on all ranks. Whether it is follows from the local graph alone:
-shards and data differ, what is gathered or reduced is alike again, and an operator's result differs where one of its
-operands does. So a collective that is missing, is there twice, or runs over another axis is seen without computing
-anything. (JAX checks ``shard_map`` in this way.)
-
-``unknown`` is what is alike to look at but may be a shard or a partial sum all the same: a new or expanded tensor of a
-shard's size, or a whole value scaled by 1/n to be added up again.
+:func:`sameness` computes whether a value is equal on all ranks of a mesh axis. A whole value (``R``) must be. This
+follows from the local graph alone: shards and data differ, gathered and reduced values are equal again, and an
+operator's result differs where one of its operands does. A collective that is missing, is there twice, or runs over
+another axis is thus found without computing anything. JAX checks ``shard_map`` in this way. ``unknown`` marks a value
+that is equal on all ranks but may stand for a shard or a partial sum: a new or expanded tensor of a shard's size, or a
+whole value scaled by 1/n that will be summed. :func:`misuse` reports collectives whose operands are not of the expected
+kind.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Take operators apart that have no rule of their own, but consist of operators.
+"""Decompose operators that have no rule of their own but consist of other operators.
 
-Requires: a captured graph. Provides: no operator that torch itself defines by others, unless a factor rule or a rewrite
-of the normal form knows it as it is. Their gradients are those of the parts, by torch's own definition.
+Requires: a captured graph. Provides: a graph without operators that torch itself defines by others, except operators
+that a factor rule or a rewrite of the normal form handles. Gradients are those of the parts, by torch's own definition.
 
-Recurrent nets that drop out between their layers, taken layer by layer: torch's own parts leave the dropout out.
+Recurrent networks with dropout between their layers are decomposed layer by layer here, because torch's own
+decomposition leaves the dropout out.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""Normal form of ``embedding_bag``: a look-up, and a sum, mean or maximum over the ids of each bag.
+"""Normal form of look-ups and writes by index: ``embedding_bag``, ``gather``, ``scatter``, ``index``, ``index_put``.
 
-The operator itself takes ids and the places where bags begin, and has a kernel for training and one without gradients.
-Where all bags are of one size, as ``nn.EmbeddingBag`` makes them of ids ``[bags, size]``, they are a dim, which can be
-sharded like any other.
-
-Normal form of look-ups and writes of whole slices: where one vector of places is expanded over all other dims,
-``gather`` is ``index_select``, ``scatter_add`` is ``index_add`` and ``scatter`` is ``index_copy``.
-
-Normal form of look-ups that stay with their rows: ``x[arange(n), places]`` is a gather, ``x[mask] = number`` is a
-choice between the two.
+* ``embedding_bag`` becomes a look-up, and a sum, mean or maximum over the ids of each bag. The operator itself takes
+  ids and the offsets of the bags, and has one kernel for training and one without gradients. Where all bags have one
+  size, as ``nn.EmbeddingBag`` makes them from ids ``[bags, size]``, the bags are a dim that can be sharded.
+* Where one vector of indices is expanded over all other dims, ``gather`` becomes ``index_select``, ``scatter_add``
+  becomes ``index_add`` and ``scatter`` becomes ``index_copy``.
+* Look-ups that stay within their rows: ``x[arange(n), places]`` becomes a gather, and ``x[mask] = number`` becomes a
+  choice between ``x`` and the number.
 """
 
 from __future__ import annotations

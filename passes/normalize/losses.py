@@ -1,17 +1,15 @@
-"""Normal form of losses: per-target terms, a sum, and a division by a constant or by a count of targets.
+"""Normal form of losses: one term per target, a sum, and a division by a constant or by a count of targets.
 
-The count depends on targets alone, so that it can be had over the whole global batch before anything else runs.
+The count depends on targets alone, so it can be computed over the whole global batch before anything else runs.
 
-Losses of next tokens: the last position has no target, so models drop it. Here it stays, with one that is ignored.
+:func:`unshifted` rewrites next-token losses. The last position has no target, so models drop it:
+``cross_entropy(logits[:, :-1], tokens[:, 1:])``. The remaining length is one less than the sequence and does not divide
+over ranks, so the logits, the largest values of the model, would have to be gathered. The rewrite keeps the last
+position, with an ignored target, which adds nothing to the sum, the count or a gradient.
 
-``cross_entropy(logits[:, :-1], tokens[:, 1:])`` is of one position less than the sequence has, which no number of ranks
-divides: the logits, of all values the largest, would be brought together. A position whose target is ignored adds
-nothing to the sum, to the count or to a gradient.
-
-The logarithm of a token's probability as its cross entropy, where the others of its row are not read.
-
-Requires: normal form. Provides: ``-cross_entropy(x, index)`` for ``gather(log_softmax(x), index)``, which is how models
-that rank, distil or learn from rewards write it, and what ``nll_loss`` is of the same.
+:func:`pick_before_softmax` rewrites ``gather(log_softmax(x), index)`` as ``-cross_entropy(x, index)``, if the other
+elements of a row are not read. Models that rank, distil or learn from rewards write the log-probability of a token in
+this way; ``nll_loss`` of a ``log_softmax`` is handled, too. Requires: normal form.
 """
 
 from __future__ import annotations

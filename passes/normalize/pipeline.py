@@ -1,13 +1,12 @@
-"""The normal form: one way to say each thing, so that few rules and patterns cover many models.
+"""The normal form: one way to write each computation, so that few rules and patterns cover many models.
 
-Requires: a captured graph. Provides: no composite operators without a rule; no aliases, copies, casts or reshapes that
-do nothing, no bias-carrying products; means as sums times a constant, so that a sharded mean is a partial sum; losses
-as each target's cross entropy and sums over a count that depends on targets alone; constant attention masks recognised.
-Every rewrite is exact up to the order of sums.
+Requires: a captured graph. Provides: no composite operators without a rule; no aliases, no copies, casts or reshapes
+without effect, no products with a bias; means as sums times a constant, so that a sharded mean is a partial sum; losses
+as one cross entropy per target and sums over a count that depends on targets alone; constant attention masks
+recognised. Every rewrite is exact up to the order of sums.
 
-What a plan cannot hold, refused by the model's line.
-
-Requires: a graph in normal form. Provides: operators of torch on tensors alone.
+:func:`refuse` raises an error, with the line of the model, for a graph in normal form that a plan cannot hold:
+operators that are not torch's own, or that take or give other objects than tensors.
 """
 
 from __future__ import annotations

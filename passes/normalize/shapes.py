@@ -1,7 +1,7 @@
-"""Normal form of copies, casts, views, slices and creation.
+"""Normal form of copies, casts, views, slices and creation operators, and of access by memory position.
 
-Normal form of what reads and writes by places in memory: look-ups and writes by place, since a rank's memory is
-another; what is written to a diagonal is a choice by place.
+Reads and writes by strides (``as_strided``) become look-ups and writes by index, because the memory layout on a rank
+differs from that of the whole tensor. A write to a diagonal becomes a choice by index.
 """
 
 from __future__ import annotations

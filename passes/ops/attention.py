@@ -1,14 +1,13 @@
-"""Attention within a band of positions, tile by tile, with the logarithms of its sums: what is computed in one place.
+"""Attention within a band of positions, computed in tiles on one rank or on ranks that share a sequence.
 
 A query at position ``i`` sees the keys at ``i - before`` to ``i + after``; ``None`` is no limit. Full attention has no
-limits, causal attention ``after = 0``, a sliding window both. Tiles that are seen whole or up to their diagonal go to
-the device's fused kernel as they are; only those that an end of a window crosses have a mask, of the tile's size.
+limits, causal attention ``after = 0``, a sliding window both. :func:`tiles_of` gives the tiles of queries and keys that
+a band touches. Tiles that are seen whole or up to their diagonal go to the device's fused kernel unchanged; only tiles
+that an end of a window crosses have a mask, of the tile's size.
 
-Tiles of the same queries are brought together by the logarithms of their sums of exponents, which no score overflows
-(Milakov and Gimelshein 2018; Dao et al. 2022): ``out = sum_t out_t * exp(lse_t - lse)``. Backward, each tile gives its
-addend of the gradients from the result and the logarithm of the whole (Liu et al. 2023, ring attention).
-
-Which keys the queries of a band see: tiles of both, on one rank or on ranks that share a sequence.
+Tiles of the same queries are combined by the logarithms of their sums of exponents, which no score overflows (Milakov
+and Gimelshein 2018; Dao et al. 2022): ``out = sum_t out_t * exp(lse_t - lse)``. In backward, each tile gives its addend
+of the gradients from the result and the logarithm of the whole (Liu et al. 2023, ring attention).
 """
 
 from __future__ import annotations

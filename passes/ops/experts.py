@@ -1,14 +1,12 @@
-"""Products of rows with the matrix of their expert, as one operator on rows in any order.
+"""Products of rows with the matrix of their expert, as one operator on rows in any order, and as grouped products.
 
-Models sort the rows by expert, multiply group by group and sort back. Sorted rows of a whole batch cannot be sharded,
-rows in their own order can: that is the form that the rules see, and the sorting is within the operator.
-``passes/experts/sorted_rows.py`` rewrites the one into the other.
-
-Grouped matrix products: rows sorted by expert, each expert's rows times its own matrix.
+Models sort the rows by expert, multiply group by group and sort back. Sorted rows of a whole batch cannot be sharded;
+rows in their own order can. The factor rules see ``expert_mm`` on unsorted rows, and the sort is inside the operator.
+``passes/experts/sorted_rows.py`` rewrites one form into the other.
 
 ``sort_experts`` computes the order, ``sort_rows`` and ``unsort_rows`` apply and undo it (each is the gradient of the
-other), ``grouped_mm`` multiplies. The gradients of ``grouped_mm`` are ``grouped_mm`` itself (for the rows) and
-``grouped_mm_weight`` (for the weight).
+other), ``grouped_mm`` multiplies each expert's rows by its matrix. The gradients of ``grouped_mm`` are ``grouped_mm``
+itself (for the rows) and ``grouped_mm_weight`` (for the weight).
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Counter-based random numbers: the same seed draws the same numbers under every plan.
+"""Counter-based random numbers: a seed draws the same numbers under every plan.
 
 An element's number is a hash of the step's seed, the operator's stream and the element's index in the whole tensor. The
-index is computed from sums of ``arange``, which the factor rules shard like any other operator, so each rank draws just
+index is computed from sums of ``arange``, which the factor rules shard like any other operator, so each rank draws only
 the numbers of its own shard. The hash is splitmix64 (Steele, Lea and Flood, OOPSLA 2014).
 
-What torch's operators draw, by place (``passes/ops/random.py``): one table, for plans and for the reference.
-
-Requires and provides nothing: a formula is computed by whatever runs operators, on tensors or on a graph's nodes. What
-it gives has no gradient, unless torch's operator has one that a rule of the normal form adds.
+One table gives the formula of each of torch's random operators, for plans and for the reference. A formula runs on
+tensors or on graph nodes. Its result has no gradient, unless torch's operator has one, which a rule of the normal form
+then adds.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Attention.
+"""Factor rules of attention, of products of rows with their expert's matrix, and of collectives.
 
-Along a sequence that is sharded (``cp``), queries as well as keys are a rank's own: that is a *form* of attention
-within a band of positions (:class:`passes.rules.factors.Form`), one for each way to bring keys and values together.
+Along a sequence that is sharded (``cp``), queries as well as keys are local to a rank. Such attention is a *form* of
+attention within a band of positions (:class:`passes.rules.factors.Form`); there is one form for each way to bring keys
+and values together.
 
-Products of rows, sorted by expert, with the matrix of their expert.
+Products by expert take rows that are sorted by expert.
 
-The collectives of one mesh axis, seen from another: they move whole slabs and add them up.
-
-Where n ranks cut or join a dim, it is (n d) on the one side and d on the other.
+A collective of one mesh axis, seen from another axis, moves whole slabs and adds them up. Where n ranks cut or join a
+dim, it is (n d) on one side and d on the other.
 """
 
 from __future__ import annotations

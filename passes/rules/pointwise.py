@@ -1,6 +1,7 @@
-"""Factor rules of elementwise operators: every result dim may be sharded; operands broadcast.
+"""Factor rules of elementwise operators and of operators that create tensors.
 
-Operators that create tensors: each rank creates its own shard. Random tensors are not sharded.
+Every result dim of an elementwise operator may be sharded; operands broadcast. Each rank creates its own shard of a new
+tensor. Random tensors are not sharded.
 """
 
 from __future__ import annotations

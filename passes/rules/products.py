@@ -1,8 +1,8 @@
-"""Products that sum over a shared factor: linear, matrix products, einsum.
+"""Factor rules of products, of convolutions, pooling and resizing, and of matrix factorisations and solvers.
 
-Convolutions, pooling and resizing: samples and channels may be sharded, places are whole.
-
-Factorisations and solutions: each matrix by itself, whole; what stands before a matrix's two dims passes through.
+Linear layers, matrix products and einsum sum over a shared factor. Convolutions, pooling and resizing may be sharded
+over samples and channels, but not over positions. Factorisations and solvers need each matrix whole; the dims in front
+of a matrix's two dims may be sharded.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Factor rules of reductions and of operators that couple the elements of a dim.
+"""Factor rules of reductions, of normalisations, and of operators that couple the elements of a dim.
 
-Factor rules of normalisations: dims that are averaged over stay whole; the other dims may be sharded.
+Dims that a normalisation averages over stay whole; its other dims may be sharded.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Which rule an operator has: one table, filled by the families beside this file and by users.
+"""Table of factor rules by operator, and the parser of rules written as text.
 
-Rules as text: ``"b s (h d), h d -> b s h"``.
+The modules of this folder and the user add rules. Example of a text: ``"b s (h d), h d -> b s h"``.
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
 >>> check_strategies(torch.ops.aten.mm.default, (torch.randn(4, 6), torch.randn(6, 8)))
 []
 
-Run one rank's graph for all ranks at once, in one process, gradients included.
-
-The graph is the same on every rank, so it is walked once with a list of tensors, one per rank, at every node; a
-collective is a function of that list, and its gradient is its transpose, as ``passes/ir/collectives.py`` lists them.
+:func:`run_ranks` runs one rank's graph for all ranks in one process, gradients included. The graph is the same on every
+rank, so it is walked once with a list of tensors, one per rank, at every node. A collective is a function of that list,
+and its gradient is its transpose, as ``passes/ir/collectives.py`` lists them.
 """
 
 from __future__ import annotations

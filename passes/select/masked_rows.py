@@ -1,15 +1,12 @@
-"""Rows that a mask selects, at a fixed size.
+"""Rows that a mask selects, at a fixed size, and the table of operators that handle selected rows.
 
-``x[mask]``, ``torch.where(mask)`` and ``mask.nonzero()`` have as many rows as ``mask`` has ones, ``x.split(counts)`` as
-many as are counted, which no plan can know beforehand. Here every row is kept, with the mask beside it. What works on
-each row by itself (which its factor rule says) goes on all of them; what adds rows up, counts them or puts them back
-leaves out those that the mask does not select. The result is the same, for the work of all rows.
+``x[mask]``, ``torch.where(mask)`` and ``mask.nonzero()`` have as many rows as ``mask`` has ones, and
+``x.split(counts)`` has parts of counted sizes; a plan cannot know these numbers. The rewrite keeps every row, with the
+mask beside it. Operators that work on each row by itself (as their factor rules say) run on all rows. Operators that
+add rows up, count them or put them back leave out the rows that the mask does not select. The result is the same, for
+the work of all rows.
 
-Requires: nodes of an exported program, in order. Provides: the same operators with static shapes.
-
-Operators that count selected rows, cut them or ignore some, and the table of all that know of selected rows.
-
-Requires and provides: see ``passes/select/masked_rows.py``.
+Requires: nodes of an exported program, in order. Provides: equivalent operators with static shapes.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""How a backward is cut in two: what makes gradients of inputs, and what makes those of weights.
+"""Partition of a joint graph: saved values, nodes that backward recomputes, and the two halves of backward.
 
-Requires: a joint graph's nodes, those of its backward, and what that makes again. Provides: the operators of both
-halves and what the first hands on. It makes again what the second reads, and small gradients of weights, where less is
-handed on so.
+``slimmed`` implements selective recomputation. Requires: a joint graph's nodes in order, and the forward nodes that
+should be recomputed. Provides: the saved nodes, and the nodes that backward runs again. Recomputed nodes read saved
+values, parameters, and views of these, which cost nothing; all their other operands are saved.
 
-Selective recomputation: choose which values of a joint graph are saved, and which backward recomputes.
-
-Requires: a joint graph's nodes in order, and the forward nodes that should be recomputed. Provides: the saved nodes,
-and the nodes that backward runs again. Recomputed nodes read saved values, parameters, and views of these, which cost
-nothing; every other operand of theirs is saved.
+``JointHalves`` cuts backward into gradients of inputs and gradients of weights. Requires: a joint graph's nodes, its
+backward nodes, and its recomputed nodes. Provides: the operators of both halves, and the values that the first half
+hands on. The first half also computes small gradients of weights, and recomputes values that the second half reads,
+where that reduces the bytes handed on.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
-"""From a block's local forward graph, the functions that a rank runs: forward, backward, and backward in two halves.
+"""Derive the functions that a rank runs from a block's local forward graph: forward, backward, backward in two halves.
 
-Requires: a local graph (``passes/shard/shard_block.py``). Provides: graphs of plain operators of the device at hand,
-with what is saved between forward and backward explicit. The backward collectives follow from the forward ones, which
-carry their transpose as gradient.
+Requires: a local graph (``passes/shard/shard_block.py``). Provides: graphs of plain operators on the rank's device,
+with the values saved between forward and backward as explicit results. The backward collectives follow from the forward
+collectives, which have their transpose as gradient.
 
-Values that are zero whatever a graph is given, taken out of it.
-
-``x - detach(x)`` is zero, and there for its gradient alone (``passes/trace/autograd_functions.py``, and
-straight-through tricks). Once the gradient is a graph of its own, nobody needs the zero, nor what is linear in it: a
-value that it was added to is taken instead, and what was computed for it goes. Infinite values, of which the difference
-is no number, are not told apart.
+:func:`take_out_zeros` removes values that are always zero. ``x - detach(x)`` is zero and exists only for its gradient
+(``passes/trace/autograd_functions.py``, and straight-through tricks). After differentiation, the zero and all values
+linear in it are removed, and a sum with such a value is replaced by its other operand. Infinite values, whose
+difference is NaN, are not treated separately.
 """
 
 from __future__ import annotations

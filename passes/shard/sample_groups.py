@@ -1,16 +1,13 @@
-"""A step as the mean over groups of samples that follow one another: the model of one group, and its part of the mean.
+"""A step as the mean over groups of consecutive samples: the model of one group, and its part of the mean.
 
-Requires: a captured graph in normal form, of one group. Provides: the same graph, whose loss and whose results without
-samples are their share of the mean over all groups, and which draws its own random numbers for each group: those of its
-place among them, so that they do not depend on which rank or microbatch a group falls to. No sample of one group meets
-one of another.
+Requires: a captured graph in normal form, of one group. Provides: an equivalent graph whose loss, and whose results
+without samples, are the group's share of the mean over all groups. Random numbers are drawn by the index of the group,
+so they do not depend on the rank or microbatch that computes it. Samples of different groups do not interact.
 
-Buffers that forward changes, over groups of samples that follow one another.
-
-Requires: a captured graph in normal form, of one group. Provides: the same graph, in which a buffer that takes
-``a * old + b`` with a number ``a`` and a ``b`` that depends on no such buffer (running statistics, averages, counters,
-the last group's values) takes a sum instead: after groups 0 to n - 1 it is ``a^n * old`` plus the sum of
-``a^(n - 1 - i) * b_i``, of which each group gives its part, wherever and whenever it is worked on.
+Buffers that forward changes are recurrences over the groups. A buffer that takes ``a * old + b``, with a number ``a``
+and a ``b`` that depends on no such buffer (running statistics, averages, counters, the last group's values), takes a
+sum instead: after groups 0 to n - 1 it is ``a^n * old`` plus the sum of ``a^(n - 1 - i) * b_i``. Each group gives its
+addend, on any rank and in any order.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Requires: ``stack`` on every operator (the module calls around it). Provides: un
 call of a module: of the outermost modules that are repeated, otherwise of the smallest modules that a container holds.
 Operators between them, and modules without parameters, go to a neighbour, so that repeated units stay alike.
 
-Repetition in a run of operators that no module structure shows: layers written out in one ``forward``.
+:func:`split_by_period` finds repetition that no module structure shows: layers written out in one ``forward``.
 """
 
 from __future__ import annotations

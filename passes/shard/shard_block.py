@@ -1,13 +1,11 @@
 """Rewrite a block's graph for the layouts chosen on one mesh axis.
 
-Requires: values and ``grad`` marks on every node. Provides: the same block as one rank runs it, with local shapes and
-explicit collectives; reshards are inserted once per (value, layout) and shared by all readers. Applied once per axis:
-what one axis sharded is simply a smaller graph to the next.
+Requires: values and ``grad`` marks on every node. Provides: the block as one rank runs it, with local shapes and
+explicit collectives. Reshards are inserted once per (value, layout) and shared by all readers. The pass is applied once
+per axis; the next axis sees a smaller graph.
 
-Put together again what normal form took apart: a bias that follows its matrix product directly.
-
-Requires: a local graph (after the last :func:`passes.shard.shard_block.shard_block`). Provides: the same function in
-fewer operators.
+:func:`fuse_bias` merges a bias with the matrix product that it directly follows, which the normal form had separated.
+Requires: a local graph (after the last :func:`shard_block`). Provides: an equivalent graph with fewer operators.
 """
 
 from __future__ import annotations

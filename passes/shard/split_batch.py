@@ -1,15 +1,14 @@
-"""Split the batch over microbatches and data-parallel ranks: one mesh axis, ``data``, half of it in time.
+"""Split the batch over microbatches and data-parallel ranks: the mesh axis ``data``, partly in time.
 
 Requires: the layouts chosen on the axis ``data`` (every block's :class:`BlockSharding`). Provides: a model of one
-microbatch on one data-parallel rank. A total over the batch that depends on inputs alone (the number of targets that
-count, say) is computed by *prologue* calls before the pipeline starts; what only goes into a buffer, as a sum, is added
-up at the end (``passes/shard/buffer_sums.py``). Any other communication between samples is possible only where one
-microbatch is the whole local batch, and then runs over ``dp``.
+microbatch on one data-parallel rank. A total over the batch that depends on inputs alone (for example the number of
+targets that count) is computed by *prologue* calls before the pipeline starts. A sum that only goes into a buffer is
+completed at the end (``passes/shard/buffer_sums.py``). Any other communication between samples is possible only where
+one microbatch is the whole local batch, and then runs over ``dp``.
 
-Where in a value the samples of the batch stand, by following their dim from operator to operator.
-
-Requires: a graph with values, and the dim of samples of its placeholders. What the factor rules do not carry through is
-not followed: an operator without a rule, and results that mix samples, have none.
+:func:`sample_dims` finds the batch dim of each value by following it from operator to operator. Requires: a graph with
+values, and the batch dims of its placeholders. An operator without a factor rule, or a result that mixes samples, has
+no batch dim.
 """
 
 from __future__ import annotations

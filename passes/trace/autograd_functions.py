@@ -1,27 +1,20 @@
-"""Functions that define their own gradient (``torch.autograd.Function``), traced with it.
+"""Gradients that the model's code defines (``torch.autograd.Function``), traced, and checks of hooks.
 
-A traced forward forgets what ``backward`` says: a straight-through rounding would have no gradient at all. For ``y =
-f(x)`` with ``backward(g) = B g + c``, the graph computes ``f(x) + T(x - detach(x))`` instead, where ``T`` is ``B``
-transposed. The second term is zero, and its gradient is ``B g`` exactly. The part ``c`` that does not depend on the
-gradient of ``y`` is the gradient of ``c (x - detach(x))``, a term that is added to the loss
-(``passes/trace/autograd_functions.py``). All of it is ordinary operators, so that it is sharded, cut and recomputed
-like any others.
+A traced forward does not contain ``backward``: a straight-through rounding would have no gradient at all. For ``y =
+f(x)`` with ``backward(g) = B g + c``, :func:`traced_with_own_gradients` computes ``f(x) + T(x - detach(x))``, where
+``T`` is ``B`` transposed. The second term is zero, and its gradient is ``B g`` exactly. The added operators are
+ordinary ones, so they are sharded, cut and recomputed like any others.
 
-Hooks, which a trace does not see or must not call: those that only look are left out, and a note says so.
+The part ``c`` does not depend on the gradient of ``y``; a function may return one to inject an auxiliary loss. Autograd
+runs ``backward`` where a result of the function takes part in the loss, and starts with a gradient of 1 of the loss.
+:func:`with_terms_added` adds the term ``sum(c (x - detach(x)))`` to the loss. The term is zero and has the gradient
+``c``; loss scales, microbatches and shards treat it like all other terms. Requires: a captured graph with the mark
+``partition::own`` on the results of such functions. Provides: the graph without marks, and with the terms.
 
-Requires: a module before it is traced. Provides: that nothing but its forward, and functions with gradients of their
-own, says what its gradients are; and that no tensor without numbers is left in what a hook collects. Hooks on gradients
-that do more than look are refused; hooks on forward that do are traced with it.
-
-Parts of a function's own gradient that do not depend on the gradient of its result, as terms of the loss.
-
-``backward`` of a :class:`torch.autograd.Function` may return ``c`` whatever it is given, to inject an auxiliary loss
-for example. Autograd runs it where a result of the function takes part in the loss, and starts at a gradient of 1 of
-the loss. The term ``sum(c (x - detach(x)))`` of the loss, which is zero, has this gradient. Loss scales, microbatches
-and shards then treat it like all other terms.
-
-Requires: a captured graph with the mark ``partition::own`` on the results of such functions. Provides: the graph
-without marks, and with the terms.
+:func:`check_hooks` handles hooks, which a trace does not see or must not call. Hooks that only observe are left out
+with a note. Hooks on gradients that do more are refused; hooks on forward that do more are traced with it. Requires: a
+module before it is traced. Provides: a module whose gradients are defined by its forward and its own functions alone.
+No tensor without numbers is left in a collection that a hook fills.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
-"""Numbers that forward asks for and that depend on no input, told while it is traced.
+"""Numbers and conversions that forward asks for while it is traced and that depend on no input.
 
-A trace has no numbers: ``bool((mask == causal).all())``, as torch's own encoders ask it of a mask that forward makes,
-ends it. Inside :func:`numbers_known` such a question is answered: what the number is computed from, constants and
-buffers that the model holds, is run again with numbers, writes included. What depends on inputs, parameters or draws is
-left to torch.export to refuse.
+A trace has no numbers, so ``bool((mask == causal).all())``, which torch's own encoders ask of a mask that forward
+makes, would end it. Inside :func:`numbers_known` such a question is answered: the operators that lead to the number are
+run again on the model's constants and buffers, writes included. A number that depends on inputs, parameters or random
+draws is left to torch.export to refuse.
 
-Modules that forward converts while it is traced: to the type that they have, which is nothing, or refused.
-
-``self.router = self.router.to(torch.float32)`` inside ``forward`` gives every parameter of the router anew, which torch
-cannot do to tensors of a trace, even where they are of that type. A conversion to another type changes the model's own
-weights at its first call, which no plan of it can say.
+Inside :func:`conversions_traced` a conversion of a module, such as ``self.router = self.router.to(torch.float32)``, has
+no effect if the module has that type already. Torch cannot replace the parameters of a module during a trace, even by
+equal ones. A conversion to another type would change the model's weights at the first call, and is refused.
 """
 
 from __future__ import annotations

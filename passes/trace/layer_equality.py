@@ -1,14 +1,13 @@
-"""Which modules of a model are alike: they would run the same operators on the same inputs, as far as data can say.
+"""Find modules that are alike, which run the same operators on equal inputs, and keep their weights from the tracer.
 
 Two modules are alike if they have the same class, the same tree of sub-modules, parameters and buffers of the same
-shapes, types and flags, tied in the same way, no hooks, and equal attributes. An attribute that is a number or a text
-of its own in each of them (a layer's index or name) may differ: whether ``forward`` reads it is for the trace to find
-out, see ``passes/trace/layer_reuse.py``.
+shapes, types and flags, tied in the same way, no hooks, and equal attributes. An attribute that is a different number
+or text in each of them (a layer's index or name) is allowed: the trace finds out whether ``forward`` reads it, see
+``passes/trace/layer_reuse.py``.
 
-Weights of modules that need no trace, kept from the tracer: it is as fast as the model has weights.
-
-A module whose call will stand in the graph as one operator (``passes/trace/layer_reuse.py``) has its parameters put
-away while the model is traced. Whoever looks for them meanwhile finds that the trace cannot do without them.
+The time of a trace grows with the number of the model's weights. ``ParkedParameters`` therefore removes the parameters
+of a module whose call becomes one operator in the graph (``passes/trace/layer_reuse.py``) while the model is traced. If
+code looks for them meanwhile, :class:`ParkedParameterError` shows that the trace cannot do without them.
 """
 
 from __future__ import annotations

@@ -1,21 +1,20 @@
 """Trace modules that are alike once: the others stand in the exported graph as one operator each.
 
-The model's own ``forward`` runs in full, so whatever it does between its layers (skips, early exits, outputs collected,
-other kinds of layers in between) is traced as it is. Of the calls of modules that are alike
+The model's own ``forward`` runs in full, so everything that it does between its layers (skips, early exits, collected
+outputs, other kinds of layers) is traced as it is. Of the calls of modules that are alike
 (``passes/trace/layer_equality.py``) with arguments that are alike, the first is traced. The second runs beside the
-trace with everything that only it has (its index, its name) replaced by an object that cannot be read, and must ask of
-torch what the first did (``passes/trace/layer_reuse.py``); it and those after it add the operator ``partition::layer``,
-which makes tensors like those that the first call made. ``passes/trace/layer_expansion.py`` then shows that the first
-call's graph reads nothing but its own states and arguments, and puts a copy for each operator.
+trace with every value of its own (its index, its name) replaced by an object that cannot be read, and must record the
+same :class:`Journal` as the first. The second and all later calls add the operator ``partition::layer``, which makes
+tensors like the results of the first call. ``passes/trace/layer_expansion.py`` then shows that the first call's graph
+reads nothing but its own states and arguments, and puts a copy in place of each operator.
 
-A call is traced as always where this cannot be shown to be exact: arguments that are no tensors or plain values, inside
-``no_grad``, hooks. A group of modules is given up where a call changes an argument, a state or an
-attribute, makes a view of one, or reads what is its own.
+A journal has one entry for each torch function that a call runs. Two calls with equal journals run the same operators
+on the same operands: an entry names a tensor by its origin (an argument by its position, a result by the entry that
+made it), and any other object by its value.
 
-What a call asks of torch, one entry for each function, and calls that are looked at without being traced.
-
-Two calls with the same journal run the same operators on the same operands: entries name tensors by where they come
-from (the call's operands by their place, what was made by when), and anything else by what it is.
+A call is traced as usual where this cannot be shown to be exact: arguments that are neither tensors nor plain values,
+calls inside ``no_grad``, hooks. A group of modules is given up where a call changes an argument, a state or an
+attribute, makes a view of one, or reads a value of its own.
 """
 
 from __future__ import annotations

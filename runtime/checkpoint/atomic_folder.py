@@ -1,11 +1,11 @@
-"""A folder that is there complete or not at all, written by many ranks that share a file system and nothing else.
+"""A folder that many ranks write over a shared file system, and that is either complete or absent.
 
-Every rank writes into ``.name.TOKEN.partial`` and then a record of what it wrote. The first rank waits for all records,
-writes the manifest, and renames the folder. Whoever fails leaves ``.name.TOKEN.failed``, with the reason. Nobody needs
-to communicate meanwhile, so that training may. Of a folder that was there what is a checkpoint's is replaced; what else
-it holds stays.
+Every rank writes into ``.name.TOKEN.partial``, and then a record of what it wrote. The first rank waits for all
+records, writes the manifest, and renames the folder. A rank that fails leaves ``.name.TOKEN.failed``, with the reason.
+The ranks do not communicate meanwhile, so training may. If the folder existed, the files of its checkpoint are
+replaced; other files in it stay.
 
-Who writes a part of a checkpoint: a process that others on its host can look for.
+Records name the process that writes, so that other processes on its host can see whether it still runs.
 """
 
 from __future__ import annotations

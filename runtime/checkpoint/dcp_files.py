@@ -1,11 +1,7 @@
-"""The files of a checkpoint, in the format of ``torch.distributed.checkpoint``: one per rank, and ``.metadata``.
+"""Files of a checkpoint in the format of ``torch.distributed.checkpoint``: one per rank, ``.metadata``, and checksums.
 
-What torch calls a planner says here which boxes are written and read; torch writes, reads and reshards. Bytes are
-hashed on their way to the disk.
-
-What a rank has written of a checkpoint, and the sums that prove its files.
-
-Apart from ``storage``, for which torch imports for a second what few runs need.
+Planners for torch say which boxes of the tensors are written and read; torch writes, reads and reshards. A file is
+hashed while it is written.
 """
 
 from __future__ import annotations

@@ -9,10 +9,9 @@ A restarted run finds the newest step for which every rank's state is in some no
 or receives it. Copies belong to one line of a run, named by a token next to the checkpoints. A run that continues from
 disk, or under another plan, begins a new line and never reads the copies of an abandoned one.
 
-One rank's whole state as a file in a node's memory: mapped, overwritten in place, complete under its own name.
-
-``IDENTITY.RANK.STEP`` is complete; ``.IDENTITY.RANK.NUMBER.partial`` is being written, or was when its writer ended.
-Pages are asked for once and used again, so that a copy costs what moving its bytes costs.
+A file (``CheckpointSlot``) is mapped and overwritten in place. ``IDENTITY.RANK.STEP`` is complete.
+``.IDENTITY.RANK.NUMBER.partial`` is being written, or was when its writer ended. Memory pages are allocated once and
+reused, so a copy costs only the transfer of its bytes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Writing a checkpoint: at once, or from copies in host memory by a thread while training goes on.
+"""Write a checkpoint: at once, or by a thread, from copies in host memory, while training continues.
 
-Copies in host memory of what a rank saves, made while training goes on.
-
-Parameters and the optimizer's state change in the optimizer's step, and not before: they are copied behind the forward
-and backward that come first, and a step that comes too early waits. Everything else is copied at once. What is on disk
-is not copied, which would bring all of it to memory: it is written as it is, and a step waits until it is.
+``Staging`` makes the copies. Parameters and optimizer state change only in the optimizer's step: they are copied during
+the next forward and backward, and an optimizer step that comes too early waits. Everything else is copied at once.
+States on disk are not copied, because that would load all of them into memory; they are written from where they are,
+and the optimizer step waits for the end of the write.
 """
 
 from __future__ import annotations

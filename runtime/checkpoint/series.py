@@ -1,18 +1,16 @@
-"""Checkpoints for training: every rank writes its own shards, any plan of the model reads them.
+"""Series of checkpoints for training: written every so many steps, old ones removed, resumed from after a crash.
 
-``boxes``: which part of which tensor a rank has, and which rank writes it; ``storage``: the files, in the format of
-``torch.distributed.checkpoint``; ``saving``: at once or behind training, complete or not at all; ``loading``: checked,
-under any plan; ``series``: one folder of many checkpoints, old ones removed; ``interrupts``: a run that is asked to
-end; ``copies``: in the memory of the nodes, in ``slots``, agreed upon and sent by ``peers``.
+Every rank writes its own shards, and any plan of the model reads them. The work is divided among the modules of this
+folder: ``shards.py`` computes which boxes of the tensors a rank holds and writes, ``dcp_files.py`` reads and writes the
+files, ``save.py`` saves at once or behind training, ``atomic_folder.py`` makes a folder complete or absent, and
+``memory_copies.py`` keeps copies in the memory of the nodes.
 
-One folder of many checkpoints: written every so many steps, old ones removed, gone on from after a crash.
+``latest`` names the last complete checkpoint. It is written after that checkpoint is in its place, and before an older
+one is removed.
 
-``latest`` names the last complete one. It is written after that is in its place, and before an older one is removed.
-
-A run that is asked to end: by a queue whose time is over, by a machine that is taken away, by hand.
-
-The signal comes to some ranks, at some moment of a step. After each step all ranks ask each other, over Gloo and in
-host memory, so that they stop behind the same one and save it together.
+``Interrupts`` handles requests to stop a run: a batch queue whose time is over, a machine that is taken away, a user.
+The signal reaches some ranks, at any moment of a step. After each step all ranks exchange what they received, over Gloo
+and in host memory, so that they stop after the same step and save it together.
 """
 
 from __future__ import annotations

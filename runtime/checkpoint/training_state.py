@@ -1,11 +1,10 @@
-"""What a checkpoint holds besides tensors: steps, hyperparameters, random state, where the data are.
+"""Contents of a checkpoint other than the model: optimizer state, step, random state, data position, residuals.
 
-Plain data: what a checkpoint may hold besides tensors of the model, and can be read again without running code.
+``packed`` and ``unpacked`` convert plain data to bytes and back; reading them runs no code.
 
-What compressing gradients lost, in checkpoints: of each rank by itself, for a program that reduces in the same way.
-
-It belongs to no tensor of the model, but to what one rank sends to others. Under any other plan it starts anew, from
-zero, on all ranks: what is lost then is the rounding of one step.
+Residuals are the rounding errors of compressed gradients that a rank keeps for the next step. They belong to messages
+between two ranks and not to a tensor, so they are restored only for a program that reduces gradients in the same way.
+Under any other plan all ranks start from zero, which loses the rounding of one step.
 """
 
 from __future__ import annotations

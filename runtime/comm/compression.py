@@ -1,11 +1,12 @@
-"""Gradients in fewer bytes while they are sent: bfloat16, or int8 with a scale for every chunk of numbers.
+"""Compressed gradient communication (bfloat16, or int8 with a scale per chunk), and reductions level by level.
 
-Numbers are rounded, not what is done with them: whoever receives them adds them up as they were before. What int8 loses
-is kept and added to what is sent in the next step (error feedback, Seide et al. 2014), so that the sums over many steps
-are those of the gradients up to one step's rounding. What is not finite stays so: a chunk of int8 with an infinity or
-a NaN in it arrives as NaN.
+Numbers are rounded for the transfer only; the receiver adds them up in the original type. The rounding error of int8 is
+kept and added to the values sent in the next step (error feedback, Seide et al. 2014), so that the sums over many steps
+equal the sums of the gradients up to one step's rounding. Values that are not finite stay so: a chunk of int8 with an
+infinity or a NaN in it arrives as NaN.
 
-A rank's flat gradients, while they are reduced level by level: see ``runtime/program/sharded_buckets.py``.
+``LevelwiseReduction`` holds a rank's flat gradients while they are reduced level by level
+(``runtime/program/sharded_buckets.py``).
 """
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+"""Tell the origin of a failure from its consequences on other ranks, by the error and its traceback."""
+
 from __future__ import annotations
 
 import os

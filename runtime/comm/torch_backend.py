@@ -1,8 +1,7 @@
-"""Collectives by torch's backends: Gloo for CPU tensors, NCCL for CUDA tensors.
+"""Communication over torch's process groups: Gloo for CPU tensors, NCCL for CUDA tensors.
 
-Convert tensors to the form that communication backends accept: dense, one part after the other, real numbers.
-
-One rank's view of all the others, over torch's process groups.
+Backends take dense tensors of real numbers. Other tensors are converted first: parts along a dim are made contiguous,
+complex numbers are viewed as real ones.
 """
 
 from __future__ import annotations

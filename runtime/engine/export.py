@@ -1,12 +1,12 @@
-"""A rank's parameters as DTensors: how torch's own tools see the whole tensors of which it holds parts.
+"""Export of a rank's parameters: as DTensors in place, and as whole tensors in safetensors files.
 
-A view has the storage of the parameter that an optimizer steps. Its mesh has the plan's axes over which this stage's
-ranks are spread, those of more than one rank. What a DTensor cannot say exactly is refused, never approximated.
+A DTensor shows torch's own tools the whole tensor of which a rank holds a part. It shares the storage of the parameter
+that an optimizer steps. Its mesh has the axes of the plan over which this stage's ranks are spread, without axes of one
+rank. A layout that a DTensor cannot express exactly is refused, never approximated.
 
-Weights for others: whole tensors in safetensors files, gathered and written by all ranks in turn.
-
-A folder holds ``model.safetensors.index.json`` and its files, readable by every tool that knows sharded safetensors. It
-takes its place as a checkpoint does (``runtime/checkpoint/atomic_folder.py``). All ranks must see the same file system.
+All ranks gather and write the whole tensors in turn. The folder holds ``model.safetensors.index.json`` and its files,
+readable by every tool that supports sharded safetensors. It is replaced atomically, as a checkpoint is
+(``runtime/checkpoint/atomic_folder.py``). All ranks must see the same file system.
 """
 
 from __future__ import annotations

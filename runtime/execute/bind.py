@@ -1,12 +1,11 @@
-"""A block's graphs as functions of one rank: collectives bound to the rank's groups, devices to its device.
+"""Compile a block's graphs to functions of one rank: collectives bound to the rank's groups, devices to its device.
 
-The graphs of a program are the same for all ranks of a stage; :class:`Library` reads and differentiates each once, for
-all ranks of a process. :class:`Binder` turns them into functions of one rank.
+The graphs of a program are the same for all ranks of a stage. :class:`Library` reads and differentiates each graph once
+for all ranks of a process. :class:`Binder` turns graphs into functions of one rank.
 
-Derivatives of blocks that the ranks of a machine share: one rank traces a block, the others read what it found.
-
-The ranks of a stage run the same functions, and stages of equal layers do. On a machine with fewer cores than ranks,
-tracing them in each rank is most of what a short run takes.
+:class:`SharedDerivatives` shares the derivatives among the processes of a machine: one rank traces a block, and the
+others read the result. The ranks of a stage run the same functions, and so do stages of equal layers. On a machine with
+fewer cores than ranks, tracing in each rank would take most of the time of a short run.
 """
 
 from __future__ import annotations

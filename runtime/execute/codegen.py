@@ -1,15 +1,13 @@
-"""From a graph to one straight Python function: no interpreter between the operators.
+"""Compile a graph to one straight-line Python function, without an interpreter between the operators.
 
 The function takes its arguments as a list and empties it, and drops every value after its last use, so that a tensor
 lives no longer than the graph needs it. Collectives are started where their operand is ready and waited for where their
-result is first read; what does not depend on them is moved in between. Every line of the function knows its node, so
-that an error is told with the node, the module's path and the source line, at no cost while all goes well.
+result is first read; independent operators are moved in between. Every line of the function knows its node, so an error
+is reported with the node, the module's path and the source line, at no cost in a run without errors.
 
-The Python functions that do what an ATen operator does, in less time.
-
-``torch.ops.aten.mm.default`` goes through boxed arguments and takes 2 microseconds more than ``torch.mm`` (measured);
-on small tensors that is half of the operator. A view that its strides forbid becomes a copy, so that a gradient of any
-strides may come in.
+ATen operators are replaced by faster Python functions with the same result. ``torch.ops.aten.mm.default`` goes through
+boxed arguments and takes 2 microseconds more than ``torch.mm`` (measured); on small tensors that is half of the
+operator. A view that its operand's strides forbid becomes a copy, so a gradient may have any strides.
 """
 
 from __future__ import annotations

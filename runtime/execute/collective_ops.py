@@ -1,16 +1,16 @@
-"""Attention over a sequence of which each rank of a group has a part: by gathering keys and values, or in a ring.
+"""Operators that compute and communicate: attention over a sharded sequence, and the exchange of rows with experts.
 
-Ring: keys and values travel from rank to rank; while a rank attends to those at hand, the next are under way. Backward
-they travel once more, and the gradients of keys and values behind them, from one rank that adds to them to the next,
-until they are back (Liu et al. 2023). Of a window only the steps are taken in which some rank sees something.
+Attention over a sequence of which each rank of a group has a part has two algorithms.
 
-All-gather: every rank brings the whole of keys and values together for a moment, forward and backward (as Llama 3 was
-trained, Dubey et al. 2024), and their gradients are added up in a reduce-scatter.
+* Ring: keys and values travel from rank to rank; while a rank attends to the current ones, the next are in transfer. In
+  backward they travel once more, followed by their gradients, to which each rank adds, until they are back (Liu et al.
+  2023). For a window, only the steps are taken in which some rank sees a key.
+* All-gather: every rank gathers all keys and values for a moment, forward and backward (as Llama 3 was trained, Dubey
+  et al. 2024), and their gradients are added up in a reduce-scatter.
 
-Rows to their experts and back, over a group of ranks that have the experts in equal parts.
-
-The numbers of rows are exchanged first, at a fixed size; everything that follows, forward and backward, knows them.
-Every rank enters every exchange, be it with no row at all.
+Rows travel to their experts and back over a group of ranks that hold equal parts of the experts. The numbers of rows
+are exchanged first, at a fixed size; all later exchanges, forward and backward, use them. Every rank enters every
+exchange, even without rows.
 """
 
 from __future__ import annotations

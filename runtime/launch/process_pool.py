@@ -1,12 +1,10 @@
-"""From what each rank holds after a step to what the model would have given: outputs, loss, gradients, whole.
+"""A pool of local processes that run programs as ranks, and the assembly of their results.
 
-Processes on this machine that stand for ranks, kept alive from one run to the next.
+``LocalRanks`` keeps the processes alive from one run to the next; each runs one program after another on request. After
+a step, ``joined`` combines the results of the ranks into the results of the whole model: outputs, loss and gradients.
 
-A rank of :class:`runtime.launch.process_pool.LocalRanks`: a process that runs one program after another when told to.
-
-What a rank and its owner say to each other: ``(kind, content)``, pickled as plain bytes.
-
-``Connection.send`` would hand tensors over as shared memory, which a process that ends at once cannot keep alive.
+A message is ``(kind, content)``, pickled to plain bytes. ``Connection.send`` would pass tensors as shared memory, which
+a process that ends at once cannot keep alive.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What a run does, step by step: a line on the screen, JSONL in a file, and TensorBoard where it is installed.
+"""Metrics of a run, step by step: a line on the screen, JSONL in a file, TensorBoard if installed, and loss spikes.
+
+::
 
     log = runtime.StepLog(engine, plan="plan.json", folder="metrics/")
     for batch in batches:
@@ -6,9 +8,10 @@
         optimizer.step()
         print(log.step(loss))
 
-A figure that is not known is left out: tokens where no input is of integers, MFU without an estimate in the plan.
+An unknown figure is left out: tokens if no input consists of integers, MFU if the plan has no estimate.
 
-Losses that jump: told from the ones before by their median, so that one bad step does not hide the next.
+``LossSpikes`` detects jumps of the loss by comparison with the median of earlier losses, so that one bad step does not
+hide the next.
 """
 
 from __future__ import annotations

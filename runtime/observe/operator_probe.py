@@ -1,12 +1,12 @@
-"""Every operator that a step runs, as it runs: which instruction and graph node it belongs to, what goes in and out.
+"""Probe of every operator that a step runs, and comparison of two runs bit by bit.
 
-Works from outside: a dispatch mode sees the operators, the stack says whose they are. A step without a probe is as it
-was. Collectives work below the dispatcher: their results are first seen where they are read. What communication does
-with its buffers, which start with whatever was in memory, is left out.
+``probed`` reports each operator with its instruction, graph node, operands and results. It works from outside: a
+dispatch mode sees the operators, and the stack gives their origin. A step without a probe is unchanged. Collectives run
+below the dispatcher: their results are first seen where they are read. Operators on communication buffers, which start
+with uninitialised memory, are left out.
 
-Write hashes of the operands and results of every operator to a file, to compare two runs bit by bit.
-
-Two runs, operator by operator: the first that gave other bits.
+``record_hashes`` writes hashes of the operands and results of every operator to a file. ``compare_runs`` finds the
+first operator whose results differ between two such files.
 """
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+"""Codecs that compress gradients for the transfer: bfloat16, and int8 with a scale per chunk."""
+
 from __future__ import annotations
 
 from typing import Protocol

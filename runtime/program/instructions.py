@@ -1,12 +1,11 @@
-"""Instruction lists in few words: a pipeline's steady state is written once, with how often it runs.
+"""Instructions of a rank, compact lists of them, and the communication events that other ranks see.
 
-The lists of a schedule grow with the microbatches by repeating what they repeat already. A :class:`Listing` says what a
-list is with ``num_microbatches - steps * unit`` microbatches, and what every further ``unit`` of them adds to each of
+The list of a schedule grows with the number of microbatches by repeating its steady state. A :class:`Listing` stores
+the list with ``num_microbatches - steps * unit`` microbatches, and what every further ``unit`` of them adds to each of
 its parts. It reads like the tuple of instructions that it stands for.
 
-What the other ranks see of a rank: the communication that its instructions enter, in order.
-
-Two ranks fit together if their events do. An event's ``what`` is all that has to agree between those who take part.
+An event is a communication that an instruction enters; a rank's events are in the order of its list. Two ranks fit
+together if their events do. The field ``what`` of an event has all that its participants must agree on.
 """
 
 from __future__ import annotations

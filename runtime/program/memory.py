@@ -1,10 +1,9 @@
-"""Memory of a rank, in bytes, while it runs its instructions.
+"""Memory of a rank in bytes, on the device, in the host and on disk, while it runs its instructions.
 
-Counted are states; gradients of parameters (from the start; under ZeRO the rank's pieces, and whole gradients while
-they exist); values and their gradients from creation until they are freed; and tensors that calls save for backward.
-Not counted are temporary tensors of operators and optimizer states: callers add them as extra bytes.
-
-What a rank holds for reductions level by level, in bytes: parts of sums, what is on its way, what was lost.
+Device memory counts states; gradients of parameters (from the start; under ZeRO the rank's pieces, and whole gradients
+while they exist); values and their gradients from creation until they are freed; tensors that calls save for backward;
+and buffers of reductions level by level (partial sums, transfers under way, residuals). Temporary tensors of operators
+and optimizer states are not counted: callers add them as extra bytes.
 """
 
 from __future__ import annotations

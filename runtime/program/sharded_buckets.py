@@ -1,4 +1,4 @@
-"""Hierarchical reduction of gradients: the order of its collectives, and the mesh axes of each.
+"""Collectives of a gradient bucket: the order and axes of a hierarchical reduction, and the ZeRO pieces of its states.
 
 For example, a bucket is reduce-scattered inside each node, its shards are all-reduced between nodes, and the sums are
 all-gathered inside each node. The links between nodes then carry a node's gradients once, spread over all of its ranks.
@@ -6,8 +6,6 @@ A single all-reduce over all ranks is as fast only if the library does the same 
 
 Compressed gradients are exchanged instead, because a sum in a short type would be rounded at each addition. Every rank
 sends each shard of its gradients, compressed, to the rank that sums that shard, and all-gathers the compressed sums.
-
-What a program says of the states that ranks share.
 """
 
 from __future__ import annotations

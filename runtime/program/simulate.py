@@ -1,13 +1,11 @@
-"""When everything happens: the same instructions, with durations.
+"""Simulate a program in time: the instructions of each stage with durations, and the overlap of collectives.
 
-All ranks of a stage that have as many microbatches do the same, so one rank of each stage is followed. A rank computes
-one thing at a time. What it sends to other stages goes out at once, over one channel per neighbour and direction.
-Gathers of parameters and reductions of gradients run beside computation, one after another in the order of the list:
-they share the links. While one of them and a computation run, each takes ``slowdown`` times as long. What a receive, a
-call that reads what is gathered, TOTAL, SYNC, UPDATE or STEP waits for is idle time. The optimizer's update comes after
-STEP.
-
-The time of one rank that computes while its collectives run beside it.
+All ranks of a stage that have equally many microbatches do the same, so one rank of each stage is followed. A rank
+computes one thing at a time. Messages to other stages are sent at once, over one channel per neighbour and direction.
+Gathers of parameters and reductions of gradients run beside computation, one after another in the order of the list,
+because they share the links. While one of them and a computation run, each takes ``slowdown`` times as long
+(:class:`RankClock`). Waiting in a receive, in a call that reads a gathered parameter, or in TOTAL, SYNC, UPDATE or STEP
+is idle time. The optimizer's update comes after STEP.
 """
 
 from __future__ import annotations

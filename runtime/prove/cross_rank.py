@@ -1,13 +1,12 @@
-"""Do the ranks fit together? Their events, run side by side until all have ended or none can go on.
+"""Check that the ranks' events fit together: run them side by side until all have ended or none can proceed.
 
-Assumed of the machine: transfers from one rank to another in one direction (forward, backward) arrive in the order in
-which they were sent, and advance on their own; so do the operations of one group; nothing else is ordered.
+Assumptions about the machine: transfers from one rank to another in one direction (forward, backward) arrive in the
+order in which they were sent, and advance on their own; so do the operations of one group; nothing else is ordered.
 
-Which ranks do the same for the same reasons, so that one of them can stand for all.
-
-Ranks of a stage with the same events are alike as long as those they meet are alike in turn: the classes are the
-coarsest partition in which every rank of a class sees the same classes in each of its groups and along its pipeline.
-One representative per class then shows how all ranks run, since what a rank does next depends on nothing else.
+:func:`representatives` finds ranks that are equivalent, so that one of them can stand for all. Ranks of a stage with
+the same events are equivalent if the ranks they meet are equivalent in turn: the classes are the coarsest partition in
+which every rank of a class sees the same classes in each of its groups and along its pipeline. One representative per
+class then shows how all ranks run, since the next event of a rank depends on nothing else.
 """
 
 from __future__ import annotations

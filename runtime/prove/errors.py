@@ -1,7 +1,4 @@
-"""What the prover refuses, and where in the program.
-
-What the prover calls the things that it follows.
-"""
+"""Errors of the prover: what it refuses and where in the program, and texts for the objects that it follows."""
 
 from __future__ import annotations
 

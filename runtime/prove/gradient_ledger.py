@@ -1,6 +1,7 @@
-"""The gradients of one rank, followed through its instructions: who has added to each, and what became of it.
+"""Gradients of one rank, followed through its instructions: contributions to each gradient, and its use.
 
-From which stages a gradient comes back: those to which the value was sent, if anything beyond adds to it.
+``gradient_returns`` finds the stages that send a gradient back: those that received the value, if a call there or
+further on contributes to its gradient.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""What is in host memory, followed through a rank's instructions: is it back when it is used, whole when it goes?
+"""Checks of host memory and of buffer updates, in the order of a rank's instructions.
 
-Buffers that forward changes: written once, by all that hold them, after the last that reads the old value.
+Activations and parameters in host memory must be on the device again when they are used, and gradients must be whole
+when they move to the host. A buffer that forward changes must be written once, by all ranks that hold it, after the
+last read of its old value.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Check parameters, buffers and constants: their layouts, their stages, and the buckets of their gradients.
+"""Checks of states and gradient buckets, and of a rank's collectives in the order of its instructions.
 
-The parameters that a rank shares, followed through its instructions: are they there when they are read?
-
-What of a rank's reductions is under way, and what has therefore to end before something else begins.
-
-The collectives of a call, those in a row over the same axes together: who enters one enters them all.
+Parameters, buffers and constants must have valid layouts, stages and buckets. ``Parameters`` follows the instructions
+and checks that a sharded parameter is gathered before a call reads it. ``PendingReductions`` tracks the reductions
+under way, and which of them must end before another one starts. ``bundles_of`` groups consecutive collectives of a call
+over the same axes: a rank that enters one of them enters all.
 """
 
 from __future__ import annotations

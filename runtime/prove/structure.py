@@ -1,8 +1,6 @@
-"""Does a program agree with itself? Names, shapes, types, graphs: all that stands still.
+"""Static checks of a program: names, shapes, types and graphs agree, and inputs and outputs fit the global batch.
 
 Every fault is reported at the first instruction that meets it.
-
-What goes into a program and what comes out of it, against the global batch.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""Memory that is a file's: tensors on a node's disk, whose pages are in memory only while they are used.
+"""Optimizer states on a node's disk: tensors whose memory is a mapped file, and an optimizer that steps in windows.
 
-A file loses its name once it is mapped: its space is free again however its process ends, nothing is left for the next
-run to find, and no two runs meet in one folder.
+The pages of a mapped file are in memory only while they are used. A file loses its name once it is mapped: its space is
+free again however its process ends, nothing is left for the next run to find, and no two runs meet in one folder.
 
-Keep the states of an optimizer on disk: it updates one window of parameters at a time, whose states are in memory.
-
-The optimizer's own ``step`` runs once per window, on parameter groups that have the window's parameters only. The
-result is the same for optimizers that update each parameter from itself, its gradient and its state; others are
-refused, as far as they can be detected. While one window is updated, the next one is read and the previous one is
-written.
+The optimizer updates one window of parameters at a time, whose states are in memory. Its own ``step`` runs once per
+window, on parameter groups that have only the window's parameters. The result is the same for optimizers that update
+each parameter from itself, its gradient and its state; others are refused, as far as they can be detected. While one
+window is updated, the next one is read and the previous one is written.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""The gradients of a rank's parameters: flat buffers, into which backward adds, and which are reduced as a whole.
+"""Gradients of a rank's parameters: flat buffers into which backward adds, and which are reduced as a whole.
 
-Those of parameters shorter than float32 are added up and reduced in float32.
-
-Where gradients of parameters go, and are added up.
-
-The gradients of parameters that a group shares: whole while backward adds to them, then a piece on each rank.
+Gradients of parameters in a type shorter than float32 are added up and reduced in float32. A ``Sink`` is the part of a
+buffer that takes the gradient of one parameter. Under ZeRO (``ScatteredBucket``), gradients of parameters that a group
+shares are whole while backward adds to them, and are then scattered into a piece on each rank.
 """
 
 from __future__ import annotations

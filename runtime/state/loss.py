@@ -1,16 +1,16 @@
-"""The whole loss, on every rank: added up over microbatches and ``dp``, and passed on from stage to stage.
+"""The whole loss on every rank, loss scaling, and the gradient norm of the whole model.
 
-It travels behind the rest of the step: reduced while backward runs, sent to the neighbouring stages, each of which has
-posted its receive at the start, and passes it on as soon as gradients have come the same way: what a rank has left to
-do then, no other waits for, which may begin the next step.
+The loss is added up over microbatches and ``dp``, and passed on from stage to stage. Its transfer is hidden behind the
+rest of the step: it is reduced while backward runs, and sent to the neighbouring stages. Each of them has posted its
+receive at the start, and passes the loss on once the gradients of that direction have arrived. No other rank waits for
+the remaining work, so other ranks may begin the next step.
 
-Loss scaling: gradients in float16 are kept from vanishing by a large factor, which is taken out in float32.
+Loss scaling keeps float16 gradients from vanishing: a large factor is applied to the loss, and removed in float32. The
+factor halves when a gradient overflows on any rank, and doubles after many steps without an overflow (Micikevicius et
+al. 2018, section 3.2; the constants are those of ``torch.amp.GradScaler``). A step that overflowed has no gradients,
+and torch's optimizers leave parameters without one as they are, so the training loop needs no special case.
 
-The factor halves when a gradient overflows on any rank, and doubles after many steps without (Micikevicius et al. 2018,
-section 3.2; the constants are those of ``torch.amp.GradScaler``). A step that overflowed has no gradients, and torch's
-optimizers leave parameters without one as they are: the training loop needs no case for it.
-
-The norm of the whole model's gradient, from shards: every element counted once.
+The norm is computed from shards, with every element counted once.
 """
 
 from __future__ import annotations

@@ -1,21 +1,19 @@
-"""What an optimizer steps where that is not what a rank computes with: copies in float32, copies in host memory.
+"""States of a rank: shards loaded from weights, stacks of parameters, ZeRO pieces, and copies that the optimizer steps.
 
-Of parameters that a rank computes with in a shorter type it keeps float32 copies (mixed precision: small updates are
-not lost in the short type, Micikevicius et al. 2018). Where the program offloads its optimizer, copies of all trained
-parameters are in host memory, whatever their type, and the optimizer runs there (ZeRO-Offload, Ren et al. 2021). Where
-it keeps optimizer states on disk, the float32 copies of shorter parameters are there with them. The optimizer steps the
-copies, of which the parameters are made anew before they are read. Checkpoints hold the copies.
+Weights are checked against the plan before they are loaded. A state that is a stack of the model's parameters is one
+tensor inside the runtime, and has the model's names outside.
 
-A rank's shards of the parameters, buffers and constants, and whether the weights given are those of the plan.
+Under ZeRO, the rank's part of a state after the cuts over ``ep`` and ``tp`` is flattened row by row, and cut into as
+many pieces of ``ceil(numel / ranks)`` elements as there are ranks; the last pieces may be shorter, or empty. Every
+shape is thus shared evenly by any number of ranks. A piece depends on the state alone, not on the bucket in which it is
+gathered or on the optimizer.
 
-States that are stacks of the model's own parameters: by the model's names outside, one tensor inside.
-
-Flat pieces: how ranks share a state under ZeRO.
-
-What the cuts over ``ep`` and ``tp`` leave of a state is taken flat, row by row, and cut into as many pieces of
-``ceil(numel / ranks)`` elements as there are ranks; the last ones may be shorter, or empty. Any shape is so shared
-evenly by any number of ranks, and a piece depends on nothing but the state: whatever is gathered together, whichever
-optimizer runs, it is the same.
+``MasterParameters`` holds copies of parameters for the optimizer. A parameter that is computed in a shorter type has a
+float32 copy (mixed precision: small updates would be lost in the short type, Micikevicius et al. 2018). If the program
+offloads its optimizer, all trained parameters have copies in host memory, whatever their type, and the optimizer runs
+there (ZeRO-Offload, Ren et al. 2021). If it keeps optimizer states on disk, the float32 copies of shorter parameters
+are on disk, too. The optimizer steps the copies, and the parameters are set from them before they are read. Checkpoints
+hold the copies.
 """
 
 from __future__ import annotations

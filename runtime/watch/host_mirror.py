@@ -1,9 +1,10 @@
-"""Ranks on several hosts: each host's folder is copied to the others' through the store that the ranks met at.
+"""Exchange of status files between hosts, and the ranks behind network addresses.
 
-One rank of every host does it. What is copied are the files that ranks write about themselves. A thread talks to the
-store: a host that has lost the store's host waits for its answer for as long as TCP does.
+Each host's folder is copied to the other hosts through the store at which the ranks met. One rank of every host does
+this, for the files that ranks write about themselves. A thread talks to the store: a rank that has lost the store's
+host waits for an answer until TCP gives up.
 
-Which rank is at the other end of a connection: Gloo's errors give an address and a port.
+``ranks_named`` finds the ranks at the other end of a connection, because Gloo's errors name an address and a port.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Detect ranks that are slower than the others, from the time that they compute, without waiting times.
+"""Detection of slow ranks, and a monitor that tells whether a run makes progress and, if not, why.
 
-All ranks take the same time for a step, and the slow rank is the one that does not wait. Ranks of one stage with the
-same number of microbatches do the same work and are compared with each other. A rank without such peers is compared
-with its own past, scaled by how the other ranks have changed. All comparisons use medians, so a single disturbed step
-has no effect. On a machine that is shared with other programs, times vary on every rank, and medians may be far apart
-by chance. Therefore nearly every step of the slow rank must take longer than nearly every step of its peers, which
-happens by chance in one of ten thousand windows.
+Ranks are compared by the time that they compute, without waiting times: all ranks take the same time for a step, and
+the slow rank is the one that does not wait. Ranks of one stage with the same number of microbatches do the same work
+and are compared with each other. A rank without such peers is compared with its own past, scaled by how the other ranks
+have changed. All comparisons use medians, so a single disturbed step has no effect. On a machine that is shared with
+other programs, times vary on every rank, and medians may be far apart by chance. Therefore nearly every step of the
+slow rank must take longer than nearly every step of its peers, which happens by chance in one of ten thousand windows.
 
-Monitor a run, from outside or from one of its ranks: does it make progress, and if not, why.
+``Monitor`` runs outside of a run or in one of its ranks.
 """
 
 from __future__ import annotations

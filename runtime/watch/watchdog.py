@@ -1,7 +1,4 @@
-"""Watching a run: who is where, who waits for whom, who is the cause.
-
-The watchdog of a rank: sends heartbeats, reports where the rank waits, and ends a run that has failed or stalled.
-"""
+"""The watchdog of a rank: sends heartbeats, reports where the rank waits, and ends a run that has failed or stalled."""
 
 from __future__ import annotations
 

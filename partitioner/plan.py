@@ -316,7 +316,10 @@ class Plan(Data):
 
     @typed_errors("Plan.prove()")
     def prove(self) -> Proof:
-        """Prove the programs of all ranks. Raises :class:`runtime.ProofError` with rank, instruction and graph node."""
+        """Prove the programs of all ranks.
+
+        Raises :class:`runtime.prove.errors.ProofError` with rank, instruction and graph node.
+        """
         from runtime.prove.prove import prove
 
         return prove(self.program)

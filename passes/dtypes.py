@@ -5,7 +5,7 @@ What only reads a plan (its summary, its explanation, a picture) needs no more o
 
 from __future__ import annotations
 
-# Bytes of one element. ``tests/test_dtypes.py`` compares the table with PyTorch's own types.
+# Bytes of one element. ``tests/test_imports.py`` compares the table with PyTorch's own types.
 FLOATING = {
     "float64": 8,
     "float32": 4,

@@ -19,7 +19,7 @@ _EPILOG = examples(
 
 
 def add_launch_commands(app: typer.Typer) -> None:
-    """Make the command of this module a command of ``app``."""
+    """Add the command ``launch`` to ``app``."""
     app.command(epilog=_EPILOG)(launch)
 
 
@@ -55,7 +55,7 @@ def launch(
 
 
 def add_watch_commands(app: typer.Typer) -> None:
-    """Make the commands of this module commands of ``app``."""
+    """Add the commands ``trace``, ``compare`` and ``compare-runs`` to ``app``."""
     app.command(epilog=examples("partitioner trace plan.json watch/ -o trace.json"))(trace)
     app.command(epilog=examples("partitioner compare plan.json trace.json"))(compare)
     app.command(epilog=examples("partitioner compare-runs monday/ tuesday/"))(compare_runs)

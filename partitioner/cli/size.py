@@ -29,7 +29,7 @@ _EPILOG = examples(
 
 
 def add_size_command(app: typer.Typer) -> None:
-    """Make the command of this module a command of ``app``."""
+    """Add the command ``size`` to ``app``."""
     app.command(epilog=_EPILOG)(size)
 
 
@@ -114,7 +114,7 @@ _BUDGET_EPILOG = examples(
 
 
 def add_budget_command(app: typer.Typer) -> None:
-    """Make the command of this module a command of ``app``."""
+    """Add the command ``budget`` to ``app``."""
     app.command(epilog=_BUDGET_EPILOG)(budget)
 
 
@@ -150,7 +150,7 @@ _LARGEST_EPILOG = examples(
 
 
 def add_largest_command(app: typer.Typer) -> None:
-    """Make the command of this module a command of ``app``."""
+    """Add the command ``largest`` to ``app``."""
     app.command(epilog=_LARGEST_EPILOG)(largest)
 
 

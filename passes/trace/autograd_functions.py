@@ -114,7 +114,7 @@ def traced_with_own_gradients() -> Iterator[None]:
     """
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if cls is CheckpointFunction:  # see passes/trace/autograd_functions.py
+        if cls is CheckpointFunction:  # the plan decides on recomputation, see ``LeftToPlan``
             return args[0](*args[_CHECKPOINT_ARGUMENTS:])
         takes_grad = any(isinstance(a, Tensor) and a.requires_grad for a in (*args, *kwargs.values()))
         if _is_torchs(cls) or not takes_grad or not torch.is_grad_enabled():

@@ -229,7 +229,7 @@ class Repeats:
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
-        """Inside, members of the groups run as this module says."""
+        """Inside, calls of modules that are alike are traced once, and otherwise replaced by ``partition::layer``."""
         root = self.away.model if self.away is not None else None
         before = root.__dict__.get("forward") if root is not None else None
         try:

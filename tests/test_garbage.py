@@ -1,3 +1,5 @@
+"""The cycle collector while plans are made: fewer passes, the user's settings restored, and no plan kept alive."""
+
 import gc
 import weakref
 

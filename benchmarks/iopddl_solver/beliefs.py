@@ -1,15 +1,15 @@
-"""Belief propagation: what each choice of each node would cost all in all, estimated by messages along the tables.
+"""Belief propagation for a pairwise problem, at prices of memory that follow the assignments.
 
-A table tells each of its two nodes what every choice of it costs at least, beside all that the other node was told
-elsewhere (min-sum; Pearl, 1988). On a tree the beliefs are exact; on a graph with circles they need not even settle,
-but what they decide together, hubs and whole layers included, is far beyond moves of single nodes, and a pass over all
-tables takes milliseconds: all tables of one shape are updated at once, in single precision, and messages are damped.
+A belief estimates the total cost of each choice of each node. It comes from messages along the tables: a table sends to
+each of its two nodes, for every choice of it, the least cost of the table and of the other node's beliefs (min-sum;
+Pearl, 1988). On a tree the beliefs are exact. On a graph with cycles they need not converge, but they decide on many
+nodes together, hubs and whole layers included, which moves of single nodes cannot. A pass over all tables takes
+milliseconds: all tables of one shape are updated at once, in single precision, and messages are damped.
 
-Prices of memory per row: they rise where an assignment exceeds the limit and fall where it leaves room.
-
-A subgradient step on the Lagrangian of the memory rows (Held and Karp, 1971), with two changes for assignments that
-only approximate the minimum. Of neighbouring rows that exceed their limit together, only the fullest is priced. Each
-such group of rows has its own step, which grows while the excess lasts and shrinks when its sign changes (as in Rprop;
+Prices of memory, one per row, rise where an assignment exceeds the limit and fall where it leaves room. This is a
+subgradient step on the Lagrangian of the memory rows (Held and Karp, 1971), with two changes for assignments that only
+approximate the minimum. Of neighbouring rows that exceed their limit together, only the fullest is priced. Each such
+group of rows has its own step, which grows while the excess lasts and shrinks when its sign changes (as in Rprop;
 Riedmiller and Braun, 1993).
 """
 

@@ -1,20 +1,16 @@
-"""Which choices a step of the search looks at: few per node, so that much of the graph can be solved at once.
+"""Neighbourhoods of a search: proposed choices per node, regions of the graph, and parts for an exact solver.
 
-Besides the present choice these are, for each node: its best choice beside the others; its best answer to a change of
-one neighbour; what another node that looks like it has chosen (a model repeats its layers, and what is good in one is
-good in all); and one at random. Solving exactly over proposed choices is a fusion move (Lempitsky, Rother, Roth and
-Blake, 2010).
+``Proposals`` gives few choices per node, so that much of the graph can be solved at once. Besides the present choice
+these are: the node's best choice given the others; its best answer to a change of one neighbour; the choice of a
+similar node (a model repeats its layers, and a good choice in one layer is good in all); and a random one. Solving
+exactly over proposed choices is a fusion move (Lempitsky, Rother, Roth and Blake, 2010).
 
-Regions of a graph for a search to work on: around what is dear or joins much, or around who shares a full row.
+``Regions`` selects nodes to work on: around expensive nodes, around hubs, or around nodes that share a full row.
 
-Parts of a large problem for an exact solver, beside the present choices of all others and with the memory rows.
-
-Where a row is full, what one node takes another must leave: prices do not say who. A mixed-integer program of some
-dozens of nodes does, and takes a fraction of a second (large neighbourhood search; Shaw, 1998).
-
-Improve an assignment by solving a part of it, or all, to the optimum with an exact solver while the rest stays.
-
-Of its memory rows only those that bind are needed: they are added as solutions break them (a cutting-plane method).
+``solve_part`` and ``NeighbourhoodSearch`` solve a part of the problem, or all of it, by mixed-integer programming, with
+the memory rows, while the other nodes keep their choices (large neighbourhood search; Shaw, 1998). Where a row is full,
+prices do not tell which nodes may use it; a mixed-integer program of some dozens of nodes does, in a fraction of a
+second. Only memory rows that bind are needed: they are added when a solution violates them (a cutting-plane method).
 """
 
 from __future__ import annotations

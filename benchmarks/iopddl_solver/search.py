@@ -1,18 +1,19 @@
 """Search of a large problem: propagate beliefs at prices of memory, then solve large parts of the graph exactly.
 
-Memory enters by prices per row that follow the assignments (``beliefs.py``). First beliefs are propagated while prices
-follow what they decide, until both have settled (``beliefs.py``). Then steps of several kinds take turns, the more
-often the more they gained: more of that; a random cutset stays at its present choices and the rest is solved by dynamic
-programming (``search.py``, ``partitioner/solve/pairwise/dynamic_programming.py``), over all choices of each node or
-over a few that are proposed (``moves.py``), for the whole graph or for a region; a small part is solved with its memory
-rows by an exact solver (``moves.py``). What exceeds a limit is repaired (``repair.py``), and the cheapest assignment
-that fits is kept.
+Prices per row of memory follow the assignments, and beliefs are propagated at these prices until both have settled
+(``beliefs.py``). Then steps of several kinds take turns; a kind that gained more is used more often:
 
-An order of elimination of bounded width for a graph that is too wide: some nodes, the cutset, stay as they are.
+* belief propagation is continued;
+* a random cutset keeps its present choices, and the rest is solved exactly by dynamic programming
+  (``partitioner/solve/pairwise/dynamic_programming.py``), over all choices of each node or over proposed ones
+  (``moves.py``), for the whole graph or for a region;
+* a small part is solved with its memory rows by an exact solver (``moves.py``).
 
-What is left when the cutset is fixed is solved exactly by dynamic programming (cutset conditioning: Pearl, 1988;
-w-cutsets: Bidyuk and Dechter, 2007). A random cutset per step of a search makes a large neighbourhood of which the
-best member is found.
+An assignment that exceeds a limit is repaired (``repair.py``), and the cheapest assignment that fits is kept.
+
+``conditioned_order`` gives an elimination order of bounded width, and the cutset that this takes (cutset conditioning:
+Pearl, 1988; w-cutsets: Bidyuk and Dechter, 2007). With a new random cutset, each step searches another large
+neighbourhood and finds its best member.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A pairwise problem in flat arrays: costs of all choices, beside given choices of all others, in a few numpy calls.
+"""A pairwise problem in flat arrays, and the state of a local search with its memory.
 
-The choices of all nodes lie in one array, node by node; an *assignment* is an array with one choice per node. Nodes
-are numbered from 0 in the order of ``nodes``. What is forbidden costs :attr:`FlatProblem.forbidden`, more than all that
-is allowed.
+The choices of all nodes lie in one array, node by node; an *assignment* is an array with one choice per node. Nodes are
+numbered from 0 in the order of ``nodes``. The costs of all choices, beside given choices of all other nodes, take a few
+numpy calls. A forbidden choice costs :attr:`FlatProblem.forbidden`, more than every allowed assignment.
 
-The primal side of large problems: a state that knows its memory, made feasible and then cheaper, node by node.
+``LocalSearchState`` keeps an assignment, its memory and the costs of moves up to date while nodes change.
 """
 
 from __future__ import annotations

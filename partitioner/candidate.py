@@ -1,4 +1,4 @@
-"""One point of the search: a mesh, a microbatch, a schedule, and how states are sharded."""
+"""A candidate of the search: mesh, microbatch size, schedule, and state sharding."""
 
 from __future__ import annotations
 

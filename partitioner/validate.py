@@ -1,4 +1,4 @@
-"""What can be known to be wrong before anything is traced or solved."""
+"""Checks of a request before anything is traced or solved."""
 
 from __future__ import annotations
 

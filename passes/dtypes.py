@@ -1,6 +1,6 @@
-"""Tensor types by name, as programs and serialised graphs write them, without PyTorch: importing it takes seconds.
+"""Names and sizes of tensor types, as programs and serialised graphs write them, without importing PyTorch.
 
-What only reads a plan (its summary, its explanation, a picture) needs no more of a type than this.
+Importing PyTorch takes seconds. Code that only reads a plan (summary, explanation, pictures) needs no more than this.
 """
 
 from __future__ import annotations

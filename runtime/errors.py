@@ -1,4 +1,4 @@
-"""What can go wrong while a program runs, said so that it can be mended."""
+"""Errors of a running program, with their cause and a remedy."""
 
 from __future__ import annotations
 

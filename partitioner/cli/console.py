@@ -1,7 +1,7 @@
-"""How commands speak: errors as short panels, progress on a terminal, exit codes.
+"""Console output of commands: error panels, progress on a terminal, exit codes.
 
-Modules of commands import what imports PyTorch inside of the commands, so that help is there at once and Ctrl-C is
-heard while it loads.
+Modules of commands import PyTorch inside of the commands, so that help appears at once and Ctrl-C works while PyTorch
+loads.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The ``memory`` view: what every stage's ranks hold over the step, by kind, under what their devices have.
+"""The ``memory`` view: memory of every stage's ranks over the step, by kind, below the capacity of their devices.
 
-From the simulated program, call by call: states, what is saved for backward, gradients on their way; besides, the
-optimizer's states and what operators work with, which the cost model knows. Ranks of a stage hold the same.
+The simulated program gives states, saved activations and gradients in transfer, call by call. The cost model adds the
+optimizer's states and the working memory of operators. All ranks of a stage hold the same.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What each rank receives before each of its actions, in the order in which it is sent.
+"""Receives of each rank before each of its actions, in the order of the sends.
 
-Between two ranks the transfers of one direction are one channel, first in, first out. Where the sender's order is not
-the one in which the receiver reads, the receiver takes what comes before what it reads, and keeps it: it waits for
-nothing that has not been sent by then.
+Between two ranks the transfers of one direction are one channel, first in, first out. Where the sender's order differs
+from the order in which the receiver reads, the receiver also takes and keeps the transfers that come before the one it
+reads. It never waits for a transfer that has not been sent by then.
 """
 
 from __future__ import annotations

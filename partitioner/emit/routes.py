@@ -1,7 +1,7 @@
-"""Which calls a stage runs, and how far values and their gradients travel.
+"""The calls of each stage, and the route of each value and gradient from stage to stage.
 
-The schedule says which rank holds each virtual stage. A value that a call of virtual stage ``k`` makes is handed on to
-``k + 1``, ``k + 2``, ... until every rank that reads it has it; between virtual stages of one rank nothing is sent.
+The schedule says which rank holds each virtual stage. A value that a call of virtual stage ``k`` makes is sent on to
+``k + 1``, ``k + 2``, ... until every rank that reads it has it. Nothing is sent between virtual stages of one rank.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The judge: the unmodified model, run eagerly on one process, in float64 if asked."""
+"""The reference of a verification: the unmodified model, run eagerly in one process, in float64 if asked."""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
-"""How long a host takes to issue an operator: of a small decoder, whose kernels are shorter than that, trained by the
-engine as any other plan. How many operators there are is what the cost model says: the time of a step on a device that
-takes one second to be told of an operator and none to do it."""
+"""Measure the time that a host takes to issue an operator.
+
+The engine trains a small decoder, whose kernels are shorter than the issue time of their operators. The cost model
+gives the number of operators: the time of a step on a device that takes one second to issue an operator and no time to
+run it.
+"""
 
 from __future__ import annotations
 

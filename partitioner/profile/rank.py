@@ -1,7 +1,6 @@
-"""What every rank runs: kernels, how they share cores, and their overlap with a collective, timed with the others.
+"""Measurements on every rank: kernels, shared cores, and the overlap of computation with a collective.
 
-All functions are called on every rank at once and return plain data. What one rank waits for, all wait for: a time is
-the slowest rank's.
+All functions are called on every rank at once and return plain data. A time is that of the slowest rank.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The orders of the pipeline schedules, for any number of stages and microbatches.
+"""Orders of actions of the pipeline schedules, for any number of stages and microbatches.
 
 Each function takes (ranks ``p``, microbatches ``m``, chunks ``v``) and gives each rank's order. Where the literature
-asks for a multiple or a least number of microbatches, here is what generalises it: rounds of nearly the same size, and
-the order for more microbatches without those that are not there. What is left of an order that can run can run, since
-an action waits only for others of its own microbatch.
+requires a multiple or a minimum of microbatches, the order is generalised: rounds have nearly equal sizes, or the order
+is that of more microbatches, without the missing ones. Removing microbatches from a valid order leaves a valid order,
+since an action waits only for others of its own microbatch.
 """
 
 from __future__ import annotations

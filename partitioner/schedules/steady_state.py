@@ -1,7 +1,7 @@
-"""Lists that grow with the number of microbatches by repeating what they repeat already, told from two of them.
+"""The steady state of a schedule, found from its lists for two numbers of microbatches.
 
-A schedule runs in a steady state between its start and its end. What two lists of one schedule have in common, one with
-``unit`` microbatches more than the other, says how the list of any number of further microbatches reads.
+Between its start and its end a schedule repeats the same actions. Two lists of one schedule, one with ``unit``
+microbatches more than the other, determine the list for any number of further microbatches.
 """
 
 from __future__ import annotations

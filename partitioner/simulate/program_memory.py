@@ -1,7 +1,7 @@
-"""What every rank of a plan holds at its fullest: its program followed step by step.
+"""Peak memory of every rank of a plan, from its program followed step by step.
 
-The search knows the memory of stages from tables, which are quick and a little above this: they add up the most of
-each kind, which need not be there at one time.
+The search bounds the memory of stages by tables. They are faster, and slightly higher, because they add up the maxima
+of all kinds of memory, which need not occur at one time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""When everything in a plan happens: its program under the cost model that chose it."""
+"""Timeline of a plan: simulate its program with the durations of the cost model that chose it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""From a module or an exported program to one flat graph of pure operators."""
+"""Capture a module or an exported program as one flat graph of pure operators."""

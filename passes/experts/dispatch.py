@@ -1,13 +1,12 @@
-"""Expert parallelism: every rank has some of the experts, and rows go to the rank that has theirs and come back.
+"""Expert parallelism: each rank holds some of the experts, and rows are sent to the ranks of their experts and back.
 
 Requires: a local block (after the last :func:`passes.shard.shard_block.shard_block`) and its expert regions. Provides:
-the same block where experts' states hold the ``size``-th part of a rank, rows are sent before a region and brought back
-behind it. Rows that two ranks hold alike would be worked on twice: the ranks along the axis must have rows of their
-own.
+the block with experts' states of ``1 / size`` per rank, where rows are sent before a region and returned after it. The
+ranks along the axis must have different rows: rows that two ranks hold alike would be computed twice.
 
-In the routed form any number of rows may come to a rank, none and all of them among them, and nothing is dropped or
-padded: operators of the region carry no number of rows in their arguments. In the dense form every expert works on the
-rows of all ranks, so an even all-to-all does.
+In the routed form any number of rows may arrive at a rank, from none to all, and no row is dropped or padded: operators
+of the region carry no number of rows in their arguments. In the dense form every expert works on the rows of all ranks,
+so an even all-to-all suffices.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""In-place operators as their functional kin, where nobody can tell the difference.
+"""Replace in-place operators by functional ones, where this changes no other value.
 
-Requires: a flat graph of one export. Provides: the same graph without those in-place operators whose target was made
-for the purpose: written to whole, or through one view of it. What is left is for ``run_decompositions``, which traces
-the whole graph anew.
+Requires: a flat graph of one export. Provides: an equivalent graph without the in-place operators whose target was
+created for the purpose: written to whole, or through one view of it. The remaining ones are left to
+``run_decompositions``, which traces the whole graph anew.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Normal form of what draws random numbers: by place, so that every plan draws the same (``passes/ops/random.py``)."""
+"""Normal form of random operators: numbers by element index, equal under every plan (``passes/ops/random.py``)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""``torch.bincount`` and ``F.one_hot`` without a number of classes: as many as the largest class tells, and one more.
+"""``torch.bincount`` and ``F.one_hot`` without a number of classes: one more than the largest class in the data.
 
-No plan can know that number, but where it is known that it is no larger than ``E`` (the classes are places of the
-largest of ``E`` scores, or rows of a table of ``E``, or ``E`` classes are asked for) the result has ``E`` entries, of
-which a mask tells those that the model has (see ``passes/select/masked_rows.py``). Where the model needs it to be
-``E``, as it multiplies it with ``E`` others, it has no mask.
+A plan cannot know that number. If it is known to be at most ``E`` (the classes are indices of the largest of ``E``
+scores, or rows of a table of ``E``, or ``E`` classes are asked for), the result has ``E`` entries, with a mask of the
+entries that the model has (see ``passes/select/masked_rows.py``). Where the model needs exactly ``E`` classes, because
+it multiplies the result with ``E`` other values, there is no mask.
 
 Requires: nodes of an exported program. Provides: operators of static shapes.
 """

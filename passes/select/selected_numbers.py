@@ -1,7 +1,7 @@
-"""Numbers that only the data tell, which forward computes with: how many rows a mask selects, ``tensor.item()``.
+"""Numbers that depend on the data and that forward computes with: the number of selected rows, ``tensor.item()``.
 
-``x[mask].shape[0]`` is a number to the model and a tensor of no dims here. What is computed of it by Python's operators
-is computed by torch's; an operator that is given one gets the tensor.
+``x[mask].shape[0]`` is a number in the model and a 0-dimensional tensor here. Python operators on it become torch
+operators; an operator that takes the number takes the tensor.
 
 Requires and provides: see ``passes/select/masked_rows.py``.
 """

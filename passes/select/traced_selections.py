@@ -1,8 +1,11 @@
-"""What forward selects, traced so that what is alike is seen to be alike, and losses that look at numbers.
+"""Trace selections of rows so that equal masks give equal sizes.
 
-``x[t > 0]`` and ``y[t > 0]`` have equally many rows, which torch.export does not see: each mask that is computed has a
-number of rows of its own, and a loss of the two is refused. Inside :func:`selections_traced` masks that are computed
-alike have one.
+``x[t > 0]`` and ``y[t > 0]`` have equally many rows, which torch.export does not see: each computed mask has its own
+number of rows, and a loss of the two is refused. Inside :func:`selections_traced`, masks that are computed alike share
+one number.
+
+Torch functions that read values to check them (:func:`torch.nn.functional.gaussian_nll_loss`) are traced without the
+check.
 """
 
 from __future__ import annotations

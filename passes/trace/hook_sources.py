@@ -1,8 +1,9 @@
-"""Whether a hook only looks at what it is given, told from its source without calling it.
+"""Decide from a hook's source, without calling it, whether the hook only observes its arguments.
 
-A hook that only looks returns nothing, and changes neither what it is given nor the model. To call it would not tell:
-it may act on large gradients alone, and it may record what it sees. So its source is read. Each value is of one of few
-kinds, and what a function may do depends on the kind of what it does it to. Whatever cannot be told counts as acting.
+A hook that only observes returns nothing, and changes neither its arguments nor the model. Calling it would not decide
+this: it may act on large gradients alone, and it may record its arguments. Its source is analysed instead. Each value
+is of one of few kinds, and the operations allowed on a value depend on its kind. A hook that cannot be decided counts
+as acting.
 """
 
 from __future__ import annotations

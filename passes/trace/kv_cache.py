@@ -1,11 +1,11 @@
-"""Generation caches: left out of a plan where forward computes the same without them, and otherwise made as it does.
+"""Key/value caches: left out of a plan where forward gives the same results without them, and traced otherwise.
 
-A configuration's ``use_cache`` makes forward keep keys and values for a next call, of which a plan has none. That is
-waste, as long as nothing else depends on it; there are models that mask padding only where they make no cache.
-:func:`caches_matter` runs forward once without caches and once with them, and gives every tensor a name that says how
-it was computed: where results go by other names, they are computed in another way. Inputs and weights have no numbers;
-what depends on neither has them, up to a size, so that forward can ask for them and values are told by what they are.
-Of layers that are alike one is run; the others stand in by their operands' names.
+A configuration's ``use_cache`` makes forward keep keys and values for a next call, which a plan does not have. The
+cache is redundant unless something else depends on it: some models mask padding only if they make no cache.
+:func:`caches_matter` runs forward once without caches and once with them, and names every tensor by the way it was
+computed: results with different names are computed in different ways. Inputs and weights have no numbers. Tensors that
+depend on neither have numbers, up to a size, so that forward can read them, and are named by their values. Of layers
+that are alike only one is run; the others are represented by the names of their operands.
 """
 
 from __future__ import annotations

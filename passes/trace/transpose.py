@@ -1,7 +1,7 @@
-"""What a traced ``backward`` is, the other way round.
+"""Transpose a traced ``backward``.
 
-``backward`` takes gradients of results and gives gradients of inputs: ``g -> B g + c``. What is made of it takes
-changes of the inputs and gives those of the results, ``B`` transposed, and ``c``. It is made without numbers.
+``backward`` maps gradients of results to gradients of inputs: ``g -> B g + c``. The transpose maps changes of the
+inputs to changes of the results, with ``B`` transposed, and gives ``c``. It is derived without numbers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""An optimizer's hyperparameters in a checkpoint: by parameter, since groups are others on other ranks.
+"""Hyperparameters of an optimizer in a checkpoint, stored by parameter, because parameter groups differ between ranks.
 
-A rank's optimizer has the parameters of its stage. Where groups go by layer, the first group of one rank is not that of
-another, and under another plan not that of the same rank; what belongs together is told by the parameters' names.
+A rank's optimizer has the parameters of its stage. If groups are formed by layer, the first group of one rank differs
+from that of another rank, and from that of the same rank under another plan. Groups are matched by their parameters'
+names.
 """
 
 from __future__ import annotations

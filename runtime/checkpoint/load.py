@@ -1,4 +1,4 @@
-"""Reading a checkpoint under any plan: found, checked, and read by boxes."""
+"""Read a checkpoint under any plan: find it, check it, and read it by boxes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that agree, and send bytes, beside training: over Gloo and in host memory, whatever training uses."""
+"""Communication of ranks beside training: agreement and transfers of bytes, over Gloo and in host memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run is made of on one rank, to be saved and gone on from, as an engine has it."""
+"""State of a run on one rank, as its engine holds it, to be saved and restored."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How long this process has waited for other ranks: what of an instruction's time is not its own work.
+"""Waiting time of this process for other ranks: the part of an instruction's time that is not its own work.
 
-One number per process, added to wherever a transfer or collective is waited for. On CUDA devices a wait ends when the
-device has been told to wait, so only what the host stands still for is counted.
+There is one number per process; every wait for a transfer or collective adds to it. On CUDA devices a wait ends when
+the device has been told to wait, so only the blocking time of the host is counted.
 """
 
 from __future__ import annotations

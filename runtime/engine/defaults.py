@@ -1,4 +1,4 @@
-"""What a rank takes where it is not told: its device, the process group, where its files are."""
+"""Defaults of a rank: its device, the process group, and the folder of its files."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Optimizers of an engine's parameters: refused before their first step where a part would not learn as in the whole.
+"""Checks of an engine's optimizers before their first step: a shard must be updated as in the whole parameter.
 
-Of a parameter that a plan cuts, a rank's optimizer sees a part. An optimizer that computes each element from this
-element, its gradient and its state steps the part as it would step it in the whole. One that looks at rows, norms or
-all parameters does not, and nothing fails. Which one an optimizer is, is found by a trial
-(``runtime/engine/optimizer_trials.py``), for the ways of cutting that the plan has.
+An optimizer of a rank sees only a part of a parameter that the plan shards. An optimizer that computes each element
+from this element, its gradient and its state updates the part correctly. One that uses rows, norms or all parameters
+does not, without any error. A trial (``runtime/engine/optimizer_trials.py``) tells the two kinds apart, for the ways of
+cutting that the plan has.
 """
 
 from __future__ import annotations

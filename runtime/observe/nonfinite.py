@@ -1,8 +1,8 @@
-"""Where a loss or gradient that is no number comes from: the step is run again, and every operator looked at.
+"""Find the origin of a NaN or infinity in a loss or gradient: run the step again and inspect every operator.
 
-An operator is an origin if it makes a NaN from none, or an infinity where it was given none. Of all ranks' origins the
-first in time is told. Masks are full of infinities that mean well, so an infinity is told only where no NaN is found
-or where the first NaN was made of it.
+An operator is an origin if it makes a NaN from operands without one, or an infinity from finite operands. The first
+origin in time, over all ranks, is reported. Masks contain intended infinities, so an infinity is reported only where no
+NaN is found, or where the first NaN was made from it.
 """
 
 from __future__ import annotations

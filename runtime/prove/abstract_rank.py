@@ -1,6 +1,6 @@
-"""One rank's instructions, run without numbers: is everything there when it is used, and used once?
+"""Run one rank's instructions without numbers, and check that every value exists when it is used, and is used once.
 
-The result is what the rank shows to others: its events, in order. Ranks with the same list have the same.
+The result is the rank's list of events, in order, which other ranks see. Ranks with the same list have the same events.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Is what is said to be whole the same on every rank? Values forward, gradients backward.
+"""Check that values declared whole are equal on all ranks: values in forward, gradients in backward.
 
-A collective that is missing, or that runs over another axis, leaves a value or a gradient different from rank to rank:
-the program would compute something else, and not even alike on all ranks. One too many counts a value several times.
+If a collective is missing, or runs over another axis, a value or a gradient differs between ranks, and the program
+computes different results on them. An additional collective counts a value several times.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Buffers that forward changes take their new values, at the end of a step, or what its microbatches add to them."""
+"""Updates of buffers that forward changes: new values at the end of a step, or sums over its microbatches."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a rank keeps in host memory: what calls save, between OFFLOAD and FETCH; parameters and optimizer states.
+"""Host memory of a rank: activations between OFFLOAD and FETCH, parameters, and optimizer states.
 
-Copies go over a stream of their own under CUDA, to and from pinned memory; on a CPU the host's memory is the device's,
+Under CUDA, copies run on their own stream, to and from pinned memory. On a CPU, host memory and device memory are one,
 and a copy is made all the same.
 """
 

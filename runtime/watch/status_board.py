@@ -1,8 +1,8 @@
-"""What the ranks of a run say about themselves: files in a folder that all of them, and who watches them, can see.
+"""Status files of a run's ranks, in a folder that all ranks and their observers can see.
 
-``rank-3.times`` and ``rank-3.json`` are the flight recorder's (:mod:`runtime.execute.flight_recorder`);
-``rank-3.place`` is where the rank saw itself at its last heartbeat, ``rank-3.failure`` why it failed,
-``rank-3.addresses`` its ends of connections.
+``rank-3.times`` and ``rank-3.json`` are the flight recorder's (:mod:`runtime.execute.flight_recorder`). At each
+heartbeat a rank writes its position to ``rank-3.place``. ``rank-3.failure`` has the reason of its failure, and
+``rank-3.addresses`` the ends of its connections.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one call of a block costs one rank, from the block's local graph with its collectives. Once per block type."""
+"""Cost of one block call on one rank, from the local graph of the block with its collectives, once per block type."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What expert parallelism, sharded states and the host make of a call's cost.
+"""Additional cost of a call under expert parallelism, state sharding and host offloading.
 
-The local graph of a call is for all experts. Over ``ep`` ranks the experts' weights are divided and tokens are sent to
-them and back by all-to-all; under ZeRO-3 a call's weights are gathered before it runs.
+The local graph of a call is for all experts. Over ``ep`` ranks the experts' weights are divided, and tokens are sent to
+them and back by all-to-all. Under ZeRO-3, a call's weights are gathered before it runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What an operator asks of a device: floating-point operations, memory traffic and kernel launches.
+"""Work of an operator on a device: floating-point operations, memory traffic and kernel launches.
 
-Everything is read off the shapes of operands and results, so the same table serves whole tensors, one rank's shards
-under a strategy, and a finished local graph. Families of operators are rows of tables; what is in none of them moves
+All figures follow from the shapes of operands and results, so one table serves whole tensors, one rank's shards under a
+strategy, and a finished local graph. Families of operators are rows of tables. An operator that is in no family moves
 its operands and results through memory once, and as much again for each gradient.
 """
 

@@ -1,11 +1,13 @@
-"""Which results of a block's operators backward makes again instead of keeping them: what is cheap for what it frees.
+"""Selective recomputation (activation checkpointing by operator): the results of a block that backward recomputes.
 
-``scores``: those of attentions alone (Korthikanti et al. 2022). ``selective``: besides, whatever pays. Products, fused
-attentions, what is sent, sorted, looked up or drawn are kept where backward reads them, or where something that is made
-again does; norms, activations and the like come of them in a pass over memory. What is kept is a least cut between what
-has to be kept and what backward reads: through each value it costs the bytes of the value, through each operator that
-is run once more its traffic. Others know it as activation checkpointing by operator. ``alternate``: besides, every
-second product, so that of these half as much is kept, for half a forward's time more (torchtitan's way).
+* ``scores`` recomputes attention scores alone (Korthikanti et al. 2022).
+* ``selective`` also recomputes all other results whose bytes are worth the time. Results of products, fused attention,
+  communication, sorting, look-ups and random draws are kept where backward, or a recomputed operator, reads them.
+  Norms, activations and similar operators are recomputed from them in a pass over memory. The kept values are a minimum
+  cut between the values that must be kept and the values that backward reads: a value costs its bytes, a recomputed
+  operator its memory traffic.
+* ``alternate`` also recomputes every second product, which halves the bytes kept for products and adds half of a
+  forward's time (as in torchtitan).
 """
 
 from __future__ import annotations

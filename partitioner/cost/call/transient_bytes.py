@@ -1,5 +1,4 @@
-"""Bytes of a rank's sharded states that are whole for a moment: gathered weights, and gradients before they are
-scattered.
+"""Transient bytes of sharded states on a rank: gathered weights, and gradients before they are scattered.
 
 Under ZeRO-3 these are the weights and gradients of one call. Under ZeRO-1 and ZeRO-2 they are gradient buckets; this
 module counts only the excess of a single gradient over the bucket size.

@@ -1,4 +1,4 @@
-"""What ZeRO-3 makes of one call: its weights are whole while it runs, and its gradients go to their shards."""
+"""Cost of ZeRO-3 for one call: its weights are gathered before it runs, and its gradients are reduce-scattered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the calls of blocks take on the different seats of a machine: on a kind of device, over groups."""
+"""Cost of block calls by the kind of device of a rank and by its groups."""
 
 from __future__ import annotations
 

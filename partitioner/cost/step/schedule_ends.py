@@ -1,8 +1,8 @@
-"""What gathers of parameters and reductions of gradients add to a schedule of several virtual stages on each rank.
+"""Time that parameter gathers and gradient reductions add to a schedule with several virtual stages on each rank.
 
 The schedule is followed with a clock for each rank, as :func:`runtime.program.simulate.simulate` does it with the
 program. The calls of first forwards and of last backwards are followed one by one, since gathers end and reductions
-begin between them. What a rank has nothing to do for anyway hides as much of them.
+begin between them. Idle time of a rank hides the same amount of communication.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""What a step's ends take besides computation, bucket by bucket: gathers of updated parameters before the calls of the
-first forward, and reductions of gradients behind the calls of the last backward.
+"""Time at the ends of a step besides computation, bucket by bucket.
 
-The buckets are those of :func:`partitioner.emit.buckets.plan_buckets`, and the time is that of
-:class:`runtime.program.simulate.RankClock`, so that the estimate is what the simulation of the emitted program ends at.
+At the start, updated parameters are gathered before the calls of the first forward. At the end, gradients are reduced
+behind the calls of the last backward. The buckets are those of :func:`partitioner.emit.buckets.plan_buckets`, and the
+time is that of :class:`runtime.program.simulate.RankClock`, so that the estimate agrees with the simulation of the
+emitted program.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What bounds ask of a job."""
+"""Interface of a job as the lower bounds use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Upper bounds on the memory of a schedule's ranks together: no cut of the calls leaves more room."""
+"""Upper bounds on the activation memory that the ranks of a schedule have together, over all cuts of the calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The models of one microbatch on one rank that the points of a search need, each sharded once."""
+"""Cache of local models, one microbatch on one rank, for the candidates of a search; each is sharded once."""
 
 from __future__ import annotations
 

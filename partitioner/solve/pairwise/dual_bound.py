@@ -1,9 +1,9 @@
-"""Choices that no optimal assignment has, from a bound and an assignment close to it.
+"""Eliminate choices that no optimal assignment contains, by a lower bound and a known assignment close to it.
 
 A sequential dual ascent (TRW-S: Kolmogorov, "Convergent Tree-reweighted Message Passing", 2006, on monotonic chains)
-moves costs between nodes and tables, which changes no assignment's cost. The sum of all minima is then a bound, and
-what a choice exceeds the minima by is the least that it costs: where that is more than the distance from the bound to a
-known assignment, the choice can go.
+moves costs between nodes and tables, which changes no assignment's cost. The sum of all minima is then a lower bound.
+The excess of a choice over its node's minimum bounds the cost of choosing it: if the excess is larger than the gap
+between the lower bound and the known assignment, the choice is removed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Better assignments of problems that are too wide for dynamic programming, from a known one on.
+"""Improve a known assignment of a problem that is too wide for dynamic programming.
 
-Where a table over a node's neighbours would be too large, one of them keeps the choice that it has, which takes it out
-of the graph. The best choices of all the others beside those that are kept are then found at once, and cost no more
-than the assignment did (conditioning: Dechter, "Enhancement schemes for constraint processing", 1990). In the next turn
-other nodes keep their choices.
+Where a table over a node's neighbours would be too large, one of the neighbours keeps its present choice, which removes
+it from the graph. The best choices of all other nodes, given the fixed ones, are then found at once, and cost no more
+than the known assignment (conditioning: Dechter, "Enhancement schemes for constraint processing", 1990). In the next
+round other nodes keep their choices.
 """
 
 from __future__ import annotations

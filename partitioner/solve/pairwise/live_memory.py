@@ -1,7 +1,7 @@
-"""Memory over time: what nodes take while they are live, together at most a limit at every time.
+"""Memory limits over time: the nodes that are live at any time use at most a limit together.
 
-Only maximal live sets matter, those after which a node dies: they are the *rows*. Nobody lists their members, which
-for a model of 30,000 operators would be millions: a profile over the rows is a sum of differences.
+Only maximal live sets matter, which are those after which a node dies: they are the *rows*. Their members are never
+listed, because a model of 30,000 operators would have millions. A profile over the rows is a sum of differences.
 """
 
 from __future__ import annotations

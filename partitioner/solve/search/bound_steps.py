@@ -1,4 +1,4 @@
-"""Lower bounds of the points of a search, cheapest first: those of the relaxed model, and those of actual shardings."""
+"""Lower bounds of the candidates of a search, cheapest first: from the relaxed model, then from actual shardings."""
 
 from __future__ import annotations
 

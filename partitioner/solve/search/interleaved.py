@@ -1,8 +1,8 @@
-"""Schedules of several virtual stages on a rank, for the best plans that the search has found.
+"""Schedules with several virtual stages on a rank, for the best plans that the search has found.
 
-The search and its bounds are those of schedules with one stage on each rank: bounds of the others are loose where
-memory is short, as what a rank holds depends on the order of its actions. Which of them fills the pipelines that were
-found best is tried then, for the same mesh and microbatch.
+The search and its bounds use schedules with one stage on each rank. For other schedules the bounds are loose where
+memory is short, because the memory of a rank depends on the order of its actions. After the search, these schedules are
+tried for the best pipelines found, with the mesh and microbatch unchanged.
 """
 
 from __future__ import annotations

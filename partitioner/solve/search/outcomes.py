@@ -1,4 +1,4 @@
-"""What becomes of the points of a search, and the certificate that tells of them."""
+"""Outcomes of the candidates of a search, and the certificate that reports them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Experts over ranks: what a mesh asks of the sharding over ``tp``, and the blocks with experts spread over ``ep``.
+"""Expert parallelism: its requirements on the sharding over ``tp``, and the blocks with experts spread over ``ep``.
 
-The ``ep`` ranks that share the experts are ranks of dp x cp x tp. Rows that go to experts must not be alike on two of
-them. So where ranks along ``tp`` have different experts (``etp`` of 1), rows are sharded over ``tp`` and experts'
-weights are not; where they share each expert (``etp`` as large as ``tp``), it is the other way round.
+The ``ep`` ranks that share the experts are ranks of dp x cp x tp. No two of them may send the same rows to experts. If
+ranks along ``tp`` have different experts (``etp`` of 1), rows are therefore sharded over ``tp`` and experts' weights
+are not. If ranks along ``tp`` share each expert (``etp`` as large as ``tp``), experts' weights are sharded and rows are
+not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is tied to what: the values inside a block with their readers, and the layouts that several calls share."""
+"""Ties between layouts: the values inside a block with their readers, and the layouts that several calls share."""
 
 from __future__ import annotations
 

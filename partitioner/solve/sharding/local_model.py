@@ -1,4 +1,4 @@
-"""From the model of one microbatch to what one rank runs: ``tp`` sharded, and where everything lives."""
+"""Derive the model that one rank runs from the model of one microbatch: ``tp`` sharded, with the layouts of states."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What no stages can go below, quickly: the least maximum and the least sum of times, be they of one split or two.
+"""Fast lower bounds on stage times: the least maximum and the least sum of times, of one split or of two.
 
-Stages are alike where memory lets them be, so that runs of calls that take much longer than an even share need not be
-looked at: with many stages few are left.
+Stages are equal where memory allows it, so runs of calls that take much longer than an even share are skipped: with
+many stages few runs are left.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Cut calls into stages for the least step, of which the pipeline is a part.
+"""Cut calls into stages for the shortest step, of which the pipeline is only a part.
 
-A solver of stages finds the least pipeline. What follows it, reductions and the optimizer's update, depends on the cuts
-too: cuts of a longer pipeline may have less of that. So runs of calls with as much behind the pipeline as the cuts
-found have are barred, and the solver asked again, until the pipeline alone takes as long as the best step.
+A stage solver minimises the pipeline time. The reductions and the optimizer's update after the pipeline depend on the
+cuts too, so cuts with a longer pipeline may give a shorter step. Runs of calls with at least as much work after the
+pipeline as the cuts found are therefore barred, and the solver is called again, until the pipeline alone takes as long
+as the best step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Text for people: numbers with three significant digits and a unit, and consoles that write to a string or a stream.
+"""Text for people: numbers with three significant digits and a unit, consoles for a string or a stream; divisors.
 
 Every console of the package is made here. In a Jupyter kernel, on Colab or on Databricks, rich writes HTML to the
 notebook instead of to the console's file; a function that returns a text would then return nothing.

@@ -5,8 +5,8 @@ without effect, no products with a bias; means as sums times a constant, so that
 as one cross entropy per target and sums over a count that depends on targets alone; constant attention masks
 recognised. Every rewrite is exact up to the order of sums.
 
-:func:`refuse` raises an error, with the line of the model, for a graph in normal form that a plan cannot hold:
-operators that are not torch's own, or that take or give other objects than tensors.
+:func:`refuse` raises an error, with the line of the model, for a graph in normal form that a plan cannot hold: numbers
+taken out of tensors, sparse tensors, operators that are not torch's own, and products of two types.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 tensors of all ranks of an all-to-all together. A ring moves ``2 (n - 1) / n`` of it through each rank for an all-reduce
 and half of that for an all-gather or a reduce-scatter (Thakur et al. 2005; nccl-tests, PERFORMANCE.md).
 
-``context_exchanges`` and ``exchange_seconds`` give the communication of attention over a sequence that is sharded over
-ranks, and the part of it that computation does not hide.
+``exchange_seconds`` gives the communication of attention over a sequence that is sharded over ranks, and
+``context_exchanges`` that of a graph node, and whether it runs beside the node's computation.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Turn the best candidate into programs that are proven and fit in memory, or say that this version cannot execute it.
 
-If a program exceeds memory, the search is repeated under tighter limits. ``context_ways`` gives the step time with each
-algorithm of attention over ``cp``.
+If a program exceeds memory, the search is repeated with more memory left free for its candidate. ``context_ways`` gives
+the step time with each algorithm of attention over ``cp``.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@ stage paces all others, ``(m v - b) max t_k + b sum t_k``, each within a share o
 from the stages' needs. The time of the cuts is then found by simulating the schedule's order, action by action. Better
 cuts, and a lower bound on all cuts, come from the paths through the schedule (``improve_cuts.py``).
 
-``fitted`` chooses the recomputation of a rank once the calls of its virtual stages are known. Two methods are compared
-for each rank, and the faster one is used. The first recomputes whole calls one after the other, in the order of bytes
-freed per second, until the virtual stages fit together; a call frees more bytes if its virtual stage has more
-microbatches in flight. The second turns on selective recomputation for one virtual stage after the other, and then
-recomputes whole calls.
+``fitted`` chooses the recomputation of a rank once the calls of its virtual stages are known. Whole calls are
+recomputed one after the other, in the order of bytes freed per second, until the virtual stages fit together; a call
+frees more bytes if its virtual stage has more microbatches in flight. Alternatives are selective recomputation of one
+virtual stage after the other, and selective recomputation of all with whole calls in addition. The fastest one that
+fits is used, for each rank by itself.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def run(engine: Engine, root: Path, watch: Path, fault: Fault | None, steps: int
 
 
 def state_hash(engine: Engine, optimizer: torch.optim.Optimizer) -> str:
-    """Of all bits that training goes on from."""
+    """Hash of all bits that training continues from."""
     digest = hashlib.sha256()
     for name, parameter in engine.named_parameters():
         tensors = [

@@ -62,7 +62,7 @@ def freed(row: Row) -> Freed | None:
 
 
 def of_rows(rows: Sequence[Row]) -> Iterator[Freed]:
-    """Those of several rows that have a plan, of which each job is planned freely once."""
+    """The rows that have a plan, each beside the free plan of its job; each job is planned freely once."""
     plans: dict[str, Plan] = {}
     for row in rows:
         with suppress(Unstated, PartitionError):

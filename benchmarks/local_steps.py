@@ -21,7 +21,7 @@ from runtime.program.load import program_of
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one rank: seconds of each timed step, of which in the optimizer, and the most bytes of tensors at a time."""
+    """Figures of one rank: seconds of each timed step, seconds of its optimizer, and peak bytes of tensors."""
 
     step_s: list[float]
     optimizer_s: list[float]
@@ -87,7 +87,7 @@ def measure(plans: Sequence[str], weights: str, batch: str, rounds: int, block_s
 
 
 def measure_apart(plans: Sequence[str], weights: str, batch: str, steps: int, device: str = "cuda") -> list[Any]:
-    """Of plans of one rank, each alone on the GPU: median seconds of a step, and the most bytes of tensors in one."""
+    """Median seconds of a step and peak bytes of tensors, for plans of one rank, each alone on the GPU."""
     inputs: dict[str, Any] = torch.load(batch, weights_only=True)
     found: list[tuple[float, int]] = []
     for path in plans:

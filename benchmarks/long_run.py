@@ -209,7 +209,7 @@ def train(folder: Path, options: argparse.Namespace, random_: random.Random) -> 
 
 
 def repeats(told: Told) -> tuple[list[bool], list[float]]:
-    """Of steps done again under the same mesh, whether loss and norm are the same bits; of others, how far apart."""
+    """For repeated steps: whether loss and norm have equal bits (same mesh), and how far they differ (another mesh)."""
     same, moved = list[bool](), list[float]()
     before: dict[int, tuple[str, Step]] = {}
     meshes = [MESHES[0], *(r.mesh for r in told.resumptions)]

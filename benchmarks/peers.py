@@ -57,7 +57,7 @@ NUM_MICROBATCHES = 4
 
 
 class _Copy(torch.autograd.Function):
-    """The same value on every rank; its gradient is the sum of all ranks' gradients."""
+    """Identity on a value that is equal on all ranks; its gradient is the sum of all ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

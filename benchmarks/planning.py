@@ -125,7 +125,7 @@ def _topology(job: Job) -> Any:
 
 
 def _processor_s() -> float:
-    """Of this process and those that it started and that have ended."""
+    """Processor seconds of this process and of its child processes that have ended."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(of.ru_utime + of.ru_stime for of in used)
 

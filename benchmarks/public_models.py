@@ -45,8 +45,8 @@ def completed(row: Row) -> Row:
 
 
 def flops_per_token(name: str, row: Row) -> float:
-    """Of the model: 6 for each weight of a product (4 where the base is frozen), and in pretraining all of
-    attention's scores."""
+    """FLOPs of the model per token: 6 for each weight of a product (4 where the base is frozen), and in pretraining
+    all of attention's scores."""
     layers, hidden, heads, kv_heads, ffn, vocab, gated, _ = _MODELS[name]
     weights = product_weights(layers, hidden, (hidden, hidden * kv_heads / heads), ffn, vocab, gated)
     pretraining = row.get("task") == "pretrain"  # NeMo leaves scores out in fine-tuning

@@ -242,7 +242,7 @@ def _known(row: Row) -> tuple[str, str, str] | None:
 
 
 def _machine(row: Row) -> Topology:
-    """As many of a known machine as the row has devices, where it calls them by the machine's name."""
+    """Topology of a known machine, named by the row's GPU, with as many nodes as the row's devices fill."""
     known = {_letters(name): name for name in _catalogue("machines")}
     if _letters(row["gpu"]) not in known:
         raise Unstated(f"is on {row['gpu']}, which is not known here")

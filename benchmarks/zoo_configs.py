@@ -74,7 +74,7 @@ def _heads(value: int, scale: Scale) -> int:
 
 
 def _kv_heads(value: int, scale: Scale) -> int:
-    """As many query heads for each as by default."""
+    """Number of key heads with the default number of query heads for each."""
     return max(1, min(_floor(HEADS * value / scale.heads), HEADS)) if value else value
 
 

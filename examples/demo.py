@@ -119,7 +119,7 @@ def train_on_processes(folder: Path) -> list[float]:
 
 
 def train_here(model: nn.Module) -> list[float]:
-    """The same training with the unmodified model in this process."""
+    """Train the unmodified model in this process."""
     model.double()
     optimizer = optimizer_of(model.parameters())
     losses = []

@@ -61,7 +61,7 @@ class Classifier(nn.Module):
 
 
 def build() -> nn.Module:
-    """The same weights in every process."""
+    """The model, with equal weights in every process."""
     torch.manual_seed(0)
     return Classifier()
 

@@ -80,7 +80,7 @@ def test_without_time_the_answer_is_allowed_and_its_bound_one(seed: int, forbidd
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assignment, "QUICK_WORK", 1)
         patch.setattr(assignment, "MOST_WORK", 8)
-        patch.setattr(assignment._Program, "solve", too_late)
+        patch.setattr(assignment._MixedIntegerProgram, "solve", too_late)
         try:
             answer = solve_assignment(given_problem, settle=True)
         except AssignmentTimeLimitError:  # the ascent found none either

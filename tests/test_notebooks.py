@@ -128,4 +128,4 @@ def test_all_consoles_are_made_in_one_place() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("Console", "get_console")
     }
-    assert made == {str(Path("partitioner", "consoles.py"))}
+    assert made == {str(Path("partitioner", "units.py"))}

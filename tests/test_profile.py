@@ -282,9 +282,9 @@ def test_a_transfer_takes_what_computation_takes_longer_with_it(monkeypatch: pyt
         compute()
         clock.transfer()
 
-    assert timer.seconds(transfers._Run(collective), 5, 0.1) == pytest.approx(3e-4)
-    assert timer.seconds(transfers._Run(there_and_back, 2), 5, 0.1) == pytest.approx(3e-4)
-    hidden = transfers._Run(lambda compute: compute() or clock.transfer(0))
+    assert timer.seconds(transfers._TransferRun(collective), 5, 0.1) == pytest.approx(3e-4)
+    assert timer.seconds(transfers._TransferRun(there_and_back, 2), 5, 0.1) == pytest.approx(3e-4)
+    hidden = transfers._TransferRun(lambda compute: compute() or clock.transfer(0))
     assert timer.seconds(hidden, 5, 0.1) == 0.0
 
 

@@ -225,7 +225,7 @@ def _meeting(model: FoldedModel, block: Block, node: fx.Node) -> str:
     if reader is node or not isinstance(reader.target, torch._ops.OpOverload):
         return f"{where} combines samples across the batch"
     if not has_rule(reader.target):
-        return f"{reader.target} at {where} has no rule that tells samples apart (partitioner.rule gives it one)"
+        return f"{reader.target} at {where} has no rule that tells samples apart (passes.rules.rule gives it one)"
     return f"{where} combines samples across the batch ({reader.target})"
 
 

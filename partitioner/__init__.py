@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from partitioner.api import partition
+    from partitioner.cluster_size import Largest, Size, SizeError, Sizing, largest_that_fits, size_cluster
     from partitioner.constraints import Constraints
     from partitioner.errors import CapacityError, ConstraintError, PlanError, TopologyError
     from partitioner.plan import Candidate, Certificate, Estimate, Plan
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from partitioner.plans.verify import Verification
     from partitioner.schedules.actions import ScheduleError
     from partitioner.schedules.csv_table import ScheduleTable
-    from partitioner.size_cluster import Largest, Size, SizeError, Sizing, largest_that_fits, size_cluster
     from partitioner.solve.evaluate.prepared_model import PreparedModel, prepare
     from partitioner.topology import Topology
     from passes.errors import (
@@ -70,7 +70,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "partitioner.api": ("partition",),
     "partitioner.constraints": ("Constraints",),
     "partitioner.errors": ("CapacityError", "ConstraintError", "PlanError", "TopologyError"),
-    "partitioner.size_cluster": ("Largest", "Size", "SizeError", "Sizing", "largest_that_fits", "size_cluster"),
+    "partitioner.cluster_size": ("Largest", "Size", "SizeError", "Sizing", "largest_that_fits", "size_cluster"),
     "partitioner.plan": ("Candidate", "Certificate", "Estimate", "Plan"),
     "partitioner.plans.files": ("PlanFileError",),
     "partitioner.solve.evaluate.prepared_model": ("PreparedModel", "prepare"),

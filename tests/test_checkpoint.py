@@ -528,7 +528,9 @@ def test_a_replacement_that_was_cut_short_is_undone(tmp_path: Path, monkeypatch:
 def test_an_export_that_was_cut_short_is_undone_and_another_folder_is_left_alone(tmp_path: Path):
     engine, *_ = one_rank(tmp_path)
     engine.export_weights(tmp_path / "out.v2")
-    (tmp_path / "out.v2").rename(atomic_folder.CheckpointTarget(tmp_path / "out.v2", "").old)  # killed between the two renames
+    (tmp_path / "out.v2").rename(
+        atomic_folder.CheckpointTarget(tmp_path / "out.v2", "").old
+    )  # killed between the two renames
     for _ in range(2):
         engine.export_weights(tmp_path / "out")
     engine.load(tmp_path / "out")

@@ -79,8 +79,9 @@ def test_a_link_to_a_folder_stays_one(tmp_path: Path):
 
 def test_a_script_that_has_ended_does_not_wait_for_a_first_rank_that_may_be_gone(tmp_path: Path):
     script = (
-        "import sys, threading\nfrom pathlib import Path\nfrom runtime.checkpoint.atomic_folder import Target\n"
-        "target = Target(Path(sys.argv[1]), 'f' * 15)\n"
+        "import sys, threading\nfrom pathlib import Path\n"
+        "from runtime.checkpoint.atomic_folder import CheckpointTarget\n"
+        "target = CheckpointTarget(Path(sys.argv[1]), 'f' * 15)\n"
         "threading.Thread(target=target.wait_until_complete, args=(1800.0,)).start()\n"
         "raise SystemExit(3)\n"
     )

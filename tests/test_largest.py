@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from partitioner import CapacityError, ConstraintError, Constraints, largest_that_fits, partition
 from partitioner.cli.app import app
-from partitioner.size_cluster import length_of, longer
+from partitioner.cluster_size import length_of, longer
 from passes.errors import InputsError
 from tests.test_infeasible import cluster
 

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from partitioner import Plan, PlanError, Size, Topology, partition, size_cluster
 from partitioner.cli.app import app
+from partitioner.cluster_size import SizeError
 from partitioner.errors import ConstraintError, TimeLimitError
 from partitioner.plans.training_run import energy_of, money_of
-from partitioner.size_cluster import SizeError
 from partitioner.units import count_text, percent
 from passes.errors import InputsError
 
@@ -124,7 +124,7 @@ def test_that_there_was_no_time_is_no_word_that_there_is_no_plan(monkeypatch: py
             raise TimeLimitError("no plan was found in time")
         return partition(model, topology, **more)
 
-    monkeypatch.setattr("partitioner.api.partition", planned)
+    monkeypatch.setattr("partitioner.cluster_size.partition", planned)
     with pytest.raises(TimeLimitError, match=r"in time with 2 nodes, .*; the fastest found is 1 node with .*larger"):
         size_cluster(model, machines, inputs, loss=CASE.loss, nodes=(1, 2), step_time=1e-12)
 

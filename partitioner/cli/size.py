@@ -62,8 +62,8 @@ def size(
 ) -> None:
     """Find how many machines a job needs: the fewest for a step time, or the cheapest in money or energy per step."""
     from partitioner import Constraints, size_cluster
+    from partitioner.cluster_size import SizeError, scaling_picture
     from partitioner.explain.explain import summary_parts
-    from partitioner.size_cluster import SizeError, scaling_picture
     from runtime.files import write_text
 
     sizes = _sizes(nodes)

@@ -8,7 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.etree import ElementTree as ET
 
-from partitioner.draw.svg import PALETTE, Header, draw_header, line, number, picture, rect, text, to_text
+from partitioner.draw.svg import (
+    PALETTE,
+    Header,
+    create_picture,
+    draw_header,
+    draw_line,
+    draw_rectangle,
+    draw_text,
+    format_coordinate,
+    to_text,
+)
 from partitioner.draw.timeline import tick_step
 
 _WIDTH, _LEFT, _RIGHT = 860.0, 70.0, 20.0
@@ -54,8 +64,8 @@ def draw_curves(curves: Curves) -> str:
     legend += [("ring", "one process, fp32")] if curves.exact is not None else []
     header = Header("Losses of a run that was killed, and of one process", f"{steps} steps", figures, legend)
     width = _LEFT + _WIDTH + _RIGHT
-    top = draw_header(picture(width, 0, ""), header, width) + 24
-    root = picture(width, top + _TALL + _GAP + _LOW + 40, "Losses by step, and their differences")
+    top = draw_header(create_picture(width, 0, ""), header, width) + 24
+    root = create_picture(width, top + _TALL + _GAP + _LOW + 40, "Losses by step, and their differences")
     draw_header(root, header, width)
 
     exact = [] if curves.exact is None else [("ring", curves.exact)]
@@ -67,7 +77,7 @@ def draw_curves(curves: Curves) -> str:
     below.lines.append(("forward", apart))
     below.band = low, high
     below.draw(curves.marks, words=False)
-    text(root, _LEFT + _WIDTH, top + _TALL + _GAP + _LOW + 30, "step", size=11, fill="muted", anchor="end")
+    draw_text(root, _LEFT + _WIDTH, top + _TALL + _GAP + _LOW + 30, "step", size=11, fill="muted", anchor="end")
     return to_text(root)
 
 
@@ -92,8 +102,8 @@ class _Panel:
         self.low, self.high = min(map(min, curves)), max(map(max, curves))
         room = 0.05 * (self.high - self.low) or 1.0
         self.low, self.high = self.low - room, self.high + room
-        rect(self.root, _LEFT, self.top, _WIDTH, self.height, "panel")
-        text(self.root, _LEFT, self.top - 8, self.title, size=12, bold=True)
+        draw_rectangle(self.root, _LEFT, self.top, _WIDTH, self.height, "panel")
+        draw_text(self.root, _LEFT, self.top - 8, self.title, size=12, bold=True)
         self._grid()
         if self.band is not None:
             low, high = self.band
@@ -103,24 +113,25 @@ class _Panel:
             self._path("M" + "L".join(self._points(curve)), None, colour)
         for place, mark in enumerate(marks):
             x = self._x(mark.step)
-            line(self.root, x, self.top, x, self.top + self.height, "tied", 1.2).set("stroke-dasharray", "4 3")
+            draw_line(self.root, x, self.top, x, self.top + self.height, "tied", 1.2).set("stroke-dasharray", "4 3")
             if words:
                 right = x > _LEFT + _WIDTH / 2
                 at, anchor = (x - 6, "end") if right else (x + 6, "start")
-                text(self.root, at, self.top + 18 + 16 * place, mark.words, size=11, fill="tied", anchor=anchor)
+                draw_text(self.root, at, self.top + 18 + 16 * place, mark.words, size=11, fill="tied", anchor=anchor)
 
     def _grid(self) -> None:
         step = tick_step(self.high - self.low, max(2, int(self.height / 40)))
         decimals = max(0, -math.floor(math.log10(step) + 1e-9))
         for k in range(math.ceil(self.low / step), math.floor(self.high / step) + 1):
             y = self._y(k * step)
-            line(self.root, _LEFT, y, _LEFT + _WIDTH, y, "grid")
-            text(self.root, _LEFT - 6, y + 3.5, f"{k * step:.{decimals}f}", size=10, fill="muted", anchor="end")
+            draw_line(self.root, _LEFT, y, _LEFT + _WIDTH, y, "grid")
+            draw_text(self.root, _LEFT - 6, y + 3.5, f"{k * step:.{decimals}f}", size=10, fill="muted", anchor="end")
         every = max(1.0, tick_step(self.steps, 10))
         for k in range(math.floor(self.steps / every) + 1):
             x = self._x(max(1.0, k * every))
-            text(
-                self.root, x, self.top + self.height + 16, number(max(1.0, k * every)), size=10, fill="muted",
+            draw_text(
+                self.root, x, self.top + self.height + 16, format_coordinate(max(1.0, k * every)), size=10,
+                fill="muted",
                 anchor="middle",
             )  # fmt: skip
 
@@ -131,7 +142,7 @@ class _Panel:
         return self.top + self.height * (self.high - value) / (self.high - self.low)
 
     def _points(self, curve: Sequence[float]) -> list[str]:
-        return [f"{number(self._x(k + 1))} {number(self._y(v))}" for k, v in enumerate(curve)]
+        return [f"{format_coordinate(self._x(k + 1))} {format_coordinate(self._y(v))}" for k, v in enumerate(curve)]
 
     def _path(self, data: str, fill: str | None, stroke: str | None) -> None:
         attributes = {"d": data, "fill": "none"}

@@ -169,7 +169,7 @@ def _pieces(engine: Engine, index: int, kind: str) -> list[Compiled]:
     if instruction.op not in _WANTED[kind] or instruction.calls is None:
         return []
     by_function = {c.function: c for c in executor.binder.compiled}
-    calls: list[BoundCall] = [c for c in executor._calls(instruction) if c.has_backward or instruction.op == "F"]
+    calls: list[BoundCall] = [c for c in executor._select_calls(instruction) if c.has_backward or instruction.op == "F"]
     functions = [_RUN[instruction.op](call) for call in calls]
     return list({id(f): by_function[f] for f in functions}.values())
 

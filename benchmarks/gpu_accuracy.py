@@ -33,7 +33,7 @@ import runtime
 from benchmarks import local_steps
 from benchmarks.local_accuracy import pinned, spearman, written
 from partitioner import Plan, Topology, partition, prepare
-from partitioner.profile.profile import profile
+from partitioner.profile.profile import profile_machine
 from runtime.files import write_text
 
 Form = tuple[int, str, str]  # microbatch size, recomputation, precision
@@ -193,7 +193,7 @@ def main() -> int:
     if options.topology:
         topology = Topology.load(options.topology)
     else:
-        found = profile(1, device="cuda", quick=options.quick)
+        found = profile_machine(1, device="cuda", quick=options.quick)
         topology = found.topology
         if options.save:
             found.save(options.save)

@@ -38,7 +38,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import runtime
 from benchmarks import local_steps
 from partitioner import Constraints, Plan, Topology, partition
-from partitioner.profile.profile import profile
+from partitioner.profile.profile import profile_machine
 
 MIN_CORRELATION = 0.8
 MAX_MEMORY_ERROR = 0.15
@@ -252,7 +252,7 @@ def main() -> int:
     elif options.memory:
         topology = Topology.local(options.ranks)
     else:
-        topology = profile(options.ranks, device="cpu", quick=options.quick).topology
+        topology = profile_machine(options.ranks, device="cpu", quick=options.quick).topology
     most = min(options.ranks, topology.num_devices)
     model, inputs = make()
     chosen = [c for c in (PLANS + OF_MEMORY if options.memory else PLANS) if num_ranks(c) <= most]

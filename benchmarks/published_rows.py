@@ -13,7 +13,7 @@ from published_plans import PADS, Row, constraints_of, expert_kernels_of, flags_
 
 from partitioner import Constraints, Topology
 from partitioner.topology import catalogue
-from partitioner.topology.quantities import quantity
+from partitioner.topology.quantities import parse_quantity
 
 # The row's name of a device -> ours, its links inside a node and between nodes.
 DEVICES = {
@@ -266,13 +266,13 @@ def _device(row: Row, kind: str) -> dict[str, Any]:
     """The device, with what the row says of its memory and its power, and the attention that its framework had."""
     found = _catalogue("devices")[kind]
     copies = copies_of_gradients(row)
-    found = {**found, "reserved": int(quantity(found["reserved"]) + copies)}
-    if 1e9 * (row.get("gpu_mem_gb") or 0) > _MORE_MEMORY * quantity(found["memory"]):
+    found = {**found, "reserved": int(parse_quantity(found["reserved"]) + copies)}
+    if 1e9 * (row.get("gpu_mem_gb") or 0) > _MORE_MEMORY * parse_quantity(found["memory"]):
         found["memory"] = f"{row['gpu_mem_gb']} GB"
-    if found["reserved"] >= quantity(found["memory"]):
+    if found["reserved"] >= parse_quantity(found["memory"]):
         raise Overfull(
             f"copies of gradients of {copies / 1e9:.1f} GB and {(found['reserved'] - copies) / 1e9:.1f} GB of {kind}'s "
-            f"own leave nothing of its {quantity(found['memory']) / 1e9:.1f} GB; expected more ranks of tp or pp"
+            f"own leave nothing of its {parse_quantity(found['memory']) / 1e9:.1f} GB; expected more ranks of tp or pp"
         )
     notes = str(row.get("notes"))
     if stated := re.search(r"([\d.]+) TB/s", notes):

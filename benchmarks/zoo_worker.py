@@ -122,8 +122,8 @@ def _plan_and_verify(subject: _Subject, mesh: Mesh) -> dict[str, Any]:
     pp, dp, tp = mesh
     with (  # what others would plan is not looked for
         mock.patch.object(prepared_model, "normalize", subject.normalize),
-        mock.patch.object(search, "standards", return_value=[]),
-        mock.patch.object(search, "compared", return_value=()),
+        mock.patch.object(search, "list_standard_layouts", return_value=[]),
+        mock.patch.object(search, "compare_standard_layouts", return_value=()),
     ):
         pinned = Constraints(pp=pp, dp=dp, tp=tp, zero=0, schedule="1f1b")
         plan = partition(subject.prepared, Topology.local(math.prod(mesh)), constraints=pinned)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from partitioner.advise.suggest import advised
+from partitioner.advise.suggest import attach_advice
 from partitioner.advise.variants import RelaxationRequest
 from partitioner.constraints import Constraints
 from partitioner.explain.tables import notes_on_precision
@@ -18,9 +18,16 @@ from partitioner.solve.evaluate.job import Job
 from partitioner.solve.evaluate.prepared_model import PreparedModel, modes_of_a_new_process, prepare, rare_collections
 from partitioner.solve.search.best_first import SearchProgress
 from partitioner.solve.search.fit_memory import plan_to_fit
-from partitioner.solve.search.search import explore
+from partitioner.solve.search.search import search_for_plan
 from partitioner.topology import Topology
-from partitioner.validate import check_options, check_precision, check_request, precision_of, rated, torch_device
+from partitioner.validate import (
+    check_options,
+    check_precision,
+    check_request,
+    precision_of,
+    rate_topology,
+    torch_device,
+)
 from passes.faults import typed_errors
 
 
@@ -67,14 +74,14 @@ def partition(
     def job_of(topology: Topology, constraints: Constraints, global_batch: int | None) -> Job:
         work = prepared.at(global_batch, constraints, torch_device(topology))
         kind = precision_of(work[0], prepared.precision)
-        return Job(*work, rated(topology, kind, constraints.memory_margin), constraints, train, optimizer, kind)
+        return Job(*work, rate_topology(topology, kind, constraints.memory_margin), constraints, train, optimizer, kind)
 
-    with advised(RelaxationRequest(topology, constraints, global_batch, job_of)):
+    with attach_advice(RelaxationRequest(topology, constraints, global_batch, job_of)):
         check_request(topology, constraints, optimizer, train)
         check_precision(topology, prepared.precision)
         job = job_of(topology, constraints, global_batch)
         other = partial(job_of, topology, constraints)
-        find = partial(explore, progress=progress, compare=not estimate_only, other_batch=other)
+        find = partial(search_for_plan, progress=progress, compare=not estimate_only, other_batch=other)
         found = plan_to_fit(job, find, estimate_only=estimate_only, time_limit_s=time_limit_s)
     chosen = found.chosen
     return Plan(

@@ -56,8 +56,8 @@ class FindingSlot:
     """Shared memory for the latest finding of one process."""
 
     def __init__(self, num_nodes: int) -> None:
-        self._numbers = shared(4, np.float64)  # counter, cost, overflow, bound
-        self._choice = shared(num_nodes, np.int64)
+        self._numbers = allocate_shared_array(4, np.float64)  # counter, cost, overflow, bound
+        self._choice = allocate_shared_array(num_nodes, np.int64)
         self._read = 0.0
 
     def write(self, finding: Finding) -> None:
@@ -78,7 +78,7 @@ class FindingSlot:
         return finding
 
 
-def shared(size: int, dtype: type) -> NDArray[np.generic]:
+def allocate_shared_array(size: int, dtype: type) -> NDArray[np.generic]:
     """Zeros that a fork sees changing."""
     return np.frombuffer(mmap.mmap(-1, max(1, size) * np.dtype(dtype).itemsize), dtype)[:size]
 
@@ -151,17 +151,17 @@ class BackgroundWorker(Generic[K, R]):
         self._patience_s = patience_s
         self._places = {key: place for place, key in enumerate(keys)}
         self._keys = keys
-        self._marks = shared(len(keys), np.int8)
-        self._wishes = shared(len(keys), np.int64)  # the earlier one is, the farther below zero
+        self._marks = allocate_shared_array(len(keys), np.int8)
+        self._wishes = allocate_shared_array(len(keys), np.int64)  # the earlier one is, the farther below zero
         self._turns = count(-len(keys))
-        self._spans = shared(2 * len(keys), np.int64).reshape(-1, 2)  # of results in the file
+        self._spans = allocate_shared_array(2 * len(keys), np.int64).reshape(-1, 2)  # of results in the file
         self._file: IO[bytes] = io.BytesIO()
         self._helper: ForkedWorker | None = None
         parent = os.getpid()
 
         def go_through() -> None:
             end = 0
-            while os.getppid() == parent and (place := self._next()) is not None:
+            while os.getppid() == parent and (place := self._find_next_free()) is not None:
                 self._marks[place] = _BEGUN
                 try:
                     found = pickle.dumps(work(keys[place]))
@@ -177,7 +177,7 @@ class BackgroundWorker(Generic[K, R]):
         with suppress(OSError):  # no room for results, or for another process
             self._file = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as this
             self._helper = ForkedWorker(go_through)
-        self.end = weakref.finalize(self, _end, self._helper, self._file)
+        self.end = weakref.finalize(self, _end_helper, self._helper, self._file)
 
     def take(self, key: K) -> R | None:
         """What ``work`` gives for ``key``; ``None``: it is for the caller to do."""
@@ -189,7 +189,7 @@ class BackgroundWorker(Generic[K, R]):
         until = time.perf_counter() + self._patience_s
         while self.works_on(key):
             if time.perf_counter() > until:
-                self._stop()
+                self._stop_helper()
             time.sleep(_PAUSE_S)
         if self._marks[place] != _DONE or self._file.closed:
             return None
@@ -210,26 +210,26 @@ class BackgroundWorker(Generic[K, R]):
 
     def claim(self, among: Container[C]) -> C | None:
         """The next one of these that nobody has begun, which is the caller's now."""
-        place = self._next(among)
+        place = self._find_next_free(among)
         if place is None:
             return None
         self._marks[place] = _MINE
         key: Any = self._keys[place]
         return cast(C, key)
 
-    def _next(self, among: Container[Any] | None = None) -> int | None:
+    def _find_next_free(self, among: Container[Any] | None = None) -> int | None:
         """The place of the next one that nobody has begun."""
         free = np.flatnonzero(self._marks == _FREE)
         ordered = free[np.argsort(self._wishes[free], kind="stable")].tolist()
         return next((place for place in ordered if among is None or self._keys[place] in among), None)
 
-    def _stop(self) -> None:
+    def _stop_helper(self) -> None:
         if self._helper is not None:
             self._helper.end(time.perf_counter())
             self._helper = None
 
 
-def _end(helper: ForkedWorker | None, file: IO[bytes]) -> None:
+def _end_helper(helper: ForkedWorker | None, file: IO[bytes]) -> None:
     if helper is not None:
         helper.end(time.perf_counter())
     file.close()

@@ -106,7 +106,7 @@ class MeshCandidate:
         return (each + 1,) * more + (each,) * (self.dp - more) if more else ()
 
     def __str__(self) -> str:
-        more = [f"{n}={v}" for n, v, one in self._more if v != one]
+        more = [f"{n}={v}" for n, v, one in self._optional_axes if v != one]
         mesh = f"pp={self.pp} dp={self.dp} tp={self.tp}"
         return " ".join([mesh, *more, f"microbatch={self.microbatch_size}", schedule_name(self.schedule)])
 
@@ -121,7 +121,7 @@ class MeshCandidate:
         return self.tp, self.ep, self.expert_tp, self.zero, self.zero and (self.sharers, self.expert_sharers)
 
     @property
-    def _more(self) -> list[tuple[str, int, int]]:
+    def _optional_axes(self) -> list[tuple[str, int, int]]:
         shard = ("dp_shard", self.dp_shard, 0)
         return [("cp", self.cp, 1), ("ep", self.ep, 1), ("zero", self.zero, 0), shard, ("v", self.virtual_stages, 1)]
 

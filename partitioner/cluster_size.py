@@ -28,7 +28,7 @@ from partitioner.plans.figures import memory_text, mesh_text
 from partitioner.plans.training_run import energy_of, money_of
 from partitioner.solve.evaluate.prepared_model import PreparedModel, prepare
 from partitioner.topology import Topology
-from partitioner.units import digits, percent, plural, seconds_text
+from partitioner.units import format_digits, format_percent, format_plural, seconds_text
 from partitioner.validate import check_seconds
 from passes.errors import InputsError, PartitionError
 from passes.faults import typed_errors
@@ -57,13 +57,13 @@ class Size:
         return math.inf if self.plan is None else self.plan.estimate.step_time
 
     def __str__(self) -> str:
-        nodes = plural(self.nodes, "node")
+        nodes = format_plural(self.nodes, "node")
         if self.plan is None:
             return f"{nodes}: {'no time' if self.out_of_time else 'no plan'} ({self.reason})"
-        money = f", {digits(self.money)} USD" if self.money is not None else ""
-        energy = f", {digits(self.energy)} J" if self.energy is not None else ""
+        money = f", {format_digits(self.money)} USD" if self.money is not None else ""
+        energy = f", {format_digits(self.energy)} J" if self.energy is not None else ""
         rate = f"{throughput_text(self.plan)}, " if self.plan.global_batch else ""
-        told = f"{rate}{percent(self.plan.estimate.mfu)} MFU, {mesh_text(self.plan.mesh)}"
+        told = f"{rate}{format_percent(self.plan.estimate.mfu)} MFU, {mesh_text(self.plan.mesh)}"
         return f"{nodes}: {seconds_text(self.step_time)}{money}{energy} per step, {told}"
 
 
@@ -155,17 +155,22 @@ def size_cluster(
     tried: list[Size] = []
     for count in sorted(set(nodes)):
         topology = Topology.preset(machine, nodes=count) if isinstance(machine, str) else machine(count)
-        tried.append(_tried(prepared, topology, count, more))
-        if not every and minimise == "nodes" and tried[-1].plan is not None and _fast(tried[-1], step_time):
+        tried.append(_plan_cluster_size(prepared, topology, count, more))
+        if not every and minimise == "nodes" and tried[-1].plan is not None and _is_fast_enough(tried[-1], step_time):
             break
-    fit = [size for size in tried if size.plan is not None and _fast(size, step_time)]
+    fit = [size for size in tried if size.plan is not None and _is_fast_enough(size, step_time)]
     if not fit:
-        raise _none(tried, step_time)
-    measure = {"nodes": lambda s: s.nodes, "time": lambda s: s.step_time, "money": _money, "energy": _energy}[minimise]
+        raise _explain_no_size(tried, step_time)
+    measure = {
+        "nodes": lambda s: s.nodes,
+        "time": lambda s: s.step_time,
+        "money": _read_step_money,
+        "energy": _read_step_energy,
+    }[minimise]
     return Sizing(min(fit, key=lambda size: (measure(size), size.nodes)), tuple(tried))
 
 
-def _tried(model: PreparedModel, topology: Topology, nodes: int, more: dict[str, Any]) -> Size:
+def _plan_cluster_size(model: PreparedModel, topology: Topology, nodes: int, more: dict[str, Any]) -> Size:
     try:
         plan = partition(model, topology, **more)
     except InputsError:  # which no size makes right
@@ -175,19 +180,19 @@ def _tried(model: PreparedModel, topology: Topology, nodes: int, more: dict[str,
     return Size(nodes, plan, money_of(plan), energy_of(plan))
 
 
-def _fast(size: Size, step_time: float | None) -> bool:
+def _is_fast_enough(size: Size, step_time: float | None) -> bool:
     return step_time is None or size.step_time <= step_time
 
 
-def _money(size: Size) -> float:
-    return _known(size.money, "price", "dollars per device and hour")
+def _read_step_money(size: Size) -> float:
+    return _require_known_value(size.money, "price", "dollars per device and hour")
 
 
-def _energy(size: Size) -> float:
-    return _known(size.energy, "power_busy", "watts")
+def _read_step_energy(size: Size) -> float:
+    return _require_known_value(size.energy, "power_busy", "watts")
 
 
-def _known(value: float | None, name: str, unit: str) -> float:
+def _require_known_value(value: float | None, name: str, unit: str) -> float:
     if value is None:
         raise ConstraintError(
             f"a device type of the topology has no {name}; give it in {unit} under types: in its file"
@@ -195,9 +200,9 @@ def _known(value: float | None, name: str, unit: str) -> float:
     return value
 
 
-def _none(tried: Sequence[Size], step_time: float | None) -> SizeError:
+def _explain_no_size(tried: Sequence[Size], step_time: float | None) -> SizeError:
     best = min(tried, key=lambda size: size.step_time)
-    fastest = f"{plural(best.nodes, 'node')} with {best.step_time:.3g} s"
+    fastest = f"{format_plural(best.nodes, 'node')} with {best.step_time:.3g} s"
     late = [str(size.nodes) for size in tried if size.out_of_time]
     if late:
         found = "" if best.plan is None else f"; the fastest found is {fastest}"
@@ -311,7 +316,9 @@ def _of_sequence(
     model: Any, topology: Topology, inputs: Any, asked: Constraints, more: dict[str, Any]
 ) -> Callable[[int], Plan]:
     def plan(size: int) -> Plan:
-        return partition(model, topology, longer(inputs, size), constraints=asked, estimate_only=True, **more)
+        return partition(
+            model, topology, lengthen_sequences(inputs, size), constraints=asked, estimate_only=True, **more
+        )
 
     return plan
 
@@ -324,7 +331,7 @@ def length_of(inputs: Any) -> int:
     return int(lengths[0])
 
 
-def longer(inputs: Any, size: int) -> Any:
+def lengthen_sequences(inputs: Any, size: int) -> Any:
     """``inputs`` with sequences of ``size`` tokens, their own ones repeated."""
     length = length_of(inputs)
 

@@ -19,8 +19,8 @@ from pydantic_core import PydanticCustomError
 from partitioner.errors import ConstraintError
 from partitioner.schedules.csv_table import SUFFIX, ScheduleTable
 from partitioner.schedules.registry import SCHEDULES
-from partitioner.topology.validate import nearest
-from partitioner.units import divisors
+from partitioner.topology.validate import format_suggestion
+from partitioner.units import list_divisors
 from runtime.program.buckets import Compression
 from runtime.program.mesh import AXES
 from runtime.program.program import OFFLOADS, Offload
@@ -160,7 +160,7 @@ def written_here(name: str, value: str, known: Sequence[str] = ()) -> str:
     """What to write instead of ``name=value`` of another library, where ``known`` are the constraints; empty where
     nothing here is meant by it."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().replace("-", "_").replace(".", "_").strip("_")
-    for stem in _stems(words):
+    for stem in _list_name_stems(words):
         if stem in _BY_NAME:
             return _BY_NAME[stem].format(value=value)
         if stem in known:
@@ -168,7 +168,7 @@ def written_here(name: str, value: str, known: Sequence[str] = ()) -> str:
     return ""
 
 
-def _stems(name: str) -> list[str]:
+def _list_name_stems(name: str) -> list[str]:
     """``name``, and what is left of it without words that say nothing, the longest first."""
     stems = [name]
     for stem in stems:  # grows meanwhile
@@ -177,13 +177,13 @@ def _stems(name: str) -> list[str]:
     return stems
 
 
-def explain(error: ValidationError, known: Sequence[str]) -> str:
+def explain_validation_error(error: ValidationError, known: Sequence[str]) -> str:
     """The first of ``error``'s complaints as one sentence; ``known``: the constraints that there are."""
     first = error.errors()[0]
     name, got = str(first["loc"][0]), first["input"]
     if first["type"] == "extra_forbidden":
         here = written_here(name, repr(got), known)
-        meant = f"here it is {here}; " if here else nearest(name, known)
+        meant = f"here it is {here}; " if here else format_suggestion(name, known)
         return f"unknown constraint {name!r}; {meant}expected {', '.join(known)}"
     if len({each["loc"] for each in error.errors() if each["loc"][0] == name}) > 1 and name == "schedule":
         return f"constraint {name}: input should be {_WORDS['model_type']}, got {got!r}"
@@ -192,13 +192,13 @@ def explain(error: ValidationError, known: Sequence[str]) -> str:
     message = first["msg"][:1].lower() + first["msg"][1:]
     if first["type"] in _WORDS:
         message = f"input should be {_WORDS[first['type']].format_map(context)}"
-    return f"constraint {name}{place}: {message}, got {got!r}{_meant(got, context)}"
+    return f"constraint {name}{place}: {message}, got {got!r}{_suggest_meant_value(got, context)}"
 
 
-def _meant(got: Any, context: dict[str, Any]) -> str:
+def _suggest_meant_value(got: Any, context: dict[str, Any]) -> str:
     """What was meant, of the values that there are."""
     values = context.get("values") or str(context.get("expected", "")).replace(" or ", ", ").split(", ")
-    meant = nearest(got, [str(value).strip("'") for value in values if value]) if isinstance(got, str) else ""
+    meant = format_suggestion(got, [str(value).strip("'") for value in values if value]) if isinstance(got, str) else ""
     return f"; {meant.rstrip()}" if meant else ""
 
 
@@ -360,7 +360,7 @@ class Constraints(BaseModel):
         try:
             super().__init__(**data)
         except ValidationError as error:
-            raise ConstraintError(explain(error, [*Constraints.model_fields])) from error
+            raise ConstraintError(explain_validation_error(error, [*Constraints.model_fields])) from error
 
     @property
     def planned_only(self) -> tuple[str, ...]:
@@ -491,7 +491,7 @@ class Constraints(BaseModel):
         """Raise :class:`ConstraintError` unless ``global_batch`` is a whole number of groups that samples meet in."""
         size = self.group_size
         if size is not None and global_batch % size:
-            nearest = min(divisors(global_batch), key=lambda d: abs(math.log2(d / size)))
+            nearest = min(list_divisors(global_batch), key=lambda d: abs(math.log2(d / size)))
             raise ConstraintError(
                 f"the global batch of {global_batch} is no whole number of groups of microbatch_size={size}, within "
                 f"which samples meet (couple='microbatch'); expected a divisor of {global_batch}, as {nearest} is"
@@ -592,8 +592,8 @@ def pinned_calls(stage_of: Mapping[str, int], paths: Sequence[str], num_stages: 
             raise ConstraintError(
                 f"stage_of[{prefix!r}] = {stage} with {num_stages} stages; expected {-num_stages} to {num_stages - 1}"
             )
-        inside = [i for i, path in enumerate(paths) if _under(path, prefix)]
-        inside = inside or [i for i, path in enumerate(paths) if path and _under(prefix, path)]
+        inside = [i for i, path in enumerate(paths) if _is_under_prefix(path, prefix)]
+        inside = inside or [i for i, path in enumerate(paths) if path and _is_under_prefix(prefix, path)]
         if not inside:
             near = get_close_matches(prefix, sorted(set(paths)), n=3, cutoff=0.3) or sorted(set(paths))[:3]
             raise ConstraintError(f"stage_of[{prefix!r}] names no module of the model; near it: {', '.join(near)}")
@@ -608,5 +608,5 @@ def pinned_calls(stage_of: Mapping[str, int], paths: Sequence[str], num_stages: 
     return pinned
 
 
-def _under(path: str, prefix: str) -> bool:
+def _is_under_prefix(path: str, prefix: str) -> bool:
     return path == prefix or path.startswith(prefix + ".")

@@ -33,7 +33,7 @@ class InfeasibleError(PartitionError):
         self.unadvised = ""  # why there is no advice, where looking for it failed
 
     @cached_property
-    def _advice(self) -> Advice | None:
+    def _found_advice(self) -> Advice | None:
         try:
             return self.advise() if self.advise is not None else None
         except Exception as error:  # what is wrong is said in any case, whatever looking for a way out runs into
@@ -42,11 +42,11 @@ class InfeasibleError(PartitionError):
 
     @property
     def changes(self) -> tuple[Change, ...]:
-        return self._advice.changes if self._advice is not None else ()
+        return self._found_advice.changes if self._found_advice is not None else ()
 
     @property
     def conflict(self) -> tuple[str, ...]:
-        return self._advice.conflict if self._advice is not None else ()
+        return self._found_advice.conflict if self._found_advice is not None else ()
 
     def __str__(self) -> str:
         text = self.message

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from partitioner.errors import ConstraintError
-from partitioner.topology.validate import nearest
+from partitioner.topology.validate import format_suggestion
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ def optimizer_bytes(numel: int, itemsize: int, optimizer: str) -> int:
     if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
         name = optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", type(optimizer).__name__)
         raise ConstraintError(
-            f"unknown optimizer {name!r}; {nearest(name, [*OPTIMIZERS])}expected one of {', '.join(OPTIMIZERS)}: the "
+            f"unknown optimizer {name!r}; {format_suggestion(name, [*OPTIMIZERS])}expected one of "
+            f"{', '.join(OPTIMIZERS)}: the "
             "name of one whose states take as many bytes"
         )
     master = 4 if OPTIMIZERS[optimizer].master and itemsize < 4 else 0

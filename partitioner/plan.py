@@ -267,16 +267,16 @@ class Plan(Data):
     @typed_errors("Plan.summary()")
     def summary(self) -> str:
         """The plan in a table or two, for a terminal."""
-        from partitioner.explain.explain import summary
+        from partitioner.explain.explain import format_summary
 
-        return summary(self)
+        return format_summary(self)
 
     @typed_errors("Plan.explain()")
     def explain(self) -> str:
         """The plan in plain words: what binds, where the time goes, what else was considered."""
-        from partitioner.explain.explain import explain
+        from partitioner.explain.explain import format_explanation
 
-        return explain(self)
+        return format_explanation(self)
 
     @typed_errors("Plan.why_not()")
     def why_not(
@@ -293,11 +293,11 @@ class Plan(Data):
     @typed_errors("Plan.diff()")
     def diff(self, other: Plan) -> str:
         """What ``other`` does otherwise, and what that changes in time and memory, for a terminal."""
-        from partitioner.explain.diff import diff
+        from partitioner.explain.diff import format_plan_diff
 
         if not isinstance(other, Plan):
             raise PlanError(f"expected a plan to compare with, got {type(other).__name__}")
-        return diff(self, other)
+        return format_plan_diff(self, other)
 
     @typed_errors("Plan.training_run()")
     def training_run(

@@ -20,7 +20,7 @@ _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 _COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
-def digits(value: float, places: int = 3) -> str:
+def format_digits(value: float, places: int = 3) -> str:
     """``value`` to ``places`` significant digits, never in scientific notation: 1234.5 -> 1,234; 0.01234 -> 0.0123."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
@@ -34,7 +34,7 @@ def bytes_text(num_bytes: float) -> str:
     size, unit = float(num_bytes), 0
     while abs(size) >= 999.5 and unit < len(_BINARY) - 1:
         size, unit = size / 1024, unit + 1
-    return f"{digits(size)} {_BINARY[unit]}"
+    return f"{format_digits(size)} {_BINARY[unit]}"
 
 
 def seconds_text(seconds: float) -> str:
@@ -42,18 +42,18 @@ def seconds_text(seconds: float) -> str:
     if seconds == 0:
         return "0 s"
     scale, unit = next((s for s in _SECONDS if abs(seconds) >= s[0] * 0.9995), _SECONDS[-1])
-    return f"{digits(seconds / scale)} {unit}"
+    return f"{format_digits(seconds / scale)} {unit}"
 
 
 def count_text(count: float) -> str:
     """``8.03 B`` for 8,030,261,248; small numbers as they are."""
     for scale, unit in _COUNTS:
         if abs(count) >= scale * 0.9995 and count >= 10_000:
-            return f"{digits(count / scale)} {unit}"
+            return f"{format_digits(count / scale)} {unit}"
     return f"{count:,.0f}"
 
 
-def percent(share: float) -> str:
+def format_percent(share: float) -> str:
     """A share of one as a percentage, with a decimal below ten."""
     value = 100 * share
     if 0 < value < 0.05:
@@ -61,7 +61,7 @@ def percent(share: float) -> str:
     return f"{value:.1f}%" if 0 < abs(value) < 9.95 else f"{value:.0f}%"
 
 
-def ranges(numbers: Sequence[int]) -> str:
+def format_ranges(numbers: Sequence[int]) -> str:
     """``0–3, 8, 10–11`` for sorted integers."""
     parts: list[str] = []
     start = 0
@@ -73,18 +73,18 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join(parts)
 
 
-def plural(count: int, noun: str, many: str = "") -> str:
+def format_plural(count: int, noun: str, many: str = "") -> str:
     """``1 rank``, ``2 ranks``; ``many`` where it is not the noun with an s."""
     return f"{count:,} {noun if count == 1 else many or noun + 's'}"
 
 
-def divisors(number: int) -> list[int]:
+def list_divisors(number: int) -> list[int]:
     """What divides ``number``, smallest first."""
-    return list(_divisors(number))
+    return list(_list_divisors(number))
 
 
 @cache
-def _divisors(number: int) -> tuple[int, ...]:
+def _list_divisors(number: int) -> tuple[int, ...]:
     import sympy  # where it is used: it takes half a second
 
     return tuple(map(int, sympy.divisors(number)))
@@ -98,7 +98,7 @@ def text_console(file: IO[str], **options: Any) -> Console:
     return Console(file=file, highlight=False, force_jupyter=False, **options)
 
 
-def plain(parts: Iterable[RenderableType]) -> str:
+def format_plain_text(parts: Iterable[RenderableType]) -> str:
     """``parts`` as text without colour, ``WIDTH`` columns wide, no spaces at the ends of lines."""
     written = io.StringIO()
     console = text_console(written, width=WIDTH, color_system=None, legacy_windows=False)

@@ -134,13 +134,13 @@ class RankError(PartitionError):
         self.failure = first_cause(failures)
         self.world_size = world_size
         tail = f"\n{self.failure.traceback.rstrip()}\n" if self.failure.traceback else " "
-        super().__init__(self._text(tail))
+        super().__init__(self._format_failures(tail))
 
     @property
     def brief(self) -> str:
-        return self._text(" ")
+        return self._format_failures(" ")
 
-    def _text(self, tail: str) -> str:
+    def _format_failures(self, tail: str) -> str:
         others = len(self.failures) - 1
         also = f" ({others} more failed after it)" if others else ""
         return f"one of {self.world_size} ranks failed{also};{tail}first cause: {self.failure}"

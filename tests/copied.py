@@ -22,7 +22,7 @@ from runtime import Checkpoints, Engine
 from runtime.checkpoint.memory_copies import SlotState
 from runtime.checkpoint.ranks import Peers
 from runtime.checkpoint.run_state import own_tensors
-from runtime.launch.process_pool import preload
+from runtime.launch.process_pool import preload_imports
 from tests.runtime_programs import Net, net_inputs, program_of_net
 
 PATIENCE_S = 60.0
@@ -143,7 +143,7 @@ def ended(pid: int) -> int:
 
 def main() -> None:
     path = Path(sys.argv[1])
-    preload()
+    preload_imports()
     torch.set_num_threads(1)
     for number, attempt in enumerate(json.loads(path.read_text())):
         print(json.dumps(run(attempt, path.with_name(f"store-{number}"))), flush=True)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from runtime import Checkpoints, Engine
-from runtime.launch.process_pool import preload
+from runtime.launch.process_pool import preload_imports
 from tests.runtime_programs import Net, net_inputs, program_of_net
 
 
@@ -69,7 +69,7 @@ def latest(folder: Path) -> str:
 def main() -> None:
     folder, times, world = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
-    preload()
+    preload_imports()
     generator = random.Random(times)
     for number in range(times):
         first = killed(folder, folder.with_name(f"store-{number}"), world, generator.uniform(0.0, 0.2))

@@ -14,8 +14,8 @@ from partitioner.candidate import MeshCandidate
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
 from partitioner.solve.search.bound_steps import BoundCascade
-from partitioner.solve.search.search import explore, space_of
-from partitioner.solve.search.uniform_cluster import BEST, UniformClusterBound, evened
+from partitioner.solve.search.search import search_for_plan, space_of
+from partitioner.solve.search.uniform_cluster import BEST, UniformClusterBound, list_uniform_clusters
 from partitioner.solve.stages.split import SLACK
 from partitioner.topology import loads
 from passes.errors import PartitionError
@@ -76,7 +76,7 @@ def test_where_links_alone_differ_it_is_what_the_best_placement_takes(cluster: s
 
 def test_the_search_proves_plans_where_a_network_is_slow():
     """Eight devices: not all of their orders are tried, and none is better."""
-    certificate = explore(job(loads(grid(4, 2) + "node_overrides: {2: {network: 0.1}}"))).certificate
+    certificate = search_for_plan(job(loads(grid(4, 2) + "node_overrides: {2: {network: 0.1}}"))).certificate
     # stages may be evened out at that cost; what reductions beside the last backwards delay is in no bound
     assert certificate.gap <= 1.5 * SLACK
 
@@ -86,7 +86,7 @@ def test_nodes_that_are_evened_have_their_networks_in_all_orders():
         grid(4, 2)
         + "overrides: {node0/0: {speed: 0.5, memory: 20 GB}}\nnode_overrides: {1: {network: 0.5}, 3: {network: 0.1}}"
     )
-    made = evened(cluster)
+    made = list_uniform_clusters(cluster)
     assert len(made) == 4 * 3  # two nodes that differ, among four
     assert len({tuple(t.network_share.tolist()) for t in made}) == len(made)
     for topology in made:
@@ -98,7 +98,7 @@ def test_nodes_that_are_evened_have_their_networks_in_all_orders():
 
 def test_of_many_orders_the_best_two_nodes_stand_for_all():
     shares = {n: {"network": 0.1 + n / 20} for n in range(9)}
-    (made,) = evened(loads(grid(9, 1) + f"node_overrides: {shares}"))
+    (made,) = list_uniform_clusters(loads(grid(9, 1) + f"node_overrides: {shares}"))
     assert np.unique(made.network_share).tolist() == pytest.approx([0.1 + 7 / 20])
 
 
@@ -113,4 +113,4 @@ def test_of_many_orders_the_best_two_nodes_stand_for_all():
     ],
 )
 def test_nothing_is_said_of_nodes_that_have_other_shapes_or_links(cluster: str):
-    assert evened(loads(cluster)) == []
+    assert list_uniform_clusters(loads(cluster)) == []

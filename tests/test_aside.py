@@ -17,7 +17,14 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from partitioner import Constraints, Topology, background, partition, prepare
-from partitioner.background import BackgroundWorker, ForkedWorker, Future, can_help, check_threads, shared
+from partitioner.background import (
+    BackgroundWorker,
+    ForkedWorker,
+    Future,
+    allocate_shared_array,
+    can_help,
+    check_threads,
+)
 from partitioner.candidate import MeshCandidate
 from partitioner.solve.evaluate import local_model_cache
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
@@ -35,7 +42,7 @@ def _second_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_is_done_once_and_everything_arrives() -> None:
-    times = shared(40, np.int64)
+    times = allocate_shared_array(40, np.int64)
 
     def work(key: int) -> str:
         times[key] += 1
@@ -59,7 +66,7 @@ def test_each_is_done_once_and_everything_arrives() -> None:
 
 
 def test_what_is_wished_for_comes_first() -> None:
-    done, goes = shared(8, np.int64), shared(1, np.int8)
+    done, goes = allocate_shared_array(8, np.int64), allocate_shared_array(1, np.int8)
 
     def work(key: int) -> int:
         while not goes[0]:
@@ -91,7 +98,7 @@ def test_what_was_not_said_before_is_for_the_caller() -> None:
 
 @pytest.mark.parametrize("how", ["raises", "dies", "hangs"])
 def test_a_process_that_fails_leaves_the_work_to_the_first(how: str) -> None:
-    began = shared(1, np.int8)
+    began = allocate_shared_array(1, np.int8)
 
     def work(key: int) -> int:
         if key == 1:
@@ -139,7 +146,7 @@ def test_one_thing_is_done_later() -> None:
 
 
 def test_a_helper_has_no_exact_solver() -> None:
-    told = shared(1, np.int8)
+    told = allocate_shared_array(1, np.int8)
 
     def work() -> None:
         try:
@@ -179,8 +186,8 @@ def test_bounds_are_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
         own.append(point)
         return floor(evaluator, point, *args)
 
-    floor = CandidateEvaluator._floor
-    monkeypatch.setattr(CandidateEvaluator, "_floor", counted)
+    floor = CandidateEvaluator._compute_block_bound
+    monkeypatch.setattr(CandidateEvaluator, "_compute_block_bound", counted)
     assert [helped.floor(point, 2) for point in points] == expected
     assert not own
     helped.floor(replace(points[1], microbatch_size=1), 1)

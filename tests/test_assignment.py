@@ -29,8 +29,8 @@ from partitioner.solve.pairwise.assignment import (
     live_rows,
     solve_assignment,
 )
-from partitioner.solve.pairwise.dynamic_programming import eliminate
-from partitioner.solve.pairwise.live_memory import MemoryConstraint, Usage, stretches
+from partitioner.solve.pairwise.dynamic_programming import eliminate_nodes
+from partitioner.solve.pairwise.live_memory import MemoryConstraint, Usage, build_memory_stretches
 from partitioner.solve.pairwise.presolve import InfeasibleAssignmentError, ReducedProblem
 
 INSTANCES = Path(__file__).parents[2] / "shared" / "iopddl"
@@ -163,7 +163,7 @@ def test_elimination_beside_a_cutset_never_makes_an_assignment_dearer(problem: A
             costs[i] = costs[i] - table[:, choice[j]]
             costs[j] = costs[j] - table[choice[i]]
     found = choice.copy()
-    for i, p in eliminate(costs, tables, order)[0].items():
+    for i, p in eliminate_nodes(costs, tables, order)[0].items():
         found[i] = p
     assert flat.total(found) <= flat.total(choice) * (1 + 1e-9)
 
@@ -173,7 +173,7 @@ def test_elimination_beside_a_cutset_never_makes_an_assignment_dearer(problem: A
 def test_flat_costs_and_memory_are_those_of_the_problem(problem: AssignmentProblem) -> None:
     assert problem.memory is not None
     flat, contraction = flat_of(problem)
-    found, room, taken = stretches(problem.memory, contraction.roots, contraction.maps)
+    found, room, taken = build_memory_stretches(problem.memory, contraction.roots, contraction.maps)
     usage = Usage(found, dict(zip(contraction.nodes, flat.start.tolist(), strict=True)), len(flat.cost), len(room))
     rng = np.random.default_rng(0)
     choice = (rng.random(len(flat.sizes)) * flat.sizes).astype(np.intp)
@@ -199,7 +199,7 @@ def test_the_search_ends_before_its_time_is_up(monkeypatch: pytest.MonkeyPatch) 
     edges = [(int(i), int(j), rng.random((4, 4))) for i, j in rng.integers(0, 60, (400, 2)) if i != j]
     memory = MemoryConstraint([(0, 1)] * 60, [rng.random(4) for _ in range(60)], 25.0)
     flat, contraction = flat_of(AssignmentProblem(costs, edges, memory=memory))
-    found, room, _ = stretches(memory, contraction.roots, contraction.maps)
+    found, room, _ = build_memory_stretches(memory, contraction.roots, contraction.maps)
     usage = Usage(found, dict(zip(contraction.nodes, flat.start.tolist(), strict=True)), len(flat.cost), len(room))
     ticks = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: 0.1 * next(ticks))  # every look at the clock takes as long
@@ -237,7 +237,7 @@ def test_dynamic_programming_and_mixed_integer_programming_agree(seed: int, monk
     assert narrow.num_variables == 0
     monkeypatch.setattr(assignment, "QUICK_WORK", 0)
     monkeypatch.setattr(assignment, "MOST_WORK", 0)
-    monkeypatch.setattr(assignment, "_fix", lambda *_: ({}, -np.inf))
+    monkeypatch.setattr(assignment, "_fix_wide_components", lambda *_: ({}, -np.inf))
     wide = solve_assignment(problem)
     assert wide.num_variables > 0
     assert wide.objective == pytest.approx(narrow.objective, rel=1e-6)

@@ -58,7 +58,7 @@ def whole(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]
     rank = engine.rank_program
     for name, tensor in engine.state_dict().items():
         state, parts_of = engine.program.states[name], boxes.held_by(rank.program, name, rank.rank)
-        parts = boxes.pieces("model.", name, state, parts_of, tensor)
+        parts = boxes.list_shard_pieces("model.", name, state, parts_of, tensor)
         parts += held.pieces(rank, name) if name in held.parameters else []
         found.update({f"{p.key} {p.shape} {p.offsets}": (p.offsets, p.tensor.detach().clone()) for p in parts})
     return found  # type: ignore[return-value]
@@ -133,7 +133,7 @@ def test_boxes_are_what_the_cuts_leave(first: str, second: str, i: int, j: int):
         shards.append(Shard(Layout.parse(second), 2, j))
     part = take_shards(tensor, shards)
     rebuilt = torch.full_like(part, -1)
-    for box in boxes.boxes(tensor.shape, shards):
+    for box in boxes.compute_shard_boxes(tensor.shape, shards):
         here = tuple(slice(a, a + n) for a, n in zip(box.local, box.sizes, strict=True))
         there = tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))
         rebuilt[here] = tensor[there]
@@ -164,7 +164,7 @@ def test_runs_are_boxes(shape: list[int], data: st.DataObject):
     start = data.draw(st.integers(0, tensor.numel()))
     size = data.draw(st.integers(0, tensor.numel() - start))
     found = torch.full((size,), -1)
-    for box in boxes.runs(shape, start, size):
+    for box in boxes.split_range_into_boxes(shape, start, size):
         part = tensor[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))]
         found[box.local[0] : box.local[0] + part.numel()] = part.reshape(-1)
     assert torch.equal(found, tensor.reshape(-1)[start : start + size])

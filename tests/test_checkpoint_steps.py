@@ -18,7 +18,7 @@ from runtime import CheckpointError, Checkpoints, Engine
 from runtime.checkpoint import atomic_folder, dcp_files
 from runtime.checkpoint.atomic_folder import this_process, wait_for_writers
 from runtime.checkpoint.load import complete_in
-from runtime.checkpoint.training_state import packed, unpacked
+from runtime.checkpoint.training_state import pack_plain_data, unpack_plain_data
 from runtime.comm.thread_backend import ThreadWorld
 from runtime.program.program import Program
 from tests.runtime_programs import Net, net_inputs, program_of_net
@@ -88,9 +88,9 @@ def test_a_checkpoint_that_knows_of_one_count_alone_is_loaded(tmp_path: Path):
     folder = checkpoints.save().directory
     checkpoints.wait()
     manifest = json.loads((folder / "manifest.json").read_text())
-    training = unpacked((folder / "training.pt").read_bytes())
+    training = unpack_plain_data((folder / "training.pt").read_bytes())
     assert manifest.pop("optimizer_steps") == training.pop("optimizer_steps") == 4
-    (folder / "training.pt").write_bytes(packed(training, "the run"))
+    (folder / "training.pt").write_bytes(pack_plain_data(training, "the run"))
     (folder / "manifest.json").write_text(json.dumps(manifest))
     other, _ = one_rank()
     assert other.load(folder, verify=False) == 4

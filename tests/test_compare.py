@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from partitioner import Constraints, Plan, Topology, partition
 from partitioner.cli.app import app
 from partitioner.errors import ConstraintError
-from partitioner.explain.diff import in_words, relative
+from partitioner.explain.diff import format_relative, in_words
 from partitioner.plan import Candidate
 from partitioner.units import bytes_text
 from passes.errors import PartitionError
@@ -297,12 +297,12 @@ def test_plans_without_a_program_are_compared(plan: Plan):
 )  # fmt: skip
 def test_how_figures_stand_to_each_other(old: float, new: float, words: str):
     """What is written with other digits is not called the same."""
-    assert relative(old, new) == words
+    assert format_relative(old, new) == words
 
 
 def test_bytes_are_the_same_where_they_are_written_so():
-    assert relative(2**30, 1.0004 * 2**30, bytes_text) == "the same as"
-    assert relative(1000 * 2**20, 1000.4 * 2**20, bytes_text) == "the same as"
+    assert format_relative(2**30, 1.0004 * 2**30, bytes_text) == "the same as"
+    assert format_relative(1000 * 2**20, 1000.4 * 2**20, bytes_text) == "the same as"
 
 
 def test_what_rounding_left_is_no_time(plan: Plan):

@@ -14,8 +14,8 @@ from passes.ir.interpret import META, call
 from passes.ir.layouts import REPLICATED, Layout, join_shards, shard, take_shard
 from passes.ir.model import Block
 from passes.rules.factors import Strategy, operands_of
-from passes.rules.strategies import strategies
-from passes.rules.verify import Ranks, differences, gradients, groups, run_ranks
+from passes.rules.strategies import enumerate_strategies
+from passes.rules.verify import Ranks, compute_gradients, describe_differences, list_axis_groups, run_ranks
 from passes.shard.shard_block import RESHARDS, BlockSharding, shard_block
 
 aten = torch.ops.aten
@@ -93,7 +93,7 @@ def some_sharding(block: Block, num_ranks: int, rng: random.Random) -> BlockShar
         wanted = {i: {produced[o][0]} for i, o in enumerate(operands)}
         possible = [
             s
-            for s in strategies(node, num_ranks, wanted)
+            for s in enumerate_strategies(node, num_ranks, wanted)
             if all((produced[o][0].kind, to.kind) in RESHARDS for o, to in zip(operands, s.operands, strict=True))
         ]
         if not possible:
@@ -126,11 +126,15 @@ def differences_on_ranks(block: Block, axes: dict[str, int], rng: random.Random)
 
     def wrong(ranks: Ranks, expected: Tensor, per_axis: list[Layout]) -> list[str]:
         for (axis, size), layout in reversed(list(zip(axes.items(), per_axis, strict=True))):
-            lines = [[ranks[r] for r in line] for line in groups({"other": len(ranks) // size, axis: size}, axis)]
-            if not layout.is_shard and any(found for ts in lines for found in differences(ts, ts[0], layout, 1e-9)):
+            lines = [
+                [ranks[r] for r in line] for line in list_axis_groups({"other": len(ranks) // size, axis: size}, axis)
+            ]
+            if not layout.is_shard and any(
+                found for ts in lines for found in describe_differences(ts, ts[0], layout, 1e-9)
+            ):
                 return [f"differs between ranks along {axis}"]
             ranks = [join_shards(ts, layout) for ts in lines]
-        return differences(ranks, expected, REPLICATED, 1e-9)
+        return describe_differences(ranks, expected, REPLICATED, 1e-9)
 
     needs = [bool(p.meta["grad"]) for p in block.placeholders]
     tensors = [
@@ -140,7 +144,7 @@ def differences_on_ranks(block: Block, axes: dict[str, int], rng: random.Random)
     inputs = [[t.clone().requires_grad_(need)] for t, need in zip(tensors, needs, strict=True)]
     whole = run_ranks(block.graph, inputs, {"one": 1})[0]
     grads_out = [torch.randn_like(o) for o in whole]
-    expected = gradients(whole, [i[0] for i in inputs], grads_out)
+    expected = compute_gradients(whole, [i[0] for i in inputs], grads_out)
 
     placed = [[per_axis[0][i] for per_axis in layouts] for i in range(len(tensors))]
     leaves = [
@@ -156,7 +160,7 @@ def differences_on_ranks(block: Block, axes: dict[str, int], rng: random.Random)
         found += [f"output {k} {w}" for w in wrong([o[k].detach() for o in outputs], result.detach(), at)]
         flat += [o[k] for o in outputs]
         seeds += cut(grad, at)
-    got = iter(gradients(flat, [t for ranks in leaves for t in ranks], seeds))
+    got = iter(compute_gradients(flat, [t for ranks in leaves for t in ranks], seeds))
     for p, ranks, at, grad, need in zip(block.placeholders, leaves, placed, expected, needs, strict=True):
         mine = [next(got) for _ in ranks]
         found += [f"gradient of {p.name} {w}" for w in (wrong(mine, grad, at) if need else [])]

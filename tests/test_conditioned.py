@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from partitioner.solve.pairwise import assignment, improve
 from partitioner.solve.pairwise.assignment import AssignmentProblem, solve_assignment
-from partitioner.solve.pairwise.improve import improved
+from partitioner.solve.pairwise.improve import improve_assignment
 
 
 def grid(seed: int, side: int, choices: int, forbidden: float = 0.0) -> AssignmentProblem:
@@ -38,12 +38,12 @@ def test_it_is_never_worse_and_what_is_narrow_is_optimal(seed: int, side: int, c
     problem = grid(seed, side, choices, forbidden)
     first = dict.fromkeys(range(side * side), 0)
     best = solve_assignment(problem).objective
-    found = improved(*parts(problem), first, time.perf_counter() + 10)
+    found = improve_assignment(*parts(problem), first, time.perf_counter() + 10)
     reached = problem.objective([found[i] for i in range(side * side)])
     assert reached == pytest.approx(best)  # no table is too large
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(improve, "_ENTRIES", choices**2)  # chains alone are narrow
-        found = improved(*parts(problem), first, time.perf_counter() + 10)
+        found = improve_assignment(*parts(problem), first, time.perf_counter() + 10)
     near = problem.objective([found[i] for i in range(side * side)])
     assert best - 1e-9 <= near <= problem.objective([0] * side**2)
 
@@ -53,7 +53,7 @@ def test_nodes_that_kept_their_choices_change_in_another_turn():
     first = dict.fromkeys(range(36), 0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(improve, "_ENTRIES", 9)
-        found = improved(*parts(problem), first, time.perf_counter() + 10)
+        found = improve_assignment(*parts(problem), first, time.perf_counter() + 10)
     changed = sum(found[i] != 0 for i in first)
     assert changed > 36 / 2
     best = solve_assignment(problem).objective

@@ -18,7 +18,7 @@ from runtime import CheckpointError, Checkpoints, Engine
 from runtime.checkpoint import memory_copies
 from runtime.checkpoint import memory_copies as slots
 from runtime.checkpoint.memory_copies import CheckpointSlot, SlotName, SlotState
-from runtime.checkpoint.ranks import keepers
+from runtime.checkpoint.ranks import assign_keepers
 from tests.runtime_programs import Net, net_inputs, program_of_net
 from tests.test_runtime_launch import SCRIPT, plan_file, supervised
 
@@ -266,7 +266,7 @@ def test_a_slot_holds_any_tensor(tmp_path: Path):
     slot.commit(3)
     [(name, path)] = slots.slots_in(tmp_path)
     assert name == ("0123456789abcdef", 2, 3)
-    got, run_ = slots.read(slots.content_of(path))
+    got, run_ = slots.parse_slot_content(slots.content_of(path))
     assert run_ == {"steps": 3}
     assert got.keys() == tensors.keys()
     for key, tensor in tensors.items():
@@ -279,4 +279,4 @@ def test_a_slot_holds_any_tensor(tmp_path: Path):
     [([1], [None]), ([1, 1], [None, None]), ([1, 2], [1, 0]), ([1, 2, 1, 2], [1, 0, 3, 2]), ([1, 1, 2], [2, 2, 0])],
 )
 def test_keepers_are_on_another_node(of_ranks: list[int], expected: list[int | None]):
-    assert keepers(of_ranks) == expected
+    assert assign_keepers(of_ranks) == expected

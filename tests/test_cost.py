@@ -21,7 +21,12 @@ from partitioner.cost.call.operators import Kernel, Operand, backward_kernels, f
 from partitioner.cost.call.roofline import kernels_time, matmul_efficiency
 from partitioner.cost.call.saved_activations import kept_by
 from partitioner.cost.call.states import StateCost, kinds_of, state_costs
-from partitioner.cost.step.gradient_reduction import GradientReduction, Reducer, reduction, reduction_of
+from partitioner.cost.step.gradient_reduction import (
+    GradientReduction,
+    Reducer,
+    compute_gradient_reduction,
+    reduction_of,
+)
 from partitioner.cost.step.relaxed_mesh import best_type
 from partitioner.emit.buckets import AT_ONCE
 from partitioner.errors import ConstraintError, TopologyError
@@ -315,10 +320,10 @@ def test_reductions_hide_behind_the_backward():
     assert work.exposed(0.0, 1.13) == pytest.approx(1.0)
     assert work.exposed(10.0, 1.13) == pytest.approx(0.1 + 0.13 * 0.9)
     reducer = Reducer(lambda axes: NVLINK, AT_ONCE, DEVICE)
-    made = reduction([StateCost(100e6, 100e6, 0, ("dp",)), StateCost(1e6)], reducer)
+    made = compute_gradient_reduction([StateCost(100e6, 100e6, 0, ("dp",)), StateCost(1e6)], reducer)
     assert made.total_s > collective_time("all_reduce", 100e6, NVLINK)
     assert made.last_s < made.total_s / 3
-    at_once = reduction([StateCost(100e6, 100e6, 0, ("dp",))], reducer, overlap=False)
+    at_once = compute_gradient_reduction([StateCost(100e6, 100e6, 0, ("dp",))], reducer, overlap=False)
     assert at_once.total_s == collective_time("all_reduce", 100e6, NVLINK)
 
 

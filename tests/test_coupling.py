@@ -22,7 +22,7 @@ from transformers import (
 
 from partitioner import Constraints, Plan, PreparedModel, Topology, partition, prepare, run_reference
 from partitioner.errors import ConstraintError, PlanError
-from partitioner.plans.reference import float64
+from partitioner.plans.reference import keep_in_float64
 from partitioner.plans.verify import run_groups
 from passes.errors import InputsError, UnsupportedError
 from runtime.launch.local import run_threads
@@ -198,7 +198,7 @@ def test_the_judge_is_gradient_accumulation(name: str):
     plan = plan_of(name, dp=2)
     judged = run_groups(*MODELS[name](), None, plan.program, SIZE)
     model, inputs = MODELS[name]()
-    with float64():
+    with keep_in_float64():
         model = model.double()
         loss = accumulated(model, {n: x.double() if x.is_floating_point() else x for n, x in inputs.items()})
     torch.testing.assert_close(judged.loss, loss)
@@ -337,7 +337,7 @@ def test_results_are_joined_averaged_or_left_alone():
     plan = plan_of("pairs", dp=2)
     assert {o.path: o.batch for o in plan.program.outputs} == {"loss": "P", "logits": "S0", "spread": "P", "scale": "R"}
     found = run_threads(plan, model, inputs, precision="fp64").leaves
-    with float64():
+    with keep_in_float64():
         model = model.double()
         parts = [model(inputs["x"][i : i + SIZE].double(), inputs["y"][i : i + SIZE].double()) for i in (0, 2, 4, 6)]
     torch.testing.assert_close(found["logits"], torch.cat([part["logits"] for part in parts]).detach())

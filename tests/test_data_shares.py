@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import runtime
 from partitioner import Constraints, Plan, Topology, partition
-from partitioner.simulate.program_time import follow, plan_timeline
+from partitioner.simulate.program_time import plan_timeline, simulate_plan
 from partitioner.solve.evaluate.batch_shares import share_out
 from partitioner.solve.stages.split import SLACK
 from partitioner.topology import loads
@@ -272,7 +272,7 @@ def test_faster_devices_get_more_of_the_batch():
     even = wide("[{type: slow, devices: 4}]", dp=4, microbatch_size=2)
     assert plan.estimate.step_time < 0.7 * even.estimate.step_time
     assert plan_timeline(plan).step_time == pytest.approx(plan.estimate.step_time, rel=0.1)
-    longest = follow(plan)
+    longest = simulate_plan(plan)
     assert all(plan.data_shares[place] == len(plan.program.share(place)) for place in longest.places)
 
 

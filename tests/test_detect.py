@@ -98,7 +98,7 @@ def machine(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: seen[i])
-        monkeypatch.setattr(detect, "ask", lambda *arguments: answers[arguments[0]])
+        monkeypatch.setattr(detect, "run_nvidia_smi", lambda *arguments: answers[arguments[0]])
         for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
             monkeypatch.delenv(name, raising=False)
 
@@ -204,4 +204,4 @@ def test_without_devices_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch):
 
 def test_no_tool_is_no_answer(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", "")
-    assert detect.ask("topo", "-m") == ""
+    assert detect.run_nvidia_smi("topo", "-m") == ""

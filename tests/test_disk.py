@@ -404,7 +404,7 @@ def test_what_the_disk_cannot_write_is_told(tmp_path: Path, monkeypatch: pytest.
     def fails(*_: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr("runtime.state.disk_offload._call", fails)
+    monkeypatch.setattr("runtime.state.disk_offload._call_libc", fails)
     disk.behind([tensor])
     with pytest.raises(OSError, match="Input/output error"):
         disk.wait()
@@ -695,7 +695,7 @@ def test_who_reads_all_of_it_lets_go_of_it(tmp_path: Path):
     parameters = [nn.Parameter(disk.empty((1 << 20,), torch.float32).fill_(1)) for _ in range(16)]
     disk.forget()
     before = mapped()
-    consistency._hash([*parameters])
+    consistency._hash_tensors([*parameters])
     assert mapped() - before < 16  # MiB, of 64
     assert sum(float(p.detach().sum()) for p in parameters) == 16 << 20
     assert mapped() - before > 60

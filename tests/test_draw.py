@@ -15,10 +15,10 @@ from torch import nn
 from partitioner import Constraints, Topology, partition
 from partitioner.draw import VIEWS, DrawError, draw
 from partitioner.draw.graph_layout import PanelBox, Wire, WireLanes, lay_out
-from partitioner.draw.svg import PALETTE, Header, draw_header, picture, text_width
-from partitioner.draw.timeline import Bar, draw_timeline, idle_shares, join, merge, tick_step
+from partitioner.draw.svg import PALETTE, Header, create_picture, draw_header, text_width
+from partitioner.draw.timeline import Bar, draw_timeline, idle_shares, join_call_bars, merge_narrow_bars, tick_step
 from partitioner.draw.timeline_folds import Fold, TimeScale, find_folds
-from partitioner.plans.outline import chunk_starts, fold_runs, outline, path_range
+from partitioner.plans.outline import chunk_starts, fold_runs, outline_program, path_range
 from runtime.program.instructions import Instruction
 from tests.sample_programs import llama, plan_of
 
@@ -220,13 +220,13 @@ def test_idle_is_what_is_not_computed():
 
 
 def test_pieces_of_a_microbatch_are_one_box():
-    joined = join([bar(0, 1, "B", calls=(3, 4)), bar(1, 2, "B", calls=(0, 3)), bar(2, 3, "B", 1, (3, 4))])
+    joined = join_call_bars([bar(0, 1, "B", calls=(3, 4)), bar(1, 2, "B", calls=(0, 3)), bar(2, 3, "B", 1, (3, 4))])
     assert [(b.start, b.end, b.instruction.calls) for b in joined] == [(0, 2, (0, 4)), (2, 3, (3, 4))]
 
 
 def test_hairlines_are_drawn_together():
-    assert [b.merged for b in merge([bar(i, i + 1, microbatch=i) for i in range(5)], narrow=2.0)] == [5]
-    assert [b.merged for b in merge([bar(i, i + 1, microbatch=i) for i in range(5)], narrow=0.5)] == [1] * 5
+    assert [b.merged for b in merge_narrow_bars([bar(i, i + 1, microbatch=i) for i in range(5)], narrow=2.0)] == [5]
+    assert [b.merged for b in merge_narrow_bars([bar(i, i + 1, microbatch=i) for i in range(5)], narrow=0.5)] == [1] * 5
 
 
 def steady_bars(count: int) -> list[Bar]:
@@ -322,7 +322,7 @@ def test_inference_calls_of_their_own_are_one_chunk():
 
 def test_recomputed_layers_repeat_their_collectives_in_backward():
     def gathers(recompute: bool) -> int:
-        group = outline(llama(recompute=recompute)).stages[1].groups[1]
+        group = outline_program(llama(recompute=recompute)).stages[1].groups[1]
         return next(m.count for m in group.collectives if (m.op, m.direction) == ("all_gather", "backward"))
 
     assert (gathers(False), gathers(True)) == (16, 32)
@@ -360,7 +360,7 @@ def test_text_is_taken_to_be_at_least_as_wide_as_common_fonts_draw_it():
 
 def test_a_header_stays_within_its_picture():
     header = Header("t", "Bandwidths are per device and direction, when all talk at once. " * 3, [("mesh", "dp 4")], [])
-    narrow, wide = (picture(width, 0, "") for width in (300, 4000))
+    narrow, wide = (create_picture(width, 0, "") for width in (300, 4000))
     bottoms = [draw_header(root, header, width) for root, width in ((narrow, 300), (wide, 4000))]
     lines = [t for t in narrow.iter() if t.tag.endswith("text") and t.text and t.text not in ("t", "mesh", "dp 4")]
     assert " ".join(str(t.text) for t in lines) == header.subtitle.strip()

@@ -16,10 +16,10 @@ from partitioner import Constraints, Topology, partition
 from passes.ir.layouts import Layout
 from runtime import DTensorError, Engine, LaunchError, LocalRanks
 from runtime.comm.torch_backend import TorchCommunicator
-from runtime.engine.export import placements
+from runtime.engine.export import find_placements
 from runtime.program.precision import with_precision
 from runtime.program.program import Program, shard_shape
-from runtime.state.parameters import stacked
+from runtime.state.parameters import stack_weights
 from runtime.state.weights import weights_of
 from tests.experts_zoo import plain, plain_inputs
 from tests.test_zero import tied_inputs, tied_model
@@ -128,7 +128,7 @@ def test_whole_tensors_are_the_models(ranks: LocalRanks, name: str, placement: t
     program, model = planned(name), PLANS[name][0]
     alone = MODELS[model][0]().double()
     alone(**batch(model)).backward()
-    held = stacked(program, weights_of(alone))
+    held = stack_weights(program, weights_of(alone))
     gradients = {id(p): p.grad for p in alone.parameters()}
     found = ranks.call(whole, program.model_dump_json(), model, placement)
     seen: set[str] = set()
@@ -222,7 +222,7 @@ def test_axes_that_no_mesh_has_together_are_refused():
         "down": program.states["down"].model_copy(update={"layout": "S1"}),
     }
     changed = program.model_copy(update={"states": states, "mesh": program.mesh | {"cp": 2, "dp": 1}})
-    named, reasons = placements(changed)
+    named, reasons = find_placements(changed)
     assert reasons.keys() == {"up", "down"}
     assert "cp, ep, over which it is cut, are axes of no one mesh" in reasons["up"]
     assert "it is cut over ep and over tp, which are axes of no one mesh" in reasons["down"]

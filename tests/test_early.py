@@ -11,13 +11,13 @@ import pytest
 
 from partitioner.candidate import MeshCandidate
 from partitioner.constraints import Constraints
-from partitioner.cost.step.gradient_reduction import best_reducers, reduction
+from partitioner.cost.step.gradient_reduction import best_reducers, compute_gradient_reduction
 from partitioner.errors import CapacityError
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.bounds.zero_and_reduction import LeastReduced
-from partitioner.solve.search.baselines import StandardLayout, standards
+from partitioner.solve.search.baselines import StandardLayout, list_standard_layouts
 from partitioner.solve.search.search import space_of
-from partitioner.solve.search.space import SearchSpace, points
+from partitioner.solve.search.space import SearchSpace, list_candidates
 from partitioner.solve.search.warm_start import WarmStart
 from partitioner.topology import Topology
 from passes.errors import PartitionError
@@ -29,7 +29,7 @@ def known(name: str, nodes: int = 1, **pins: object) -> tuple[SearchSpace, list[
     work = replace(work, constraints=Constraints(**pins)) if pins else work
     bounds = ModelBounds(work)
     space = space_of(work, bounds)
-    return space, points(space), bounds
+    return space, list_candidates(space), bounds
 
 
 def walked(early: WarmStart, found: Callable[[MeshCandidate], float | PartitionError]) -> list[MeshCandidate]:
@@ -63,7 +63,7 @@ def test_what_is_excluded_is_not_walked():
 
 def test_only_what_may_be_better_is_tried_besides():
     space, candidates, bounds = known("experts")
-    always = standards(space, candidates, bounds, bounds)
+    always = list_standard_layouts(space, candidates, bounds, bounds)
     early = WarmStart(space, frozenset(candidates), bounds, always, math.inf)
     asked = walked(early, lambda _: 0.0)  # nothing is better
     assert set(asked) <= {standard.points[0] for standard in always if standard.points}
@@ -71,7 +71,7 @@ def test_only_what_may_be_better_is_tried_besides():
 
 def test_experts_are_spread_and_neighbours_lead_to_a_better_plan():
     space, candidates, bounds = known("experts")
-    always = standards(space, candidates, bounds, bounds)
+    always = list_standard_layouts(space, candidates, bounds, bounds)
     goal = next(p for p in candidates if (p.pp, p.cp, p.tp, p.ep, p.zero) == (2, 1, 2, 2, 1) and p.schedule == "1f1b")
 
     def seconds(point: MeshCandidate) -> float:
@@ -125,4 +125,4 @@ def test_states_that_are_alike_are_reduced_like_each_by_itself():
         apart = [replace(cost, grad_axes=("dp",) if cost.grad_axes else ()) for cost in states.values()]
         assert len({id(cost) for cost in states.values()}) < len(states)
         found = LeastReduced(bounds.job, bounds.placements, bounds.device).seconds(point, states.values)
-        assert found == pytest.approx(reduction(apart, reducer, True).total_s, rel=1e-12)
+        assert found == pytest.approx(compute_gradient_reduction(apart, reducer, True).total_s, rel=1e-12)

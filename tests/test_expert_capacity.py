@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from partitioner import Constraints, PlanError, Topology, partition
 from partitioner.solve.evaluate.prepared_model import prepare
-from partitioner.solve.sharding.expert_parallel import spread_batch, spread_over_ranks, spreads
+from partitioner.solve.sharding.expert_parallel import can_spread_experts, spread_batch, spread_over_ranks
 from passes.shard.split_batch import split_batch
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
@@ -71,9 +71,9 @@ def test_equal_to_the_model(capacity: int, axes: dict[str, Any]):
 
 def test_the_batch_is_split_otherwise_only_where_experts_are_spread():
     model, batch, samples = prepare(*limited(10)).at(None)
-    assert not spreads(model, batch)
+    assert not can_spread_experts(model, batch)
     other = spread_batch(model, batch, samples)
-    assert spreads(model, other)
+    assert can_spread_experts(model, other)
     assert spread_batch(model, other, samples) is other
 
 

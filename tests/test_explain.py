@@ -17,15 +17,23 @@ from torch import nn
 from partitioner import Topology, partition
 from partitioner.candidate import MeshCandidate
 from partitioner.constraints import Constraints
-from partitioner.explain.explain import explain, summary
-from partitioner.explain.tables import bars, candidate_counts, fate
+from partitioner.explain.explain import format_explanation, format_summary
+from partitioner.explain.tables import build_bar_chart, candidate_counts, describe_outcome
 from partitioner.plan import Candidate, Certificate, Plan
 from partitioner.plans import outline as outline_shared
-from partitioner.plans.outline import outline
+from partitioner.plans.outline import outline_program
 from partitioner.simulate.program_time import plan_timeline, stage_seconds
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
 from partitioner.solve.evaluate.prepared_model import prepare
-from partitioner.units import bytes_text, count_text, digits, percent, plural, ranges, seconds_text
+from partitioner.units import (
+    bytes_text,
+    count_text,
+    format_digits,
+    format_percent,
+    format_plural,
+    format_ranges,
+    seconds_text,
+)
 from passes.errors import InputsError
 from runtime.program.program import Program
 from tests.sample_programs import llama, plan_of
@@ -41,7 +49,7 @@ def line_of(text: str, start: str) -> str:
 
 
 def test_the_summary_has_the_figures(plan: Plan):
-    text = summary(plan)
+    text = format_summary(plan)
     words = " ".join(text.split())
     assert line_of(text, "mesh") == "mesh                 pp 4 × dp 2 × tp 2 (16 ranks) on 2 x dgx-h100"
     assert line_of(text, "microbatches").endswith("8 of 1 sample, global batch 16")
@@ -61,19 +69,19 @@ def test_the_summary_has_the_figures(plan: Plan):
 
 
 def test_the_summary_has_a_row_for_every_stage(plan: Plan):
-    row = line_of(summary(plan), "2   8–11").split()
+    row = line_of(format_summary(plan), "2   8–11").split()
     assert row[:4] == ["2", "8–11", "RotaryEmbedding,", "8"]
     assert " ".join(row).find("1.21 B 1.13 GiB 55 GiB (72%)") > 0
 
 
 def test_texts_are_plain_and_fit_their_width(plan: Plan):
-    for text in (summary(plan), explain(plan)):
+    for text in (format_summary(plan), format_explanation(plan)):
         assert "\x1b" not in text
         assert all(line == line.rstrip() and len(line) <= 110 for line in text.splitlines())
 
 
 def test_the_explanation_answers_its_questions(plan: Plan):
-    text = " ".join(explain(plan).split())
+    text = " ".join(format_explanation(plan).split())
     assert "Yes: the fullest rank (0, on stage 0) needs 61 GiB of 76.3 GiB; 15.3 GiB are left (20%)." in text
     assert "Time: computation 71%, communication" in text
     assert "column-parallel (S0): self_attn.q_proj, mlp.up_proj" in text
@@ -86,16 +94,16 @@ def test_the_explanation_answers_its_questions(plan: Plan):
 
 def test_the_links_of_each_axis_are_named(plan: Plan):
     links = "tp inside a node (nvlink4), dp inside a node (nvlink4), pp over nvlink4 and ib-ndr (2 nodes)"
-    assert f"links: {links}" in explain(plan)
-    assert f"links {links}" in " ".join(summary(plan).split())
+    assert f"links: {links}" in format_explanation(plan)
+    assert f"links {links}" in " ".join(format_summary(plan).split())
     one = plan_of(llama(pp=1, dp=1, tp=1, layers=1))
-    assert "links:" not in explain(one)
+    assert "links:" not in format_explanation(one)
 
 
 def test_the_dearest_operators_are_named_where_little_of_the_peak_is_reached(plan: Plan):
     def text(mfu: float) -> str:
         estimate = plan.estimate.model_copy(update={"mfu": mfu})
-        return " ".join(explain(plan.model_copy(update={"estimate": estimate})).split())
+        return " ".join(format_explanation(plan.model_copy(update={"estimate": estimate})).split())
 
     assert re.search(r"Most of a microbatch's computation is in matrix products \(\d+%\), ", text(0.1))
     assert "Most of a microbatch" not in text(0.5)
@@ -110,7 +118,7 @@ def test_a_much_faster_type_of_as_many_bits_is_told(machine: str, precision: str
         model, x = nn.Linear(64, 64), torch.empty(64, 64)
     pins, loss = Constraints(dp=8), lambda out: out.sum()
     plan = partition(model, Topology.preset(machine), (x,), loss=loss, precision=precision, constraints=pins)
-    for text in (explain(plan), summary(plan)):
+    for text in (format_explanation(plan), format_summary(plan)):
         words = (
             'v100-32gb multiplies 8 times as fast in fp16 as in bf16: plan with precision="fp16", with losses scaled'
         )
@@ -122,7 +130,7 @@ def test_transfers_of_every_microbatch_are_not_said_to_be_once_per_step():
     for size, words in ((2, "in 16 transfers of 4 buckets, in all per step"), (8, "bucket, once per step")):
         pins = Constraints(dp=2, zero=3 if size == 2 else 0, microbatch_size=size)
         plan = partition(model, Topology.local(2), inputs, loss=lambda out: out.sum(), constraints=pins)
-        text = " ".join(explain(plan).split())
+        text = " ".join(format_explanation(plan).split())
         assert words in text
         assert ("once per step" in text) == (size == 8)
 
@@ -130,8 +138,10 @@ def test_transfers_of_every_microbatch_are_not_said_to_be_once_per_step():
 def test_distinct_transfers_of_buckets_are_read_once_each(monkeypatch: pytest.MonkeyPatch):
     """Under ZeRO-3 every microbatch repeats the same gathers and scatters. With 64 microbatches as few of them are
     looked at as with 8, a gather and a scatter for each bucket at most; the totals are the sums over the whole list."""
-    seen, exchanged = [], outline_shared.exchanged
-    monkeypatch.setattr(outline_shared, "exchanged", lambda *given: seen.append(given) or exchanged(*given))
+    seen, exchanged = [], outline_shared.describe_bucket_exchange
+    monkeypatch.setattr(
+        outline_shared, "describe_bucket_exchange", lambda *given: seen.append(given) or exchanged(*given)
+    )
     for count in (8, 64):
         seen.clear()
         program = zero_program(count)
@@ -162,7 +172,7 @@ def zero_program(num_microbatches: int) -> Program:
 def test_bars_never_cut_values_off(width: int):
     name = "weights while they are gathered, gradients while they are scattered"
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(bars([(name, 1.0, "28.9 GiB"), ("gradients", 0.0, "1,023 MiB")]))
+    console.print(build_bar_chart([(name, 1.0, "28.9 GiB"), ("gradients", 0.0, "1,023 MiB")]))
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "28.9 GiB" in shown
     assert "1,023 MiB" in shown
@@ -173,7 +183,7 @@ def test_bars_never_cut_values_off(width: int):
 def test_the_chosen_candidates_memory_is_the_plans(plan: Plan):
     peaks = tuple(peak + 2**20 for peak in plan.estimate.memory)
     told = plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"memory": peaks})})
-    (row,) = [line for line in explain(told).splitlines() if line.rstrip().endswith("chosen")]
+    (row,) = [line for line in format_explanation(told).splitlines() if line.rstrip().endswith("chosen")]
     assert bytes_text(max(peaks)) in row
 
 
@@ -185,17 +195,19 @@ def test_what_is_set_to_be_left_free_is_not_called_fixed(plan: Plan):
 
 
 def test_the_explanation_says_why_the_baselines_lost(plan: Plan):
-    text = explain(plan)
+    text = format_explanation(plan)
     short = "does not fit in memory on the devices alone (offload to host memory was not tried; stage 0 lacks 43 GiB)"
     assert f"Plain data parallelism (dp 16): {short}" in " ".join(text.split())
     fixed = plan.model_copy(update={"constraints": Constraints(offload=())})
-    assert "Plain data parallelism (dp 16): does not fit in memory (stage 0 lacks 43 GiB)" in explain(fixed)
+    assert "Plain data parallelism (dp 16): does not fit in memory (stage 0 lacks 43 GiB)" in format_explanation(fixed)
     assert "Megatron's layout (dp 2 × tp 8): takes 1.5 s, 22% more; excluded by the constraints" in text
 
 
 def test_a_plan_that_does_not_fit_says_by_how_much(plan: Plan):
     full = plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"memory": (90 * 2**30,) * 16})})
-    assert "No: the fullest rank (0, on stage 0) needs 90 GiB, 13.7 GiB more than its 76.3 GiB." in explain(full)
+    assert "No: the fullest rank (0, on stage 0) needs 90 GiB, 13.7 GiB more than its 76.3 GiB." in format_explanation(
+        full
+    )
 
 
 @pytest.mark.parametrize(("cut_off", "ended"), [("time limit", "its time limit"), ("interruption", "an interruption")])
@@ -208,13 +220,13 @@ def test_what_a_search_left_when_it_was_cut_off_is_not_called_slower(plan: Plan,
         "10 layouts: 1 chosen; 1 slower; 3 not worked out, may be faster; 4 ruled out by lower bounds on their time; "
         "1 does not fit in memory"
     )
-    assert counts in " ".join(summary(early).split())
-    assert line_of(summary(early), "search").endswith(f"cut off by {ended}")
-    text = explain(early)
+    assert counts in " ".join(format_summary(early).split())
+    assert line_of(format_summary(early), "search").endswith(f"cut off by {ended}")
+    text = format_explanation(early)
     assert f"The search was cut off by {ended}: with more time it may find a better plan." in text
     words = [line.split()[-3:] for line in text.splitlines() if "gpipe" in line]
     assert words == [["may", "be", "faster"], ["cannot", "be", "faster"]]
-    assert fate(rows[3], 1.234) == "was not worked out; it takes 1.21 s or more, so it may be faster"
+    assert describe_outcome(rows[3], 1.234) == "was not worked out; it takes 1.21 s or more, so it may be faster"
     answer = early.why_not(tp=8, dp=1)
     assert answer.verdict == "unknown"
     assert f"1 of these may be faster: the search was cut off by {ended}." in str(answer)
@@ -223,8 +235,8 @@ def test_what_a_search_left_when_it_was_cut_off_is_not_called_slower(plan: Plan,
 def test_what_may_be_faster_by_its_bound_is_not_called_slower_without_a_limit_either(plan: Plan):
     rows = (plan.chosen, plan.certificate.candidates[2].model_copy(update={"bound": 1.2}))
     gap = plan.model_copy(update={"certificate": plan.certificate.model_copy(update={"candidates": rows})})
-    assert "search " not in summary(gap)
-    text = " ".join(explain(gap).split())
+    assert "search " not in format_summary(gap)
+    text = " ".join(format_explanation(gap).split())
     assert "2 layouts: 1 chosen; 1 not worked out, may be faster." in text
     assert "1 layout was not worked out and may be faster, by 2.8% at most." in text
 
@@ -232,15 +244,19 @@ def test_what_may_be_faster_by_its_bound_is_not_called_slower_without_a_limit_ei
 def test_a_proven_optimum_says_so(plan: Plan):
     certificate = plan.certificate.model_copy(update={"gap": 0.0, "bound": plan.certificate.objective})
     proven = plan.model_copy(update={"certificate": certificate})
-    assert "proven optimal under the cost model" in summary(proven)
-    assert "It is proven optimal under the cost model: no plan that the proof covers takes less." in explain(proven)
+    assert "proven optimal under the cost model" in format_summary(proven)
+    assert "It is proven optimal under the cost model: no plan that the proof covers takes less." in format_explanation(
+        proven
+    )
     searched = proven.model_copy(update={"certificate": certificate.model_copy(update={"beyond": {}})})
-    assert line_of(summary(searched), "certificate").endswith("under the cost model: no plan takes less than 1.23 s")
-    assert "not covered" not in summary(searched)
+    assert line_of(format_summary(searched), "certificate").endswith(
+        "under the cost model: no plan takes less than 1.23 s"
+    )
+    assert "not covered" not in format_summary(searched)
 
 
 def test_one_rank_needs_no_words_on_stages():
-    text = explain(plan_of(llama(pp=1, dp=1, tp=1, layers=2)))
+    text = format_explanation(plan_of(llama(pp=1, dp=1, tp=1, layers=2)))
     assert "the one rank needs" in text
     assert "→" not in text
 
@@ -252,7 +268,7 @@ def test_stage_times_are_the_simulators(plan: Plan):
 
 
 def test_parameters_are_counted_once_and_by_rank(plan: Plan):
-    whole = outline(plan.program)
+    whole = outline_program(plan.program)
     first = whole.stages[0]
     assert first.num_parameters == 1_733_361_664
     assert first.parameter_bytes == pytest.approx(2 * first.num_parameters / 2, rel=1e-3)  # bf16, half on each rank
@@ -272,11 +288,11 @@ def test_parameters_are_counted_once_and_by_rank(plan: Plan):
         (seconds_text(3e-7), "300 ns"),
         (count_text(8_030_261_248), "8.03 B"),
         (count_text(4112), "4,112"),
-        (percent(0.0276), "2.8%"),
-        (percent(0.5), "50%"),
-        (ranges([0, 1, 2, 5, 7, 8]), "0–2, 5, 7–8"),
-        (plural(1, "rank"), "1 rank"),
-        (plural(2, "microbatch", "microbatches"), "2 microbatches"),
+        (format_percent(0.0276), "2.8%"),
+        (format_percent(0.5), "50%"),
+        (format_ranges([0, 1, 2, 5, 7, 8]), "0–2, 5, 7–8"),
+        (format_plural(1, "rank"), "1 rank"),
+        (format_plural(2, "microbatch", "microbatches"), "2 microbatches"),
     ],
 )
 def test_numbers_as_people_read_them(shown: str, expected: str):
@@ -285,15 +301,15 @@ def test_numbers_as_people_read_them(shown: str, expected: str):
 
 @given(st.floats(1e-6, 1e9))
 def test_three_digits_are_close_enough(value: float):
-    assert float(digits(value).replace(",", "")) == pytest.approx(value, rel=0.006)
+    assert float(format_digits(value).replace(",", "")) == pytest.approx(value, rel=0.006)
 
 
 def test_what_is_excluded_is_not_said_to_lack_memory():
     one: dict[str, Any] = {"mesh": {"dp": 4}, "microbatch_size": 1, "schedule": "1f1b", "status": "infeasible"}
     excluded = Candidate(**one, reason="excluded by the constraints")
-    assert fate(excluded, 1.0) == "not possible (excluded by the constraints)"
+    assert describe_outcome(excluded, 1.0) == "not possible (excluded by the constraints)"
     assert (
-        fate(Candidate(**one, missing=1, reason="stage 0 lacks 1 B"), 1.0)
+        describe_outcome(Candidate(**one, missing=1, reason="stage 0 lacks 1 B"), 1.0)
         == "does not fit in memory (stage 0 lacks 1 B)"
     )
     certificate = Certificate(objective=1.0, bound=1.0, gap=0.0, candidates=(excluded,), left={"infeasible": 2})
@@ -311,7 +327,7 @@ def test_what_takes_as_long_is_not_called_slower():
 def test_what_limits_the_step_is_told_with_the_largest_first(plan: Plan):
     parts = {"compute": 0.45, "bubble": 0.35, "reduction": 0.2}
     estimate = plan.estimate.model_copy(update={"breakdown": parts})
-    text = " ".join(explain(plan.model_copy(update={"estimate": estimate})).split())
+    text = " ".join(format_explanation(plan.model_copy(update={"estimate": estimate})).split())
     assert "Time: computation 45%, pipeline bubble 35%, communication 20%." in text
 
 
@@ -342,7 +358,7 @@ def explained(**pins: int) -> str:
     with torch.device("meta"):
         model, x = Mixture(), torch.empty(8, 16, 64)
     plan = partition(model, Topology.preset("dgx-h100"), (x,), constraints=Constraints(dp=8, **pins))
-    return " ".join(explain(plan).split())
+    return " ".join(format_explanation(plan).split())
 
 
 def test_the_explanation_says_how_experts_are_spread():

@@ -15,8 +15,8 @@ from partitioner.cli.show import rank_parts
 from partitioner.explain.diff import in_words
 from partitioner.explain.tables import fullest_bytes, sharing_text
 from partitioner.plan import Candidate
-from partitioner.plans.outline import outline
-from partitioner.units import bytes_text, plain
+from partitioner.plans.outline import outline_program
+from partitioner.units import bytes_text, format_plain_text
 from tests.sample_programs import llama, plan_of
 from tests.test_infeasible import cluster
 
@@ -115,7 +115,7 @@ def test_parts_of_a_step_are_shares_of_it(recompute: str) -> None:
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_parameters_per_rank_of_calls_add_up_to_their_stage(zero: int) -> None:
     plan = planned(cluster(64), dp=4, zero=zero)
-    (stage,) = outline(plan.program).stages
+    (stage,) = outline_program(plan.program).stages
     assert sum(group.parameter_bytes for group in stage.groups) == stage.parameter_bytes
     numbers = 8 * (512 * 512 + 512)  # weights and biases, of 4 bytes
     assert stage.parameter_bytes == 4 * numbers // (4 if zero == 3 else 1)
@@ -133,4 +133,4 @@ def test_ranks_that_share_states_are_the_product_of_their_axes() -> None:
 
 def test_a_rank_has_the_room_that_the_summary_tells(plan: Plan) -> None:
     (room,) = re.findall(r"memory +[\d.]+ .iB of ([\d.]+ .iB), rank 0", plan.summary())
-    assert f"of {room}" in plain(rank_parts(plan, 0))
+    assert f"of {room}" in format_plain_text(rank_parts(plan, 0))

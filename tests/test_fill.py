@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from ortools.linear_solver import pywraplp
 
 from partitioner.errors import CapacityError
-from partitioner.schedules.actions import halves_in_flight, held
+from partitioner.schedules.actions import group_stages_by_rank, halves_in_flight
 from partitioner.schedules.formulas import (
     held_microbatches,
     is_split,
     least_alone,
     least_fill,
     pipeline_seconds,
-    shortened,
+    shorten_timetable,
     stage_in_flight,
 )
 from partitioner.schedules.makespan import Phases, longest_path
@@ -39,7 +39,7 @@ def value(schedule: str, p: int, m: int, v: int, whole: tuple[float, float, floa
     """What a step takes at least, if a microbatch's forward, backward for inputs and for weights are shared out over
     the virtual stages at will (that for weights is no more than half a backward): a game between who shares out and the
     longest path, solved by adding the paths that answer."""
-    table, n = shortened(schedule, p, m, v)[0], p * v
+    table, n = shorten_timetable(schedule, p, m, v)[0], p * v
     solver = pywraplp.Solver.CreateSolver("GLOP")
     parts = [[solver.NumVar(0, solver.infinity(), "") for _ in whole] for _ in range(n)]
     step = solver.NumVar(0, solver.infinity(), "")
@@ -128,7 +128,7 @@ def test_a_stage_is_fullest_at_one_of_its_pairs(
     """Whatever a microbatch takes whose backward has not begun, and one of which half has run."""
     schedule, v = kind
     m = m * p if schedule == "interleaved" else m
-    table = shortened(schedule, p, m, v)[0]
+    table = shorten_timetable(schedule, p, m, v)[0]
     found = held_microbatches(schedule, p, m, v)
     for order, stages, together in zip(table.orders, table.held, found.together, strict=True):
         moments = halves_in_flight(order, len(stages))
@@ -165,7 +165,7 @@ def test_what_must_be_made_again_is_no_more_than_any_cut_makes_again(
     half = inputs + np.array([c.cost.carried_bytes for c in calls])
     sizes = np.bincount(place, np.minimum(whole, half) if is_split(schedule) else whole, minlength=p * v)
     each = np.stack([np.bincount(place, of, minlength=p * v) for of in (whole, half)], axis=1)
-    own = held(ranks_of(schedule, p, v), p)
+    own = group_stages_by_rank(ranks_of(schedule, p, v), p)
     states = rng.integers(0, 20, p) * rng.integers(0, 2)
     peaks = [
         max(float((each[list(stages)] * np.array(counts)).sum()) for counts in together) + float(states[rank])
@@ -196,7 +196,7 @@ def test_virtual_stages_hold_together_what_their_rank_has(given_problem: StagePr
         solved = solve_virtual(p, schedule, ranks, v)
     except CapacityError:
         return
-    own = held(ranks_of(schedule, ranks, v), ranks)
+    own = group_stages_by_rank(ranks_of(schedule, ranks, v), ranks)
     for stage, virtual in zip(solved.stages, own, strict=True):
         assert stage.memory <= p.capacity[virtual[0]] + 1
     assert solved.least_s <= solved.pipeline_s

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from partitioner.solve.pairwise import assignment
 from partitioner.solve.pairwise.assignment import AssignmentProblem, AssignmentTimeLimitError, solve_assignment
-from partitioner.solve.pairwise.dual_bound import Reparametrization, fixed
+from partitioner.solve.pairwise.dual_bound import Reparametrization, find_remaining_choices
 
 
 def problem(seed: int, num_nodes: int, most: int, forbidden: float) -> AssignmentProblem:
@@ -43,7 +43,7 @@ def test_an_optimum_is_kept_and_the_bound_is_one(seed: int, nodes: int, most: in
     least, best = optima(given_problem)
     costs = dict(enumerate(given_problem.costs))
     tables = {(i, j): t for i, j, t in given_problem.edges}
-    masks = fixed(costs, tables).masks
+    masks = find_remaining_choices(costs, tables).masks
     assert any(all(masks[i][k] for i, k in enumerate(choice)) for choice in best)
     dual = Reparametrization(costs, tables)
     before = dual.bound

@@ -63,9 +63,9 @@ def test_the_device_is_what_the_process_group_serves(
 
 def test_a_device_without_a_number_is_the_current_one(gpus: Any):
     gpus.current = 5
-    assert defaults.settled("cuda") == torch.device("cuda", 5)
-    assert defaults.settled("cuda:1") == torch.device("cuda", 1) and gpus.current == 1
-    assert defaults.settled("cpu") == torch.device("cpu")
+    assert defaults.resolve_device("cuda") == torch.device("cuda", 5)
+    assert defaults.resolve_device("cuda:1") == torch.device("cuda", 1) and gpus.current == 1
+    assert defaults.resolve_device("cpu") == torch.device("cpu")
 
 
 @pytest.mark.parametrize(

@@ -241,7 +241,7 @@ def _time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_longer_is_looked_for_changes_than_for_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of tries of half a second so many as there is time for, and what they found is told."""
-    tried, points = [], _RelaxationSearch._points
+    tried, points = [], _RelaxationSearch._list_relaxed_candidates
 
     def slow(search: _RelaxationSearch, variant: Variant, pins: tuple[str, ...]) -> Any:
         tried.append(pins)
@@ -249,7 +249,7 @@ def test_no_longer_is_looked_for_changes_than_for_the_plan(monkeypatch: pytest.M
         return points(search, variant, pins)
 
     monkeypatch.setattr("partitioner.advise.suggest._LEAST_S", 0.0)
-    monkeypatch.setattr(_RelaxationSearch, "_points", slow)
+    monkeypatch.setattr(_RelaxationSearch, "_list_relaxed_candidates", slow)
     job, begun = JOBS["states: all of the mesh is pinned"], time.monotonic()
     with pytest.raises(CapacityError) as caught:
         job.plan(job.topology, Constraints(**job.pins))
@@ -312,7 +312,9 @@ def test_what_takes_more_than_all_pins_left_free_is_said_too(monkeypatch: pytest
     """Nothing is found where pins are given up one after the other; without any it takes more memory."""
     small = cluster(0.2)
     job = Infeasible(CapacityError, "", small, width=251, pins={"pp": 2, "dp": 2, "zero": 0})
-    monkeypatch.setattr(_RelaxationSearch, "_points", _only_without_pins(_RelaxationSearch._points))
+    monkeypatch.setattr(
+        _RelaxationSearch, "_list_relaxed_candidates", _only_without_pins(_RelaxationSearch._list_relaxed_candidates)
+    )
     with pytest.raises(CapacityError) as caught:
         job.plan(small, Constraints(**job.pins))
     (change,) = caught.value.changes
@@ -336,7 +338,7 @@ def test_more_devices_do_not_mend_what_contradicts_itself() -> None:
 
 def test_where_the_program_of_the_best_point_does_not_fit_others_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if programs under one stage of ZeRO took more than tables say: that is left free for no others."""
-    told = fit_memory.followed
+    told = fit_memory.replace_estimated_memory
     pins = Constraints(pp=1, dp=4, tp=1)
 
     def planned(pins: Constraints) -> Plan:
@@ -350,7 +352,7 @@ def test_where_the_program_of_the_best_point_does_not_fit_others_are_tried(monke
         return found.model_copy(update={"memory": tuple(m + extra for m in found.memory)})
 
     best = planned(pins)
-    monkeypatch.setattr(fit_memory, "followed", more)
+    monkeypatch.setattr(fit_memory, "replace_estimated_memory", more)
     plan = planned(pins)
     assert plan.chosen.zero != best.chosen.zero and max(plan.estimate.memory) <= 500 * MIB
     alone = planned(pins.model_copy(update={"zero": plan.chosen.zero}))
@@ -360,7 +362,7 @@ def test_where_the_program_of_the_best_point_does_not_fit_others_are_tried(monke
 
 def test_a_bound_holds_where_memory_had_to_be_left_free_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if programs that recompute nothing took more than tables say: what is left out then is no part of a proof."""
-    told = fit_memory.followed
+    told = fit_memory.replace_estimated_memory
 
     def more(estimate: Estimate, *rest: Any) -> Estimate:
         found = told(estimate, *rest)
@@ -372,7 +374,7 @@ def test_a_bound_holds_where_memory_had_to_be_left_free_for_all(monkeypatch: pyt
         model, x = Tower(1024, 8), torch.zeros(32768, 1024)
         best = partition(model, cluster(900), (x,), constraints=pins)
         monkeypatch.setattr(fit_memory, "_TURNS", 1)
-        monkeypatch.setattr(fit_memory, "followed", more)
+        monkeypatch.setattr(fit_memory, "replace_estimated_memory", more)
         plan = partition(model, cluster(900), (x,), constraints=pins)
     assert best.certificate.gap == 0 and best.estimate.breakdown["recompute"] == 0
     assert plan.estimate.breakdown["recompute"] > 0 and max(plan.estimate.memory) <= 900 * MIB
@@ -470,9 +472,11 @@ def test_changes_may_need_host_memory_as_plans_do() -> None:
 def test_the_nearest_values_that_have_no_plan_do_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a nearer value no point fits, though bounds allow many: as when its hosts lack memory."""
     job = Infeasible(CapacityError, "", cluster(3), pins={"dp": 4, "zero": 0})
-    planned = _RelaxationSearch._plan
+    planned = _RelaxationSearch._plan_relaxed_candidate
     monkeypatch.setattr(
-        _RelaxationSearch, "_plan", lambda self, *asked: planned(self, *asked) if asked[-1].dp != 2 else None
+        _RelaxationSearch,
+        "_plan_relaxed_candidate",
+        lambda self, *asked: planned(self, *asked) if asked[-1].dp != 2 else None,
     )
     with pytest.raises(CapacityError) as caught:
         job.plan(job.topology, Constraints(**job.pins))

@@ -28,7 +28,7 @@ from partitioner.solve.pairwise.assignment import (
     ResourceConstraint,
     solve_assignment,
 )
-from partitioner.solve.pairwise.live_memory import MemoryConstraint, Usage, stretches
+from partitioner.solve.pairwise.live_memory import MemoryConstraint, Usage, build_memory_stretches
 from partitioner.solve.pairwise.presolve import InfeasibleAssignmentError
 from tests.test_assignment import brute_force, flat_of, memory_problems
 
@@ -131,7 +131,7 @@ def exact(
 def parts_of(problem: AssignmentProblem, solver: Exact) -> tuple[FlatProblem, Usage, np.ndarray, NeighbourhoodSearch]:
     assert problem.memory is not None
     flat, c = flat_of(problem)
-    found, room, _ = stretches(problem.memory, c.roots, c.maps)
+    found, room, _ = build_memory_stretches(problem.memory, c.roots, c.maps)
     usage = Usage(found, dict(zip(c.nodes, flat.start.tolist(), strict=True)), len(flat.cost), len(room))
     return (
         flat,
@@ -177,7 +177,7 @@ def tables_of(flat: FlatProblem) -> dict[tuple[int, int], np.ndarray]:
 def test_regions_are_around_centres_that_may_use_a_full_row() -> None:
     flat = random_graph(2, 60, 90)
     memory = MemoryConstraint([(0, 1)] * 30 + [(2, 3)] * 30, [np.arange(float(s)) for s in flat.sizes], 20.0)
-    found, room, _ = stretches(memory, range(60), [np.arange(s) for s in flat.sizes])
+    found, room, _ = build_memory_stretches(memory, range(60), [np.arange(s) for s in flat.sizes])
     usage = Usage(found, dict(enumerate(flat.start.tolist())), len(flat.cost), len(room))
     regions = Regions(flat, np.random.default_rng(0))
     for _ in range(20):  # the second row is full and the first is not

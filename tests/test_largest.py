@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from partitioner import CapacityError, ConstraintError, Constraints, largest_that_fits, partition
 from partitioner.cli.app import app
-from partitioner.cluster_size import length_of, longer
+from partitioner.cluster_size import length_of, lengthen_sequences
 from passes.errors import InputsError
 from tests.test_infeasible import cluster
 
@@ -44,9 +44,12 @@ def test_the_next_sequence_does_not_fit() -> None:
     assert "too much" in found.reason
     assert f"a sequence of {found.size:,} tokens fits: " in str(found)
     options: dict[str, Any] = dict(constraints=PINS, estimate_only=True)
-    assert partition(model, cluster(6, 1), longer(inputs, found.size), **options).estimate == found.plan.estimate
+    assert (
+        partition(model, cluster(6, 1), lengthen_sequences(inputs, found.size), **options).estimate
+        == found.plan.estimate
+    )
     with pytest.raises(CapacityError):
-        partition(model, cluster(6, 1), longer(inputs, found.too_large), **options)
+        partition(model, cluster(6, 1), lengthen_sequences(inputs, found.too_large), **options)
 
 
 def test_the_next_microbatch_does_not_fit() -> None:
@@ -64,7 +67,7 @@ def test_the_next_microbatch_does_not_fit() -> None:
 
 def test_sequences_are_repeated() -> None:
     ids, mask = torch.tensor([[1, 2, 3]]), torch.ones(1)
-    stretched = longer({"ids": ids, "mask": mask}, 7)
+    stretched = lengthen_sequences({"ids": ids, "mask": mask}, 7)
     assert stretched["ids"].tolist() == [[1, 2, 3, 1, 2, 3, 1]]
     assert stretched["mask"] is mask
     assert length_of({"mask": mask, "ids": ids}) == 3

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from partitioner.emit import program as emitting
 from partitioner.schedules.registry import SCHEDULES, Schedule
-from partitioner.schedules.steady_state import grown, growth, steady
-from runtime.program.instructions import Listing, repetitions
+from partitioner.schedules.steady_state import find_growth, find_steady_state, grow_items
+from runtime.program.instructions import Listing, count_repetitions
 from runtime.program.program import Program, Stage
 from runtime.prove.errors import ProofError
 from runtime.prove.prove import prove
@@ -49,7 +49,7 @@ def test_a_listing_is_the_list_that_the_schedule_gives(pp: int, m: int, schedule
     )
     short = tiny_program(pp, 2, 1, m, 5, **options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(emitting, "steady", lambda *_: None)
+        patch.setattr(emitting, "find_steady_state", lambda *_: None)
         long = tiny_program(pp, 2, 1, m, 5, **options)
     assert not any(isinstance(s.instructions, Listing) for s in long.stages)
     assert written_out(short) == long
@@ -101,16 +101,16 @@ def test_stages_that_have_not_grown_alike_are_refused():
 
 
 def test_no_steady_state_is_seen_in_what_has_none():
-    assert growth([("a", 0), ("b", 1)], [("a", 0), ("c", 1), ("b", 1)], 1) is None
-    assert steady("1f1b", 4, 5) is None  # too few to be worth it
+    assert find_growth([("a", 0), ("b", 1)], [("a", 0), ("c", 1), ("b", 1)], 1) is None
+    assert find_steady_state("1f1b", 4, 5) is None  # too few to be worth it
 
 
 def test_a_part_repeats_and_what_follows_moves():
     few = [("f", 0), ("f", 1), ("f", 2), ("b", 2), ("end", None)]
     many = [("f", 0), ("f", 1), ("f", 2), ("f", 3), ("b", 3), ("end", None)]
-    parts = growth(few, many, 1)
+    parts = find_growth(few, many, 1)
     assert parts is not None
-    assert list(grown(few, parts, 4)) == [*(("f", i) for i in range(7)), ("b", 6), ("end", None)]
+    assert list(grow_items(few, parts, 4)) == [*(("f", i) for i in range(7)), ("b", 6), ("end", None)]
 
 
 def test_repetitions_count_every_instruction_of_the_list():
@@ -119,11 +119,11 @@ def test_repetitions_count_every_instruction_of_the_list():
         for stage in tiny_program(2, num_microbatches=30, schedule=schedule).stages:
             assert isinstance(stage.instructions, Listing)
             counts = Counter[str]()
-            for instruction, times in repetitions(stage.instructions):
+            for instruction, times in count_repetitions(stage.instructions):
                 counts[instruction.op] += times
             assert counts["F"] == 30
             assert counts == Counter(instruction.op for instruction in stage.instructions)
-            assert [*repetitions(tuple(stage.instructions))] == [(i, 1) for i in stage.instructions]
+            assert [*count_repetitions(tuple(stage.instructions))] == [(i, 1) for i in stage.instructions]
 
 
 def test_a_listing_is_a_field_like_a_tuple():

@@ -111,13 +111,13 @@ def _planned_with(
     extra: int, monkeypatch: pytest.MonkeyPatch, memory: float, pins: dict[str, Any] | None = None, **options: Any
 ) -> Plan:
     """As if every program took ``extra`` bytes more than the tables know of."""
-    followed = fit_memory.followed
+    followed = fit_memory.replace_estimated_memory
 
     def more(*arguments: Any) -> Any:
         estimate = followed(*arguments)
         return estimate.model_copy(update={"memory": tuple(m + extra for m in estimate.memory)})
 
-    monkeypatch.setattr(fit_memory, "followed", more)
+    monkeypatch.setattr(fit_memory, "replace_estimated_memory", more)
     model, x = Tower(256, 8), torch.zeros(64, 256)
     return partition(model, cluster(memory), (x,), constraints=Constraints(dp=4, **(pins or {})), **options)
 
@@ -190,7 +190,7 @@ def test_a_program_that_never_fits_is_refused(monkeypatch: pytest.MonkeyPatch) -
 def test_the_time_limit_is_for_all_tries_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan that is found anew has what the first one left; where that is nothing, it is refused."""
     asked: list[float] = []
-    explore = api.explore
+    explore = api.search_for_plan
 
     def slow(job: Any, left: float, **options: Any) -> Any:
         asked.append(left)
@@ -199,7 +199,7 @@ def test_the_time_limit_is_for_all_tries_together(monkeypatch: pytest.MonkeyPatc
         return found
 
     start = fit_memory.time.monotonic()
-    monkeypatch.setattr(api, "explore", slow)
+    monkeypatch.setattr(api, "search_for_plan", slow)
     with pytest.raises(CapacityError, match="the program of stage 0 takes"):
         _planned_with(2**27, monkeypatch, 64, time_limit_s=120.0)
     assert len(asked) == 2

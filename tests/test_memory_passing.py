@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from partitioner import Constraints, PlanError, Topology, partition, prepare
-from partitioner.plans.figures import capacities
+from partitioner.plans.figures import list_rank_capacities
 from partitioner.solve.evaluate.prepared_model import PreparedModel
 from partitioner.topology.groups import stage_capacity
 from tests.experts_zoo import PlainExperts, plain_inputs
@@ -83,5 +83,5 @@ def test_what_groups_take_is_no_room_of_a_plan() -> None:
         large_vocabulary(True), Topology.preset("dgx-h100"), constraints=Constraints(dp=4, tp=2), global_batch=8
     )
     room = stage_capacity(plan.topology, plan.mesh, plan.devices)[0]
-    assert set(capacities(plan)) == {room}
+    assert set(list_rank_capacities(plan)) == {room}
     assert room < plan.topology.devices[0].usable

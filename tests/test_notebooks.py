@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from partitioner import Constraints, Plan, Topology, partition, size_cluster
-from partitioner.cli.console import output, print_parts
+from partitioner.cli.console import build_output_console, print_parts
 from partitioner.cli.show import rank_parts, topology_parts
-from partitioner.units import plain
+from partitioner.units import format_plain_text
 
 ROOT = Path(__file__).parent.parent
 
@@ -82,8 +82,8 @@ TEXTS: dict[str, Callable[[], str]] = {
     "verify": lambda: str(PLAN.verify(MODEL, INPUTS, loss)),
     "prove": lambda: str(PLAN.prove()),
     "size_cluster": lambda: str(size_cluster(MODEL, "dgx-h100", INPUTS, nodes=(1,), loss=loss, step_time=1.0)),
-    "a rank's program": lambda: plain(rank_parts(PLAN, 0)),
-    "a topology": lambda: plain(topology_parts(Topology.local(2))),
+    "a rank's program": lambda: format_plain_text(rank_parts(PLAN, 0)),
+    "a topology": lambda: format_plain_text(topology_parts(Topology.local(2))),
     "a topology's YAML": lambda: Topology.local(2).to_yaml(),
 }
 
@@ -114,7 +114,7 @@ def test_commands_print_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", stream)
     with in_notebook("Jupyter"):
         print_parts([PLAN.summary()])
-        output().print("done")
+        build_output_console().print("done")
     assert "certificate" in stream.getvalue()
     assert stream.getvalue().endswith("done\n")
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from partitioner import Constraints, Topology, partition
 from partitioner.cli.app import app
-from partitioner.constraints import _BY_NAME, _stems
+from partitioner.constraints import _BY_NAME, _list_name_stems
 from partitioner.errors import ConstraintError
 
 # Another library's option -> what to write, of the value 2.
@@ -144,7 +144,7 @@ def test_options_that_an_answer_names_are_there() -> None:
 
 
 def test_what_says_nothing_is_left_out_of_names() -> None:
-    assert _stems("num_tensor_parallel_size")[-1] == "tensor_parallel"
+    assert _list_name_stems("num_tensor_parallel_size")[-1] == "tensor_parallel"
 
 
 def test_why_not_has_the_answer_too() -> None:

@@ -20,14 +20,14 @@ from partitioner import Constraints, Topology, partition
 from partitioner.schedules import makespan
 from partitioner.schedules.actions import Timetable
 from partitioner.schedules.formulas import is_formula, is_split, least_fill, pipeline_seconds
-from partitioner.schedules.makespan import Phases, follow, follow_all, longest_path
-from partitioner.schedules.registry import ranks_of, timetable
+from partitioner.schedules.makespan import Phases, compute_makespan, follow_all, longest_path
+from partitioner.schedules.registry import build_timetable, ranks_of
 from partitioner.solve.stages import improve_cuts as cutting
 from partitioner.solve.stages.improve_cuts import better_cuts
 from partitioner.solve.stages.lower_bound import least_time
 from partitioner.solve.stages.split import stage_plan
 from partitioner.solve.stages.tables import StageTables
-from partitioner.solve.stages.virtual_stages import followed, phases_of, solve_virtual
+from partitioner.solve.stages.virtual_stages import phases_of, set_scheduled_in_flight, solve_virtual
 from runtime.program.program import Program
 from tests.test_infeasible import cluster
 from tests.test_stages import call, problem
@@ -82,8 +82,8 @@ def test_the_next_step_fills_what_zb_2p_leaves(p: int, m: int):
 @settings(max_examples=150, deadline=None)
 def test_a_step_takes_what_many_take_in_the_mean(kind: tuple[str, int], p: int, rounds: int, seed: int):
     (schedule, v), m = kind, rounds * p
-    phases, table = random_phases(seed, p * v), timetable(schedule, p, m, v)
-    alone, found = follow(table, phases), follow(table, phases, overlap_steps=True)
+    phases, table = random_phases(seed, p * v), build_timetable(schedule, p, m, v)
+    alone, found = compute_makespan(table, phases), compute_makespan(table, phases, overlap_steps=True)
     assert pace_of(table, phases, 40) <= found * (1 + 1e-9)
     assert found == pytest.approx(pace_of(table, phases, 40), rel=0.01)
     if is_split(schedule):
@@ -98,7 +98,7 @@ def test_a_longest_cycle_holds_wherever_calls_are_cut(kind: tuple[str, int], p: 
     """What goes through the same actions in other stages takes as long there, and fill is no more than is said."""
     (schedule, v), others = kind, random_phases(seed + 1, p * kind[1])
     m = m * p if schedule == "interleaved" else m
-    table, phases = timetable(schedule, p, m, v), random_phases(seed, p * v)
+    table, phases = build_timetable(schedule, p, m, v), random_phases(seed, p * v)
     seconds, often = longest_path(table, phases, overlap_steps=True)
 
     def along(stages: list[Phases]) -> float:
@@ -106,7 +106,7 @@ def test_a_longest_cycle_holds_wherever_calls_are_cut(kind: tuple[str, int], p: 
         return float((often * parts).sum())
 
     assert along(phases) <= seconds * (1 + 1e-9)
-    assert along(others) <= follow(table, others, overlap_steps=True) * (1 + 1e-9)
+    assert along(others) <= compute_makespan(table, others, overlap_steps=True) * (1 + 1e-9)
     ahead, back = least_fill(schedule, p, m, v, overlap_steps=True)
     forward, total = sum(s.forward for s in phases), sum(s.total for s in phases)
     filled = m * total / p + (1 - 1 / p) * (ahead * forward + back * (total - forward))
@@ -128,14 +128,14 @@ def test_no_cuts_go_below_the_bounds(kind: tuple[str, int], p: int, rounds: int,
     whole = problem(calls, p * v, m, schedule=schedule, overlap_steps=True)
     if v > 1:
         whole = problem(calls, p * v, m, schedule=schedule, overlap_steps=True, chunks=v, bubble=0.5)
-    whole = followed(whole, schedule, p, v)
-    tables, table = StageTables(whole), timetable(schedule, p, m, v)
+    whole = set_scheduled_in_flight(whole, schedule, p, v)
+    tables, table = StageTables(whole), build_timetable(schedule, p, m, v)
     every = [(0, *inner, len(calls)) for inner in combinations(range(1, len(calls)), p * v - 1)]
     taken = []
     for found in every:
         plans = [stage_plan(tables, k, *pair) for k, pair in enumerate(pairwise(found))]
         phases = [phases_of(whole, k, plan) for k, plan in enumerate(plans)]
-        taken.append(follow(table, phases, overlap_steps=True))
+        taken.append(compute_makespan(table, phases, overlap_steps=True))
     with pytest.MonkeyPatch.context() as patch:
         if not tried:
             patch.setattr(cutting, "_ALL", 0)
@@ -158,13 +158,13 @@ def test_many_at_once_take_what_each_takes(
     kind: tuple[str, int], p: int, rounds: int, train: bool, overlap: bool, seed: int
 ):
     (schedule, v), m = kind, rounds * p
-    table = timetable(schedule, p, m, v)
+    table = build_timetable(schedule, p, m, v)
     every = [random_phases(seed + k, p * v) for k in range(7)]
     sizes = np.array([[astuple(x) for x in phases] for phases in every])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(makespan, "_AT_ONCE", 300)  # a few at a time
         found = follow_all(table, sizes, train, overlap_steps=overlap)
-    alone = [follow(table, phases, train, overlap_steps=overlap) for phases in every]
+    alone = [compute_makespan(table, phases, train, overlap_steps=overlap) for phases in every]
     assert found.tolist() == pytest.approx(alone)
 
 

@@ -14,8 +14,8 @@ from partitioner.cost.step.device_speeds import PipelineSpeeds, pool_of, work_an
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
 from partitioner.solve.search.bound_steps import BoundCascade
-from partitioner.solve.search.search import explore, space_of
-from partitioner.solve.search.space import points
+from partitioner.solve.search.search import search_for_plan, space_of
+from partitioner.solve.search.space import list_candidates
 from partitioner.topology.files import loads
 from passes.errors import PartitionError
 from tests.test_placement import job
@@ -117,7 +117,7 @@ def test_no_plan_on_devices_that_differ_is_below_its_bounds(cluster: str, every:
     work = job(loads(cluster), batch=12)
     bounds, evaluator = ModelBounds(work), CandidateEvaluator(work)
     space = space_of(work, bounds)
-    candidates = points(space)
+    candidates = list_candidates(space)
     floors = BoundCascade(bounds, evaluator, candidates, space)
     first, solved = floors.times(candidates), 0
     for point, quick in list(zip(candidates, first.tolist(), strict=True))[::every]:
@@ -140,7 +140,7 @@ def test_the_bound_counts_on_slow_devices_for_what_they_can():
     """Were all of them as fast as the fast ones, a step could take half as long."""
     types = "types: {fast: {like: h100-sxm, dispatch: 0}, slow: {like: a100-80gb, dispatch: 0}}\n"
     mixed = types + NODES.format("fast", "slow", 2) + "levels: [{like: nvlink3, nodes: 1}, {like: ib-ndr}]\n"
-    certificate = explore(job(loads(mixed), batch=128)).certificate
-    alike = explore(job(loads(mixed.replace("type: slow", "type: fast")), batch=128)).certificate
+    certificate = search_for_plan(job(loads(mixed), batch=128)).certificate
+    alike = search_for_plan(job(loads(mixed.replace("type: slow", "type: fast")), batch=128)).certificate
     assert alike.objective < 0.75 * certificate.bound
     assert certificate.gap < 0.2

@@ -33,10 +33,10 @@ from partitioner.simulate.program_time import plan_timeline
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
 from partitioner.solve.evaluate.job import Job
-from partitioner.solve.placement.irregular import arrangements
-from partitioner.solve.placement.placement import BestPlacement, Placements, signature
-from partitioner.solve.placement.set_partition import aligned, linked_groups
-from partitioner.solve.search.search import explore
+from partitioner.solve.placement.irregular import list_arrangements
+from partitioner.solve.placement.placement import BestPlacement, Placements, identify_equal_cost
+from partitioner.solve.placement.set_partition import linked_groups, match_widest_links
+from partitioner.solve.search.search import search_for_plan
 from partitioner.solve.sharding.batch import shard_batch
 from partitioner.solve.stages.split import SLACK
 from partitioner.topology import loads
@@ -304,7 +304,9 @@ node_overrides: {{{order.index("tight")}: {{memory: 20 GB}}, {order.index("throt
 def test_stages_are_whole_in_nodes_of_different_sizes(order: Sequence[str]):
     """Of three devices each, but for what is left of two nodes: in every order, whatever the nodes' numbers are."""
     topology = uneven(order)
-    found = [topology.node_of[devices].reshape(4, 3).tolist() for devices in arrangements(topology, {"pp": 4, "dp": 3})]
+    found = [
+        topology.node_of[devices].reshape(4, 3).tolist() for devices in list_arrangements(topology, {"pp": 4, "dp": 3})
+    ]
     placed = {tuple(frozenset(order[node] for node in stage) for stage in stages) for stages in found}
     stages = [frozenset(names) for names in (["fast"], ["tight"], ["throttled"], ["fast", "small"])]
     assert placed >= set(permutations(stages))
@@ -345,7 +347,7 @@ def times_of_all(work: Job, point: MeshCandidate) -> list[float]:
     seen, times = set(), []
     for order in permutations(range(work.topology.num_devices)):
         placements.fixed = np.array(order)
-        mark = signature(PlacedMesh(work.topology, point.grid, "bf16", placements.fixed))
+        mark = identify_equal_cost(PlacedMesh(work.topology, point.grid, "bf16", placements.fixed))
         if mark not in seen:
             seen.add(mark)
             with suppress(PartitionError):
@@ -462,7 +464,7 @@ def described(cluster: dict[str, Any], order: Sequence[int] | None = None) -> To
 def optimum(topology: Topology) -> float:
     """Seconds of the best plan, infinite where nothing fits."""
     try:
-        return explore(job(topology, microbatch_size=1)).certificate.objective
+        return search_for_plan(job(topology, microbatch_size=1)).certificate.objective
     except PlanError:
         return math.inf
 
@@ -549,7 +551,7 @@ def test_exchanges_go_by_what_is_quick_to_tell():
 
 def test_members_of_groups_are_matched_by_their_links():
     bandwidth = np.array([[1.0, 9.0, 2.0], [9.0, 9.0, 1.0], [5.0, 1.0, 1.0]])
-    assert aligned(bandwidth) == [2, 1, 0]  # the narrowest link is as wide as can be: 2, not 1
+    assert match_widest_links(bandwidth) == [2, 1, 0]  # the narrowest link is as wide as can be: 2, not 1
     cube = cube_mesh(list(range(8)))
     assert linked_groups(cube, list(range(8)), 4, [0] * 8) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 

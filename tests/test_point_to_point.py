@@ -13,7 +13,7 @@ from partitioner.cost.call.operators import Operand
 from partitioner.cost.step.placed_mesh import PlacedMesh
 from partitioner.cost.step.relaxed_mesh import best_group, no_slower
 from partitioner.plans.mesh_axes import rate_rows
-from partitioner.solve.placement.regular import equal_levels, nestings
+from partitioner.solve.placement.regular import equal_levels, list_best_nestings
 from partitioner.topology import Topology, axis_group, loads, stage_links
 from partitioner.topology.groups import kinds_of
 from partitioner.topology.hardware import NodeOverride
@@ -134,7 +134,7 @@ def test_nestings_tell_apart_who_shares_a_card():
     """With two cards of four devices, stages of four ranks on one card cross it fourfold, on both twofold."""
     assert equal_levels(TWO_CARDS) == (4, 8, 16)
     mesh = {"pp": 4, "dp": 1, "cp": 1, "tp": 4}
-    made = [devices for devices, _ in nestings(TWO_CARDS, mesh, (4, 8, 16))]
+    made = [devices for devices, _ in list_best_nestings(TWO_CARDS, mesh, (4, 8, 16))]
     rates = [tuple(link.bandwidth for link in stage_links(TWO_CARDS, mesh, devices)) for devices in made]
     assert (450e9, 12.5e9 / 2, 450e9) in rates
     assert (450e9, 12.5e9 / 4, 450e9) not in rates  # which is no better at anything
@@ -182,7 +182,7 @@ def test_a_ring_in_another_order_is_another_group():
 @pytest.mark.parametrize("sizes", [(1, 1, 16, 1), (1, 2, 4, 2), (2, 1, 4, 2), (2, 2, 2, 2), (1, 4, 2, 2)])
 def test_of_groups_that_are_nested_the_first_stands_for_all(topology: Topology, sizes: tuple[int, ...]):
     mesh = dict(zip(AXES, sizes, strict=True))
-    for devices, steps in nestings(topology, mesh, equal_levels(topology) or ()):
+    for devices, steps in list_best_nestings(topology, mesh, equal_levels(topology) or ()):
         one = PlacedMesh(topology, mesh, devices=devices, nested=steps)
         every = PlacedMesh(topology, mesh, devices=devices)
         assert one.stage_groups("cp") == every.stage_groups("cp")

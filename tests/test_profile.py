@@ -33,9 +33,9 @@ from partitioner.profile.fit import (
     fit_line,
     fit_overlap,
 )
-from partitioner.profile.host_overhead import issuing, time_issuing
-from partitioner.profile.kernels import SIZES, attentions, build, on_rows, products
-from partitioner.profile.profile import profile
+from partitioner.profile.host_overhead import open_issuing_plan, time_issuing
+from partitioner.profile.kernels import SIZES, build_case_tensors, list_attention_cases, list_product_cases, on_rows
+from partitioner.profile.profile import profile_machine
 from partitioner.profile.report import machine_yaml, profile_parts
 from partitioner.profile.timer import CollectiveSample, KernelSample, Measurements, Overlap
 from partitioner.topology import axis_group
@@ -195,8 +195,8 @@ def test_a_device_without_products_is_refused():
 def test_every_case_can_be_built_and_run():
     cpu, sizes = torch.device("cpu"), SIZES["cpu", True]
     small = replace(sizes, knots=(4,), large=(8,), rows=(2,), attention=((1, 2, 8, 16),), precisions=("fp32", "bf16"))
-    for case in [*products(small), *attentions(small), *on_rows(small)]:
-        built = build(case, cpu)
+    for case in [*list_product_cases(small), *list_attention_cases(small), *on_rows(small)]:
+        built = build_case_tensors(case, cpu)
         assert built.kernel.num_bytes > 0
         built.run()
         built.run()
@@ -294,7 +294,7 @@ def test_a_transfer_takes_what_computation_takes_longer_with_it(monkeypatch: pyt
 @pytest.mark.slow
 def test_a_quick_profile_is_a_topology_that_plans(tmp_path: Path):
     steps: list[tuple[str, int, int]] = []
-    found = profile(2, device="cpu", quick=True, progress=lambda *step: steps.append(step))
+    found = profile_machine(2, device="cpu", quick=True, progress=lambda *step: steps.append(step))
     path = found.save(tmp_path / "machine.yaml")
     assert "# Median error" in path.read_text()
     topology = Topology.load(path)
@@ -335,12 +335,12 @@ def test_an_interrupted_profile_writes_nothing(tmp_path: Path, monkeypatch: pyte
 
 def test_ranks_and_devices_that_are_not_there():
     with pytest.raises(TopologyError, match="profile of 0 ranks; expected at least 1"):
-        profile(0)
+        profile_machine(0)
     with pytest.raises(TopologyError, match="unknown device 'tpu'; expected 'cpu' or 'cuda'"):
-        profile(2, device="tpu")
+        profile_machine(2, device="tpu")
     if not torch.cuda.is_available():
         with pytest.raises(TopologyError, match="torch sees no GPU"):
-            profile(2, device="cuda")
+            profile_machine(2, device="cuda")
 
 
 # --- GPUs -------------------------------------------------------------------------------------------------------------
@@ -396,7 +396,7 @@ def test_every_precision_that_is_measured_can_be_in_a_file(tmp_path: Path):
 
 
 def test_the_host_is_timed_by_what_the_engine_issues():
-    with issuing() as plan, LocalRanks(1) as ranks:
+    with open_issuing_plan() as plan, LocalRanks(1) as ranks:
         ((one, *_),) = ranks.call(time_issuing, plan, "cpu", 2, timeout=120)
     assert plan.operators > 1000 and plan.operators == pytest.approx(round(plan.operators))
     assert 1e-7 < one < 1e-3

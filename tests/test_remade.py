@@ -16,8 +16,8 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from partitioner import Constraints, Plan, Topology, partition
 from partitioner.cost.call.block_profile import node_operands
 from partitioner.cost.call.operators import forward_kernels
-from partitioner.cost.call.recomputation import remade
-from partitioner.cost.call.saved_activations import kept_by, needed, size_of
+from partitioner.cost.call.recomputation import find_recomputed_nodes
+from partitioner.cost.call.saved_activations import find_needed_values, kept_by, size_of
 from passes.capture.capture import capture
 from passes.ir.gradient_flow import mark_block, mark_gradients
 from passes.ir.interpret import call
@@ -113,8 +113,8 @@ def test_scores_alone_where_that_is_asked_for():
     model = fold(normalize(capture(case.build(), case.inputs(2), loss=case.loss)))
     mark_gradients(model)
     layer = max(model.blocks.values(), key=lambda block: len(block.graph.nodes))
-    assert not remade(layer, "scores")
-    again = remade(layer, "selective")
+    assert not find_recomputed_nodes(layer, "scores")
+    again = find_recomputed_nodes(layer, "selective")
     assert again and kept_by(layer, without=again).inside < 0.6 * kept_by(layer).inside
 
 
@@ -154,7 +154,9 @@ def blocks(draw: st.DrawFn) -> Block:
 def cost(block: Block, again: set[fx.Node]) -> float | None:
     """Bytes kept and the price of what is made again; ``None`` where something is made again for nobody."""
     states = set(block.states)
-    wanted = {v for n in block.graph.nodes if n.op == "call_function" and needs_gradient(n) for v in needed(n)}
+    wanted = {
+        v for n in block.graph.nodes if n.op == "call_function" and needs_gradient(n) for v in find_needed_values(n)
+    }
     stack, seen = [v for v in wanted if v[0].name not in states], set()
     held = run = 0.0
     while stack:
@@ -177,7 +179,7 @@ def test_the_cut_is_the_least(block: Block):
     quick = [n for n in block.graph.nodes if n.op == "call_function" and n.target != aten.mm.default]
     every = itertools.chain.from_iterable(itertools.combinations(quick, n) for n in range(len(quick) + 1))
     costs = [c for some in every if (c := cost(block, set(some))) is not None]
-    found = cost(block, set(remade(block, "selective")))
+    found = cost(block, set(find_recomputed_nodes(block, "selective")))
     assert found == pytest.approx(min(costs))
 
 

@@ -16,8 +16,16 @@ from passes.ir.layouts import divides, local_shape
 from passes.rules import factors_of, registry
 from passes.rules.factors import Strategy
 from passes.rules.pointwise import LINEAR, NONLINEAR
-from passes.rules.strategies import local_call, strategies
-from passes.rules.verify import AXIS, Ranks, cut, differences, gradients, node_of, run_ranks
+from passes.rules.strategies import enumerate_strategies, local_call
+from passes.rules.verify import (
+    AXIS,
+    Ranks,
+    compute_gradients,
+    describe_differences,
+    node_of,
+    run_ranks,
+    split_among_ranks,
+)
 
 OTHER, SIZE = "other", 2  # an axis that collectives are over, while AXIS shards
 x = f(4, 6)
@@ -94,13 +102,13 @@ def test_every_rule_is_of_an_operator():
 def test_what_is_random_is_whole(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], grad: Any):
     node, _ = node_of(operator(name), args, kwargs, False)
     assert factors_of(node) is not None
-    assert not any(layout.is_shard for s in strategies(node, 2) for layout in (*s.operands, *s.results))
+    assert not any(layout.is_shard for s in enumerate_strategies(node, 2) for layout in (*s.operands, *s.results))
 
 
 @pytest.mark.parametrize(("name", "args", "kwargs", "grad"), EMPTY)
 def test_unwritten_memory_has_the_local_shape(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], grad: Any):
     node, tensors = node_of(operator(name), args, kwargs, False)
-    sharded = [s for s in strategies(node, 2) if s.results[0].is_shard]
+    sharded = [s for s in enumerate_strategies(node, 2) if s.results[0].is_shard]
     assert sharded
     for strategy in sharded:
         graph, operands = _operands(node, tensors, strategy)
@@ -129,28 +137,28 @@ def test_collectives_of_one_axis_on_shards_of_another(op: Any, shape: tuple[int,
     whole = [made[0] for made in run_ranks(graph, [leaves], {OTHER: SIZE})]
     trained = op is not collective.all_reduce_max.default
     grads_out = [torch.randn_like(t) if trained else None for t in whole]
-    grads = gradients(whole, leaves, grads_out)
+    grads = compute_gradients(whole, leaves, grads_out)
     checked = 0
-    for strategy in strategies(node, 2):
+    for strategy in enumerate_strategies(node, 2):
         (before,), (after,) = strategy.operands, strategy.results
         if not divides(before, shape, 2) or (before.kind == "P" and not trained):
             continue
         local_graph, (operand,) = _operands(node, tensors[:1], strategy)
         made = local_call(node, strategy, AXIS, 2, [operand], local_graph)
         local_graph.output((made,))
-        parts: Ranks = [p.clone().requires_grad_() for t in tensors for p in cut(t, before, 2)]
+        parts: Ranks = [p.clone().requires_grad_() for t in tensors for p in split_among_ranks(t, before, 2)]
         outputs = [o[0] for o in run_ranks(local_graph, [parts], {OTHER: SIZE, AXIS: 2})]
         turned = {"R": "R", "P": "R", "R'": "P"}
         pieces: list[Tensor | None] = []
         for place, (expected, grad) in enumerate(zip(whole, grads_out, strict=True)):
             here = [o.detach() for o in outputs[2 * place : 2 * place + 2]]
-            assert differences(here, expected.detach(), after, 1e-9) == [], strategy
+            assert describe_differences(here, expected.detach(), after, 1e-9) == [], strategy
             layout = after if after.is_shard else type(after)(turned[after.kind])
-            pieces += [None, None] if grad is None else cut(grad, layout, 2)
-        found = gradients(outputs, parts, pieces)
+            pieces += [None, None] if grad is None else split_among_ranks(grad, layout, 2)
+        found = compute_gradients(outputs, parts, pieces)
         layout = before if before.is_shard else type(before)(turned[before.kind])
         for place, grad_in in enumerate(grads):
-            assert differences(found[2 * place : 2 * place + 2], grad_in, layout, 1e-9) == [], strategy
+            assert describe_differences(found[2 * place : 2 * place + 2], grad_in, layout, 1e-9) == [], strategy
         checked += 1
     assert checked >= 3
 

@@ -17,7 +17,7 @@ from rule_cases_more import MORE
 from passes.ir.layouts import PARTIAL, REPLICATED, Layout
 from passes.rules import factors_of, registry, rule
 from passes.rules.pointwise import LINEAR, NONLINEAR
-from passes.rules.strategies import strategies
+from passes.rules.strategies import enumerate_strategies
 from passes.rules.verify import OperatorReference, check_strategies, node_of
 
 
@@ -45,7 +45,7 @@ def test_experts_on_ranks(ends: list[int]):
 def test_largest_over_ranks_where_no_gradient_is_needed(name: str):
     assert check_strategies(operator(name), (f(4, 6), [1]), grad=False) == []
     node, _ = node_of(operator(name), (f(4, 6), [1]), {}, grad=False)
-    assert "d1: S1 -> R" in map(str, strategies(node, 2))
+    assert "d1: S1 -> R" in map(str, enumerate_strategies(node, 2))
 
 
 # Every elementwise operator of the tables, on operands that its schema asks for.
@@ -189,7 +189,7 @@ def test_a_wrong_rule_is_caught(name: str, args: tuple[Any, ...], text: str, lin
 )
 def test_a_wrong_layout_is_caught(layout: Layout, position: int, found: list[str]):
     node, tensors = node_of(aten.mul.Tensor, (f(4, 6), f(6)), {})
-    (strategy,) = (s for s in strategies(node, 2) if s.factor == "d0")
+    (strategy,) = (s for s in enumerate_strategies(node, 2) if s.factor == "d0")
     operands, results = list(strategy.operands), list(strategy.results)
     (operands if position >= 0 else results)[position if position >= 0 else ~position] = layout
     judge = OperatorReference(node, tensors)
@@ -201,7 +201,7 @@ def test_a_wrong_layout_is_caught(layout: Layout, position: int, found: list[str
 def test_a_read_by_a_sharded_operator_is_not_a_whole_one():
     """In the strategy that keeps everything whole, ``R`` and ``R'`` differ in gradients alone."""
     node, tensors = node_of(aten.mul.Tensor, (f(4, 6), f(6)), {})
-    strategy = strategies(node, 2)[1]
+    strategy = enumerate_strategies(node, 2)[1]
     assert str(strategy) == "R', R' -> R'"
     wrong = replace(strategy, operands=(REPLICATED, REPLICATED))
     assert OperatorReference(node, tensors).check(wrong, 2) != []
@@ -210,5 +210,5 @@ def test_a_read_by_a_sharded_operator_is_not_a_whole_one():
 def test_unknown_operators_stay_whole():
     node, _ = node_of(aten.linalg_inv.default, (f(4, 4),), {})
     assert factors_of(node) is None
-    assert [str(s) for s in strategies(node, 2)] == ["R -> R", "R' -> R'"]
+    assert [str(s) for s in enumerate_strategies(node, 2)] == ["R -> R", "R' -> R'"]
     assert check_strategies(aten.linalg_inv.default, (f(4, 4),)) == []

@@ -18,7 +18,7 @@ from runtime.comm.group import Communicator, SoloGroup
 from runtime.comm.thread_backend import ThreadWorld
 from runtime.comm.torch_backend import GlooGroup, TorchCommunicator
 from runtime.errors import CommunicationError
-from runtime.execute.bind import _spend
+from runtime.execute.bind import _start_spending
 from runtime.launch.process_pool import LocalRanks
 from runtime.program.membership import PipelineEdge
 
@@ -110,11 +110,12 @@ def test_what_a_collective_copied_is_gone_when_it_ends(dim: int):
 def test_an_operand_that_nobody_else_reads_goes_with_the_collective():
     x = torch.arange(16.0).reshape(4, 4)
     assert torch.equal(
-        _spend(lambda x: GlooGroup(Backend()).reduce_scatter(x, 0), x).wait(), 2 * torch.arange(8.0).reshape(2, 4)
+        _start_spending(lambda x: GlooGroup(Backend()).reduce_scatter(x, 0), x).wait(),
+        2 * torch.arange(8.0).reshape(2, 4),
     )
     assert held([x]) == [False]
     x = torch.arange(4.0)
-    assert torch.equal(_spend(lambda x: SoloGroup().reduce_scatter(x, 0), x).wait(), torch.arange(4.0))
+    assert torch.equal(_start_spending(lambda x: SoloGroup().reduce_scatter(x, 0), x).wait(), torch.arange(4.0))
 
 
 def in_order(communicator: Communicator) -> list[float]:

@@ -20,7 +20,7 @@ from partitioner import Constraints, Topology, partition
 from runtime import Engine, LaunchError
 from runtime.comm.rendezvous import tell_torchrun
 from runtime.errors import Failure, InstructionError
-from runtime.launch.cli import _parser, random_batch
+from runtime.launch.cli import _build_parser, random_batch
 from runtime.program.load import program_of
 from runtime.program.program import Program
 from tests.runtime_programs import Net, net_inputs, program_of_net
@@ -177,7 +177,7 @@ def test_what_ends_a_script_that_nobody_watches_is_the_logs_last_line(tmp_path: 
 )
 def test_numbers_that_cannot_be_are_refused(wrong: list[str], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
-        _parser().parse_args(["plan.json", *wrong])
+        _build_parser().parse_args(["plan.json", *wrong])
     assert f"argument {wrong[0]}: expected 0" in capsys.readouterr().err
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from runtime.execute.transfers import arrivals, early_starts
+from runtime.execute.transfers import early_starts, find_proven_arrivals
 from runtime.program.instructions import Instruction
 from runtime.program.program import RankProgram
 from tests.runtime_programs import program_of_net
@@ -36,7 +36,7 @@ def test_channels_do_not_hold_each_other_up():
 
 
 def told(rank: RankProgram) -> dict[str, list[tuple[tuple[int, str], int]]]:
-    return {str(rank.instructions[i]): sends for i, sends in arrivals(rank).items()}
+    return {str(rank.instructions[i]): sends for i, sends in find_proven_arrivals(rank).items()}
 
 
 def test_an_answer_shows_that_what_it_answers_has_arrived():

@@ -148,13 +148,13 @@ def test_samples_that_meet_are_refused_where_they_do(name: str):
 
 def test_what_has_no_plan_is_looked_at_once(monkeypatch: pytest.MonkeyPatch):
     asked: Counter[object] = Counter()
-    find = LocalModels._find
+    find = LocalModels._build_local_model
 
     def counted(self: LocalModels, key: LocalKey, num_microbatches: int) -> LocalModel:
         asked[key] += 1
         return find(self, key, num_microbatches)
 
-    monkeypatch.setattr(LocalModels, "_find", counted)
+    monkeypatch.setattr(LocalModels, "_build_local_model", counted)
     inputs = (torch.randn(8, WIDTH), torch.randn(8, WIDTH))
     plan = partition(Model(TOGETHER["neighbours"][0]), Topology.local(4), inputs, constraints=Constraints(pp=1))
     reasons = [row.reason for row in plan.certificate.candidates if row.status == "infeasible"]

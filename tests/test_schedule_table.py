@@ -13,7 +13,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from partitioner import ConstraintError, Constraints, PlanError, ScheduleTable, Topology, partition
 from partitioner.schedules.actions import Action, ScheduleError, in_flight
-from partitioner.schedules.registry import SCHEDULES, timetable
+from partitioner.schedules.registry import SCHEDULES, build_timetable
 from tests.models import CASES
 from tests.test_emit import result
 from tests.tiny_programs import tiny_program
@@ -48,7 +48,7 @@ def test_stages_may_be_on_any_rank(tmp_path: Path):
 def test_schedules_are_written_and_read(name: str, tmp_path: Path):
     chunks = 3 if SCHEDULES[name].chunks is None else None
     path = ScheduleTable.of(name, 3, 5, chunks).save(tmp_path / "schedule.csv")
-    assert ScheduleTable.load(path).own == timetable(name, 3, 5, chunks)
+    assert ScheduleTable.load(path).own == build_timetable(name, 3, 5, chunks)
 
 
 def torch_rows(kind: Any, p: int, m: int, v: int) -> list[list[Any]]:
@@ -192,7 +192,7 @@ def test_a_file_for_other_numbers_says_which(tmp_path: Path):
     with pytest.raises(PlanError, match="written for pp=2, 2 microbatches and 2 virtual stages"):
         partition(case.build(), Topology.local(2), case.inputs(4), loss=case.loss, constraints=constraints)
     with pytest.raises(ScheduleError, match="is for pp=2 with 2 microbatches, got pp=2 with 3"):
-        timetable(schedule, 2, 3)
+        build_timetable(schedule, 2, 3)
 
 
 def test_a_name_that_is_no_schedule_is_refused():

@@ -28,18 +28,18 @@ from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.bounds.zero_and_reduction import BlockLowerBound, Gathers
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
 from partitioner.solve.evaluate.job import Job
-from partitioner.solve.search.best_first import SearchProgress, SearchResult, ZeroInfeasibility, search
+from partitioner.solve.search.best_first import SearchProgress, SearchResult, ZeroInfeasibility, search_best_first
 from partitioner.solve.search.bound_steps import BoundCascade
 from partitioner.solve.search.interleaved import schedules_of_several
 from partitioner.solve.search.outcomes import CandidateOutcome, EvaluatedCandidate
-from partitioner.solve.search.search import explore
+from partitioner.solve.search.search import search_for_plan
 from partitioner.solve.search.space import (
     SearchSpace,
-    baselines,
     even_chunks,
-    hybrids,
+    find_baseline_candidates,
     left_out,
-    points,
+    list_candidates,
+    list_hybrid_candidates,
     several_stages,
 )
 from partitioner.solve.sharding.batch import shard_batch
@@ -91,7 +91,7 @@ def grid(count: int) -> list[MeshCandidate]:
 def run(
     table: Table, evaluate: Callable[[MeshCandidate], EvaluatedCandidate] | None = None, **more: Any
 ) -> SearchResult:
-    return search(list(table.real), table, evaluate or table.evaluate, **more)
+    return search_best_first(list(table.real), table, evaluate or table.evaluate, **more)
 
 
 @settings(max_examples=60, deadline=None)
@@ -247,16 +247,19 @@ def space(world: str = "dgx-h100:8", batch: int = 512, calls: int = 34, **pinned
 
 
 def test_points_are_all_that_divide():
-    found = points(space())
+    found = list_candidates(space())
     assert all(p.pp * p.dp * p.tp == 64 and 512 % (p.dp * p.microbatch_size) == 0 for p in found)
     assert {p.tp for p in found} == {1, 2, 4, 8}
     assert max(p.pp for p in found) == 32  # calls for every stage
-    assert {p.tp for p in points(space(tp=16))} == {16}
+    assert {p.tp for p in list_candidates(space(tp=16))} == {16}
     pinned = dict(pp=2, dp=4, tp=8, microbatch_size=2)
-    assert points(space(**pinned, schedule="gpipe", zero=0)) == [MeshCandidate(2, 4, 8, 2, "gpipe")]
+    assert list_candidates(space(**pinned, schedule="gpipe", zero=0)) == [MeshCandidate(2, 4, 8, 2, "gpipe")]
     searched = [MeshCandidate(2, 4, 8, 2, schedule, zero=z) for schedule in ("1f1b", "zb-1p") for z in range(4)]
-    assert points(space(**pinned)) == searched
-    assert {p.zero for p in points(space(**pinned, offload="parameters"))} == {0, 3}  # the others keep them whole
+    assert list_candidates(space(**pinned)) == searched
+    assert {p.zero for p in list_candidates(space(**pinned, offload="parameters"))} == {
+        0,
+        3,
+    }  # the others keep them whole
 
 
 @pytest.mark.parametrize(
@@ -282,7 +285,7 @@ def test_points_are_all_that_divide():
 )
 def test_constraints_that_cannot_hold(pinned: dict[str, Any], message: str):
     with pytest.raises(ConstraintError, match=message):
-        points(space(**pinned))
+        list_candidates(space(**pinned))
 
 
 def test_a_schedule_with_other_virtual_stages_is_named_first():
@@ -296,7 +299,7 @@ def test_a_schedule_with_other_virtual_stages_is_named_first():
 
 def test_a_tensor_axis_must_divide_something():
     with pytest.raises(ConstraintError, match=r"tp=8 divides no dimension of any weight \(sizes 12, 20\)"):
-        points(SearchSpace(Topology.local(8), 8, 4, frozenset([12, 20]), Constraints(tp=8)))
+        list_candidates(SearchSpace(Topology.local(8), 8, 4, frozenset([12, 20]), Constraints(tp=8)))
 
 
 @pytest.mark.parametrize(
@@ -317,39 +320,39 @@ def test_what_this_version_does_not_execute_is_marked(pinned: dict[str, Any], be
 
 
 def test_what_is_not_executed_is_searched_only_when_asked_for():
-    assert all((p.cp, p.ep, p.virtual_stages) == (1, 1, 1) for p in points(space()))
-    assert {p.schedule for p in points(space())} == {"1f1b", "zb-1p"}
+    assert all((p.cp, p.ep, p.virtual_stages) == (1, 1, 1) for p in list_candidates(space()))
+    assert {p.schedule for p in list_candidates(space())} == {"1f1b", "zb-1p"}
     work = space(ahead=True)
-    ahead = points(SearchSpace(work.topology, 512, 32, work.dims, work.constraints, experts=8, length=8192))
+    ahead = list_candidates(SearchSpace(work.topology, 512, 32, work.dims, work.constraints, experts=8, length=8192))
     assert all(math.prod(p.grid.values()) == 64 for p in ahead)
     assert {p.zero for p in ahead} == {0, 1, 2, 3}
     assert {p.ep for p in ahead} == {1, 2, 4, 8}
     assert {"zb-1p", "interleaved", "1f1b"} <= {p.schedule for p in ahead}
-    pinned = points(space(cp=2, zero=3))
+    pinned = list_candidates(space(cp=2, zero=3))
     assert {(p.cp, p.zero) for p in pinned} == {(2, 3)}
 
 
 @pytest.mark.parametrize("schedule", ["zb-1p", "zb-v", "interleaved"])
 def test_a_schedule_of_a_pipeline_is_no_plan_of_one_stage(schedule: str):
     space = SearchSpace(Topology.preset("dgx-h100"), 64, 20, frozenset({1024}), Constraints(schedule=schedule))
-    assert {(p.pp > 1, p.schedule) for p in points(space)} == {(True, schedule)}
+    assert {(p.pp > 1, p.schedule) for p in list_candidates(space)} == {(True, schedule)}
     with pytest.raises(PlanError, match=f"pp is more than 1, since {schedule} is for a pipeline"):
-        points(replace(space, topology=Topology.local(1)))
+        list_candidates(replace(space, topology=Topology.local(1)))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_other_schedules_are_those_of_one_stage_as_well(schedule: str):
     space = SearchSpace(Topology.preset("dgx-h100"), 64, 20, frozenset({1024}), Constraints(schedule=schedule))
-    assert {p.schedule for p in points(space) if p.pp == 1} == {schedule}
+    assert {p.schedule for p in list_candidates(space) if p.pp == 1} == {schedule}
 
 
 def test_a_free_axis_makes_up_for_the_ranks_of_the_others():
     """Where there are sequences, ``cp``; else the others have to make as many as there are."""
     pinned = dict(pp=2, dp=4, tp=2)
-    assert {p.cp for p in points(replace(space(**pinned), length=512))} == {4}
+    assert {p.cp for p in list_candidates(replace(space(**pinned), length=512))} == {4}
     for length in (0, 36):  # which four do not share evenly
         with pytest.raises(ConstraintError, match="makes 16 ranks; expected 64, one per device"):
-            points(replace(space(**pinned), length=length))
+            list_candidates(replace(space(**pinned), length=length))
 
 
 def test_virtual_stages_are_even():
@@ -420,10 +423,10 @@ def test_a_sequence_is_shared_where_the_batch_has_too_few_parts():
     """288 nodes, of which 16 x 9 x 8 take 2,016 samples: ``dp`` of 32 does not divide 1,008, 16 does. Shares of the
     batch may differ, though."""
     wide = replace(space("dgx-h100:288", batch=1008, calls=128, pp=9, tp=8), length=8192)
-    assert {(p.dp, p.cp) for p in points(wide)} == {(16, 2), (32, 1)}
-    assert {p.cp for p in points(replace(wide, global_batch=1024))} == {1}
+    assert {(p.dp, p.cp) for p in list_candidates(wide)} == {(16, 2), (32, 1)}
+    assert {p.cp for p in list_candidates(replace(wide, global_batch=1024))} == {1}
     with pytest.raises(PlanError, match="dp must divide the global batch"):
-        points(replace(wide, length=2048, even=True))  # too few tokens for each
+        list_candidates(replace(wide, length=2048, even=True))  # too few tokens for each
 
 
 def test_points_of_several_stages_that_are_in_vain_are_left_with_their_bounds():
@@ -448,7 +451,7 @@ def test_no_point_is_explained():
     with pytest.raises(
         PlanError, match="no mesh of 7 ranks fits: dp must be at most the global batch of 4, pp is at most 4"
     ):
-        points(SearchSpace(Topology.local(7), 4, 4, frozenset([12]), Constraints()))
+        list_candidates(SearchSpace(Topology.local(7), 4, 4, frozenset([12]), Constraints()))
 
 
 def test_only_what_is_fixed_is_multiplied():
@@ -459,21 +462,21 @@ def test_only_what_is_fixed_is_multiplied():
 def test_axes_of_experts_that_fit_nowhere_are_named():
     space = SearchSpace(Topology.local(6), 8, 4, frozenset([12]), Constraints(tp=2, etp=3), experts=6)
     with pytest.raises(PlanError, match=r"with tp=2, etp=3 fits: .* ep x etp must divide dp x cp x tp"):
-        points(space)
+        list_candidates(space)
 
 
 def test_the_baselines_are_data_parallelism_and_the_textbook():
-    candidates = points(space())
+    candidates = list_candidates(space())
     table = Table({p: float(p.microbatch_size) for p in candidates})
-    found = baselines(
+    found = find_baseline_candidates(
         space(), candidates, lambda some: np.array([table.real[p] for p in some]), lambda p: p.pp >= 4 or p.tp == 1
     )
     assert found == {"data parallel": MeshCandidate(1, 64, 1, 1), "megatron": MeshCandidate(4, 2, 8, 1)}
     assert left_out(space(), candidates) == {}
     pinned = space(tp=8)
-    assert left_out(pinned, points(pinned)) == {MeshCandidate(1, 64, 1, 1): "excluded by the constraints"}
+    assert left_out(pinned, list_candidates(pinned)) == {MeshCandidate(1, 64, 1, 1): "excluded by the constraints"}
     odd = space(batch=48)
-    assert list(left_out(odd, points(odd)).values()) == ["the global batch of 48 does not split over dp=64"]
+    assert list(left_out(odd, list_candidates(odd)).values()) == ["the global batch of 48 does not split over dp=64"]
 
 
 @pytest.mark.parametrize(
@@ -482,7 +485,7 @@ def test_the_baselines_are_data_parallelism_and_the_textbook():
 )
 def test_tensor_groups_are_not_kept_inside_nodes(world: str, pins: dict[str, Any], widest: int):
     """Nodes may hold one device, or numbers of them that nothing divides; groups of more than 8 are for who asks."""
-    assert max(p.tp for p in points(space(world, batch=4608, **pins))) == widest
+    assert max(p.tp for p in list_candidates(space(world, batch=4608, **pins))) == widest
 
 
 def test_tensor_groups_beyond_a_node_are_chosen_where_they_are_faster():
@@ -504,14 +507,14 @@ def test_tensor_groups_beyond_a_node_are_chosen_where_they_are_faster():
 
 def test_states_are_shared_by_parts_of_dp_on_several_nodes():
     wide = SearchSpace(Topology.preset("dgx-h100", nodes=64), 512, 32, frozenset([4096]))
-    assert {p.dp_shard for p in hybrids(wide, MeshCandidate(1, 512, 1, 1))} == {8, 32, 128}
-    assert {p.dp_shard for p in hybrids(wide, MeshCandidate(1, 64, 8, 1))} == {4, 16}
-    assert {p.dp_shard for p in hybrids(wide, MeshCandidate(1, 48, 1, 1))} == {8, 24}  # divisors
-    assert {p.zero for p in hybrids(wide, MeshCandidate(1, 512, 1, 1))} == {1, 2, 3}
+    assert {p.dp_shard for p in list_hybrid_candidates(wide, MeshCandidate(1, 512, 1, 1))} == {8, 32, 128}
+    assert {p.dp_shard for p in list_hybrid_candidates(wide, MeshCandidate(1, 64, 8, 1))} == {4, 16}
+    assert {p.dp_shard for p in list_hybrid_candidates(wide, MeshCandidate(1, 48, 1, 1))} == {8, 24}  # divisors
+    assert {p.zero for p in list_hybrid_candidates(wide, MeshCandidate(1, 512, 1, 1))} == {1, 2, 3}
     one_node = replace(wide, topology=Topology.preset("dgx-h100"))
     fixed = [replace(wide, constraints=Constraints(**pins)) for pins in ({"zero": 3}, {"zero": 1, "dp_shard": 8})]
     for other in (one_node, *fixed, replace(wide, train=False)):
-        assert hybrids(other, MeshCandidate(1, 8, 1, 1)) == []
+        assert list_hybrid_candidates(other, MeshCandidate(1, 8, 1, 1)) == []
 
 
 def test_a_family_is_refuted_at_once_and_its_points_only_where_it_is_not():
@@ -538,7 +541,7 @@ def test_a_family_is_refuted_at_once_and_its_points_only_where_it_is_not():
             return super().refine(point, _)
 
     table = Families({**real, part: 2.0})
-    result = search([*real], table, table.evaluate)
+    result = search_best_first([*real], table, table.evaluate)
     assert (result.point, result.best.step_time) == (part, 2.0)
     assert table.evaluated == [part]
     assert set(taken) == {full, lean, part}
@@ -561,7 +564,7 @@ def test_what_one_of_a_family_takes_bounds_no_other():
             return [slow, part] if slow in points else points
 
     table = Families({slow: 9.0, part: 2.0, other: 3.0})
-    result = search([slow, other], table, table.evaluate, always=[slow])
+    result = search_best_first([slow, other], table, table.evaluate, always=[slow])
     assert (result.point, table.evaluated) == (part, [slow, part])
 
 
@@ -657,7 +660,7 @@ def test_no_plan_is_below_its_bounds(name: str, ahead: bool, nodes: int, every: 
     space = SearchSpace(
         work.topology, 8 * nodes, bounds.num_calls, bounds.dims, work.constraints, experts=experts, length=length
     )
-    candidates = points(space)
+    candidates = list_candidates(space)
     evaluator = CandidateEvaluator(work)
     floors = BoundCascade(bounds, evaluator, candidates, space)
     families = {floors.family(point): floors.members([point]) for point in candidates}
@@ -692,7 +695,7 @@ def test_what_memory_demands_is_no_more_than_any_plan_takes(name: str):
         space = SearchSpace(
             small, 32, bounds.num_calls, bounds.dims, work.constraints, experts=work.num_experts, length=16
         )
-        candidates = points(space)
+        candidates = list_candidates(space)
         floors = BoundCascade(bounds, evaluator, candidates, space)
         for point in [p for p in candidates if not is_plain(p.schedule, p.virtual_stages)][::29]:
             try:
@@ -750,11 +753,11 @@ def test_scattering_gradients_behind_every_backward_bounds_a_step(name: str, ove
     space = SearchSpace(
         topology, 32, bounds.num_calls, bounds.dims, work.constraints, experts=work.num_experts, length=16
     )
-    candidates = [point for point in points(space) if point.zero == 2 and point.num_microbatches(32) > 1]
+    candidates = [point for point in list_candidates(space) if point.zero == 2 and point.num_microbatches(32) > 1]
     floors = BoundCascade(bounds, evaluator, candidates, space)
     near = 0
     for point in candidates[:: 1 + len(candidates) // 12]:
-        found, step = floors._scattered(point), evaluator.solve(point).estimate.step_time
+        found, step = floors._bound_zero2_scatters(point), evaluator.solve(point).estimate.step_time
         assert found <= step, point
         near += found > max(0.25 * step, 3 * bounds.times([point])[0])
     assert near > 2
@@ -802,7 +805,7 @@ def test_states_alone_are_too_large_where_no_stages_hold_them(name: str, share: 
     space = SearchSpace(
         work.topology, 8, bounds.num_calls, bounds.dims, work.constraints, experts=work.common_experts, length=16
     )
-    tried = [point for point in points(space)[::3] if is_formula(point.schedule)]
+    tried = [point for point in list_candidates(space)[::3] if is_formula(point.schedule)]
     refused = {point: error for point in tried if (error := refusal(bounds, point))}
     for point, least in refused.items():
         assert least.at_least, point
@@ -821,7 +824,7 @@ def refusal(bounds: ModelBounds, point: MeshCandidate) -> CapacityError | None:
 
 
 def test_a_model_is_searched_to_the_end():
-    explored = explore(job("llama", Topology.local(4)))
+    explored = search_for_plan(job("llama", Topology.local(4)))
     certificate = explored.compared()
     assert certificate.gap < 0.02
     assert explored.chosen.estimate.step_time == pytest.approx(certificate.objective)

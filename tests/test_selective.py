@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import runtime
 from partitioner import Constraints, Plan, Topology, partition
-from partitioner.cost.call.recomputation import remade
+from partitioner.cost.call.recomputation import find_recomputed_nodes
 from partitioner.cost.call.saved_activations import kept_by
 from partitioner.plans.verify import relative_error
 from passes.ir.gradient_flow import mark_block
@@ -156,8 +156,8 @@ def test_what_is_kept_falls_as_predicted(tp: int, dropout: float):
     data = slim.blocks[layers(slim)[0].data.block]
     block = block_from_data("layer", data.nodes, data.states, data.inputs)
     mark_block(block, {*(n for n in block.states if "seed" not in n), *block.inputs})
-    assert {n.name for n in remade(block, "selective")} == set(data.again)
-    saved = kept_by(block).inside - kept_by(block, without=remade(block, "selective")).inside
+    assert {n.name for n in find_recomputed_nodes(block, "selective")} == set(data.again)
+    saved = kept_by(block).inside - kept_by(block, without=find_recomputed_nodes(block, "selective")).inside
     scores = 2 * HEADS // tp * LENGTH * LENGTH * 4  # of two samples, float32
     assert saved >= scores
     # What an operator keeps besides is of its device: the product of kept weights and values, say, or a copy of them;

@@ -24,7 +24,7 @@ from passes.ir.model import Block, FoldedModel, TensorSpec
 from passes.normalize.pipeline import normalize
 from passes.rules import factors_of
 from passes.rules.factors import Strategy, operands_of, results_of
-from passes.rules.strategies import strategies
+from passes.rules.strategies import enumerate_strategies
 from passes.shard.fold import fold
 from passes.shard.shard_block import RESHARDS, BlockSharding, shard_block
 
@@ -372,7 +372,7 @@ def cheapest(block: Block, costs: ShardingCosts, hidden: Layout, states: tuple[L
         block_price(
             block, BlockSharding(dict(zip([n.name for n in nodes], c, strict=True)), inputs, bound, (result,)), costs, 2
         )
-        for c in itertools.product(*(strategies(n, 2) for n in nodes))
+        for c in itertools.product(*(enumerate_strategies(n, 2) for n in nodes))
     )
 
 

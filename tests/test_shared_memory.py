@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from partitioner import Constraints, Topology, partition
 from runtime import run_threads
-from runtime.execute.overlap import aliases
+from runtime.execute.overlap import can_alias_operand
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 
@@ -58,13 +58,13 @@ def shares_memory(target: Any, arguments: tuple[Any, ...]) -> bool:
 @pytest.mark.parametrize("target", VIEWS, ids=str)
 def test_what_gives_a_view_is_known_to(target: Any):
     assert shares_memory(target, VIEWS[target])
-    assert aliases(node_of(target, VIEWS[target]))
+    assert can_alias_operand(node_of(target, VIEWS[target]))
 
 
 @pytest.mark.parametrize("target", COPIES, ids=str)
 def test_what_gives_a_copy_is_not_taken_for_a_view(target: Any):
     assert not shares_memory(target, COPIES[target])
-    assert not aliases(node_of(target, COPIES[target]))
+    assert not can_alias_operand(node_of(target, COPIES[target]))
 
 
 class Recording(nn.Module):

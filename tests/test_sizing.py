@@ -16,7 +16,7 @@ from partitioner.cli.app import app
 from partitioner.cluster_size import SizeError
 from partitioner.errors import ConstraintError, TimeLimitError
 from partitioner.plans.training_run import energy_of, money_of
-from partitioner.units import count_text, percent
+from partitioner.units import count_text, format_percent
 from passes.errors import InputsError
 
 CASE = next(case for name, case in CASES.items() if "mlp" in name)
@@ -152,5 +152,5 @@ def test_how_it_scales_is_drawn(tmp_path: Path):
     for size in found.tried:
         assert size.plan is not None
         (tip,) = {t for t in tips if t.startswith(f"{2 * size.nodes} ranks")}
-        assert f"{count_text(16 / size.step_time)} samples/s, {percent(size.plan.estimate.mfu)} MFU" in tip
+        assert f"{count_text(16 / size.step_time)} samples/s, {format_percent(size.plan.estimate.mfu)} MFU" in tip
         assert tip.endswith("chosen") is (size is found.chosen)

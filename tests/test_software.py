@@ -15,7 +15,7 @@ from partitioner.cost.call.collectives import collective_time, link_of_parts, me
 from partitioner.cost.call.expert_parallel import Software, Spread, in_pieces
 from partitioner.cost.call.operators import Kernel
 from partitioner.cost.call.roofline import kernels_time, memory_rate
-from partitioner.cost.call.saved_activations import gathered, kept_by
+from partitioner.cost.call.saved_activations import find_gathered_activations, kept_by
 from partitioner.emit.buckets import bucket_limit
 from partitioner.topology.hardware import Link
 from passes.ir.collectives import ops
@@ -44,7 +44,7 @@ def cost_of(software: Software):
 
 def test_what_is_gathered_again_is_kept_sharded():
     made = sequence_parallel()
-    kept, again = kept_by(made).inside, kept_by(made, True, gathered(made)).inside
+    kept, again = kept_by(made).inside, kept_by(made, True, find_gathered_activations(made)).inside
     assert (kept, again) == (8 * X.nbytes, X.nbytes)
     assert cost_of(Software(regather=True)).saved_bytes == X.nbytes
     assert cost_of(Software(regather=True)).backward_comm_s > cost_of(Software()).backward_comm_s

@@ -10,13 +10,13 @@ from partitioner import Constraints, Plan, Topology, partition
 from partitioner.cost.call.operators import Kernel
 from partitioner.cost.call.roofline import kernel_time
 from partitioner.simulate.program_time import plan_timeline
-from partitioner.topology.detect import describe
+from partitioner.topology.detect import build_machine_topology
 from runtime.program.precision import products_of
 
 
 @pytest.fixture(scope="module")
 def a100() -> Topology:
-    return describe(["a100-80gb"], [80 << 30])
+    return build_machine_topology(["a100-80gb"], [80 << 30])
 
 
 def planned(topology: Topology, precision: str | None, **pins: object) -> Plan:

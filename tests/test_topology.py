@@ -14,7 +14,7 @@ from partitioner.errors import TopologyError
 from partitioner.topology import Topology, axis_group, axis_groups, known_presets, loads, stage_links
 from partitioner.topology.files import with_devices
 from partitioner.topology.groups import rank_grid, stage_capacity, stage_paces
-from partitioner.topology.quantities import quantity
+from partitioner.topology.quantities import parse_quantity
 
 LAB = """
 name: lab
@@ -365,10 +365,10 @@ def test_an_unknown_preset_lists_the_known():
 
 
 def test_quantities_have_units():
-    assert quantity("7.6 us") == 7.6e-6
-    assert quantity("80GiB") == 80 * 2**30
-    assert quantity("400 Gbit/s") == 50e9
-    assert quantity("989 TFLOP/s") == 989e12
+    assert parse_quantity("7.6 us") == 7.6e-6
+    assert parse_quantity("80GiB") == 80 * 2**30
+    assert parse_quantity("400 Gbit/s") == 50e9
+    assert parse_quantity("989 TFLOP/s") == 989e12
 
 
 @settings(max_examples=30, deadline=None)

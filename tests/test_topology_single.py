@@ -16,7 +16,7 @@ from partitioner.cost.call.collectives import collective_time
 from partitioner.topology import Topology, axis_group, axis_groups, loads, stage_links
 from partitioner.topology.files import catalogue
 from partitioner.topology.group import Group, round_lag
-from partitioner.topology.groups import between
+from partitioner.topology.groups import find_stage_link
 from partitioner.topology.pair_links import group_of
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -60,7 +60,7 @@ def test_an_axis_waits_for_the_narrow_and_for_the_late():
     assert times(axis_group(topology, RINGED, "tp")) == [max(each) for each in zip(*map(times, every), strict=True)]
     stages = {"pp": 2, "dp": 2}
     assert stage_links(topology, stages, [0, 2, 1, 3])[0].time(0) == pytest.approx(5e-3)
-    assert between(topology, stages, 0, 1, [0, 2, 1, 3]).time(1e12) > 20
+    assert find_stage_link(topology, stages, 0, 1, [0, 2, 1, 3]).time(1e12) > 20
 
 
 def test_a_link_as_wide_as_its_level_keeps_its_latency():

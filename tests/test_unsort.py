@@ -13,7 +13,7 @@ from passes.ir.interpret import run_graph
 from passes.normalize.pipeline import normalize
 from passes.ops import experts
 from passes.rules import factors_of
-from passes.rules.strategies import strategies
+from passes.rules.strategies import enumerate_strategies
 
 T, K, E, H, F = 6, 2, 4, 8, 12  # tokens, choices of each, experts, hidden, feed-forward
 
@@ -197,9 +197,9 @@ def test_rows_of_experts_can_be_sharded():
     for node in graph.nodes:
         if str(node.target) == "partition.expert_mm.default":
             assert str(factors_of(node)) == "t k, e k n, t -> t n"
-            assert {s.factor for s in strategies(node, 2)} == {None, "t", "k", "n", "e"}
+            assert {s.factor for s in enumerate_strategies(node, 2)} == {None, "t", "k", "n", "e"}
         elif node.op == "call_function":
-            assert any(s.factor is not None for s in strategies(node, 2)), node
+            assert any(s.factor is not None for s in enumerate_strategies(node, 2)), node
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from partitioner.solve.search.bound_steps import BoundCascade
 from partitioner.solve.search.space import SearchSpace
 from partitioner.solve.stages.split import SLACK
 from partitioner.topology import loads
-from partitioner.topology.group import slowest
+from partitioner.topology.group import select_slowest_group
 from partitioner.topology.pair_links import group_of
 from tests.test_compare import Tower
 from tests.test_placement import grid, job, times_of_all
@@ -73,7 +73,7 @@ def test_of_groups_that_all_devices_are_in_none_is_slowest_that_is_faster(topolo
     for _ in range(30 if size > 1 else 0):
         groups = np.array(random.sample(range(world), world)).reshape(-1, size)
         found = [group_of(topology, devices) for devices in groups]
-        waited_for = slowest(found)
+        waited_for = select_slowest_group(found)
         for op in OPS:
             for num_bytes in (0.0, 1e4, 1e9):
                 least = collective_time(op, num_bytes, best)

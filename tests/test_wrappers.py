@@ -34,7 +34,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import runtime
 from partitioner import Constraints, Plan, Topology, partition, size_cluster
 from partitioner.cli.options import TargetModel
-from partitioner.cli.train import train
+from partitioner.cli.train import train_on_target
 from passes.errors import CaptureError, UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
@@ -249,7 +249,7 @@ def test_what_else_takes_a_model_takes_a_wrapped_one(bare: Plan) -> None:
 
 @pytest.mark.slow
 def test_the_command_trains_a_wrapped_model(bare: Plan) -> None:
-    losses = list(train(bare, TargetModel(torch.compile(Model()), INPUTS, loss), 3, 1e-2))
+    losses = list(train_on_target(bare, TargetModel(torch.compile(Model()), INPUTS, loss), 3, 1e-2))
     assert losses[2] < losses[0]
 
 

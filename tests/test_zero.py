@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import runtime
 from partitioner import Constraints, Plan, PlanError, Topology, partition
 from partitioner.errors import ConstraintError
-from partitioner.plans.outline import outline
+from partitioner.plans.outline import outline_program
 from partitioner.plans.reference import run_reference
 from partitioner.plans.verify import compare, relative_error
 from partitioner.simulate.program_time import PlanDurations
@@ -28,7 +28,7 @@ from runtime.checkpoint.dcp_files import ShardReader
 from runtime.checkpoint.shards import ShardPiece
 from runtime.engine.engine import Engine
 from runtime.errors import InstructionError
-from runtime.execute.calls import _copied
+from runtime.execute.calls import _copy_expanded
 from runtime.program.analysis import ProgramFacts
 from runtime.program.instructions import Instruction, Listing
 from runtime.program.memory import peak_bytes, state_bytes
@@ -288,7 +288,7 @@ def test_parts_of_parameters_that_other_calls_read_outlive_them(pinned: dict[str
 
 def test_a_part_that_is_repeated_is_copied_once():
     part = torch.randn(1, 6).expand(4, 5, 6)
-    copy = _copied(part)
+    copy = _copy_expanded(part)
     assert torch.equal(copy, part) and copy.untyped_storage().nbytes() == 6 * 4
     assert copy.untyped_storage().data_ptr() != part.untyped_storage().data_ptr()
 
@@ -622,11 +622,11 @@ def test_what_is_exchanged_is_told_in_the_type_in_which_it_is(tmp_path: Path):
         tied_model(), Topology.local(8), tied_inputs(), precision="bf16", constraints=Constraints(**pinned)
     )
     program = plan.program
-    (tie,) = outline(program).ties
+    (tie,) = outline_program(program).ties
     whole = VOCAB * WIDTH
     assert tie.num_bytes == 4 * whole / 2
     names = {"GATHER": "all_gather", "SCATTER": "reduce_scatter", "REDUCE": "all_reduce"}
-    for stage, told in zip(program.stages, outline(program).stages, strict=True):
+    for stage, told in zip(program.stages, outline_program(program).stages, strict=True):
         expected: Counter[str] = Counter()
         for i in stage.instructions:
             if i.op in names and i.bucket is not None:

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from partitioner.emit.program import Layouts, emit
-from partitioner.schedules.registry import timetable
+from partitioner.schedules.registry import build_timetable
 from passes.ir.collectives import ops
 from passes.ir.interpret import call
 from passes.ir.layouts import READ_SHARDED, shard
@@ -159,7 +159,7 @@ def tiny_program(
     **options: Any,
 ) -> Program:
     model, layouts = tiny_model(num_layers, tp, dp * num_microbatches, tied)
-    stages = len(timetable(schedule, pp, num_microbatches, chunks if chunks > 1 else None).ranks)
+    stages = len(build_timetable(schedule, pp, num_microbatches, chunks if chunks > 1 else None).ranks)
     return emit(
         model,
         even_stages(model, stages),

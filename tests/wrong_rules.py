@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from passes.ir.layouts import PARTIAL, REPLICATED, Layout, join_shards, take_shard
 from passes.rules import OpFactors, factors_of, registry
 from passes.rules.factors import Dims, Strategy
-from passes.rules.strategies import strategies
+from passes.rules.strategies import enumerate_strategies
 from passes.rules.verify import node_of
 
 NUM_RANKS = 2
@@ -222,7 +222,7 @@ def is_wrong(wrong: Wrong) -> bool:
     """Whether a strategy that the rule allows, run plainly, gives other results than the operator."""
     node, tensors = node_of(operator(wrong.name), wrong.args, wrong.kwargs, wrong.grad)
     with installed(wrong):
-        allowed = strategies(node, NUM_RANKS)
+        allowed = enumerate_strategies(node, NUM_RANKS)
     return any(_plain(s, wrong.rule) and not _agrees(node, tensors, wrong, s) for s in allowed)
 
 

@@ -19,7 +19,7 @@ from benchmarks.iopddl_solver.moves import Exact, NeighbourhoodSearch, solve_par
 from benchmarks.iopddl_solver.search import AssignmentSearch
 from benchmarks.iopddl_solver.state import FlatProblem, LocalSearchState
 from partitioner.background import Finding, FindingSlot, ForkedWorker, can_help
-from partitioner.solve.pairwise.live_memory import MemoryConstraint, Stretch, Usage, stretches
+from partitioner.solve.pairwise.live_memory import MemoryConstraint, Stretch, Usage, build_memory_stretches
 from partitioner.solve.pairwise.presolve import Table, Vector
 
 WHOLE_ENTRIES = 120_000  # of all tables: at most so many are given to the exact solver at once
@@ -42,7 +42,7 @@ def solve_large(
     The choices may exceed the memory limit, where none within it was found.
     """
     problem = Contraction(costs, edges)
-    found, room, _ = stretches(memory, problem.roots, problem.maps)
+    found, room, _ = build_memory_stretches(memory, problem.roots, problem.maps)
     bound = sum(float(problem.costs[i].min()) for i in problem.nodes)
     known = None
     if sum(t.size for t in problem.tables.values()) <= WHOLE_ENTRIES:

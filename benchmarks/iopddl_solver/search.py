@@ -32,7 +32,7 @@ from benchmarks.iopddl_solver.moves import NeighbourhoodSearch, Proposals, Regio
 from benchmarks.iopddl_solver.repair import Repair
 from benchmarks.iopddl_solver.state import FlatProblem
 from partitioner.background import Finding
-from partitioner.solve.pairwise.dynamic_programming import eliminate
+from partitioner.solve.pairwise.dynamic_programming import eliminate_nodes
 from partitioner.solve.pairwise.live_memory import Usage
 from partitioner.solve.pairwise.presolve import Choices, Table, Vector
 
@@ -379,7 +379,7 @@ class AssignmentSearch:
             (int(flat.first[e]), int(flat.second[e]), self._table(e, domains))
             for e in (free[flat.first] & free[flat.second]).nonzero()[0].tolist()
         ]
-        for i, p in eliminate(costs, tables, order)[0].items():
+        for i, p in eliminate_nodes(costs, tables, order)[0].items():
             result[i] = domains[i][p]
         if allowed is None and len(order) == len(domains):  # nothing was fixed: no assignment has a lower Lagrangian
             known = self._known(result)

@@ -22,18 +22,18 @@ from typing import Any
 from partitioner.advise.variants import (
     RelaxationRequest,
     Variant,
-    differs,
-    distance,
-    effort,
+    describe_pin_change,
+    estimate_relaxation_effort,
     far_variants,
     fixed_of,
-    instead,
+    format_given_pin,
+    is_pin_changed,
     kinds_text,
+    list_pin_subsets,
+    list_variants,
+    measure_pin_distance,
     pins_of,
-    shown,
-    subsets,
-    variants,
-    without,
+    relax_pins,
 )
 from partitioner.candidate import MeshCandidate
 from partitioner.constraints import OF_POINT, Constraints
@@ -41,11 +41,11 @@ from partitioner.errors import CapacityError, InfeasibleError, TimeLimitError
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator, SolvedCandidate
 from partitioner.solve.evaluate.job import Job
-from partitioner.solve.search.fit_memory import fits, planned_only
-from partitioner.solve.search.search import best, rooms, space_of
-from partitioner.solve.search.space import SearchSpace, points, several_stages
+from partitioner.solve.search.fit_memory import can_fit_program, planned_only
+from partitioner.solve.search.search import find_best_report, list_offload_variants, space_of
+from partitioner.solve.search.space import SearchSpace, list_candidates, several_stages
 from partitioner.topology import Topology
-from partitioner.units import divisors, seconds_text
+from partitioner.units import list_divisors, seconds_text
 from partitioner.validate import check_request
 from passes.errors import PartitionError
 
@@ -80,7 +80,7 @@ class Advice:
 
 
 @contextmanager
-def advised(asked: RelaxationRequest) -> Iterator[None]:
+def attach_advice(asked: RelaxationRequest) -> Iterator[None]:
     """Gives an error of the block that says that there is no plan the advice, to be looked for when it is read, for as
     long as the block took."""
     begun = time.monotonic()
@@ -91,15 +91,15 @@ def advised(asked: RelaxationRequest) -> Iterator[None]:
             error.message += f" ({100 * margin:g}% of a device's memory is kept free: memory_margin)"
         if error.advise is None and not isinstance(error, TimeLimitError):  # a plan may be near: it takes time
             seconds = max(_LEAST_S, time.monotonic() - begun)
-            error.advise = partial(advice, asked, isinstance(error, CapacityError), seconds=seconds)
+            error.advise = partial(find_advice, asked, isinstance(error, CapacityError), seconds=seconds)
         raise
 
 
-def advice(asked: RelaxationRequest, short_of_memory: bool, seconds: float = math.inf) -> Advice:
+def find_advice(asked: RelaxationRequest, short_of_memory: bool, seconds: float = math.inf) -> Advice:
     """What conflicts, and the nearest changes, of a job that has no plan: what is found in about so many seconds."""
     begun = time.monotonic()
     try:
-        _check(asked.prepare(asked.topology, asked.constraints.meaning, asked.global_batch))
+        _check_job_request(asked.prepare(asked.topology, asked.constraints.meaning, asked.global_batch))
     except PartitionError:
         return Advice()
     search = _RelaxationSearch(asked, short_of_memory, begun + _OF_CONFLICT * seconds)
@@ -113,7 +113,7 @@ _Basis = tuple[Hashable, ...]  # what bounds, or what is solved of points, is of
 _OF_POINTS = (*OF_POINT, "stage_of", "recompute")
 
 
-def _basis(job: Job) -> _Basis:
+def _bounds_cache_key(job: Job) -> _Basis:
     ways = (getattr(job.constraints, name) for name in Constraints.model_fields if name not in _OF_POINTS)
     return job.topology, job.global_batch, job.remade, *ways
 
@@ -140,31 +140,31 @@ class _RelaxationSearch:
         time does not suffice to know that it is the least."""
         given = self.asked.constraints
         every = kept = fixed_of(given)
-        if self._possible(given) or not self._possible(without(given, every)):
+        if self._possible(given) or not self._possible(relax_pins(given, every)):
             return ()
         for pin in every:
             if self.late:
                 return ()
             rest = [p for p in kept if p != pin]
-            if not self._possible(without(given, [p for p in every if p not in rest])):
+            if not self._possible(relax_pins(given, [p for p in every if p not in rest])):
                 kept = rest
-        return tuple(shown(given, pin) for pin in kept)
+        return tuple(format_given_pin(given, pin) for pin in kept)
 
     def changes(self) -> tuple[Change, ...]:
         """The nearest changes with which there is a plan."""
-        found = self._nearest(variants(self.asked, self.short_of_memory))
+        found = self._nearest(list_variants(self.asked, self.short_of_memory))
         if not found and self.short_of_memory:
             found = self._nearest(far_variants(self.asked), all_pins=True)
-        return found or self._then_memory() or self._freed()
+        return found or self._then_memory() or self._relax_differing_pins()
 
     def _nearest(self, several: Iterable[Variant], *, all_pins: bool = False) -> tuple[Change, ...]:
         """The nearest of ``several`` variants with a plan, with all pins or without some of them."""
         ticket = count()
         heap: list[tuple[float, float, int, Variant, tuple[str, ...], MeshCandidate | None]] = []
         for variant in several:
-            for pins in [()] if all_pins else subsets(pins_of(variant.constraints)):
+            for pins in [()] if all_pins else list_pin_subsets(pins_of(variant.constraints)):
                 if variant.texts or pins:
-                    cost = variant.cost + effort(pins)
+                    cost = variant.cost + estimate_relaxation_effort(pins)
                     heapq.heappush(heap, (cost, 0.0, next(ticket), variant, pins, None))
         done: list[frozenset[str]] = []
         found: list[Change] = []
@@ -179,19 +179,19 @@ class _RelaxationSearch:
                 continue  # more than what was enough already
             begun = time.monotonic()
             if point is None:
-                for more, seconds, choice in self._points(variant, pins):
+                for more, seconds, choice in self._list_relaxed_candidates(variant, pins):
                     heapq.heappush(heap, (cost + more, seconds, next(ticket), variant, pins, choice))
                 self._longest = max(self._longest, time.monotonic() - begun)
                 continue
-            key, value = (variant.texts, pins), tuple(_new(pins, point).values())
+            key, value = (variant.texts, pins), tuple(_find_new_pin_values(pins, point).values())
             few = solved[key] < (_LEANEST if self.short_of_memory else _MOST_OF_ONE)
             other = value not in values[key] and len(values[key]) < _MOST_OF_ONE  # which the nearer ones hide
-            if (few or other) and self._allowed(variant, pins, point):
+            if (few or other) and self._can_bounds_allow(variant, pins, point):
                 solved[key] += 1
                 values[key].add(value)
-                if (plan := self._plan(variant, pins, point)) is not None:
+                if (plan := self._plan_relaxed_candidate(variant, pins, point)) is not None:
                     done.append(given_up)
-                    found.append(self._change(variant, pins, point, plan))
+                    found.append(self._build_change(variant, pins, point, plan))
             self._longest = max(self._longest, time.monotonic() - begun)
         return tuple(found)
 
@@ -201,7 +201,7 @@ class _RelaxationSearch:
         for variant, pins, point in [] if self.short_of_memory else self._lacking[:_MOST_CHANGES]:
             if self.late:
                 break
-            first = self._change(variant, pins, point)
+            first = self._build_change(variant, pins, point)
             asked = replace(
                 self.asked,
                 topology=first.topology,
@@ -212,57 +212,65 @@ class _RelaxationSearch:
                 return found
         return ()
 
-    def _freed(self) -> tuple[Change, ...]:
+    def _relax_differing_pins(self) -> tuple[Change, ...]:
         """Where nothing near was found in so many tries: of all pins as many given up as what has a plan differs in."""
-        base = next(iter(variants(self.asked, self.short_of_memory)))
+        base = next(iter(list_variants(self.asked, self.short_of_memory)))
         every = tuple(pins_of(base.constraints))
         if not every or self.late:
             return ()
         try:
-            job = self._job(base, every)
-            bounds, least = self._bound(job), self._bound(_roomiest(job))
-            choices = self._choices(job, bounds, every)
+            job = self._prepare_relaxed_job(base, every)
+            bounds, least = self._find_model_bounds(job), self._find_model_bounds(_maximise_offload(job))
+            choices = self._list_plainest_zero_choices(job, bounds, every)
         except PartitionError:
             return ()
         ranked = sorted(choices, key=lambda p: (least.state_bytes(p) + least.layer_bytes(p), p))
         for point in ranked[:_MOST_OF_ONE]:
             if self.late:
                 return ()
-            pins = [pin for pin in every if differs(base.constraints, pin, point)]
-            possible = _is_possible(replace(job, constraints=self._constraints(base, pins, point)))
-            if possible and self._allowed(base, every, point) and self._plan(base, every, point) is not None:
-                return (self._change(base, pins, point),)
+            pins = [pin for pin in every if is_pin_changed(base.constraints, pin, point)]
+            possible = _is_possible(replace(job, constraints=self._constrain_to_candidate(base, pins, point)))
+            if (
+                possible
+                and self._can_bounds_allow(base, every, point)
+                and self._plan_relaxed_candidate(base, every, point) is not None
+            ):
+                return (self._build_change(base, pins, point),)
         # not even without them: what else it takes
         free = _RelaxationSearch(
-            replace(self.asked, constraints=without(base.constraints, every)), self.short_of_memory, self.until
+            replace(self.asked, constraints=relax_pins(base.constraints, every)), self.short_of_memory, self.until
         )
-        return _and_then(f"{', '.join(shown(base.constraints, pin) for pin in every)} left free", free)
+        return _and_then(f"{', '.join(format_given_pin(base.constraints, pin) for pin in every)} left free", free)
 
-    def _job(self, variant: Variant, pins: Sequence[str]) -> Job:
-        return self.asked.prepare(variant.topology, without(variant.constraints, pins), variant.global_batch)
+    def _prepare_relaxed_job(self, variant: Variant, pins: Sequence[str]) -> Job:
+        return self.asked.prepare(variant.topology, relax_pins(variant.constraints, pins), variant.global_batch)
 
-    def _bound(self, job: Job) -> ModelBounds:
-        key = (*_basis(job), job.made_again)
+    def _find_model_bounds(self, job: Job) -> ModelBounds:
+        key = (*_bounds_cache_key(job), job.made_again)
         if key not in self._bounds:
             self._bounds[key] = ModelBounds(job)
         return self._bounds[key].with_job(job)
 
-    def _points(self, variant: Variant, pins: tuple[str, ...]) -> list[tuple[float, float, MeshCandidate]]:
+    def _list_relaxed_candidates(
+        self, variant: Variant, pins: tuple[str, ...]
+    ) -> list[tuple[float, float, MeshCandidate]]:
         """Points without ``pins`` that differ in each: what that costs, their bound in seconds, and they."""
         try:
-            job = self._job(variant, pins)
-            _check(job)
-            bounds, least = self._bound(job), self._bound(_roomiest(job))
-            choices = self._choices(job, bounds, pins)
+            job = self._prepare_relaxed_job(variant, pins)
+            _check_job_request(job)
+            bounds, least = self._find_model_bounds(job), self._find_model_bounds(_maximise_offload(job))
+            choices = self._list_plainest_zero_choices(job, bounds, pins)
         except PartitionError:
             return []
-        changed = [p for p in choices if all(differs(variant.constraints, pin, p) for pin in pins)]
-        news = [tuple(_new(pins, p).items()) for p in changed]
-        possible = {new: _is_possible(replace(job, constraints=_with(job.constraints, new))) for new in set(news)}
+        changed = [p for p in choices if all(is_pin_changed(variant.constraints, pin, p) for pin in pins)]
+        news = [tuple(_find_new_pin_values(pins, p).items()) for p in changed]
+        possible = {
+            new: _is_possible(replace(job, constraints=_update_constraints(job.constraints, new))) for new in set(news)
+        }
         changed = [p for p, new in zip(changed, news, strict=True) if possible[new]]
         if not changed:
             return []
-        far = [sum(distance(variant.constraints, pin, p) for pin in pins) for p in changed]
+        far = [sum(measure_pin_distance(variant.constraints, pin, p) for pin in pins) for p in changed]
         needs = [least.state_bytes(p) + least.layer_bytes(p) for p in changed]  # what has least is a plan, if any is
         first = needs if self.short_of_memory else bounds.times(changed).tolist()
         ranked = sorted(zip(far, first, changed, strict=True))
@@ -272,13 +280,15 @@ class _RelaxationSearch:
             self._lacking.append((variant, pins, ranked[0][2]))
         return fitting
 
-    def _choices(self, job: Job, bounds: ModelBounds, given_up: Sequence[str]) -> list[MeshCandidate]:
+    def _list_plainest_zero_choices(
+        self, job: Job, bounds: ModelBounds, given_up: Sequence[str]
+    ) -> list[MeshCandidate]:
         """The points of a job, of those that are alike the plainest: one that is better is found when it is planned."""
-        plainest = self._plainest(job, bounds, given_up)
+        plainest = self._list_plainest_candidates(job, bounds, given_up)
         least = min(point.zero for point in plainest)
         return [p for p in plainest if self.short_of_memory or p.zero == least]
 
-    def _plainest(self, job: Job, bounds: ModelBounds, given_up: Sequence[str]) -> list[MeshCandidate]:
+    def _list_plainest_candidates(self, job: Job, bounds: ModelBounds, given_up: Sequence[str]) -> list[MeshCandidate]:
         """The points of a job, where schedules are left free under 1F1B, which takes least memory of those searched."""
         space = space_of(job, bounds)
         asked = self.asked.constraints
@@ -289,10 +299,10 @@ class _RelaxationSearch:
             plain += [other for p in plain if p.pp > 1 for other in several_stages(space, p)]
         return plain or choices
 
-    def _allowed(self, variant: Variant, pins: tuple[str, ...], point: MeshCandidate) -> bool:
+    def _can_bounds_allow(self, variant: Variant, pins: tuple[str, ...], point: MeshCandidate) -> bool:
         """Whether the bounds allow a plan at ``point``."""
         try:
-            self._bound(_roomiest(self._job(variant, pins))).refine(point)
+            self._find_model_bounds(_maximise_offload(self._prepare_relaxed_job(variant, pins))).refine(point)
         except CapacityError:
             self._lacking.append((variant, pins, point))
             return False
@@ -300,21 +310,25 @@ class _RelaxationSearch:
             return False
         return True
 
-    def _plan(self, variant: Variant, pins: Sequence[str], point: MeshCandidate) -> SolvedCandidate | None:
+    def _plan_relaxed_candidate(
+        self, variant: Variant, pins: Sequence[str], point: MeshCandidate
+    ) -> SolvedCandidate | None:
         """The plan of ``point``, with what ``partition`` keeps in host memory; ``None`` where it does not fit."""
         lacking: list[CandidateEvaluator] = []
-        changed = replace(self._job(variant, pins), constraints=self._constraints(variant, pins, point))
-        for job in rooms(changed, lambda: any(e.host_lacks for e in lacking)):  # as partition does
+        changed = replace(
+            self._prepare_relaxed_job(variant, pins), constraints=self._constrain_to_candidate(variant, pins, point)
+        )
+        for job in list_offload_variants(changed, lambda: any(e.host_lacks for e in lacking)):  # as partition does
             if point.zero in (1, 2) and "parameters" in (job.constraints.offload or ()):
                 continue  # which that keeps whole
-            key = _basis(job)
+            key = _bounds_cache_key(job)
             if key not in self._evaluators:
                 self._evaluators[key] = CandidateEvaluator(job)
             try:
-                self._bound(job).refine(point)
+                self._find_model_bounds(job).refine(point)
                 lacking.append(replace(self._evaluators[key], job=job, host_lacks=False))
                 solved = lacking[-1].solve(point)
-                if not self.short_of_memory or fits(job, solved):
+                if not self.short_of_memory or can_fit_program(job, solved):
                     return solved
             except CapacityError:
                 continue
@@ -326,9 +340,9 @@ class _RelaxationSearch:
         """Whether the bounds allow a plan."""
         try:
             job = self.asked.prepare(self.asked.topology, constraints, self.asked.global_batch)
-            _check(job)
-            bounds = self._bound(_roomiest(job))
-            choices = self._plainest(job, bounds, ())
+            _check_job_request(job)
+            bounds = self._find_model_bounds(_maximise_offload(job))
+            choices = self._list_plainest_candidates(job, bounds, ())
         except PartitionError:
             return False
         room = max(d.usable for d in job.topology.devices)
@@ -342,25 +356,25 @@ class _RelaxationSearch:
             return True
         return False
 
-    def _constraints(self, variant: Variant, pins: Sequence[str], point: MeshCandidate) -> Constraints:
+    def _constrain_to_candidate(self, variant: Variant, pins: Sequence[str], point: MeshCandidate) -> Constraints:
         """What to ask for, to have ``point`` instead of the ``pins``."""
-        return _with(without(variant.constraints, pins), _new(pins, point).items())
+        return _update_constraints(relax_pins(variant.constraints, pins), _find_new_pin_values(pins, point).items())
 
     def _step_time(self, variant: Variant, constraints: Constraints, known_s: float) -> float:
         """Seconds of the best plan under ``constraints``, of which one that takes ``known_s`` is known: that one's
         where there is no time to search."""
         job = self.asked.prepare(variant.topology, constraints, variant.global_batch)
         try:
-            return best(min(_LEAST_S, self.until - time.monotonic()), job, math.inf).step_time or known_s
+            return find_best_report(min(_LEAST_S, self.until - time.monotonic()), job, math.inf).step_time or known_s
         except PartitionError:
             return known_s
 
-    def _change(
+    def _build_change(
         self, variant: Variant, pins: Sequence[str], point: MeshCandidate, plan: SolvedCandidate | None = None
     ) -> Change:
-        new, constraints = _new(pins, point), self._constraints(variant, pins, point)
-        texts = [*variant.texts, *(instead(variant.constraints, pin, new.get(pin)) for pin in pins)]
-        found = planned_only(self._job(variant, pins), point, constraints)
+        new, constraints = _find_new_pin_values(pins, point), self._constrain_to_candidate(variant, pins, point)
+        texts = [*variant.texts, *(describe_pin_change(variant.constraints, pin, new.get(pin)) for pin in pins)]
+        found = planned_only(self._prepare_relaxed_job(variant, pins), point, constraints)
         beyond = [what for what in found if what not in self.asked.constraints.planned_only]
         marked = " (planned, but not executed by this version)" if beyond else ""
         if plan is not None and plan.offload and plan.offload != self.asked.constraints.offload:
@@ -373,7 +387,7 @@ class _RelaxationSearch:
 def _with_wider(space: SearchSpace, given_up: Mapping[str, Any]) -> list[MeshCandidate]:
     """The points that are searched. Where an axis is ``given_up`` that was wider than those, others as wide too, which
     are tried only where they are fixed."""
-    sizes = divisors(space.world_size)[1:]
+    sizes = list_divisors(space.world_size)[1:]
     shared = [size for size in sizes if space.length and space.length % (2 * size) == 0]  # two pieces for each rank
     wider = [{"tp": size} for size in sizes if size > space.widest] if given_up.get("tp", 1) > space.widest else []
     wider += [{"cp": size} for size in shared] if given_up.get("cp", 1) > 1 else []
@@ -382,7 +396,7 @@ def _with_wider(space: SearchSpace, given_up: Mapping[str, Any]) -> list[MeshCan
     for pinned in ({}, *wider):
         try:
             asked = space.constraints.model_copy(update=pinned)
-            found |= dict.fromkeys(points(replace(space, constraints=asked)))
+            found |= dict.fromkeys(list_candidates(replace(space, constraints=asked)))
         except PartitionError as error:
             lacking = lacking or error
     if not found and lacking is not None:
@@ -395,29 +409,29 @@ def _and_then(text: str, search: _RelaxationSearch) -> tuple[Change, ...]:
     return tuple(replace(change, text=f"{text}, {change.text}") for change in search.changes()[:1])
 
 
-def _new(pins: Sequence[str], point: MeshCandidate) -> dict[str, Any]:
+def _find_new_pin_values(pins: Sequence[str], point: MeshCandidate) -> dict[str, Any]:
     """What ``point`` has for those of the ``pins`` that it fixes otherwise."""
     new = {pin: getattr(point, pin) for pin in pins if pin in MeshCandidate.__dataclass_fields__}
     return {pin: size for pin, size in new.items() if size or pin not in _ZERO_IS_FREE}
 
 
-def _with(constraints: Constraints, new: Iterable[tuple[str, Any]]) -> Constraints:
+def _update_constraints(constraints: Constraints, new: Iterable[tuple[str, Any]]) -> Constraints:
     return constraints.model_copy(update=dict(new))
 
 
-def _check(job: Job) -> None:
+def _check_job_request(job: Job) -> None:
     """Raise what ``partition`` does for what is asked for in a ``job``."""
     check_request(job.topology, job.constraints, job.optimizer, job.train)
 
 
 def _is_possible(job: Job) -> bool:
     try:
-        _check(job)
+        _check_job_request(job)
     except PartitionError:
         return False
     return True
 
 
-def _roomiest(job: Job) -> Job:
+def _maximise_offload(job: Job) -> Job:
     """``job`` with as much in host memory as ``partition`` would try: what its bounds refuse has no plan."""
-    return list(rooms(job))[-1]
+    return list(list_offload_variants(job))[-1]

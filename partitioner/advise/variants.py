@@ -21,7 +21,7 @@ from partitioner.solve.search.smaller_clusters import is_even, smaller_clusters
 from partitioner.topology import Topology
 from partitioner.topology.files import with_devices, with_memory, with_nodes
 from partitioner.topology.hosts import can_offload, has_disks
-from partitioner.units import bytes_text, divisors, plural
+from partitioner.units import bytes_text, format_plural, list_divisors
 
 # What it takes to give up a constraint; a change of size costs half of its logarithm more.
 _WEIGHTS = {"recompute": 0.6, "microbatch_size": 0.7, "schedule": 0.8, "virtual_stages": 0.8}
@@ -46,7 +46,7 @@ def fixed_of(constraints: Constraints) -> list[str]:
     return pins + [name for name, default in defaults if getattr(constraints, name) != default]
 
 
-def subsets(pins: Sequence[str]) -> Iterator[tuple[str, ...]]:
+def list_pin_subsets(pins: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """What of ``pins`` may be given up together: anything of a few; of many up to two, all places, or all. Of many
     places none by itself."""
     places = tuple(p for p in pins if ":" in p)
@@ -58,26 +58,26 @@ def subsets(pins: Sequence[str]) -> Iterator[tuple[str, ...]]:
         yield from {places, tuple(pins)} - {()}
 
 
-def effort(pins: Sequence[str]) -> float:
+def estimate_relaxation_effort(pins: Sequence[str]) -> float:
     """What it takes to give up ``pins``, before by how much: places of modules are often wrong together."""
     places = sum(":" in pin for pin in pins)
     others = sum(_WEIGHTS.get(pin, 1.0) for pin in pins if ":" not in pin)
     return others + (0.8 + 0.2 * places if places else 0.0)
 
 
-def without(constraints: Constraints, pins: Sequence[str]) -> Constraints:
+def relax_pins(constraints: Constraints, pins: Sequence[str]) -> Constraints:
     """``constraints`` with ``pins`` left free."""
     places = {m: s for m, s in constraints.stage_of.items() if f"stage_of:{m}" not in pins}
     freed: dict[str, Any] = {pin: Constraints.model_fields[pin].default for pin in pins if ":" not in pin}
     return constraints.model_copy(update={**freed, "stage_of": places})
 
 
-def differs(constraints: Constraints, pin: str, point: MeshCandidate) -> bool:
+def is_pin_changed(constraints: Constraints, pin: str, point: MeshCandidate) -> bool:
     """Whether ``point`` is otherwise than pinned; recomputation and places of modules are freed, not changed."""
     return not hasattr(point, pin) or getattr(point, pin) != getattr(constraints, pin)
 
 
-def distance(constraints: Constraints, pin: str, point: MeshCandidate) -> float:
+def measure_pin_distance(constraints: Constraints, pin: str, point: MeshCandidate) -> float:
     """How far ``point`` is from what is pinned: half of the logarithm of a change of size."""
     old, new = getattr(constraints, pin, None), getattr(point, pin, None)
     if not isinstance(old, int) or not isinstance(new, int):
@@ -85,7 +85,7 @@ def distance(constraints: Constraints, pin: str, point: MeshCandidate) -> float:
     return 0.5 * abs(math.log2(max(new, 0.5) / max(old, 0.5)))
 
 
-def shown(constraints: Constraints, pin: str) -> str:
+def format_given_pin(constraints: Constraints, pin: str) -> str:
     """``pin`` as the user wrote it."""
     name, _, module = pin.partition(":")
     if module:
@@ -99,7 +99,7 @@ def kinds_text(kinds: Sequence[str]) -> str:
     return "+".join(kinds) or "none"
 
 
-def instead(constraints: Constraints, pin: str, new: object) -> str:
+def describe_pin_change(constraints: Constraints, pin: str, new: object) -> str:
     """What to say of ``new`` in the place of what is pinned; ``None``: it is left free."""
     name, _, module = pin.partition(":")
     if module:
@@ -142,46 +142,46 @@ class Variant:
     global_batch: int | None
 
 
-def _and(variant: Variant, cost: float, kind: str, text: str, **changed: Any) -> Variant:
+def _extend_variant(variant: Variant, cost: float, kind: str, text: str, **changed: Any) -> Variant:
     """``variant`` with one thing more ``changed``."""
     return replace(
         variant, cost=variant.cost + cost, kinds=variant.kinds | {kind}, texts=(*variant.texts, text), **changed
     )
 
 
-def variants(asked: RelaxationRequest, short_of_memory: bool) -> Iterator[Variant]:
+def list_variants(asked: RelaxationRequest, short_of_memory: bool) -> Iterator[Variant]:
     """The job as it is, and with more and more changed; ``short_of_memory``: why there is no plan."""
     base = Variant(0.0, frozenset(), (), asked.topology, asked.constraints, asked.global_batch)
     yield base
-    yield from _places(asked, base)
+    yield from _list_stage_place_variants(asked, base)
     for name in _WAYS:
         if (given := getattr(asked.constraints, name)) is not None:
             freed = asked.constraints.model_copy(update={name: None})
-            without = _and(base, _PLACE, name, f"{name} left free instead of {given}", constraints=freed)
+            without = _extend_variant(base, _PLACE, name, f"{name} left free instead of {given}", constraints=freed)
             yield without
-            yield from _hosted(without, short_of_memory)
-    yield from _shards(base)
-    hosted = [*_hosted(base, short_of_memory)]
+            yield from _list_offload_pin_variants(without, short_of_memory)
+    yield from _list_dp_shard_variants(base)
+    hosted = [*_list_offload_pin_variants(base, short_of_memory)]
     yield from hosted
     if not short_of_memory:
-        yield from _batches(asked, base)
+        yield from _list_batch_variants(asked, base)
     elif margin := asked.constraints.memory_margin:
         whole = asked.constraints.model_copy(update={"memory_margin": 0.0})
-        yield _and(base, _MARGIN, "margin", f"memory_margin=0 instead of {margin:g}", constraints=whole)
+        yield _extend_variant(base, _MARGIN, "margin", f"memory_margin=0 instead of {margin:g}", constraints=whole)
     for variant in (base, *(hosted if short_of_memory else ())):
-        yield from _rooms(variant, short_of_memory)
-    yield from _larger(base, _TIMES if short_of_memory else ())
+        yield from _list_device_variants(variant, short_of_memory)
+    yield from _list_memory_variants(base, _TIMES if short_of_memory else ())
 
 
 def far_variants(asked: RelaxationRequest) -> Iterator[Variant]:
-    """With more memory, and with more nodes, where it is memory that lacks: also with more than :func:`variants` have,
-    among whose many others there may have been no time for these."""
-    base = next(variants(asked, True))
-    yield from _larger(base, (*_TIMES, *_FAR))
-    yield from _nodes(base, [math.ceil(base.topology.num_nodes * times) for times in (*_TIMES, *_FAR)])
+    """With more memory, and with more nodes, where it is memory that lacks: also with more than :func:`list_variants`
+    have, among whose many others there may have been no time for these."""
+    base = next(list_variants(asked, True))
+    yield from _list_memory_variants(base, (*_TIMES, *_FAR))
+    yield from _list_node_variants(base, [math.ceil(base.topology.num_nodes * times) for times in (*_TIMES, *_FAR)])
 
 
-def _places(asked: RelaxationRequest, base: Variant) -> Iterator[Variant]:
+def _list_stage_place_variants(asked: RelaxationRequest, base: Variant) -> Iterator[Variant]:
     """Entries of ``stage_of`` with the nearest name, or the nearest stage that there is."""
     given = base.constraints.stage_of
     stages = _num_stages(base.constraints)
@@ -191,10 +191,10 @@ def _places(asked: RelaxationRequest, base: Variant) -> Iterator[Variant]:
         for near in get_close_matches(name, paths, n=1, cutoff=0.5):
             if near not in given:
                 places = {near if n == name else n: s for n, s in given.items()}
-                yield _placed(base, places, f"stage_of {near!r} instead of {name!r}")
+                yield _replace_stage_places(base, places, f"stage_of {near!r} instead of {name!r}")
         if stages is not None and not -stages <= stage < stages:
             places = {**given, name: stages - 1 if stage > 0 else 0}
-            yield _placed(base, places, f"stage_of[{name!r}]={places[name]} instead of {stage}")
+            yield _replace_stage_places(base, places, f"stage_of[{name!r}]={places[name]} instead of {stage}")
 
 
 def _num_stages(given: Constraints) -> int | None:
@@ -204,39 +204,39 @@ def _num_stages(given: Constraints) -> int | None:
     return given.pp * (given.virtual_stages or 1)
 
 
-def _placed(base: Variant, places: dict[str, int], text: str) -> Variant:
+def _replace_stage_places(base: Variant, places: dict[str, int], text: str) -> Variant:
     constraints = base.constraints.model_copy(update={"stage_of": places})
-    return _and(base, _PLACE, text, text, constraints=constraints)
+    return _extend_variant(base, _PLACE, text, text, constraints=constraints)
 
 
-def _batches(asked: RelaxationRequest, base: Variant) -> Iterator[Variant]:
+def _list_batch_variants(asked: RelaxationRequest, base: Variant) -> Iterator[Variant]:
     """Batches that divide as pinned, or over the devices."""
     given = base.constraints
     batch = asked.prepare(base.topology, given.meaning, base.global_batch).global_batch
     groups = given.group_size or 1
     parts = {(given.dp or 1) * (given.microbatch_size or 1)}
-    parts |= {groups * part for part in divisors(base.topology.num_devices)}
+    parts |= {groups * part for part in list_divisors(base.topology.num_devices)}
     near = {n for part in parts for n in (batch // part * part, -(-batch // part) * part)} - {0, batch}
     for size in sorted(near, key=lambda n: abs(math.log2(n / batch)))[:_MOST_BATCHES]:
         text = f"global_batch={size} instead of {batch}"
         kind = "more" if size > batch else "less"
-        yield _and(base, 1.0 + abs(math.log2(size / batch)), kind, text, global_batch=size)
+        yield _extend_variant(base, 1.0 + abs(math.log2(size / batch)), kind, text, global_batch=size)
 
 
-def _shards(base: Variant) -> Iterator[Variant]:
+def _list_dp_shard_variants(base: Variant) -> Iterator[Variant]:
     """States shared by as many ranks as there can be: points have all of them, or those that are pinned."""
     given = base.constraints.dp_shard
     if given is None:
         return
-    for size in divisors(base.constraints.dp or base.topology.num_devices)[1:]:
+    for size in list_divisors(base.constraints.dp or base.topology.num_devices)[1:]:
         if size != given:
             cost = _PLACE + 0.5 * abs(math.log2(size / given))
             constraints = base.constraints.model_copy(update={"dp_shard": size})
             text = f"dp_shard={size} instead of {given}"
-            yield _and(base, cost, "dp_shard", text, constraints=constraints)
+            yield _extend_variant(base, cost, "dp_shard", text, constraints=constraints)
 
 
-def _hosted(base: Variant, short_of_memory: bool) -> Iterator[Variant]:
+def _list_offload_pin_variants(base: Variant, short_of_memory: bool) -> Iterator[Variant]:
     """Other kinds in host memory than those that are pinned; none, where it is not described. With optimizer states on
     disk, where they are pinned to host memory. Where the mesh is pinned and offload is not, the kinds that
     ``partition`` does not try unasked."""
@@ -246,7 +246,7 @@ def _hosted(base: Variant, short_of_memory: bool) -> Iterator[Variant]:
             if "parameters" not in unasked or base.constraints.zero not in (1, 2):
                 constraints = base.constraints.model_copy(update={"offload": unasked})
                 text = f"offload={kinds_text(unasked)}"
-                yield _and(base, _UNASKED + 0.1 * number, "offload", text, constraints=constraints)
+                yield _extend_variant(base, _UNASKED + 0.1 * number, "offload", text, constraints=constraints)
     if given is None or not (short_of_memory or (given and not (known and _has_its_disk(base)))):
         return
     sets: list[tuple[str, ...]] = [(), *OFFLOAD_SETS] if known else [()]
@@ -258,20 +258,22 @@ def _hosted(base: Variant, short_of_memory: bool) -> Iterator[Variant]:
             continue
         text = f"offload={kinds_text(kinds)} instead of {kinds_text(given)}"
         cost = _OFFLOAD + 0.1 * len(set(kinds) ^ set(given))
-        yield _and(base, cost, "offload", text, constraints=constraints)
+        yield _extend_variant(base, cost, "offload", text, constraints=constraints)
 
 
 def _has_its_disk(base: Variant) -> bool:
     return "disk" not in (base.constraints.offload or ()) or has_disks(base.topology)
 
 
-def _rooms(base: Variant, short_of_memory: bool) -> Iterator[Variant]:
+def _list_device_variants(base: Variant, short_of_memory: bool) -> Iterator[Variant]:
     """Without devices that differ, more nodes of the same kind, or as many devices as the pinned axes ask for."""
     topology, now = base.topology, base.topology.num_devices
     for smaller in () if is_even(topology) else smaller_clusters(topology):
-        text = f"{plural(smaller.num_devices, 'device')} instead of {now} ({smaller.name})"
-        yield _and(base, _ROOM + math.log2(now / smaller.num_devices), "smaller", text, topology=smaller)
-    yield from _nodes(base, [topology.num_nodes + 1, *(math.ceil(topology.num_nodes * times) for times in _TIMES)])
+        text = f"{format_plural(smaller.num_devices, 'device')} instead of {now} ({smaller.name})"
+        yield _extend_variant(base, _ROOM + math.log2(now / smaller.num_devices), "smaller", text, topology=smaller)
+    yield from _list_node_variants(
+        base, [topology.num_nodes + 1, *(math.ceil(topology.num_nodes * times) for times in _TIMES)]
+    )
     if short_of_memory:
         return
     pinned = math.prod(base.constraints.pinned.values())
@@ -282,30 +284,32 @@ def _rooms(base: Variant, short_of_memory: bool) -> Iterator[Variant]:
         if other is None and size % topology.devices_per_node == 0:
             other = with_nodes(topology, size // topology.devices_per_node)
         if other is not None:
-            text = f"{plural(size, 'device')} instead of {now}"
+            text = f"{format_plural(size, 'device')} instead of {now}"
             kind = "larger" if size > now else "smaller"
-            yield _and(base, _ROOM + abs(math.log2(size / now)), kind, text, topology=other)
+            yield _extend_variant(base, _ROOM + abs(math.log2(size / now)), kind, text, topology=other)
 
 
-def _nodes(variant: Variant, counts: Sequence[int]) -> Iterator[Variant]:
+def _list_node_variants(variant: Variant, counts: Sequence[int]) -> Iterator[Variant]:
     """More nodes of the same kind."""
     topology = variant.topology
     for nodes in sorted({n for n in counts if n * topology.devices_per_node <= _MOST_DEVICES}):
-        larger = with_nodes(topology, nodes) if topology != _local(topology) else None
+        larger = with_nodes(topology, nodes) if topology != _build_local_topology(topology) else None
         if larger is not None:
-            text = f"{plural(nodes, 'node')} instead of {topology.num_nodes} ({larger.num_devices} devices)"
-            yield _and(variant, _ROOM + math.log2(nodes / topology.num_nodes), "nodes", text, topology=larger)
+            text = f"{format_plural(nodes, 'node')} instead of {topology.num_nodes} ({larger.num_devices} devices)"
+            yield _extend_variant(
+                variant, _ROOM + math.log2(nodes / topology.num_nodes), "nodes", text, topology=larger
+            )
 
 
-def _larger(base: Variant, several: Sequence[float]) -> Iterator[Variant]:
+def _list_memory_variants(base: Variant, several: Sequence[float]) -> Iterator[Variant]:
     """Several times the memory on every device."""
     for times in several:
         larger = with_memory(base.topology, times)
         if larger is not None:
             least, now = (bytes_text(min(d.memory for d in each.devices)) for each in (larger, base.topology))
             text = f"{times:g} times the memory on every device ({least} instead of {now} on the smallest)"
-            yield _and(base, _MEMORY + math.log2(times), "memory", text, topology=larger)
+            yield _extend_variant(base, _MEMORY + math.log2(times), "memory", text, topology=larger)
 
 
-def _local(topology: Topology) -> Topology:
+def _build_local_topology(topology: Topology) -> Topology:
     return Topology.local(topology.num_devices)

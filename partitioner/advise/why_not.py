@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from partitioner.candidate import MeshCandidate
 from partitioner.constraints import OF_POINT, Constraints
 from partitioner.errors import ConstraintError, InfeasibleError
-from partitioner.explain.diff import relative, time_changes
-from partitioner.explain.tables import cut_off, disk_text, fullest_bytes, host_text, unhosted
+from partitioner.explain.diff import format_relative, time_changes
+from partitioner.explain.tables import cut_off, describe_tried_offload, disk_text, fullest_bytes, host_text
 from partitioner.plan import OPEN, Candidate, Limits, Plan
 from partitioner.plans.figures import candidate_text
 from partitioner.schedules.registry import schedule_name
-from partitioner.solve.search.space import SEARCHED, SearchSpace, points, widest_searched
-from partitioner.units import bytes_text, plural, seconds_text
+from partitioner.solve.search.space import SEARCHED, SearchSpace, list_candidates, widest_searched
+from partitioner.units import bytes_text, format_plural, seconds_text
 from partitioner.validate import check_request
 from passes.errors import InputsError, PartitionError
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from partitioner.advise.suggest import Change
 
 
-def shown(asked: Mapping[str, Any]) -> str:
+def format_asked_constraints(asked: Mapping[str, Any]) -> str:
     """``tp=8, pp=2``."""
     return ", ".join(f"{name}={value}" for name, value in asked.items())
 
@@ -46,7 +46,7 @@ def check_asked(plan: Plan, merged: Constraints) -> None:
     if calls and (merged.pp or 1) > calls:
         raise ConstraintError(f"the model has {calls} calls that stages can hold, each at least one")
     if limits is not None and plan.global_batch:
-        points(_space(plan, limits, merged))
+        list_candidates(_rebuild_search_space(plan, limits, merged))
 
 
 def without_row(plan: Plan, asked: Mapping[str, Any]) -> bool:
@@ -54,27 +54,30 @@ def without_row(plan: Plan, asked: Mapping[str, Any]) -> bool:
     pinned = {name: value for name, value in asked.items() if name in OF_POINT}
     if not plan.certificate.left or pinned != asked:
         return False
-    return any(all(_of(point, name) == value for name, value in pinned.items()) for point in _searched(plan))
+    return any(
+        all(_read_candidate_field(point, name) == value for name, value in pinned.items())
+        for point in _list_searched_candidates(plan)
+    )
 
 
-def _of(point: MeshCandidate, name: str) -> Any:
+def _read_candidate_field(point: MeshCandidate, name: str) -> Any:
     if name == "schedule":
         return schedule_name(point.schedule)
     return point.expert_tp if name == "etp" else getattr(point, name)
 
 
-def _searched(plan: Plan) -> list[MeshCandidate]:
+def _list_searched_candidates(plan: Plan) -> list[MeshCandidate]:
     """The points that the search began with; none where the plan does not say of what."""
     limits = plan.certificate.limits
     if limits is None or not plan.global_batch:
         return []
     try:
-        return points(_space(plan, limits, plan.constraints))
+        return list_candidates(_rebuild_search_space(plan, limits, plan.constraints))
     except PartitionError:
         return []
 
 
-def _space(plan: Plan, limits: Limits, constraints: Constraints) -> SearchSpace:
+def _rebuild_search_space(plan: Plan, limits: Limits, constraints: Constraints) -> SearchSpace:
     return SearchSpace(
         plan.topology,
         plan.global_batch,
@@ -95,7 +98,7 @@ def why_unseen(plan: Plan, asked: Mapping[str, Any], merged: Constraints) -> str
     against = {n: v for n, v in fixed.items() if n in asked and v != asked[n]}
     beyond = merged.planned_only
     if against:
-        return f"you fixed {shown(against)}"
+        return f"you fixed {format_asked_constraints(against)}"
     if (alone := _only_where_fixed(plan, asked)) is not None:
         return alone
     if "schedule" in asked and plan.constraints.schedule is None and not plan.constraints.ahead:
@@ -108,7 +111,11 @@ def why_unseen(plan: Plan, asked: Mapping[str, Any], merged: Constraints) -> str
     beside = {n: v for n, v in asked.items() if n not in OF_POINT}
     if beside:
         return f"it does not vary {', '.join(beside)}: every layout has the best choice, or the one that you fixed"
-    return f"with {shown(fixed)} fixed, no layout has it" if fixed else "it tries that only where it is fixed"
+    return (
+        f"with {format_asked_constraints(fixed)} fixed, no layout has it"
+        if fixed
+        else "it tries that only where it is fixed"
+    )
 
 
 def _only_where_fixed(plan: Plan, asked: Mapping[str, Any]) -> str | None:
@@ -117,7 +124,11 @@ def _only_where_fixed(plan: Plan, asked: Mapping[str, Any]) -> str | None:
     widest = widest_searched(plan.topology, pinned)
     if pinned.tp is None and asked.get("tp", 1) > widest:
         return f"tp of more than {widest} ranks is tried only where it is fixed"
-    if limits is not None and pinned.cp is None and asked.get("cp", 1) not in {p.cp for p in _searched(plan)}:
+    if (
+        limits is not None
+        and pinned.cp is None
+        and asked.get("cp", 1) not in {p.cp for p in _list_searched_candidates(plan)}
+    ):
         if not limits.length:
             return "cp shares sequences, and no attention was found in the model's graph"
         return f"for sequences of {limits.length:,} tokens cp={asked['cp']} is tried only where it is fixed"
@@ -179,34 +190,34 @@ def why_not(
     if answer is not None and not answer.with_model and not _is_beside(plan, asked):
         return answer
     if model is not None:
-        return _planned(plan, asked, model, inputs, loss)
-    return _unseen(plan, asked)
+        return _answer_by_planning(plan, asked, model, inputs, loss)
+    return _explain_unsearched(plan, asked)
 
 
 def _from_rows(plan: Plan, asked: Mapping[str, Any]) -> WhyNot | None:
     """The certificate's answer, if it has one."""
     if not set(asked) <= set(OF_POINT):
         return None
-    rows = [c for c in plan.certificate.candidates if _is(c, asked)]
+    rows = [c for c in plan.certificate.candidates if _matches_asked(c, asked)]
     rows = [c for c in rows if c.status != "infeasible" or not c.reason.startswith("excluded")]
     if not rows:
         return None
     if any(c.status == "chosen" for c in rows):
-        return WhyNot(asked, "chosen", (f"The plan has {shown(asked)}.",), plan.chosen)
+        return WhyNot(asked, "chosen", (f"The plan has {format_asked_constraints(asked)}.",), plan.chosen)
     solved = min((c for c in rows if c.step_time is not None), key=lambda c: c.step_time or 0.0, default=None)
     least = min((c.bound for c in rows if c.status == "bounded"), default=None)
     if solved is not None and (least is None or least >= (solved.step_time or 0.0)):
-        return _slower(plan, asked, solved)
+        return _explain_slower(plan, asked, solved)
     if solved is not None or least is not None:
-        return _bounded(plan, asked, rows, solved, least or 0.0)
+        return _explain_bounded(plan, asked, rows, solved, least or 0.0)
     return _no_plan(plan, asked, rows)
 
 
-def _is(candidate: Candidate, asked: Mapping[str, Any]) -> bool:
-    return all(_has(candidate, name, value) for name, value in asked.items())
+def _matches_asked(candidate: Candidate, asked: Mapping[str, Any]) -> bool:
+    return all(_has_asked_value(candidate, name, value) for name, value in asked.items())
 
 
-def _has(candidate: Candidate, name: str, value: Any) -> bool:
+def _has_asked_value(candidate: Candidate, name: str, value: Any) -> bool:
     """Whether a candidate is so; where nobody shares states, or experts, in any way of sharing them."""
     mesh = candidate.mesh
     alone = {"zero": mesh.get("dp", 1) * mesh.get("cp", 1) == 1, "etp": mesh.get("ep", 1) == 1 and value in (1, None)}
@@ -219,7 +230,7 @@ def _is_beside(plan: Plan, asked: Mapping[str, Any]) -> bool:
     return several and plan.constraints.leaves_schedule
 
 
-def _slower(
+def _explain_slower(
     plan: Plan, asked: Mapping[str, Any], best: Candidate, marks: tuple[str, ...] = (), other: Plan | None = None
 ) -> WhyNot:
     """``other``: what was planned now, of which ``best`` is the candidate."""
@@ -228,8 +239,9 @@ def _slower(
     slower = best.step_time >= chosen.step_time
     which = "plan found" if other is None and _is_beside(plan, asked) else "plan"
     lines = [
-        f"The best {which} with {shown(asked)} ({candidate_text(best)}, microbatches of {best.microbatch_size}, "
-        f"{best.schedule}) takes {seconds_text(best.step_time)}, {relative(chosen.step_time, best.step_time)} "
+        f"The best {which} with {format_asked_constraints(asked)} ({candidate_text(best)}, microbatches of "
+        f"{best.microbatch_size}, "
+        f"{best.schedule}) takes {seconds_text(best.step_time)}, {format_relative(chosen.step_time, best.step_time)} "
         f"the chosen plan's {seconds_text(chosen.step_time)}."
     ]
     if best.breakdown:
@@ -245,19 +257,20 @@ def _slower(
         )
     lines += marks
     if not slower:
-        fixed = shown(plan.constraints.given)
+        fixed = format_asked_constraints(plan.constraints.given)
         lines.append(f"It was not chosen because you fixed {fixed}." if fixed else "The search did not try it.")
     return WhyNot(asked, "slower" if slower else "faster", tuple(lines), best, best.bound)
 
 
-def _bounded(
+def _explain_bounded(
     plan: Plan, asked: Mapping[str, Any], rows: list[Candidate], solved: Candidate | None, least: float
 ) -> WhyNot:
     chosen, certificate = plan.estimate.step_time, plan.certificate
     bound = min(b for b in (least, solved.step_time if solved else None) if b is not None)
-    bounded = f"{_layouts(sum(c.status == 'bounded' for c in rows))} given a lower bound and not worked out"
+    bounded = f"{_count_layouts_text(sum(c.status == 'bounded' for c in rows))} given a lower bound and not worked out"
     lines = [
-        f"Every plan with {shown(asked)} takes {seconds_text(bound)} or more, {relative(chosen, bound)} the chosen "
+        f"Every plan with {format_asked_constraints(asked)} takes {seconds_text(bound)} or more, "
+        f"{format_relative(chosen, bound)} the chosen "
         f"plan's {seconds_text(chosen)}: {bounded}."
     ]
     if solved is None:
@@ -274,16 +287,22 @@ def _bounded(
     return WhyNot(asked, "unknown" if still_open else "bounded", tuple(lines), solved, bound, with_model=more)
 
 
-def _layouts(count: int) -> str:
-    return f"{plural(count, 'layout')} {'was' if count == 1 else 'were'}"
+def _count_layouts_text(count: int) -> str:
+    return f"{format_plural(count, 'layout')} {'was' if count == 1 else 'were'}"
 
 
 def _no_plan(plan: Plan, asked: Mapping[str, Any], rows: list[Candidate]) -> WhyNot:
     ranked = sorted(rows, key=lambda c: c.missing or 0)
     nearest = next((c for c in ranked if c.missing), ranked[0])
-    limit = unhosted(plan) if nearest.missing else ""
-    asks = bool(limit) and _merged(plan, asked).fixes_mesh(plan.world_size)  # for offload, which is not tried unasked
-    lines = [f"No plan with {shown(asked)} fits {limit}." if limit else f"There is no plan with {shown(asked)}."]
+    limit = describe_tried_offload(plan) if nearest.missing else ""
+    asks = bool(limit) and _merge_asked_constraints(plan, asked).fixes_mesh(
+        plan.world_size
+    )  # for offload, which is not tried unasked
+    lines = [
+        f"No plan with {format_asked_constraints(asked)} fits {limit}."
+        if limit
+        else f"There is no plan with {format_asked_constraints(asked)}."
+    ]
     if nearest.missing:
         lines.append(
             f"The nearest ({candidate_text(nearest)}, microbatches of {nearest.microbatch_size}) lacks "
@@ -299,14 +318,14 @@ def _no_plan(plan: Plan, asked: Mapping[str, Any], rows: list[Candidate]) -> Why
     return WhyNot(asked, verdict, tuple(lines), nearest, with_model=more)
 
 
-def _merged(plan: Plan, asked: Mapping[str, Any]) -> Constraints:
+def _merge_asked_constraints(plan: Plan, asked: Mapping[str, Any]) -> Constraints:
     """The plan's constraints with ``asked`` in their place."""
     given = plan.constraints.given
     places = {**given.get("stage_of", {}), **asked.get("stage_of", {})}
     return Constraints(**{**given, **asked, **({"stage_of": places} if places else {})})
 
 
-def _planned(
+def _answer_by_planning(
     plan: Plan, asked: Mapping[str, Any], model: nn.Module, inputs: Any, loss: Callable[..., Any] | None
 ) -> WhyNot:
     """The answer by planning again."""
@@ -320,16 +339,16 @@ def _planned(
             global_batch=plan.global_batch or None,
             loss=loss,
             objective=plan.objective,
-            constraints=_merged(plan, asked),
+            constraints=_merge_asked_constraints(plan, asked),
             precision=plan.precision,
             optimizer=plan.optimizer,
         )
     except InfeasibleError as error:
-        lines = (f"There is no plan with {shown(asked)}: {error}.",)
+        lines = (f"There is no plan with {format_asked_constraints(asked)}: {error}.",)
         return WhyNot(asked, "infeasible", lines, changes=error.changes)
     except PartitionError as error:
-        return WhyNot(asked, "infeasible", (f"There is no plan with {shown(asked)}: {error}.",))
-    if differing := _different(plan, other):
+        return WhyNot(asked, "infeasible", (f"There is no plan with {format_asked_constraints(asked)}: {error}.",))
+    if differing := _list_different_parameters(plan, other):
         raise InputsError(
             f"the model is not the one that the plan was made for: {', '.join(differing[:_SHOWN])} differ; expected "
             "the same model, or compare two plans with diff"
@@ -342,10 +361,10 @@ def _planned(
     if other.constraints.group_size != plan.constraints.group_size:
         marks += ("It computes another step: samples meet within other groups (couple, microbatch_size).",)
     best = other.chosen.model_copy(update={"breakdown": other.estimate.breakdown})
-    return _slower(plan, asked, best, marks, other)
+    return _explain_slower(plan, asked, best, marks, other)
 
 
-def _different(plan: Plan, other: Plan) -> list[str]:
+def _list_different_parameters(plan: Plan, other: Plan) -> list[str]:
     """The parameters that only one of two plans has, or that have another shape; none where one has no program."""
     if plan.written is None or other.written is None:
         return []
@@ -356,36 +375,38 @@ def _different(plan: Plan, other: Plan) -> list[str]:
     return sorted(name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name))
 
 
-def _counted(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
+def _explain_counted_candidates(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
     """What can be said of candidates without a row: they come behind all that have one."""
     left = plan.certificate.left
     count = f"{sum(left.values()):,}"
-    worst = f"Layouts with {shown(asked)} are among the {count} worst, which the report only counts"
+    worst = f"Layouts with {format_asked_constraints(asked)} are among the {count} worst, which the report only counts"
     if left.get(OPEN):
         return WhyNot(asked, "unknown", (f"{worst}; {left[OPEN]:,} of these were not worked out and may be faster.",))
     lines = (f"{worst}: each of these either cannot be faster than the plan or does not fit in memory.",)
     return WhyNot(asked, "bounded", lines, bound=plan.certificate.objective)
 
 
-def _unseen(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
+def _explain_unsearched(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
     """What can be said of what the search did not look at, without the model."""
-    merged = _merged(plan, asked)
+    merged = _merge_asked_constraints(plan, asked)
     try:
         check_asked(plan, merged)
     except PartitionError as error:
-        return WhyNot(asked, "infeasible", (f"There is no plan with {shown(asked)}: {error}.",))
+        return WhyNot(asked, "infeasible", (f"There is no plan with {format_asked_constraints(asked)}: {error}.",))
     if without_row(plan, asked):
-        return _counted(plan, asked)
-    lines = [f"The search did not try {shown(asked)}: {why_unseen(plan, asked, merged)}."]
+        return _explain_counted_candidates(plan, asked)
+    lines = [f"The search did not try {format_asked_constraints(asked)}: {why_unseen(plan, asked, merged)}."]
     for baseline in plan.certificate.baselines:
         best = baseline.candidate
         if (
             best is not None
             and not baseline.global_batch
             and set(asked) <= set(OF_POINT)
-            and _is(best, asked)
+            and _matches_asked(best, asked)
             and best.step_time is not None
         ):
-            takes = f"{seconds_text(best.step_time)}, {relative(plan.estimate.step_time, best.step_time)} the plan's"
+            takes = (
+                f"{seconds_text(best.step_time)}, {format_relative(plan.estimate.step_time, best.step_time)} the plan's"
+            )
             lines.append(f"One such layout, {baseline.name} ({candidate_text(best)}), takes {takes}.")
     return WhyNot(asked, "unknown", tuple(lines), with_model="To plan it, give the model")

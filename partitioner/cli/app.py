@@ -15,7 +15,14 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from partitioner.cli.console import Commands, check_outputs, output, print_parts, progress, steps
+from partitioner.cli.console import (
+    Commands,
+    build_output_console,
+    check_outputs,
+    print_parts,
+    show_progress_bar,
+    show_spinner,
+)
 from partitioner.cli.options import (
     Chart,
     GlobalBatch,
@@ -29,12 +36,12 @@ from partitioner.cli.options import (
     Precision,
     all_constraints,
     constraints_of,
-    examples,
+    format_examples,
     load_target,
 )
 from partitioner.cli.run import add_launch_commands, add_watch_commands
 from partitioner.cli.size import add_budget_command, add_largest_command, add_size_command
-from partitioner.units import plural, seconds_text
+from partitioner.units import format_plural, seconds_text
 
 app = typer.Typer(
     cls=Commands,
@@ -48,7 +55,7 @@ app = typer.Typer(
 
 
 @app.command(
-    epilog=examples(
+    epilog=format_examples(
         "partitioner plan model.py:make --topology local:4 -o plan.json --svg plan.svg",
         "partitioner plan model.py:make --topology dgx-h100:4 --global-batch 512 --tp 8 --precision bf16",
         "partitioner plan model.py:make --topology cluster.yaml --pp 2 --microbatch 1 --schedule gpipe",
@@ -139,12 +146,12 @@ def plan(
     constraints = Constraints(**all_constraints(given, more))
     check_outputs(out, svg, timeline, memory)
     where = Topology.parse(topology)
-    with progress(f"Loading {function}"):
+    with show_spinner(f"Loading {function}"):
         target = load_target(function, meta=meta)
     from partitioner import partition  # the search and PyTorch: what is named wrong is told before they are loaded
 
-    doing = f"Planning {target.name} for {plural(where.num_devices, 'device')}"
-    with progress(doing) as say:
+    doing = f"Planning {target.name} for {format_plural(where.num_devices, 'device')}"
+    with show_spinner(doing) as say:
         found = partition(
             target.model,
             where,
@@ -160,12 +167,12 @@ def plan(
         )
     _print_summary(found)
     if out:
-        _wrote("plan", found.save(out))
-    _draw(found, svg, timeline, memory)
+        _print_written_path("plan", found.save(out))
+    _write_pictures(found, svg, timeline, memory)
 
 
 @app.command(
-    epilog=examples(
+    epilog=format_examples(
         "partitioner show plan.json", "partitioner show plan.json --rank 3", "partitioner show plan.json --svg plan.svg"
     )
 )
@@ -186,13 +193,13 @@ def show(
         _print_summary(loaded)
     else:
         print_parts(rank_parts(loaded, rank))
-    _draw(loaded, svg, timeline, memory)
+    _write_pictures(loaded, svg, timeline, memory)
     if topology:
-        _wrote("topology", loaded.to_svg(topology, view="topology"))
+        _print_written_path("topology", loaded.to_svg(topology, view="topology"))
 
 
 @app.command(
-    epilog=examples(
+    epilog=format_examples(
         "partitioner explain plan.json",
         "partitioner explain plan.json --why-not tp=8",
         "partitioner explain plan.json --why-not tp=8,schedule=gpipe --model model.py:make",
@@ -222,16 +229,16 @@ def explain(
         return
     asked = constraints_of(why_not)
     target = load_target(model, meta=meta) if model is not None else None
-    with progress(f"Looking for a plan with {why_not}"):
+    with show_spinner(f"Looking for a plan with {why_not}"):
         answer = (
             loaded.why_not(**asked)
             if target is None
             else loaded.why_not(model=target.model, inputs=target.inputs, loss=target.loss, **asked)
         )
-    output().print(Text(answer.told("--model FILE.py:FUNCTION")))
+    build_output_console().print(Text(answer.told("--model FILE.py:FUNCTION")))
 
 
-@app.command(epilog=examples("partitioner diff before.json after.json"))
+@app.command(epilog=format_examples("partitioner diff before.json after.json"))
 def diff(
     plan_file: PlanFile,
     other: Annotated[Path, typer.Argument(help="The plan to compare it with.", show_default=False)],
@@ -243,16 +250,16 @@ def diff(
     print_parts(diff_parts(Plan.load(plan_file), Plan.load(other), (plan_file.name, other.name)))
 
 
-@app.command(epilog=examples("partitioner prove plan.json"))
+@app.command(epilog=format_examples("partitioner prove plan.json"))
 def prove(plan_file: PlanFile) -> None:
     """Prove that no rank of a plan can block another, and that every value is there when it is used."""
     from partitioner import Plan
 
     proof = Plan.load(plan_file).prove()
-    output().print(Text.assemble(("Proven: ", "bold green"), str(proof)))
+    build_output_console().print(Text.assemble(("Proven: ", "bold green"), str(proof)))
 
 
-@app.command(epilog=examples("partitioner verify plan.json model.py:make"))
+@app.command(epilog=format_examples("partitioner verify plan.json model.py:make"))
 def verify(
     plan_file: PlanFile,
     function: ModelFunction,
@@ -266,13 +273,13 @@ def verify(
 
     loaded = Plan.load(plan_file)
     target = load_target(function)
-    with progress(f"Running {loaded.program.world_size} ranks and the model"):
+    with show_spinner(f"Running {loaded.program.world_size} ranks and the model"):
         result = loaded.verify(target.model, target.inputs, target.loss)
     worst = sorted(result.errors.items(), key=lambda item: -item[1])[:rows]
     table = Table("largest errors", "relative error", box=None, pad_edge=False, header_style="dim")
     for name, error in worst:
         table.add_row(Text(name), f"{error:.2e}")
-    console = output()
+    console = build_output_console()
     console.print(table)
     word = ("Equal: ", "bold green") if result.ok else ("Different: ", "bold red")
     console.print(Text.assemble(word, f"{len(result.errors)} tensors compared, largest error {result.max_error:.2e}"))
@@ -280,7 +287,7 @@ def verify(
         raise typer.Exit(1)
 
 
-@app.command(epilog=examples("partitioner run plan.json model.py:make --steps 20 --lr 1e-3"))
+@app.command(epilog=format_examples("partitioner run plan.json model.py:make --steps 20 --lr 1e-3"))
 def run(
     plan_file: PlanFile,
     function: ModelFunction,
@@ -289,16 +296,16 @@ def run(
 ) -> None:
     """Train on this machine, a process per rank, and print the losses."""
     from partitioner import Plan
-    from partitioner.cli.train import train
+    from partitioner.cli.train import train_on_target
 
     loaded = Plan.load(plan_file)
-    console = output()
-    for step, loss in enumerate(train(loaded, load_target(function), steps, lr)):
+    console = build_output_console()
+    for step, loss in enumerate(train_on_target(loaded, load_target(function), steps, lr)):
         console.print(f"step {step:>4}  loss {loss:.6f}")
 
 
 @app.command(
-    epilog=examples(
+    epilog=format_examples(
         "partitioner topology local:4",
         "partitioner topology dgx-h100:2 --yaml > cluster.yaml",
         "partitioner topology cluster.yaml --svg cluster.svg",
@@ -324,11 +331,11 @@ def topology(
         return
     print_parts(topology_parts(where))
     if svg:
-        _wrote("picture", svg)
+        _print_written_path("picture", svg)
 
 
 @app.command(
-    epilog=examples(
+    epilog=format_examples(
         "partitioner profile -o machine.yaml --ranks 4",
         "partitioner plan model.py:make --topology machine.yaml -o plan.json",
     )
@@ -349,17 +356,17 @@ def profile(
     Close what else runs on the machine first. Ctrl-C ends it and writes nothing.
     """
     from partitioner.cli.show import topology_parts
-    from partitioner.profile.profile import profile as measure
+    from partitioner.profile.profile import profile_machine as measure
     from partitioner.profile.report import profile_parts
 
     check_outputs(out)
-    with steps("Starting ranks") as report:
+    with show_progress_bar("Starting ranks") as report:
         found = measure(ranks, device=device, quick=quick, progress=report)
-    _wrote("topology", found.save(out))
+    _print_written_path("topology", found.save(out))
     print_parts([*topology_parts(found.topology), *profile_parts(found.topology, found.errors)])
 
 
-@app.command(epilog=examples("partitioner schema > plan.schema.json"))
+@app.command(epilog=format_examples("partitioner schema > plan.schema.json"))
 def schema() -> None:
     """Print the JSON schema of plan files."""
     from partitioner.plans.files import plan_schema
@@ -376,20 +383,23 @@ def _print_summary(found: Any) -> None:
 def _so_far(seen: Any) -> str:
     """How far the search is: a ``Progress``."""
     best = f", best so far {seconds_text(seen.best)}" if seen.best is not None else ""
-    return f"{plural(seen.num_evaluated, 'candidate')} solved, {seen.num_bounded} bounds, {seen.num_open} open{best}"
+    return (
+        f"{format_plural(seen.num_evaluated, 'candidate')} solved, {seen.num_bounded} bounds, "
+        f"{seen.num_open} open{best}"
+    )
 
 
-def _draw(found: Any, svg: Path | None, timeline: Path | None, memory: Path | None) -> None:
+def _write_pictures(found: Any, svg: Path | None, timeline: Path | None, memory: Path | None) -> None:
     if svg:
-        _wrote("picture", found.to_svg(svg))
+        _print_written_path("picture", found.to_svg(svg))
     if timeline:
-        _wrote("timeline", found.to_svg(timeline, view="timeline"))
+        _print_written_path("timeline", found.to_svg(timeline, view="timeline"))
     if memory:
-        _wrote("memory", found.to_svg(memory, view="memory"))
+        _print_written_path("memory", found.to_svg(memory, view="memory"))
 
 
-def _wrote(what: str, path: Path) -> None:
-    output().print(Text.assemble((f"{what}: ", "dim"), str(path)))
+def _print_written_path(what: str, path: Path) -> None:
+    build_output_console().print(Text.assemble((f"{what}: ", "dim"), str(path)))
 
 
 add_watch_commands(app)

@@ -20,7 +20,7 @@ from rich.text import Text
 from typer import BadParameter
 from typer.core import TyperGroup
 
-from partitioner.units import WIDTH, plain, text_console
+from partitioner.units import WIDTH, format_plain_text, text_console
 from passes.errors import InternalError, PartitionError
 from passes.faults import typed_errors
 
@@ -47,7 +47,7 @@ class Commands(TyperGroup):
             with typed_errors("the command", passing=_is_of_the_command_line):
                 return super().invoke(ctx)
         except KeyboardInterrupt:
-            errors().print("Interrupted.", style="dim")
+            build_error_console().print("Interrupted.", style="dim")
             ctx.exit(INTERRUPTED)
         except PartitionError as error:
             if ctx.meta["debug"]:
@@ -104,10 +104,12 @@ def check_outputs(*paths: Path | None) -> None:
 def show_error(error: PartitionError) -> None:
     title = "".join(f" {c.lower()}" if c.isupper() else c for c in type(error).__name__).strip()
     note = Text("\nRun again with --debug for the traceback.", style="dim")
-    errors().print(Panel(Text(error.brief) + note, title=title.capitalize(), title_align="left", border_style="red"))
+    build_error_console().print(
+        Panel(Text(error.brief) + note, title=title.capitalize(), title_align="left", border_style="red")
+    )
 
 
-def output() -> Console:
+def build_output_console() -> Console:
     """For results. Made anew for each use, since tests replace the streams."""
     console = text_console(sys.stdout)
     if not console.is_terminal and "COLUMNS" not in os.environ:
@@ -117,23 +119,23 @@ def output() -> Console:
 
 def print_parts(parts: Iterable[RenderableType]) -> None:
     """Tables and text in colour on a terminal, plain elsewhere."""
-    console = output()
+    console = build_output_console()
     if not console.is_terminal:
-        console.out(plain(parts))
+        console.out(format_plain_text(parts))
         return
     for part in parts:
         console.print(part)
 
 
-def errors() -> Console:
+def build_error_console() -> Console:
     """For errors and progress."""
     return text_console(sys.stderr)
 
 
 @contextlib.contextmanager
-def progress(doing: str) -> Iterator[Callable[[str], None]]:
+def show_spinner(doing: str) -> Iterator[Callable[[str], None]]:
     """``doing`` with a spinner while the block runs, on terminals only; the block may call for other words."""
-    console = errors()
+    console = build_error_console()
     if console.is_terminal:
         with console.status(doing) as status:
             yield status.update
@@ -142,9 +144,9 @@ def progress(doing: str) -> Iterator[Callable[[str], None]]:
 
 
 @contextlib.contextmanager
-def steps(doing: str) -> Iterator[Callable[[str, int, int], None]]:
+def show_progress_bar(doing: str) -> Iterator[Callable[[str, int, int], None]]:
     """A bar while the block runs, on terminals only; the block calls ``(doing, steps done, steps in all)``."""
-    console = errors()
+    console = build_error_console()
     if not console.is_terminal:
         yield lambda words, done, total: None
         return

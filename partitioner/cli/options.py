@@ -51,7 +51,7 @@ Optimizer = Annotated[str, typer.Option(help="Whose state is to fit in memory.")
 Meta = Annotated[bool, typer.Option("--meta", help="Make the model without memory for its weights.")]
 
 
-def examples(*lines: str) -> str:
+def format_examples(*lines: str) -> str:
     """The end of a command's help."""
     return "**Examples**\n\n" + "\n\n".join(f"`{line}`" for line in lines)
 
@@ -73,16 +73,16 @@ def constraints_of(text: str) -> dict[str, Any]:
         if not (name and equals and value):
             raise TargetError(f"{part!r} is no constraint; expected name=value, as in tp=8,schedule=gpipe")
         name = name.replace("-", "_")
-        found[name] = _OF_SEVERAL.get(name, _value)(value)
+        found[name] = _OF_SEVERAL.get(name, _parse_option_value)(value)
     return found
 
 
-def _value(text: str) -> Any:
+def _parse_option_value(text: str) -> Any:
     words = {"true": True, "false": False}
     return int(text) if text.lstrip("-").isdigit() else words.get(text.lower(), text)
 
 
-def _stages(text: str) -> dict[str, Any]:
+def _parse_stage_places(text: str) -> dict[str, Any]:
     """``prefix:stage+prefix:stage``."""
     parts = [part.rpartition(":") for part in text.split("+")]
     for prefix, colon, stage in parts:
@@ -91,12 +91,12 @@ def _stages(text: str) -> dict[str, Any]:
                 f"stage_of={text} names no stages; expected PREFIX:STAGE, several joined by +, as in "
                 "stage_of=model.embed_tokens:0+lm_head:-1"
             )
-    return {prefix.strip(): _value(stage.strip()) for prefix, _, stage in parts}
+    return {prefix.strip(): _parse_option_value(stage.strip()) for prefix, _, stage in parts}
 
 
 _OF_SEVERAL: dict[str, Callable[[str], Any]] = {
-    "data_shares": lambda text: [_value(part.strip()) for part in text.split("+")],
-    "stage_of": _stages,
+    "data_shares": lambda text: [_parse_option_value(part.strip()) for part in text.split("+")],
+    "stage_of": _parse_stage_places,
 }
 
 
@@ -135,19 +135,19 @@ def load_target(text: str, *, meta: bool = False) -> TargetModel:
     where, colon, name = text.rpartition(":")
     if not colon or not where or not name:
         raise TargetError(f"{text!r} names no model; expected FILE.py:FUNCTION, where FUNCTION() returns {SHAPE}")
-    function = _function(_module(where), where, name)
+    function = _find_user_function(_import_user_module(where), where, name)
     import torch  # the model has it already; a wrong name is told without
 
-    with _blaming(text), torch.device("meta") if meta else contextlib.nullcontext():
+    with _blame_user_code(text), torch.device("meta") if meta else contextlib.nullcontext():
         made = function()
-    return _target(made, text)
+    return _parse_target_model(made, text)
 
 
-def _module(where: str) -> ModuleType:
+def _import_user_module(where: str) -> ModuleType:
     path = Path(where)
     if not where.endswith(".py"):
         sys.path.insert(0, str(Path.cwd()))
-        with _blaming(where):
+        with _blame_user_code(where):
             return importlib.import_module(where)
     if not path.is_file():
         raise TargetError(f"there is no file {where}; expected FILE.py:FUNCTION")
@@ -157,12 +157,12 @@ def _module(where: str) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # so that pickles and dataclasses in the file find it
-    with _blaming(where):
+    with _blame_user_code(where):
         spec.loader.exec_module(module)
     return module
 
 
-def _function(module: ModuleType, where: str, name: str) -> Callable[[], Any]:
+def _find_user_function(module: ModuleType, where: str, name: str) -> Callable[[], Any]:
     found = getattr(module, name, None)
     if not callable(found):
         own = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
@@ -180,7 +180,7 @@ def _function(module: ModuleType, where: str, name: str) -> Callable[[], Any]:
 
 
 @contextlib.contextmanager
-def _blaming(where: str) -> Iterator[None]:
+def _blame_user_code(where: str) -> Iterator[None]:
     """Errors of the user's own code, with the line in which they arose."""
     try:
         yield
@@ -193,7 +193,7 @@ def _blaming(where: str) -> Iterator[None]:
         raise TargetError(f"{where} failed with {type(error).__name__}: {error}{at}") from error
 
 
-def _target(made: Any, text: str) -> TargetModel:
+def _parse_target_model(made: Any, text: str) -> TargetModel:
     from torch import nn
 
     parts = made if isinstance(made, tuple) else (made,)

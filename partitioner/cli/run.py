@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from partitioner.cli.console import output, print_parts
-from partitioner.cli.options import PlanFile, examples
+from partitioner.cli.console import build_output_console, print_parts
+from partitioner.cli.options import PlanFile, format_examples
 
-_EPILOG = examples(
+_EPILOG = format_examples(
     "partitioner launch plan.json train.py -- --steps 1000",
     "partitioner launch plan.json train.py --slurm --time 24:00:00 -o job.sh -- --steps 1000",
     "partitioner launch plan.json --slurm -- --weights model/ --checkpoints run/",
@@ -51,14 +51,14 @@ def launch(
         return
     from runtime.files import write_text
 
-    output().print(Text.assemble(("script: ", "dim"), str(write_text(out, text))))
+    build_output_console().print(Text.assemble(("script: ", "dim"), str(write_text(out, text))))
 
 
 def add_watch_commands(app: typer.Typer) -> None:
     """Add the commands ``trace``, ``compare`` and ``compare-runs`` to ``app``."""
-    app.command(epilog=examples("partitioner trace plan.json watch/ -o trace.json"))(trace)
-    app.command(epilog=examples("partitioner compare plan.json trace.json"))(compare)
-    app.command(epilog=examples("partitioner compare-runs monday/ tuesday/"))(compare_runs)
+    app.command(epilog=format_examples("partitioner trace plan.json watch/ -o trace.json"))(trace)
+    app.command(epilog=format_examples("partitioner compare plan.json trace.json"))(compare)
+    app.command(epilog=format_examples("partitioner compare-runs monday/ tuesday/"))(compare_runs)
 
 
 def trace(
@@ -77,7 +77,7 @@ def trace(
     from partitioner.explain.measured import write_plan_trace
 
     written = write_plan_trace(Plan.load(plan_file), folder, out)
-    output().print(Text.assemble(("trace: ", "dim"), str(written)))
+    build_output_console().print(Text.assemble(("trace: ", "dim"), str(written)))
 
 
 def compare(
@@ -101,7 +101,7 @@ def compare_runs(
 
     difference = compared(one, other)
     if difference is None:
-        output().print(Text("Equal: every operator gave the same bits.", style="bold green"))
+        build_output_console().print(Text("Equal: every operator gave the same bits.", style="bold green"))
         return
-    output().print(Text.assemble(("Different: ", "bold red"), str(difference)))
+    build_output_console().print(Text.assemble(("Different: ", "bold red"), str(difference)))
     raise typer.Exit(1)

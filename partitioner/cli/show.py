@@ -12,12 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from partitioner.errors import PlanError
-from partitioner.explain.tables import heading, indented, pairs
+from partitioner.explain.tables import build_pair_grid, format_heading, indent_part
 from partitioner.plan import Plan
-from partitioner.plans.figures import capacities
+from partitioner.plans.figures import list_rank_capacities
 from partitioner.plans.mesh_axes import rate_rows
 from partitioner.topology import DeviceType, Topology
-from partitioner.units import bytes_text, digits, plural, ranges
+from partitioner.units import bytes_text, format_digits, format_plural, format_ranges
 from runtime.program.mesh import MESH_AXES
 from runtime.program.program import RankProgram, shard_shape
 
@@ -32,19 +32,19 @@ def rank_parts(plan: Plan, rank: int) -> Iterator[RenderableType]:
         raise PlanError(f"there is no rank {rank}; the plan has ranks 0 to {plan.program.world_size - 1}")
     mine = plan.rank(rank)
     device = plan.topology.devices[plan.devices[rank]]
-    yield heading(f"Rank {rank} of {plan.program.world_size} on {device.name}")
+    yield format_heading(f"Rank {rank} of {plan.program.world_size} on {device.name}")
     axes = [a for a in MESH_AXES if plan.mesh.get(a, 1) > 1]
     places = {**mine.expert_coordinates, **mine.coordinates}
     rows = [("place", ", ".join(f"{a} {places[a]}" for a in axes) or "the one rank")]
-    rows += [(f"{a} group", f"ranks {ranges(mine.group(a))}") for a in axes]
+    rows += [(f"{a} group", f"ranks {format_ranges(mine.group(a))}") for a in axes]
     if rank < len(plan.estimate.memory):
-        room = bytes_text(capacities(plan)[rank])
+        room = bytes_text(list_rank_capacities(plan)[rank])
         rows.append(("peak memory", f"{bytes_text(plan.estimate.memory[rank])} of {room}"))
-    yield pairs(rows)
-    yield from ("", _states(mine), "", heading("Instructions"), _instructions(mine))
+    yield build_pair_grid(rows)
+    yield from ("", _build_state_table(mine), "", format_heading("Instructions"), _format_instructions(mine))
 
 
-def _states(mine: RankProgram) -> RenderableType:
+def _build_state_table(mine: RankProgram) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("state", overflow="fold")
     for title in ("kind", "layout", "whole", "this rank", "type", "gradient over"):
@@ -57,8 +57,8 @@ def _states(mine: RankProgram) -> RenderableType:
             name,
             state.kind,
             ", ".join([*shown, str(layout)]),
-            _shape(state.shape),
-            _shape(shape),
+            _format_shape(state.shape),
+            _format_shape(shape),
             state.dtype,
             ", ".join(state.grad_axes),
         ]
@@ -66,49 +66,56 @@ def _states(mine: RankProgram) -> RenderableType:
     rest = len(mine.states) - _MOST_STATES
     if rest > 0:
         table.add_row(Text(f"and {rest} more", style="dim"))
-    return indented(table)
+    return indent_part(table)
 
 
-def _shape(shape: tuple[int, ...]) -> str:
+def _format_shape(shape: tuple[int, ...]) -> str:
     return "×".join(map(str, shape)) or "scalar"
 
 
-def _instructions(mine: RankProgram) -> RenderableType:
+def _format_instructions(mine: RankProgram) -> RenderableType:
     """The list in the notation of the program, without what is mere bookkeeping."""
     silent = [i for i in mine.instructions if i.op in ("FREE", "LOAD")]
     text = " ".join(str(i) for i in mine.instructions if i.op not in ("FREE", "LOAD"))
-    return indented(Text(text + (f"  (and {len(silent)} LOAD and FREE)" if silent else "")))
+    return indent_part(Text(text + (f"  (and {len(silent)} LOAD and FREE)" if silent else "")))
 
 
 def topology_parts(topology: Topology) -> Iterator[RenderableType]:
     """Kinds of devices, their hosts, levels of links, and what differs."""
-    count = f"{plural(topology.num_devices, 'device')} on {plural(topology.num_nodes, 'node')}"
+    count = f"{format_plural(topology.num_devices, 'device')} on {format_plural(topology.num_nodes, 'node')}"
     price = topology.price_per_hour
-    yield heading(f"{topology.name}: {count}" + (f", {price:,.2f} USD/h" if price is not None else ""))
-    devices = _table("device", "count", "memory", "usable", "memory bandwidth", "peak", "USD/h", "watts")
+    yield format_heading(f"{topology.name}: {count}" + (f", {price:,.2f} USD/h" if price is not None else ""))
+    devices = _build_plain_table("device", "count", "memory", "usable", "memory bandwidth", "peak", "USD/h", "watts")
     counts = Counter(d.kind for d in topology.devices)
     for kind, number in counts.items():
         entry = topology.types[kind]
-        peaks = ", ".join(f"{name} {digits(flops / 1e12)} TFLOP/s" for name, flops in entry.peak.items())
+        peaks = ", ".join(f"{name} {format_digits(flops / 1e12)} TFLOP/s" for name, flops in entry.peak.items())
         room = max(0, entry.memory - entry.reserved)
         price = entry.price
         devices.add_row(
-            *(kind, str(number), bytes_text(entry.memory), bytes_text(room), _rate(entry.memory_bandwidth), peaks),
-            *("" if price is None else f"{price:.2f}", _watts(entry)),
+            *(
+                kind,
+                str(number),
+                bytes_text(entry.memory),
+                bytes_text(room),
+                _format_bandwidth(entry.memory_bandwidth),
+                peaks,
+            ),
+            *("" if price is None else f"{price:.2f}", _format_power(entry)),
         )
-    yield indented(devices)
-    yield from ("", indented(_nodes(topology)))
-    links = _table("link", "joins", "bandwidth", "a device gets", "a node gets", "latency")
+    yield indent_part(devices)
+    yield from ("", indent_part(_build_node_table(topology)))
+    links = _build_plain_table("link", "joins", "bandwidth", "a device gets", "a node gets", "latency")
     for row in rate_rows(topology):
         links.add_row(*row)
     if links.row_count:
-        yield from ("", indented(links))
-    different = _differences(topology)
+        yield from ("", indent_part(links))
+    different = _list_device_differences(topology)
     if different:
-        yield from ("", indented(Text("\n".join(different))))
+        yield from ("", indent_part(Text("\n".join(different))))
 
 
-def _nodes(topology: Topology) -> Table:
+def _build_node_table(topology: Topology) -> Table:
     """The kinds of nodes, in order, with as much of their hosts as is described."""
     hosts = [group.host for group in topology.nodes]
     titles = ["nodes", "devices in each"]
@@ -116,45 +123,47 @@ def _nodes(topology: Topology) -> Table:
     titles += ["network cards"] if cards else []
     titles += ["device and host", "host memory"] if any(hosts) else []
     titles += ["disk", "disk bandwidth"] if any(host and host.disk_bandwidth for host in hosts) else []
-    table = _table(*titles)
+    table = _build_plain_table(*titles)
     for group, host in zip(topology.nodes, hosts, strict=True):
         row = [f"{group.count} x {group.island_name}", str(group.devices)]
         row += [str(group.num_cards)] if cards else []
-        row += [_rate(host.bandwidth), bytes_text(host.memory)] if host else []
-        row += [bytes_text(host.disk), _rate(host.disk_bandwidth)] if host and host.disk_bandwidth else []
+        row += [_format_bandwidth(host.bandwidth), bytes_text(host.memory)] if host else []
+        row += [bytes_text(host.disk), _format_bandwidth(host.disk_bandwidth)] if host and host.disk_bandwidth else []
         table.add_row(*row)
     return table
 
 
-def _table(*titles: str) -> Table:
+def _build_plain_table(*titles: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for title in titles:
         table.add_column(title)
     return table
 
 
-def _rate(bandwidth: float) -> str:
-    return f"{digits(bandwidth / 1e9)} GB/s"
+def _format_bandwidth(bandwidth: float) -> str:
+    return f"{format_digits(bandwidth / 1e9)} GB/s"
 
 
-def _watts(entry: DeviceType) -> str:
+def _format_power(entry: DeviceType) -> str:
     if entry.power_busy is None:
         return ""
-    idle = f", idle {digits(entry.power_idle)}" if entry.power_idle is not None else ""
-    limit = f", held to {digits(entry.power_limit)}" if entry.power_limit is not None else ""
-    return f"{digits(entry.power_busy)}{idle}{limit}"
+    idle = f", idle {format_digits(entry.power_idle)}" if entry.power_idle is not None else ""
+    limit = f", held to {format_digits(entry.power_limit)}" if entry.power_limit is not None else ""
+    return f"{format_digits(entry.power_busy)}{idle}{limit}"
 
 
-def _differences(topology: Topology) -> list[str]:
+def _list_device_differences(topology: Topology) -> list[str]:
     """What nodes and devices have of their own, a line each."""
     nodes = [(f"node {node}", own) for node, own in topology.node_overrides.items()]
     every = [*nodes[:_MOST_DIFFERENT], *list(topology.overrides.items())[:_MOST_DIFFERENT]]
-    lines = [f"{name}: {', '.join(_given(own))}" for name, own in every]
+    lines = [f"{name}: {', '.join(_format_given_fields(own))}" for name, own in every]
     rest = len(topology.node_overrides) + len(topology.overrides) - len(lines)
     return lines + ([f"and {rest} more"] if rest else [])
 
 
-def _given(own: BaseModel) -> Iterator[str]:
+def _format_given_fields(own: BaseModel) -> Iterator[str]:
     for key, value in own.model_dump(exclude_defaults=True).items():
-        shown = bytes_text(value) if key == "memory" else digits(value) if isinstance(value, float) else str(value)
+        shown = (
+            bytes_text(value) if key == "memory" else format_digits(value) if isinstance(value, float) else str(value)
+        )
         yield f"{key.replace('_', ' ')} {shown}"

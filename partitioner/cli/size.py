@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from partitioner.cli.console import check_outputs, output, print_parts, progress
+from partitioner.cli.console import build_output_console, check_outputs, print_parts, show_spinner
 from partitioner.cli.options import (
     GlobalBatch,
     Meta,
@@ -18,11 +18,11 @@ from partitioner.cli.options import (
     Precision,
     TargetError,
     constraints_of,
-    examples,
+    format_examples,
     load_target,
 )
 
-_EPILOG = examples(
+_EPILOG = format_examples(
     "partitioner size model.py:make dgx-h100 --step-time 0.5 --nodes 1,2,4,8",
     "partitioner size model.py:make dgx-h100 --minimise money --precision bf16 -o plan.json",
 )
@@ -66,12 +66,12 @@ def size(
     from partitioner.explain.explain import summary_parts
     from runtime.files import write_text
 
-    sizes = _sizes(nodes)
+    sizes = _parse_node_counts(nodes)
     pins = Constraints(**constraints_of(constraints or ""))
     check_outputs(out, svg)
-    with progress(f"Loading {function}"):
+    with show_spinner(f"Loading {function}"):
         target = load_target(function, meta=meta)
-    with progress(f"Planning {target.name} for {nodes} nodes of {machine}"):
+    with show_spinner(f"Planning {target.name} for {nodes} nodes of {machine}"):
         try:
             found = size_cluster(
                 target.model,
@@ -92,15 +92,15 @@ def size(
             if svg is not None and any(size.plan is not None for size in error.tried):
                 write_text(svg, scaling_picture(error.tried))
             raise
-    output().print(Text(f"{found}\n"))
+    build_output_console().print(Text(f"{found}\n"))
     if svg is not None:
-        output().print(Text.assemble(("scaling: ", "dim"), str(found.to_svg(svg))))
+        build_output_console().print(Text.assemble(("scaling: ", "dim"), str(found.to_svg(svg))))
     print_parts(summary_parts(found.plan))
     if out:
-        output().print(Text.assemble(("plan: ", "dim"), str(found.plan.save(out))))
+        build_output_console().print(Text.assemble(("plan: ", "dim"), str(found.plan.save(out))))
 
 
-def _sizes(text: str) -> tuple[int, ...]:
+def _parse_node_counts(text: str) -> tuple[int, ...]:
     """``1,2,4``. Raises :class:`TargetError` for what is no list of numbers."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts):
@@ -108,7 +108,7 @@ def _sizes(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-_BUDGET_EPILOG = examples(
+_BUDGET_EPILOG = format_examples(
     "partitioner budget plan.json --tokens 15T", "partitioner budget plan.json --tokens 300B --price 2.5"
 )
 
@@ -140,10 +140,10 @@ def budget(
         steps=steps,
         price=price,
     )
-    output().print(Text(str(found)))
+    build_output_console().print(Text(str(found)))
 
 
-_LARGEST_EPILOG = examples(
+_LARGEST_EPILOG = format_examples(
     "partitioner largest model.py:make --topology dgx-h100:2 --of sequence --meta --precision bf16",
     "partitioner largest model.py:make --topology dgx-h100 --of microbatch --constraints tp=1,pp=1,zero=3",
 )
@@ -173,9 +173,9 @@ def largest(
 
     pins = Constraints(**constraints_of(constraints or ""))
     where = Topology.parse(topology)
-    with progress(f"Loading {function}"):
+    with show_spinner(f"Loading {function}"):
         target = load_target(function, meta=meta)
-    with progress(f"Planning {target.name} with larger and larger sizes"):
+    with show_spinner(f"Planning {target.name} with larger and larger sizes"):
         found = largest_that_fits(
             target.model,
             where,
@@ -187,4 +187,4 @@ def largest(
             precision=precision,
             optimizer=optimizer,
         )
-    output().print(Text(str(found)))
+    build_output_console().print(Text(str(found)))

@@ -13,7 +13,7 @@ from partitioner.plan import Plan
 from passes.capture.wrappers import unwrapped
 
 
-def train(plan: Plan, target: TargetModel, steps: int, lr: float) -> Iterator[float]:
+def train_on_target(plan: Plan, target: TargetModel, steps: int, lr: float) -> Iterator[float]:
     """The loss before each of ``steps`` steps of AdamW, all on the target's inputs.
 
     Raises :class:`PlanError` for a plan that does not train, and :class:`TargetError` where there is nothing to train

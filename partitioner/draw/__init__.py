@@ -22,33 +22,33 @@ def draw(plan: Plan, view: str = "graph") -> str:
     return VIEWS[view](plan)
 
 
-def _graph(plan: Plan) -> str:
+def _draw_graph(plan: Plan) -> str:
     from partitioner.draw.graph import draw_graph
 
     return draw_graph(plan)
 
 
-def _timeline(plan: Plan) -> str:
+def _draw_timeline(plan: Plan) -> str:
     from partitioner.draw.timeline import draw_plan_timeline
 
     return draw_plan_timeline(plan)
 
 
-def _topology(plan: Plan) -> str:
+def _draw_topology(plan: Plan) -> str:
     from partitioner.draw.topology import draw_plan_topology
 
     return draw_plan_topology(plan)
 
 
-def _memory(plan: Plan) -> str:
+def _draw_memory(plan: Plan) -> str:
     from partitioner.draw.memory import draw_plan_memory
 
     return draw_plan_memory(plan)
 
 
 VIEWS: dict[str, Callable[[Plan], str]] = {
-    "graph": _graph,
-    "timeline": _timeline,
-    "topology": _topology,
-    "memory": _memory,
+    "graph": _draw_graph,
+    "timeline": _draw_timeline,
+    "topology": _draw_topology,
+    "memory": _draw_memory,
 }

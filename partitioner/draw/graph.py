@@ -20,8 +20,8 @@ from partitioner.draw.graph_layout import (
     Point,
     Wire,
     WireLanes,
-    _at,
-    arrow,
+    _format_point,
+    draw_arrowhead,
     draw_wires,
     lay_out,
 )
@@ -30,23 +30,31 @@ from partitioner.draw.svg import (
     Card,
     CardRow,
     Header,
+    create_picture,
     draw_card,
+    draw_group,
     draw_header,
-    group,
-    line,
-    number,
-    picture,
-    rect,
-    text,
+    draw_line,
+    draw_rectangle,
+    draw_text,
+    format_coordinate,
     text_width,
     to_text,
-    wrap,
+    wrap_names,
 )
 from partitioner.plan import Plan
 from partitioner.plans.block_outline import Weight
-from partitioner.plans.figures import COLLECTIVE_NAMES, capacities, key_figures, mesh_text, picture_title
-from partitioner.plans.outline import CallGroup, CollectiveTotal, Outline, StageOutline, ValueFlow, group_notes, outline
-from partitioner.units import bytes_text, count_text, percent, plural, ranges
+from partitioner.plans.figures import COLLECTIVE_NAMES, key_figures, list_rank_capacities, mesh_text, picture_title
+from partitioner.plans.outline import (
+    CallGroup,
+    CollectiveTotal,
+    Outline,
+    StageOutline,
+    ValueFlow,
+    group_notes,
+    outline_program,
+)
+from partitioner.units import bytes_text, count_text, format_percent, format_plural, format_ranges
 
 _PAD = 14.0
 
@@ -90,19 +98,19 @@ def stage_panel(header: Card, groups: Sequence[CallGroup], flows: Sequence[Value
 
 def draw_panel(parent: ET.Element, panel: Panel, x: float, y: float, width: float, height: float) -> None:
     """Draw ``panel`` with its corner at ``x``, ``y``, stretched to ``width`` by ``height``."""
-    outer = group(parent)
-    head = group(outer, panel.tooltip)
-    rect(head, x, y, width, height, "panel", stroke="line", radius=10)
+    outer = draw_group(parent)
+    head = draw_group(outer, panel.tooltip)
+    draw_rectangle(head, x, y, width, height, "panel", stroke="line", radius=10)
     draw_card(head, panel.header, x + 2, y + 2, width - 4)
     left = x + (width - panel.layout.width) / 2
     top = y + panel.header.height + _PAD
     for source, target, tip in panel.flows:
         curve = tuple((left + px, top + py) for px, py in panel.layout.edges[source, target])
-        draw_curve(group(outer, tip), curve, "muted", 1.2)
+        draw_curve(draw_group(outer, tip), curve, "muted", 1.2)
     for name, card in panel.cards.items():
         cx, cy = panel.layout.boxes[name]
-        box = group(outer, panel.tips[name], "hit")
-        rect(box, left + cx, top + cy, card.width, card.height, "card", stroke="line", radius=7)
+        box = draw_group(outer, panel.tips[name], "hit")
+        draw_rectangle(box, left + cx, top + cy, card.width, card.height, "card", stroke="line", radius=7)
         draw_card(box, card, left + cx, top + cy, card.width)
 
 
@@ -111,12 +119,13 @@ def draw_curve(parent: ET.Element, points: Sequence[Point], colour: str, width: 
     *curve, tip = points
     start, rest = curve[0], curve[1:]
     rest = [*rest[:-1], _short_of(tip, rest[-1])]
-    path = f"M{_at(start)}" + "".join(
-        f"C{_at(rest[i])} {_at(rest[i + 1])} {_at(rest[i + 2])}" for i in range(0, len(rest) - 2, 3)
+    path = f"M{_format_point(start)}" + "".join(
+        f"C{_format_point(rest[i])} {_format_point(rest[i + 1])} {_format_point(rest[i + 2])}"
+        for i in range(0, len(rest) - 2, 3)
     )
     attributes = {"d": path, "fill": "none", "stroke": PALETTE[colour].light, "class": f"s-{colour}"}
-    ET.SubElement(parent, "path", attributes | {"stroke-width": number(width)})
-    arrow(parent, curve[-1], tip, colour)
+    ET.SubElement(parent, "path", attributes | {"stroke-width": format_coordinate(width)})
+    draw_arrowhead(parent, curve[-1], tip, colour)
 
 
 def _short_of(tip: Point, start: Point) -> Point:
@@ -140,7 +149,7 @@ def group_card(calls: CallGroup) -> Card:
     if shown:
         rows.append(CardRow("", 10, fill="muted", columns=tuple(shown), space=2))
     for op, axis in dict.fromkeys((m.op, m.axis) for m in calls.collectives):
-        amounts = tuple(_amount(op, axis, d, calls.collectives) for d in shown)
+        amounts = tuple(_format_amount(op, axis, d, calls.collectives) for d in shown)
         rows.append(CardRow(f"{COLLECTIVE_NAMES.get(op, op)} over {axis}", swatch=op, columns=amounts))
     if calls.num_parameters:
         size = f"{count_text(calls.num_parameters)} parameters, {bytes_text(calls.parameter_bytes)} per rank"
@@ -149,7 +158,7 @@ def group_card(calls: CallGroup) -> Card:
     return Card(tuple(rows))
 
 
-def _amount(op: str, axis: str, direction: str, collectives: Sequence[CollectiveTotal]) -> str:
+def _format_amount(op: str, axis: str, direction: str, collectives: Sequence[CollectiveTotal]) -> str:
     found = next((m for m in collectives if (m.op, m.axis, m.direction) == (op, axis, direction)), None)
     return found.amount() if found else "–"
 
@@ -159,7 +168,7 @@ def weight_lines(weights: Sequence[Weight]) -> list[str]:
     by_way: dict[str, list[str]] = {}
     for weight in weights:
         by_way.setdefault(weight.how, []).append(short_name(weight.name))
-    return [line for way, names in by_way.items() for line in wrap(f"{way}:", list(dict.fromkeys(names)))]
+    return [line for way, names in by_way.items() for line in wrap_names(f"{way}:", list(dict.fromkeys(names)))]
 
 
 def short_name(name: str) -> str:
@@ -209,7 +218,7 @@ _LEGEND = (
 
 def draw_graph(plan: Plan) -> str:
     """The picture as SVG text."""
-    scene = _GraphScene(plan, outline(plan.program))
+    scene = _GraphScene(plan, outline_program(plan.program))
     drawing, width, height = scene.draw()
     used = {name[2:] for e in drawing.iter() for name in e.get("class", "").split() if name[:2] in ("f-", "s-")}
     header = Header(
@@ -220,8 +229,8 @@ def draw_graph(plan: Plan) -> str:
         legend=[(colour, meaning) for colour, meaning in _LEGEND if colour in used],
     )
     total = max(width + 2 * _MARGIN, 860.0)
-    top = draw_header(picture(total, 0, ""), header, total)
-    root = picture(total, top + height + _MARGIN, picture_title(plan))
+    top = draw_header(create_picture(total, 0, ""), header, total)
+    root = create_picture(total, top + height + _MARGIN, picture_title(plan))
     draw_header(root, header, total)
     drawing.set("transform", f"translate({_MARGIN:g} {top:g})")
     root.append(drawing)
@@ -242,7 +251,7 @@ def clusters_of(whole: Outline) -> list[StageCluster]:
         return [StageCluster(stage, (stage.index,)) for stage in whole.stages]
     runs: list[StageCluster] = []
     for stage in whole.stages:
-        if runs and _likeness(runs[-1].stage) == _likeness(stage):
+        if runs and _build_likeness_key(runs[-1].stage) == _build_likeness_key(stage):
             runs[-1] = StageCluster(runs[-1].stage, (*runs[-1].stages, stage.index))
         else:
             runs.append(StageCluster(stage, (stage.index,)))
@@ -253,7 +262,7 @@ def clusters_of(whole: Outline) -> list[StageCluster]:
     return clusters
 
 
-def _likeness(stage: StageOutline) -> object:
+def _build_likeness_key(stage: StageOutline) -> object:
     groups = [(g.blocks, g.count, g.collectives, g.parameter_bytes, g.recomputed, g.selective) for g in stage.groups]
     return groups, stage.reductions, stage.parameter_bytes
 
@@ -334,13 +343,13 @@ class _GraphScene:
                 continue
             what = "gradients of " if direction == "backward" else ""
             tip = f"stage {source} to stage {target}: {what}{self.named(link.values)}"
-            outer = group(parent, tip)
+            outer = draw_group(parent, tip)
             height = y if direction == "forward" else y + 12
             towards = 7 if end > start else -7
-            line(outer, start, height, end - towards, height, "send", 1.8)
-            arrow(outer, (start, height), (end, height), "send")
+            draw_line(outer, start, height, end - towards, height, "send", 1.8)
+            draw_arrowhead(outer, (start, height), (end, height), "send")
             base = height - 6 if direction == "forward" else height + 15
-            text(outer, (left + right) / 2, base, label, size=_LABEL, anchor="middle")
+            draw_text(outer, (left + right) / 2, base, label, size=_LABEL, anchor="middle")
 
     def named(self, names: Sequence[str]) -> str:
         values = self.plan.program.values
@@ -385,7 +394,7 @@ class _GraphScene:
                 sum(sizes) for sizes in zip(*((f.forward_bytes, f.backward_bytes) for f in flows), strict=True)
             )
             sizes = f"{bytes_text(ahead)} forward" + (f", {bytes_text(back)} backward" if back else "")
-            hops = plural(abs(first.hops), "hop")
+            hops = format_plural(abs(first.hops), "hop")
             tip = "\n".join(self.named(f.values) for f in flows)
             wires.append(Wire(*pair, "long_edge", f"{ends}{more}: {sizes}, {hops}", tip))
         return wires
@@ -397,8 +406,8 @@ class _GraphScene:
         stage = cluster.stage
         ranks = [r for s in cluster.stages for r in self.whole.stages[s].ranks]
         several = len(cluster.stages) > 1
-        title = f"Stages {ranges(cluster.stages)}" if several else f"Stage {stage.index}"
-        rows = [CardRow(title, 15, bold=True, aside=f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges(ranks)}")]
+        title = f"Stages {format_ranges(cluster.stages)}" if several else f"Stage {stage.index}"
+        rows = [CardRow(title, 15, bold=True, aside=f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranges(ranks)}")]
         if several:
             rows.append(CardRow(f"{len(cluster.stages)} equal stages, drawn once", fill="muted"))
             labels = [t for t in self.link_labels((cluster.stages[0], cluster.stages[1])) if t]
@@ -408,13 +417,13 @@ class _GraphScene:
         rows += self.memory(ranks)
         for moved in stage.reductions:
             name = f"{COLLECTIVE_NAMES.get(moved.op, moved.op)} of {moved.what} over {moved.axis}"
-            amount = f"{bytes_text(moved.num_bytes)} in {plural(moved.count, 'bucket')}"
+            amount = f"{bytes_text(moved.num_bytes)} in {format_plural(moved.count, 'bucket')}"
             rows.append(CardRow(f"{name}: {amount}", swatch=moved.op))
         return Card(tuple(rows))
 
     def memory(self, ranks: Sequence[int]) -> list[CardRow]:
         """Peak against room on the fullest of ``ranks``."""
-        peaks, rooms = self.plan.estimate.memory, capacities(self.plan)
+        peaks, rooms = self.plan.estimate.memory, list_rank_capacities(self.plan)
         known = [r for r in ranks if r < len(peaks)]
         if not known:
             return []
@@ -422,7 +431,10 @@ class _GraphScene:
         share = peaks[rank] / max(1, rooms[rank])
         return [
             CardRow(
-                f"{bytes_text(peaks[rank])} of {bytes_text(rooms[rank])} ({percent(share)})", 12, bar=share, space=2
+                f"{bytes_text(peaks[rank])} of {bytes_text(rooms[rank])} ({format_percent(share)})",
+                12,
+                bar=share,
+                space=2,
             )
         ]
 
@@ -430,8 +442,8 @@ class _GraphScene:
         stage = cluster.stage
         inner = {a: n for a, n in self.plan.mesh.items() if a != "pp"}
         lines = [
-            f"Stage {ranges(cluster.stages)}: {plural(len(stage.ranks), 'rank')} ({mesh_text(inner)})",
-            f"{plural(stage.num_calls, 'call')}, {stage.num_parameters:,} parameters",
+            f"Stage {format_ranges(cluster.stages)}: {format_plural(len(stage.ranks), 'rank')} ({mesh_text(inner)})",
+            f"{format_plural(stage.num_calls, 'call')}, {stage.num_parameters:,} parameters",
         ]
         if stage.loads:
             lines.append(f"reads {', '.join(stage.loads)}")

@@ -15,24 +15,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from xml.etree import ElementTree as ET
 
-from partitioner.draw.svg import PALETTE, group, number, text, text_width
+from partitioner.draw.svg import PALETTE, draw_group, draw_text, format_coordinate, text_width
 
 _HEAD = 8.0  # pixels of an arrow head
 
 
-def arrow(parent: ET.Element, start: Point, tip: Point, colour: str) -> None:
+def draw_arrowhead(parent: ET.Element, start: Point, tip: Point, colour: str) -> None:
     """A triangle that points from ``start`` to ``tip``."""
     dx, dy = tip[0] - start[0], tip[1] - start[1]
     length = max(1e-6, (dx * dx + dy * dy) ** 0.5)
     ux, uy = dx / length, dy / length
     back = tip[0] - _HEAD * ux, tip[1] - _HEAD * uy
     corners = (tip, (back[0] - 3.6 * uy, back[1] + 3.6 * ux), (back[0] + 3.6 * uy, back[1] - 3.6 * ux))
-    points = " ".join(_at(c) for c in corners)
+    points = " ".join(_format_point(c) for c in corners)
     ET.SubElement(parent, "polygon", {"points": points, "fill": PALETTE[colour].light, "class": f"f-{colour}"})
 
 
-def _at(point: Point) -> str:
-    return f"{number(point[0])},{number(point[1])}"
+def _format_point(point: Point) -> str:
+    return f"{format_coordinate(point[0])},{format_coordinate(point[1])}"
 
 
 _POINTS = 72.0  # Graphviz takes sizes in inches and gives positions in points; here a point is a pixel
@@ -61,13 +61,13 @@ def lay_out(sizes: Mapping[str, tuple[float, float]], edges: Sequence[tuple[str,
     left, bottom, right, top = (float(v) for v in drawing.graph_attr["bb"].split(","))
     boxes, curves = {}, {}
     for name, (width, height) in sizes.items():
-        x, y = _point(drawing.get_node(name).attr["pos"])
+        x, y = _parse_point(drawing.get_node(name).attr["pos"])
         boxes[name] = (x - left - width / 2, top - y - height / 2)
     for source, target in edges:
         position = drawing.get_edge(source, target).attr["pos"]
         points = position.split()
-        end = next((_point(p[2:]) for p in points if p.startswith("e,")), None)
-        curve = [_point(p) for p in points if p[0] not in "es"] + ([end] if end else [])
+        end = next((_parse_point(p[2:]) for p in points if p.startswith("e,")), None)
+        curve = [_parse_point(p) for p in points if p[0] not in "es"] + ([end] if end else [])
         curves[source, target] = tuple((x - left, top - y) for x, y in curve)
     return DotLayout(boxes, curves, right - left, top - bottom)
 
@@ -87,7 +87,7 @@ def dot_source(sizes: Mapping[str, tuple[float, float]], edges: Sequence[tuple[s
     return str(graph.source)
 
 
-def _point(text: str) -> Point:
+def _parse_point(text: str) -> Point:
     x, y = text.split(",")[:2]
     return float(x), float(y)
 
@@ -147,10 +147,10 @@ class WireLanes:
     margins: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._attach()
+        self._place_wire_ends()
         for index in range(len(self.wires)):
-            self._run(index)
-        self._assign()
+            self._build_wire_runs(index)
+        self._assign_lanes()
 
     def height(self, row: int) -> float:
         used = [run.lane + 1 for runs in self.runs.values() for run in runs if run.row == row]
@@ -168,7 +168,7 @@ class WireLanes:
             return wire.target, wire.source, True
         return wire.source, wire.target, False
 
-    def _attach(self) -> None:
+    def _place_wire_ends(self) -> None:
         sides: dict[tuple[int, str], list[tuple[float, int, bool]]] = defaultdict(list)
         for index in range(len(self.wires)):
             upper, lower, swapped = self.upper_first(index)
@@ -183,7 +183,7 @@ class WireLanes:
                 share = start + width * (place + 1) / (len(users) + 1)
                 self.ends[index, at_target] = box.left + box.width * share
 
-    def _run(self, index: int) -> None:
+    def _build_wire_runs(self, index: int) -> None:
         upper, lower, swapped = self.upper_first(index)
         start, end = self.ends[index, swapped], self.ends[index, not swapped]
         first, last = self.boxes[upper].row, max(self.boxes[upper].row, self.boxes[lower].row - 1)
@@ -193,25 +193,25 @@ class WireLanes:
         x = self.margins[index] = self.right + _MARGIN_STEP * (len(self.margins) + 1)
         self.runs[index] = [_WireRun(index, first, start, x), _WireRun(index, last, x, end, labelled=False)]
 
-    def _assign(self) -> None:
+    def _assign_lanes(self) -> None:
         taken: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
         runs = [run for runs in self.runs.values() for run in runs]
         for run in sorted(runs, key=lambda r: abs(r.end - r.start)):
-            low, high = self._extent(run)
+            low, high = self._compute_run_extent(run)
             while any(low < b and a < high for a, b in taken[run.row, run.lane]):
                 run.lane += 1
             taken[run.row, run.lane].append((low, high))
 
-    def _half(self, run: _WireRun) -> float:
+    def _compute_label_half(self, run: _WireRun) -> float:
         return text_width(self.wires[run.wire].label, _LABEL_SIZE) / 2 + 8
 
     def middle(self, run: _WireRun) -> float:
         """The middle of a run's label: that of the run, unless the label would leave the picture."""
-        half = self._half(run)
+        half = self._compute_label_half(run)
         return max(half, min((run.start + run.end) / 2, self.right - half))
 
-    def _extent(self, run: _WireRun) -> tuple[float, float]:
-        half = self._half(run) if run.labelled else 0.0
+    def _compute_run_extent(self, run: _WireRun) -> tuple[float, float]:
+        half = self._compute_label_half(run) if run.labelled else 0.0
         middle = self.middle(run)
         return min(run.start, run.end, middle - half) - 6, max(run.start, run.end, middle + half) + 6
 
@@ -231,32 +231,33 @@ def draw_wires(parent: ET.Element, lanes: WireLanes, tops: Sequence[float], bott
         corners.append((runs[-1].end, tops[last.row] + (last.height if same else 0.0)))
         if swapped:
             corners.reverse()
-        _polyline(group(parent, wire.tooltip), corners, wire)
+        _draw_polyline(draw_group(parent, wire.tooltip), corners, wire)
         label = next(run for run in runs if run.labelled)
         labels.append((lanes.middle(label), heights[runs.index(label)] - 5))
     for (x, y), wire in zip(labels, lanes.wires, strict=True):
-        _label(parent, x, y, wire)
+        _draw_wire_label(parent, x, y, wire)
 
 
-def _polyline(parent: ET.Element, corners: Sequence[Point], wire: Wire) -> None:
-    start = _towards(corners[0], corners[1], 6) if wire.heads > 1 else corners[0]
-    end = _towards(corners[-1], corners[-2], 6) if wire.heads else corners[-1]
-    path = f"M{number(start[0])},{number(start[1])}"
+def _draw_polyline(parent: ET.Element, corners: Sequence[Point], wire: Wire) -> None:
+    start = _step_towards(corners[0], corners[1], 6) if wire.heads > 1 else corners[0]
+    end = _step_towards(corners[-1], corners[-2], 6) if wire.heads else corners[-1]
+    path = f"M{format_coordinate(start[0])},{format_coordinate(start[1])}"
     for before, corner, after in zip(corners, corners[1:], corners[2:], strict=False):
-        enter, leave = _towards(corner, before), _towards(corner, after)
-        path += f"L{number(enter[0])},{number(enter[1])}Q{number(corner[0])},{number(corner[1])} "
-        path += f"{number(leave[0])},{number(leave[1])}"
-    path += f"L{number(end[0])},{number(end[1])}"
+        enter, leave = _step_towards(corner, before), _step_towards(corner, after)
+        path += f"L{format_coordinate(enter[0])},{format_coordinate(enter[1])}"
+        path += f"Q{format_coordinate(corner[0])},{format_coordinate(corner[1])} "
+        path += f"{format_coordinate(leave[0])},{format_coordinate(leave[1])}"
+    path += f"L{format_coordinate(end[0])},{format_coordinate(end[1])}"
     attributes = {"d": path, "fill": "none", "stroke": PALETTE[wire.colour].light, "class": f"s-{wire.colour}"}
     attributes |= {"stroke-width": "1.8"} | ({} if wire.heads else {"stroke-dasharray": "5 4"})
     ET.SubElement(parent, "path", attributes)
     if wire.heads:
-        arrow(parent, end, corners[-1], wire.colour)
+        draw_arrowhead(parent, end, corners[-1], wire.colour)
     if wire.heads > 1:
-        arrow(parent, start, corners[0], wire.colour)
+        draw_arrowhead(parent, start, corners[0], wire.colour)
 
 
-def _towards(corner: Point, other: Point, most: float = _RADIUS) -> Point:
+def _step_towards(corner: Point, other: Point, most: float = _RADIUS) -> Point:
     """The point at most ``most`` from ``corner`` on the way to ``other``, and no further than half of it."""
     dx, dy = other[0] - corner[0], other[1] - corner[1]
     length = abs(dx) + abs(dy)
@@ -266,8 +267,8 @@ def _towards(corner: Point, other: Point, most: float = _RADIUS) -> Point:
     return corner[0] + dx * step, corner[1] + dy * step
 
 
-def _label(parent: ET.Element, x: float, y: float, wire: Wire) -> None:
+def _draw_wire_label(parent: ET.Element, x: float, y: float, wire: Wire) -> None:
     """The label with a halo, so that lines which cross it leave it legible."""
-    element = text(parent, x, y, wire.label, size=_LABEL_SIZE, anchor="middle")
+    element = draw_text(parent, x, y, wire.label, size=_LABEL_SIZE, anchor="middle")
     element.set("class", f"{element.get('class')} s-canvas")
     element.attrib |= {"stroke": PALETTE["canvas"].light, "stroke-width": "3", "paint-order": "stroke"}

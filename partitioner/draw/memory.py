@@ -15,13 +15,13 @@ from xml.etree import ElementTree as ET
 from partitioner.draw.svg import (
     PALETTE,
     Header,
+    create_picture,
+    draw_group,
     draw_header,
-    group,
-    line,
-    number,
-    picture,
-    rect,
-    text,
+    draw_line,
+    draw_rectangle,
+    draw_text,
+    format_coordinate,
     text_width,
     to_text,
 )
@@ -29,10 +29,10 @@ from partitioner.draw.timeline import tick_step
 from partitioner.explain.explain import MEMORY_KINDS, memory_words
 from partitioner.explain.tables import disk_text, host_text
 from partitioner.plan import Plan
-from partitioner.plans.figures import capacities, key_figures, picture_title, simulated_seconds
+from partitioner.plans.figures import key_figures, list_rank_capacities, picture_title, simulated_seconds
 from partitioner.simulate.program_memory import fixed_sizes, moving_sizes
-from partitioner.simulate.program_time import PlanDurations, follow
-from partitioner.units import bytes_text, percent, ranges, seconds_text
+from partitioner.simulate.program_time import PlanDurations, simulate_plan
+from partitioner.units import bytes_text, format_percent, format_ranges, seconds_text
 from runtime.program.analysis import ProgramFacts
 from runtime.program.memory import MemoryMoment, memory_moments
 from runtime.program.simulate import SimulatedSpan, Timeline
@@ -71,7 +71,7 @@ class MemoryLevel:
 
 def draw_plan_memory(plan: Plan) -> str:
     """The picture as SVG text."""
-    of = follow(plan)
+    of = simulate_plan(plan)
     return to_text(_MemoryChart(plan, of.timeline, stage_levels(plan, of.timeline, of.durations, of.facts)).draw())
 
 
@@ -90,7 +90,7 @@ def stage_levels(
             if start > span.start:
                 levels.append(MemoryLevel(span.start, start, {**fixed, **moving_sizes(before, 0)}))
             for moment, begin, end in _in_time(span, moments, durations, facts, stage):
-                working = _working(plan, durations, stage, moment)
+                working = _get_working_bytes(plan, durations, stage, moment)
                 levels.append(MemoryLevel(begin, end, {**fixed, **moving_sizes(moment, working)}))
             before = after
         last = levels[-1].end if levels else 0.0
@@ -100,7 +100,7 @@ def stage_levels(
     return tuple(stages)
 
 
-def _working(plan: Plan, durations: PlanDurations, stage: int, moment: MemoryMoment) -> int:
+def _get_working_bytes(plan: Plan, durations: PlanDurations, stage: int, moment: MemoryMoment) -> int:
     if moment.call is None:
         return 0
     return durations.passing[plan.program.stages[stage].calls[moment.call].block]
@@ -136,7 +136,7 @@ class _MemoryChart:
         self.total = simulated_seconds(plan, ended)[0] or 1.0
         self.step = plan.estimate.step_time or self.total  # where the axis ends
         self.per_stage = plan.world_size // len(stages)
-        rooms = capacities(plan)
+        rooms = list_rank_capacities(plan)
         self.rooms = [min(rooms[r] for r in self.ranks(s)) for s in range(len(stages))]
         self.peaks = [max(levels, key=lambda level: level.total, default=None) for levels in stages]
         peak = max((level.total for level in self.peaks if level is not None), default=1)
@@ -157,9 +157,9 @@ class _MemoryChart:
         legend += [] if self.far else [("ink", "the memory of the device that a program may use")]
         note = "One row per stage: its ranks all hold the same." + self._far_note() + self._host_note()
         header = Header(picture_title(self.plan), note, key_figures(self.plan), legend)
-        top = draw_header(picture(width, 0, ""), header, width) + 10
+        top = draw_header(create_picture(width, 0, ""), header, width) + 10
         bottom = top + len(self.stages) * (self.height + self.gap) - self.gap
-        root = picture(width, bottom + 46, self._description())
+        root = create_picture(width, bottom + 46, self._format_description())
         draw_header(root, header, width)
         self.axis(root, top, bottom)
         for stage in range(len(self.stages)):
@@ -176,7 +176,7 @@ class _MemoryChart:
         disk = disk_text(self.plan)
         return (f" In host memory, not drawn: {text}." if text else "") + (f" On disk: {disk}." if disk else "")
 
-    def _description(self) -> str:
+    def _format_description(self) -> str:
         return f"{picture_title(self.plan)}: memory over the step"
 
     def x(self, seconds: float) -> float:
@@ -188,21 +188,26 @@ class _MemoryChart:
         times = [i * step for i in range(math.ceil(self.step / step - 1e-9)) if self.step - i * step > 0.4 * step]
         for time in [*times, self.step]:
             x, last = self.left + _WIDTH * time / self.step, time == self.step
-            line(root, x, top - 4, x, bottom + 5, "grid")
-            text(root, x, bottom + 20, seconds_text(time), size=11, fill="muted", anchor="middle", bold=last)
+            draw_line(root, x, top - 4, x, bottom + 5, "grid")
+            draw_text(root, x, bottom + 20, seconds_text(time), size=11, fill="muted", anchor="middle", bold=last)
 
     def row(self, root: ET.Element, stage: int, top: float, kinds: Sequence[str]) -> None:
         ranks, ground = self.ranks(stage), top + self.height
-        text(root, _MARGIN, top + 14, f"Stage {stage}", size=13, bold=True)
-        text(
-            root, _MARGIN, top + 29, f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges(ranks)}", size=10, fill="muted"
+        draw_text(root, _MARGIN, top + 14, f"Stage {stage}", size=13, bold=True)
+        draw_text(
+            root,
+            _MARGIN,
+            top + 29,
+            f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranges(ranks)}",
+            size=10,
+            fill="muted",
         )
-        rect(root, self.left, top, _WIDTH, self.height, "panel")
+        draw_rectangle(root, self.left, top, _WIDTH, self.height, "panel")
         step = byte_step(self.scale, 4 if len(self.stages) <= _MANY else 2)
         for k in range(int(self.scale / step) + 1):
             y = ground - self.height * k * step / self.scale
-            line(root, self.left, y, self.left + _WIDTH, y, "grid")
-            text(root, self.left - 6, y + 3.5, bytes_text(k * step), size=9, fill="muted", anchor="end")
+            draw_line(root, self.left, y, self.left + _WIDTH, y, "grid")
+            draw_text(root, self.left - 6, y + 3.5, bytes_text(k * step), size=9, fill="muted", anchor="end")
         columns = self.columns(stage)
         floor = [0.0] * len(columns)
         for kind in kinds:
@@ -235,7 +240,7 @@ class _MemoryChart:
         colour, meaning = self.kinds[kind]
         most = max(level.sizes.get(kind, 0) for level in self.stages[stage])
         path = "M" + "L".join([*self.outline(roof, ground), *reversed(self.outline(floor, ground))]) + "Z"
-        shape = group(root, f"{meaning}: at most {bytes_text(most)} on a rank of stage {stage}")
+        shape = draw_group(root, f"{meaning}: at most {bytes_text(most)} on a rank of stage {stage}")
         ET.SubElement(shape, "path", {"d": path, "fill": PALETTE[colour].light, "class": f"f-{colour}"})
         self.label(shape, kind, floor, roof, ground)
 
@@ -249,7 +254,7 @@ class _MemoryChart:
             return
         y = ground - self.height * (low + high) / 2 / self.scale + 0.36 * _LABEL
         ink = "on_stage" if kind in _PALE else "on_forward"
-        text(shape, self.left + _COLUMN * middle, y, words, size=_LABEL, fill=ink, anchor="middle")
+        draw_text(shape, self.left + _COLUMN * middle, y, words, size=_LABEL, fill=ink, anchor="middle")
 
     def outline(self, sizes: Sequence[float], ground: float) -> list[str]:
         """The corners of a staircase from the left to the right."""
@@ -257,7 +262,7 @@ class _MemoryChart:
         for size, run in groupby(sizes):
             length, y = len(list(run)), ground - self.height * size / self.scale
             for c in (column, column + length):
-                corners.append(f"{number(self.left + _COLUMN * c)} {number(y)}")
+                corners.append(f"{format_coordinate(self.left + _COLUMN * c)} {format_coordinate(y)}")
             column += length
         return corners
 
@@ -266,23 +271,24 @@ class _MemoryChart:
         right = self.left + _WIDTH + 10
         if not self.far:
             y = ground - self.height * room / self.scale
-            line(root, self.left, y, self.left + _WIDTH, y, "ink", 1.5).set("stroke-dasharray", "6 3")
+            draw_line(root, self.left, y, self.left + _WIDTH, y, "ink", 1.5).set("stroke-dasharray", "6 3")
         if fullest is not None:
             told = self.plan.estimate.memory  # has also what is there for no time at all: copies that are sent
             peak = max([fullest.total, *(told[r] for r in self.ranks(stage) if r < len(told))])
-            text(root, right, top + 14, f"peak {bytes_text(peak)}", size=12, bold=True)
-            text(
+            draw_text(root, right, top + 14, f"peak {bytes_text(peak)}", size=12, bold=True)
+            draw_text(
                 root,
                 right,
                 top + 29,
-                f"{percent(peak / max(1, room))} of {bytes_text(room)}",
+                f"{format_percent(peak / max(1, room))} of {bytes_text(room)}",
                 size=10,
                 fill="muted",
             )
             x, y = self.x(fullest.start), ground - self.height * fullest.total / self.scale
             ET.SubElement(
                 root, "circle",
-                {"cx": number(x), "cy": number(y), "r": "3", "fill": PALETTE["ink"].light, "class": "f-ink"},
+                {"cx": format_coordinate(x), "cy": format_coordinate(y), "r": "3"}
+                | {"fill": PALETTE["ink"].light, "class": "f-ink"},
             )  # fmt: skip
 
     def hits(self, root: ET.Element, columns: Sequence[MemoryLevel], top: float) -> None:
@@ -295,8 +301,8 @@ class _MemoryChart:
                 [f"{bytes_text(level.total)} at {seconds_text(level.start * self.step / self.total)}", *parts]
             )
             count = min(wide, len(columns) - start)
-            shape = rect(
-                group(root, tip, "hit"), self.left + _COLUMN * start, top, _COLUMN * count, self.height, "panel"
+            shape = draw_rectangle(
+                draw_group(root, tip, "hit"), self.left + _COLUMN * start, top, _COLUMN * count, self.height, "panel"
             )
             shape.set("fill-opacity", "0")
 

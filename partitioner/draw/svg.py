@@ -27,10 +27,10 @@ class Colour:
 
     def towards(self, other: Colour, share: float) -> Colour:
         """This colour with ``share`` of another in it: paler than itself, and opaque."""
-        return Colour(_mixed(self.light, other.light, share), _mixed(self.dark, other.dark, share))
+        return Colour(_mix_colours(self.light, other.light, share), _mix_colours(self.dark, other.dark, share))
 
 
-def _mixed(one: str, other: str, share: float) -> str:
+def _mix_colours(one: str, other: str, share: float) -> str:
     parts = ((int(one[i : i + 2], 16), int(other[i : i + 2], 16)) for i in (1, 3, 5))
     return "#" + "".join(f"{round(a + share * (b - a)):02x}" for a, b in parts)
 
@@ -103,7 +103,7 @@ PALETTE |= {
 }
 
 
-def later(colour: str, chunk: int) -> str:
+def name_chunk_colour(colour: str, chunk: int) -> str:
     """The name of ``colour`` on virtual stage ``chunk`` of a rank, the first of which has it as it is."""
     return f"{colour}_{min(chunk, max(_LATER))}" if chunk and colour in _COMPUTED else colour
 
@@ -116,36 +116,36 @@ def style_sheet() -> str:
             f".{ROOT_CLASS} text{{font-family:{FONT}}}",
             f".{ROOT_CLASS} .num{{font-variant-numeric:tabular-nums}}",
             f".{ROOT_CLASS} g.hit:hover>rect{{stroke-width:1.5}}",
-            *_rules({name: c.light for name, c in PALETTE.items()}),
+            *_build_style_rules({name: c.light for name, c in PALETTE.items()}),
             "@media (prefers-color-scheme:dark){",
-            *_rules({name: c.dark for name, c in PALETTE.items()}),
+            *_build_style_rules({name: c.dark for name, c in PALETTE.items()}),
             "}",
         ]
     )
 
 
-def _rules(colours: Mapping[str, str]) -> Iterator[str]:
+def _build_style_rules(colours: Mapping[str, str]) -> Iterator[str]:
     yield f"svg.{ROOT_CLASS}{{background:{colours['canvas']}}}"
     yield from (f".{ROOT_CLASS} .f-{name}{{fill:{colour}}}" for name, colour in colours.items())
     yield from (f".{ROOT_CLASS} .s-{name}{{stroke:{colour}}}" for name, colour in colours.items())
     yield f".{ROOT_CLASS} g.hit:hover>rect{{stroke:{colours['ink']}}}"
 
 
-def number(value: float) -> str:
+def format_coordinate(value: float) -> str:
     """A coordinate with at most two decimals."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
-def picture(width: float, height: float, description: str) -> ET.Element:
+def create_picture(width: float, height: float, description: str) -> ET.Element:
     """The root of a picture of ``width`` by ``height`` pixels, with its style sheet and the hatching for idle time."""
     root = ET.Element(
         "svg",
         {
             "xmlns": "http://www.w3.org/2000/svg",
             "class": ROOT_CLASS,
-            "width": number(width),
-            "height": number(height),
-            "viewBox": f"0 0 {number(width)} {number(height)}",
+            "width": format_coordinate(width),
+            "height": format_coordinate(height),
+            "viewBox": f"0 0 {format_coordinate(width)} {format_coordinate(height)}",
             "role": "img",
             "font-family": FONT,
         },
@@ -163,12 +163,12 @@ def picture(width: float, height: float, description: str) -> ET.Element:
             "patternTransform": "rotate(45)",
         },
     )
-    rect(hatch, 0, 0, 6, 6, "idle")
-    rect(hatch, 0, 0, 1.6, 6, "hatch")
+    draw_rectangle(hatch, 0, 0, 6, 6, "idle")
+    draw_rectangle(hatch, 0, 0, 1.6, 6, "hatch")
     return root
 
 
-def group(parent: ET.Element, tooltip: str = "", name: str = "") -> ET.Element:
+def draw_group(parent: ET.Element, tooltip: str = "", name: str = "") -> ET.Element:
     """A ``<g>``; ``tooltip`` shows when the pointer rests on it in a browser."""
     element = ET.SubElement(parent, "g", {"class": name} if name else {})
     if tooltip:
@@ -176,7 +176,7 @@ def group(parent: ET.Element, tooltip: str = "", name: str = "") -> ET.Element:
     return element
 
 
-def rect(
+def draw_rectangle(
     parent: ET.Element,
     x: float,
     y: float,
@@ -188,7 +188,12 @@ def rect(
     radius: float = 0.0,
 ) -> ET.Element:
     """A rectangle in the palette's colour ``fill``, or ``"hatched"`` for idle time."""
-    attributes = {"x": number(x), "y": number(y), "width": number(width), "height": number(height)}
+    attributes = {
+        "x": format_coordinate(x),
+        "y": format_coordinate(y),
+        "width": format_coordinate(width),
+        "height": format_coordinate(height),
+    }
     if fill == "hatched":
         attributes["fill"] = "url(#pt-idle)"
     else:
@@ -197,27 +202,29 @@ def rect(
         attributes["stroke"] = PALETTE[stroke].light
         attributes["class"] = f"{attributes.get('class', '')} s-{stroke}".strip()
     if radius:
-        attributes["rx"] = number(radius)
+        attributes["rx"] = format_coordinate(radius)
     return ET.SubElement(parent, "rect", attributes)
 
 
-def line(parent: ET.Element, x1: float, y1: float, x2: float, y2: float, stroke: str, width: float = 1.0) -> ET.Element:
+def draw_line(
+    parent: ET.Element, x1: float, y1: float, x2: float, y2: float, stroke: str, width: float = 1.0
+) -> ET.Element:
     return ET.SubElement(
         parent,
         "line",
         {
-            "x1": number(x1),
-            "y1": number(y1),
-            "x2": number(x2),
-            "y2": number(y2),
+            "x1": format_coordinate(x1),
+            "y1": format_coordinate(y1),
+            "x2": format_coordinate(x2),
+            "y2": format_coordinate(y2),
             "stroke": PALETTE[stroke].light,
             "class": f"s-{stroke}",
-            "stroke-width": number(width),
+            "stroke-width": format_coordinate(width),
         },
     )
 
 
-def text(
+def draw_text(
     parent: ET.Element,
     x: float,
     y: float,
@@ -230,9 +237,9 @@ def text(
 ) -> ET.Element:
     """A line of text whose baseline is at ``y``; ``anchor`` is start, middle or end."""
     attributes = {
-        "x": number(x),
-        "y": number(y),
-        "font-size": number(size),
+        "x": format_coordinate(x),
+        "y": format_coordinate(y),
+        "font-size": format_coordinate(size),
         "fill": PALETTE[fill].light,
         "class": f"f-{fill} num",
     }
@@ -245,10 +252,15 @@ def text(
     return element
 
 
-def span(parent: ET.Element, content: str, *, size: float, fill: str, gap: float) -> ET.Element:
+def draw_text_span(parent: ET.Element, content: str, *, size: float, fill: str, gap: float) -> ET.Element:
     """More of the line ``parent``, ``gap`` pixels after what it has, of ordinary weight."""
-    attributes = {"font-size": number(size), "font-weight": "400", "fill": PALETTE[fill].light, "class": f"f-{fill}"}
-    element = ET.SubElement(parent, "tspan", attributes | {"dx": number(gap)})
+    attributes = {
+        "font-size": format_coordinate(size),
+        "font-weight": "400",
+        "fill": PALETTE[fill].light,
+        "class": f"f-{fill}",
+    }
+    element = ET.SubElement(parent, "tspan", attributes | {"dx": format_coordinate(gap)})
     element.text = content
     return element
 
@@ -284,7 +296,7 @@ class Header:
 _MARGIN, _GAP, _SWATCH = 20.0, 26.0, 11.0
 
 
-def _wrapped(content: str, size: float, width: float) -> list[str]:
+def _wrap_words(content: str, size: float, width: float) -> list[str]:
     """Lines of whole words, as many to a line as there is room for."""
     lines: list[str] = []
     for word in content.split():
@@ -298,12 +310,12 @@ def _wrapped(content: str, size: float, width: float) -> list[str]:
 
 def draw_header(parent: ET.Element, header: Header, width: float) -> float:
     """Draw ``header`` at the top of a picture of ``width`` pixels, wrapping where needed; the y where it ends."""
-    text(parent, _MARGIN, 32, header.title, size=17, bold=True)
+    draw_text(parent, _MARGIN, 32, header.title, size=17, bold=True)
     y = 32.0
     if header.subtitle:
-        for number, line in enumerate(_wrapped(header.subtitle, 12, width - 2 * _MARGIN)):
+        for number, line in enumerate(_wrap_words(header.subtitle, 12, width - 2 * _MARGIN)):
             y += 16 if number else 20
-            text(parent, _MARGIN, y, line, size=12, fill="muted")
+            draw_text(parent, _MARGIN, y, line, size=12, fill="muted")
     if header.figures:
         y += 26
         x = _MARGIN
@@ -311,8 +323,8 @@ def draw_header(parent: ET.Element, header: Header, width: float) -> float:
             cell = max(text_width(name, 11), text_width(value, 14, bold=True))
             if x > _MARGIN and x + cell > width - _MARGIN:
                 x, y = _MARGIN, y + 42
-            text(parent, x, y, name, size=11, fill="muted")
-            text(parent, x, y + 18, value, size=14, bold=True)
+            draw_text(parent, x, y, name, size=11, fill="muted")
+            draw_text(parent, x, y + 18, value, size=14, bold=True)
             x += cell + _GAP
         y += 18
     if header.legend:
@@ -322,8 +334,8 @@ def draw_header(parent: ET.Element, header: Header, width: float) -> float:
             cell = _SWATCH + 6 + text_width(meaning, 11)
             if x > _MARGIN and x + cell > width - _MARGIN:
                 x, y = _MARGIN, y + 20
-            rect(parent, x, y - _SWATCH + 1.5, _SWATCH, _SWATCH, colour, radius=2)
-            text(parent, x + _SWATCH + 6, y, meaning, size=11, fill="muted")
+            draw_rectangle(parent, x, y - _SWATCH + 1.5, _SWATCH, _SWATCH, colour, radius=2)
+            draw_text(parent, x + _SWATCH + 6, y, meaning, size=11, fill="muted")
             x += cell + 16
     return y + 16
 
@@ -407,26 +419,30 @@ def draw_card(parent: ET.Element, card: Card, x: float, y: float, width: float) 
         _draw_row(parent, row, x + _PAD_X, base)
         right = x + width - _PAD_X
         for amount, column in zip(reversed(row.columns), reversed(columns), strict=False):
-            text(parent, right, base, amount, size=row.size, fill=row.fill, anchor="end")
+            draw_text(parent, right, base, amount, size=row.size, fill=row.fill, anchor="end")
             right -= column
         top += row.height
 
 
 def _draw_row(parent: ET.Element, row: CardRow, x: float, base: float) -> None:
     if row.swatch:
-        rect(parent, x, base - row.size * 0.36 - _CARD_SWATCH / 2, _CARD_SWATCH, _CARD_SWATCH, row.swatch, radius=2)
+        draw_rectangle(
+            parent, x, base - row.size * 0.36 - _CARD_SWATCH / 2, _CARD_SWATCH, _CARD_SWATCH, row.swatch, radius=2
+        )
     if row.bar is not None:
         top = base - row.size * 0.36 - _BAR_HEIGHT / 2
-        rect(parent, x, top, _BAR_WIDTH, _BAR_HEIGHT, "memory_left", radius=_BAR_HEIGHT / 2)
+        draw_rectangle(parent, x, top, _BAR_WIDTH, _BAR_HEIGHT, "memory_left", radius=_BAR_HEIGHT / 2)
         filled = min(1.0, max(0.06, row.bar)) * _BAR_WIDTH
-        rect(parent, x, top, filled, _BAR_HEIGHT, "memory" if row.bar <= 1 else "all_reduce", radius=_BAR_HEIGHT / 2)
+        draw_rectangle(
+            parent, x, top, filled, _BAR_HEIGHT, "memory" if row.bar <= 1 else "all_reduce", radius=_BAR_HEIGHT / 2
+        )
     start = x + row.lead
-    element = text(parent, start, base, row.text, size=row.size, fill=row.fill, bold=row.bold)
+    element = draw_text(parent, start, base, row.text, size=row.size, fill=row.fill, bold=row.bold)
     if row.aside:
-        span(element, row.aside, size=row.size - 1, fill="muted", gap=8)
+        draw_text_span(element, row.aside, size=row.size - 1, fill="muted", gap=8)
 
 
-def wrap(prefix: str, names: Sequence[str], most_lines: int = 2, longest: int = 52) -> list[str]:
+def wrap_names(prefix: str, names: Sequence[str], most_lines: int = 2, longest: int = 52) -> list[str]:
     """``prefix`` and ``names`` over at most ``most_lines`` lines; what does not fit is counted."""
     lines: list[str] = []
     line = prefix

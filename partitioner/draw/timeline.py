@@ -15,13 +15,24 @@ from dataclasses import dataclass, replace
 from typing import Literal
 from xml.etree import ElementTree as ET
 
-from partitioner.draw.svg import Header, draw_header, group, later, line, picture, rect, text, text_width, to_text
+from partitioner.draw.svg import (
+    Header,
+    create_picture,
+    draw_group,
+    draw_header,
+    draw_line,
+    draw_rectangle,
+    draw_text,
+    name_chunk_colour,
+    text_width,
+    to_text,
+)
 from partitioner.draw.timeline_folds import Fold, TimeScale, find_folds
 from partitioner.plan import Plan
 from partitioner.plans.figures import key_figures, picture_title, simulated_seconds
 from partitioner.plans.outline import chunk_starts
 from partitioner.simulate.program_time import plan_timeline
-from partitioner.units import percent, ranges, seconds_text
+from partitioner.units import format_percent, format_ranges, seconds_text
 from runtime.program.instructions import Instruction
 from runtime.program.program import Program
 from runtime.program.sharded_buckets import rest_axes, zero_axes
@@ -173,8 +184,8 @@ class _TimelineChart:
         self.notes = notes
         self.total = total or max((b.end for b in bars), default=0.0) or 1.0
         self.idle = idle_shares(program, bars, self.total)
-        self.folds = self._folds(bars)
-        self.bars = [bar for bar in bars if not any(a <= bar.start and bar.end <= b for a, b in self._hidden)]
+        self.folds = self._find_chart_folds(bars)
+        self.bars = [bar for bar in bars if not any(a <= bar.start and bar.end <= b for a, b in self._hidden_spans)]
         counts = Counter(self.look(b).lane for b in self.bars)
         self.crowded = counts["exchange"] > _MOST_SENDS
         self.lanes: list[Lane] = [
@@ -183,7 +194,7 @@ class _TimelineChart:
             if lane == "compute" or (counts[lane] and not (lane == "exchange" and self.crowded))
         ]
         per_stage = program.world_size // len(program.stages)
-        self.ranks = [ranges(range(s * per_stage, (s + 1) * per_stage)) for s in range(len(program.stages))]
+        self.ranks = [format_ranges(range(s * per_stage, (s + 1) * per_stage)) for s in range(len(program.stages))]
         self.chunks = [chunk_starts(stage) for stage in program.stages]
         labels = [text_width(f"{'rank' if per_stage == 1 else 'ranks'} {r}", 10) for r in self.ranks]
         self.left = _MARGIN + max([text_width("Stage 00", 13, True), *labels]) + 14
@@ -191,19 +202,19 @@ class _TimelineChart:
         self.scale = TimeScale(self.total, self.folds, self.left, self.width)
         self.figures = figures
 
-    def _folds(self, bars: Sequence[Bar]) -> tuple[Fold, ...]:
+    def _find_chart_folds(self, bars: Sequence[Bar]) -> tuple[Fold, ...]:
         """What repeats, where there is more than can be read."""
         stages, kept = range(len(self.program.stages)), []
         computing = 0
         for stage in stages:
             mine = [b for b in bars if b.stage == stage]
-            joined = join([b for b in mine if self.look(b).lane == "compute"])
+            joined = join_call_bars([b for b in mine if self.look(b).lane == "compute"])
             computing = max(computing, len(joined))
             kept += [*joined, *(b for b in mine if self.look(b).lane in ("reduce", "gather", "host"))]
         return find_folds(kept, len(stages)) if computing > _MOST_BARS else ()
 
     @property
-    def _hidden(self) -> list[tuple[float, float]]:
+    def _hidden_spans(self) -> list[tuple[float, float]]:
         return [fold.hidden for fold in self.folds]
 
     @staticmethod
@@ -215,7 +226,7 @@ class _TimelineChart:
     def _plot_width(self) -> float:
         """Wide enough for the typical forward to hold its number, within reason."""
         forwards = [b.end - b.start for b in self.bars if b.instruction.op == "F" and b.end > b.start]
-        shown = self.total - sum(stop - start for start, stop in self._hidden)
+        shown = self.total - sum(stop - start for start, stop in self._hidden_spans)
         wanted = _NARROWEST * shown / statistics.median(forwards) if forwards else 0.0
         return min(_FOLDED_WIDTH if self.folds else _MOST_WIDTH, max(_LEAST_WIDTH, wanted))
 
@@ -237,9 +248,9 @@ class _TimelineChart:
         note += "".join(f" {words}" for words in self.notes)
         note += " Sends, too many to draw, are left out." if self.crowded else ""
         header = Header(self.title, note, self.figures, self.legend())
-        top = draw_header(picture(width, 0, ""), header, width) + 6 + (_BRACKETS if self.folds else 0.0)
+        top = draw_header(create_picture(width, 0, ""), header, width) + 6 + (_BRACKETS if self.folds else 0.0)
         bottom = top + len(self.program.stages) * (self.row_height + _ROW_GAP)
-        root = picture(width, bottom + 44, self.title)
+        root = create_picture(width, bottom + 44, self.title)
         draw_header(root, header, width)
         self.axis(root, top - 4, bottom)
         for stage in range(len(self.program.stages)):
@@ -253,16 +264,16 @@ class _TimelineChart:
         start, _ = fold.hidden
         words = f"× {fold.times:,}"
         told = f"{fold.times:,} equal periods of {seconds_text(fold.period)} from {seconds_text(fold.start)} on"
-        outer = group(root, f"{told}: the first is drawn")
+        outer = draw_group(root, f"{told}: the first is drawn")
         first, last, y = self.scale.x(fold.start), self.scale.x(start), top - 10
-        line(outer, first, y, last, y, "ink", 1.5)
+        draw_line(outer, first, y, last, y, "ink", 1.5)
         for x in (first, last):
-            line(outer, x, y, x, y + 5, "ink", 1.5)
-        text(outer, (first + last) / 2, y - 4, words, size=12, bold=True, anchor="middle")
+            draw_line(outer, x, y, x, y + 5, "ink", 1.5)
+        draw_text(outer, (first + last) / 2, y - 4, words, size=12, bold=True, anchor="middle")
         middle = last + self.scale.gap / 2
         for x in (last + 2, last + self.scale.gap - 2):
-            line(outer, x, y + 5, x, bottom, "muted").set("stroke-dasharray", "3 3")
-        text(outer, middle, bottom - self.row_height / 2, "…", size=14, fill="muted", anchor="middle")
+            draw_line(outer, x, y + 5, x, bottom, "muted").set("stroke-dasharray", "3 3")
+        draw_text(outer, middle, bottom - self.row_height / 2, "…", size=14, fill="muted", anchor="middle")
 
     def legend(self) -> list[tuple[str, str]]:
         used = {self.look(b) for b in self.bars if self.look(b).lane in self.lanes}
@@ -270,7 +281,7 @@ class _TimelineChart:
         chunks = {self.chunk(b) for b in self.bars if self.look(b).lane == "compute"} - {0}
         if chunks:
             which = "second virtual stage" if chunks == {1} else "further virtual stages"
-            entries.append((later(LOOKS["F"].colour, 1), f"fainter: a rank's {which}"))
+            entries.append((name_chunk_colour(LOOKS["F"].colour, 1), f"fainter: a rank's {which}"))
         return [*entries, ("hatched", "idle")]
 
     def chunk(self, bar: Bar) -> int:
@@ -284,50 +295,50 @@ class _TimelineChart:
         times = [i * step for i in range(math.ceil(self.total / step - 1e-9))]
         right, last = self.left + self.width, -math.inf
         for start, stop in self.scale.visible(0.0, self.total):
-            line(root, start, bottom, stop, bottom, "line")
+            draw_line(root, start, bottom, stop, bottom, "line")
         for time in [*times, self.total]:
-            if time < self.total and any(start < time < stop for start, stop in self._hidden):
+            if time < self.total and any(start < time < stop for start, stop in self._hidden_spans):
                 continue
             x, words = self.scale.x(time), seconds_text(time)
             room = text_width(words, 11) / 2 + 6
             if x - last < room or (time < self.total and right - x < 2 * room + 12):
                 continue
             last = x + room
-            line(root, x, top, x, bottom + 5, "grid")
-            text(root, x, bottom + 20, words, size=11, fill="muted", anchor="middle", bold=time == self.total)
+            draw_line(root, x, top, x, bottom + 5, "grid")
+            draw_text(root, x, bottom + 20, words, size=11, fill="muted", anchor="middle", bold=time == self.total)
 
     def row(self, root: ET.Element, stage: int, top: float) -> None:
         several = "rank" if "–" not in self.ranks[stage] and "," not in self.ranks[stage] else "ranks"
-        text(root, _MARGIN, top + 12, f"Stage {stage}", size=13, bold=True)
-        text(root, _MARGIN, top + 26, f"{several} {self.ranks[stage]}", size=10, fill="muted")
+        draw_text(root, _MARGIN, top + 12, f"Stage {stage}", size=13, bold=True)
+        draw_text(root, _MARGIN, top + 26, f"{several} {self.ranks[stage]}", size=10, fill="muted")
         y = top
         for lane in self.lanes:
             height = _LANE_HEIGHTS[lane]
             for start, stop in self.scale.visible(0.0, self.total):
-                rect(root, start, y, stop - start, height, "hatched" if lane == "compute" else "panel")
+                draw_rectangle(root, start, y, stop - start, height, "hatched" if lane == "compute" else "panel")
             mine = [b for b in self.bars if b.stage == stage and self.look(b).lane == lane]
-            for bar in merge(join(mine), _MERGE * self.scale.seconds_per_pixel):
+            for bar in merge_narrow_bars(join_call_bars(mine), _MERGE * self.scale.seconds_per_pixel):
                 self.box(root, bar, y, height)
             y += height + _LANE_GAP
-        idle = f"{percent(self.idle[stage])} idle"
-        text(root, self.left + self.width + 10, top + 18, idle, size=11, fill="muted")
+        idle = f"{format_percent(self.idle[stage])} idle"
+        draw_text(root, self.left + self.width + 10, top + 18, idle, size=11, fill="muted")
 
     def box(self, root: ET.Element, bar: Bar, y: float, height: float) -> None:
-        outer = group(root, self.tooltip(bar), "hit")
+        outer = draw_group(root, self.tooltip(bar), "hit")
         for start, stop in self.scale.visible(bar.start, bar.end):
             self.piece(outer, bar, start, max(0.8, stop - start), y, height)
 
     def piece(self, outer: ET.Element, bar: Bar, x: float, width: float, y: float, height: float) -> None:
         look = self.look(bar)
         inset = 0.5 if width > 3 else 0.0
-        colour = later(look.colour, self.chunk(bar))
-        rect(outer, x + inset, y, width - 2 * inset, height, colour, radius=2 if width > 8 else 0)
+        colour = name_chunk_colour(look.colour, self.chunk(bar))
+        draw_rectangle(outer, x + inset, y, width - 2 * inset, height, colour, radius=2 if width > 8 else 0)
         label = self.label(bar)
         size = next((s for s in (11.0, 9.0) if s < height * 0.8 and text_width(label, s) < width - 1), None)
         if label and size:
             base = y + height / 2 + size * 0.36
             on = look.on if colour == look.colour else "ink"
-            text(outer, x + width / 2, base, label, size=size, fill=on, anchor="middle")
+            draw_text(outer, x + width / 2, base, label, size=size, fill=on, anchor="middle")
 
     def label(self, bar: Bar) -> str:
         if bar.merged > 1 or self.look(bar).lane == "exchange":
@@ -358,7 +369,7 @@ class _TimelineChart:
         return "\n".join(lines)
 
 
-def join(bars: Sequence[Bar]) -> list[Bar]:
+def join_call_bars(bars: Sequence[Bar]) -> list[Bar]:
     """The pieces in which a microbatch passes through consecutive calls without a pause, as one bar each."""
     joined: list[Bar] = []
     for bar in sorted(bars, key=lambda b: (b.start, b.end)):
@@ -381,7 +392,7 @@ def _joined_calls(last: Bar, bar: Bar) -> tuple[int, int] | None:
     return None
 
 
-def merge(bars: Sequence[Bar], narrow: float) -> list[Bar]:
+def merge_narrow_bars(bars: Sequence[Bar], narrow: float) -> list[Bar]:
     """Neighbours of one kind that are all shorter than ``narrow`` seconds, joined."""
     merged: list[Bar] = []
     for bar in sorted(bars, key=lambda b: (b.start, b.end)):

@@ -117,7 +117,7 @@ def find_folds(bars: Sequence[Drawn], num_stages: int) -> tuple[Fold, ...]:
         shown = total - sum(stop - start for start, stop in (f.hidden for f in folds))
         found = [
             fold
-            for anchors, strides in _anchors([b for b in computing if b.stage == stage], num_stages)
+            for anchors, strides in _list_anchor_bars([b for b in computing if b.stage == stage], num_stages)
             for stride in strides
             for fold in _equal_periods(ordered, anchors, stride, folds)
         ]
@@ -128,7 +128,7 @@ def find_folds(bars: Sequence[Drawn], num_stages: int) -> tuple[Fold, ...]:
     return tuple(sorted(folds, key=lambda f: f.hidden))
 
 
-def _anchors(bars: Sequence[Drawn], num_stages: int) -> Iterator[tuple[list[Drawn], tuple[int, ...]]]:
+def _list_anchor_bars(bars: Sequence[Drawn], num_stages: int) -> Iterator[tuple[list[Drawn], tuple[int, ...]]]:
     """Lists of bars with which periods may begin, and how many of a list make one."""
     for ops in ("F", "BI"):
         every = sorted((b for b in bars if b.instruction.op in ops), key=lambda b: b.start)
@@ -148,17 +148,25 @@ def _equal_periods(
     spans = [(a.start, b.start) for a, b in pairwise(begins)]
     hidden = [fold.hidden for fold in folds]
     free = [all(b <= start or a >= stop for start, stop in hidden) and b > a for a, b in spans]
-    pictures = [_picture(begin.instruction, own) for begin, own in zip(begins, _inside(ordered, spans), strict=False)]
+    pictures = [
+        _build_period_picture(begin.instruction, own)
+        for begin, own in zip(begins, _group_bars_by_span(ordered, spans), strict=False)
+    ]
     first = 0
     for i in range(1, len(spans) + 1):
-        if i < len(spans) and free[i] and free[first] and _equal(pictures[first], pictures[i], spans[first], spans[i]):
+        if (
+            i < len(spans)
+            and free[i]
+            and free[first]
+            and _is_equal_period(pictures[first], pictures[i], spans[first], spans[i])
+        ):
             continue
         if i - first >= _LEAST_TIMES and free[first]:
             yield Fold(spans[first][0], (spans[i - 1][1] - spans[first][0]) / (i - first), i - first)
         first = i
 
 
-def _inside(ordered: Sequence[Drawn], spans: Sequence[tuple[float, float]]) -> list[list[Drawn]]:
+def _group_bars_by_span(ordered: Sequence[Drawn], spans: Sequence[tuple[float, float]]) -> list[list[Drawn]]:
     """The bars that begin in each of ``spans``, which follow one another."""
     found: list[list[Drawn]] = [[] for _ in spans]
     place = 0
@@ -175,7 +183,7 @@ def _inside(ordered: Sequence[Drawn], spans: Sequence[tuple[float, float]]) -> l
 Picture = list[tuple[tuple[int, str, int, int, int], float, float]]
 
 
-def _picture(anchor: Instruction, bars: Sequence[Drawn]) -> Picture:
+def _build_period_picture(anchor: Instruction, bars: Sequence[Drawn]) -> Picture:
     """What happens, when and how long, with numbers that count from those of the ``anchor``."""
     microbatch, (call, _) = anchor.microbatch or 0, anchor.calls or (0, 0)
     bucket = min((b.instruction.bucket for b in bars if b.instruction.bucket is not None), default=0)
@@ -193,7 +201,7 @@ def _picture(anchor: Instruction, bars: Sequence[Drawn]) -> Picture:
     return sorted(found)
 
 
-def _equal(one: Picture, other: Picture, first: tuple[float, float], second: tuple[float, float]) -> bool:
+def _is_equal_period(one: Picture, other: Picture, first: tuple[float, float], second: tuple[float, float]) -> bool:
     if len(one) != len(other):
         return False
     near = _TOLERANCE * (first[1] - first[0])

@@ -21,22 +21,22 @@ from numpy.typing import NDArray
 from partitioner.draw.svg import (
     NUM_STAGE_COLOURS,
     Header,
+    create_picture,
+    draw_group,
     draw_header,
-    group,
-    line,
-    picture,
-    rect,
-    span,
-    text,
+    draw_line,
+    draw_rectangle,
+    draw_text,
+    draw_text_span,
     text_width,
     to_text,
 )
 from partitioner.plans.figures import mesh_text, picture_title
-from partitioner.plans.mesh_axes import AxisCell, _uses, link_rows
+from partitioner.plans.mesh_axes import AxisCell, _find_axis_uses, link_rows
 from partitioner.topology.groups import stage_ranks
 from partitioner.topology.hardware import Device
 from partitioner.topology.topology import Topology
-from partitioner.units import bytes_text, digits, percent, plural, ranges, seconds_text
+from partitioner.units import bytes_text, format_digits, format_percent, format_plural, format_ranges, seconds_text
 
 if TYPE_CHECKING:
     from partitioner.plan import Plan
@@ -88,7 +88,7 @@ class LinkTable:
 def link_table(topology: Topology, plan: Plan | None) -> LinkTable:
     """The links of ``topology`` and, with a plan, the axes of its mesh that have more than one rank."""
     rows = link_rows(topology)
-    used = {} if plan is None else _uses(plan)
+    used = {} if plan is None else _find_axis_uses(plan)
     names = [row[0] for row in rows]
     for uses in used.values():
         for name in uses.cells:
@@ -105,21 +105,21 @@ def draw_links(root: ET.Element, table: LinkTable, x: float, y: float) -> None:
     widths = table.columns
     lefts = [x + sum(widths[:i]) for i in range(len(widths))]
     for left, head in zip(lefts, _HEADS, strict=False):
-        text(root, left, y + 28, head, size=11, fill="muted")
+        draw_text(root, left, y + 28, head, size=11, fill="muted")
     for left, (head, sub) in zip(lefts[4:], table.axes, strict=True):
-        text(root, left, y + 14, head, size=12, bold=True)
-        text(root, left, y + 28, sub, size=10, fill="muted")
-    line(root, x, y + _TABLE_HEAD - 5, x + table.width, y + _TABLE_HEAD - 5, "line")
+        draw_text(root, left, y + 14, head, size=12, bold=True)
+        draw_text(root, left, y + 28, sub, size=10, fill="muted")
+    draw_line(root, x, y + _TABLE_HEAD - 5, x + table.width, y + _TABLE_HEAD - 5, "line")
     for number, row in enumerate(table.rows):
         base = y + _TABLE_HEAD + number * _ROW + 15
         for i, words in enumerate(row):
-            text(root, lefts[i], base, words, size=11, bold=i == 0, fill="ink" if i in (0, 2) else "muted")
+            draw_text(root, lefts[i], base, words, size=11, bold=i == 0, fill="ink" if i in (0, 2) else "muted")
         for k in range(len(table.axes)):
             cell = table.cells.get((number, k))
             if cell is not None:
-                mark = group(root, cell.tooltip, "hit")
-                rect(mark, lefts[4 + k], base - 13, widths[4 + k] - 12, 19, "memory", radius=9)
-                text(mark, lefts[4 + k] + 9, base, cell.label, size=10.5, fill="on_forward")
+                mark = draw_group(root, cell.tooltip, "hit")
+                draw_rectangle(mark, lefts[4 + k], base - 13, widths[4 + k] - 12, 19, "memory", radius=9)
+                draw_text(mark, lefts[4 + k] + 9, base, cell.label, size=10.5, fill="on_forward")
 
 
 MOST_CLUSTERS = 40  # beyond this, nodes that differ only in their stages are drawn once, too
@@ -243,12 +243,12 @@ class _TopologyScene:
         clusters = self.clusters()
         links = link_table(self.topology, self.plan)
         widest = max([_WIDTH, *(c.width + 2 * _MARGIN for c in clusters)])
-        used = max(x + c.width for c, x, _ in _flow(clusters, widest, 0.0)[0])
+        used = max(x + c.width for c, x, _ in _place_clusters(clusters, widest, 0.0)[0])
         width = max(_LEAST_WIDTH, used + _MARGIN, links.width + 2 * _MARGIN)
         header = Header(self.title, self.subtitle(clusters), self.figures(links), self.legend())
-        top = draw_header(picture(width, 0, ""), header, width) + 8
-        placed, bottom = _flow(clusters, width, top + links.height + 22)
-        root = picture(width, bottom + _MARGIN, self.title)
+        top = draw_header(create_picture(width, 0, ""), header, width) + 8
+        placed, bottom = _place_clusters(clusters, width, top + links.height + 22)
+        root = create_picture(width, bottom + _MARGIN, self.title)
         draw_header(root, header, width)
         draw_links(root, links, _MARGIN, top)
         for cluster, x, y in placed:
@@ -316,7 +316,11 @@ class _TopologyScene:
         if not left_out:
             return []
         nodes = sorted(n for nodes in left_out for n in nodes)
-        return [NodeCluster(tuple(nodes), (), f"and {plural(len(nodes), 'further node')}", (f"nodes {ranges(nodes)}",))]
+        return [
+            NodeCluster(
+                tuple(nodes), (), f"and {format_plural(len(nodes), 'further node')}", (f"nodes {format_ranges(nodes)}",)
+            )
+        ]
 
     def likeness(self, start: int, stop: int, exact: bool) -> object:
         """Key of the nodes that are drawn once. Without ``exact``, stages are relative to the node's own stages."""
@@ -334,7 +338,7 @@ class _TopologyScene:
         return NodeCluster(
             nodes=tuple(nodes),
             boxes=tuple(self.boxes(start, stop)),
-            title=_numbered("Node", nodes),
+            title=_format_numbered("Node", nodes),
             lines=tuple(self.lines(nodes, spans)),
             chords=tuple(self.chords(start, stop)),
         )
@@ -347,7 +351,7 @@ class _TopologyScene:
             ranks = sorted(r for n in nodes for r in self.rank_of[slice(*spans[n])].tolist() if r >= 0)
             stages = sorted({s for n in nodes for s in self.stage_of[slice(*spans[n])].tolist() if s >= 0})
             if ranks:
-                yield f"{_numbered('stage', stages)}, {_numbered('rank', ranks)}"
+                yield f"{_format_numbered('stage', stages)}, {_format_numbered('rank', ranks)}"
         yield from self.notes(start, stop)
 
     def notes(self, start: int, stop: int) -> list[str]:
@@ -355,11 +359,13 @@ class _TopologyScene:
         found = []
         shares = self.topology.cards.left[start:stop]
         if (shares < 1).any():
-            found.append(f"network at {percent(float(shares.mean()))}")
+            found.append(f"network at {format_percent(float(shares.mean()))}")
         speeds = Counter(d.speed for d in self.topology.devices[start:stop])
-        found += [f"{plural(n, 'device')} at {digits(s)} × speed" for s, n in sorted(speeds.items()) if s != 1.0]
+        found += [
+            f"{format_plural(n, 'device')} at {format_digits(s)} × speed" for s, n in sorted(speeds.items()) if s != 1.0
+        ]
         memories = Counter(d.memory for d in self.topology.devices[start:stop] if self.is_other_memory(d))
-        found += [f"{plural(n, 'device')} with {bytes_text(size)}" for size, n in sorted(memories.items())]
+        found += [f"{format_plural(n, 'device')} with {bytes_text(size)}" for size, n in sorted(memories.items())]
         return found[:_MOST_NOTES]
 
     def is_other_memory(self, device: Device) -> bool:
@@ -381,11 +387,11 @@ class _TopologyScene:
 
     def label(self, start: int, stop: int) -> str:
         named = [d.name for d in self.topology.devices[start:stop] if d.index in self.named]
-        name = _short(" – ".join(dict.fromkeys((named[0], named[-1])))) if named else ""
+        name = _shorten_ranges(" – ".join(dict.fromkeys((named[0], named[-1])))) if named else ""
         if self.plan is not None:
-            of_ranks = _short(ranges([r for r in self.rank_of[start:stop].tolist() if r >= 0]) or "")
+            of_ranks = _shorten_ranges(format_ranges([r for r in self.rank_of[start:stop].tolist() if r >= 0]) or "")
             return f"{name}: {of_ranks}" if name and of_ranks else name or of_ranks
-        return name or ranges(self.topology.place_of[start:stop].tolist())
+        return name or format_ranges(self.topology.place_of[start:stop].tolist())
 
     @cached_property
     def named(self) -> frozenset[int]:
@@ -403,27 +409,31 @@ class _TopologyScene:
                 yield i, j, float(matrix[i, j])
 
     def cluster(self, root: ET.Element, cluster: NodeCluster, x: float, y: float) -> None:
-        frame = group(root, f"nodes {ranges(cluster.nodes)}" if len(cluster.nodes) > 1 else f"node {cluster.nodes[0]}")
-        rect(frame, x, y, cluster.width, cluster.height, "panel", stroke="line", radius=9)
-        title = text(frame, x + _PAD, y + _PAD + 11, cluster.title, size=13, bold=True)
+        frame = draw_group(
+            root, f"nodes {format_ranges(cluster.nodes)}" if len(cluster.nodes) > 1 else f"node {cluster.nodes[0]}"
+        )
+        draw_rectangle(frame, x, y, cluster.width, cluster.height, "panel", stroke="line", radius=9)
+        title = draw_text(frame, x + _PAD, y + _PAD + 11, cluster.title, size=13, bold=True)
         if cluster.alike:
-            span(title, cluster.alike, size=11, fill="muted", gap=8)
+            draw_text_span(title, cluster.alike, size=11, fill="muted", gap=8)
         for i, words in enumerate(cluster.lines):
-            text(frame, x + _PAD, y + _PAD + 28 + 15.5 * i, words, size=11, fill="muted")
+            draw_text(frame, x + _PAD, y + _PAD + 28 + 15.5 * i, words, size=11, fill="muted")
         centres = cluster.centres(x, y)
         widest = max((rate for _, _, rate in cluster.chords), default=1.0)
         for i, j, rate in cluster.chords:
-            joined = group(root, f"{self.words(cluster, i)} – {self.words(cluster, j)}: {digits(rate / 1e9)} GB/s")
-            line(joined, *centres[i], *centres[j], "memory", 1.0 + 2.4 * (rate / widest) ** 2)
+            joined = draw_group(
+                root, f"{self.words(cluster, i)} – {self.words(cluster, j)}: {format_digits(rate / 1e9)} GB/s"
+            )
+            draw_line(joined, *centres[i], *centres[j], "memory", 1.0 + 2.4 * (rate / widest) ** 2)
         for box, (cx, cy) in zip(cluster.boxes, centres, strict=True):
-            drawn = group(root, self.tooltip(box), "hit")
+            drawn = draw_group(root, self.tooltip(box), "hit")
             left, top = cx - cluster.box_width / 2, cy - _BOX_HEIGHT / 2
-            rect(drawn, left, top, cluster.box_width, _BOX_HEIGHT, box.colour, stroke="line", radius=4)
+            draw_rectangle(drawn, left, top, cluster.box_width, _BOX_HEIGHT, box.colour, stroke="line", radius=4)
             ink = "muted" if box.colour == "idle" else "on_stage"
-            text(drawn, cx, cy + 4, box.label, size=11, fill=ink, anchor="middle")
+            draw_text(drawn, cx, cy + 4, box.label, size=11, fill=ink, anchor="middle")
             device = self.topology.devices[box.start]
             if box.colour != "idle" and (device.speed != 1.0 or self.is_other_memory(device)):
-                line(
+                draw_line(
                     drawn,
                     left + 3,
                     top + _BOX_HEIGHT - 4,
@@ -442,13 +452,13 @@ class _TopologyScene:
         if box.stop - box.start > 1:
             lines[0] = f"{device.name} to {self.topology.devices[box.stop - 1].name}: {device.kind}"
         if device.speed != 1.0:
-            lines.append(f"{digits(device.speed)} × the speed of its kind")
+            lines.append(f"{format_digits(device.speed)} × the speed of its kind")
         if self.is_other_memory(device):
             whole = bytes_text(self.topology.types[device.kind].memory)
             lines.append(f"{bytes_text(device.memory)} of memory, where its kind has {whole}")
         share = float(self.topology.cards.left[box.start])
         if share < 1:
-            lines.append(f"{percent(share)} of the bandwidth between nodes")
+            lines.append(f"{format_percent(share)} of the bandwidth between nodes")
         rank = int(self.rank_of[box.start])
         if self.plan is not None and rank >= 0:
             place = ", ".join(f"{a} {n}" for a, n in self.plan.rank(rank).coordinates.items() if self.plan.mesh[a] > 1)
@@ -458,11 +468,11 @@ class _TopologyScene:
         return "\n".join(lines)
 
 
-def _numbered(noun: str, numbers: Sequence[int]) -> str:
-    return f"{noun if len(numbers) == 1 else noun + 's'} {_short(ranges(numbers))}"
+def _format_numbered(noun: str, numbers: Sequence[int]) -> str:
+    return f"{noun if len(numbers) == 1 else noun + 's'} {_shorten_ranges(format_ranges(numbers))}"
 
 
-def _short(words: str, longest: int = 30) -> str:
+def _shorten_ranges(words: str, longest: int = 30) -> str:
     """``words``, a list of ranges, shortened to about ``longest`` characters."""
     if len(words) <= longest:
         return words
@@ -470,7 +480,7 @@ def _short(words: str, longest: int = 30) -> str:
     return f"{kept}, …"
 
 
-def _flow(
+def _place_clusters(
     clusters: Sequence[NodeCluster], width: float, top: float
 ) -> tuple[list[tuple[NodeCluster, float, float]], float]:
     """The clusters with their positions, row by row, and the y coordinate of the end."""

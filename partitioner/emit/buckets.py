@@ -175,7 +175,7 @@ def outer_axes(axes: Sequence[str]) -> tuple[str, ...]:
     return tuple(_OUTER[axis] for axis in axes if axis in _OUTER)
 
 
-def turn(stage: int, number: int, turn: Turn) -> Instruction:
+def build_turn_instruction(stage: int, number: int, turn: Turn) -> Instruction:
     """The instruction for one turn of a bucket's reduction."""
     op, axes = turn
     over: dict[str, Any] = {} if op == "REDUCE" else {"axes": axes}
@@ -197,6 +197,8 @@ def with_turns(instructions: Sequence[Instruction], buckets: Sequence[PlannedBuc
             waiting = [left for left in waiting if left]
         if i.bucket is not None and started.get(i.bucket) == index:
             bucket = buckets[i.bucket]
-            left = deque(turn(i.stage, i.bucket, t) for t in bucket.turns[0 if bucket.sharded else 1 :])
+            left = deque(
+                build_turn_instruction(i.stage, i.bucket, t) for t in bucket.turns[0 if bucket.sharded else 1 :]
+            )
             waiting += [left] if left else []
     assert not waiting, "there is no STEP"

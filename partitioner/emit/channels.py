@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from partitioner.emit.routes import Routes
-from partitioner.schedules.actions import Action, Order, held
+from partitioner.schedules.actions import Action, Order, group_stages_by_rank
 
 Direction = Literal["F", "B"]
 
@@ -29,13 +29,13 @@ class Fetch:
     peer: int
 
 
-def fetches(orders: Sequence[Order], routes: Routes, train: bool) -> list[list[list[Fetch]]]:
+def plan_fetches(orders: Sequence[Order], routes: Routes, train: bool) -> list[list[list[Fetch]]]:
     """For each rank, for each action of its order, what it receives before it."""
-    own = held(routes.ranks, len(orders))
+    own = group_stages_by_rank(routes.ranks, len(orders))
     sent: dict[Channel, list[Fetch]] = {}
     for rank, order in enumerate(orders):
         for action in order:
-            found = _sent(routes, rank, own[rank][action.chunk], action, train)
+            found = _find_sent_fetch(routes, rank, own[rank][action.chunk], action, train)
             if found is not None:
                 target, fetch = found
                 sent.setdefault((rank, target, fetch.direction), []).append(fetch)
@@ -45,7 +45,7 @@ def fetches(orders: Sequence[Order], routes: Routes, train: bool) -> list[list[l
     for rank, order in enumerate(orders):
         before: list[list[Fetch]] = []
         for action in order:
-            wanted = _wanted(routes, rank, own[rank][action.chunk], action, train)
+            wanted = _find_wanted_fetch(routes, rank, own[rank][action.chunk], action, train)
             before.append([])
             if wanted is not None:
                 channel: Channel = wanted.peer, rank, wanted.direction
@@ -56,7 +56,7 @@ def fetches(orders: Sequence[Order], routes: Routes, train: bool) -> list[list[l
     return result
 
 
-def _sent(routes: Routes, rank: int, virtual: int, action: Action, train: bool) -> tuple[int, Fetch] | None:
+def _find_sent_fetch(routes: Routes, rank: int, virtual: int, action: Action, train: bool) -> tuple[int, Fetch] | None:
     """What an action sends, and to which rank."""
     if action.kind == "F":
         hop = virtual + 1
@@ -67,7 +67,7 @@ def _sent(routes: Routes, rank: int, virtual: int, action: Action, train: bool) 
     return None
 
 
-def _wanted(routes: Routes, rank: int, virtual: int, action: Action, train: bool) -> Fetch | None:
+def _find_wanted_fetch(routes: Routes, rank: int, virtual: int, action: Action, train: bool) -> Fetch | None:
     """What an action reads of what others send."""
     if action.kind == "F":
         if routes.arriving[virtual]:

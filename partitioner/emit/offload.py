@@ -22,7 +22,7 @@ _BACKWARD = frozenset({"B", "I", "W"})
 _APART = 2  # computations from a forward to its backward with one between them that is not waiting for the FETCH
 
 
-def offloaded(offload: Sequence[Offload], train: bool) -> tuple[Offload, ...]:
+def select_offloads(offload: Sequence[Offload], train: bool) -> tuple[Offload, ...]:
     """What of ``offload`` a program has, in order: without training there are only parameters, and no disk."""
     kinds = OFFLOADS if train else ("parameters",)
     return tuple(kind for kind in kinds if kind in offload)
@@ -53,7 +53,7 @@ def with_parking(instructions: Sequence[Instruction], runs: Sequence[bool]) -> l
             at: dict[str, Any] = {"stage": i.stage, "microbatch": i.microbatch, "calls": (call, call + 1)}
             after.setdefault(start, []).append(Instruction(op="OFFLOAD", **at))
             before.setdefault(places[number[index] - 1], []).append(Instruction(op="FETCH", **at))
-    return list(_inserted(instructions, before, after))
+    return list(_insert_instructions(instructions, before, after))
 
 
 def with_fetches(
@@ -100,7 +100,7 @@ def with_passing(
     for index in places:
         i = instructions[index]
         back = i.op in _BACKWARD
-        of_calls = [c for p, c in enumerate(calls) if (runs[p] or not back) and _covers(i, p, c)]
+        of_calls = [c for p, c in enumerate(calls) if (runs[p] or not back) and _is_call_covered(i, p, c)]
         reads.append(dict.fromkeys(s for c in of_calls for s in c.states if s in hosted and s not in shared))
     before: dict[int, list[Instruction]] = {}
     after: dict[int, list[Instruction]] = {}
@@ -122,7 +122,7 @@ def with_passing(
         if i.op == "GATHER" and i.bucket is not None and not i.gradients:
             states = tuple(s for s in buckets[i.bucket] if s in hosted)
             before.setdefault(index, []).append(Instruction(op="FETCH", stage=stage, states=states))
-    return list(_inserted(instructions, before, after))
+    return list(_insert_instructions(instructions, before, after))
 
 
 def with_gradients(
@@ -159,13 +159,13 @@ def with_gradients(
     return result
 
 
-def _covers(instruction: Instruction, position: int, call: CallData) -> bool:
+def _is_call_covered(instruction: Instruction, position: int, call: CallData) -> bool:
     if instruction.calls is None:
         return call.prologue
     return instruction.calls[0] <= position < instruction.calls[1]
 
 
-def _inserted(
+def _insert_instructions(
     instructions: Sequence[Instruction],
     before: Mapping[int, Sequence[Instruction]],
     after: Mapping[int, Sequence[Instruction]],

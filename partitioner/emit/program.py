@@ -21,14 +21,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from partitioner.emit.buckets import AT_ONCE, Gradient, ReductionScheme, bucket_limit, plan_buckets, with_levels
-from partitioner.emit.channels import fetches
-from partitioner.emit.offload import offloaded
+from partitioner.emit.channels import plan_fetches
+from partitioner.emit.offload import select_offloads
 from partitioner.emit.routes import EmitError, Routes, StageCalls, make_routes
 from partitioner.emit.stage import StageFlow, StageJob, stage_instructions, updates_of
 from partitioner.emit.zero import zero_axes
 from partitioner.schedules.csv_table import ScheduleTable
-from partitioner.schedules.registry import ranks_of, schedule_name, timetable
-from partitioner.schedules.steady_state import SteadyState, parts_of, steady
+from partitioner.schedules.registry import build_timetable, ranks_of, schedule_name
+from partitioner.schedules.steady_state import SteadyState, find_steady_state, parts_of
 from passes.ir.gradient_flow import GradientFlow, accumulated_in, gradient_flow, gradient_paths
 from passes.ir.layouts import REPLICATED, Layout, divides, local_shape
 from passes.ir.model import CallSignature, FoldedModel, TensorSpec
@@ -138,9 +138,9 @@ def emit(
         found = zero_axes(
             axes, name in with_gradient, zero=zero, expert=name in layouts.experts, hybrid=0 < dp_shard < sizes["dp"]
         )
-        return _split(found, sizes_of_axes)
+        return _select_split_axes(found, sizes_of_axes)
 
-    states = _states(model, routes, layouts, sizes_of_axes, shared)
+    states = _build_state_data(model, routes, layouts, sizes_of_axes, shared)
     tied: dict[tuple[int, ...], list[str]] = {}
     for name, state in states.items():
         if name in with_gradient and len(state.stages) > 1:
@@ -150,21 +150,23 @@ def emit(
         """Bytes that fill a bucket of gradients that are reduced over ``axes``."""
         return bucket_bytes or bucket_limit(math.prod(sizes_of_axes[axis] for axis in axes))
 
-    calls = [tuple(_call(model, i) for i in here.calls) for here in routes.stages]
-    kept = offloaded(offload, train)
+    calls = [tuple(_build_call_data(model, i) for i in here.calls) for here in routes.stages]
+    kept = select_offloads(offload, train)
 
     def lists(num_microbatches: int) -> list[tuple[tuple[Bucket, ...], tuple[Instruction, ...]]]:
         """The buckets and instructions of each stage."""
-        orders = timetable(schedule, num_stages, num_microbatches, virtual_stages).orders
-        fetched = fetches(orders, routes, train)
+        orders = build_timetable(schedule, num_stages, num_microbatches, virtual_stages).orders
+        fetched = plan_fetches(orders, routes, train)
         result = []
         for s, here in enumerate(routes.stages):
             gradients = [
-                _gradient(n, d, n in with_gradient, sizes_of_axes, _readers(calls[s], n) if zero == 3 else ())
+                _build_gradient(
+                    n, d, n in with_gradient, sizes_of_axes, _find_reader_positions(calls[s], n) if zero == 3 else ()
+                )
                 for n, d in states.items()
                 if (n in with_gradient or d.zero_axes) and s in d.stages
             ]
-            planned = plan_buckets(here, orders[s], gradients, _adds(here, flow), limit, zero)
+            planned = plan_buckets(here, orders[s], gradients, _find_gradient_additions(here, flow), limit, zero)
             buckets = [with_levels(b, states[b.states[0]].zero_axes, sizes_of_axes, reducing) for b in planned]
             job = StageJob(
                 stage=s,
@@ -180,7 +182,7 @@ def emit(
                 syncs=[tuple(names) for among, names in sorted(tied.items()) if s in among],
                 updates=updates_of(states, s),
                 new_values={n: v for n, v in model.updates.items() if routes.home[v] == s and n not in model.keeps},
-                total_axes=_split(("dp",), sizes),
+                total_axes=_select_split_axes(("dp",), sizes),
                 zero=zero,
                 offload=kept,
                 hosted=frozenset(n for n, d in states.items() if s in d.stages and is_hosted(d, kept, train)),
@@ -207,7 +209,9 @@ def emit(
             selective_calls=chosen(s, slim),
         )
         for s, (buckets, instructions) in enumerate(
-            _grown(lists, steady(schedule, num_stages, num_microbatches, virtual_stages), num_microbatches)
+            _derive_instruction_lists(
+                lists, find_steady_state(schedule, num_stages, num_microbatches, virtual_stages), num_microbatches
+            )
         )
     ]
     used = {c.block for stage in stages for c in stage.calls}
@@ -228,7 +232,7 @@ def emit(
             if name in used
         },
         states=states,
-        values=_values(model, flow, layouts),
+        values=_build_value_data(model, flow, layouts),
         inputs=tuple(
             InputData(
                 value=i.value,
@@ -240,14 +244,14 @@ def emit(
             )
             for i in model.inputs
         ),
-        outputs=tuple(_outputs(model, routes, layouts)),
+        outputs=tuple(_build_output_data(model, routes, layouts)),
         loss=model.loss,
         stages=tuple(stages),
         fingerprint=weights_fingerprint(states),
         constants={n: model.constants[n].tolist() for n in states if n in model.constants},
         initial={n: model.initial[n] for n in states if n in model.initial},
         tree=model.tree,
-        signature=_signature(model.signature),
+        signature=_build_signature_data(model.signature),
         etp=etp,
         zero=zero if any(state.zero_axes for state in states.values()) else 0,
         dp_shard=part,
@@ -257,7 +261,7 @@ def emit(
     )
 
 
-def _signature(signature: CallSignature) -> SignatureData:
+def _build_signature_data(signature: CallSignature) -> SignatureData:
     arguments = None
     if signature.arguments is not None:
         arguments = tuple(
@@ -280,7 +284,7 @@ def _signature(signature: CallSignature) -> SignatureData:
 Lists = Sequence[tuple[tuple[Bucket, ...], Instructions]]  # by stage
 
 
-def _grown(lists: Callable[[int], Lists], found: SteadyState | None, num_microbatches: int) -> Lists:
+def _derive_instruction_lists(lists: Callable[[int], Lists], found: SteadyState | None, num_microbatches: int) -> Lists:
     """The stages' instruction lists. If the schedule has a steady state, the lists of many microbatches are derived
     from lists of few."""
     if found is None:
@@ -304,19 +308,19 @@ def _check_mesh(mesh: Mapping[str, int], objective: str, model: FoldedModel, dp_
         raise EmitError("training needs a loss and the model has none; give loss=... or objective='infer'")
 
 
-def _split(axes: Collection[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
+def _select_split_axes(axes: Collection[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
     """The ``axes`` that have more than one rank, in the mesh's order."""
     return tuple(a for a in ALL_AXES if a in axes and sizes[a] > 1)
 
 
-def _call(model: FoldedModel, index: int) -> CallData:
+def _build_call_data(model: FoldedModel, index: int) -> CallData:
     c = model.calls[index]
     return CallData(
         block=c.block, path=c.path, states=c.states, inputs=c.inputs, outputs=c.outputs, prologue=c.prologue
     )
 
 
-def _states(
+def _build_state_data(
     model: FoldedModel,
     routes: Routes,
     layouts: Layouts,
@@ -344,7 +348,7 @@ def _states(
             raise EmitError(f"forward changes the experts' buffer {name!r}, which ranks of ep would share; use ep=1")
         if not divides(by_expert, state.spec.shape, sizes["ep"]):
             raise EmitError(f"state {name!r} of shape {state.spec.shape} cannot be {by_expert} over ep={sizes['ep']}")
-        grad_axes = _split(layouts.grad_axes.get(name, ()), sizes)
+        grad_axes = _select_split_axes(layouts.grad_axes.get(name, ()), sizes)
         result[name] = StateData(
             shape=state.spec.shape,
             dtype=dtype_name(state.spec.dtype),
@@ -363,7 +367,7 @@ def _states(
     return result
 
 
-def _gradient(
+def _build_gradient(
     name: str, state: StateData, trained: bool, sizes: Mapping[str, int], readers: tuple[int, ...]
 ) -> Gradient:
     shape = local_shape(Layout.parse(state.expert_layout), state.shape, sizes["ep"])
@@ -380,11 +384,11 @@ def _gradient(
     )
 
 
-def _readers(calls: Sequence[CallData], state: str) -> tuple[int, ...]:
+def _find_reader_positions(calls: Sequence[CallData], state: str) -> tuple[int, ...]:
     return tuple(position for position, call in enumerate(calls) if state in call.states)
 
 
-def _adds(here: StageCalls, flow: GradientFlow) -> dict[str, list[int]]:
+def _find_gradient_additions(here: StageCalls, flow: GradientFlow) -> dict[str, list[int]]:
     adds: dict[str, list[int]] = {}
     for position, i in enumerate(here.calls):
         for name in flow.states[i]:
@@ -400,7 +404,7 @@ def _stage_flow(model: FoldedModel, here: StageCalls, flow: GradientFlow) -> Sta
     )
 
 
-def _values(model: FoldedModel, flow: GradientFlow, layouts: Layouts) -> dict[str, Value]:
+def _build_value_data(model: FoldedModel, flow: GradientFlow, layouts: Layouts) -> dict[str, Value]:
     names = [i.value for i in model.inputs] + [v for c in model.calls for v in c.outputs]
     return {
         name: Value(
@@ -414,7 +418,7 @@ def _values(model: FoldedModel, flow: GradientFlow, layouts: Layouts) -> dict[st
     }
 
 
-def _outputs(model: FoldedModel, routes: Routes, layouts: Layouts) -> list[OutputData]:
+def _build_output_data(model: FoldedModel, routes: Routes, layouts: Layouts) -> list[OutputData]:
     result = []
     for o in model.outputs:
         if o.value is None:

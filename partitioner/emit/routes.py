@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from partitioner.schedules.actions import held
+from partitioner.schedules.actions import group_stages_by_rank
 from passes.errors import PartitionError
 from passes.ir.gradient_flow import GradientFlow
 from passes.ir.model import FoldedModel
@@ -74,7 +74,7 @@ def make_routes(
             [own[k] for k in stages],
             [v for v, at in home.items() if at == s and v not in made_at],
         )
-        for s, stages in enumerate(held(ranks, num_stages))
+        for s, stages in enumerate(group_stages_by_rank(ranks, num_stages))
     )
     arriving: list[list[str]] = [[] for _ in own]
     returning: list[list[str]] = [[] for _ in own]
@@ -89,15 +89,15 @@ def make_routes(
                 adders[v].add(k)
     for value, start in made_at.items():
         adding = {ranks[a] for a in adders[value]}
-        hops = _hops(start, readers[value], ranks)
+        hops = _find_value_hops(start, readers[value], ranks)
         for k in hops:
             arriving[k].append(value)
-            if _beyond(k, hops, ranks) & adding:
+            if _find_reached_ranks(k, hops, ranks) & adding:
                 returning[k].append(value)
     return Routes(tuple(ranks), stages, tuple(map(tuple, arriving)), tuple(map(tuple, returning)), home)
 
 
-def _hops(start: int, readers: set[int], ranks: Sequence[int]) -> list[int]:
+def _find_value_hops(start: int, readers: set[int], ranks: Sequence[int]) -> list[int]:
     """The virtual stages that receive a value made at ``start``: each rank that reads it, or hands it on, gets it once.
 
     It comes at the first of the rank's virtual stages, from that before it, whose rank has got it likewise.
@@ -114,7 +114,7 @@ def _hops(start: int, readers: set[int], ranks: Sequence[int]) -> list[int]:
     return sorted(hops)
 
 
-def _beyond(hop: int, hops: Sequence[int], ranks: Sequence[int]) -> set[int]:
+def _find_reached_ranks(hop: int, hops: Sequence[int], ranks: Sequence[int]) -> set[int]:
     """The ranks that get a value by ``hop``, themselves or from others that do."""
     found = {ranks[hop]}
     for later in hops:

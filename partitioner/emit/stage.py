@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from partitioner.emit.buckets import PlannedBucket, turn, with_turns
+from partitioner.emit.buckets import PlannedBucket, build_turn_instruction, with_turns
 from partitioner.emit.channels import Fetch
 from partitioner.emit.offload import with_fetches, with_gradients, with_parking, with_passing
 from partitioner.emit.routes import Routes
 from partitioner.emit.zero import with_sharding
-from partitioner.schedules.actions import Action, Order, held
+from partitioner.schedules.actions import Action, Order, group_stages_by_rank
 from runtime.program.instructions import Instruction
 from runtime.program.program import CallData, StateData
 
@@ -59,7 +59,7 @@ class StageJob:
     @cached_property
     def held(self) -> tuple[int, ...]:
         """This rank's virtual stages, by chunk."""
-        return held(self.routes.ranks, self.num_stages)[self.stage]
+        return group_stages_by_rank(self.routes.ranks, self.num_stages)[self.stage]
 
     def is_sent(self, hops: Sequence[Sequence[str]], virtual: int) -> bool:
         """Whether there is a virtual stage ``virtual`` that receives something (``hops``) from the one before it."""
@@ -77,13 +77,13 @@ def updates_of(states: Mapping[str, StateData], stage: int) -> list[tuple[str, .
 
 def stage_instructions(job: StageJob) -> tuple[Instruction, ...]:
     """The instruction list that all ranks of the stage run."""
-    instructions = list(_prologue(job))
+    instructions = list(_emit_prologue(job))
     for index, action in enumerate(job.order):
         if action.kind == "F":
-            instructions += _forward(job, action, index)
+            instructions += _emit_forward(job, action, index)
         elif job.train:
-            instructions += _backward(job, action, index)
-    instructions += _finish(job)
+            instructions += _emit_backward(job, action, index)
+    instructions += _emit_step_end(job)
     sharded = {number: bucket.states for number, bucket in enumerate(job.buckets) if bucket.sharded}
     if job.train and "activations" in job.offload:
         instructions = with_parking(instructions, job.flow.runs)
@@ -100,7 +100,7 @@ def stage_instructions(job: StageJob) -> tuple[Instruction, ...]:
     return insert_frees(instructions, job.calls, job.flow, job.new_values)
 
 
-def _prologue(job: StageJob) -> Iterator[Instruction]:
+def _emit_prologue(job: StageJob) -> Iterator[Instruction]:
     """Totals over the whole batch, before anything that reads them."""
     here = job.routes.stages[job.stage]
     if not here.totals:
@@ -112,7 +112,7 @@ def _prologue(job: StageJob) -> Iterator[Instruction]:
     yield Instruction(op="TOTAL", stage=job.stage, values=here.totals, axes=job.total_axes)
 
 
-def _fetch(job: StageJob, index: int) -> Iterator[Instruction]:
+def _emit_fetches(job: StageJob, index: int) -> Iterator[Instruction]:
     """What arrives before the action at ``index``, in the order in which it is sent."""
     for fetch in job.fetches[index]:
         hops = job.routes.arriving if fetch.direction == "F" else job.routes.returning
@@ -125,13 +125,13 @@ def _fetch(job: StageJob, index: int) -> Iterator[Instruction]:
         )
 
 
-def _forward(job: StageJob, action: Action, index: int) -> Iterator[Instruction]:
+def _emit_forward(job: StageJob, action: Action, index: int) -> Iterator[Instruction]:
     here, routes = job.routes.stages[job.stage], job.routes
     virtual = job.held[action.chunk]
     at: dict[str, Any] = {"stage": job.stage, "microbatch": action.microbatch}
     if here.loads[action.chunk]:
         yield Instruction(op="LOAD", values=here.loads[action.chunk], **at)
-    yield from _fetch(job, index)
+    yield from _emit_fetches(job, index)
     start, end = here.forward_range(action.chunk)
     # In training a value between two calls is kept for backward anyway; without, it can go as soon as it is read.
     steps = [(start, end)] if job.train and not job.by_call else [(i, i + 1) for i in range(start, end)]
@@ -142,11 +142,11 @@ def _forward(job: StageJob, action: Action, index: int) -> Iterator[Instruction]
         yield Instruction(op="SEND_F", values=routes.arriving[virtual + 1], peer=routes.ranks[virtual + 1], **at)
 
 
-def _backward(job: StageJob, action: Action, index: int) -> Iterator[Instruction]:
+def _emit_backward(job: StageJob, action: Action, index: int) -> Iterator[Instruction]:
     here, routes = job.routes.stages[job.stage], job.routes
     virtual = job.held[action.chunk]
     at: dict[str, Any] = {"stage": job.stage, "microbatch": action.microbatch}
-    yield from _fetch(job, index)
+    yield from _emit_fetches(job, index)
     start, end = here.chunks[action.chunk]
     reduced: dict[int, list[int]] = {}
     if action.kind != "I":
@@ -155,7 +155,7 @@ def _backward(job: StageJob, action: Action, index: int) -> Iterator[Instruction
             if position is not None:
                 reduced.setdefault(position, []).append(number)
     cuts = range(start + 1, end) if job.by_call else reduced
-    for span in _pieces(start, end, cuts, job.flow.runs):
+    for span in _split_call_range(start, end, cuts, job.flow.runs):
         if any(job.flow.runs[span[0] : span[1]]):
             yield Instruction(op=action.kind, calls=span, **at)
         # what others wait for goes out before what only has to be done by the end
@@ -163,10 +163,10 @@ def _backward(job: StageJob, action: Action, index: int) -> Iterator[Instruction
             yield Instruction(op="SEND_B", values=routes.returning[virtual], peer=routes.ranks[virtual - 1], **at)
         for position in sorted((c for c in reduced if span[0] <= c < span[1]), reverse=True):
             for number in reduced[position]:
-                yield _first(job, number)
+                yield _start_bucket_reduction(job, number)
 
 
-def _pieces(start: int, end: int, cuts: Iterable[int], runs: Sequence[bool]) -> Iterator[tuple[int, int]]:
+def _split_call_range(start: int, end: int, cuts: Iterable[int], runs: Sequence[bool]) -> Iterator[tuple[int, int]]:
     """``[start, end)`` cut before the positions ``cuts``, last piece first; what has no backward adds no piece."""
     here = end
     for cut in sorted((c for c in cuts if any(runs[start:c])), reverse=True):
@@ -175,26 +175,26 @@ def _pieces(start: int, end: int, cuts: Iterable[int], runs: Sequence[bool]) -> 
     yield start, here
 
 
-def _finish(job: StageJob) -> Iterator[Instruction]:
+def _emit_step_end(job: StageJob) -> Iterator[Instruction]:
     """What comes after the last forward and backward."""
     if job.train:
         for states in job.syncs:
             yield Instruction(op="SYNC", stage=job.stage, states=states)
         for number, bucket in enumerate(job.buckets):
             if bucket.ready is None and bucket.axes:
-                yield _first(job, number)
+                yield _start_bucket_reduction(job, number)
     for states in job.updates:
         yield Instruction(op="UPDATE", stage=job.stage, states=states, microbatch=0)
     if job.train:
         yield Instruction(op="STEP", stage=job.stage)
 
 
-def _first(job: StageJob, number: int) -> Instruction:
+def _start_bucket_reduction(job: StageJob, number: int) -> Instruction:
     """What starts the reduction of a bucket."""
     bucket = job.buckets[number]
     if bucket.sharded:
         return Instruction(op="SCATTER", stage=job.stage, bucket=number)
-    return turn(job.stage, number, bucket.turns[0])
+    return build_turn_instruction(job.stage, number, bucket.turns[0])
 
 
 Key = tuple[str, int | None, bool]  # value, microbatch, whether its gradient
@@ -212,7 +212,7 @@ def insert_frees(
     made: set[Key] = set()
     ending: dict[int, list[Key]] = {}
     for index, instruction in enumerate(instructions):
-        makes, reads = _touches(instruction, calls, flow, totals, new_values)
+        makes, reads = _list_accessed_values(instruction, calls, flow, totals, new_values)
         for key in makes:
             if key in made and instruction.op == "LOAD":
                 ending.setdefault(last.pop(key), []).append(key)
@@ -233,7 +233,7 @@ def insert_frees(
     return tuple(result)
 
 
-def _touches(
+def _list_accessed_values(
     instruction: Instruction,
     calls: Sequence[CallData],
     flow: StageFlow,

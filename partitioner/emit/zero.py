@@ -83,7 +83,9 @@ def with_sharding(
     return _gathered_once(instructions, needs, prologue)
 
 
-def _read(instruction: Instruction, needs: Needs, runs: Sequence[bool], calls: Sequence[int]) -> frozenset[int]:
+def _find_read_buckets(
+    instruction: Instruction, needs: Needs, runs: Sequence[bool], calls: Sequence[int]
+) -> frozenset[int]:
     backward = instruction.op in _BACKWARD
     return frozenset().union(*(needs[p] for p in calls if runs[p] or not backward))
 
@@ -96,7 +98,7 @@ def _gathered_by_call(
         if i.op in _COMPUTING:
             calls = range(*i.calls) if i.calls is not None else prologue
             places.append(index)
-            reads.append(_read(i, needs, runs, calls))
+            reads.append(_find_read_buckets(i, needs, runs, calls))
     before: dict[int, list[Instruction]] = {}
     after: dict[int, list[Instruction]] = {}
     there: frozenset[int] = frozenset()

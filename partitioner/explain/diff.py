@@ -11,18 +11,18 @@ from rich.text import Text
 
 from partitioner.explain.explain import KINDS, MEMORY_KINDS, memory_words, without_residue
 from partitioner.explain.tables import (
+    build_empty_table,
+    format_heading,
     fullest_bytes,
     fullest_rank,
-    heading,
     host_kinds,
-    indented,
+    indent_part,
     microbatches_text,
-    table,
 )
 from partitioner.plan import Plan
-from partitioner.plans.figures import COLLECTIVE_NAMES, capacities, mesh_text
-from partitioner.plans.outline import outline
-from partitioner.units import bytes_text, digits, percent, plain, plural, seconds_text
+from partitioner.plans.figures import COLLECTIVE_NAMES, list_rank_capacities, mesh_text
+from partitioner.plans.outline import outline_program
+from partitioner.units import bytes_text, format_digits, format_percent, format_plain_text, format_plural, seconds_text
 from runtime.program.program import StateData
 
 _MOST_LAYOUTS = 20
@@ -30,24 +30,24 @@ _MOST_LAYOUTS = 20
 _SAME = 1e-3  # of a figure: less is no difference
 
 
-def diff(plan: Plan, other: Plan) -> str:
+def format_plan_diff(plan: Plan, other: Plan) -> str:
     """What ``other`` does otherwise than ``plan``, as plain text."""
-    return plain(diff_parts(plan, other))
+    return format_plain_text(diff_parts(plan, other))
 
 
 def diff_parts(plan: Plan, other: Plan, names: tuple[str, str] = ("this plan", "the other")) -> list[RenderableType]:
     """The comparison for a terminal."""
     parts: list[RenderableType] = []
     for title, body in (
-        ("In short", [_item(line) for line in in_words(plan, other)]),
-        ("The plans", [_two(names, list(_figures(plan, other)))]),
-        ("Time by kind", [_times(names, plan, other)]),
-        ("Memory of the fullest rank by kind", _memory(names, plan, other)),
-        ("Stages", list(_stages(names, plan, other))),
-        ("Layouts of weights", list(_layouts(plan, other))),
+        ("In short", [_format_item(line) for line in in_words(plan, other)]),
+        ("The plans", [_build_pair_table(names, list(_compare_figures(plan, other)))]),
+        ("Time by kind", [_compare_times(names, plan, other)]),
+        ("Memory of the fullest rank by kind", _compare_memory(names, plan, other)),
+        ("Stages", list(_compare_stages(names, plan, other))),
+        ("Layouts of weights", list(_compare_layouts(plan, other))),
     ):
         if body:
-            parts += [heading(title), *body, ""]
+            parts += [format_heading(title), *body, ""]
     return parts[:-1]
 
 
@@ -59,13 +59,14 @@ def in_words(plan: Plan, other: Plan) -> Iterator[str]:
         yield f"The plans are for different clusters: {plan.topology.name} and {other.topology.name}."
     mine, yours = plan.estimate, other.estimate
     yield (
-        f"The other plan takes {seconds_text(yours.step_time)}, {relative(mine.step_time, yours.step_time)} this one's "
+        f"The other plan takes {seconds_text(yours.step_time)}, "
+        f"{format_relative(mine.step_time, yours.step_time)} this one's "
         f"{seconds_text(mine.step_time)}."
     )
     yield from time_changes(mine.breakdown, yours.breakdown)
     a, b = fullest_bytes(plan), fullest_bytes(other)
     if a is not None and b is not None:
-        yield f"Its fullest rank holds {bytes_text(b)}, {relative(a, b, bytes_text)} {bytes_text(a)}."
+        yield f"Its fullest rank holds {bytes_text(b)}, {format_relative(a, b, bytes_text)} {bytes_text(a)}."
     if plan.mesh != other.mesh:
         yield f"Its mesh is {mesh_text(other.mesh)} instead of {mesh_text(plan.mesh)}."
     if plan.planned_only != other.planned_only:
@@ -74,14 +75,14 @@ def in_words(plan: Plan, other: Plan) -> Iterator[str]:
                 yield f"{which} has {', '.join(only)}, which this version plans but does not execute."
 
 
-def relative(old: float, new: float, text: Callable[[float], str] = seconds_text) -> str:
+def format_relative(old: float, new: float, text: Callable[[float], str] = seconds_text) -> str:
     """How ``new`` stands to ``old``, both written by ``text``: ``22% more than``, ``3.1 times``, ``the same as``."""
     if not old or (abs(new - old) <= _SAME * abs(old) and text(old) == text(new)):
         return "the same as"
     ratio = new / old
     if ratio >= 2:
-        return f"{digits(ratio, 2)} times"
-    return f"{percent(abs(ratio - 1))} {'more' if ratio > 1 else 'less'} than"
+        return f"{format_digits(ratio, 2)} times"
+    return f"{format_percent(abs(ratio - 1))} {'more' if ratio > 1 else 'less'} than"
 
 
 def time_changes(old: Mapping[str, float], new: Mapping[str, float], most: int = 4) -> Iterator[str]:
@@ -96,29 +97,29 @@ def time_changes(old: Mapping[str, float], new: Mapping[str, float], most: int =
             yield f"{KINDS.get(kind, kind)}: {sign}{seconds_text(abs(change))} ({was} → {now})"
 
 
-def _item(text: str) -> RenderableType:
-    return indented(Text(f"- {text}"))
+def _format_item(text: str) -> RenderableType:
+    return indent_part(Text(f"- {text}"))
 
 
-def _two(names: tuple[str, str], rows: Sequence[tuple[str, str, str]]) -> RenderableType:
-    made = table([("", False), (names[0], False), (names[1], False)])
+def _build_pair_table(names: tuple[str, str], rows: Sequence[tuple[str, str, str]]) -> RenderableType:
+    made = build_empty_table([("", False), (names[0], False), (names[1], False)])
     for name, one, two in rows:
         made.add_row(name, Text(one), Text(two), style="bold" if one != two else None)
-    return indented(made)
+    return indent_part(made)
 
 
-def _figures(plan: Plan, other: Plan) -> Iterator[tuple[str, str, str]]:
+def _compare_figures(plan: Plan, other: Plan) -> Iterator[tuple[str, str, str]]:
     """(name, this, other); what both have alike is left out, but for time and memory."""
-    pairs = zip(_described(plan), _described(other), strict=True)
+    pairs = zip(_describe_plan(plan), _describe_plan(other), strict=True)
     for (name, one), (_, two) in pairs:
         if one != two or name in ("mesh", "step time", "memory"):
             yield name, one, two
 
 
-def _described(plan: Plan) -> list[tuple[str, str]]:
+def _describe_plan(plan: Plan) -> list[tuple[str, str]]:
     chosen, estimate, fullest = plan.chosen, plan.estimate, fullest_rank(plan)
     given = plan.constraints.given
-    memory = f"{bytes_text(estimate.memory[fullest])} of {bytes_text(capacities(plan)[fullest])}"
+    memory = f"{bytes_text(estimate.memory[fullest])} of {bytes_text(list_rank_capacities(plan)[fullest])}"
     return [
         ("model", plan.model),
         ("cluster", plan.topology.name),
@@ -128,7 +129,7 @@ def _described(plan: Plan) -> list[tuple[str, str]]:
         ("global batch", f"{plan.global_batch:,}"),
         ("fixed by you", ", ".join(f"{k}={v}" for k, v in given.items()) or "nothing"),
         ("mesh", mesh_text(plan.mesh)),
-        ("microbatches", f"{microbatches_text(plan)} of {plural(chosen.microbatch_size, 'sample')}"),
+        ("microbatches", f"{microbatches_text(plan)} of {format_plural(chosen.microbatch_size, 'sample')}"),
         ("schedule", plan.schedule if plan.num_stages > 1 else "one stage"),
         ("virtual stages", str(chosen.virtual_stages)),
         ("gradients", _added_up(plan)),
@@ -136,10 +137,10 @@ def _described(plan: Plan) -> list[tuple[str, str]]:
         ("in host memory", ", ".join(host_kinds(plan)) or "nothing"),
         ("on disk", "optimizer states" if "disk" in plan.offload else "nothing"),
         ("step time", seconds_text(estimate.step_time)),
-        ("MFU", percent(estimate.mfu)),
-        ("bubble", percent(estimate.bubble)),
+        ("MFU", format_percent(estimate.mfu)),
+        ("bubble", format_percent(estimate.bubble)),
         ("memory", memory if estimate.memory else "unknown"),
-        ("gap of the certificate", percent(plan.certificate.gap)),
+        ("gap of the certificate", format_percent(plan.certificate.gap)),
     ]
 
 
@@ -147,33 +148,35 @@ def _added_up(plan: Plan) -> str:
     """Which collectives add up gradients, over what, and in what they are sent."""
     if plan.written is None:
         return "not written out"
-    moved = [m for stage in outline(plan.written).stages for m in stage.reductions if m.what.startswith("gradients")]
+    moved = [
+        m for stage in outline_program(plan.written).stages for m in stage.reductions if m.what.startswith("gradients")
+    ]
     ways = dict.fromkeys((COLLECTIVE_NAMES.get(m.op, m.op), m.what.removeprefix("gradients"), m.axis) for m in moved)
     return ", ".join(f"{op}{kind} over {axis}" for op, kind, axis in ways) or "nothing to add up"
 
 
-def _amounts(
+def _build_amount_table(
     names: tuple[str, str],
     one: Mapping[str, float],
     two: Mapping[str, float],
     words: Mapping[str, str],
     text: Callable[[float], str],
 ) -> RenderableType:
-    made = table([("", False), (names[0], True), (names[1], True), ("difference", True)])
+    made = build_empty_table([("", False), (names[0], True), (names[1], True), ("difference", True)])
     for kind in sorted({**one, **two}, key=lambda k: -max(one.get(k, 0.0), two.get(k, 0.0))):
         a, b = one.get(kind, 0.0), two.get(kind, 0.0)
         if a or b:
             sign = "" if a == b else "+" if b > a else "−"
             made.add_row(Text(words.get(kind, kind)), text(a), text(b), f"{sign}{text(abs(b - a))}" if sign else "")
-    return indented(made)
+    return indent_part(made)
 
 
-def _times(names: tuple[str, str], plan: Plan, other: Plan) -> RenderableType:
+def _compare_times(names: tuple[str, str], plan: Plan, other: Plan) -> RenderableType:
     one, two = (without_residue(each.estimate.breakdown) for each in (plan, other))
-    return _amounts(names, one, two, KINDS, seconds_text)
+    return _build_amount_table(names, one, two, KINDS, seconds_text)
 
 
-def _memory(names: tuple[str, str], plan: Plan, other: Plan) -> list[RenderableType]:
+def _compare_memory(names: tuple[str, str], plan: Plan, other: Plan) -> list[RenderableType]:
     parts = []
     for each in (plan, other):
         if not each.estimate.stages:
@@ -181,13 +184,13 @@ def _memory(names: tuple[str, str], plan: Plan, other: Plan) -> list[RenderableT
         stage = fullest_rank(each) // (each.world_size // each.num_stages)
         parts.append(each.estimate.stages[stage].memory)
     words = memory_words(plan) if plan.objective == other.objective else MEMORY_KINDS
-    return [_amounts(names, parts[0], parts[1], words, bytes_text)]
+    return [_build_amount_table(names, parts[0], parts[1], words, bytes_text)]
 
 
-def _stages(names: tuple[str, str], plan: Plan, other: Plan) -> Iterator[RenderableType]:
+def _compare_stages(names: tuple[str, str], plan: Plan, other: Plan) -> Iterator[RenderableType]:
     ones, twos = (
         [
-            f"{s.first} to {s.last}, {plural(s.num_calls, 'call')}" + (f", {s.again}" if s.again else "")
+            f"{s.first} to {s.last}, {format_plural(s.num_calls, 'call')}" + (f", {s.again}" if s.again else "")
             for s in each.estimate.stages
         ]
         for each in (plan, other)
@@ -195,10 +198,10 @@ def _stages(names: tuple[str, str], plan: Plan, other: Plan) -> Iterator[Rendera
     if ones != twos:
         length = max(len(ones), len(twos))
         rows = [(str(k), (ones[k : k + 1] or [""])[0], (twos[k : k + 1] or [""])[0]) for k in range(length)]
-        yield _two(names, rows)
+        yield _build_pair_table(names, rows)
 
 
-def _layouts(plan: Plan, other: Plan) -> Iterator[RenderableType]:
+def _compare_layouts(plan: Plan, other: Plan) -> Iterator[RenderableType]:
     """Weights whose layout over ``tp`` or ``ep`` differs; those of repeated layers are told once."""
     if plan.written is None or other.written is None:
         return
@@ -206,17 +209,17 @@ def _layouts(plan: Plan, other: Plan) -> Iterator[RenderableType]:
     told: Counter[tuple[str, str, str]] = Counter()
     for name, state in mine.items():
         if name in yours:
-            one, two = _shares(state, plan.mesh), _shares(yours[name], other.mesh)
+            one, two = _format_layouts(state, plan.mesh), _format_layouts(yours[name], other.mesh)
             if one != two:
                 told[re.sub(r"\d+", "*", name), one, two] += 1
     for (name, one, two), count in list(told.items())[:_MOST_LAYOUTS]:
         times = f" ({count})" if count > 1 else ""
-        yield _item(f"{name}{times}: {one} → {two}")
+        yield _format_item(f"{name}{times}: {one} → {two}")
     if len(told) > _MOST_LAYOUTS:
-        yield _item(f"and {len(told) - _MOST_LAYOUTS} more")
+        yield _format_item(f"and {len(told) - _MOST_LAYOUTS} more")
 
 
-def _shares(state: StateData, mesh: Mapping[str, int]) -> str:
+def _format_layouts(state: StateData, mesh: Mapping[str, int]) -> str:
     layouts = [(state.expert_layout, mesh.get("ep", 1), " of ep"), (state.layout, mesh.get("tp", 1), "")]
     cuts = [f"{layout} over {n} ranks{of}" for layout, n, of in layouts if n > 1 and layout.startswith("S")]
     return ", ".join(cuts) or "whole"

@@ -11,7 +11,7 @@ from partitioner.cost.call.roofline import kernel_times
 from partitioner.plan import Plan
 from partitioner.simulate.program_time import PlanDurations
 from partitioner.topology.hardware import DeviceType
-from partitioner.units import percent
+from partitioner.units import format_percent
 from passes.ir.model import Block
 
 Seconds = dict[str, float]  # by kind, in words
@@ -33,14 +33,14 @@ _WORDS = {
 }
 
 
-def dearest(plan: Plan) -> str:
+def format_costliest_kinds(plan: Plan) -> str:
     """``matrix products (61%), norms (20%) and reductions (8.1%)``: of what the busiest stage computes for a
     microbatch, the kinds that take longest; empty where it computes nothing."""
     durations = PlanDurations(plan)
-    seconds = max((_of_stage(plan, durations, stage) for stage in range(plan.num_stages)), key=_total)
-    total = _total(seconds)
+    seconds = max((_of_stage(plan, durations, stage) for stage in range(plan.num_stages)), key=_sum_kind_seconds)
+    total = _sum_kind_seconds(seconds)
     ranked = sorted(seconds.items(), key=lambda item: -item[1])[:_MOST]
-    shown = [f"{kind} ({percent(s / total)})" for kind, s in ranked if s > _LEAST * total]
+    shown = [f"{kind} ({format_percent(s / total)})" for kind, s in ranked if s > _LEAST * total]
     return " and ".join(filter(None, (", ".join(shown[:-1]), *shown[-1:])))
 
 
@@ -63,7 +63,7 @@ def _of_stage(plan: Plan, durations: PlanDurations, stage: int) -> Seconds:
             for kind, took in chain(*(part.items() for part in (ahead, back, *again))):
                 seconds[kind] += took
         of_devices.append(seconds)
-    return max(of_devices, key=_total)
+    return max(of_devices, key=_sum_kind_seconds)
 
 
 def _of_call(block: Block, cost: CallCost, device: DeviceType, train: bool) -> tuple[Seconds, Seconds]:
@@ -73,9 +73,9 @@ def _of_call(block: Block, cost: CallCost, device: DeviceType, train: bool) -> t
     for kind, way, took in zip(asked.kind, asked.way, kernel_times(asked, device), strict=True):
         found[way][_WORDS.get(asked.kinds[kind], asked.kinds[kind])] += float(took)
     for seconds, whole in zip(found, (cost.forward_s, cost.backward_s), strict=True):
-        seconds[_ISSUING] += max(0.0, whole - _total(seconds))
+        seconds[_ISSUING] += max(0.0, whole - _sum_kind_seconds(seconds))
     return found
 
 
-def _total(seconds: Seconds) -> float:
+def _sum_kind_seconds(seconds: Seconds) -> float:
     return sum(seconds.values())

@@ -11,16 +11,16 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from partitioner.errors import PlanError
-from partitioner.explain.tables import heading, indented, table
+from partitioner.explain.tables import build_empty_table, format_heading, indent_part
 from partitioner.plan import Plan
-from partitioner.simulate.program_time import follow, plan_timeline
-from partitioner.units import percent, seconds_text
+from partitioner.simulate.program_time import plan_timeline, simulate_plan
+from partitioner.units import format_percent, seconds_text
 from runtime.observe.trace_events import (
     Event,
     TraceSpan,
-    complete,
     events_of,
-    flow,
+    make_complete_event,
+    make_flow_events,
     measured_steps,
     process_name,
     spans_of,
@@ -68,15 +68,15 @@ def predicted_events(timeline: Timeline) -> Iterator[Event]:
             if s.end > s.start:
                 op, of = s.instruction.word, {"stage": stage, "index": s.index, "work_s": s.work}
                 args = {"kind": "predicted", "op": op, **of}
-                yield complete(str(s.instruction), op, process, s.start, s.end, args)
+                yield make_complete_event(str(s.instruction), op, process, s.start, s.end, args)
         for b in lane.background:
             args = {"kind": "predicted", "stage": stage, "index": b.index, "bytes": b.nbytes}
-            yield complete(str(b.instruction), b.instruction.word, process, b.start, b.end, args, thread=1)
+            yield make_complete_event(str(b.instruction), b.instruction.word, process, b.start, b.end, args, thread=1)
             i = b.instruction
             if i.peer is not None and (i.peer, i.op[-1], i.microbatch, i.values) in ends:
                 number += 1
                 end = ends[i.peer, i.op[-1], i.microbatch, i.values]
-                yield from flow(number, process, b.start, _PREDICTED + i.peer, end, (1, 0))
+                yield from make_flow_events(number, process, b.start, _PREDICTED + i.peer, end, (1, 0))
 
 
 def _receive_ends(timeline: Timeline) -> dict[tuple[int, str, int | None, tuple[str, ...]], float]:
@@ -103,33 +103,35 @@ def compare_steps(plan: Plan, spans: Sequence[TraceSpan]) -> list[RenderableType
 
     Raises :class:`PlanError` where the trace is of another plan.
     """
-    _check(plan.program, spans)
-    of = follow(plan)
+    _require_same_plan(plan.program, spans)
+    of = simulate_plan(plan)
     timeline = of.timeline
     spans = [s for s in spans if plan.program.coordinates(s.rank)["dp"] in of.places]
     total = max(s.end for s in spans)
     short = [
         f"The step was predicted to take {seconds_text(timeline.step_time)}, and took {seconds_text(total)}: "
-        f"{_times(timeline.step_time, total)}.",
-        *_sentences(by_stage(timeline, spans), by_kind(timeline, spans)),
+        f"{_format_time_ratio(timeline.step_time, total)}.",
+        *_describe_differences(by_stage(timeline, spans), by_kind(timeline, spans)),
     ]
     kinds, places = by_kind(timeline, spans), by_instruction(timeline, spans)
     return [
-        heading("In short"),
-        *(indented(Text(f"- {line}")) for line in short),
+        format_heading("In short"),
+        *(indent_part(Text(f"- {line}")) for line in short),
         "",
-        heading("Work and waiting by stage"),
-        _table("what", by_stage(timeline, spans)),
+        format_heading("Work and waiting by stage"),
+        _build_comparison_table("what", by_stage(timeline, spans)),
         "",
-        heading("Work by kind"),
-        _table("kind", sorted(kinds, key=lambda r: -max(r.predicted, r.measured))),
+        format_heading("Work by kind"),
+        _build_comparison_table("kind", sorted(kinds, key=lambda r: -max(r.predicted, r.measured))),
         "",
-        heading("The instructions that differ most"),
-        _table("instruction", sorted(places, key=lambda r: -abs(r.measured - r.predicted))[:_MOST_ROWS]),
+        format_heading("The instructions that differ most"),
+        _build_comparison_table(
+            "instruction", sorted(places, key=lambda r: -abs(r.measured - r.predicted))[:_MOST_ROWS]
+        ),
     ]
 
 
-def _check(program: Program, spans: Sequence[TraceSpan]) -> None:
+def _require_same_plan(program: Program, spans: Sequence[TraceSpan]) -> None:
     ranks = {s.rank for s in spans}
     if ranks != set(range(program.world_size)):
         raise PlanError(
@@ -149,7 +151,7 @@ def _check(program: Program, spans: Sequence[TraceSpan]) -> None:
 def by_stage(timeline: Timeline, spans: Sequence[TraceSpan]) -> list[StageComparison]:
     rows = []
     for stage, lane in enumerate(timeline.stages):
-        ranks = _ranks(spans, stage)
+        ranks = _group_spans_by_rank(spans, stage)
         work = median(sum(s.end - s.start - s.waiting for s in mine) for mine in ranks)
         waiting = median(sum(s.waiting for s in mine) for mine in ranks)
         rows.append(StageComparison(stage, "work", lane.busy, work))
@@ -166,7 +168,7 @@ def by_kind(timeline: Timeline, spans: Sequence[TraceSpan]) -> list[StageCompari
             predicted[name] = predicted.get(name, 0.0) + p.work
     measured: dict[str, float] = {}
     for stage in range(len(timeline.stages)):
-        ranks = _ranks(spans, stage)
+        ranks = _group_spans_by_rank(spans, stage)
         for name in {KINDS.get(s.op, "other") for s in spans}:
             mine = [sum(s.end - s.start - s.waiting for s in r if KINDS.get(s.op, "other") == name) for r in ranks]
             measured[name] = measured.get(name, 0.0) + median(mine)
@@ -179,7 +181,7 @@ def by_kind(timeline: Timeline, spans: Sequence[TraceSpan]) -> list[StageCompari
 def by_instruction(timeline: Timeline, spans: Sequence[TraceSpan]) -> list[StageComparison]:
     rows = []
     for stage, lane in enumerate(timeline.stages):
-        ranks = _ranks(spans, stage)
+        ranks = _group_spans_by_rank(spans, stage)
         for p in lane.spans:
             if p.instruction.op in COMPUTE:
                 mine = median(sum(s.end - s.start - s.waiting for s in r if s.index == p.index) for r in ranks)
@@ -187,7 +189,7 @@ def by_instruction(timeline: Timeline, spans: Sequence[TraceSpan]) -> list[Stage
     return rows
 
 
-def _ranks(spans: Sequence[TraceSpan], stage: int) -> list[list[TraceSpan]]:
+def _group_spans_by_rank(spans: Sequence[TraceSpan], stage: int) -> list[list[TraceSpan]]:
     """The spans of each rank of a stage."""
     found: dict[int, list[TraceSpan]] = {}
     for s in spans:
@@ -196,13 +198,13 @@ def _ranks(spans: Sequence[TraceSpan], stage: int) -> list[list[TraceSpan]]:
     return list(found.values())
 
 
-def _sentences(stages: Sequence[StageComparison], kinds: Sequence[StageComparison]) -> Iterator[str]:
+def _describe_differences(stages: Sequence[StageComparison], kinds: Sequence[StageComparison]) -> Iterator[str]:
     total = sum(r.measured for r in stages) or 1.0
     worst = max((*kinds, *(r for r in stages if r.what == "waiting")), key=lambda r: abs(r.measured - r.predicted))
     where = f" of stage {worst.stage}" if worst.stage >= 0 else ""
     yield (
         f"Most of the difference is in {worst.what}{where}: predicted {seconds_text(worst.predicted)}, measured "
-        f"{seconds_text(worst.measured)}; {percent(abs(worst.measured - worst.predicted) / total)} of all."
+        f"{seconds_text(worst.measured)}; {format_percent(abs(worst.measured - worst.predicted) / total)} of all."
     )
     works = [r for r in stages if r.what == "work"]
     ratios = [r.measured / r.predicted for r in works if r.predicted]
@@ -211,14 +213,16 @@ def _sentences(stages: Sequence[StageComparison], kinds: Sequence[StageCompariso
         yield f"Stages part unevenly: stage {slow.stage} takes the most beyond its prediction."
 
 
-def _times(predicted: float, measured: float) -> str:
+def _format_time_ratio(predicted: float, measured: float) -> str:
     return f"{measured / predicted:.2f} times as long" if predicted else "nothing was predicted"
 
 
-def _table(title: str, rows: Sequence[StageComparison]) -> RenderableType:
-    made = table([("stage", True), (title, False), ("predicted", True), ("measured", True), ("ratio", True)])
+def _build_comparison_table(title: str, rows: Sequence[StageComparison]) -> RenderableType:
+    made = build_empty_table(
+        [("stage", True), (title, False), ("predicted", True), ("measured", True), ("ratio", True)]
+    )
     for r in rows:
         ratio = f"{r.measured / r.predicted:.2f}" if r.predicted else ""
         stage = str(r.stage) if r.stage >= 0 else "all"
         made.add_row(stage, Text(r.what), seconds_text(r.predicted), seconds_text(r.measured), ratio)
-    return indented(made)
+    return indent_part(made)

@@ -21,7 +21,7 @@ from partitioner.plan import OPEN, WITHOUT, Baseline, Candidate, Certificate, Pl
 from partitioner.plans.figures import (
     COLLECTIVE_NAMES,
     candidate_text,
-    capacities,
+    list_rank_capacities,
     memory_text,
     mesh_text,
     schedule_text,
@@ -31,7 +31,15 @@ from partitioner.plans.outline import Outline
 from partitioner.simulate.weight_precision import common_precision
 from partitioner.topology import Topology
 from partitioner.topology.hosts import can_offload
-from partitioner.units import bytes_text, count_text, digits, percent, plural, ranges, seconds_text
+from partitioner.units import (
+    bytes_text,
+    count_text,
+    format_digits,
+    format_percent,
+    format_plural,
+    format_ranges,
+    seconds_text,
+)
 from passes.dtypes import itemsize, sum_type
 from passes.ir.layouts import Layout
 from passes.products import is_product_name
@@ -59,7 +67,7 @@ def precision_notes(plan: Plan) -> list[str]:
         if times > _MUCH:
             loss = ", with losses scaled" if other == "fp16" else ""
             notes.append(
-                f"{kind} multiplies {digits(times, 2)} times as fast in {other} as in {precision}: plan with "
+                f"{kind} multiplies {format_digits(times, 2)} times as fast in {other} as in {precision}: plan with "
                 f'precision="{other}"{loss}, where the model can be trained or used in it'
             )
     return notes
@@ -99,7 +107,7 @@ def _product_types(program: Program) -> str:
         _, _, name = str(node.get("target", "")).partition(".")
         value: Any = node.get("val") or ()  # of one tensor, its shape and type
         if node["op"] == "call_function" and is_product_name(name) and len(value) == 2 and isinstance(value[1], str):
-            found["fp8" if "fp8" in name else _short(value[1])] += 1
+            found["fp8" if "fp8" in name else _shorten_dtype(value[1])] += 1
     if program.tf32:
         found["tf32 on GPUs"] += found.pop("fp32", 0)
     return f"products in {' and '.join(name for name, _ in found.most_common())}" if found else ""
@@ -130,11 +138,11 @@ def _types_of(states: Sequence[StateData]) -> str:
     """The types of ``states``, that of the most numbers first."""
     sizes: Counter[str] = Counter()
     for state in states:
-        sizes[_short(state.dtype)] += math.prod(state.shape)
+        sizes[_shorten_dtype(state.dtype)] += math.prod(state.shape)
     return " and ".join(name for name, _ in sizes.most_common())
 
 
-def _short(dtype: str) -> str:
+def _shorten_dtype(dtype: str) -> str:
     return _SHORT.get(dtype, dtype)
 
 
@@ -187,32 +195,32 @@ def status_word(candidate: Candidate, certificate: Certificate) -> str:
     """What became of a candidate, in a word."""
     if is_as_fast(candidate, certificate):
         return AS_FAST
-    return _NO_PLAN if is_barred(candidate) else STATUS_WORDS[_status(candidate, certificate)]
+    return _NO_PLAN if is_barred(candidate) else STATUS_WORDS[_get_status(candidate, certificate)]
 
 
-def _status(candidate: Candidate, certificate: Certificate) -> str:
+def _get_status(candidate: Candidate, certificate: Certificate) -> str:
     return OPEN if certificate.is_open(candidate) else candidate.status
 
 
-def heading(text: str) -> Text:
+def format_heading(text: str) -> Text:
     return Text(text, style="bold")
 
 
-def indented(part: RenderableType) -> Padding:
+def indent_part(part: RenderableType) -> Padding:
     return Padding(part, (0, 0, 0, 2), expand=False)
 
 
-def pairs(rows: Sequence[tuple[str, str]]) -> Padding:
+def build_pair_grid(rows: Sequence[tuple[str, str]]) -> Padding:
     """Names and values in two columns."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column()
     for name, value in rows:
         grid.add_row(name, Text(value))
-    return indented(grid)
+    return indent_part(grid)
 
 
-def table(columns: Sequence[tuple[str, bool]]) -> Table:
+def build_empty_table(columns: Sequence[tuple[str, bool]]) -> Table:
     """An empty table; a column is (title, whether it holds numbers)."""
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1))
     for title, numeric in columns:
@@ -227,24 +235,26 @@ def microbatches_text(plan: Plan) -> str:
     if not plan.data_shares:
         return f"{plan.num_microbatches:,}"
     (most, ranks), *others = sorted(Counter(plan.data_shares).items(), reverse=True)
-    return ", ".join([f"{most:,} on {plural(ranks, 'rank')} of dp", *(f"{n:,} on {ranks}" for n, ranks in others)])
+    return ", ".join(
+        [f"{most:,} on {format_plural(ranks, 'rank')} of dp", *(f"{n:,} on {ranks}" for n, ranks in others)]
+    )
 
 
-def figures(plan: Plan, time: str) -> Padding:
+def build_figure_grid(plan: Plan, time: str) -> Padding:
     """What the plan is and what it is expected to do; ``time``: what the step's time goes to."""
     estimate, certificate = plan.estimate, plan.certificate
     fullest = fullest_rank(plan)
-    batch = _batch(plan)
+    batch = _find_batch_size(plan)
     samples = ""
     if batch:
         parts = sum(plan.data_shares) or plan.num_microbatches * plan.mesh.get("dp", 1)
         length = f", {plan.tokens_per_step // batch:,} tokens each" if plan.tokens_per_step else ""
-        samples = f" of {plural(batch // max(1, parts), 'sample')}, global batch {batch:,}{length}"
+        samples = f" of {format_plural(batch // max(1, parts), 'sample')}, global batch {batch:,}{length}"
     divided = plan.mesh.get("cp", 1) * plan.mesh.get("tp", 1) > 1  # by other axes all work is
     rows = [
         ("without host memory", plan.lacking if plan.offload else ""),
         ("planned, not executed", f"{', '.join(plan.planned_only)}: figures only" if plan.planned_only else ""),
-        ("mesh", f"{mesh_text(plan.mesh)} ({plural(plan.world_size, 'rank')}) on {plan.topology.name}"),
+        ("mesh", f"{mesh_text(plan.mesh)} ({format_plural(plan.world_size, 'rank')}) on {plan.topology.name}"),
         ("links", axis_text(plan)),
         ("bandwidth", bandwidth_text(plan)),
         ("microbatches", f"{microbatches_text(plan)}{samples}"),
@@ -259,19 +269,19 @@ def figures(plan: Plan, time: str) -> Padding:
         ("throughput", throughput_text(plan)),
         ("fewer devices", fewer_text(plan)),
         ("another batch", other_batch_text(plan)),
-        ("MFU", percent(estimate.mfu)),
-        ("bubble", percent(estimate.bubble)),
+        ("MFU", format_percent(estimate.mfu)),
+        ("bubble", format_percent(estimate.bubble)),
         ("memory", memory_text(plan) + (f", rank {fullest} is the fullest" if plan.world_size > 1 else "")),
         ("free memory", margin_text(plan)),
         ("host memory", host_text(plan)),
         ("disk", disk_text(plan)),
-        ("matmul work divided", percent(plan.shares.matmul_sharded) if divided else ""),
+        ("matmul work divided", format_percent(plan.shares.matmul_sharded) if divided else ""),
         ("certificate", certificate_line(plan)),
         ("not covered", " ".join(_shortly_uncovered(plan))),
         ("alternatives", candidate_counts(certificate)),
         ("search", cut_off(certificate)),
     ]
-    return pairs([(name, value) for name, value in rows if value])
+    return build_pair_grid([(name, value) for name, value in rows if value])
 
 
 def throughput_text(plan: Plan) -> str:
@@ -295,7 +305,7 @@ def fewer_text(plan: Plan) -> str:
     if not found:
         return ""
     best, seconds = min(found, key=lambda pair: pair[1])
-    less = f"{percent(1 - seconds / step)} less" if seconds < (1 - _SAME) * step else "no more"
+    less = f"{format_percent(1 - seconds / step)} less" if seconds < (1 - _SAME) * step else "no more"
     mesh = best.candidate.mesh if best.candidate is not None else {}
     ranks = math.prod(size for axis, size in mesh.items() if axis != "ep")
     return f"on {ranks:,} of the {plan.world_size:,} a step takes {seconds_text(seconds)}, {less} ({mesh_text(mesh)})"
@@ -308,14 +318,15 @@ def other_batch_text(plan: Plan) -> str:
         return ""
     seconds = found.candidate.step_time
     return (
-        f"of {plural(found.global_batch, 'sample')}: a step takes {per_sample_text(plan, found.global_batch, seconds)}"
+        f"of {format_plural(found.global_batch, 'sample')}: a step takes "
+        f"{per_sample_text(plan, found.global_batch, seconds)}"
     )
 
 
 def per_sample_text(plan: Plan, global_batch: int, seconds: float) -> str:
     """A step of another batch, and how its samples stand to the plan's: ``7 s, 5% less per sample``."""
     ratio = seconds / global_batch / (plan.certificate.objective / plan.global_batch)
-    return f"{seconds_text(seconds)}, {percent(abs(1 - ratio))} {'less' if ratio < 1 else 'more'} per sample"
+    return f"{seconds_text(seconds)}, {format_percent(abs(1 - ratio))} {'less' if ratio < 1 else 'more'} per sample"
 
 
 def sharing_text(plan: Plan) -> str:
@@ -334,7 +345,7 @@ def sharing_text(plan: Plan) -> str:
     if replicas > 1 and min(shares.values()) > 1:
         axes = f"({' × '.join(f'{size} of {axis}' for axis, size in shares.items())})"
     more = f", in {replicas} replicas" if replicas > 1 else ""
-    return f"ZeRO {zero}: {what} over {plural(ranks, 'rank')} {axes}{more}"
+    return f"ZeRO {zero}: {what} over {format_plural(ranks, 'rank')} {axes}{more}"
 
 
 def recomputed_text(plan: Plan) -> str:
@@ -344,14 +355,14 @@ def recomputed_text(plan: Plan) -> str:
         return ""
     by_text: dict[str, list[int]] = {}
     for number, stage in enumerate(stages):
-        by_text.setdefault(_recomputed(stage, plan.constraints.recompute), []).append(number)
+        by_text.setdefault(_format_recomputed(stage, plan.constraints.recompute), []).append(number)
     if len(by_text) == 1:
         return next(iter(by_text))
-    told = [f"{'stages' if len(n) > 1 else 'stage'} {ranges(n)}: {text}" for text, n in by_text.items()]
+    told = [f"{'stages' if len(n) > 1 else 'stage'} {format_ranges(n)}: {text}" for text, n in by_text.items()]
     return "; ".join(told)
 
 
-def _recomputed(stage: StageEstimate, asked: str | None) -> str:
+def _format_recomputed(stage: StageEstimate, asked: str | None) -> str:
     part = _IN_PART.get(asked or "", _IN_PART["selective"])
     if not stage.recomputed:
         return part if stage.selective else "nothing"
@@ -373,13 +384,13 @@ def host_kinds(plan: Plan | Baseline) -> list[str]:
     return [steps if kind == "optimizer" and "disk" in plan.offload else kind for kind in kinds]
 
 
-def hosted(plan: Plan | Baseline) -> str:
+def format_offload(plan: Plan | Baseline) -> str:
     """``with optimizer and activations in host memory``."""
     disk = ", its states on disk" if "disk" in plan.offload else ""
     return f"with {' and '.join(host_kinds(plan))} in host memory{disk}" if plan.offload else ""
 
 
-def unhosted(plan: Plan) -> str:
+def describe_tried_offload(plan: Plan) -> str:
     """What the search's candidates had in host memory, where more of it might make room; empty where it could not. A
     candidate that does not fit has only been tried so."""
     if plan.constraints.offload is not None or "parameters" in plan.offload or not can_offload(plan.topology):
@@ -404,7 +415,7 @@ def bandwidth_text(plan: Plan) -> str:
     return f"{', '.join(rates)} per device" if rates else ""
 
 
-def _batch(plan: Plan) -> int:
+def _find_batch_size(plan: Plan) -> int:
     """Samples of one step, 0 where no input has a batch."""
     if plan.written is None:
         return plan.global_batch
@@ -414,14 +425,14 @@ def _batch(plan: Plan) -> int:
 
 def fullest_rank(plan: Plan) -> int:
     """The rank whose peak comes closest to what its device has."""
-    rooms = capacities(plan)
+    rooms = list_rank_capacities(plan)
     return max(range(len(plan.estimate.memory)), key=lambda r: plan.estimate.memory[r] / max(1, rooms[r]), default=0)
 
 
 def memory_left(plan: Plan) -> float:
     """The fraction of its device's memory that the fullest rank leaves free; negative: what it lacks."""
     rank = fullest_rank(plan)
-    return 1 - plan.estimate.memory[rank] / max(1, capacities(plan)[rank])
+    return 1 - plan.estimate.memory[rank] / max(1, list_rank_capacities(plan)[rank])
 
 
 def margin_text(plan: Plan) -> str:
@@ -431,20 +442,20 @@ def margin_text(plan: Plan) -> str:
     left, margin = memory_left(plan), plan.constraints.memory_margin
     asked = f"{100 * margin:g}% is the margin" if margin else "no margin was asked for"
     if left < 0:
-        return f"none: {percent(-left)} too little ({asked})"
-    return f"{percent(left)} ({'less than asked for: ' if left < margin else ''}{asked})"
+        return f"none: {format_percent(-left)} too little ({asked})"
+    return f"{format_percent(left)} ({'less than asked for: ' if left < margin else ''}{asked})"
 
 
 def certificate_line(plan: Plan) -> str:
     """That the plan is proven optimal, or by how much a faster one could beat it."""
-    c, covered = plan.certificate, "that the proof covers " if uncovered(plan) else ""
+    c, covered = plan.certificate, "that the proof covers " if list_uncovered_choices(plan) else ""
     if c.gap <= 1e-6:
         return f"proven optimal under the cost model: no plan {covered}takes less than {seconds_text(c.bound)}"
     least = f"a plan {covered}takes {seconds_text(c.bound)} or more"
-    return f"gap {percent(c.gap)} under the cost model: this plan takes {seconds_text(c.objective)}, {least}"
+    return f"gap {format_percent(c.gap)} under the cost model: this plan takes {seconds_text(c.objective)}, {least}"
 
 
-def uncovered(plan: Plan) -> list[str]:
+def list_uncovered_choices(plan: Plan) -> list[str]:
     """What a user could have fixed that the certificate's bound does not cover: a sentence each, the most important
     first. It is what :attr:`Certificate.beyond` says, and each faster algorithm of attention over ``cp``."""
     found = []
@@ -459,7 +470,7 @@ def uncovered(plan: Plan) -> list[str]:
 
 
 def _shortly_uncovered(plan: Plan) -> list[str]:
-    told = uncovered(plan)
+    told = list_uncovered_choices(plan)
     more = len(told) - _TOLD_GAPS
     return [*told[:_TOLD_GAPS], *([f"explain() names {more} more."] if more > 0 else [])]
 
@@ -473,7 +484,7 @@ def candidate_counts(certificate: Certificate) -> str:
     """``24 layouts: 1 chosen, 3 slower, 20 ruled out by lower bounds on their time``."""
     if not certificate.candidates:
         return ""
-    known = Counter(_status(c, certificate) for c in certificate.candidates)
+    known = Counter(_get_status(c, certificate) for c in certificate.candidates)
     counts = {status: known[status] + certificate.left.get(status, 0) for status in STATUS_WORDS}
     barred = sum(map(is_barred, certificate.candidates))
     counts["infeasible"] -= barred
@@ -482,37 +493,37 @@ def candidate_counts(certificate: Certificate) -> str:
     chosen, *others = ((n, _COUNTED[s][n > 1]) for s, n in counts.items())
     words = [chosen, (as_fast, AS_FAST), *others, (barred, _NO_PLAN)]
     told = "; ".join(f"{n:,} {word}" for n, word in words if n)
-    return f"{plural(sum(n for n, _ in words), 'layout')}: {told}"
+    return f"{format_plural(sum(n for n, _ in words), 'layout')}: {told}"
 
 
 def stage_table(plan: Plan, whole: Outline) -> Padding:
     """One row per stage: what it holds, and the seconds of its forward and backward work in one step."""
     busy = [(stage.forward_s, stage.backward_s) for stage in plan.estimate.stages]
-    busy = busy if len(busy) == len(whole.stages) else _followed(plan)
+    busy = busy if len(busy) == len(whole.stages) else _simulate_stage_seconds(plan)
     train = plan.program.objective == "train"
-    made = table(
+    made = build_empty_table(
         [("stage", True), ("ranks", False), ("calls", False), ("parameters", True), ("per rank", True), ("peak", True),
          ("forward", True)] + [("backward", True)] * train
     )  # fmt: skip
-    rooms, peaks = capacities(plan), plan.estimate.memory
+    rooms, peaks = list_rank_capacities(plan), plan.estimate.memory
     for stage in whole.stages:
         known = [r for r in stage.ranks if r < len(peaks)]
         rank = max(known, key=lambda r: peaks[r] / max(1, rooms[r]), default=None)
         calls = ", ".join((f"{g.count} × " if g.count > 1 else "") + " + ".join(g.blocks) for g in stage.groups)
         row = [
             str(stage.index),
-            ranges(stage.ranks),
+            format_ranges(stage.ranks),
             calls,
             count_text(stage.num_parameters),
             bytes_text(stage.parameter_bytes),
-            "" if rank is None else f"{bytes_text(peaks[rank])} ({percent(peaks[rank] / max(1, rooms[rank]))})",
+            "" if rank is None else f"{bytes_text(peaks[rank])} ({format_percent(peaks[rank] / max(1, rooms[rank]))})",
         ]
         row += map(seconds_text, busy[stage.index][: 1 + train])
         made.add_row(*map(Text, row))
-    return indented(made)
+    return indent_part(made)
 
 
-def _followed(plan: Plan) -> list[tuple[float, float]]:
+def _simulate_stage_seconds(plan: Plan) -> list[tuple[float, float]]:
     """The seconds of stages for a plan whose estimate does not have them: such files are of an earlier version."""
     from partitioner.simulate.program_time import stage_seconds
 
@@ -522,25 +533,25 @@ def _followed(plan: Plan) -> list[tuple[float, float]]:
 def estimate_table(plan: Plan) -> Padding:
     """One row per stage of a plan without a program: what the cost model expects of it."""
     train = plan.objective == "train"
-    made = table(
+    made = build_empty_table(
         [("stage", True), ("ranks", False), ("calls", True), ("from", False), ("to", False), ("peak", True),
          ("forward", True)] + [("backward", True)] * train
     )  # fmt: skip
     size = plan.world_size // max(1, len(plan.estimate.stages))
-    rooms = capacities(plan)
+    rooms = list_rank_capacities(plan)
     for number, stage in enumerate(plan.estimate.stages):
         ranks = range(number * size, (number + 1) * size)
         peak, room = sum(stage.memory.values()), min(rooms[r] for r in ranks)
         calls = f"{stage.num_calls}" + (f", {stage.again}" if stage.again else "")
-        row = [str(number), ranges(ranks), calls, stage.first, stage.last]
-        row += [f"{bytes_text(peak)} ({percent(peak / max(1, room))})", seconds_text(stage.forward_s)]
+        row = [str(number), format_ranges(ranks), calls, stage.first, stage.last]
+        row += [f"{bytes_text(peak)} ({format_percent(peak / max(1, room))})", seconds_text(stage.forward_s)]
         made.add_row(*map(Text, row + [seconds_text(stage.backward_s)] * train))
-    return indented(made)
+    return indent_part(made)
 
 
 def candidate_table(plan: Plan, most: int = _MOST_CANDIDATES) -> Padding:
     """The candidates, the best first: the chosen one, then by what they take or cannot go below."""
-    made = table(
+    made = build_empty_table(
         [("mesh", False), ("microbatch", True), ("schedule", False), ("step time", True), ("at least", True),
          ("memory", True), ("outcome", False)]
     )  # fmt: skip
@@ -552,14 +563,14 @@ def candidate_table(plan: Plan, most: int = _MOST_CANDIDATES) -> Padding:
             candidate.schedule,
             seconds_text(candidate.step_time) if candidate.step_time is not None else "",
             seconds_text(candidate.bound) if candidate.bound else "",
-            _held(candidate, plan),
+            _format_candidate_memory(candidate, plan),
             Text(outcome),
             style="bold" if candidate.status == "chosen" else None,
         )
     rest = len(plan.certificate.candidates) + sum(plan.certificate.left.values()) - most
     if rest > 0:
         made.add_row(f"and {rest:,} more")
-    return indented(made)
+    return indent_part(made)
 
 
 def fullest_bytes(plan: Plan) -> int | None:
@@ -567,7 +578,7 @@ def fullest_bytes(plan: Plan) -> int | None:
     return plan.estimate.memory[fullest_rank(plan)] if plan.estimate.memory else None
 
 
-def _held(candidate: Candidate, plan: Plan) -> str:
+def _format_candidate_memory(candidate: Candidate, plan: Plan) -> str:
     """Memory on the fullest rank; of the chosen one as the rest of the report has it."""
     if candidate.status == "chosen" and (most := fullest_bytes(plan)) is not None:
         return bytes_text(most)
@@ -581,7 +592,7 @@ def best_first(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 def collective_table(whole: Outline) -> Padding | None:
     """What one call of each block type moves, per microbatch; a type that several stages run is told once."""
-    made = table([("each call of", False), ("collective", False), ("forward", True), ("backward", True)])
+    made = build_empty_table([("each call of", False), ("collective", False), ("forward", True), ("backward", True)])
     told: set[tuple[str, ...]] = set()
     for group in (g for stage in whole.stages for g in stage.groups):
         if not group.collectives or group.blocks in told:
@@ -595,7 +606,7 @@ def collective_table(whole: Outline) -> Padding | None:
                 amounts.append(found[0].amount(group.count) if found else "")
             made.add_row(Text(name), f"{COLLECTIVE_NAMES.get(op, op)} over {axis}", *amounts)
             name = ""
-    return indented(made) if told else None
+    return indent_part(made) if told else None
 
 
 def rule_table(plan: Plan) -> Padding | None:
@@ -603,30 +614,31 @@ def rule_table(plan: Plan) -> Padding | None:
     shares = sorted(plan.shares.without_rule.items(), key=lambda item: -item[1])
     if not shares:
         return None
-    made = table([("operator without a rule", False), ("share of the work", True)])
+    made = build_empty_table([("operator without a rule", False), ("share of the work", True)])
     for name, share in shares:
-        made.add_row(Text(name), percent(share) if share >= 5e-4 else f"{digits(100 * share, 1)}%")
-    return indented(made)
+        made.add_row(Text(name), format_percent(share) if share >= 5e-4 else f"{format_digits(100 * share, 1)}%")
+    return indent_part(made)
 
 
-def bars(shares: Sequence[tuple[str, float, str]], width: int = 30) -> Padding:
+def build_bar_chart(shares: Sequence[tuple[str, float, str]], width: int = 30) -> Padding:
     """(name, share of one, value) as a bar chart; where there is little room, names are wrapped, never values cut."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(overflow="fold")
     for justify in ("right", "right", "left"):
         grid.add_column(justify=justify, no_wrap=True)
     for name, share, value in shares:
-        grid.add_row(Text(name), Text(value), percent(share), Text("█" * round(width * share), style="cyan"))
-    return indented(grid)
+        grid.add_row(Text(name), Text(value), format_percent(share), Text("█" * round(width * share), style="cyan"))
+    return indent_part(grid)
 
 
-def line(text: str) -> RenderableType:
+def format_text_line(text: str) -> RenderableType:
     """A line of a section."""
-    return indented(Text(text))
+    return indent_part(Text(text))
 
 
-def fate(candidate: Candidate, chosen: float, unhosted: str = "") -> str:
-    """What became of a candidate, next to the ``chosen`` plan's seconds; ``unhosted``: see :func:`unhosted`."""
+def describe_outcome(candidate: Candidate, chosen: float, unhosted: str = "") -> str:
+    """What became of a candidate, next to the ``chosen`` plan's seconds; ``unhosted``: see
+    :func:`describe_tried_offload`."""
     why = f" ({candidate.reason})" if candidate.reason else ""
     if candidate.status == "chosen":
         return "this is the plan"
@@ -638,7 +650,7 @@ def fate(candidate: Candidate, chosen: float, unhosted: str = "") -> str:
         return f"{STATUS_WORDS[candidate.status]}{why}"
     if candidate.status == "solved" and candidate.step_time is not None:
         ratio = candidate.step_time / chosen if chosen else 1.0
-        more = f"{digits(ratio, 2)} times as long" if ratio >= 2 else f"{percent(abs(ratio - 1))} "
+        more = f"{format_digits(ratio, 2)} times as long" if ratio >= 2 else f"{format_percent(abs(ratio - 1))} "
         more += "" if ratio >= 2 else "more" if ratio >= 1 else "less"
         return f"takes {seconds_text(candidate.step_time)}, {more}{why}"
     if candidate.bound < chosen * (1 - _ROUNDING):
@@ -653,7 +665,7 @@ _ALGORITHMS = {
 }
 
 
-def sequence(plan: Plan) -> Iterator[RenderableType]:
+def explain_sequence_axis(plan: Plan) -> Iterator[RenderableType]:
     """Why there is a ``cp`` axis, and why attention runs as it does."""
     cp, chosen = plan.mesh.get("cp", 1), plan.certificate.objective
     if cp == 1:
@@ -661,24 +673,26 @@ def sequence(plan: Plan) -> Iterator[RenderableType]:
     held = sorted({value.context for value in plan.written.values.values()}) if plan.written is not None else []
     zigzag = any(layout.endswith("z") for layout in held)
     order = ", a piece from either end to balance causal attention" if zigzag else ", consecutive positions"
-    yield line(f"Each rank has 1/{cp} of every sequence{order if held else ''}, and 1/{cp} of its activations.")
+    yield format_text_line(
+        f"Each rank has 1/{cp} of every sequence{order if held else ''}, and 1/{cp} of its activations."
+    )
     for way in plan.context:
         words = _ALGORITHMS.get(way.algorithm)
         what = f"{way.algorithm} ({words})" if words else way.algorithm
         if way.calls:
             more = f"; a step takes {seconds_text(way.step_time)}" if way.step_time is not None else ""
-            yield line(f"- {plural(way.calls, 'attention call')} by {what}{more}")
+            yield format_text_line(f"- {format_plural(way.calls, 'attention call')} by {what}{more}")
         elif way.step_time is not None:
-            against = _against(way.step_time, chosen)
-            yield line(f"- by {what} a step would take {seconds_text(way.step_time)}, {against}")
+            against = _format_change(way.step_time, chosen)
+            yield format_text_line(f"- by {what} a step would take {seconds_text(way.step_time)}, {against}")
         else:
-            yield line(f"- {what} is not possible: {way.reason}")
+            yield format_text_line(f"- {what} is not possible: {way.reason}")
     if plan.constraints.cp is not None:
         return
-    yield from _without(plan, "cp", "Without context parallelism (cp 1)")
+    yield from _explain_without_axis(plan, "cp", "Without context parallelism (cp 1)")
 
 
-def experts(plan: Plan) -> Iterator[RenderableType]:
+def explain_expert_axis(plan: Plan) -> Iterator[RenderableType]:
     """Why there is an ``ep`` axis, and how wide."""
     ep, program = plan.mesh.get("ep", 1), plan.written
     if ep == 1:
@@ -689,42 +703,50 @@ def experts(plan: Plan) -> Iterator[RenderableType]:
         of_layer = " or ".join(f"{n // ep} of {n}" for n in numbers)
         nodes = {int(plan.topology.node_of[plan.devices[rank]]) for rank in program.group(0, ("ep",))}
         size = sum(math.prod(s.shape) * itemsize(s.dtype) for s in spread)
-        yield line(
+        yield format_text_line(
             f"Each rank holds {of_layer} experts of a layer. Tokens are sent to the ranks that hold their experts, and "
-            f"back, among {ep} ranks on {plural(len(nodes), 'node')}. All experts together have {bytes_text(size)} of "
+            f"back, among {ep} ranks on {format_plural(len(nodes), 'node')}. All experts together have "
+            f"{bytes_text(size)} of "
             "parameters."
         )
     if plan.constraints.ep is not None:
         return
-    yield from _without(plan, "ep", "Without expert parallelism (ep 1)")
+    yield from _explain_without_axis(plan, "ep", "Without expert parallelism (ep 1)")
     of_size: dict[int, list[Candidate]] = {}
     for candidate in plan.certificate.candidates:
         of_size.setdefault(candidate.mesh.get("ep", 1), []).append(candidate)
     others = {size: of for size, of in sorted(of_size.items()) if size not in (1, ep)}
     bounded = {size: of for size, of in others.items() if all(c.status == "bounded" for c in of)}
     for size in (size for size in others if size not in bounded):
-        yield from _without(plan, "ep", f"With ep {size}", size)
+        yield from _explain_without_axis(plan, "ep", f"With ep {size}", size)
     if bounded:
         sizes, least = ", ".join(map(str, bounded)), min(c.bound for of in bounded.values() for c in of)
-        yield line(f"With ep {sizes} every plan takes {seconds_text(least)} or more, so none was worked out.")
+        yield format_text_line(
+            f"With ep {sizes} every plan takes {seconds_text(least)} or more, so none was worked out."
+        )
 
 
-def _without(plan: Plan, axis: str, words: str, size: int = 1) -> Iterator[RenderableType]:
+def _explain_without_axis(plan: Plan, axis: str, words: str, size: int = 1) -> Iterator[RenderableType]:
     """What the candidates would do whose ``axis`` is of another ``size``."""
     others = [c for c in plan.certificate.candidates if c.mesh.get(axis, 1) == size]
     chosen = plan.certificate.objective
     solved = [c for c in others if c.step_time is not None]
     if solved:
         best = min(solved, key=lambda c: c.step_time or 0.0)
-        yield line(f"{words} the best plan found is {candidate_text(best)}: it {fate(best, chosen)}.")
+        yield format_text_line(
+            f"{words} the best plan found is {candidate_text(best)}: it {describe_outcome(best, chosen)}."
+        )
     elif others and all(c.status == "infeasible" for c in others):
         short = min(others, key=lambda c: c.missing or 0)
-        yield line(f"{words} no plan fits: {candidate_text(short)} {fate(short, chosen, unhosted(plan))}.")
+        yield format_text_line(
+            f"{words} no plan fits: {candidate_text(short)} "
+            f"{describe_outcome(short, chosen, describe_tried_offload(plan))}."
+        )
     elif others:
         least = min(c.bound for c in others if c.status != "infeasible")
-        yield line(f"{words} every plan takes {seconds_text(least)} or more, so none was worked out.")
+        yield format_text_line(f"{words} every plan takes {seconds_text(least)} or more, so none was worked out.")
 
 
-def _against(seconds: float, chosen: float) -> str:
+def _format_change(seconds: float, chosen: float) -> str:
     change = seconds / chosen - 1 if chosen else 0.0
-    return f"{percent(abs(change))} {'more' if change >= 0 else 'less'}"
+    return f"{format_percent(abs(change))} {'more' if change >= 0 else 'less'}"

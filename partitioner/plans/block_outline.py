@@ -82,17 +82,17 @@ def block_collectives(block: BlockGraph, grads: Sequence[bool]) -> tuple[BlockCo
         if node["op"] == "placeholder":
             needs[name] = grads[len(needs)] if len(needs) < len(grads) else False
         elif node["op"] == "call_function":
-            operands = _operands(node)
-            needs[name] = _floating(node.get("val")) and any(needs.get(o, False) for o in operands)
+            operands = _list_operand_names(node)
+            needs[name] = _is_floating_value(node.get("val")) and any(needs.get(o, False) for o in operands)
             target = str(node["target"])
             if target.startswith("partition.") and operands:
                 source = operands[0]
-                size = max(_bytes(values.get(source)), _bytes(node.get("val")))
+                size = max(_count_value_bytes(values.get(source)), _count_value_bytes(node.get("val")))
                 op = target.split(".")[1]
                 ahead, back = _TRANSPOSES.get((op, _grad_option(op, node)), (None, None))
                 if op == "context_attention":  # named by how keys and values of all ranks come together
                     ahead = back = str(node["args"][-1])
-                    size = sum(_bytes(values.get(o)) for o in operands[1:3]) * int(node["args"][7])
+                    size = sum(_count_value_bytes(values.get(o)) for o in operands[1:3]) * int(node["args"][7])
                 axis = next((a for a in node["args"] if isinstance(a, str)), "")
                 path = str(node.get("path", ""))
                 if ahead:
@@ -132,17 +132,17 @@ def layout_phrase(block: BlockGraph, placeholder: str, layout: Layout) -> str:
         return _WHOLE
     dim, name = layout.dim, placeholder
     for node in block.nodes:
-        if node["op"] != "call_function" or name not in _operands(node):
+        if node["op"] != "call_function" or name not in _list_operand_names(node):
             continue
         target = str(node["target"])
         if target in _TRANSPARENT:
             name = node["name"]
         elif target in _FLIPS:
-            name, dim = node["name"], _flipped(node, dim)
+            name, dim = node["name"], _map_transposed_dim(node, dim)
         elif target == "partition.all_gather.default":
             return f"sharded on dim {layout.dim}, gathered for use"
         else:
-            words = _PHRASES.get((target, _operands(node).index(name)), ())
+            words = _PHRASES.get((target, _list_operand_names(node).index(name)), ())
             words = words[::-1] if target == "partition.linear_fp8.default" and node["args"][3:] == [True] else words
             if dim < len(words):
                 return words[dim]
@@ -150,7 +150,7 @@ def layout_phrase(block: BlockGraph, placeholder: str, layout: Layout) -> str:
     return f"sharded on dim {layout.dim}"
 
 
-def _flipped(node: Mapping[str, Any], dim: int) -> int:
+def _map_transposed_dim(node: Mapping[str, Any], dim: int) -> int:
     """Where ``dim`` of the operand of a transpose or permute ends up."""
     rank = len((node.get("val") or [[0, 0]])[0])
     order = list(range(rank))
@@ -162,7 +162,7 @@ def _flipped(node: Mapping[str, Any], dim: int) -> int:
     return order.index(dim) if dim in order else dim
 
 
-def _operands(node: Mapping[str, Any]) -> list[str]:
+def _list_operand_names(node: Mapping[str, Any]) -> list[str]:
     """The names of the nodes that ``node`` reads, arguments first, one per occurrence."""
     found: list[str] = []
     stack: list[Any] = [[node.get("args", []), node.get("kwargs", {})]]
@@ -182,13 +182,13 @@ def _grad_option(op: str, node: Mapping[str, Any]) -> str | None:
     return str(node["args"][-1]) if op in ("all_gather", "all_reduce") else None
 
 
-def _floating(value: Any) -> bool:
+def _is_floating_value(value: Any) -> bool:
     if isinstance(value, dict):
-        return any(_floating(v) for v in value["tuple"])
+        return any(_is_floating_value(v) for v in value["tuple"])
     return value is not None and is_floating(value[1])
 
 
-def _bytes(value: Any) -> int:
+def _count_value_bytes(value: Any) -> int:
     if isinstance(value, list) and len(value) == 2 and isinstance(value[1], str):
         return math.prod(value[0]) * itemsize(value[1])
     return 0

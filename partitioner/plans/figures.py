@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from partitioner.plan import Candidate, Plan
 from partitioner.topology.groups import num_communicators
-from partitioner.units import bytes_text, percent, plural, seconds_text
+from partitioner.units import bytes_text, format_percent, format_plural, seconds_text
 from runtime.program.mesh import MESH_AXES
 
 AXIS_NAMES = {"pp": "pipeline", "dp": "data", "cp": "context", "tp": "tensor", "ep": "expert"}
@@ -29,7 +29,7 @@ def candidate_text(candidate: Candidate) -> str:
     return ", ".join([mesh_text(candidate.mesh), *(f"{name} {value}" for name, value, one in more if value != one)])
 
 
-def capacities(plan: Plan) -> tuple[int, ...]:
+def list_rank_capacities(plan: Plan) -> tuple[int, ...]:
     """Usable bytes on the device of every rank, without the buffers of its communication groups."""
     topology, groups = plan.topology, num_communicators(plan.mesh)
     paces, of_device = topology.paces
@@ -42,12 +42,12 @@ def memory_text(plan: Plan) -> str:
     peaks = plan.estimate.memory
     if not peaks:
         return "unknown"
-    rooms = capacities(plan)
+    rooms = list_rank_capacities(plan)
     fullest = max(range(len(peaks)), key=lambda r: peaks[r] / max(1, rooms[r]))
     return f"{bytes_text(peaks[fullest])} of {bytes_text(rooms[fullest])}"
 
 
-def _microbatches(plan: Plan) -> str:
+def _format_microbatches(plan: Plan) -> str:
     few = f"{min(plan.data_shares):,} to " if plan.data_shares else ""
     return f"{few}{plan.num_microbatches:,}"
 
@@ -67,11 +67,11 @@ def key_figures(plan: Plan) -> list[tuple[str, str]]:
     return [
         ("mesh", mesh_text(plan.mesh)),
         ("ranks", f"{plan.world_size:,}"),
-        ("microbatches", _microbatches(plan)),
+        ("microbatches", _format_microbatches(plan)),
         ("schedule", schedule_text(plan)),
         ("step time", seconds_text(estimate.step_time)),
-        ("MFU", percent(estimate.mfu)),
-        ("bubble", percent(estimate.bubble)),
+        ("MFU", format_percent(estimate.mfu)),
+        ("bubble", format_percent(estimate.bubble)),
         ("memory, fullest rank", memory_text(plan)),
     ]
 
@@ -85,4 +85,4 @@ def simulated_seconds(plan: Plan, gradients_s: float) -> tuple[float, float]:
 
 def picture_title(plan: Plan) -> str:
     objective = "training step" if plan.objective == "train" else "inference"
-    return f"{plan.model}: {objective} on {plural(plan.world_size, 'rank')}"
+    return f"{plan.model}: {objective} on {format_plural(plan.world_size, 'rank')}"

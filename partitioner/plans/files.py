@@ -26,16 +26,20 @@ class PlanFileError(PartitionError):
 
 def save_plan(plan: Plan, path: Path) -> Path:
     """Write ``plan`` to ``path``."""
-    return write_text(path, _wrap(FORMAT, plan.model_dump(mode="json", exclude_defaults=True, by_alias=True)))
+    return write_text(
+        path, _wrap_plan_content(FORMAT, plan.model_dump(mode="json", exclude_defaults=True, by_alias=True))
+    )
 
 
 def load_plan(path: Path) -> Plan:
     """Read a plan. Raises :class:`PlanFileError`: unreadable, truncated, foreign, of another version, or edited."""
-    content = _unwrap(path, FORMAT)
+    content = _unwrap_plan_file(path, FORMAT)
     try:
         return Plan.model_validate(content)
     except ValidationError as error:
-        raise PlanFileError(f"{path} does not describe a plan: {_first(error)}; make the plan again") from None
+        raise PlanFileError(
+            f"{path} does not describe a plan: {_format_first_error(error)}; make the plan again"
+        ) from None
 
 
 def export_ranks(plan: Plan, folder: Path) -> list[Path]:
@@ -44,7 +48,7 @@ def export_ranks(plan: Plan, folder: Path) -> list[Path]:
     paths = []
     for rank in range(plan.program.world_size):
         content = _rank_content(plan.program, rank)
-        paths.append(write_text(folder / f"rank_{rank:0{width}}.json", _wrap(RANK_FORMAT, content)))
+        paths.append(write_text(folder / f"rank_{rank:0{width}}.json", _wrap_plan_content(RANK_FORMAT, content)))
     return paths
 
 
@@ -96,15 +100,17 @@ def _rank_content(program: Program, rank: int) -> dict[str, Any]:
     }
 
 
-def _wrap(kind: str, content: dict[str, Any]) -> str:
-    return json.dumps({"format": kind, "version": VERSION, "checksum": _checksum(content), **content}, indent=None)
+def _wrap_plan_content(kind: str, content: dict[str, Any]) -> str:
+    return json.dumps(
+        {"format": kind, "version": VERSION, "checksum": _compute_checksum(content), **content}, indent=None
+    )
 
 
-def _checksum(content: dict[str, Any]) -> str:
+def _compute_checksum(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _unwrap(path: Path, kind: str) -> dict[str, Any]:
+def _unwrap_plan_file(path: Path, kind: str) -> dict[str, Any]:
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -126,7 +132,7 @@ def _unwrap(path: Path, kind: str) -> dict[str, Any]:
             "make the plan again"
         )
     body = {k: v for k, v in content.items() if k not in ("format", "version", "checksum")}
-    if content.get("checksum") != _checksum(body):
+    if content.get("checksum") != _compute_checksum(body):
         raise PlanFileError(
             f"{path} was changed after it was written (its checksum does not match); make the plan again, "
             "or change its constraints and plan anew"
@@ -134,6 +140,6 @@ def _unwrap(path: Path, kind: str) -> dict[str, Any]:
     return body
 
 
-def _first(error: ValidationError) -> str:
+def _format_first_error(error: ValidationError) -> str:
     first = error.errors()[0]
     return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"

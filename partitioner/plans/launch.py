@@ -62,7 +62,7 @@ def job_of(
     return LaunchJob(
         name=plan.model.lower(),
         processes=processes,
-        alike=_alike(plan.topology) and len(set(processes)) == 1,
+        alike=_has_interchangeable_nodes(plan.topology) and len(set(processes)) == 1,
         gpus=not all(plan.topology.devices[d].kind.startswith("cpu") for d in plan.devices),
         program=(*(("-m", "runtime", plan_file) if script is None else (script,)), *arguments),
         max_restarts=max_restarts,
@@ -115,7 +115,7 @@ def slurm_script(job: LaunchJob, *, time: str | None = None, partition: str | No
     lines += _SETTINGS
     if job.num_nodes > 1:
         lines += _HEAD
-    lines += ["", *_AGAIN, "", *_run(job), *_WAIT]
+    lines += ["", *_AGAIN, "", *_build_srun_lines(job), *_WAIT]
     lines += [
         f'if [ "$status" -ne 0 ] && {{ [ "$SECONDS" -ge {_LONG_S} ] || '
         f'[ "${{SLURM_RESTART_COUNT:-0}}" -lt {job.max_restarts} ]; }}; then again; fi',
@@ -176,7 +176,7 @@ _WAIT = [
 ]
 
 
-def _run(job: LaunchJob) -> list[str]:
+def _build_srun_lines(job: LaunchJob) -> list[str]:
     """``srun`` in the background, so that signals find the script."""
     srun = "srun --cpu-bind=none --kill-on-bad-exit=1"
     program = shlex.join(job.program)
@@ -202,7 +202,7 @@ def _run(job: LaunchJob) -> list[str]:
     ]
 
 
-def _alike(topology: Topology) -> bool:
+def _has_interchangeable_nodes(topology: Topology) -> bool:
     """Whether nodes may change places and nothing differs."""
     apart = topology.overrides or topology.node_overrides or topology.links or len(topology.nodes) > 1
     return not apart and all(level.nodes in (None, 1) for level in topology.levels)

@@ -19,7 +19,7 @@ from partitioner.topology.group import Group
 from partitioner.topology.groups import expert_grid, rank_grid, row_groups, stage_links
 from partitioner.topology.hardware import Level
 from partitioner.topology.topology import Topology
-from partitioner.units import digits, plural, seconds_text
+from partitioner.units import format_digits, format_plural, seconds_text
 from runtime.program.mesh import MESH_AXES
 
 if TYPE_CHECKING:
@@ -40,16 +40,18 @@ def axis_text(plan: Plan) -> str:
     many nodes one of them touches; of groups that differ, the slowest. Empty for one rank."""
     of_nodes, devices = plan.topology.node_of, np.array(plan.devices)
     said = []
-    for axis, uses in _uses(plan).items():
+    for axis, uses in _find_axis_uses(plan).items():
         links = " and ".join(uses.cells) or "memory"
-        nodes = np.array([len(set(row)) for row in np.unique(of_nodes[devices[_rows(plan, axis)]], axis=0).tolist()])
+        nodes = np.array(
+            [len(set(row)) for row in np.unique(of_nodes[devices[_list_axis_groups(plan, axis)]], axis=0).tolist()]
+        )
         if plan.topology.num_nodes == 1:
             said.append(f"{axis} over {links}")
         elif nodes.max() == 1:
             said.append(f"{axis} inside a node ({links})")
         else:
             few = f"{nodes.min()} to " if nodes.min() < nodes.max() else ""
-            said.append(f"{axis} over {links} ({few}{plural(int(nodes.max()), 'node')})")
+            said.append(f"{axis} over {links} ({few}{format_plural(int(nodes.max()), 'node')})")
     return ", ".join(reversed(said))
 
 
@@ -57,7 +59,7 @@ def link_rows(topology: Topology) -> list[tuple[str, str, str, str]]:
     """Name, what it joins, what a device gets of it when all talk at once, and latency of all links of ``topology``,
     from the inside out."""
     levels = [
-        (level.name, _joins(level), level_rates(topology, level)[1], seconds_text(level.latency))
+        (level.name, _describe_level_joins(level), level_rates(topology, level)[1], seconds_text(level.latency))
         for level in topology.levels
     ]
     return [*_pattern_rows(topology), *levels, *_own_rows(topology)]
@@ -68,7 +70,7 @@ def rate_rows(topology: Topology) -> list[tuple[str, str, str, str, str, str]]:
     rows = []
     for level in topology.levels:
         whole, device, node = level_rates(topology, level)
-        rows.append((level.name, _joins(level), whole, device, node, seconds_text(level.latency)))
+        rows.append((level.name, _describe_level_joins(level), whole, device, node, seconds_text(level.latency)))
     others = [(name, joins, rate, "", "", latency) for name, joins, rate, latency in _pattern_rows(topology)]
     own = [(name, joins, rate, "", "", latency) for name, joins, rate, latency in _own_rows(topology)]
     return [*others, *rows, *own]
@@ -83,22 +85,22 @@ def level_rates(topology: Topology, level: Level) -> tuple[str, str, str]:
     shares: NDArray[np.floating[Any]] = topology.network_share[has] if beyond else np.ones(len(has))
     _, of_node = np.unique(topology.node_of[has], return_inverse=True)
     nodes = np.bincount(of_node.reshape(-1), weights=shares)
-    whole = f"{_rate(level.bandwidth)} per {'card' if beyond else 'device'}"
+    whole = f"{_format_bandwidth(level.bandwidth)} per {'card' if beyond else 'device'}"
     if level.oversubscription != 1:
-        whole += f", {digits(level.oversubscription)}:1"
-    return whole, _range(left * shares), _range(left * nodes)
+        whole += f", {format_digits(level.oversubscription)}:1"
+    return whole, _format_rate_range(left * shares), _format_rate_range(left * nodes)
 
 
-def _range(rates: NDArray[np.floating[Any]]) -> str:
+def _format_rate_range(rates: NDArray[np.floating[Any]]) -> str:
     """``50 GB/s``, or ``25 to 50 GB/s``."""
-    low, high = digits(float(rates.min()) / 1e9), digits(float(rates.max()) / 1e9)
+    low, high = format_digits(float(rates.min()) / 1e9), format_digits(float(rates.max()) / 1e9)
     return f"{high} GB/s" if low == high else f"{low} to {high} GB/s"
 
 
-def _joins(level: Level) -> str:
-    joins = f"up to {plural(level.nodes, 'node')}" if level.nodes is not None else "all devices"
+def _describe_level_joins(level: Level) -> str:
+    joins = f"up to {format_plural(level.nodes, 'node')}" if level.nodes is not None else "all devices"
     if level.devices is not None:
-        joins = plural(level.devices, "device")
+        joins = format_plural(level.devices, "device")
     elif level.nodes == 1:
         joins = "a node"
     return joins + (f" of {', '.join(level.only)}" if level.only else "")
@@ -108,7 +110,7 @@ def _pattern_rows(topology: Topology) -> list[tuple[str, str, str, str]]:
     rows = []
     for name, matrix in topology.pattern_kinds:
         rates = sorted(set(matrix[matrix > 0].tolist()), reverse=True)
-        words = " or ".join(digits(rate / 1e9) for rate in rates) + " GB/s per pair"
+        words = " or ".join(format_digits(rate / 1e9) for rate in rates) + " GB/s per pair"
         whole = (matrix > 0).sum() == len(matrix) * (len(matrix) - 1)
         joins = "all pairs of a node" if whole else "some pairs of a node"
         rows.append((name, joins, words, seconds_text(topology.patterns[name].latency)))
@@ -117,7 +119,10 @@ def _pattern_rows(topology: Topology) -> list[tuple[str, str, str, str]]:
 
 def _own_rows(topology: Topology) -> list[tuple[str, str, str, str]]:
     own = list(topology.own_links.values())
-    rows = [(link.name, "two devices", _rate(link.bandwidth), seconds_text(link.latency)) for link in own[:_MOST_OWN]]
+    rows = [
+        (link.name, "two devices", _format_bandwidth(link.bandwidth), seconds_text(link.latency))
+        for link in own[:_MOST_OWN]
+    ]
     if len(own) > _MOST_OWN:
         rows.append((f"{len(own) - _MOST_OWN} more", "two devices", "", ""))
     return rows
@@ -131,30 +136,36 @@ class _Uses:
     cells: dict[str, AxisCell]
 
 
-def _uses(plan: Plan) -> dict[str, _Uses]:
+def _find_axis_uses(plan: Plan) -> dict[str, _Uses]:
     """For each axis of more than one rank."""
     devices = np.array(plan.devices)
     found = {}
     for axis in (a for a in MESH_AXES if plan.mesh.get(a, 1) > 1):
-        rows = devices[_rows(plan, axis)]
-        found[axis] = _hand_overs(plan, rows) if axis == "pp" else _collectives(axis, row_groups(plan.topology, rows))
+        rows = devices[_list_axis_groups(plan, axis)]
+        found[axis] = (
+            _hand_overs(plan, rows) if axis == "pp" else _describe_collectives(axis, row_groups(plan.topology, rows))
+        )
     return found
 
 
-def _rows(plan: Plan, axis: str) -> NDArray[np.int64]:
+def _list_axis_groups(plan: Plan, axis: str) -> NDArray[np.int64]:
     """The ranks of every group of an axis."""
     return expert_grid(plan.mesh, plan.chosen.etp) if axis == "ep" else rank_grid(plan.mesh, axis)
 
 
-def _collectives(axis: str, groups: Sequence[Group]) -> _Uses:
+def _describe_collectives(axis: str, groups: Sequence[Group]) -> _Uses:
     slowest = min(groups, key=lambda g: (g.bus_bandwidth, -g.all_reduce_start))
     cells = {}
     for tier in slowest.tiers:
-        parts = plural(tier.ways, "rank") if tier.below == 1 else f"{plural(tier.ways, 'part')} of {tier.below}"
-        rate = _rate(tier.level.bandwidth * tier.below)
+        parts = (
+            format_plural(tier.ways, "rank")
+            if tier.below == 1
+            else f"{format_plural(tier.ways, 'part')} of {tier.below}"
+        )
+        rate = _format_bandwidth(tier.level.bandwidth * tier.below)
         tip = f"{AXIS_NAMES[axis]}: {parts} talk over {tier.level.name}, each sends {rate}"
         cells[tier.level.name] = AxisCell(f"{parts}, {rate}", tip)
-    return _Uses(f"{AXIS_NAMES[axis]}: ring at {_rate(slowest.bus_bandwidth)}", cells)
+    return _Uses(f"{AXIS_NAMES[axis]}: ring at {_format_bandwidth(slowest.bus_bandwidth)}", cells)
 
 
 def _hand_overs(plan: Plan, rows: NDArray[np.int64]) -> _Uses:
@@ -164,10 +175,10 @@ def _hand_overs(plan: Plan, rows: NDArray[np.int64]) -> _Uses:
     rates = {link.name: min(k.bandwidth for k in slowest if k.name == link.name) for link in slowest}
     cells = {}
     for name, count in counts.items():
-        words = f"{plural(count, 'hand-over')}, {_rate(rates[name])}"
+        words = f"{format_plural(count, 'hand-over')}, {_format_bandwidth(rates[name])}"
         cells[name] = AxisCell(words, f"pipeline: {words}, over {name}")
-    return _Uses(f"pipeline: {plural(len(slowest), 'hand-over')}", cells)
+    return _Uses(f"pipeline: {format_plural(len(slowest), 'hand-over')}", cells)
 
 
-def _rate(bandwidth: float) -> str:
-    return f"{digits(bandwidth / 1e9)} GB/s"
+def _format_bandwidth(bandwidth: float) -> str:
+    return f"{format_digits(bandwidth / 1e9)} GB/s"

@@ -18,9 +18,9 @@ from partitioner.plans.block_outline import BlockCollective, Weight, block_colle
 from partitioner.units import bytes_text
 from passes.dtypes import itemsize, sum_type
 from runtime.program.buckets import Bucket
-from runtime.program.instructions import Instruction, repetitions
+from runtime.program.instructions import Instruction, count_repetitions
 from runtime.program.program import Program, Stage
-from runtime.program.sharded_buckets import parts, rest_axes, zero_axes
+from runtime.program.sharded_buckets import count_gradient_shards, rest_axes, zero_axes
 from runtime.program.state_bytes import state_sizes
 
 
@@ -63,12 +63,12 @@ class ExchangeTotal:
 def exchange_totals(program: Program, stage: Stage) -> dict[Exchange, ExchangeTotal]:
     """The totals of a stage's buckets. A list repeats few different transfers many times: each is looked at once."""
     transfers = Counter[tuple[int, str, tuple[str, ...]]]()
-    for instruction, times in repetitions(stage.instructions):
+    for instruction, times in count_repetitions(stage.instructions):
         if instruction.op in BUCKET_OPS and instruction.bucket is not None:
             transfers[instruction.bucket, instruction.op, instruction.axes] += times
     found: dict[Exchange, list[tuple[int, int, int]]] = {}
     for (bucket, op, axes), times in transfers.items():
-        exchange, num_bytes = exchanged(program, stage.buckets[bucket], op, axes)
+        exchange, num_bytes = describe_bucket_exchange(program, stage.buckets[bucket], op, axes)
         found.setdefault(exchange, []).append((bucket, times, times * num_bytes))
     return {
         exchange: ExchangeTotal(
@@ -80,13 +80,13 @@ def exchange_totals(program: Program, stage: Stage) -> dict[Exchange, ExchangeTo
     }
 
 
-def exchanged(program: Program, bucket: Bucket, op: str, axes: tuple[str, ...]) -> tuple[Exchange, int]:
+def describe_bucket_exchange(program: Program, bucket: Bucket, op: str, axes: tuple[str, ...]) -> tuple[Exchange, int]:
     """What a GATHER, SCATTER or REDUCE of a bucket is, over which axes, of what, and its bytes on a rank."""
     level = bucket.levels.index(axes) if axes else len(bucket.levels)
     size = "gradient_piece" if axes or op == "REDUCE" else "part" if op == "GATHER" else "gradient"
     moved = sum(getattr(state_sizes(program, state), size) for state in bucket.states)
     if axes or op == "REDUCE":
-        moved //= parts(program, bucket, level)
+        moved //= count_gradient_shards(program, bucket, level)
     axes = axes or (rest_axes(program, bucket) if op == "REDUCE" else zero_axes(program, bucket.states))
     what, kind = "parameters" if size == "part" else "gradients", BUCKET_OPS[op]
     if bucket.compression and what == "gradients" and level == max(0, len(bucket.levels) - 1) and op != "REDUCE":
@@ -212,7 +212,7 @@ class Outline:
         return self.stages[place[0]].groups[place[1]]
 
 
-def outline(program: Program) -> Outline:
+def outline_program(program: Program) -> Outline:
     """The outline of ``program``; see the classes above."""
     return _Outliner(program).outline()
 
@@ -226,10 +226,10 @@ def fold_runs(names: Sequence[Any], longest: int = 4) -> list[tuple[int, int, in
     runs: list[tuple[int, int, int]] = []
     start = 0
     while start < len(names):
-        period, repeats = 1, _repeats(names, start, 1)
+        period, repeats = 1, _count_repeats(names, start, 1)
         if repeats == 1:
             for candidate in range(2, longest + 1):
-                times = _repeats(names, start, candidate)
+                times = _count_repeats(names, start, candidate)
                 if times > 1 and times * candidate > period * repeats:
                     period, repeats = candidate, times
         runs.append((start, period, repeats))
@@ -237,7 +237,7 @@ def fold_runs(names: Sequence[Any], longest: int = 4) -> list[tuple[int, int, in
     return runs
 
 
-def _repeats(names: Sequence[Any], start: int, period: int) -> int:
+def _count_repeats(names: Sequence[Any], start: int, period: int) -> int:
     pattern, times = names[start : start + period], 1
     while len(pattern) == period and names[start + times * period : start + (times + 1) * period] == pattern:
         times += 1
@@ -424,7 +424,7 @@ class _Outliner:
         values: dict[tuple[int, int, Direction], dict[str, None]] = {}
         for index, stage in enumerate(self.program.stages):
             for instruction in stage.instructions:
-                if instruction.op in directions and _first(instruction) and instruction.peer is not None:
+                if instruction.op in directions and _is_first_microbatch(instruction) and instruction.peer is not None:
                     key = (index, instruction.peer, directions[instruction.op])
                     values.setdefault(key, {}).update(dict.fromkeys(instruction.values))
         return [
@@ -446,5 +446,5 @@ class _Outliner:
         ]
 
 
-def _first(instruction: Instruction) -> bool:
+def _is_first_microbatch(instruction: Instruction) -> bool:
     return instruction.microbatch in (0, None)

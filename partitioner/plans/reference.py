@@ -54,7 +54,7 @@ class _Float64(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map(_widen, (args, kwargs or {}))
+        args, kwargs = pytree.tree_map(_widen_reduced_dtype, (args, kwargs or {}))
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype == torch.float64:
             return _grouped_mm(*args)
         return func(*args, **kwargs)
@@ -103,7 +103,7 @@ def _all_doubled(name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def _double_foreign(value: Any) -> Any:
-    return _double(value.detach()) if isinstance(value, Tensor) and value.dtype in _REDUCED else value
+    return _tensor_to_float64(value.detach()) if isinstance(value, Tensor) and value.dtype in _REDUCED else value
 
 
 _OF_NUMBERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor, Tensor.new_tensor})
@@ -128,7 +128,7 @@ def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any) -> Te
     return made
 
 
-def _widen(value: Any) -> Any:
+def _widen_reduced_dtype(value: Any) -> Any:
     return as_type(value, torch.float64) if isinstance(value, torch.dtype) and value in _REDUCED else value
 
 
@@ -176,7 +176,7 @@ class _ByPlace(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         replacement = _DROPPING.get(getattr(func, "__name__", ""))
-        bound = _bound(replacement, args, kwargs) if replacement is not None else None
+        bound = _bind_arguments(replacement, args, kwargs) if replacement is not None else None
         if replacement is not None and bound is not None:
             return replacement(self, **bound)
         if getattr(func, "__name__", "") in _RECURRENT and len(args) == 9 and args[4] > 1 and args[5] and args[6]:
@@ -286,7 +286,7 @@ _DROPPING: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def _bound(replacement: Callable[..., Tensor], args: Any, kwargs: Any) -> dict[str, Any] | None:
+def _bind_arguments(replacement: Callable[..., Tensor], args: Any, kwargs: Any) -> dict[str, Any] | None:
     """The arguments by name; ``None`` where nothing is dropped."""
     names = list(inspect.signature(replacement).parameters)[1:]
     bound = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -297,7 +297,7 @@ def _bound(replacement: Callable[..., Tensor], args: Any, kwargs: Any) -> dict[s
 
 
 @contextmanager
-def float64(dtype: torch.dtype = torch.float64) -> Iterator[None]:
+def keep_in_float64(dtype: torch.dtype = torch.float64) -> Iterator[None]:
     """Inside, models of doubles stay in float64 where their code asks for float32. ``dtype``: the type that the model
     is planned in, of which ``torch.finfo`` tells, and to which numbers in its code are rounded."""
     default, finfo = torch.get_default_dtype(), torch.finfo
@@ -373,11 +373,11 @@ class _ReferenceRun:
 
     def with_gradients(self, grad: bool) -> Reference:
         """What a copy of the model computes; ``grad``: with gradients switched on."""
-        model, double = _copy(self.model), self.planned is not None
+        model, double = _copy_model_by_value(self.model), self.planned is not None
         drop_looking_hooks(model)
         if double:
             aliases = aliases_of(model)
-            model = model._apply(_doubled())
+            model = model._apply(_build_tensor_doubler())
             for alias in aliases:
                 alias.follow()
         inputs = dict(self.inputs) if isinstance(self.inputs, Mapping) else self.inputs
@@ -391,14 +391,14 @@ class _ReferenceRun:
                     path, _, attribute = name.rpartition(".")
                     setattr(model.get_submodule(path), attribute, value.item())
         with (
-            float64(self.planned) if self.planned is not None else nullcontext(),
+            keep_in_float64(self.planned) if self.planned is not None else nullcontext(),
             _ByPlace(self.seed, self.group) as streams,
             _Drawing(streams),
             _nothing_recomputed(),
             looking_hooks_skipped(),
             collections_kept(self.model, []),
         ):
-            return _run(model, inputs, self.loss, self.train, grad, self.counters)
+            return _run_copied_model(model, inputs, self.loss, self.train, grad, self.counters)
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
@@ -407,7 +407,7 @@ def _dtype_of(model: nn.Module) -> torch.dtype:
     return found.pop() if len(found) == 1 else torch.float64
 
 
-def _copy(model: nn.Module) -> nn.Module:
+def _copy_model_by_value(model: nn.Module) -> nn.Module:
     """A copy; what its modules compute and keep (a weight of two parts, say), which torch refuses, by value."""
     memo: dict[int, Any] = {}
     for module in model.modules():
@@ -433,13 +433,13 @@ def _nothing_recomputed() -> Iterator[None]:
         yield
 
 
-def _doubled() -> Callable[[Tensor], Tensor]:
-    """:func:`_double` for all tensors of a module: of one that has several names it makes one."""
+def _build_tensor_doubler() -> Callable[[Tensor], Tensor]:
+    """:func:`_tensor_to_float64` for all tensors of a module: of one that has several names it makes one."""
     known: dict[int, tuple[Tensor, Tensor]] = {}
 
     def double(tensor: Tensor) -> Tensor:
         if id(tensor) not in known:
-            known[id(tensor)] = tensor, _double(tensor)
+            known[id(tensor)] = tensor, _tensor_to_float64(tensor)
         return known[id(tensor)][1]
 
     return double
@@ -450,14 +450,14 @@ def _as_input(value: Any, double: bool) -> Any:
     if not isinstance(value, Tensor):
         return value
     made = value.detach()
-    return (_double(made) if double else made).requires_grad_(value.requires_grad)
+    return (_tensor_to_float64(made) if double else made).requires_grad_(value.requires_grad)
 
 
-def _double(value: Any) -> Any:
+def _tensor_to_float64(value: Any) -> Any:
     return value.to(as_type(value.dtype, torch.float64)) if isinstance(value, Tensor) else value
 
 
-def _run(
+def _run_copied_model(
     model: nn.Module,
     inputs: Any,
     loss: Callable[[Any], Tensor] | None,
@@ -483,7 +483,7 @@ def _run(
     after = {name: held.detach() for name, held in _held_by(model).items()}
     numbers = {name: number_of(model, name) for name in counters}
     after |= {name: number for name, number in numbers.items() if number is not None}
-    changed = frozenset(name for name, held in after.items() if not _alike(held, before.get(name)))
+    changed = frozenset(name for name, held in after.items() if not _is_tensor_unchanged(held, before.get(name)))
     total = None if total is None else total.detach()
     return Reference(leaves, total, grads if train else {}, after, changed, frozenset(named))
 
@@ -508,7 +508,7 @@ def _failing_by_itself(model: nn.Module) -> Iterator[None]:
         ) from error
 
 
-def _alike(held: Tensor, before: Tensor | None) -> bool:
+def _is_tensor_unchanged(held: Tensor, before: Tensor | None) -> bool:
     """Whether a buffer or parameter is what it was; what is no number counts as one."""
     if before is None or before.shape != held.shape:
         return False

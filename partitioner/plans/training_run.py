@@ -9,7 +9,7 @@ from typing import Any
 
 from partitioner.errors import PlanError
 from partitioner.plan import Plan
-from partitioner.units import count_text, digits, plural, seconds_text
+from partitioner.units import count_text, format_digits, format_plural, seconds_text
 from passes.errors import InputsError
 
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
@@ -39,12 +39,12 @@ class TrainingRun:
 
     def __str__(self) -> str:
         of = f"{count_text(self.tokens)} tokens" if self.tokens else f"{count_text(self.samples)} samples"
-        time = f"{digits(self.days)} days" if self.days >= 1 else seconds_text(self.seconds)
+        time = f"{format_digits(self.days)} days" if self.days >= 1 else seconds_text(self.seconds)
         more = [f"{count_text(self.device_hours)} device hours"]
         more += [f"{count_text(self.money)} USD"] if self.money is not None else []
-        more += [f"{digits(self.energy / 3.6e9)} MWh"] if self.energy is not None else []
+        more += [f"{format_digits(self.energy / 3.6e9)} MWh"] if self.energy is not None else []
         return (
-            f"{of} are {plural(self.steps, 'step')}: {time} on {plural(self.num_devices, 'device')}, "
+            f"{of} are {format_plural(self.steps, 'step')}: {time} on {format_plural(self.num_devices, 'device')}, "
             f"{', '.join(more)}; without restarts, evaluation and other pauses"
         )
 

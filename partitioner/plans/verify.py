@@ -24,7 +24,7 @@ from passes.errors import InputsError
 from passes.ir.layouts import Layout
 from runtime.launch.local import run_threads
 from runtime.launch.process_pool import Run
-from runtime.program.precision import uncompressed
+from runtime.program.precision import remove_compression
 from runtime.program.program import Program
 from runtime.state.weights import number_of
 
@@ -56,7 +56,7 @@ def run_groups(
     for group in range(batch // size):
         found = run_reference(
             model,
-            _cut(inputs, dims, group * size, size),
+            _slice_input_samples(inputs, dims, group * size, size),
             loss,
             train=train,
             group=group,
@@ -72,32 +72,32 @@ def run_groups(
             share = gradient * (size / batch)
             grads[name] = grads[name] + share if group else share
     ways = {o.path: o.batch for o in program.outputs}
-    wholes = {path: _whole(parts, ways.get(path, "R")) for path, parts in outputs.items()}
-    return Reference(wholes, _mean(losses) if losses else None, grads, buffers, changed, parameters)
+    wholes = {path: _join_group_results(parts, ways.get(path, "R")) for path, parts in outputs.items()}
+    return Reference(wholes, _average_parts(losses) if losses else None, grads, buffers, changed, parameters)
 
 
-def _cut(inputs: Inputs, dims: Mapping[str, int | None], start: int, count: int) -> Any:
+def _slice_input_samples(inputs: Inputs, dims: Mapping[str, int | None], start: int, count: int) -> Any:
     """``count`` samples of the inputs that have some; ``dims``: where, by path."""
     inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
     leaves, tree = pytree.tree_flatten(inputs)
     paths = [path for path, _ in leaf_paths(inputs)]
-    cut = [_samples(leaf, dims.get(path), start, count) for path, leaf in zip(paths, leaves, strict=True)]
+    cut = [_slice_leaf_samples(leaf, dims.get(path), start, count) for path, leaf in zip(paths, leaves, strict=True)]
     return pytree.tree_unflatten(cut, tree)
 
 
-def _samples(leaf: Any, dim: int | None, start: int, count: int) -> Any:
+def _slice_leaf_samples(leaf: Any, dim: int | None, start: int, count: int) -> Any:
     return leaf if dim is None or not isinstance(leaf, Tensor) else leaf.narrow(dim, start, count)
 
 
-def _whole(parts: Sequence[Any], way: str) -> Any:
+def _join_group_results(parts: Sequence[Any], way: str) -> Any:
     """The groups' results of one path as the plan says that they make the whole."""
     if way == "R" or not all(isinstance(part, Tensor) for part in parts):
         return parts[0]
     layout = Layout.parse(way)
-    return torch.cat([*parts], layout.dim) if layout.is_shard else _mean(parts)
+    return torch.cat([*parts], layout.dim) if layout.is_shard else _average_parts(parts)
 
 
-def _mean(parts: Sequence[Any]) -> Tensor:
+def _average_parts(parts: Sequence[Any]) -> Tensor:
     return torch.stack([*parts]).mean(0)
 
 
@@ -141,7 +141,7 @@ def verify(
     Raises :class:`runtime.WeightsError` or :class:`runtime.BatchError` where model or inputs are not the plan's, and
     :class:`InputsError` where the plan has a loss and the model gives none.
     """
-    program: Program = uncompressed(plan.program)
+    program: Program = remove_compression(plan.program)
     train = program.objective == "train"
     if not isinstance(model, nn.Module):
         raise InputsError(f"verify runs the model itself; expected an nn.Module, got {type(model).__name__}")

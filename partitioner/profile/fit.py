@@ -127,7 +127,7 @@ def fit_memory(
                 seen.setdefault(s.kernel.kind, []).append((s.kernel.num_bytes, rate))
     by_size: dict[float, list[float]] = {}
     for num_bytes, rate in rates["pointwise"]:
-        by_size.setdefault(_bin(num_bytes), []).append(rate)
+        by_size.setdefault(_round_to_octave(num_bytes), []).append(rate)
     caps = {size: statistics.median(by_size[size]) for size in sorted(by_size)}
     bandwidth = caps[max(caps)]
     curve = tuple((size, rate / bandwidth) for size, rate in caps.items()) if len(caps) > 1 else ()
@@ -150,7 +150,7 @@ def _memory_efficiency(rates: Sequence[tuple[float, float]], device: DeviceType)
     return min((rate / device.memory_bandwidth for _, rate in rates), key=error)
 
 
-def _bin(size: float) -> float:
+def _round_to_octave(size: float) -> float:
     """The nearest power of two: sizes within an octave count as one."""
     return float(2.0 ** round(math.log2(size)))
 
@@ -319,12 +319,16 @@ def level_errors(samples: Sequence[CollectiveSample], level: Level) -> list[FitE
             group = [s for s in samples if s.op == op and s.num_ranks == size]
             measured = [s.seconds for s in group]
             errors.append(
-                FitError(f"{op} over {size}", len(group), median_error([_predicted(s, level) for s in group], measured))
+                FitError(
+                    f"{op} over {size}",
+                    len(group),
+                    median_error([_predict_collective_seconds(s, level) for s in group], measured),
+                )
             )
     return errors
 
 
-def _predicted(sample: CollectiveSample, level: Level) -> float:
+def _predict_collective_seconds(sample: CollectiveSample, level: Level) -> float:
     if sample.op == "send":
         return level.latency + sample.num_bytes / level.bandwidth
     start, bandwidth = next((a, b) for n, a, b in getattr(level, sample.op) if n == sample.num_ranks)

@@ -41,13 +41,13 @@ class Issuing:
 
 
 @contextmanager
-def issuing() -> Iterator[Issuing]:
+def open_issuing_plan() -> Iterator[Issuing]:
     """The plan, in a file that is there for as long."""
     types = {"told": {"memory": 1 << 40, "peak": {"fp32": 1e24}, "memory_bandwidth": 1e18, "dispatch": 1.0}}
     topology = Topology(name="told", nodes=({"type": "told", "devices": 1},), types=types)
     with torch.random.fork_rng():
         plan = partition(
-            _Decoder(), topology, (_batch(),), constraints=Constraints(microbatch_size=1, recompute="none")
+            _Decoder(), topology, (_build_batch(),), constraints=Constraints(microbatch_size=1, recompute="none")
         )
     with tempfile.TemporaryDirectory() as folder:
         yield Issuing(str(plan.save(Path(folder, "plan.json"))), plan.estimate.step_time)
@@ -59,13 +59,13 @@ def time_issuing(plan: Issuing, kind: str, repeats: int) -> list[float]:
         return []
     device = open_device(kind)
     engine = Engine(plan.path, communicator=TorchCommunicator(1, device))
-    batch = (_batch().to(device),)
+    batch = (_build_batch().to(device),)
     for _ in range(_STEPS):
         engine.step(batch)
     return [host_seconds(lambda: engine.step(batch), device) / plan.operators for _ in range(repeats)]
 
 
-def _batch() -> Tensor:
+def _build_batch() -> Tensor:
     return torch.zeros(_MICROBATCHES, _TOKENS, _HEADS * _SIZE)
 
 
@@ -79,14 +79,14 @@ class _Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         first, second = self.norms
         q, k, v, out, gate, up, down = self.weights
-        hidden = _norm(x, first)
-        query, key = (self._turned(_heads(F.linear(hidden, w))) for w in (q, k))
-        found = F.scaled_dot_product_attention(query, key, _heads(F.linear(hidden, v)), is_causal=True)
+        hidden = _apply_rms_norm(x, first)
+        query, key = (self._apply_rotary_embedding(_split_heads(F.linear(hidden, w))) for w in (q, k))
+        found = F.scaled_dot_product_attention(query, key, _split_heads(F.linear(hidden, v)), is_causal=True)
         x = x + F.linear(found.transpose(1, 2).flatten(2), out)
-        hidden = _norm(x, second)
+        hidden = _apply_rms_norm(x, second)
         return x + F.linear(F.silu(F.linear(hidden, gate)) * F.linear(hidden, up), down)
 
-    def _turned(self, x: Tensor) -> Tensor:
+    def _apply_rotary_embedding(self, x: Tensor) -> Tensor:
         left, right = x.chunk(2, -1)
         return x * self.turn[0] + torch.cat((-right, left), -1) * self.turn[1]
 
@@ -102,10 +102,10 @@ class _Decoder(nn.Module):
         return x.square().mean()
 
 
-def _norm(x: Tensor, weight: Tensor) -> Tensor:
+def _apply_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     scaled: Tensor = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
     return scaled * weight
 
 
-def _heads(x: Tensor) -> Tensor:
+def _split_heads(x: Tensor) -> Tensor:
     return x.view(len(x), _TOKENS, _HEADS, _SIZE).transpose(1, 2)

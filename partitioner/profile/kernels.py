@@ -1,6 +1,7 @@
 """The kernels that a profile times: a table of families, each with the cost model's description of the kernel.
 
-A case names its kernel without a tensor, so that it can be sent to the ranks; :func:`build` makes the tensors there.
+A case names its kernel without a tensor, so that it can be sent to the ranks; :func:`build_case_tensors` makes the
+tensors there.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class BuiltCase:
     kernel: Kernel
 
 
-def build(case: KernelCase, device: torch.device) -> BuiltCase:
+def build_case_tensors(case: KernelCase, device: torch.device) -> BuiltCase:
     """Make the tensors of ``case``, with so many copies that the first has left the caches when its turn comes again: a
     program seldom finds its operands in caches.
 
@@ -88,17 +89,17 @@ class _OperandPool:
 _store = cache(_OperandPool)
 
 
-def _random(*shape: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+def _take_random_tensor(*shape: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     return _store(device).take(shape).to(dtype)
 
 
-def _product(case: KernelCase, device: torch.device) -> BuiltCase:
+def _build_product(case: KernelCase, device: torch.device) -> BuiltCase:
     """A product of two dense factors (``mm``), or with the second or the first read transposed (``mm_nt``, ``mm_tn``):
     the forward and the two halves of backward."""
     m, n, k = case.shape
     dtype = DTYPES[case.precision]
-    a = _random(*((k, m) if case.name == "mm_tn" else (m, k)), device=device, dtype=dtype)
-    b = _random(*((n, k) if case.name == "mm_nt" else (k, n)), device=device, dtype=dtype)
+    a = _take_random_tensor(*((k, m) if case.name == "mm_tn" else (m, k)), device=device, dtype=dtype)
+    b = _take_random_tensor(*((n, k) if case.name == "mm_nt" else (k, n)), device=device, dtype=dtype)
     a, b = (a.t() if case.name == "mm_tn" else a), (b.t() if case.name == "mm_nt" else b)
     num_bytes = (m * k + k * n + m * n) * dtype.itemsize
     kernel = Kernel("matmul", num_bytes, 0.0, 2.0 * m * n * k, float(min(m, n, k)), case.precision)
@@ -121,10 +122,10 @@ def _with_tf32(a: Tensor, b: Tensor) -> Tensor:
         torch.backends.cuda.matmul.allow_tf32 = allowed
 
 
-def _attention(case: KernelCase, device: torch.device) -> BuiltCase:
+def _build_attention(case: KernelCase, device: torch.device) -> BuiltCase:
     batch, heads, seq, size = case.shape
     dtype = DTYPES[case.precision]
-    query, key, value = (_random(batch, heads, seq, size, device=device, dtype=dtype) for _ in range(3))
+    query, key, value = (_take_random_tensor(batch, heads, seq, size, device=device, dtype=dtype) for _ in range(3))
     # scores and their product with the values, of which a causal mask leaves half
     flops = 2.0 * batch * heads * (seq * (seq + 1) // 2) * 2 * size
     kernel = Kernel("attention", 4.0 * query.nbytes, 0.0, flops, float(seq), case.precision, width=float(size))
@@ -141,40 +142,40 @@ def _on_rows(
 ) -> BuiltCase:
     """An operator on tensors of ``[rows, ROW]``. ``results``: elements of its results per element of an operand."""
     (rows,), row, dtype = case.shape, ROW[device.type], DTYPES[case.precision]
-    operands = [_random(rows, row, device=device, dtype=dtype) for _ in range(num_operands)]
+    operands = [_take_random_tensor(rows, row, device=device, dtype=dtype) for _ in range(num_operands)]
     num_bytes = dtype.itemsize * rows * row * (num_operands + results)
     return BuiltCase(partial(function, *operands), Kernel(kind, float(num_bytes)))
 
 
-def _launch(case: KernelCase, device: torch.device) -> BuiltCase:
+def _build_launch(case: KernelCase, device: torch.device) -> BuiltCase:
     """A kernel without work, which measures the launch."""
     one = torch.ones(case.shape, device=device)
     return BuiltCase(partial(torch.add, one, one), Kernel("pointwise", 3.0 * one.nbytes))
 
 
 @cache
-def _table(device: torch.device) -> Tensor:
-    return _random(_TABLE_ROWS, ROW[device.type], device=device)
+def _build_embedding_table(device: torch.device) -> Tensor:
+    return _take_random_tensor(_TABLE_ROWS, ROW[device.type], device=device)
 
 
-def _embedding(case: KernelCase, device: torch.device) -> BuiltCase:
+def _build_embedding(case: KernelCase, device: torch.device) -> BuiltCase:
     (rows,) = case.shape
-    table = _table(device)
+    table = _build_embedding_table(device)
     index = torch.randint(_TABLE_ROWS, (rows,), device=device)
     num_bytes = index.nbytes + 2 * rows * table[0].nbytes
     return BuiltCase(partial(torch.embedding, table, index), Kernel("lookup", float(num_bytes)))
 
 
-def _gather(case: KernelCase, device: torch.device) -> BuiltCase:
+def _build_gather(case: KernelCase, device: torch.device) -> BuiltCase:
     (rows,), row = case.shape, ROW[device.type]
-    x, index = _random(rows, row, device=device), torch.randint(row, (rows, row), device=device)
+    x, index = _take_random_tensor(rows, row, device=device), torch.randint(row, (rows, row), device=device)
     return BuiltCase(partial(torch.gather, x, 1, index), Kernel("lookup", float(index.nbytes + 2 * x.nbytes)))
 
 
-def _adamw(case: KernelCase, device: torch.device) -> BuiltCase:
+def _build_adamw(case: KernelCase, device: torch.device) -> BuiltCase:
     (rows,), row = case.shape, ROW[device.type]
-    weight = torch.nn.Parameter(_random(rows, row, device=device).clone())
-    weight.grad = _random(rows, row, device=device)
+    weight = torch.nn.Parameter(_take_random_tensor(rows, row, device=device).clone())
+    weight.grad = _take_random_tensor(rows, row, device=device)
     step = torch.optim.AdamW([weight], lr=1e-4, fused=device.type == "cuda").step
     return BuiltCase(step, Kernel("optimizer", float(_ADAM_BYTES * rows * row)))
 
@@ -187,47 +188,49 @@ def _rms_norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, x.shape[1:])
 
 
-def _last(function: Callable[..., object], x: Tensor) -> object:
+def _apply_to_last_dim(function: Callable[..., object], x: Tensor) -> object:
     return function(x, -1)
 
 
-def _transposed(x: Tensor) -> Tensor:
+def _transpose_heads(x: Tensor) -> Tensor:
     """Transpose rows of heads to heads of rows, as a copy."""
     made: Tensor = x.unflatten(1, (-1, 64)).transpose(0, 1).contiguous()
     return made
 
 
-def _broadcast(x: Tensor) -> Tensor:
+def _multiply_broadcast(x: Tensor) -> Tensor:
     return x * x[0]
 
 
-def _joined(x: Tensor, y: Tensor) -> Tensor:
+def _concatenate_pair(x: Tensor, y: Tensor) -> Tensor:
     return torch.cat((x, y))
 
 
 _Family = Callable[[KernelCase, torch.device], BuiltCase]
 
 FAMILIES: dict[str, _Family] = {
-    **dict.fromkeys(("mm", "mm_nt", "mm_tn"), _product),
-    "attention": _attention,
-    "launch": _launch,
+    **dict.fromkeys(("mm", "mm_nt", "mm_tn"), _build_product),
+    "attention": _build_attention,
+    "launch": _build_launch,
     "add": partial(_on_rows, "pointwise", torch.add, 2, 1),
     "mul": partial(_on_rows, "pointwise", torch.mul, 2, 1),
-    "broadcast": partial(_on_rows, "broadcast", _broadcast, 1, 1),
+    "broadcast": partial(_on_rows, "broadcast", _multiply_broadcast, 1, 1),
     "silu": partial(_on_rows, "special", F.silu, 1, 1),
     "exp": partial(_on_rows, "special", torch.exp, 1, 1),
-    "sum": partial(_on_rows, "reduction", partial(_last, torch.sum), 1, 0.0),
-    "mean": partial(_on_rows, "reduction", partial(_last, torch.mean), 1, 0.0),
-    "softmax": partial(_on_rows, "softmax", partial(_last, torch.softmax), 1, 1),
-    "log_softmax": partial(_on_rows, "softmax", partial(_last, torch.log_softmax), 1, 1),
+    "sum": partial(_on_rows, "reduction", partial(_apply_to_last_dim, torch.sum), 1, 0.0),
+    "mean": partial(_on_rows, "reduction", partial(_apply_to_last_dim, torch.mean), 1, 0.0),
+    "softmax": partial(_on_rows, "softmax", partial(_apply_to_last_dim, torch.softmax), 1, 1),
+    "log_softmax": partial(_on_rows, "softmax", partial(_apply_to_last_dim, torch.log_softmax), 1, 1),
     "layer_norm": partial(_on_rows, "norm", _layer_norm, 1, 1),
     "rms_norm": partial(_on_rows, "norm", _rms_norm, 1, 1),
-    "embedding": _embedding,
-    "gather": _gather,
-    "sort": partial(_on_rows, "sort", partial(_last, torch.sort), 1, 3),  # values, and indices of eight bytes
-    "cat": partial(_on_rows, "default", _joined, 2, 2),
-    "transpose": partial(_on_rows, "default", _transposed, 1, 1),
-    "adamw": _adamw,
+    "embedding": _build_embedding,
+    "gather": _build_gather,
+    "sort": partial(
+        _on_rows, "sort", partial(_apply_to_last_dim, torch.sort), 1, 3
+    ),  # values, and indices of eight bytes
+    "cat": partial(_on_rows, "default", _concatenate_pair, 2, 2),
+    "transpose": partial(_on_rows, "default", _transpose_heads, 1, 1),
+    "adamw": _build_adamw,
 }
 _IN_FP32 = ("embedding", "gather", "sort", "adamw")  # move elements, or are in float32 in programs, too
 ON_ROWS = tuple(name for name in FAMILIES if name not in ("mm", "mm_nt", "mm_tn", "attention", "launch"))
@@ -268,7 +271,7 @@ SIZES: dict[tuple[str, bool], Sizes] = {  # by type of device, and whether to be
 }
 
 
-def products(sizes: Sizes) -> list[KernelCase]:
+def list_product_cases(sizes: Sizes) -> list[KernelCase]:
     """Matrix products whose smallest dim is each knot, in each of the three positions, in the leading precision; and
     products of the largest knot in every other precision, for its peak."""
     leading, *others = sizes.precisions
@@ -284,7 +287,7 @@ def products(sizes: Sizes) -> list[KernelCase]:
     return cases + [KernelCase(form, (top, top, top), other) for other in others for form in forms[:2]]
 
 
-def attentions(sizes: Sizes) -> list[KernelCase]:
+def list_attention_cases(sizes: Sizes) -> list[KernelCase]:
     return [KernelCase("attention", shape, sizes.precisions[0]) for shape in sizes.attention]
 
 

@@ -1,4 +1,5 @@
-"""``profile()``: measure this machine, fit the cost model, and describe the machine as a topology for planning."""
+"""``profile_machine()``: measure this machine, fit the cost model, and describe the machine as a topology for
+planning."""
 
 from __future__ import annotations
 
@@ -16,14 +17,22 @@ from partitioner.errors import TopologyError
 from partitioner.profile import rank as on_ranks
 from partitioner.profile import transfers
 from partitioner.profile.fit import FitError, device_errors, fit_concurrent, fit_device, fit_level, level_errors
-from partitioner.profile.host_overhead import issuing, time_issuing
-from partitioner.profile.kernels import LAUNCH, ON_ROWS, SIZES, KernelCase, attentions, on_rows, products
+from partitioner.profile.host_overhead import open_issuing_plan, time_issuing
+from partitioner.profile.kernels import (
+    LAUNCH,
+    ON_ROWS,
+    SIZES,
+    KernelCase,
+    list_attention_cases,
+    list_product_cases,
+    on_rows,
+)
 from partitioner.profile.report import machine_yaml
 from partitioner.profile.timer import CollectiveSample, KernelSample, Measurements
 from partitioner.topology import Topology
 from partitioner.topology.detect import num_cores, physical_memory
 from partitioner.topology.hardware import COLLECTIVES
-from partitioner.units import divisors
+from partitioner.units import list_divisors
 from runtime.files import write_text
 from runtime.launch.process_pool import LocalRanks
 
@@ -73,7 +82,7 @@ class Profile:
         return write_text(Path(path), self.to_yaml())
 
 
-def profile(
+def profile_machine(
     num_ranks: int | None = None,
     *,
     device: str | None = None,
@@ -98,27 +107,31 @@ def profile(
     count = _num_ranks(num_ranks, kind)
     effort, report = _EFFORTS[quick], progress or (lambda doing, done, total: None)
     with LocalRanks(count) as pool:
-        steps = list(_steps(pool, kind, count, quick, effort))
+        steps = list(_list_profile_steps(pool, kind, count, quick, effort))
         measured = Measurements()
         for done, (doing, step) in enumerate(steps):
             report(doing, done, len(steps))
             step(measured)
         report("done", len(steps), len(steps))
-        described = pool.call(on_ranks.describe, kind, timeout=_TIMEOUT_S)[0] if kind == "cuda" else _cpu(count)
-    return _fitted(measured, kind, count, described)
+        described = (
+            pool.call(on_ranks.describe_gpu, kind, timeout=_TIMEOUT_S)[0] if kind == "cuda" else _describe_cpu(count)
+        )
+    return _fit_measurements(measured, kind, count, described)
 
 
 Step = Callable[[Measurements], None]
 
 
-def _steps(pool: LocalRanks, kind: str, count: int, quick: bool, effort: ProfileEffort) -> Iterator[tuple[str, Step]]:
+def _list_profile_steps(
+    pool: LocalRanks, kind: str, count: int, quick: bool, effort: ProfileEffort
+) -> Iterator[tuple[str, Step]]:
     sizes = SIZES[kind, quick]
     active = min(count, num_cores()) if kind == "cpu" else count
 
     def kernels(cases: Sequence[KernelCase], num_active: int = active) -> Step:
         def step(measured: Measurements) -> None:
             samples = pool.call(on_ranks.time_kernels, cases, kind, num_active, effort.kernel_s, timeout=_TIMEOUT_S)
-            measured.kernels += _slowest(samples[:num_active])
+            measured.kernels += _take_median_samples(samples[:num_active])
 
         return step
 
@@ -144,7 +157,7 @@ def _steps(pool: LocalRanks, kind: str, count: int, quick: bool, effort: Profile
         measured.overlaps += found[0]
 
     def issue(measured: Measurements) -> None:
-        with issuing() as plan:
+        with open_issuing_plan() as plan:
             measured.issued_s += pool.call(time_issuing, plan, kind, effort.repeats, timeout=_TIMEOUT_S)[0]
 
     def sharing(measured: Measurements) -> None:
@@ -156,13 +169,13 @@ def _steps(pool: LocalRanks, kind: str, count: int, quick: bool, effort: Profile
     yield "launches", kernels([LAUNCH] * effort.repeats)
     if kind == "cuda":
         yield "operators on the host", issue
-    yield "matrix products", kernels(products(sizes))
-    yield "attention", kernels(attentions(sizes))
+    yield "matrix products", kernels(list_product_cases(sizes))
+    yield "attention", kernels(list_attention_cases(sizes))
     for name in ON_ROWS:
         yield name, kernels(on_rows(sizes, [name]))
     if count > active:
         yield "shared cores", sharing
-    for over in [n for n in divisors(count) if n > 1]:
+    for over in [n for n in list_divisors(count) if n > 1]:
         for op in COLLECTIVES:
             yield f"{op} over {over} ranks", collective(op, over)
     if count > 1:
@@ -171,7 +184,7 @@ def _steps(pool: LocalRanks, kind: str, count: int, quick: bool, effort: Profile
         yield "overlap", overlap
 
 
-def _slowest(samples: Sequence[Sequence[KernelSample]]) -> list[KernelSample]:
+def _take_median_samples(samples: Sequence[Sequence[KernelSample]]) -> list[KernelSample]:
     """For each kernel, the median time over the ranks; kernels that some rank could not run are left out."""
     found = []
     for row in zip(*samples, strict=True):
@@ -186,7 +199,7 @@ def _column_medians(rows: Sequence[Sequence[Sequence[float]]], place: int) -> li
     return [float(torch.tensor(turn).nanmedian()) for turn in turns]
 
 
-def _fitted(measured: Measurements, kind: str, count: int, described: dict[str, Any]) -> Profile:
+def _fit_measurements(measured: Measurements, kind: str, count: int, described: dict[str, Any]) -> Profile:
     device = fit_device(
         measured.kernels,
         measured.overlaps,
@@ -215,7 +228,7 @@ def _fitted(measured: Measurements, kind: str, count: int, described: dict[str, 
     return Profile(topology, tuple(errors), measured, machine)
 
 
-def _cpu(count: int) -> dict[str, Any]:
+def _describe_cpu(count: int) -> dict[str, Any]:
     name = f"{platform.processor() or platform.machine()} CPU of {num_cores()} cores"
     return {"name": name, "memory": physical_memory() // count, "reserved": 0}
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from partitioner.profile.kernels import KernelCase, build
-from partitioner.profile.timer import KernelSample, Overlap, median_seconds, synchronize
+from partitioner.profile.kernels import KernelCase, build_case_tensors
+from partitioner.profile.timer import KernelSample, Overlap, median_seconds, synchronize_device
 from runtime.comm.group import RankGroup
 from runtime.comm.torch_backend import TorchCommunicator
 
@@ -32,7 +32,7 @@ def open_device(kind: str) -> torch.device:
     return torch.device("cpu")
 
 
-def describe(kind: str) -> dict[str, int | str]:
+def describe_gpu(kind: str) -> dict[str, int | str]:
     """A GPU's name, memory, and the bytes of it that a process takes before it has a tensor."""
     device = open_device(kind)
     gc.collect()
@@ -54,7 +54,7 @@ def time_kernels(cases: Sequence[KernelCase], kind: str, active: int, budget_s: 
         if dist.get_rank() >= active:
             continue
         try:
-            built = build(case, device)
+            built = build_case_tensors(case, device)
             with torch.no_grad():
                 seconds = median_seconds(built.run, device, budget_s)
         except (RuntimeError, NotImplementedError):
@@ -71,7 +71,9 @@ def time_sharing(active: Sequence[int], repeats: int, budget_s: float) -> list[l
     it waited for a core say as much of other programs as of ranks.
     """
     device = torch.device("cpu")
-    product, copy = (build(case, device) for case in (KernelCase("mm", (256, 256, 256)), KernelCase("add", (4096,))))
+    product, copy = (
+        build_case_tensors(case, device) for case in (KernelCase("mm", (256, 256, 256)), KernelCase("add", (4096,)))
+    )
 
     def work(count: int) -> float:
         start = time.thread_time()
@@ -108,8 +110,8 @@ def time_overlap(num_ranks: int, kind: str, repeats: int) -> list[Overlap]:
     group = communicator.group(ranks)
     shared = torch.zeros(_OVERLAP_BYTES // 4, device=device)
     a, b = (torch.randn(_OVERLAP_SIZE, _OVERLAP_SIZE, device=device) for _ in range(2))
-    reduce_s = _timed(lambda: group.all_reduce(shared).wait(), group, device)
-    product_s = _timed(lambda: torch.mm(a, b), group, device)
+    reduce_s = _time_slowest_rank(lambda: group.all_reduce(shared).wait(), group, device)
+    product_s = _time_slowest_rank(lambda: torch.mm(a, b), group, device)
     count = max(1, round(reduce_s / product_s))
 
     def products() -> None:
@@ -125,17 +127,21 @@ def time_overlap(num_ranks: int, kind: str, repeats: int) -> list[Overlap]:
         group.all_reduce(shared).wait()
 
     return [
-        Overlap(_timed(products, group, device), _timed(reduce, group, device), _timed(both, group, device))
+        Overlap(
+            _time_slowest_rank(products, group, device),
+            _time_slowest_rank(reduce, group, device),
+            _time_slowest_rank(both, group, device),
+        )
         for _ in range(repeats)
     ]
 
 
-def _timed(run: Callable[[], object], group: RankGroup, device: torch.device) -> float:
+def _time_slowest_rank(run: Callable[[], object], group: RankGroup, device: torch.device) -> float:
     """Seconds of ``run`` on the slowest rank of ``group``."""
     group.all_reduce(torch.zeros(1, device=device)).wait()
-    synchronize(device)
+    synchronize_device(device)
     start = time.perf_counter()
     run()
-    synchronize(device)
+    synchronize_device(device)
     took: Tensor = torch.tensor(time.perf_counter() - start, dtype=torch.float64, device=device)
     return float(group.all_reduce(took, maximum=True).wait())

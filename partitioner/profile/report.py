@@ -24,7 +24,7 @@ def machine_yaml(topology: Topology, errors: Sequence[FitError], machine: str) -
     lines += [f"#   {e.what:<24} {e.median:>6.1%}  of {e.num_samples} times" for e in errors]
     if warning := large_errors(errors):
         lines += ["#", *(f"# {line}" for line in wrap(warning, 110))]
-    data = _rounded(topology.model_dump(mode="json", exclude_defaults=True))
+    data = _round_numbers(topology.model_dump(mode="json", exclude_defaults=True))
     text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
     return "\n".join(lines) + "\n\n" + text
 
@@ -40,24 +40,24 @@ def large_errors(errors: Sequence[FitError]) -> str:
     )
 
 
-def _rounded(value: Any) -> Any:
+def _round_numbers(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.{_DIGITS}g}")
     if isinstance(value, dict):
-        return {k: _rounded(v) for k, v in value.items()}
-    return [_rounded(v) for v in value] if isinstance(value, list | tuple) else value
+        return {k: _round_numbers(v) for k, v in value.items()}
+    return [_round_numbers(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 class _Dumper(yaml.SafeDumper):
     """Rows of tables each on one line."""
 
 
-def _row(dumper: yaml.SafeDumper, data: list[Any]) -> yaml.Node:
+def _represent_row(dumper: yaml.SafeDumper, data: list[Any]) -> yaml.Node:
     plain = all(isinstance(v, int | float) for v in data)
     return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=plain)
 
 
-_Dumper.add_representer(list, _row)
+_Dumper.add_representer(list, _represent_row)
 
 
 def profile_parts(topology: Topology, errors: Sequence[FitError]) -> Iterator[RenderableType]:

@@ -32,16 +32,16 @@ def median_seconds(run: Callable[[], object], device: torch.device, budget_s: fl
     run()
     if device.type == "cuda":
         return _on_gpu(run, device, budget_s)
-    first = _block(run, 1, device)
+    first = _time_thread_block(run, 1, device)
     count = max(1, math.ceil(min(_BLOCK_S, budget_s / _FEWEST) / max(first, 1e-7)))
     blocks: list[float] = []
     start = time.perf_counter()
     while len(blocks) < _FEWEST or time.perf_counter() - start < budget_s:
-        blocks.append(_block(run, count, device) / count)
+        blocks.append(_time_thread_block(run, count, device) / count)
     return statistics.median(blocks)
 
 
-def _block(run: Callable[[], object], count: int, device: torch.device) -> float:
+def _time_thread_block(run: Callable[[], object], count: int, device: torch.device) -> float:
     start = time.thread_time()
     for _ in range(count):
         run()
@@ -49,13 +49,13 @@ def _block(run: Callable[[], object], count: int, device: torch.device) -> float
 
 
 def _on_gpu(run: Callable[[], object], device: torch.device, budget_s: float) -> float:
-    synchronize(device)
+    synchronize_device(device)
     host = host_seconds(run, device)
     count, hold = _QUEUED, _BLOCK_S + 2 * _QUEUED * host
     blocks: list[float] = []
     start = time.perf_counter()
     while len(blocks) < _FEWEST or time.perf_counter() - start < budget_s:
-        took = _queued(run, count, hold, device)
+        took = _time_queued_runs(run, count, hold, device)
         if took is not None:
             blocks.append(took / count)
         elif hold < budget_s:
@@ -67,7 +67,7 @@ def _on_gpu(run: Callable[[], object], device: torch.device, budget_s: float) ->
     return statistics.median(blocks)
 
 
-def _queued(run: Callable[[], object], count: int, hold: float, device: torch.device) -> float | None:
+def _time_queued_runs(run: Callable[[], object], count: int, hold: float, device: torch.device) -> float | None:
     """Seconds of ``count`` runs on the device, which is kept busy for ``hold`` seconds while they are queued; ``None``
     where that was too short."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -84,15 +84,15 @@ def _queued(run: Callable[[], object], count: int, hold: float, device: torch.de
 
 def host_seconds(run: Callable[[], object], device: torch.device) -> float:
     """Seconds until the host has queued one ``run``, of what takes the device less."""
-    synchronize(device)
+    synchronize_device(device)
     start = time.perf_counter()
     run()
     took = time.perf_counter() - start
-    synchronize(device)
+    synchronize_device(device)
     return took
 
 
-def synchronize(device: torch.device) -> None:
+def synchronize_device(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from partitioner.profile.rank import open_device
-from partitioner.profile.timer import CollectiveSample, synchronize
+from partitioner.profile.timer import CollectiveSample, synchronize_device
 from runtime.comm.group import Communicator, Pending, RankGroup
 from runtime.comm.torch_backend import TorchCommunicator
 from runtime.program.membership import PipelineEdge
@@ -58,23 +58,27 @@ def time_collectives(
     for size in sizes:
         seconds = 0.0
         if mine is not None:
-            run = _transfer(communicator, mine, size) if op == "send" else _collective(communicator, op, mine, size)
+            run = (
+                _build_message_run(communicator, mine, size)
+                if op == "send"
+                else _build_collective_run(communicator, op, mine, size)
+            )
             seconds = _Timer(communicator.group(mine), device).seconds(run, repeats, budget_s)
         slowest = torch.tensor(seconds, dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        samples.append(CollectiveSample(op, num_ranks, 4 * _length(size, num_ranks), float(slowest)))
+        samples.append(CollectiveSample(op, num_ranks, 4 * _compute_element_count(size, num_ranks), float(slowest)))
     return samples
 
 
-def _length(num_bytes: int, size: int) -> int:
+def _compute_element_count(num_bytes: int, size: int) -> int:
     """Number of four-byte elements that every collective over ``size`` ranks can divide; about ``num_bytes`` bytes."""
     return max(1, num_bytes // 4 // size**3) * size**3
 
 
-def _collective(communicator: Communicator, op: str, ranks: tuple[int, ...], num_bytes: int) -> _TransferRun:
+def _build_collective_run(communicator: Communicator, op: str, ranks: tuple[int, ...], num_bytes: int) -> _TransferRun:
     group: RankGroup = communicator.group(ranks)
     size = group.size
-    length = _length(num_bytes, size)
+    length = _compute_element_count(num_bytes, size)
     whole = torch.zeros(length // size, size, device=communicator.device)
     part = torch.zeros(length // size // size, size, device=communicator.device)
     starts: dict[str, Callable[[], Pending]] = {
@@ -92,10 +96,10 @@ def _collective(communicator: Communicator, op: str, ranks: tuple[int, ...], num
     return _TransferRun(run)
 
 
-def _transfer(communicator: Communicator, ranks: tuple[int, ...], num_bytes: int) -> _TransferRun:
+def _build_message_run(communicator: Communicator, ranks: tuple[int, ...], num_bytes: int) -> _TransferRun:
     """A round trip between the first two of ``ranks``: two messages, each after its sender's computation."""
     rank = dist.get_rank()
-    tensor = torch.zeros(_length(num_bytes, len(ranks)), device=communicator.device)
+    tensor = torch.zeros(_compute_element_count(num_bytes, len(ranks)), device=communicator.device)
     first = rank == ranks[0]
     peer = ranks[1] if first else ranks[0]
 
@@ -108,14 +112,14 @@ def _transfer(communicator: Communicator, ranks: tuple[int, ...], num_bytes: int
                 communicator.recv(tensor, peer, "F").wait()
 
     busy = rank in ranks[:2]
-    return _TransferRun(there_and_back if busy else _idle, 2, busy)
+    return _TransferRun(there_and_back if busy else _skip_transfer, 2, busy)
 
 
-def _idle(_: Callable[[], None]) -> None:
+def _skip_transfer(_: Callable[[], None]) -> None:
     """No-op for a rank that does not take part in the transfer."""
 
 
-def _nothing() -> None:
+def _skip_computation() -> None:
     """No-op instead of a computation."""
 
 
@@ -126,8 +130,8 @@ class _Timer:
         self.group, self.device = group, device
         size = _SIZE[device.type]
         a, b = (torch.randn(size, size, device=device) for _ in range(2))
-        took = min(self._block(lambda: torch.mm(a, b), 3) for _ in range(3))
-        count = max(1, round(_BETWEEN_S / self._slowest(took)))
+        took = min(self._time_call_block(lambda: torch.mm(a, b), 3) for _ in range(3))
+        count = max(1, round(_BETWEEN_S / self._reduce_to_slowest(took)))
 
         def compute() -> None:
             for _ in range(count):
@@ -142,26 +146,26 @@ class _Timer:
             if run.busy:
                 self.compute()
 
-        bare = self._block(lambda: run.start(_nothing), 2) / run.calls
-        whole = self._block(lambda: run.start(self.compute), 2)
-        count = max(1, math.ceil(budget_s / repeats / max(self._slowest(whole), 1e-6)))
+        bare = self._time_call_block(lambda: run.start(_skip_computation), 2) / run.calls
+        whole = self._time_call_block(lambda: run.start(self.compute), 2)
+        count = max(1, math.ceil(budget_s / repeats / max(self._reduce_to_slowest(whole), 1e-6)))
         differences = []
         for _ in range(repeats):
-            computed = self._slowest(self._block(alone, count))
-            both = self._slowest(self._block(lambda: run.start(self.compute), count)) / run.calls
+            computed = self._reduce_to_slowest(self._time_call_block(alone, count))
+            both = self._reduce_to_slowest(self._time_call_block(lambda: run.start(self.compute), count)) / run.calls
             differences.append(both - computed)
-        return max(statistics.median(differences), _LEAST_SHARE * self._slowest(bare))
+        return max(statistics.median(differences), _LEAST_SHARE * self._reduce_to_slowest(bare))
 
-    def _block(self, call: Callable[[], object], count: int) -> float:
+    def _time_call_block(self, call: Callable[[], object], count: int) -> float:
         """Mean seconds of one call, over ``count`` calls that the ranks begin together."""
         self.group.all_reduce(torch.zeros(1, device=self.device)).wait()
-        synchronize(self.device)
+        synchronize_device(self.device)
         start = time.perf_counter()
         for _ in range(count):
             call()
-        synchronize(self.device)
+        synchronize_device(self.device)
         return (time.perf_counter() - start) / count
 
-    def _slowest(self, seconds: float) -> float:
+    def _reduce_to_slowest(self, seconds: float) -> float:
         value = torch.tensor(seconds, dtype=torch.float64, device=self.device)
         return float(self.group.all_reduce(value, maximum=True).wait())

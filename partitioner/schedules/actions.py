@@ -47,15 +47,15 @@ class Timetable:
     @cached_property
     def held(self) -> tuple[tuple[int, ...], ...]:
         """The virtual stages of each rank, by chunk."""
-        return held(self.ranks, len(self.orders))
+        return group_stages_by_rank(self.ranks, len(self.orders))
 
 
-def held(ranks: Sequence[int], num_ranks: int) -> tuple[tuple[int, ...], ...]:
+def group_stages_by_rank(ranks: Sequence[int], num_ranks: int) -> tuple[tuple[int, ...], ...]:
     """The virtual stages of each rank, by chunk, from the rank of each virtual stage."""
     return tuple(tuple(k for k, rank in enumerate(ranks) if rank == s) for s in range(num_ranks))
 
 
-def looped(num_ranks: int, chunks: int) -> tuple[int, ...]:
+def build_looped_placement(num_ranks: int, chunks: int) -> tuple[int, ...]:
     """Rank ``s`` holds the virtual stages ``s, s + p, s + 2p, ...``"""
     return tuple(range(num_ranks)) * chunks
 
@@ -99,7 +99,7 @@ def stuck_at(timetable: Timetable) -> list[tuple[int, int]]:
             while position[stage] < len(order):
                 action = order[position[stage]]
                 virtual = timetable.held[stage][action.chunk]
-                if not _ready(action, virtual, last, done):
+                if not _is_action_ready(action, virtual, last, done):
                     break
                 done.add(("B" if action.kind == "I" else action.kind, action.microbatch, virtual))
                 position[stage] += 1
@@ -113,7 +113,7 @@ _ONCE: tuple[tuple[str, frozenset[ActionKind]], ...] = (
 )
 
 
-def _ready(action: Action, virtual: int, last: int, done: set[tuple[str, int, int]]) -> bool:
+def _is_action_ready(action: Action, virtual: int, last: int, done: set[tuple[str, int, int]]) -> bool:
     if action.kind == "F":
         return virtual == 0 or ("F", action.microbatch, virtual - 1) in done
     if action.kind == "W":

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from partitioner.schedules.actions import Timetable
 from partitioner.schedules.csv_table import ScheduleTable
-from partitioner.schedules.formulas import shortened
+from partitioner.schedules.formulas import shorten_timetable
 from partitioner.schedules.makespan import PARTS, Phases
 
 _MOST_ACTIONS = 2000  # actions to simulate
@@ -59,8 +59,10 @@ def seconds_in_turns(
     p = len(cores.ranks)
     if p == 1:
         speed = cores.speeds([0])[0]
-        return m * sum(_seconds(w.computing, train) / speed + _seconds(w.waiting, train) for w in works)
-    whole, more = shortened(schedule, p, m, v, _MOST_ACTIONS)
+        return m * sum(
+            _get_phase_seconds(w.computing, train) / speed + _get_phase_seconds(w.waiting, train) for w in works
+        )
+    whole, more = shorten_timetable(schedule, p, m, v, _MOST_ACTIONS)
     taken = _ContentionSimulation(whole, works, cores, train).run()
     if more is not None:
         longer, microbatches, left = more
@@ -68,7 +70,7 @@ def seconds_in_turns(
     return taken
 
 
-def _seconds(phases: Phases, train: bool) -> float:
+def _get_phase_seconds(phases: Phases, train: bool) -> float:
     return phases.total if train else phases.forward
 
 
@@ -83,16 +85,20 @@ class _ContentionSimulation:
         self.computing: dict[int, float] = {}  # by rank, seconds left on a core of its own
         self.done: set[tuple[str, int, int]] = set()  # where a microbatch has left a virtual stage
         self.work = [
-            {kind: (self._of(work.waiting, kind), self._of(work.computing, kind)) for kind in PARTS} for work in works
+            {
+                kind: (self._sum_phase_parts(work.waiting, kind), self._sum_phase_parts(work.computing, kind))
+                for kind in PARTS
+            }
+            for work in works
         ]
 
-    def _of(self, phases: Phases, kind: str) -> float:
+    def _sum_phase_parts(self, phases: Phases, kind: str) -> float:
         of_parts = phases.forward, phases.inputs, phases.weights
         return sum(of_parts[part] for part in PARTS[kind]) if self.train or kind == "F" else 0.0
 
     def run(self) -> float:
         clock = 0.0
-        self._begin(range(len(self.at)))
+        self._start_idle_ranks(range(len(self.at)))
         while self.waiting or self.computing:
             running = list(self.computing)
             speeds = self.cores.speeds(running)
@@ -105,31 +111,31 @@ class _ContentionSimulation:
                 self.waiting[rank] -= passed
                 if self.waiting[rank] <= _EPSILON:
                     del self.waiting[rank]
-                    self.computing[rank] = self._next(rank)[1]
-            self._end([rank for rank in running if self.computing[rank] <= _EPSILON])
+                    self.computing[rank] = self._get_next_seconds(rank)[1]
+            self._finish_actions([rank for rank in running if self.computing[rank] <= _EPSILON])
         assert all(at == len(order) for at, order in zip(self.at, self.table.orders, strict=True)), "a rank is stuck"
         return clock
 
-    def _next(self, rank: int) -> tuple[float, float]:
+    def _get_next_seconds(self, rank: int) -> tuple[float, float]:
         """Seconds of waiting and of computing of the rank's next action."""
         action = self.table.orders[rank][self.at[rank]]
         return self.work[self.table.held[rank][action.chunk]][action.kind]
 
-    def _begin(self, ranks: Sequence[int]) -> None:
+    def _start_idle_ranks(self, ranks: Sequence[int]) -> None:
         """Start the next action of each idle rank whose inputs are ready."""
         for rank in ranks:
             idle = rank not in self.waiting and rank not in self.computing
-            if idle and self.at[rank] < len(self.table.orders[rank]) and self._ready(rank):
-                self.waiting[rank] = self._next(rank)[0]
+            if idle and self.at[rank] < len(self.table.orders[rank]) and self._is_rank_ready(rank):
+                self.waiting[rank] = self._get_next_seconds(rank)[0]
 
-    def _ready(self, rank: int) -> bool:
+    def _is_rank_ready(self, rank: int) -> bool:
         action = self.table.orders[rank][self.at[rank]]
         k, i = self.table.held[rank][action.chunk], action.microbatch
         if action.kind == "F":
             return k == 0 or ("F", i, k - 1) in self.done
         return not self.train or action.kind == "W" or k == self.last or ("B", i, k + 1) in self.done
 
-    def _end(self, ranks: Sequence[int]) -> None:
+    def _finish_actions(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
             del self.computing[rank]
             action = self.table.orders[rank][self.at[rank]]
@@ -138,4 +144,4 @@ class _ContentionSimulation:
                 self.done.add((kind, action.microbatch, self.table.held[rank][action.chunk]))
             self.at[rank] += 1
         if ranks:
-            self._begin(range(len(self.at)))
+            self._start_idle_ranks(range(len(self.at)))

@@ -17,8 +17,8 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from partitioner.schedules.actions import Action, ScheduleError, Timetable, held, stuck_at
-from partitioner.schedules.orders import joined
+from partitioner.schedules.actions import Action, ScheduleError, Timetable, group_stages_by_rank, stuck_at
+from partitioner.schedules.orders import merge_backward_halves
 from runtime.files import write_text
 from runtime.program.instructions import Data
 
@@ -64,15 +64,15 @@ class ScheduleTable(Data):
             content = Path(path).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ScheduleError(f"cannot read the schedule {str(path)!r}: {error}") from None
-        return _table(str(path), content)
+        return _parse_schedule_table(str(path), content)
 
     @staticmethod
     def of(schedule: str, num_ranks: int, num_microbatches: int, chunks: int | None = None) -> ScheduleTable:
         """The table of a named schedule."""
-        from partitioner.schedules.registry import timetable
+        from partitioner.schedules.registry import build_timetable
 
-        found = timetable(schedule, num_ranks, num_microbatches, chunks)
-        return ScheduleTable(name=schedule, rows=written(found))
+        found = build_timetable(schedule, num_ranks, num_microbatches, chunks)
+        return ScheduleTable(name=schedule, rows=format_timetable_rows(found))
 
     def save(self, path: str | Path) -> Path:
         """Write the table as CSV."""
@@ -117,7 +117,7 @@ def table_of(schedule: str | ScheduleTable) -> ScheduleTable | None:
     return ScheduleTable.load(schedule) if schedule.endswith(SUFFIX) else None
 
 
-def written(timetable: Timetable) -> tuple[tuple[str, ...], ...]:
+def format_timetable_rows(timetable: Timetable) -> tuple[tuple[str, ...], ...]:
     """The rows of a timetable."""
     return tuple(
         tuple(f"{timetable.held[s][a.chunk]}{a.kind}{a.microbatch}" for a in order)
@@ -126,7 +126,7 @@ def written(timetable: Timetable) -> tuple[tuple[str, ...], ...]:
 
 
 @lru_cache(maxsize=16)
-def _table(name: str, content: str) -> ScheduleTable:
+def _parse_schedule_table(name: str, content: str) -> ScheduleTable:
     rows = [tuple(cell.strip() for cell in row) for row in csv.reader(io.StringIO(content))]
     while rows and not any(rows[-1]):
         rows.pop()
@@ -168,10 +168,10 @@ class _ScheduleTableReader:
         self.check_all(cells, home)
         ranks = tuple(home[k].row - 1 for k in range(len(home)))
         self.check_order()
-        chunk = {k: place for stages in held(ranks, len(self.rows)) for place, k in enumerate(stages)}
+        chunk = {k: place for stages in group_stages_by_rank(ranks, len(self.rows)) for place, k in enumerate(stages)}
         whole = [tuple(Action(c.kind, c.microbatch, chunk[c.stage]) for c in row) for row in self.rows]
         self.check_progress(Timetable(tuple(whole), ranks))
-        orders = (joined(order, chunk[0]) if s == ranks[0] else order for s, order in enumerate(whole))
+        orders = (merge_backward_halves(order, chunk[0]) if s == ranks[0] else order for s, order in enumerate(whole))
         return Timetable(tuple(orders), ranks)
 
     def homes(self, cells: Sequence[_ScheduleCell]) -> dict[int, _ScheduleCell]:

@@ -15,8 +15,8 @@ import numpy as np
 
 from partitioner.schedules.actions import Timetable, halves_in_flight
 from partitioner.schedules.csv_table import ScheduleTable, table_of
-from partitioner.schedules.makespan import Phases, follow
-from partitioner.schedules.registry import timetable
+from partitioner.schedules.makespan import Phases, compute_makespan
+from partitioner.schedules.registry import build_timetable
 
 _FORMULAS = frozenset({"gpipe", "1f1b"})
 
@@ -123,13 +123,13 @@ class InFlightMicrobatches:
 @lru_cache(maxsize=64)
 def held_microbatches(schedule: str | ScheduleTable, p: int, m: int, v: int | None) -> InFlightMicrobatches:
     """Microbatches that each rank of a schedule holds, from its order of actions."""
-    table = shortened(schedule, p, m, v)[0]
+    table = shorten_timetable(schedule, p, m, v)[0]
     pairs: list[tuple[Counts, ...]] = [()] * len(table.ranks)
     together = []
     for order, stages in zip(table.orders, table.held, strict=True):
         found = {tuple(counts[c] for c in range(len(stages))) for counts in halves_in_flight(order, len(stages))}
         for c, k in enumerate(stages):
-            pairs[k] = _outermost({counts[c] for counts in found})
+            pairs[k] = _compute_upper_hull({counts[c] for counts in found})
         together.append(_not_less(sorted(found)))
     return InFlightMicrobatches(tuple(pairs), tuple(together))
 
@@ -141,19 +141,19 @@ def _not_less(counts: Sequence[tuple[Counts, ...]]) -> tuple[tuple[Counts, ...],
     return tuple(one for one, is_less in zip(counts, less.tolist(), strict=True) if not is_less)
 
 
-def _outermost(counts: set[Counts]) -> tuple[Counts, ...]:
+def _compute_upper_hull(counts: set[Counts]) -> tuple[Counts, ...]:
     """The upper hull of ``counts``: the pairs that are greatest for some non-negative weights of their two numbers."""
     hull: list[Counts] = []
     for x, y in sorted(counts, key=lambda pair: (-pair[0], -pair[1])):
         if hull and y <= hull[-1][1]:
             continue
-        while len(hull) > 1 and _turns(hull[-2], hull[-1], (x, y)):
+        while len(hull) > 1 and _is_below_line(hull[-2], hull[-1], (x, y)):
             hull.pop()
         hull.append((x, y))
     return tuple(hull)
 
 
-def _turns(a: Counts, b: Counts, c: Counts) -> bool:
+def _is_below_line(a: Counts, b: Counts, c: Counts) -> bool:
     """Whether ``b`` does not lie beyond the line from ``a`` to ``c``."""
     return (a[0] - b[0]) * (c[1] - b[1]) >= (b[0] - c[0]) * (b[1] - a[1])
 
@@ -173,15 +173,15 @@ def pipeline_seconds(
     ``phases``: of each virtual stage, with its waits for neighbours. ``overlap_steps``: a rank begins the next step
     when it has ended its own part of this one.
     """
-    whole, more = shortened(schedule, p, m, v)
-    taken = follow(whole, phases, train, overlap_steps=overlap_steps)
+    whole, more = shorten_timetable(schedule, p, m, v)
+    taken = compute_makespan(whole, phases, train, overlap_steps=overlap_steps)
     if more is not None:
         longer, microbatches, left = more
-        taken += (follow(longer, phases, train, overlap_steps=overlap_steps) - taken) * left / microbatches
+        taken += (compute_makespan(longer, phases, train, overlap_steps=overlap_steps) - taken) * left / microbatches
     return taken
 
 
-def shortened(
+def shorten_timetable(
     schedule: str | ScheduleTable, p: int, m: int, v: int | None, most: int = _MOST_ACTIONS
 ) -> tuple[Timetable, tuple[Timetable, int, int] | None]:
     """The timetable, and ``None``; or two timetables of fewer microbatches if it has more than ``most`` actions.
@@ -192,5 +192,5 @@ def shortened(
     per_microbatch = 3 * p * (v or 2)
     fewer = max(4 * p, most // per_microbatch // 2 // p * p) + m % p
     if table_of(schedule) is not None or m <= fewer + p:
-        return timetable(schedule, p, m, v), None
-    return timetable(schedule, p, fewer, v), (timetable(schedule, p, fewer + p, v), p, m - fewer)
+        return build_timetable(schedule, p, m, v), None
+    return build_timetable(schedule, p, fewer, v), (build_timetable(schedule, p, fewer + p, v), p, m - fewer)

@@ -46,20 +46,23 @@ class Phases:
         return self.forward + self.inputs + self.weights
 
 
-def follow(table: Timetable, phases: Sequence[Phases], train: bool = True, *, overlap_steps: bool = False) -> float:
+def compute_makespan(
+    table: Timetable, phases: Sequence[Phases], train: bool = True, *, overlap_steps: bool = False
+) -> float:
     """Seconds until all ranks have ended their orders. ``overlap_steps``: seconds between the ends of two steps in
     steady state."""
     waits, seconds, sent = waits_of(table, train), seconds_of(phases, train), sent_of(phases)
     if overlap_steps:
-        return max(_steady(waits, seconds, sent))
-    done = _ends(waits, seconds, sent)
+        return max(_compute_step_times(waits, seconds, sent))
+    done = _compute_action_ends(waits, seconds, sent)
     return max(done[place] for place in waits.last)
 
 
 def follow_all(
     table: Timetable, phases: NDArray[np.float64], train: bool = True, *, overlap_steps: bool = False
 ) -> NDArray[np.float64]:
-    """:func:`follow` of ``n`` sets of phases: ``[n]`` seconds. ``phases``: ``[n, stages, 5]``, see :class:`Phases`."""
+    """:func:`compute_makespan` of ``n`` sets of phases: ``[n]`` seconds. ``phases``: ``[n, stages, 5]``, see
+    :class:`Phases`."""
     waits = waits_of(table, train)
     kinds = [phases[:, :, list(parts)].sum(axis=2) * (train or k == "F") for k, parts in PARTS.items()]
     of_kinds = np.stack(kinds, axis=2).reshape(len(phases), -1).T.copy()  # as the list of :func:`seconds_of`
@@ -87,12 +90,12 @@ def longest_path(
     the seconds."""
     waits, of_kinds, sent = waits_of(table, train), seconds_of(phases, train), sent_of(phases)
     if overlap_steps:
-        paces = _steady(waits, of_kinds, sent)
+        paces = _compute_step_times(waits, of_kinds, sent)
         seconds, rank = max(paces), paces.index(max(paces))
-        done = _ends(waits, of_kinds, sent, [0.0 if r == rank else -math.inf for r in range(len(paces))])
+        done = _compute_action_ends(waits, of_kinds, sent, [0.0 if r == rank else -math.inf for r in range(len(paces))])
         place = waits.last[rank]
     else:
-        done = _ends(waits, of_kinds, sent)
+        done = _compute_action_ends(waits, of_kinds, sent)
         place = max(waits.last, key=done.__getitem__)
         seconds = done[place]
     often, messages = [0] * len(of_kinds), [0] * len(sent)
@@ -144,11 +147,11 @@ class _TimetableByIdentity:
 
 def waits_of(table: Timetable, train: bool = True) -> Waits:
     """Who waits for whom, in an order in which each action is behind those that it waits for."""
-    return _waits(_TimetableByIdentity(table), train)
+    return _compute_waits(_TimetableByIdentity(table), train)
 
 
 @lru_cache(maxsize=32)
-def _waits(same: _TimetableByIdentity, train: bool) -> Waits:
+def _compute_waits(same: _TimetableByIdentity, train: bool) -> Waits:
     table, last = same.table, len(same.table.ranks) - 1
     starts = range(len(table.orders))
     nothing = 2 * len(table.ranks)
@@ -193,7 +196,7 @@ def sent_of(phases: Sequence[Phases]) -> list[float]:
     return [*(seconds for phase in phases for seconds in (phase.values_sent, phase.gradients_sent)), 0.0]
 
 
-def _ends(
+def _compute_action_ends(
     waits: Waits, seconds: Sequence[float], sent: Sequence[float], begun: Sequence[float] | None = None
 ) -> list[float]:
     """The end of each action. ``begun``: start of each rank; ``None``: all start at 0."""
@@ -209,8 +212,8 @@ def _ends(
 def _ends_of_all(
     waits: Waits, seconds: NDArray[np.float64], sent: NDArray[np.float64], begun: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """:func:`_ends` of many at once, shape ``[actions, n]``; ``seconds`` by kind and ``begun`` by rank are alike, and
-    ``sent`` by message, empty where nothing takes time."""
+    """:func:`_compute_action_ends` of many at once, shape ``[actions, n]``; ``seconds`` by kind and ``begun`` by rank
+    are alike, and ``sent`` by message, empty where nothing takes time."""
     first = len(waits.last)
     done = np.empty((len(waits.before), seconds.shape[1]))
     done[:first] = begun
@@ -222,11 +225,11 @@ def _ends_of_all(
     return done
 
 
-def _steady(waits: Waits, seconds: Sequence[float], sent: Sequence[float]) -> list[float]:
+def _compute_step_times(waits: Waits, seconds: Sequence[float], sent: Sequence[float]) -> list[float]:
     """What a step takes on each rank after some steps: the most of these is no less than it is in the end."""
     begun = [0.0] * len(waits.last)
     for _ in range(_MOST_STEPS):
-        done = _ends(waits, seconds, sent, begun)
+        done = _compute_action_ends(waits, seconds, sent, begun)
         ended = [done[place] for place in waits.last]
         paces = [end - start for end, start in zip(ended, begun, strict=True)]
         if max(paces) - min(paces) <= _SAME_PACE * max(paces):

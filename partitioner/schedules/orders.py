@@ -21,31 +21,31 @@ def gpipe(p: int, m: int, v: int) -> tuple[Order, ...]:
 
 def one_forward_one_backward(p: int, m: int, v: int) -> tuple[Order, ...]:
     """1F1B (Narayanan et al. 2019, 2021): stage ``s`` has ``min(p - s, m)`` microbatches in flight at most."""
-    return tuple(_alternating(p, m, 1, p - s - 1, None) for s in range(p))
+    return tuple(_alternate_forwards_backwards(p, m, 1, p - s - 1, None) for s in range(p))
 
 
-def interleaved(p: int, m: int, v: int) -> tuple[Order, ...]:
+def interleaved_1f1b(p: int, m: int, v: int) -> tuple[Order, ...]:
     """Interleaved 1F1B (Narayanan et al. 2021, section 2.2.2); with one chunk, 1F1B."""
     if v == 1:
         return one_forward_one_backward(p, m, v)
-    return tuple(_alternating(p, m, v, 2 * (p - s - 1), None) for s in range(p))
+    return tuple(_alternate_forwards_backwards(p, m, v, 2 * (p - s - 1), None) for s in range(p))
 
 
 def zero_bubble_1p(p: int, m: int, v: int) -> tuple[Order, ...]:
     """ZB-1p (Qi et al. 2023, ZB-H1): backwards for weights wait until there is nothing else to do; as much memory as
     1F1B on its first stage. With several chunks, interleaved likewise."""
-    return _joined_first(_alternating(p, m, v, p - s - 1, s) for s in range(p))
+    return _joined_first(_alternate_forwards_backwards(p, m, v, p - s - 1, s) for s in range(p))
 
 
 def zero_bubble_2p(p: int, m: int, v: int) -> tuple[Order, ...]:
     """ZB-2p (Qi et al. 2023, ZB-H2): twice the forwards ahead, and no bubble where all phases take as long."""
-    return _joined_first(_alternating(p, m, v, 2 * (p - s - 1), 2 * s) for s in range(p))
+    return _joined_first(_alternate_forwards_backwards(p, m, v, 2 * (p - s - 1), 2 * s) for s in range(p))
 
 
-def _alternating(p: int, m: int, v: int, ahead: int, behind: int | None) -> Order:
+def _alternate_forwards_backwards(p: int, m: int, v: int, ahead: int, behind: int | None) -> Order:
     """Forwards in rounds, ``ahead`` of them more than a round of all chunks but one before the first backward, then in
     turns with backwards. ``behind``: backwards for weights follow those for inputs by as many; ``None``: are one."""
-    sizes = rounds(p, m)
+    sizes = split_into_rounds(p, m)
     forwards = _by_round(sizes, range(v))
     backwards = _by_round(sizes, range(v)[::-1])
     warmup = min((v - 1) * max(sizes) + ahead, len(forwards))
@@ -60,7 +60,7 @@ def _alternating(p: int, m: int, v: int, ahead: int, behind: int | None) -> Orde
     return tuple(order)
 
 
-def rounds(p: int, m: int) -> list[int]:
+def split_into_rounds(p: int, m: int) -> list[int]:
     """``m`` microbatches in rounds of ``p`` or a few more, which pass a rank's chunks one after the other."""
     count = max(1, m // p)
     return [m // count + (r < m % count) for r in range(count)]
@@ -78,7 +78,7 @@ def _by_round(sizes: Iterable[int], chunks: Iterable[int]) -> list[tuple[int, in
 
 def zero_bubble_v(p: int, m: int, v: int) -> tuple[Order, ...]:
     """ZB-V (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory"): as much memory as 1F1B, on every rank."""
-    return _joined_first(_present(_zero_bubble_v(p, s, max(m, 2 * p - 1)), m) for s in range(p))
+    return _joined_first(_drop_missing_microbatches(_zero_bubble_v(p, s, max(m, 2 * p - 1)), m) for s in range(p))
 
 
 def _zero_bubble_v(p: int, s: int, m: int) -> list[Action]:
@@ -100,7 +100,7 @@ def _zero_bubble_v(p: int, s: int, m: int) -> list[Action]:
 def dual_pipe_v(p: int, m: int, v: int) -> tuple[Order, ...]:
     """DualPipe-V (DeepSeek-AI 2024, and github.com/deepseek-ai/DualPipe): forwards of one chunk next to backwards of
     the other. What it overlaps there follows one another here, with the transfers behind it."""
-    return _joined_first(_present(_dual_pipe_v(p, s, max(m, 2 * p)), m) for s in range(p))
+    return _joined_first(_drop_missing_microbatches(_dual_pipe_v(p, s, max(m, 2 * p)), m) for s in range(p))
 
 
 def _dual_pipe_v(p: int, s: int, m: int) -> list[Action]:
@@ -137,31 +137,31 @@ class _RankOrderBuilder:
             if word == "W":
                 if self.waiting:
                     chunk, i = self.waiting[0]
-                    self._weights(chunk, i)
+                    self._append_weight_backward(chunk, i)
                 continue
             kind, chunk = word[0], int(word[1:])
             if kind == "W":
-                self._weights(chunk, self.count("W", chunk))
+                self._append_weight_backward(chunk, self.count("W", chunk))
                 continue
-            i = self._next("F" if kind == "F" else "I", chunk)
+            i = self._take_next_microbatch("F" if kind == "F" else "I", chunk)
             self.order.append(Action("F" if kind == "F" else "B" if kind == "B" else "I", i, chunk))
             if kind == "I":
                 self.waiting.append((chunk, i))
             if kind == "B":
-                self._next("W", chunk)
+                self._take_next_microbatch("W", chunk)
 
-    def _weights(self, chunk: int, i: int) -> None:
+    def _append_weight_backward(self, chunk: int, i: int) -> None:
         self.waiting.remove((chunk, i))
         self.counts["W", chunk] = self.count("W", chunk) + 1
         self.order.append(Action("W", i, chunk))
 
-    def _next(self, kind: ActionKind, chunk: int) -> int:
+    def _take_next_microbatch(self, kind: ActionKind, chunk: int) -> int:
         i = self.count(kind, chunk)
         self.counts[kind, chunk] = i + 1
         return i
 
 
-def _present(order: Iterable[Action], m: int) -> Order:
+def _drop_missing_microbatches(order: Iterable[Action], m: int) -> Order:
     """Without the microbatches that are not there."""
     return tuple(action for action in order if action.microbatch < m)
 
@@ -170,10 +170,10 @@ def _joined_first(orders: Iterable[Order]) -> tuple[Order, ...]:
     """Both halves of a backward of the first virtual stage as one, where they follow each other: nobody waits for its
     gradients. Elsewhere the stage before goes on while the second half runs."""
     first, *others = orders
-    return joined(first, 0), *others
+    return merge_backward_halves(first, 0), *others
 
 
-def joined(order: Iterable[Action], chunk: int) -> Order:
+def merge_backward_halves(order: Iterable[Action], chunk: int) -> Order:
     """Both halves of a backward through ``chunk`` as one where they follow each other."""
     result: list[Action] = []
     for action in order:

@@ -18,9 +18,9 @@ from partitioner.schedules.actions import (
     Order,
     ScheduleError,
     Timetable,
+    build_looped_placement,
     check_timetable,
     in_flight,
-    looped,
     peak_in_flight,
     v_shaped,
 )
@@ -28,7 +28,7 @@ from partitioner.schedules.csv_table import ScheduleTable, table_of
 from partitioner.schedules.orders import (
     dual_pipe_v,
     gpipe,
-    interleaved,
+    interleaved_1f1b,
     one_forward_one_backward,
     zero_bubble_1p,
     zero_bubble_2p,
@@ -43,13 +43,13 @@ __all__ = [
     "ScheduleError",
     "ScheduleTable",
     "Timetable",
+    "build_timetable",
     "chunks_of",
     "in_flight",
     "peak_in_flight",
     "ranks_of",
     "schedule_name",
     "schedule_orders",
-    "timetable",
 ]
 
 
@@ -60,14 +60,16 @@ class Schedule:
 
     orders: Callable[[int, int, int], tuple[Order, ...]]
     chunks: int | None = 1
-    placement: Callable[[int, int], tuple[int, ...]] = looped
+    placement: Callable[[int, int], tuple[int, ...]] = build_looped_placement
     doc: str = ""
 
 
 SCHEDULES: dict[str, Schedule] = {
     "gpipe": Schedule(gpipe, doc="all forwards, then all backwards"),
     "1f1b": Schedule(one_forward_one_backward, doc="one forward, one backward: least memory at the same bubble"),
-    "interleaved": Schedule(interleaved, None, doc="1F1B over several virtual stages on each rank: a smaller bubble"),
+    "interleaved": Schedule(
+        interleaved_1f1b, None, doc="1F1B over several virtual stages on each rank: a smaller bubble"
+    ),
     "zb-1p": Schedule(zero_bubble_1p, None, doc="1F1B whose bubble backwards for weights fill"),
     "zb-2p": Schedule(zero_bubble_2p, doc="the same with twice the microbatches in flight, and no bubble"),
     "zb-v": Schedule(zero_bubble_v, 2, v_shaped, "two virtual stages there and back: no bubble, 1F1B's memory"),
@@ -75,7 +77,7 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 
-def timetable(
+def build_timetable(
     schedule: str | ScheduleTable, num_ranks: int, num_microbatches: int, chunks: int | None = None
 ) -> Timetable:
     """Where the virtual stages are and each rank's order, checked. ``chunks``: on each rank, where there is a choice.
@@ -85,29 +87,31 @@ def timetable(
     table = table_of(schedule)
     if table is not None:
         return table.timetable(num_ranks, num_microbatches)
-    return _timetable(_known(str(schedule)), str(schedule), num_ranks, num_microbatches, chunks)
+    return _build_checked_timetable(_find_schedule(str(schedule)), str(schedule), num_ranks, num_microbatches, chunks)
 
 
 @lru_cache(maxsize=64)
-def _timetable(schedule: Schedule, name: str, num_ranks: int, num_microbatches: int, chunks: int | None) -> Timetable:
+def _build_checked_timetable(
+    schedule: Schedule, name: str, num_ranks: int, num_microbatches: int, chunks: int | None
+) -> Timetable:
     if num_ranks < 1 or num_microbatches < 1:
         raise ScheduleError(
             f"schedule {name!r} needs at least one stage and one microbatch, got {num_ranks} and {num_microbatches}"
         )
-    count = _chunks(schedule, name, chunks)
+    count = _resolve_chunk_count(schedule, name, chunks)
     found = Timetable(schedule.orders(num_ranks, num_microbatches, count), schedule.placement(num_ranks, count))
     check_timetable(found, num_microbatches)
     return found
 
 
-def _known(name: str) -> Schedule:
+def _find_schedule(name: str) -> Schedule:
     if name not in SCHEDULES:
         known = ", ".join(sorted(SCHEDULES))
         raise ScheduleError(f"there is no schedule {name!r}; choose one of {known}, or name a file that ends in .csv")
     return SCHEDULES[name]
 
 
-def _chunks(schedule: Schedule, name: str, asked: int | None) -> int:
+def _resolve_chunk_count(schedule: Schedule, name: str, asked: int | None) -> int:
     if schedule.chunks is None:
         count = asked or 1
         if count < 1:
@@ -122,7 +126,7 @@ def chunks_of(schedule: str | ScheduleTable, chunks: int | None = None) -> int |
     """The virtual stages on each rank; ``None``: not the same on all. Raises :class:`ScheduleError`."""
     table = table_of(schedule)
     if table is None:
-        return _chunks(_known(str(schedule)), str(schedule), chunks)
+        return _resolve_chunk_count(_find_schedule(str(schedule)), str(schedule), chunks)
     counts = {len(stages) for stages in table.own.held}
     return counts.pop() if len(counts) == 1 else None
 
@@ -132,8 +136,8 @@ def ranks_of(schedule: str | ScheduleTable, num_ranks: int, chunks: int | None =
     table = table_of(schedule)
     if table is not None:
         return table.own.ranks
-    known = _known(str(schedule))
-    return known.placement(num_ranks, _chunks(known, str(schedule), chunks))
+    known = _find_schedule(str(schedule))
+    return known.placement(num_ranks, _resolve_chunk_count(known, str(schedule), chunks))
 
 
 def schedule_name(schedule: str | ScheduleTable) -> str:
@@ -144,5 +148,5 @@ def schedule_name(schedule: str | ScheduleTable) -> str:
 def schedule_orders(
     schedule: str | ScheduleTable, num_ranks: int, num_microbatches: int, chunks: int | None = None
 ) -> tuple[Order, ...]:
-    """Each rank's order, see :func:`timetable`."""
-    return timetable(schedule, num_ranks, num_microbatches, chunks).orders
+    """Each rank's order, see :func:`build_timetable`."""
+    return build_timetable(schedule, num_ranks, num_microbatches, chunks).orders

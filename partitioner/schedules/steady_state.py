@@ -50,16 +50,16 @@ class SteadyState:
     steps: int
 
 
-def growth(shorter: Sequence[Item], longer: Sequence[Item], unit: int) -> list[Growth] | None:
+def find_growth(shorter: Sequence[Item], longer: Sequence[Item], unit: int) -> list[Growth] | None:
     """How ``shorter`` grows to ``longer``, by ``unit`` microbatches; ``None`` where it does not by repeating parts."""
-    few, many = _runs(shorter, unit), _runs(longer, unit)
+    few, many = _find_repeated_parts(shorter, unit), _find_repeated_parts(longer, unit)
     if len(few) != len(many):
         return None
     found: list[Growth] = []
     for a, b in zip(few, many, strict=True):
-        first, later = _body(shorter, a), _body(longer, b)
-        moved = _microbatch(later) - _microbatch(first)
-        same = (a.length, a.shift) == (b.length, b.shift) and _moved(first, moved) == later
+        first, later = _get_growth_body(shorter, a), _get_growth_body(longer, b)
+        moved = _find_first_microbatch(later) - _find_first_microbatch(first)
+        same = (a.length, a.shift) == (b.length, b.shift) and _shift_microbatches(first, moved) == later
         grown = replace(a, more=b.times - a.times, moved=moved)
         if not same or grown.more < 0 or moved < 0:
             return None
@@ -71,15 +71,15 @@ def growth(shorter: Sequence[Item], longer: Sequence[Item], unit: int) -> list[G
     return found
 
 
-def grown(items: Sequence[Item], parts: Sequence[Growth], steps: int) -> Iterator[Item]:
+def grow_items(items: Sequence[Item], parts: Sequence[Growth], steps: int) -> Iterator[Item]:
     """The list that has grown ``steps`` times."""
     for part in parts:
         body = items[part.start : part.start + part.length]
         for again in range(part.times + part.more * steps):
-            yield from _moved(body, part.moved * steps + part.shift * again)
+            yield from _shift_microbatches(body, part.moved * steps + part.shift * again)
 
 
-def steady(
+def find_steady_state(
     schedule: str | ScheduleTable, num_stages: int, num_microbatches: int, chunks: int | None = None
 ) -> SteadyState | None:
     """The smallest numbers of microbatches that show how ``schedule`` goes on; ``None`` where none below shows it."""
@@ -97,11 +97,13 @@ def steady(
                 continue
             start = least + rest
             few, many = orders(num_stages, start), orders(num_stages, start + unit)
-            parts = [growth(_actions(a), _actions(b), unit) for a, b in zip(few, many, strict=True)]
+            parts = [
+                find_growth(_actions_to_items(a), _actions_to_items(b), unit) for a, b in zip(few, many, strict=True)
+            ]
             if any(p is None for p in parts):
                 continue
-            wanted = wanted or [_actions(order) for order in orders(num_stages, num_microbatches)]
-            said = [list(grown(_actions(a), p or (), steps)) for a, p in zip(few, parts, strict=True)]
+            wanted = wanted or [_actions_to_items(order) for order in orders(num_stages, num_microbatches)]
+            said = [list(grow_items(_actions_to_items(a), p or (), steps)) for a, p in zip(few, parts, strict=True)]
             if said == wanted:
                 return SteadyState(start, unit, steps)
     return None
@@ -109,8 +111,10 @@ def steady(
 
 def parts_of(shorter: Sequence[Instruction], longer: Sequence[Instruction], unit: int) -> tuple[Part, ...] | None:
     """How the instruction list ``shorter`` grows to ``longer``."""
-    pieces = _pieces(shorter)
-    found = growth([_item(p) for p in pieces], [_item(p) for p in _pieces(longer)], unit)
+    pieces = _split_instructions(shorter)
+    found = find_growth(
+        [_piece_to_item(p) for p in pieces], [_piece_to_item(p) for p in _split_instructions(longer)], unit
+    )
     if found is None:
         return None
     return tuple(
@@ -122,11 +126,11 @@ def parts_of(shorter: Sequence[Instruction], longer: Sequence[Instruction], unit
     )
 
 
-def _actions(order: Sequence[Action]) -> list[Item]:
+def _actions_to_items(order: Sequence[Action]) -> list[Item]:
     return [((a.kind, a.chunk), a.microbatch) for a in order]
 
 
-def _pieces(instructions: Sequence[Instruction]) -> list[list[Instruction]]:
+def _split_instructions(instructions: Sequence[Instruction]) -> list[list[Instruction]]:
     """Cut where something is computed, or what it needs is fetched: few pieces are quicker to compare."""
     pieces: list[list[Instruction]] = []
     before = ""
@@ -138,20 +142,31 @@ def _pieces(instructions: Sequence[Instruction]) -> list[list[Instruction]]:
     return pieces
 
 
-def _item(piece: Sequence[Instruction]) -> Item:
+def _piece_to_item(piece: Sequence[Instruction]) -> Item:
     first = next((i.microbatch for i in piece if i.microbatch is not None), None)
     key = tuple(
-        (i.op, i.stage, i.calls, i.values, i.peer, i.axes, i.bucket, i.states, i.gradients, _after(i, first))
+        (
+            i.op,
+            i.stage,
+            i.calls,
+            i.values,
+            i.peer,
+            i.axes,
+            i.bucket,
+            i.states,
+            i.gradients,
+            _compute_microbatch_offset(i, first),
+        )
         for i in piece
     )
     return key, first
 
 
-def _after(instruction: Instruction, first: int | None) -> int | None:
+def _compute_microbatch_offset(instruction: Instruction, first: int | None) -> int | None:
     return None if first is None or instruction.microbatch is None else instruction.microbatch - first
 
 
-def _runs(items: Sequence[Item], unit: int) -> list[Growth]:
+def _find_repeated_parts(items: Sequence[Item], unit: int) -> list[Growth]:
     """``items`` in repeated parts, from the front the longest, and single items between them."""
     numbers: dict[Hashable, int] = {}
     kinds = np.array([numbers.setdefault(key, len(numbers)) for key, _ in items], np.int64)
@@ -163,7 +178,7 @@ def _runs(items: Sequence[Item], unit: int) -> list[Growth]:
             alike = kinds[period:] == kinds[:-period]
             here, there = times[:-period], times[period:]
             alike &= (there - here == shift) | ((here == _NONE) & (there == _NONE))
-            length = _lengths(alike)
+            length = _count_consecutive_true(alike)
             repeats = 1 + length // period
             end = np.where(repeats >= 2, repeats * period, 0)
             better = end > best_end[: len(end)]
@@ -181,19 +196,19 @@ def _runs(items: Sequence[Item], unit: int) -> list[Growth]:
     return runs
 
 
-def _lengths(alike: NDArray[np.bool_]) -> Ints:
+def _count_consecutive_true(alike: NDArray[np.bool_]) -> Ints:
     """For each place how many in a row from there on are true."""
     ends = np.where(alike, np.iinfo(np.int64).max, np.arange(len(alike)))
     return np.asarray(np.minimum(np.minimum.accumulate(ends[::-1])[::-1], len(alike)) - np.arange(len(alike)), np.int64)
 
 
-def _body(items: Sequence[Item], part: Growth) -> list[Item]:
+def _get_growth_body(items: Sequence[Item], part: Growth) -> list[Item]:
     return list(items[part.start : part.start + part.length])
 
 
-def _microbatch(items: Sequence[Item]) -> int:
+def _find_first_microbatch(items: Sequence[Item]) -> int:
     return next((m for _, m in items if m is not None), 0)
 
 
-def _moved(items: Sequence[Item], microbatches: int) -> list[Item]:
+def _shift_microbatches(items: Sequence[Item], microbatches: int) -> list[Item]:
     return [(key, None if m is None else m + microbatches) for key, m in items]

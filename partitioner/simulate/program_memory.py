@@ -47,15 +47,15 @@ def moving_sizes(moment: MemoryMoment, working: int) -> Sizes:
     return {**moving, "gathered": moment.gathered}
 
 
-def fullest(facts: ProgramFacts, stage: int, optimizer: str, working: Mapping[str, int]) -> Sizes:
+def compute_peak_sizes(facts: ProgramFacts, stage: int, optimizer: str, working: Mapping[str, int]) -> Sizes:
     """What a rank of a stage holds when it holds most, in bytes by kind. ``working``: by block."""
     here = facts.program.stages[stage]
     needs = [working.get(call.block, 0) for call in here.calls]
-    most = _most(facts, stage, here.instructions, needs)
+    most = _find_fullest_moment(facts, stage, here.instructions, needs)
     return {k: size for k, size in {**fixed_sizes(facts, stage, optimizer), **moving_sizes(*most)}.items() if size}
 
 
-def _most(
+def _find_fullest_moment(
     facts: ProgramFacts, stage: int, instructions: Instructions, needs: Sequence[int]
 ) -> tuple[MemoryMoment, int]:
     """The fullest moment and what its call works with; ``needs``: of each call.
@@ -63,20 +63,24 @@ def _most(
     A list that repeats is followed for two repetitions, and whole only if the second holds more than the first.
     """
     if isinstance(instructions, Listing) and instructions.steps > 2:
-        first, second = (_most(facts, stage, instructions.grown(steps).expanded, needs) for steps in (1, 2))
-        if _total(first) == _total(second):
+        first, second = (
+            _find_fullest_moment(facts, stage, instructions.grown(steps).expanded, needs) for steps in (1, 2)
+        )
+        if _sum_moment_bytes(first) == _sum_moment_bytes(second):
             return second
     most = MemoryMoment(None, 0, 0), 0
     for moments, after in memory_moments(facts, stage, instructions):
         for moment in (*moments, after):
             found = moment, 0 if moment.call is None else needs[moment.call]
-            most = max(most, found, key=_total)
+            most = max(most, found, key=_sum_moment_bytes)
     return most
 
 
-def followed(estimate: Estimate, facts: ProgramFacts, optimizer: str, working: Mapping[str, int]) -> Estimate:
+def replace_estimated_memory(
+    estimate: Estimate, facts: ProgramFacts, optimizer: str, working: Mapping[str, int]
+) -> Estimate:
     """``estimate`` with the memory that the program takes."""
-    sizes = [fullest(facts, stage, optimizer, working) for stage in range(len(facts.program.stages))]
+    sizes = [compute_peak_sizes(facts, stage, optimizer, working) for stage in range(len(facts.program.stages))]
     memory, stages = list(estimate.memory), list(estimate.stages)
     for number, (ranks, found) in enumerate(zip(stage_ranks(facts.program.mesh), sizes, strict=True)):
         memory[ranks.start : ranks.stop] = [sum(found.values())] * len(ranks)
@@ -84,6 +88,6 @@ def followed(estimate: Estimate, facts: ProgramFacts, optimizer: str, working: M
     return estimate.model_copy(update={"memory": tuple(memory), "stages": tuple(stages)})
 
 
-def _total(found: tuple[MemoryMoment, int]) -> int:
+def _sum_moment_bytes(found: tuple[MemoryMoment, int]) -> int:
     moment, working = found
     return moment.saved + moment.gradients + moment.recomputed + moment.gathered + working

@@ -29,7 +29,7 @@ from partitioner.topology.group import Group
 from partitioner.topology.hardware import DeviceType
 from partitioner.topology.hosts import BOUNDLESS
 from partitioner.topology.topology import Topology
-from partitioner.validate import rated
+from partitioner.validate import rate_topology
 from passes.ir.gradient_flow import mark_block
 from passes.ir.model import Block
 from passes.ir.serialize import block_from_data, dtype_of
@@ -83,7 +83,7 @@ class SimulatedStep:
     places: tuple[int, ...]
 
 
-def follow(plan: HasProgram, facts: ProgramFacts | None = None) -> SimulatedStep:
+def simulate_plan(plan: HasProgram, facts: ProgramFacts | None = None) -> SimulatedStep:
     """One step of ``plan`` on the pipelines that take longest, with the optimizer's update."""
     facts = facts or ProgramFacts(plan.program)
     overlap = steps_overlap(plan)
@@ -111,8 +111,8 @@ def steps_overlap(plan: HasProgram) -> bool:
 
 
 def plan_timeline(plan: Plan) -> Timeline:
-    """The timeline of :func:`follow`."""
-    return follow(plan).timeline
+    """The timeline of :func:`simulate_plan`."""
+    return simulate_plan(plan).timeline
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class StageSeconds:
 
 def stage_seconds(plan: Plan) -> tuple[StageSeconds, ...]:
     """For each stage, without waiting."""
-    durations = follow(plan).durations if plan.data_shares else PlanDurations(plan)
+    durations = simulate_plan(plan).durations if plan.data_shares else PlanDurations(plan)
     train = plan.program.objective == "train"
     result = []
     for s, stage in enumerate(plan.program.stages):
@@ -150,14 +150,14 @@ class PlanDurations:
         self._copied: dict[tuple[int, tuple[str, ...]], tuple[float, float]] = {}
         precision = plan.precision or common_precision(plan.program)
         ep, etp = plan.program.size("ep"), plan.program.etp
-        self.topology = rated(plan.topology, precision)
+        self.topology = rate_topology(plan.topology, precision)
         self.machine = PlacedMesh(self.topology, plan.program.mesh, precision, plan.devices, ep=ep, etp=etp)
 
     def call(self, stage: int, call: int, part: Part) -> float:
         here = self.plan.program.stages[stage]
         cost = self.costs[stage][here.calls[call].block]
         again = cost.selective_s if call in here.selective_calls else 0.0
-        weights, gradients = self._copies(stage, call)
+        weights, gradients = self._compute_copy_seconds(stage, call)
         seconds: dict[Part, float] = {
             "F": cost.forward_total_s + weights,
             "B": cost.backward_total_s + again + weights + gradients,
@@ -166,7 +166,7 @@ class PlanDurations:
         }
         return seconds[part]
 
-    def _copies(self, stage: int, call: int) -> tuple[float, float]:
+    def _compute_copy_seconds(self, stage: int, call: int) -> tuple[float, float]:
         """Seconds in which a call's weights are copied out of what was gathered, and gradients into what is
         scattered."""
         program = self.plan.program
@@ -177,18 +177,21 @@ class PlanDurations:
             shared = [s for s in states if math.prod(map(program.size, zero_axes(program, (s,)))) > 1]
             with_gradient = [s for s in shared if s in self.facts.with_gradient]
             self._copied[stage, states] = (
-                max(sum(copied_s(self.facts.state_bytes(s), d) for s in shared) for d in self._devices(stage)),
                 max(
-                    sum(copied_s(self.facts.gradient_bytes(s), d) for s in with_gradient) for d in self._devices(stage)
+                    sum(copied_s(self.facts.state_bytes(s), d) for s in shared) for d in self._find_stage_devices(stage)
+                ),
+                max(
+                    sum(copied_s(self.facts.gradient_bytes(s), d) for s in with_gradient)
+                    for d in self._find_stage_devices(stage)
                 ),
             )
         return self._copied[stage, states]
 
-    def _devices(self, stage: int) -> list[DeviceType]:
+    def _find_stage_devices(self, stage: int) -> list[DeviceType]:
         return self.machine.devices_of(stage)
 
     def slowdown(self, stage: int) -> float:
-        return max(device.overlap_slowdown for device in self._devices(stage))
+        return max(device.overlap_slowdown for device in self._find_stage_devices(stage))
 
     def update(self, stage: int) -> float:
         program, optimizer = self.plan.program, self.plan.optimizer
@@ -209,7 +212,7 @@ class PlanDurations:
                     disk=name in hosted and "disk" in program.offload,
                 )
             )
-        on_device = max(update_time(costs, device) for device in self._devices(stage))
+        on_device = max(update_time(costs, device) for device in self._find_stage_devices(stage))
         return on_device + update_seconds(costs, self.machine.host(stage) or BOUNDLESS)
 
     def transfer(self, source: int, target: int, nbytes: int) -> float:
@@ -221,7 +224,7 @@ class PlanDurations:
         return (self.machine.host(stage) or BOUNDLESS).time(nbytes)
 
     def share(self, op: Sharing, axes: tuple[str, ...], nbytes: int, stage: int) -> float:
-        return collective_time(op, nbytes, self._groups(axes)[stage])
+        return collective_time(op, nbytes, self._find_axis_groups(axes)[stage])
 
     def coding(self, stage: int, compression: Compression, nbytes: int) -> float:
         return max(coding_time(compression, nbytes, device) for device in self.machine.devices_of(stage))
@@ -229,7 +232,7 @@ class PlanDurations:
     def posting(self, stage: int, op: str) -> float:
         return 0.0  # a device computes on while its host starts what comes next
 
-    def _groups(self, axes: tuple[str, ...]) -> tuple[Group, ...]:
+    def _find_axis_groups(self, axes: tuple[str, ...]) -> tuple[Group, ...]:
         """By stage, over axes of the mesh, of the experts' mesh, or of what these are split into."""
         if any(axis in HYBRID_AXES for axis in axes):
             return self.machine.grid_groups(self.plan.program.grid(axes), axes)
@@ -237,7 +240,7 @@ class PlanDurations:
 
     def all_reduce(self, axes: tuple[str, ...], nbytes: int, stages: tuple[int, ...]) -> float:
         if axes:
-            groups = self._groups(axes)
+            groups = self._find_axis_groups(axes)
             return max(collective_time("all_reduce", nbytes, groups[stage]) for stage in stages or range(len(groups)))
         if len(stages) < 2:
             return 0.0
@@ -247,11 +250,13 @@ class PlanDurations:
     def costs(self) -> tuple[dict[str, CallCost], ...]:
         """By stage and block."""
         program = self.plan.program
-        costs = CallCostCache(self.blocks, self.topology, program.objective == "train", partial(_again, program))
-        return tuple(costs.of_stage(seats, self._spread) for seats in self._seats or self.machine.seats)
+        costs = CallCostCache(
+            self.blocks, self.topology, program.objective == "train", partial(_find_recomputed_nodes, program)
+        )
+        return tuple(costs.of_stage(seats, self._expert_spread) for seats in self._seats or self.machine.seats)
 
     @property
-    def _spread(self) -> Spread:
+    def _expert_spread(self) -> Spread:
         """How many ranks share a layer's experts: the fullest of them paces all. Graphs are divided already."""
         program = self.plan.program
         regions = {name: expert_region(block).states for name, block in self.blocks.items()}
@@ -280,7 +285,9 @@ class PlanDurations:
         for call in (c for stage in program.stages for c in stage.calls):
             graph = program.blocks[call.block]
             bound = [*zip(graph.states, call.states, strict=True), *zip(graph.inputs, call.inputs, strict=True)]
-            needing[call.block] |= {placeholder for placeholder, name in bound if train and _trained(program, name)}
+            needing[call.block] |= {
+                placeholder for placeholder, name in bound if train and _has_gradient(program, name)
+            }
         blocks = {}
         for name, data in program.blocks.items():
             blocks[name] = block_from_data(name, data.nodes, data.states, data.inputs)
@@ -288,12 +295,12 @@ class PlanDurations:
         return blocks
 
 
-def _again(program: Program, block: Block, sent: Collection[fx.Node]) -> frozenset[fx.Node]:
+def _find_recomputed_nodes(program: Program, block: Block, sent: Collection[fx.Node]) -> frozenset[fx.Node]:
     names = set(program.blocks[block.name].again)
     return frozenset(node for node in block.graph.nodes if node.name in names)
 
 
-def _trained(program: Program, name: str) -> bool:
+def _has_gradient(program: Program, name: str) -> bool:
     if name in program.states:
         return program.states[name].kind == "parameter" and program.states[name].requires_grad
     return name in program.values and program.values[name].requires_grad

@@ -21,7 +21,7 @@ from partitioner.errors import TopologyError
 from partitioner.topology.fabric import pattern_matrix
 from partitioner.topology.files import catalogue, machine_fields, topology_of
 from partitioner.topology.hardware import Pattern
-from partitioner.topology.quantities import quantity
+from partitioner.topology.quantities import parse_quantity
 from partitioner.topology.topology import Topology
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")  # the header of `topo -m` is underlined
@@ -49,13 +49,13 @@ class Wiring:
     uuids: tuple[str, ...] = ()
 
 
-def wiring() -> Wiring | None:
+def detect_wiring() -> Wiring | None:
     """This machine's; ``None`` without the tool, or where its answer makes no sense."""
-    matrix = ask("topo", "-m")
-    return read_wiring(matrix, ask("nvlink", "--status"), ask(*QUERY)) if matrix else None
+    matrix = run_nvidia_smi("topo", "-m")
+    return read_wiring(matrix, run_nvidia_smi("nvlink", "--status"), run_nvidia_smi(*QUERY)) if matrix else None
 
 
-def ask(*arguments: str) -> str:
+def run_nvidia_smi(*arguments: str) -> str:
     """What ``nvidia-smi`` answers; nothing where there is no such tool or it fails."""
     try:
         done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, check=False)
@@ -108,7 +108,7 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _MOST_PORTS = 18  # NVLinks of a device, of any generation so far
 
 
-def local(num_ranks: int) -> Topology:
+def build_local_topology(num_ranks: int) -> Topology:
     """``num_ranks`` processes that share this machine's cores and memory evenly. Figures per core are rough.
 
     Raises :class:`TopologyError` unless ``num_ranks`` is positive.
@@ -118,12 +118,12 @@ def local(num_ranks: int) -> Topology:
     core: dict[str, Any] = dict(catalogue("devices")["cpu-core"])
     share = num_cores() / num_ranks
     core["memory"] = physical_memory() // num_ranks
-    core["memory_bandwidth"] = quantity(core["memory_bandwidth"]) * share
-    core["peak"] = {name: quantity(value) * share for name, value in core["peak"].items()}
+    core["memory_bandwidth"] = parse_quantity(core["memory_bandwidth"]) * share
+    core["peak"] = {name: parse_quantity(value) * share for name, value in core["peak"].items()}
     for name in ("power_busy", "power_idle"):
-        core[name] = quantity(core[name]) * share
+        core[name] = parse_quantity(core[name]) * share
     del core["price"]  # the machine is the user's own
-    rate = quantity(catalogue("devices")["cpu-core"]["memory_bandwidth"])
+    rate = parse_quantity(catalogue("devices")["cpu-core"]["memory_bandwidth"])
     host = {  # a copy reads and writes the same memory
         "memory": physical_memory(),
         "bandwidth": rate * share / 2,
@@ -139,7 +139,7 @@ def local(num_ranks: int) -> Topology:
     )
 
 
-def detect() -> Topology:
+def detect_topology() -> Topology:
     """This machine's CUDA devices, times the launcher's number of nodes; without CUDA, its CPU.
 
     Reads ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE`` as torchrun sets them, and takes all nodes to be like this one. Links
@@ -153,7 +153,7 @@ def detect() -> Topology:
     import torch  # it takes seconds, and a topology of local ranks does without
 
     if not torch.cuda.is_available():
-        return local(world)
+        return build_local_topology(world)
     present = torch.cuda.device_count()
     devices = _from_launcher("LOCAL_WORLD_SIZE", present)
     if devices > present:
@@ -161,9 +161,11 @@ def detect() -> Topology:
             f"{devices} ranks on this node, which has {present} CUDA devices; start at most one rank per device"
         )
     seen = [torch.cuda.get_device_properties(i) for i in range(devices)]
-    kinds = [_kind(each.name) for each in seen]
+    kinds = [_find_device_kind(each.name) for each in seen]
     nodes = max(1, world // devices)
-    return describe(kinds, [each.total_memory for each in seen], nodes, _visible(wiring(), seen))
+    return build_machine_topology(
+        kinds, [each.total_memory for each in seen], nodes, _select_visible_wiring(detect_wiring(), seen)
+    )
 
 
 def _from_launcher(name: str, otherwise: int) -> int:
@@ -177,17 +179,19 @@ def _from_launcher(name: str, otherwise: int) -> int:
     return int(given)
 
 
-def describe(kinds: Sequence[str], memories: Sequence[int], nodes: int = 1, wires: Wiring | None = None) -> Topology:
+def build_machine_topology(
+    kinds: Sequence[str], memories: Sequence[int], nodes: int = 1, wires: Wiring | None = None
+) -> Topology:
     """``nodes`` machines whose devices are ``kinds`` of the catalogue, with ``memories`` bytes and ``wires``."""
     main = Counter(kinds).most_common(1)[0][0]
-    fields = _machine(main, nodes, len(kinds))
+    fields = _build_machine_fields(main, nodes, len(kinds))
     (group,) = fields["nodes"]
     if wires is not None and len(kinds) > 1:
-        fields |= _inside(group, main, wires)
+        fields |= _build_wired_levels(group, main, wires)
     if wires is not None and nodes > 1 and 0 < wires.num_nics < len(kinds):  # then they share them
         group["nics"] = wires.num_nics
     slot = wires.pcie if wires is not None and wires.pcie is not None else None
-    host = {"bandwidth": "25 GB/s", **_host(group.get("host")), "memory": physical_memory(), "disk": 0}
+    host = {"bandwidth": "25 GB/s", **_get_host_fields(group.get("host")), "memory": physical_memory(), "disk": 0}
     group["host"] = {**host, "bandwidth": slot} if slot is not None else host
     first = {kind: memories[kinds.index(kind)] for kind in dict.fromkeys(kinds)}
     fields["types"] = {kind: {"like": kind, "memory": memory} for kind, memory in first.items()}
@@ -201,7 +205,7 @@ def describe(kinds: Sequence[str], memories: Sequence[int], nodes: int = 1, wire
     return topology_of({"name": f"detected {names}", **fields}, "the machine at hand")
 
 
-def _machine(kind: str, nodes: int, devices: int) -> dict[str, Any]:
+def _build_machine_fields(kind: str, nodes: int, devices: int) -> dict[str, Any]:
     """Nodes and levels of the first machine of the catalogue that is built from ``kind``; else PCIe and Ethernet."""
     name = next((name for name, machine in catalogue("machines").items() if machine["type"] == kind), None)
     if name is None:
@@ -220,9 +224,9 @@ def _machine(kind: str, nodes: int, devices: int) -> dict[str, Any]:
     return fields
 
 
-def _inside(group: dict[str, Any], kind: str, wires: Wiring) -> dict[str, Any]:
+def _build_wired_levels(group: dict[str, Any], kind: str, wires: Wiring) -> dict[str, Any]:
     """The levels inside and beyond the node and the pattern, as ``wires`` say; ``group`` is told of the pattern."""
-    fields = _machine(kind, group["count"], group["devices"])
+    fields = _build_machine_fields(kind, group["count"], group["devices"])
     known = next((level for level in fields["levels"] if level.get("nodes") == 1), None)
     beyond = [level for level in fields["levels"] if level.get("nodes") != 1]
     group.pop("pattern", None)
@@ -232,18 +236,18 @@ def _inside(group: dict[str, Any], kind: str, wires: Wiring) -> dict[str, Any]:
     speed = wires.speed or 25e9
     if not apart.any():
         return {"levels": [{**pcie, **slot}, *beyond]}
-    if _switched(wires):
+    if _has_nvlink_switches(wires):
         bandwidth = float(apart[0]) * speed
-        if known and abs(quantity(catalogue("links")[known["like"]]["bandwidth"]) - bandwidth) < 0.05 * bandwidth:
+        if known and abs(parse_quantity(catalogue("links")[known["like"]]["bandwidth"]) - bandwidth) < 0.05 * bandwidth:
             return {"levels": [known, *beyond]}
         base = known["like"] if known and known["like"].startswith("nvlink") else "nvlink3"
         level: dict[str, Any] = {"name": "nvlink", "like": base, "nodes": 1, "bandwidth": bandwidth, "all_reduce": []}
         return {"levels": [level, *beyond]}
-    group["pattern"], patterns = _pattern(wires.nvlinks.astype(np.float64) * speed)
+    group["pattern"], patterns = _match_link_pattern(wires.nvlinks.astype(np.float64) * speed)
     return {"levels": [{**pcie, **slot}, *beyond], "patterns": patterns}
 
 
-def _switched(wires: Wiring) -> bool:
+def _has_nvlink_switches(wires: Wiring) -> bool:
     """Whether all NVLinks of a device go to switches: every pair then counts all of them."""
     apart = wires.nvlinks[~np.eye(len(wires.nvlinks), dtype=bool)]
     count = int(apart[0])
@@ -252,7 +256,7 @@ def _switched(wires: Wiring) -> bool:
     return count == wires.ports if wires.ports is not None else count * (len(wires.nvlinks) - 1) > _MOST_PORTS
 
 
-def _pattern(matrix: NDArray[np.float64]) -> tuple[str, dict[str, Any]]:
+def _match_link_pattern(matrix: NDArray[np.float64]) -> tuple[str, dict[str, Any]]:
     """The name of the pattern of direct links ``matrix`` and, unless the catalogue has it, its description."""
     for name, entry in catalogue("patterns").items():
         places = [k for link in entry["links"] if link["pairs"] != "all" for pair in link["pairs"] for k in pair]
@@ -268,7 +272,7 @@ def _pattern(matrix: NDArray[np.float64]) -> tuple[str, dict[str, Any]]:
     return "nvlink", {"nvlink": {**like, "links": links}}
 
 
-def _visible(wires: Wiring | None, seen: Sequence[Any]) -> Wiring | None:
+def _select_visible_wiring(wires: Wiring | None, seen: Sequence[Any]) -> Wiring | None:
     """``wires`` of the devices ``seen`` alone, in their order (``CUDA_VISIBLE_DEVICES``)."""
     if wires is None:
         return None
@@ -284,11 +288,11 @@ def _visible(wires: Wiring | None, seen: Sequence[Any]) -> Wiring | None:
     )
 
 
-def _host(name: str | None) -> dict[str, Any]:
+def _get_host_fields(name: str | None) -> dict[str, Any]:
     return {k: v for k, v in catalogue("hosts")[name].items() if k != "disk_bandwidth"} if name else {}
 
 
-def _kind(name: str) -> str:
+def _find_device_kind(name: str) -> str:
     for kind, entry in catalogue("devices").items():
         if name in entry.get("matches", ()):
             return kind

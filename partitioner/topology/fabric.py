@@ -64,7 +64,7 @@ def spans_nodes(level: Level) -> bool:
     return level.devices is None and level.nodes != 1
 
 
-def extent(level: Level) -> tuple[float, float]:
+def compute_level_extent(level: Level) -> tuple[float, float]:
     """How far ``level`` reaches: nodes, and devices of one."""
     if level.devices is not None:
         return 0, level.devices
@@ -88,12 +88,15 @@ def fitting_levels(levels: Sequence[Level], nodes: Sequence[NodeGroup]) -> dict[
         devices = level.devices and min(level.devices, most)
         only = tuple(name for name in level.only if name in islands)
         level = level.model_copy(update={"devices": devices, "only": only})
-        if not any(extent(inner) >= extent(level) and inner.only == level.only for inner in fitting.values()):
+        if not any(
+            compute_level_extent(inner) >= compute_level_extent(level) and inner.only == level.only
+            for inner in fitting.values()
+        ):
             fitting[number] = level
     return fitting
 
 
-def storeys(topology: Topology) -> tuple[Storey, ...]:
+def build_storeys(topology: Topology) -> tuple[Storey, ...]:
     """From the inside out."""
     found = []
     joined = np.arange(topology.num_devices)
@@ -157,12 +160,12 @@ def inside_levels(topology: Topology, rows: Ints) -> tuple[Level | None, ...]:
     slowest: list[Level | None] = [None] * len(rows)
     for row, kind, members in zip(*(column.tolist() for column in node_sets(topology, rows)), strict=True):
         level, seen = topology.inside_level(kind, members), slowest[row]
-        if seen is None or _rate(level) < _rate(seen):
+        if seen is None or _compute_level_rate(level) < _compute_level_rate(seen):
             slowest[row] = level
     return tuple(slowest)
 
 
-def _rate(level: Level) -> float:
+def _compute_level_rate(level: Level) -> float:
     return level.bandwidth * level.efficiency
 
 
@@ -184,7 +187,7 @@ def inside_level(topology: Topology, kind: int, members: int) -> Level:
         if not spans_nodes(level) and len(set(groups[devices].tolist())) == 1
     ]
     cut = least_cut(matrix[np.ix_(places, places)])
-    if levels and cut * pattern.efficiency <= _rate(levels[0]):
+    if levels and cut * pattern.efficiency <= _compute_level_rate(levels[0]):
         return levels[0]
     if not cut:
         bandwidth, latency = topology.links_between(devices)
@@ -261,8 +264,8 @@ def pair_links(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats]:
 
     Between a device and itself: its memory's bandwidth and no latency.
     """
-    a, b = _aligned(a, b)
-    bandwidth, latency, beyond = _links(topology, a, b)
+    a, b = _broadcast_indices(a, b)
+    bandwidth, latency, beyond = _find_pair_links(topology, a, b)
     shares = np.minimum(topology.network_share[a], topology.network_share[b])
     bandwidth[beyond] *= shares[beyond]
     _put_routed(topology, a, b, bandwidth, latency)
@@ -276,16 +279,16 @@ def links_at_once(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats]
     Messages between nodes share the network card that they leave by, and the one that they come in by. A card sends
     and receives at its full bandwidth at the same time. A device sends and receives one message at a time.
     """
-    a, b = _aligned(a, b)
-    bandwidth, latency, beyond = _links(topology, a, b)
+    a, b = _broadcast_indices(a, b)
+    bandwidth, latency, beyond = _find_pair_links(topology, a, b)
     moment = np.broadcast_to(np.arange(len(a))[:, None], a.shape)[beyond]
-    sent, received = (_among(topology, moment, ends[beyond]) for ends in (a, b))
+    sent, received = (_compute_card_shares(topology, moment, ends[beyond]) for ends in (a, b))
     bandwidth[beyond] *= np.minimum(sent, received)
     _put_routed(topology, a, b, bandwidth, latency)
     return bandwidth, latency
 
 
-def _among(topology: Topology, moment: Ints, devices: Ints) -> Floats:
+def _compute_card_shares(topology: Topology, moment: Ints, devices: Ints) -> Floats:
     """What each message has of a card, if ``devices`` are the ends of messages at the same ``moment``."""
     cards = topology.cards
     if not cards.are_shared:
@@ -295,12 +298,12 @@ def _among(topology: Topology, moment: Ints, devices: Ints) -> Floats:
     return cards.among(devices, counts[which.reshape(-1)])
 
 
-def _aligned(a: Ints, b: Ints) -> tuple[Ints, Ints]:
+def _broadcast_indices(a: Ints, b: Ints) -> tuple[Ints, Ints]:
     a, b = np.broadcast_arrays(np.asarray(a, dtype=np.int64), np.asarray(b, dtype=np.int64))
     return a, b
 
 
-def _links(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats, NDArray[np.bool_]]:
+def _find_pair_links(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats, NDArray[np.bool_]]:
     """(bytes/s of whole network cards, seconds) of each pair, NaN where no link joins the two; and which pairs talk
     over network cards."""
     bandwidth, latency = np.full(a.shape, np.nan), np.full(a.shape, np.nan)
@@ -354,12 +357,12 @@ def _put_routed(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, latency
     graph = topology.roads
     for source in np.unique(a[missing]).tolist():
         here = missing & (a == source)
-        widest = routes(graph, topology.names[source])
+        widest = find_routes(graph, topology.names[source])
         found = np.array([widest[topology.names[j]] for j in b[here].tolist()])
         bandwidth[here], latency[here] = found[:, 0], found[:, 1]
 
 
-def routes(graph: nx.Graph[str], source: str) -> dict[str, tuple[float, float]]:
+def find_routes(graph: nx.Graph[str], source: str) -> dict[str, tuple[float, float]]:
     """(bytes/s, seconds) from ``source`` to all it reaches: the path of least latency, as fast as its slowest link."""
     import networkx as nx
 

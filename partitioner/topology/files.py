@@ -40,7 +40,7 @@ from partitioner.errors import TopologyError
 from partitioner.topology.fabric import fitting_levels
 from partitioner.topology.hardware import TopologyPart
 from partitioner.topology.topology import Topology
-from partitioner.topology.validate import MisplacedError, explain, nearest
+from partitioner.topology.validate import MisplacedError, format_suggestion, format_validation_error
 
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
@@ -62,20 +62,20 @@ def catalogue(kind: str) -> dict[str, dict[str, Any]]:
     """The entries of a data file (devices, links, patterns, hosts, machines), with ``like`` resolved."""
     text = resources.files("partitioner.topology").joinpath("data", f"{kind}.yaml").read_text(encoding="utf-8")
     entries: dict[str, dict[str, Any]] = yaml.safe_load(text)
-    return {name: _resolve(entry, entries, kind, name) for name, entry in entries.items()}
+    return {name: _resolve_like(entry, entries, kind, name) for name, entry in entries.items()}
 
 
 def known_presets() -> tuple[str, ...]:
     return tuple(catalogue("machines"))
 
 
-def preset(name: str, nodes: int = 1) -> Topology:
+def build_preset_topology(name: str, nodes: int = 1) -> Topology:
     """The topology of ``nodes`` machines called ``name``. Raises :class:`TopologyError` for an unknown name or no
     nodes."""
     machines = catalogue("machines")
     if name not in machines:
         raise TopologyError(
-            f"unknown preset {name!r}; {nearest(name, [*machines])}known are {', '.join(machines)}; "
+            f"unknown preset {name!r}; {format_suggestion(name, [*machines])}known are {', '.join(machines)}; "
             "Topology.parse and the command line also take local:<ranks>, detect and files"
         )
     if not isinstance(nodes, int) or isinstance(nodes, bool) or nodes < 1:
@@ -85,7 +85,7 @@ def preset(name: str, nodes: int = 1) -> Topology:
 
 def topology_of(data: dict[str, Any], source: str) -> Topology:
     """The topology that ``data``, the content of a YAML file, describes. ``source`` names it in errors."""
-    return Topology(**_expand({"name": source, **data}))
+    return Topology(**_expand_topology({"name": source, **data}))
 
 
 def machine_fields(name: str, nodes: int, devices: int | None = None) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def needed_levels(levels: Sequence[Mapping[str, Any]], nodes: int, devices: int)
     return needed
 
 
-def load(path: str | os.PathLike[str]) -> Topology:
+def load_topology(path: str | os.PathLike[str]) -> Topology:
     """Read a YAML file. Raises :class:`TopologyError` with the file and line of the mistake."""
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -145,30 +145,32 @@ def loads(text: str, source: str = "topology") -> Topology:
     if not isinstance(data, dict):
         raise TopologyError(f"{source}: expected a mapping with 'machine' or 'nodes', got {type(data).__name__}")
     try:
-        return Topology(**_expand({"name": source, **(_expand_machine(data) if "machine" in data else data)}))
+        return Topology(**_expand_topology({"name": source, **(_expand_machine(data) if "machine" in data else data)}))
     except MisplacedError as error:
-        line_number = _line(tree, error.path)
+        line_number = _find_line_number(tree, error.path)
         where = f"{source}, line {line_number}" if line_number else source
         raise TopologyError(f"{where}: {error}") from error
     except TopologyError as error:
         cause = error.__cause__
         if isinstance(cause, ValidationError):
-            raise TopologyError(explain(cause, Topology, source, lambda path: _line(tree, path))) from error
+            raise TopologyError(
+                format_validation_error(cause, Topology, source, lambda path: _find_line_number(tree, path))
+            ) from error
         raise
 
 
-def dump(topology: Topology) -> str:
+def dump_topology(topology: Topology) -> str:
     """Self-contained YAML of ``topology``."""
     data = topology.model_dump(mode="json", exclude_defaults=True)
     return str(yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120))
 
 
-def parse(text: str) -> Topology:
+def parse_topology(text: str) -> Topology:
     """The topology of ``local:4``, ``detect``, a preset with or without ``:<nodes>``, or a path; any of these without
     some devices: ``dgx-h100:2 without node1/3, node1/7``. Raises :class:`TopologyError` for other text."""
     whole, fewer, names = text.partition(" without ")
     if fewer:
-        return parse(whole.strip()).without(*(name.strip() for name in names.split(",")))
+        return parse_topology(whole.strip()).without(*(name.strip() for name in names.split(",")))
     head, colon, tail = text.partition(":")
     if head in known_presets() or head in ("local", "detect"):
         if colon and not tail.isdecimal():
@@ -176,26 +178,26 @@ def parse(text: str) -> Topology:
             raise TopologyError(f"{text!r}: expected a number after the colon, got {got}; write it like {head}:2")
         if head == "detect":
             return Topology.detect()
-        return Topology.local(int(tail or 1)) if head == "local" else preset(head, int(tail or 1))
+        return Topology.local(int(tail or 1)) if head == "local" else build_preset_topology(head, int(tail or 1))
     if Path(text).exists() or text.endswith((".yaml", ".yml")):
-        return load(text)
+        return load_topology(text)
     known = ", ".join(known_presets())
-    meant = nearest(head, ["local", "detect", *known_presets()])
+    meant = format_suggestion(head, ["local", "detect", *known_presets()])
     raise TopologyError(
         f"{text!r} is neither a file nor a known topology; {meant}known are local:<ranks>, {known} (:<nodes>)"
     )
 
 
-def _resolve(entry: Any, entries: Mapping[str, Mapping[str, Any]], *path: int | str) -> Any:
+def _resolve_like(entry: Any, entries: Mapping[str, Mapping[str, Any]], *path: int | str) -> Any:
     """``entry``, found at ``path``, merged over the catalogue entry that it is ``like``. An ``entry`` without ``like``
     is returned unchanged."""
     if not isinstance(entry, Mapping) or "like" not in entry:
         return entry
     base = entry["like"]
     if not isinstance(base, str) or base not in entries:
-        meant = nearest(base, [*entries]) if isinstance(base, str) else ""
+        meant = format_suggestion(base, [*entries]) if isinstance(base, str) else ""
         raise MisplacedError(f"like: {base!r} is unknown; {meant}known are {', '.join(entries)}", *path, "like")
-    return {**_resolve(entries[base], entries, *path), **{k: v for k, v in entry.items() if k != "like"}}
+    return {**_resolve_like(entries[base], entries, *path), **{k: v for k, v in entry.items() if k != "like"}}
 
 
 def _expand_machine(data: dict[str, Any]) -> dict[str, Any]:
@@ -203,37 +205,39 @@ def _expand_machine(data: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(nodes, int) or isinstance(nodes, bool):
         raise MisplacedError(f"with 'machine', 'nodes' is their number, like 4; got {nodes!r}", "nodes")
     try:
-        base = preset(str(machine), nodes).model_dump(exclude_defaults=True)
+        base = build_preset_topology(str(machine), nodes).model_dump(exclude_defaults=True)
     except TopologyError as error:
         raise MisplacedError(str(error), "nodes" if machine in known_presets() else "machine") from error
     return {**base, **{k: v for k, v in data.items() if k not in ("machine", "nodes")}}
 
 
-def _expand(data: dict[str, Any]) -> dict[str, Any]:
+def _expand_topology(data: dict[str, Any]) -> dict[str, Any]:
     """The fields of a topology, with ``like`` resolved and missing parts taken from the catalogue.
 
     Raises :class:`MisplacedError` for unknown keys and names. Values of wrong types are left for the model to refuse.
     """
     unknown = sorted(str(key) for key in set(data) - set(_ALL))
     if unknown:
-        meant = nearest(unknown[0], ["machine", *_ALL])
+        meant = format_suggestion(unknown[0], ["machine", *_ALL])
         raise MisplacedError(f"unknown key {unknown[0]!r}; {meant}expected machine, {', '.join(_ALL)}", unknown[0])
     fields = {key: value for key, value in data.items() if value is not None}
     types = fields.setdefault("types", {})
     for key, kind in (("types", "devices"), ("patterns", "patterns")):
         if isinstance(own := fields.get(key), dict):
-            fields[key] = {n: _resolve(entry, catalogue(kind), key, n) for n, entry in own.items()}
+            fields[key] = {n: _resolve_like(entry, catalogue(kind), key, n) for n, entry in own.items()}
     if isinstance(fields.get("levels"), list):
         fields["levels"] = [_expand_level(level, i) for i, level in enumerate(fields["levels"])]
     if isinstance(fields.get("nodes"), list):
         fields["nodes"] = [_expand_group(nodes, i) for i, nodes in enumerate(fields["nodes"])]
-    groups = [g for g in _listed(fields.get("nodes")) if isinstance(g, dict)]
-    overrides = [o for o in _listed(fields.get("overrides")) if isinstance(o, dict)]
+    groups = [g for g in _list_entries(fields.get("nodes")) if isinstance(g, dict)]
+    overrides = [o for o in _list_entries(fields.get("overrides")) if isinstance(o, dict)]
     if isinstance(types, dict):
-        fields["types"] = _filled(fields["types"], "devices", [each.get("type") for each in (*groups, *overrides)])
+        fields["types"] = _add_catalogue_entries(
+            fields["types"], "devices", [each.get("type") for each in (*groups, *overrides)]
+        )
         _check_kinds(fields)
     if isinstance(patterns := fields.get("patterns", {}), dict):
-        patterns = _filled(patterns, "patterns", [g.get("pattern") for g in groups])
+        patterns = _add_catalogue_entries(patterns, "patterns", [g.get("pattern") for g in groups])
         fields |= {"patterns": patterns} if patterns else {}
     return fields
 
@@ -243,21 +247,21 @@ def _check_kinds(fields: Mapping[str, Any]) -> None:
     known = [*map(str, {**fields["types"], **catalogue("devices")})]
     for key in ("nodes", "overrides"):
         given = fields.get(key)
-        entries = given.items() if isinstance(given, dict) else enumerate(_listed(given))
+        entries = given.items() if isinstance(given, dict) else enumerate(_list_entries(given))
         for place, each in entries:
             name = each.get("type") if isinstance(each, dict) else None
             if isinstance(name, str) and name not in known:
-                said = f"{key}.{place}.type: device type {name!r} is not described; {nearest(name, known)}"
+                said = f"{key}.{place}.type: device type {name!r} is not described; {format_suggestion(name, known)}"
                 said += f"describe it under types, or take one of {', '.join(known)}"
                 raise MisplacedError(said, key, place, "type")
 
 
-def _listed(value: Any) -> list[Any]:
+def _list_entries(value: Any) -> list[Any]:
     """The entries of a list or a mapping; empty for other values."""
     return list(value.values()) if isinstance(value, dict) else list(value) if isinstance(value, list | tuple) else []
 
 
-def _filled(own: dict[str, Any], kind: str, names: Sequence[Any]) -> dict[str, Any]:
+def _add_catalogue_entries(own: dict[str, Any], kind: str, names: Sequence[Any]) -> dict[str, Any]:
     """``own``, and the catalogue's entries for those of ``names`` that it lacks."""
     known = catalogue(kind)
     return own | {n: known[n] for n in names if isinstance(n, str) and n in known and n not in own}
@@ -265,7 +269,7 @@ def _filled(own: dict[str, Any], kind: str, names: Sequence[Any]) -> dict[str, A
 
 def _expand_level(level: Any, number: int) -> Any:
     """The level with ``like`` resolved. A level without a name is called after the link that it is ``like``."""
-    resolved = _resolve(level, catalogue("links"), "levels", number)
+    resolved = _resolve_like(level, catalogue("links"), "levels", number)
     return resolved if resolved is level else {"name": level["like"], **resolved}
 
 
@@ -273,7 +277,7 @@ def _expand_group(group: Any, number: int) -> Any:
     if not isinstance(group, dict) or group.get("host") is None:
         return group
     host = {"like": group["host"]} if isinstance(group["host"], str) else group["host"]
-    return {**group, "host": _resolve(host, catalogue("hosts"), "nodes", number, "host")}
+    return {**group, "host": _resolve_like(host, catalogue("hosts"), "nodes", number, "host")}
 
 
 def _refuse_odd(node: Any, source: str, around: tuple[Any, ...] = ()) -> None:
@@ -295,7 +299,7 @@ def _refuse_odd(node: Any, source: str, around: tuple[Any, ...] = ()) -> None:
             _refuse_odd(value, source, around)
 
 
-def _line(node: Any, path: Sequence[int | str]) -> int | None:
+def _find_line_number(node: Any, path: Sequence[int | str]) -> int | None:
     """The line in the file of the value at ``path``, or of the nearest enclosing value."""
     for key in path:
         inner = None
@@ -321,15 +325,15 @@ def with_nodes(topology: Topology, num_nodes: int) -> Topology | None:
     group = topology.nodes[largest]
     if group.names or group.count + more < 1 or not more:
         return None
-    if topology == _local(topology.num_devices):
-        return _local(num_nodes * topology.num_devices) if topology.num_nodes == 1 else None
+    if topology == _build_local_topology(topology.num_devices):
+        return _build_local_topology(num_nodes * topology.num_devices) if topology.num_nodes == 1 else None
     nodes = tuple(
         g.model_copy(update={"count": g.count + more}) if k == largest else g for k, g in enumerate(topology.nodes)
     )
     levels = list(topology.levels)
     if topology.num_nodes == 1 and topology.name in known_presets():
-        levels += preset(topology.name, 2).levels[-1:]
-    return _made(topology, nodes=nodes, levels=levels, name=_name(topology, num_nodes))
+        levels += build_preset_topology(topology.name, 2).levels[-1:]
+    return _try_change_topology(topology, nodes=nodes, levels=levels, name=_format_scaled_name(topology, num_nodes))
 
 
 def with_devices(topology: Topology, num_devices: int) -> Topology | None:
@@ -337,11 +341,11 @@ def with_devices(topology: Topology, num_devices: int) -> Topology | None:
     group = topology.nodes[0]
     if topology.num_nodes > 1 or group.names or num_devices < 1:
         return None
-    if topology == _local(topology.num_devices):
-        return _local(num_devices)
+    if topology == _build_local_topology(topology.num_devices):
+        return _build_local_topology(num_devices)
     node = group.model_copy(update={"devices": num_devices})
     levels = tuple(fitting_levels(topology.levels, (node,)).values())
-    return _made(topology, nodes=(node,), levels=levels, name=f"{topology.name}, {num_devices} devices")
+    return _try_change_topology(topology, nodes=(node,), levels=levels, name=f"{topology.name}, {num_devices} devices")
 
 
 def with_memory(topology: Topology, times: float) -> Topology | None:
@@ -353,7 +357,7 @@ def with_memory(topology: Topology, times: float) -> Topology | None:
 
     parts = ("types", "overrides", "node_overrides")
     changed = {name: {key: grown(part) for key, part in getattr(topology, name).items()} for name in parts}
-    return _made(topology, **changed, name=f"{topology.name}, {times:g} times the memory")
+    return _try_change_topology(topology, **changed, name=f"{topology.name}, {times:g} times the memory")
 
 
 def with_margin(topology: Topology, margin: float) -> Topology:
@@ -378,16 +382,16 @@ def with_margin(topology: Topology, margin: float) -> Topology:
     return topology.changed(types=types, overrides=devices, node_overrides=nodes)
 
 
-def _local(num_devices: int) -> Topology:
+def _build_local_topology(num_devices: int) -> Topology:
     return Topology.local(num_devices)
 
 
-def _name(topology: Topology, num_nodes: int) -> str:
+def _format_scaled_name(topology: Topology, num_nodes: int) -> str:
     kind = topology.name.split(" x ")[-1]
     return f"{num_nodes} x {kind}"
 
 
-def _made(topology: Topology, **changed: object) -> Topology | None:
+def _try_change_topology(topology: Topology, **changed: object) -> Topology | None:
     try:
         return topology.changed(**changed)
     except TopologyError:

@@ -109,7 +109,7 @@ class Group:
         table = getattr(self.tiers[0].level, op, ()) if len(self.tiers) == 1 else ()
         if not table:
             return None
-        start, bandwidth = _interpolated(table, self.size, self.tiers[0].level.step_s)
+        start, bandwidth = _interpolate_measured(table, self.size, self.tiers[0].level.step_s)
         if op == "all_to_all":  # of which one of ``size - 1`` pieces goes over the slowest pair's link
             return start + self.pair_lag, min((self.size - 1) * self.pair_cap, bandwidth)
         return start + self.lag, min(self.cap, bandwidth)
@@ -182,7 +182,7 @@ class Group:
         return 2 * seconds
 
 
-def slowest(groups: Iterable[Group]) -> Group:
+def select_slowest_group(groups: Iterable[Group]) -> Group:
     """The slowest of ``groups`` that work at the same time: the narrowest, and beside it those that are slower where
     little is sent."""
     every = sorted(
@@ -205,10 +205,10 @@ def measured_ring(level: Level, size: int) -> tuple[float, float]:
     """(start-up seconds, bus bandwidth) of an all-reduce over ``size`` ranks inside one group of ``level``."""
     if not level.all_reduce:
         return level.base + 2 * (size - 1) * level.step_s, level.bandwidth * level.efficiency
-    return _interpolated(level.all_reduce, size, 2 * level.step_s)
+    return _interpolate_measured(level.all_reduce, size, 2 * level.step_s)
 
 
-def _interpolated(table: Measured, size: int, step_s: float) -> tuple[float, float]:
+def _interpolate_measured(table: Measured, size: int, step_s: float) -> tuple[float, float]:
     """(start-up seconds, bus bandwidth) at ``size`` ranks; above the largest measured, ``step_s`` more per rank."""
     sizes = [n for n, _, _ in table]
     start = np.interp(size, sizes, [a for _, a, _ in table]) + max(0, size - sizes[-1]) * step_s
@@ -238,11 +238,11 @@ def single_links(topology: Topology) -> dict[Pair, PairLink]:
     found = {}
     for link in topology.links:
         i, j = sorted(topology.index[name] for name in link.between)
-        found[i, j] = _single(link, _in_place_of(topology, i, j))
+        found[i, j] = _build_pair_link(link, _in_place_of(topology, i, j))
     return found
 
 
-def _single(link: LinkOverride, plain: Level | Pattern | None) -> PairLink:
+def _build_pair_link(link: LinkOverride, plain: Level | Pattern | None) -> PairLink:
     latency = link.latency if link.latency is not None else plain.latency if plain else 0.0
     efficiency = link.efficiency or (plain.efficiency if plain else 1.0)
     step = step_over(latency, plain)

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 
 from partitioner.errors import TopologyError
 from partitioner.topology.fabric import inside_levels, least_share, links_at_once
-from partitioner.topology.group import Group, slowest
+from partitioner.topology.group import Group, select_slowest_group
 from partitioner.topology.hardware import Link
-from partitioner.topology.pair_links import group_of, hops_of, near, ring_hops, spread_of
+from partitioner.topology.pair_links import group_of, hops_of, ring_hops, select_card_neighbours, spread_of
 from partitioner.topology.topology import Topology
 from runtime.program.mesh import AXES, expert_mesh, num_ranks
 
@@ -48,7 +48,7 @@ def expert_grid(mesh: Mapping[str, int], etp: int = 0) -> NDArray[np.int64]:
     return np.arange(num_ranks(mesh)).reshape(-1, sizes["ep"], sizes["etp"]).transpose(0, 2, 1).reshape(-1, sizes["ep"])
 
 
-def placed(topology: Topology, mesh: Mapping[str, int], devices: Devices = None) -> NDArray[np.int64]:
+def map_ranks_to_devices(topology: Topology, mesh: Mapping[str, int], devices: Devices = None) -> NDArray[np.int64]:
     """The device of every rank: ``devices``, or each rank on its namesake.
 
     Raises :class:`TopologyError` where the mesh has more ranks than the topology has devices.
@@ -63,8 +63,9 @@ def placed(topology: Topology, mesh: Mapping[str, int], devices: Devices = None)
 
 
 def axis_groups(topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None) -> list[Group]:
-    """The different kinds of groups that the ranks of ``axes`` form, each once; for ``devices`` see :func:`placed`."""
-    return row_groups(topology, placed(topology, mesh, devices)[rank_grid(mesh, *axes)])
+    """The different kinds of groups that the ranks of ``axes`` form, each once; for ``devices`` see
+    :func:`map_ranks_to_devices`."""
+    return row_groups(topology, map_ranks_to_devices(topology, mesh, devices)[rank_grid(mesh, *axes)])
 
 
 def row_groups(topology: Topology, rows: NDArray[np.int64]) -> list[Group]:
@@ -74,7 +75,7 @@ def row_groups(topology: Topology, rows: NDArray[np.int64]) -> list[Group]:
 
 def axis_group(topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None) -> Group:
     """The slowest group that the ranks of ``axes`` form; see :func:`axis_groups`."""
-    return slowest(axis_groups(topology, mesh, *axes, devices=devices))
+    return select_slowest_group(axis_groups(topology, mesh, *axes, devices=devices))
 
 
 def stage_groups(
@@ -91,7 +92,7 @@ def kinds_of(topology: Topology, rows: NDArray[np.int64], ring: bool = False) ->
     at the same time."""
     if rows.shape[1] == 1:
         return np.zeros(len(rows), dtype=np.int64), [Group(1)]
-    columns = list(_traits(topology, rows))
+    columns = list(_compute_cost_traits(topology, rows))
     hops = ring_hops(topology, rows) if ring else None
     if hops is not None:
         columns += [column for each in hops for column in each.T]
@@ -105,7 +106,7 @@ def kinds_of(topology: Topology, rows: NDArray[np.int64], ring: bool = False) ->
     return kinds.reshape(-1), groups
 
 
-def _traits(topology: Topology, rows: NDArray[np.int64]) -> Iterator[NDArray[np.float64]]:
+def _compute_cost_traits(topology: Topology, rows: NDArray[np.int64]) -> Iterator[NDArray[np.float64]]:
     """Columns that are equal for rows whose groups cost the same."""
     yield np.zeros(len(rows))
     for groups in topology.groups:
@@ -146,13 +147,15 @@ def stage_links(topology: Topology, mesh: Mapping[str, int], devices: Devices = 
     """What each stage talks to the next one over: the slowest of the links between their ranks, which all send at the
     same time."""
     stages = mesh.get("pp", 1)
-    grid = placed(topology, mesh, devices).reshape(stages, -1)
+    grid = map_ranks_to_devices(topology, mesh, devices).reshape(stages, -1)
     return _slowest_links(topology, grid[:-1], grid[1:]) if stages > 1 else ()
 
 
-def between(topology: Topology, mesh: Mapping[str, int], stage: int, other: int, devices: Devices = None) -> Link:
+def find_stage_link(
+    topology: Topology, mesh: Mapping[str, int], stage: int, other: int, devices: Devices = None
+) -> Link:
     """What two stages talk over, as :func:`stage_links` has it."""
-    grid = placed(topology, mesh, devices).reshape(mesh.get("pp", 1), -1)
+    grid = map_ranks_to_devices(topology, mesh, devices).reshape(mesh.get("pp", 1), -1)
     return _slowest_links(topology, grid[stage : stage + 1], grid[other : other + 1])[0]
 
 
@@ -171,7 +174,7 @@ def _slowest_links(topology: Topology, here: NDArray[np.int64], there: NDArray[n
 def stage_capacity(topology: Topology, mesh: Mapping[str, int], devices: Devices = None) -> tuple[int, ...]:
     """Bytes that a rank of each stage may use: its smallest device's, without what its groups take."""
     paces, of_device = topology.paces
-    grid = placed(topology, mesh, devices).reshape(mesh.get("pp", 1), -1)
+    grid = map_ranks_to_devices(topology, mesh, devices).reshape(mesh.get("pp", 1), -1)
     each = np.array([topology.types[kind].communicator for kind, _ in paces], dtype=np.int64)[of_device]
     free = topology.usable - num_communicators(mesh) * each
     return tuple(int(n) for n in np.maximum(free, 0)[grid].min(axis=1))
@@ -190,7 +193,7 @@ def stage_paces(
     paces, of_device = topology.paces
     if len(paces) == 1:
         return (tuple(paces),) * mesh.get("pp", 1)
-    grid = placed(topology, mesh, devices).reshape(mesh.get("pp", 1), -1)
+    grid = map_ranks_to_devices(topology, mesh, devices).reshape(mesh.get("pp", 1), -1)
     return tuple(tuple(paces[k] for k in np.unique(of_device[row]).tolist()) for row in grid)
 
 
@@ -200,8 +203,8 @@ def replica_paces(
     """The different (kind, speed) of the devices of each rank of ``dp`` in each stage: numbers, shape ``[pp, dp]``, and
     what each stands for."""
     paces, of_device = topology.paces
-    grid = of_device[placed(topology, mesh, devices)].reshape(mesh.get("pp", 1), mesh.get("dp", 1), -1)
-    numbers, sets = _sets(grid, len(paces))
+    grid = of_device[map_ranks_to_devices(topology, mesh, devices)].reshape(mesh.get("pp", 1), mesh.get("dp", 1), -1)
+    numbers, sets = _find_kind_sets(grid, len(paces))
     return numbers, [tuple(paces[k] for k in own) for own in sets]
 
 
@@ -212,13 +215,13 @@ def replica_groups(
     numbers, shape ``[pp, dp]``, and what each stands for; ``ring``: with their hops. The ranks of a replica follow each
     other in ``mesh``."""
     assert "pp" not in axes, axes
-    kinds, groups = kinds_of(topology, placed(topology, mesh, devices)[rank_grid(mesh, *axes)], ring)
+    kinds, groups = kinds_of(topology, map_ranks_to_devices(topology, mesh, devices)[rank_grid(mesh, *axes)], ring)
     # groups of one stage follow each other, since pp is the outermost axis
-    numbers, sets = _sets(kinds.reshape(mesh.get("pp", 1), dp, -1), len(groups))
-    return numbers, [slowest([groups[k] for k in own]) for own in sets]
+    numbers, sets = _find_kind_sets(kinds.reshape(mesh.get("pp", 1), dp, -1), len(groups))
+    return numbers, [select_slowest_group([groups[k] for k in own]) for own in sets]
 
 
-def _sets(kinds: NDArray[np.int64], count: int) -> tuple[NDArray[np.int64], list[list[int]]]:
+def _find_kind_sets(kinds: NDArray[np.int64], count: int) -> tuple[NDArray[np.int64], list[list[int]]]:
     """Which of so many ``kinds`` there are along the last dim: the number of each set, and the sets."""
     shape, rows = kinds.shape[:-1], kinds.reshape(-1, kinds.shape[-1])
     if count == 1:
@@ -252,9 +255,9 @@ def first_group(
     topology: Topology, mesh: Mapping[str, int], *axes: str, devices: Devices = None, ring: bool = False
 ) -> Group:
     """The group over ``axes`` of the first rank; ``ring``: with its hops."""
-    on = placed(topology, mesh, devices).reshape(-1)
+    on = map_ranks_to_devices(topology, mesh, devices).reshape(-1)
     if ring:
-        rows = near(topology, on[rank_grid(mesh, *axes)])
+        rows = select_card_neighbours(topology, on[rank_grid(mesh, *axes)])
         kinds, groups = kinds_of(topology, rows, ring=True)
         return groups[int(kinds[0])]
     grid = on.reshape([mesh.get(axis, 1) for axis in AXES])

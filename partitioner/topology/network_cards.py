@@ -65,7 +65,7 @@ def network_cards(nodes: tuple[NodeGroup, ...], overrides: Mapping[int, NodeOver
         own_left = np.ones((group.count, group.devices))
         for number in sorted(set(overrides) & set(range(node, node + group.count))):
             own, place = overrides[number], number - node
-            used, strength = _living(group.devices, cards, own.dead(cards))
+            used, strength = _assign_live_ports(group.devices, cards, own.dead(cards))
             of_group[place] += used - home
             own_alone[place] *= own.network * strength[used]
             own_left[place] = own.network * card_shares(group.devices, cards, own.dead(cards))
@@ -83,13 +83,13 @@ def card_shares(devices: int, cards: int, dead: frozenset[int]) -> Floats:
 
     Devices share cards, or have several each, in order of their place. Adds up to the living cards' share of all.
     """
-    used, strength = _living(devices, cards, dead)
+    used, strength = _assign_live_ports(devices, cards, dead)
     home = np.arange(devices) * len(strength) // devices
     before, now = np.bincount(home, minlength=len(strength)), np.bincount(used, minlength=len(strength))
     return np.asarray(strength[used] * np.minimum(1.0, before[used] / now[used]), dtype=np.float64)
 
 
-def _living(devices: int, cards: int, dead: frozenset[int]) -> tuple[Ints, Floats]:
+def _assign_live_ports(devices: int, cards: int, dead: frozenset[int]) -> tuple[Ints, Floats]:
     """The port that each device uses, and the fraction of its cards that each port is left with."""
     ports = min(devices, cards)
     alive = np.array([card not in dead for card in range(cards)], dtype=float)

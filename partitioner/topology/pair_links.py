@@ -176,7 +176,7 @@ def hops_of(latencies: NDArray[np.float64], bandwidths: NDArray[np.float64]) -> 
     return tuple(map(Hop, latencies.tolist(), bandwidths.tolist()))
 
 
-def near(topology: Topology, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+def select_card_neighbours(topology: Topology, rows: NDArray[np.int64]) -> NDArray[np.int64]:
     """The first of ``rows`` and those that may share a network card with it: of nodes that it is in."""
     if not topology.cards.are_shared:
         return rows[:1]

@@ -38,7 +38,7 @@ _RATIO = re.compile(r"\s*(\d+\.?\d*)\s*:\s*(\d+\.?\d*)\s*")
 _MOST_BYTES = 1 << 60  # sums over all devices stay within 64 bits
 
 
-def quantity(value: Any, kind: str | None = None) -> Any:
+def parse_quantity(value: Any, kind: str | None = None) -> Any:
     """``value`` in the base unit (bytes, seconds, FLOP/s, watts, ...) if it is text with one; else as it is.
 
     ``kind``: what it must measure, as the table has it.
@@ -63,18 +63,18 @@ def quantity(value: Any, kind: str | None = None) -> Any:
         raise ValueError(f"{value!r} is too large or too small a number; write it like {like}") from error
 
 
-def ratio(value: Any) -> Any:
+def parse_ratio(value: Any) -> Any:
     """``value`` as a number, where it is text like ``4:1``."""
     match = _RATIO.fullmatch(value) if isinstance(value, str) else None
     if match is None:
-        return quantity(value, "a number")
+        return parse_quantity(value, "a number")
     above, below = map(float, match.groups())
     if not below:
         raise ValueError(f"{value!r} divides by nothing; write it like 4 or 4:1")
     return above / below
 
 
-def whole(value: Any) -> Any:
+def reject_boolean(value: Any) -> Any:
     """``value``, where it may be a number of things: truth values are not."""
     if isinstance(value, bool):
         raise ValueError(f"{str(value).lower()} is not a number; expected a whole number, like 2")
@@ -82,17 +82,17 @@ def whole(value: Any) -> Any:
 
 
 def _whole_bytes(value: Any) -> Any:
-    value = quantity(value, "bytes")
+    value = parse_quantity(value, "bytes")
     if isinstance(value, int | float) and not abs(value) <= _MOST_BYTES:  # which inf and nan are not
         raise ValueError(f"{value:g} is no size of a memory; expected at most 2**60 bytes, written like 80 GB")
     return round(value) if isinstance(value, float) else value
 
 
-def _of(kind: str) -> BeforeValidator:
-    return BeforeValidator(partial(quantity, kind=kind))
+def _make_quantity_validator(kind: str) -> BeforeValidator:
+    return BeforeValidator(partial(parse_quantity, kind=kind))
 
 
-def _rising(table: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
+def _require_rising_rows(table: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
     """``table``, where it can be interpolated over its first column."""
     for (before, *_), (after, *_) in pairwise(table):
         if after <= before:
@@ -100,36 +100,48 @@ def _rising(table: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ..
     return table
 
 
-def _between(least: float, most: float, unit: str, like: str) -> AfterValidator:
+def _make_range_validator(least: float, most: float, unit: str, like: str) -> AfterValidator:
     """Refuses what nothing has: a slip of the pen, or of a unit."""
 
     def check(value: float) -> float:
         if not least <= value <= most:
             limits = f"{least:g} to {most:g}{unit}"
-            raise ValueError(f"{value:g}{unit} is too {_far(value, least)} to be meant; expected {limits}, like {like}")
+            raise ValueError(
+                f"{value:g}{unit} is too {_describe_deviation(value, least)} to be meant; expected "
+                f"{limits}, like {like}"
+            )
         return value
 
     return AfterValidator(check)
 
 
-def _far(value: float, least: float) -> str:
+def _describe_deviation(value: float, least: float) -> str:
     return "small" if value < least else "large"
 
 
 _POSITIVE, _NOT_NEGATIVE = Field(gt=0, allow_inf_nan=False), Field(ge=0, allow_inf_nan=False)
 
-Count = Annotated[int, BeforeValidator(whole), Field(gt=0)]
-Number = Annotated[float, _of("a number"), _POSITIVE]
-Ratio = Annotated[float, BeforeValidator(ratio), Field(ge=1, allow_inf_nan=False)]
-Factor = Annotated[float, _of("a number"), _POSITIVE, _between(1e-6, 1e6, "", "0.5")]
-Rate = Annotated[float, _of("bytes per second"), _POSITIVE, _between(1.0, 1e18, " B/s", "50 GB/s")]
-Flops = Annotated[float, _of("operations per second"), _POSITIVE, _between(1.0, 1e24, " FLOP/s", "989 TFLOP/s")]
-Seconds = Annotated[float, _of("time"), _NOT_NEGATIVE, _between(0.0, 1e6, " s", "5 us")]
-Price = Annotated[float, _of("dollars per hour"), _NOT_NEGATIVE]
-Power = Annotated[float, _of("watts"), _POSITIVE]
-PowerOrNone = Annotated[float, _of("watts"), _NOT_NEGATIVE]
-Size = Annotated[float, _of("bytes"), _POSITIVE]  # of what need not be whole
+Count = Annotated[int, BeforeValidator(reject_boolean), Field(gt=0)]
+Number = Annotated[float, _make_quantity_validator("a number"), _POSITIVE]
+Ratio = Annotated[float, BeforeValidator(parse_ratio), Field(ge=1, allow_inf_nan=False)]
+Factor = Annotated[float, _make_quantity_validator("a number"), _POSITIVE, _make_range_validator(1e-6, 1e6, "", "0.5")]
+Rate = Annotated[
+    float, _make_quantity_validator("bytes per second"), _POSITIVE, _make_range_validator(1.0, 1e18, " B/s", "50 GB/s")
+]
+Flops = Annotated[
+    float,
+    _make_quantity_validator("operations per second"),
+    _POSITIVE,
+    _make_range_validator(1.0, 1e24, " FLOP/s", "989 TFLOP/s"),
+]
+Seconds = Annotated[
+    float, _make_quantity_validator("time"), _NOT_NEGATIVE, _make_range_validator(0.0, 1e6, " s", "5 us")
+]
+Price = Annotated[float, _make_quantity_validator("dollars per hour"), _NOT_NEGATIVE]
+Power = Annotated[float, _make_quantity_validator("watts"), _POSITIVE]
+PowerOrNone = Annotated[float, _make_quantity_validator("watts"), _NOT_NEGATIVE]
+Size = Annotated[float, _make_quantity_validator("bytes"), _POSITIVE]  # of what need not be whole
 Bytes = Annotated[int, BeforeValidator(_whole_bytes), Field(gt=0)]
 BytesOrNone = Annotated[int, BeforeValidator(_whole_bytes), Field(ge=0)]
 _Table = TypeVar("_Table", bound=tuple[tuple[float, ...], ...])
-Rising = Annotated[_Table, AfterValidator(_rising)]
+Rising = Annotated[_Table, AfterValidator(_require_rising_rows)]

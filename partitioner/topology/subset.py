@@ -23,7 +23,7 @@ Places = tuple[int, ...]  # in a node
 Marks = NDArray[np.bool_]
 
 
-def without(topology: Topology, names: Collection[str]) -> Topology:
+def remove_devices(topology: Topology, names: Collection[str]) -> Topology:
     """``topology`` as if the devices ``names`` were not there (``node3``: all of node 3); others keep names and links.
 
     Raises :class:`TopologyError` for names that no device has, where no device is left, and where what is left cannot
@@ -31,25 +31,27 @@ def without(topology: Topology, names: Collection[str]) -> Topology:
     """
     kept = np.ones(topology.num_devices, dtype=bool)
     for name in names:
-        kept[_devices(topology, name)] = False
+        kept[_find_named_devices(topology, name)] = False
     if not kept.any():
         raise TopologyError(f"{topology.name} without all of its {topology.num_devices} devices: leave some in")
     alive = {name for name, stays in zip(topology.names, kept.tolist(), strict=True) if stays}
     nodes, patterns = [], dict(topology.patterns)
-    for group, places, names_of in _runs(topology, kept):
+    for group, places, names_of in _find_node_runs(topology, kept):
         whole = len(places) == group.devices
         pattern = group.pattern
         if pattern is not None and not whole:
             pattern = f"{group.pattern}[{','.join(map(str, places))}]"
-            patterns[pattern] = _among(topology.patterns[str(group.pattern)], places)
+            patterns[pattern] = _restrict_pattern(topology.patterns[str(group.pattern)], places)
         count = len(names_of) // len(places)
         changed = {"count": count, "devices": len(places), "names": names_of, "pattern": pattern}
-        nodes.append(group.model_copy(update={**changed, "nics": group.nics if whole else _cards(group, places)}))
+        nodes.append(
+            group.model_copy(update={**changed, "nics": group.nics if whole else _count_remaining_cards(group, places)})
+        )
     left = np.unique(topology.node_of[kept])
     numbers = {int(node): number for number, node in enumerate(left)}
     levels = fitting_levels(topology.levels, nodes)
     smaller = topology.changed(
-        name=f"{topology.name} without {_named(topology, ~kept)}",
+        name=f"{topology.name} without {_format_devices(topology, ~kept)}",
         nodes=tuple(nodes),
         levels=tuple(levels.values()),
         overrides={name: own for name, own in topology.overrides.items() if name in alive},
@@ -57,11 +59,11 @@ def without(topology: Topology, names: Collection[str]) -> Topology:
         patterns={name: pattern for name, pattern in patterns.items() if any(g.pattern == name for g in nodes)},
         node_overrides={numbers[n]: own for n, own in topology.node_overrides.items() if n in numbers},
     )
-    _check(topology, smaller, tuple(levels), np.flatnonzero(kept))
+    _require_same_links(topology, smaller, tuple(levels), np.flatnonzero(kept))
     return smaller
 
 
-def _devices(topology: Topology, name: str) -> Ints:
+def _find_named_devices(topology: Topology, name: str) -> Ints:
     """The device of a name, or all devices of a node."""
     if name in topology.index:
         return np.array([topology.index[name]])
@@ -74,7 +76,7 @@ def _devices(topology: Topology, name: str) -> Ints:
     return np.flatnonzero(topology.node_of == int(node[1]))
 
 
-def _runs(topology: Topology, kept: Marks) -> Iterator[tuple[NodeGroup, Places, tuple[str, ...]]]:
+def _find_node_runs(topology: Topology, kept: Marks) -> Iterator[tuple[NodeGroup, Places, tuple[str, ...]]]:
     """Consecutive nodes of a group of which the same places are left: the group, these, and the devices' names."""
     start = 0
     for group in topology.nodes:
@@ -89,7 +91,7 @@ def _runs(topology: Topology, kept: Marks) -> Iterator[tuple[NodeGroup, Places, 
         start += group.count * group.devices
 
 
-def _cards(group: NodeGroup, places: Places) -> int | None:
+def _count_remaining_cards(group: NodeGroup, places: Places) -> int | None:
     """The network cards of what is left of a node: those that its devices use."""
     if group.nics is None:
         return None
@@ -98,7 +100,7 @@ def _cards(group: NodeGroup, places: Places) -> int | None:
     return group.nics * len(places) // group.devices
 
 
-def _among(pattern: Pattern, places: Places) -> Pattern:
+def _restrict_pattern(pattern: Pattern, places: Places) -> Pattern:
     """The links of a pattern that are among ``places``."""
     at = {place: number for number, place in enumerate(places)}
     links = []
@@ -112,7 +114,7 @@ def _among(pattern: Pattern, places: Places) -> Pattern:
     return pattern.model_copy(update={"links": tuple(links)})
 
 
-def _check(topology: Topology, smaller: Topology, numbers: Sequence[int], kept: Ints) -> None:
+def _require_same_links(topology: Topology, smaller: Topology, numbers: Sequence[int], kept: Ints) -> None:
     """Raise :class:`TopologyError` where what is left is joined otherwise than before; ``numbers``: of its levels."""
     before = [topology.groups[number] for number in numbers]
     for level, old, new in zip(smaller.levels, before, smaller.groups, strict=True):
@@ -129,7 +131,7 @@ def _check(topology: Topology, smaller: Topology, numbers: Sequence[int], kept: 
         )
 
 
-def _named(topology: Topology, gone: Marks) -> str:
+def _format_devices(topology: Topology, gone: Marks) -> str:
     """Devices in words: whole nodes by number, and a few devices by name."""
     whole, single = [], []
     for node in np.unique(topology.node_of[gone]).tolist():
@@ -138,10 +140,10 @@ def _named(topology: Topology, gone: Marks) -> str:
             whole.append(node)
         else:
             single += [topology.names[d] for d in of_node if gone[d]]
-    parts = [f"node{'s' if len(whole) > 1 else ''} {_listed(whole)}"] if whole else []
-    return " and ".join([*parts, *([_listed(single)] if single else [])])
+    parts = [f"node{'s' if len(whole) > 1 else ''} {_format_items(whole)}"] if whole else []
+    return " and ".join([*parts, *([_format_items(single)] if single else [])])
 
 
-def _listed(items: Sequence[object]) -> str:
+def _format_items(items: Sequence[object]) -> str:
     shown = ", ".join(map(str, items[:4]))
     return f"{shown} and {len(items) - 4} more" if len(items) > 4 else shown

@@ -22,14 +22,14 @@ from partitioner.errors import TopologyError
 from partitioner.topology.fabric import (
     Floats,
     Storey,
+    build_storeys,
+    find_routes,
     inside_level,
     level_groups,
     pair_links,
     pattern_matrix,
     road_graph,
-    routes,
     spans_nodes,
-    storeys,
 )
 from partitioner.topology.group import Group, PairLink, single_links
 from partitioner.topology.hardware import (
@@ -47,8 +47,8 @@ from partitioner.topology.hardware import (
 )
 from partitioner.topology.hosts import HostShare, host_shares
 from partitioner.topology.network_cards import NetworkCards, network_cards
-from partitioner.topology.subset import without
-from partitioner.topology.validate import check_parts, expect, explain
+from partitioner.topology.subset import remove_devices
+from partitioner.topology.validate import check_parts, format_validation_error, require_type
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -71,7 +71,9 @@ class Topology(TopologyPart):
         try:
             super().__init__(**data)
         except ValidationError as error:
-            raise TopologyError(explain(error, Topology, f"topology {data.get('name', '')!r}")) from error
+            raise TopologyError(
+                format_validation_error(error, Topology, f"topology {data.get('name', '')!r}")
+            ) from error
 
     def __eq__(self, other: object) -> bool:
         """Compare the described fields; derived values (arrays among them) do not count."""
@@ -83,9 +85,9 @@ class Topology(TopologyPart):
         return hash((self.name, self.nodes, self.levels, self.links))
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _check_consistency(self) -> Self:
         check_parts(self)
-        apart = self._apart()
+        apart = self._find_disconnected_devices()
         if apart:
             raise ValueError(
                 f"disconnected devices: {apart[0]} and {apart[1]} cannot reach each other; add a level that joins all "
@@ -93,7 +95,7 @@ class Topology(TopologyPart):
             )
         return self
 
-    def _apart(self) -> tuple[str, str] | None:
+    def _find_disconnected_devices(self) -> tuple[str, str] | None:
         if self.num_devices == 1 or any(len(set(groups.tolist())) == 1 for groups in self.groups):
             return None
         import networkx as nx  # most topologies do not need it
@@ -172,7 +174,7 @@ class Topology(TopologyPart):
     @cached_property
     def storeys(self) -> tuple[Storey, ...]:
         """The storeys of links from the inside out: which devices each joins."""
-        return storeys(self)
+        return build_storeys(self)
 
     @cached_property
     def pattern_kinds(self) -> tuple[tuple[str, Floats], ...]:
@@ -189,15 +191,15 @@ class Topology(TopologyPart):
         return np.repeat(numbers, [g.count * g.devices for g in self.nodes])
 
     @cached_property
-    def _inside(self) -> dict[tuple[int, int], Level]:
+    def _inner_level_cache(self) -> dict[tuple[int, int], Level]:
         return {}
 
     def inside_level(self, kind: int, members: int) -> Level:
         """The links among some devices of a node of pattern number ``kind``, as a level. ``members``: bit mask of their
         positions."""
-        if (kind, members) not in self._inside:
-            self._inside[kind, members] = inside_level(self, kind, members)
-        return self._inside[kind, members]
+        if (kind, members) not in self._inner_level_cache:
+            self._inner_level_cache[kind, members] = inside_level(self, kind, members)
+        return self._inner_level_cache[kind, members]
 
     @cached_property
     def host_shares(self) -> tuple[HostShare | None, ...]:
@@ -269,10 +271,10 @@ class Topology(TopologyPart):
 
     def host(self, node: int) -> Host | None:
         """The host of node number ``node``, if it is described."""
-        return self._hosts[node]
+        return self._host_by_node[node]
 
     @cached_property
-    def _hosts(self) -> list[Host | None]:
+    def _host_by_node(self) -> list[Host | None]:
         return [group.host for group in self.nodes for _ in range(group.count)]
 
     @property
@@ -304,7 +306,7 @@ class Topology(TopologyPart):
         """
         for k in (i, j):
             if not 0 <= k < self.num_devices:
-                self._refuse(k)
+                self._refuse_unknown_device(k)
         if i == j:
             bandwidth = self.device_type(i).memory_bandwidth
             return Link(name="memory", bandwidth=bandwidth, latency=0.0, level=-1)
@@ -316,7 +318,7 @@ class Topology(TopologyPart):
                 share = min(self.network_share[i], self.network_share[j]) if spans_nodes(level) else 1.0
                 bandwidth = level.bandwidth * float(share) / level.oversubscription
                 return Link(name=level.name, bandwidth=bandwidth, latency=level.latency, level=number)
-        return self._routed(i, j)
+        return self._find_routed_link(i, j)
 
     def _inside_node(self, i: int, j: int) -> Link | None:
         """The direct link between two devices that their node's pattern gives; ``None`` if there is none."""
@@ -329,9 +331,9 @@ class Topology(TopologyPart):
             Link(name=name, bandwidth=bandwidth, latency=self.patterns[name].latency, level=-1) if bandwidth else None
         )
 
-    def _routed(self, i: int, j: int) -> Link:
+    def _find_routed_link(self, i: int, j: int) -> Link:
         """The route over other devices: the path of least latency, as fast as its slowest link."""
-        bandwidth, latency = routes(self.roads, self.names[i])[self.names[j]]
+        bandwidth, latency = find_routes(self.roads, self.names[i])[self.names[j]]
         return Link(name="routed", bandwidth=bandwidth, latency=latency, level=-1)
 
     def links_between(self, indices: Sequence[int] | NDArray[np.int64]) -> tuple[Floats, Floats]:
@@ -343,10 +345,10 @@ class Topology(TopologyPart):
         chosen = np.asarray(indices, dtype=np.int64)
         outside = chosen[(chosen < 0) | (chosen >= self.num_devices)]
         if len(outside):
-            self._refuse(int(outside[0]))
+            self._refuse_unknown_device(int(outside[0]))
         return pair_links(self, chosen[:, None], chosen[None, :])
 
-    def _refuse(self, k: int) -> None:
+    def _refuse_unknown_device(self, k: int) -> None:
         raise TopologyError(f"device {k} is outside the topology {self.name!r} of {self.num_devices} devices")
 
     @cached_property
@@ -363,52 +365,52 @@ class Topology(TopologyPart):
         return road_graph(self)
 
     def without(self, *names: str) -> Topology:
-        """The topology without these devices, see :func:`partitioner.topology.subset.without`."""
-        return without(self, names)
+        """The topology without these devices, see :func:`partitioner.topology.subset.remove_devices`."""
+        return remove_devices(self, names)
 
     def to_yaml(self) -> str:
-        """Self-contained text that :meth:`load` reads back to an equal topology."""
-        from partitioner.topology.files import dump
+        """Self-contained text that :meth:`load_topology` reads back to an equal topology."""
+        from partitioner.topology.files import dump_topology
 
-        return dump(self)
+        return dump_topology(self)
 
     @classmethod
     def preset(cls, name: str, nodes: int = 1) -> Topology:
         """The topology of ``nodes`` machines of a kind in the catalogue, like ``dgx-h100``. Raises
         :class:`TopologyError` for an unknown name."""
-        from partitioner.topology.files import preset
+        from partitioner.topology.files import build_preset_topology
 
-        expect("name", name, str)
-        return preset(name, nodes)
+        require_type("name", name, str)
+        return build_preset_topology(name, nodes)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Topology:
         """The topology that a YAML file describes. Raises :class:`TopologyError` with the line of the mistake."""
-        from partitioner.topology.files import load
+        from partitioner.topology.files import load_topology
 
-        expect("path", path, str | os.PathLike)
-        return load(path)
+        require_type("path", path, str | os.PathLike)
+        return load_topology(path)
 
     @classmethod
     def local(cls, num_ranks: int) -> Topology:
         """``num_ranks`` processes on this machine's CPU, which share its cores and memory. Rough figures."""
-        from partitioner.topology.detect import local
+        from partitioner.topology.detect import build_local_topology
 
-        expect("num_ranks", num_ranks, int)
-        return local(num_ranks)
+        require_type("num_ranks", num_ranks, int)
+        return build_local_topology(num_ranks)
 
     @classmethod
     def detect(cls) -> Topology:
         """The devices at hand: CUDA devices under the launcher's number of nodes, else this machine's CPU."""
-        from partitioner.topology.detect import detect
+        from partitioner.topology.detect import detect_topology
 
-        return detect()
+        return detect_topology()
 
     @classmethod
     def parse(cls, text: str) -> Topology:
         """``local:4``, ``dgx-h100`` or ``dgx-h100:8`` (nodes), ``detect``, or the path of a YAML file; any of these
         ``without node1/3, left``."""
-        from partitioner.topology.files import parse
+        from partitioner.topology.files import parse_topology
 
-        expect("text", text, str)
-        return parse(text)
+        require_type("text", text, str)
+        return parse_topology(text)

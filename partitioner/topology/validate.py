@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from partitioner.errors import TopologyError
-from partitioner.topology.fabric import MOST_PLACES, extent, largest_node
+from partitioner.topology.fabric import MOST_PLACES, compute_level_extent, largest_node
 from partitioner.topology.hardware import NodeGroup, NodeOverride, Pattern
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ _SAID = ("value_error", "missing", "extra_forbidden")  # whose message says what
 _MARKS = ("[key]",)  # what pydantic puts among the keys
 
 
-def explain(
+def format_validation_error(
     error: ValidationError,
     model: type[BaseModel],
     what: str,
@@ -62,7 +62,7 @@ def explain(
     if first["type"] in _WORDS:
         message = _WORDS[first["type"]].format_map(context)
     if first["type"] == "extra_forbidden":
-        message = _unknown_key(str(place[-1]), _fields(model, place[:-1]))
+        message = _unknown_key(str(place[-1]), _list_allowed_keys(model, place[:-1]))
     line = line_of(place) if line_of is not None else None
     got = "" if first["type"] in _SAID else f" (got {first['input']!r})"
     path, where = ".".join(str(key) for key in place), f", line {line}" if line else ""
@@ -74,7 +74,7 @@ def _has_inside(place: Sequence[int | str], every: Iterable[ErrorDetails]) -> bo
     return any(len(each["loc"]) > len(place) > 0 and each["loc"][: len(place)] == place for each in every)
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
+def format_suggestion(name: str, known: Sequence[str]) -> str:
     """``did you mean ..?``, where some of ``known`` is like ``name``; else nothing."""
     name = name.lower()
     near = [each for each in known if name and name in each] or get_close_matches(name, known, n=3)
@@ -82,10 +82,14 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
 
 def _unknown_key(key: str, known: Sequence[str]) -> str:
-    return f"unknown key; {nearest(key, known)}expected {', '.join(known)}" if known else "unknown key; leave it out"
+    return (
+        f"unknown key; {format_suggestion(key, known)}expected {', '.join(known)}"
+        if known
+        else "unknown key; leave it out"
+    )
 
 
-def _fields(model: Any, place: Sequence[int | str]) -> list[str]:
+def _list_allowed_keys(model: Any, place: Sequence[int | str]) -> list[str]:
     """The keys that what stands at ``place`` of a ``model`` may have; none where it is no mapping of known keys."""
     for key in place:
         known = model.model_fields if _is_model(model) else {}
@@ -113,7 +117,7 @@ class MisplacedError(ValueError):
         self.path = path
 
 
-def expect(name: str, value: object, kind: Any) -> None:
+def require_type(name: str, value: object, kind: Any) -> None:
     """Raise :class:`TopologyError` unless ``value``, the argument ``name``, is of ``kind``."""
     if not isinstance(value, kind) or isinstance(value, bool):
         wanted = " or ".join(k.__name__ for k in getattr(kind, "__args__", (kind,)))
@@ -150,7 +154,7 @@ def _check_types(topology: Topology) -> None:
 
 
 def _check_names(topology: Topology) -> None:
-    duplicates = _duplicates(topology.names)
+    duplicates = _find_duplicates(topology.names)
     if duplicates:
         twice = ", ".join(duplicates)
         raise MisplacedError(f"duplicate device names: {twice}; give every device a name of its own", "nodes")
@@ -191,7 +195,9 @@ def _check_levels(topology: Topology) -> None:
                 *("levels", i, "devices"),
             )
         for outer in topology.levels[:i]:
-            if extent(outer) >= extent(level) and set(level.only or islands) <= set(outer.only or islands):
+            if compute_level_extent(outer) >= compute_level_extent(level) and set(level.only or islands) <= set(
+                outer.only or islands
+            ):
                 raise MisplacedError(
                     f"level {level.name!r} is never used: {outer.name!r}, listed before it, joins all that it joins; "
                     "list levels from the inside out, each with how far it reaches (nodes: 1 is inside each node)",
@@ -283,7 +289,7 @@ def _check_memory(topology: Topology) -> None:
             )
 
 
-def _duplicates(names: Sequence[str]) -> list[str]:
+def _find_duplicates(names: Sequence[str]) -> list[str]:
     if len(set(names)) == len(names):
         return []
     seen: set[str] = set()

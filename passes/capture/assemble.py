@@ -19,7 +19,7 @@ from passes.capture.export import leaf_paths
 from passes.errors import InputsError, UnsupportedError
 from passes.experts.loops import SELECTS
 from passes.experts.trace_marks import MARKS
-from passes.experts.traced_branches import emptied
+from passes.experts.traced_branches import find_empty_expert_masks
 from passes.experts.traced_loops import empty_mask, is_turn
 from passes.faults import source_of
 from passes.ir.interpret import META
@@ -84,7 +84,7 @@ def assemble(
             )
     classes: dict[str, str] = {}
     selected = SelectedRows(graph, nodes)
-    empty = emptied(nodes, empty_turns, decided) if empty_turns is not None else ()
+    empty = find_empty_expert_masks(nodes, empty_turns, decided) if empty_turns is not None else ()
     for node in nodes:
         if empty_turns is not None and (is_turn(node, empty_turns) or node in empty):
             env[node] = empty_mask(graph, node, _place(node, classes))

@@ -26,7 +26,7 @@ from passes.ir.layouts import Layout, local_shape, shard
 from passes.ir.model import Block, TensorSpec
 from passes.ir.rewrite import drop_unused
 from passes.rules.factors import operands_of, with_operands
-from passes.rules.strategies import local_call, strategies
+from passes.rules.strategies import enumerate_strategies, local_call
 
 aten = torch.ops.aten
 
@@ -86,13 +86,13 @@ class _Spreader:
 
     def copy(self, node: fx.Node) -> None:
         if node in self.tables:
-            self._table(node, self.tables[node])
+            self._shard_table_node(node, self.tables[node])
         elif node in self.region_of:
-            self._inside(node, self.region_of[node])
+            self._copy_region_node(node, self.region_of[node])
         else:
             self.env[node] = self.graph.node_copy(node, self.env.__getitem__)
 
-    def _table(self, node: fx.Node, dim: int) -> None:
+    def _shard_table_node(self, node: fx.Node, dim: int) -> None:
         """What only experts' states make: this rank's part of it."""
         if node.op == "placeholder":
             local = self.graph.create_node("placeholder", node.name, name=node.name)
@@ -107,17 +107,19 @@ class _Spreader:
             return
         self._check_apart(node)
         wanted = tuple(shard(self.tables[o]) for o in operands)
-        found = (s for s in strategies(node, self.size) if s.operands == wanted and s.results == (shard(dim),))
+        found = (
+            s for s in enumerate_strategies(node, self.size) if s.operands == wanted and s.results == (shard(dim),)
+        )
         strategy = next(found, None)
         if strategy is None:
-            raise UnsupportedError(f"{_where(node)} cannot be cut by expert")
+            raise UnsupportedError(f"{_format_location(node)} cannot be cut by expert")
         local = local_call(node, strategy, self.axis, self.size, [self.env[o] for o in operands], self.graph)
         local.meta.update({k: v for k, v in node.meta.items() if k != "val"})
         self.env[node] = local
 
-    def _inside(self, node: fx.Node, region: ExpertRegion) -> None:
+    def _copy_region_node(self, node: fx.Node, region: ExpertRegion) -> None:
         self._check_apart(node)
-        operands = [self._operand(o, region) for o in operands_of(node)]
+        operands = [self._find_region_operand(o, region) for o in operands_of(node)]
         args, kwargs = with_operands(node, operands)
         if node.target in _SHAPED:
             args = (args[0], _local_sizes(node, region, self.size), *args[2:])
@@ -128,44 +130,44 @@ class _Spreader:
         made.meta.update({k: v for k, v in node.meta.items() if k != "val"})
         self.inside[node] = made
         if node in region.exits:
-            self.env[node] = self._back(made, node, region)
+            self.env[node] = self._return_from_experts(made, node, region)
 
-    def _operand(self, node: fx.Node, region: ExpertRegion) -> fx.Node:
+    def _find_region_operand(self, node: fx.Node, region: ExpertRegion) -> fx.Node:
         """What a node of the region reads in place of ``node``."""
         if node in region.nodes:
             return self.inside[node]
         if region.keys is not None and node is region.keys:
-            return self._route(region, node)[2]
+            return self._route_rows(region, node)[2]
         if node not in region.entries:
             return self.env[node]
         key = id(region), node
         if key not in self.sent:
-            self.sent[key] = self._send(self.env[node], node, region)
+            self.sent[key] = self._send_to_experts(self.env[node], node, region)
         return self.sent[key]
 
-    def _route(self, region: ExpertRegion, like: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+    def _route_rows(self, region: ExpertRegion, like: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
         assert region.keys is not None
         if region.keys not in self.routes:
             keys = self.env[region.keys]
-            made = self._collective("route", like, keys, region.num_experts)
-            getitem = [self._plain(made, i) for i in range(3)]
+            made = self._append_collective("route", like, keys, region.num_experts)
+            getitem = [self._append_getitem(made, i) for i in range(3)]
             self.routes[region.keys] = (getitem[0], getitem[1], getitem[2])
         return self.routes[region.keys]
 
-    def _plain(self, source: fx.Node, index: int) -> fx.Node:
+    def _append_getitem(self, source: fx.Node, index: int) -> fx.Node:
         return call(self.graph, operator.getitem, (source, index), like=source)
 
-    def _send(self, local: fx.Node, node: fx.Node, region: ExpertRegion) -> fx.Node:
+    def _send_to_experts(self, local: fx.Node, node: fx.Node, region: ExpertRegion) -> fx.Node:
         if region.keys is None:
-            return self._collective("all_to_all", node, local, 0, 1)
-        return self._collective("dispatch", node, local, *self._route(region, region.keys))
+            return self._append_collective("all_to_all", node, local, 0, 1)
+        return self._append_collective("dispatch", node, local, *self._route_rows(region, region.keys))
 
-    def _back(self, local: fx.Node, node: fx.Node, region: ExpertRegion) -> fx.Node:
+    def _return_from_experts(self, local: fx.Node, node: fx.Node, region: ExpertRegion) -> fx.Node:
         if region.keys is None:
-            return self._collective("all_to_all", node, local, 1, 0)
-        return self._collective("combine", node, local, *self._route(region, region.keys))
+            return self._append_collective("all_to_all", node, local, 1, 0)
+        return self._append_collective("combine", node, local, *self._route_rows(region, region.keys))
 
-    def _collective(self, name: str, like: fx.Node, *args: Any) -> fx.Node:
+    def _append_collective(self, name: str, like: fx.Node, *args: Any) -> fx.Node:
         made = call(self.graph, getattr(ops, name).default, (*args, self.axis, self.size), like=like)
         if name == "route":
             made.meta["grad"] = False
@@ -175,7 +177,8 @@ class _Spreader:
         """Refuse what puts together, or takes apart, what would be of different experts."""
         if is_over(node, self.apart):
             raise UnsupportedError(
-                f"{_where(node)} is among the experts' work and runs over ranks that are to have different experts; "
+                f"{_format_location(node)} is among the experts' work and runs over ranks that are to have "
+                f"different experts; "
                 f"expected nothing over {', '.join(sorted(self.apart))} there; use {self.axis}=1, or fewer ranks on "
                 "that axis"
             )
@@ -185,7 +188,7 @@ class _Spreader:
     ) -> None:
         """Refuse an operator whose arguments fix the number of rows: try it with more."""
         rows = {self.inside[n] for n in region.nodes if n in self.inside} | set(self.sent.values())
-        rows.add(self._route(region, node)[2])
+        rows.add(self._route_rows(region, node)[2])
 
         def longer(value: Any) -> Any:
             return value.new_empty((value.shape[0] + _MORE_ROWS, *value.shape[1:]))
@@ -200,10 +203,14 @@ class _Spreader:
             made = infer(node.target, fx.node.map_arg(args, given), fx.node.map_arg(kwargs, given))  # type: ignore[arg-type]
             plain = infer(node.target, value_of(args), value_of(kwargs))  # type: ignore[arg-type]
         except Exception as error:
-            raise UnsupportedError(f"{_where(node)} cannot work on another number of rows: {error}") from error
+            raise UnsupportedError(
+                f"{_format_location(node)} cannot work on another number of rows: {error}"
+            ) from error
         shapes = [[tuple(v.shape) for v in (m if isinstance(m, tuple) else (m,))] for m in (made, plain)]
         if any(m != (p[0] + _MORE_ROWS, *p[1:]) for m, p in zip(*shapes, strict=True)):
-            raise UnsupportedError(f"{_where(node)} makes {shapes[0]} of {_MORE_ROWS} rows more, not of {shapes[1]}")
+            raise UnsupportedError(
+                f"{_format_location(node)} makes {shapes[0]} of {_MORE_ROWS} rows more, not of {shapes[1]}"
+            )
 
 
 def _local_sizes(node: fx.Node, region: ExpertRegion, size: int) -> list[int]:
@@ -218,5 +225,5 @@ def _local_sizes(node: fx.Node, region: ExpertRegion, size: int) -> list[int]:
     return sizes
 
 
-def _where(node: fx.Node) -> str:
+def _format_location(node: fx.Node) -> str:
     return f"{node.meta.get('path') or node.name} ({node.target})"

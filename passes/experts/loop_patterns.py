@@ -60,16 +60,16 @@ class Loop:
 def loops_at(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
     """The loops whose last addition or ``where`` is ``head``."""
     if is_sum(head) and not is_inner(head):
-        yield from _sums(head, numbers)
+        yield from _find_sum_loops(head, numbers)
     elif _is_choice(head) and not any(_is_choice(u) and u.args[2] is head for u in head.users):
-        yield from _choices(head, numbers)
+        yield from _find_choice_loops(head, numbers)
 
 
-def _sums(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
+def _find_sum_loops(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
     """The loops that ``head`` sums: each addend is zero in all rows but its expert's own."""
     addends, chain = addends_of(head)
     found = {n: choice for n in addends if addends.count(n) == 1 and (choice := _own_rows(n)) is not None}
-    yield from _loops(found, lambda parts: [n for n in addends if n not in parts], chain, numbers, adds=True)
+    yield from _group_into_loops(found, lambda parts: [n for n in addends if n not in parts], chain, numbers, adds=True)
 
 
 def _own_rows(addend: fx.Node) -> RoutingChoice | None:
@@ -79,32 +79,34 @@ def _own_rows(addend: fx.Node) -> RoutingChoice | None:
         node = node.args[0]
     if not isinstance(node, fx.Node) or node.target is not aten.masked_fill.Scalar or node.args[2] != 0:
         return None
-    choice, negated = _mask(node.args[1])
+    choice, negated = _find_mask_choice(node.args[1])
     return choice if negated else None
 
 
-def _choices(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
+def _find_choice_loops(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
     """The loops of a ``where`` chain: each ``where`` takes its expert's part in its own rows, else the rest of the
     chain."""
     found: dict[fx.Node, RoutingChoice] = {}
     chain: set[fx.Node] = set()
-    where = _spots(head)
+    where = _find_condition_shape(head)
     node: Any = head
     while _is_choice(node) and shape(node) == shape(head) and (not chain or len(node.users) == 1):
-        choice, negated = _mask(node.args[0])
+        choice, negated = _find_mask_choice(node.args[0])
         if choice is None or negated or shape(node.args[1]) != shape(head) or node.args[1] in found:
             break
-        if _spots(node) != where or math.prod(where) != val(choice.of).numel():
+        if _find_condition_shape(node) != where or math.prod(where) != val(choice.of).numel():
             break
         found[node.args[1]] = choice
         chain.add(node)
         node = node.args[2]
     if len(found) >= _LEAST and shape(node) == shape(head):
-        for loop in _loops(found, lambda parts: [node] if len(parts) == len(found) else [], chain, numbers, adds=False):
+        for loop in _group_into_loops(
+            found, lambda parts: [node] if len(parts) == len(found) else [], chain, numbers, adds=False
+        ):
             yield replace(loop, where=where)
 
 
-def _spots(node: fx.Node) -> tuple[int, ...]:
+def _find_condition_shape(node: fx.Node) -> tuple[int, ...]:
     """Shape of the condition of a ``where`` before expansion, with 1 in front up to the rank of the ``where``."""
     condition: Any = node.args[0]
     while condition.target is aten.expand.default:
@@ -117,7 +119,7 @@ def _is_choice(node: Any) -> bool:
     return isinstance(node, fx.Node) and node.target is aten.where.self and len(node.args) == 3
 
 
-def _loops(
+def _group_into_loops(
     found: Mapping[fx.Node, RoutingChoice],
     others: Callable[[Collection[fx.Node]], list[fx.Node]],
     chain: Collection[fx.Node],
@@ -145,7 +147,7 @@ def _loops(
                 yield Loop(mine, choice.of, choice.dims, order[0], tuple(rest), frozenset(chain), adds)
 
 
-def _mask(node: Any) -> tuple[RoutingChoice | None, bool]:
+def _find_mask_choice(node: Any) -> tuple[RoutingChoice | None, bool]:
     """The choice that the mask ``node`` tests for, through reshapes, and whether the mask is negated."""
     negated = False
     while isinstance(node, fx.Node):
@@ -226,7 +228,7 @@ class ExpertColumns:
             over = [d % rank for d in dims] if isinstance(dims, list | tuple) else dims % rank
             operands = [value.node, over, *rest[1:]]
         elif node.target is aten.to.dtype or torch.Tag.pointwise in node.target.tags:
-            operands = [self._widened(argument) for argument in args]
+            operands = [self._append_expert_dim(argument) for argument in args]
         else:
             raise Different
         return ExpertColumn(self.build(node.target, *operands, **kwargs))
@@ -240,7 +242,7 @@ class ExpertColumns:
         own = self.build(aten.gather.default, rows, 1, self.build(aten.reshape.default, keys, [sizes[dim], 1]))
         return self.build(aten.reshape.default, own, list(sizes[:-1]))
 
-    def _widened(self, argument: Any) -> Any:
+    def _append_expert_dim(self, argument: Any) -> Any:
         if isinstance(argument, ExpertColumn):
             return argument.node
         if isinstance(argument, fx.Node) and val(argument).dim():

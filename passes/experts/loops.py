@@ -99,7 +99,7 @@ class _Merging:
         graph = self.build.graph
         with graph.inserting_before(self.head):
             try:
-                total = self._total(self.merge(self.loop.parts))
+                total = self._build_loop_total(self.merge(self.loop.parts))
                 apart = self._is_apart() and _is_like(total, self.head)
             except Different:
                 apart = False
@@ -110,7 +110,7 @@ class _Merging:
             self.packing.abandon()
         return apart
 
-    def _total(self, made: Any) -> fx.Node:
+    def _build_loop_total(self, made: Any) -> fx.Node:
         if self.loop.adds:
             if not isinstance(made, ExpertSum) and not (isinstance(made, ExpertRows) and made.zeroed):
                 raise Different
@@ -120,12 +120,12 @@ class _Merging:
             return total
         if not isinstance(made, ExpertRows | PlacedRows):
             raise Different
-        where = made.where if isinstance(made, PlacedRows) else _alone(made.node, made.dim)
+        where = made.where if isinstance(made, PlacedRows) else _keep_only_dim(made.node, made.dim)
         if where != self.loop.where:  # what is chosen in one dim is of the rows in another
             raise Different
         if self.covers:
             return made.node
-        chosen = self.build(aten.reshape.default, self._known(), list(where))
+        chosen = self.build(aten.reshape.default, self._mask_expert_rows(), list(where))
         return self.build(aten.where.self, chosen, made.node, *self.loop.others)
 
     def _is_apart(self) -> bool:
@@ -138,25 +138,25 @@ class _Merging:
         """What stands for ``nodes``, one of each expert. Raises :class:`Different`."""
         if nodes not in self.known:
             alike = len({self.numbers(n) for n in nodes}) == 1
-            self.known[nodes] = nodes[0] if alike else self._merged(nodes)
+            self.known[nodes] = nodes[0] if alike else self._merge_nodes(nodes)
         return self.known[nodes]
 
-    def _merged(self, nodes: tuple[fx.Node, ...]) -> Any:
+    def _merge_nodes(self, nodes: tuple[fx.Node, ...]) -> Any:
         first = nodes[0]
         if first.op == "placeholder":
             self.packing.check(nodes)
             return ExpertParameter(nodes)
-        made = self._chosen(nodes) or self._sliced(nodes) or self.columns.picked(nodes)
+        made = self._merge_choices(nodes) or self._merge_slices(nodes) or self.columns.picked(nodes)
         if made is not None:
             return made
         if all(n.target is operator.getitem and n.args[1:] == first.args[1:] for n in nodes):
-            return self._result(nodes)
+            return self._merge_getitem(nodes)
         if any(n.target != first.target for n in nodes) or not isinstance(first.target, torch._ops.OpOverload):
             raise Different
-        args, kwargs = self._arguments(nodes)
+        args, kwargs = self._merge_arguments(nodes)
         given = [a for a in args if isinstance(a, Merged)]
         if isinstance(args[0], ExpertMask) and first.target in (aten.logical_not.default, *RESHAPES):
-            return self._moved(first, args[0])
+            return self._transform_mask(first, args[0])
         if given and all(isinstance(a, ExpertColumn) or (isinstance(a, ExpertMask) and a.plain) for a in given):
             return self.columns.made(
                 first, [self.columns.of_choice() if isinstance(a, ExpertMask) else a for a in args], kwargs
@@ -165,36 +165,38 @@ class _Merging:
         if isinstance(args[0], ExpertParameter | PackedParameter) and len(given) == 1:
             return self.weights.turned(first, args, kwargs)
         if first.target is aten.masked_fill.Scalar and isinstance(args[1], ExpertMask):
-            return self._filled(first, args[0], args[1])
+            return self._fill_other_rows(first, args[0], args[1])
         if any(isinstance(a, ExpertMask | PlacedRows | ExpertColumn | MultiResultRows) for a in given):
             raise Different
         if first.target in _PRODUCTS and isinstance(args[1], ExpertParameter | PackedParameter):
-            return self._product(first, args)
+            return self._merge_products(first, args)
         if any(isinstance(a, ExpertSum) for a in given):
-            return self._linear(first, args, kwargs)
+            return self._apply_to_sum(first, args, kwargs)
         return self._by_row(first, args, kwargs)
 
-    def _sliced(self, nodes: tuple[fx.Node, ...]) -> PackedParameter | None:
+    def _merge_slices(self, nodes: tuple[fx.Node, ...]) -> PackedParameter | None:
         made = self.weights.sliced(nodes)
         self.inner.update(nodes if made is not None else ())
         return made
 
-    def _arguments(self, nodes: tuple[fx.Node, ...]) -> tuple[list[Any], dict[str, Any]]:
+    def _merge_arguments(self, nodes: tuple[fx.Node, ...]) -> tuple[list[Any], dict[str, Any]]:
         """The arguments of ``nodes``, merged."""
         first = nodes[0]
         if any(len(n.args) != len(first.args) or n.kwargs != first.kwargs for n in nodes):
             raise Different
         if any(isinstance(v, fx.Node) for v in first.kwargs.values()):
             raise Different
-        return [self._argument([n.args[i] for n in nodes]) for i in range(len(first.args))], dict(first.kwargs)
+        return [self._merge_one_argument([n.args[i] for n in nodes]) for i in range(len(first.args))], dict(
+            first.kwargs
+        )
 
-    def _argument(self, given: Sequence[Any]) -> Any:
+    def _merge_one_argument(self, given: Sequence[Any]) -> Any:
         if all(isinstance(g, fx.Node) for g in given):
             return self.merge(tuple(given))
         if isinstance(given[0], list | tuple) and all(type(g) is type(given[0]) for g in given):
             if any(len(g) != len(given[0]) for g in given):
                 raise Different
-            made = [self._argument([g[i] for g in given]) for i in range(len(given[0]))]
+            made = [self._merge_one_argument([g[i] for g in given]) for i in range(len(given[0]))]
             if any(isinstance(m, Merged) for m in made):
                 raise Different
             return made
@@ -204,7 +206,7 @@ class _Merging:
 
     # -- masks ------------------------------------------------------------------------------------------------------
 
-    def _chosen(self, nodes: tuple[fx.Node, ...]) -> ExpertMask | None:
+    def _merge_choices(self, nodes: tuple[fx.Node, ...]) -> ExpertMask | None:
         """Whether ``nodes`` are the loop's choices, each expert's own."""
         loop, of = self.loop, self.numbers(self.loop.of)
         for number, node in enumerate(nodes, loop.first):
@@ -213,7 +215,7 @@ class _Merging:
                 return None
         return ExpertMask(0 if val(nodes[0]).dim() == 1 else None, False, loop.dims == tuple(range(len(loop.dims))))
 
-    def _moved(self, node: fx.Node, mask: ExpertMask) -> ExpertMask:
+    def _transform_mask(self, node: fx.Node, mask: ExpertMask) -> ExpertMask:
         """The opposite of a mask, or the same in another shape."""
         if node.target is aten.logical_not.default:
             return ExpertMask(mask.dim, not mask.negated)
@@ -227,24 +229,24 @@ class _Merging:
             raise Different
         return ExpertMask(along[0], mask.negated)
 
-    def _filled(self, node: fx.Node, value: Any, mask: ExpertMask) -> ExpertRows:
+    def _fill_other_rows(self, node: fx.Node, value: Any, mask: ExpertMask) -> ExpertRows:
         """The expert's own rows as they are, and a number in all others."""
         held = value.node if isinstance(value, ExpertRows | ExpertColumn) else value
         if not mask.negated or mask.dim is None or not isinstance(held, fx.Node):
             raise Different
         dim = mask.dim + val(node).dim() - val(node.args[1]).dim()  # type: ignore[arg-type]
         if isinstance(value, ExpertColumn) and dim >= 0:
-            held = self.columns.at(value, self._expert(), dim)
+            held = self.columns.at(value, self._find_row_experts(), dim)
         if dim < 0 or shape(held)[dim] != self.num_rows or (isinstance(value, ExpertRows) and value.dim != dim):
             raise Different
         number: Any = node.args[2]
         if not self.covers:
-            none = self.build(aten.logical_not.default, self._known())
+            none = self.build(aten.logical_not.default, self._mask_expert_rows())
             none = self.build(aten.reshape.default, none, shape(node.args[1]))  # type: ignore[arg-type]
             held = self.build(aten.masked_fill.Scalar, held, none, number)
         return ExpertRows(held, dim, zeroed=bool(number == 0))
 
-    def _known(self) -> fx.Node:
+    def _mask_expert_rows(self) -> fx.Node:
         """Which rows are an expert's."""
         keys = self._chosen_numbers()
         above, below = self.build(aten.ge.Scalar, keys, 0), self.build(aten.lt.Scalar, keys, len(self.loop.parts))
@@ -261,7 +263,7 @@ class _Merging:
             numbers = self.build(aten.reshape.default, numbers, [self.num_rows])
         return self.build(aten.sub.Tensor, numbers, loop.first) if loop.first else numbers
 
-    def _expert(self) -> fx.Node:
+    def _find_row_experts(self) -> fx.Node:
         """The expert of each row; any of them for a row that is no expert's."""
         if self.keys is None:
             keys = self._chosen_numbers()
@@ -270,7 +272,7 @@ class _Merging:
 
     # -- rows -------------------------------------------------------------------------------------------------------
 
-    def _product(self, node: fx.Node, args: Sequence[Any]) -> ExpertRows:
+    def _merge_products(self, node: fx.Node, args: Sequence[Any]) -> ExpertRows:
         x, weight = args[0], self.weights.of_all(args[1])
         if not isinstance(x, ExpertRows) or len(args) != 2 or len(shape(weight)) != 3:
             raise Different
@@ -280,11 +282,11 @@ class _Merging:
         rows = x.node if len(sizes) == 2 else self.build(aten.reshape.default, x.node, [self.num_rows, sizes[-1]])
         if _PRODUCTS[node.target]:
             weight = self.build(aten.transpose.int, weight, 1, 2)
-        made = self.build(experts.ops.expert_mm.default, rows, weight, self._expert())
+        made = self.build(experts.ops.expert_mm.default, rows, weight, self._find_row_experts())
         made = made if len(sizes) == 2 else self.build(aten.reshape.default, made, shape(node))
         return ExpertRows(made, x.dim, x.zeroed)
 
-    def _linear(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExpertSum:
+    def _apply_to_sum(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExpertSum:
         """What is done to the whole that the parts add up to."""
         given = [
             i for i, a in enumerate(args) if isinstance(a, ExpertRows | ExpertSum | ExpertParameter | PackedParameter)
@@ -305,7 +307,7 @@ class _Merging:
         operands = [a.node if isinstance(a, ExpertRows) else a for a in args]
         for i, argument in enumerate(args):
             if isinstance(argument, ExpertParameter | PackedParameter):
-                operands[i] = self.weights.by_row(node, argument, rows[0], self._expert)
+                operands[i] = self.weights.by_row(node, argument, rows[0], self._find_row_experts)
         made = self.build(node.target, *operands, **kwargs)
         if not _is_like(made, node):
             raise Different
@@ -322,7 +324,9 @@ class _Merging:
         if node.target is aten.reshape.default and not scaled:
             return PlacedRows(made, _taken_apart(rows[0], made))
         if scaled and all(r.zeroed for r in rows):
-            return self._linear(node, [ExpertSum(a.node) if isinstance(a, ExpertRows) else a for a in args], kwargs)
+            return self._apply_to_sum(
+                node, [ExpertSum(a.node) if isinstance(a, ExpertRows) else a for a in args], kwargs
+            )
         raise Different
 
     def _row_dims(self, made: fx.Node, rows: Mapping[fx.Node, int]) -> tuple[int, ...] | None:
@@ -346,7 +350,7 @@ class _Merging:
         )
         return tuple(spots[0] for spots in dims) if alone else None
 
-    def _result(self, nodes: tuple[fx.Node, ...]) -> ExpertRows:
+    def _merge_getitem(self, nodes: tuple[fx.Node, ...]) -> ExpertRows:
         """One of several results."""
         whole: Any = self.merge(tuple(n.args[0] for n in nodes))  # type: ignore[misc]
         if not isinstance(whole, MultiResultRows):
@@ -356,7 +360,7 @@ class _Merging:
         return ExpertRows(self.build(operator.getitem, whole.node, index), whole.dims[index], zeroed=False)
 
 
-def _alone(node: fx.Node, dim: int) -> tuple[int, ...]:
+def _keep_only_dim(node: fx.Node, dim: int) -> tuple[int, ...]:
     """The shape of ``node`` with 1 in all dims but ``dim``."""
     return tuple(size if d == dim else 1 for d, size in enumerate(shape(node)))
 

@@ -23,7 +23,7 @@ from passes.ir.collectives import is_over
 from passes.ir.model import Block
 from passes.ops.experts import row_products
 from passes.rules import factors_of
-from passes.rules.factors import OpFactors, operands_of, results_of, shape
+from passes.rules.factors import OpFactors, get_meta_shape, operands_of, results_of
 
 aten = torch.ops.aten
 
@@ -81,7 +81,7 @@ def find_regions(block: Block, apart: Collection[str] = ()) -> list[ExpertRegion
     dense: dict[int, list[fx.Node]] = {}
     for node in block.graph.nodes:
         if node.target == aten.bmm.default:
-            dense.setdefault(shape(node)[0], []).append(node)
+            dense.setdefault(get_meta_shape(node)[0], []).append(node)
     for nodes in dense.values():
         region = _RegionFinder(block, None, nodes, apart).region()
         if region is not None:
@@ -106,31 +106,31 @@ class _RegionFinder:
         self.num_experts = 0
 
     def region(self) -> ExpertRegion | None:
-        seeds = self._seeds()
+        seeds = self._find_seed_nodes()
         if not seeds:
             return None
-        inside = seeds | (_after(self.block, seeds) & _before(self.block, seeds))
+        inside = seeds | (_collect_descendants(self.block, seeds) & _collect_ancestors(self.block, seeds))
         inside -= set(self.tables)
         order = [n for n in self.block.graph.nodes if n in inside]
-        if not all(self._add(node, node in seeds) for node in order):
+        if not all(self._add_region_node(node, node in seeds) for node in order):
             return None
-        self._extend()
+        self._extend_region()
         if not all(u in self.tables or u in self.places for table in self.tables for u in table.users):
             return None
         exits = tuple(n for n in self.places if any(u not in self.places for u in n.users))
-        if not all(place == self._sent for n in exits for place in self.places[n]):
+        if not all(place == self._sent_row_dims for n in exits for place in self.places[n]):
             return None
-        if not all(place == self._sent for place in self.entries.values()):
+        if not all(place == self._sent_row_dims for place in self.entries.values()):
             return None
         products = tuple(n for n in self.products if n in self.places)
         return ExpertRegion(self.keys, self.num_experts, self.tables, self.places, self.entries, exits, products)
 
     @property
-    def _sent(self) -> RowExpertDims:
+    def _sent_row_dims(self) -> RowExpertDims:
         """Where rows and experts stand in what is sent."""
         return RowExpertDims(0) if self.keys is not None else RowExpertDims(1, 0)
 
-    def _seeds(self) -> set[fx.Node]:
+    def _find_seed_nodes(self) -> set[fx.Node]:
         """What reads experts' states: products, look-ups, and whatever combines a table with rows."""
         if self.keys is None:
             tables = {n: n.args[1] for n in self.products if self._is_table(n.args[1], 0)}
@@ -142,7 +142,7 @@ class _RegionFinder:
                 at = _LOOKUPS.get(node.target)
                 if at is not None and _index_of(node, at[1]) is self.keys and self._is_table(node.args[at[0]], 0):
                     tables[node] = node.args[at[0]]
-        sizes = {shape(t)[0] for t in tables.values()}  # type: ignore[arg-type]
+        sizes = {get_meta_shape(t)[0] for t in tables.values()}  # type: ignore[arg-type]
         if len(sizes) != 1 or not any(n in tables for n in self.products):
             return set()
         (self.num_experts,) = sizes
@@ -156,58 +156,58 @@ class _RegionFinder:
 
     def _is_chosen(self, products: Iterable[fx.Node]) -> bool:
         """Whether the best of as many as there are experts are chosen, for the products or for what becomes of them."""
-        behind = _after(self.block, set(products))
-        around = _before(self.block, behind | set(products)) - behind
-        return any(n.target in CHOICES and shape(n.args[0])[-1:] == (self.num_experts,) for n in around)  # type: ignore[arg-type]
+        behind = _collect_descendants(self.block, set(products))
+        around = _collect_ancestors(self.block, behind | set(products)) - behind
+        return any(n.target in CHOICES and get_meta_shape(n.args[0])[-1:] == (self.num_experts,) for n in around)  # type: ignore[arg-type]
 
     def _is_table(self, node: Any, dim: int) -> bool:
         """Whether only states make ``node``, each of which is cut along some dim where ``dim`` is cut."""
-        return isinstance(node, fx.Node) and _sources(node, dim, self.states) is not None
+        return isinstance(node, fx.Node) and _trace_to_states(node, dim, self.states) is not None
 
     def _add_table(self, node: Any, dim: int) -> None:
-        found = _sources(node, dim, self.states)
+        found = _trace_to_states(node, dim, self.states)
         assert found is not None
         self.tables |= found
 
-    def _add(self, node: fx.Node, seed: bool) -> bool:
+    def _add_region_node(self, node: fx.Node, seed: bool) -> bool:
         """Place a node of the region, and find what it reads from outside; ``False`` where it does not work by row."""
         if seed and self.keys is not None:
             if any(node is p for p in self.products):
-                self._enter(row_products()[node.target](node)[0], RowExpertDims(0))
+                self._add_region_entry(row_products()[node.target](node)[0], RowExpertDims(0))
             self.places[node] = (RowExpertDims(0),)
             return True
         if node.target is operator.getitem:
             source, index = node.args
             self.places[node] = (self.places[source][index],)  # type: ignore[index]
             return True
-        rule = _rule(node)
+        rule = _find_factor_rule(node)
         if rule is None:
             return False
-        rows, experts = self._factors(node, rule)
+        rows, experts = self._find_row_factors(node, rule)
         if rows is None or (self.keys is None and experts is None):
             return False
-        places = [_place(rows, experts, dims) for dims in rule.results]
+        places = [_find_row_dims(rows, experts, dims) for dims in rule.results]
         if len(places) != len(results_of(node)) or any(p is None for p in places):
             return False
         for operand, dims in zip(operands_of(node), rule.operands, strict=True):
             if operand in self.tables:
                 continue
             if operand in self.places:
-                if _place(rows, experts, dims) != self.places[operand][0]:
+                if _find_row_dims(rows, experts, dims) != self.places[operand][0]:
                     return False
             elif any(rows in factors or experts in factors for factors in dims):
-                place = _place(rows, experts, dims)
+                place = _find_row_dims(rows, experts, dims)
                 by = [d for d, held in enumerate(dims) if experts in held]
                 if not any(rows in held for held in dims) and self._is_table(operand, by[0]):  # a bias of each expert
                     self._add_table(operand, by[0])
                     continue
                 if place is None:
                     return False
-                self._enter(operand, place)
+                self._add_region_entry(operand, place)
         self.places[node] = tuple(places)  # type: ignore[arg-type]
         return True
 
-    def _factors(self, node: fx.Node, rule: OpFactors) -> tuple[str | None, str | None]:
+    def _find_row_factors(self, node: fx.Node, rule: OpFactors) -> tuple[str | None, str | None]:
         """The factors of rows and of experts in an operator's rule, where each passes through."""
         rows: set[str] = set()
         experts: set[str] = set()
@@ -227,21 +227,23 @@ class _RegionFinder:
             return None, None
         return rows.pop(), experts.pop() if experts else None
 
-    def _enter(self, node: fx.Node, place: RowExpertDims) -> None:
+    def _add_region_entry(self, node: fx.Node, place: RowExpertDims) -> None:
         if node not in self.places:
             self.entries[node] = place
 
-    def _extend(self) -> None:
+    def _extend_region(self) -> None:
         """Take in what follows row by row and reads nothing else by row: a bias, an activation, the end of a sum."""
         for node in self.block.graph.nodes:
             operands = operands_of(node) if node.op == "call_function" else ()
             inside = [o for o in operands if o in self.places]
             if not inside or node in self.places or is_over(node, self.apart):
                 continue
-            if _bytes(node) > max(_bytes(o) for o in inside):
+            if _count_result_bytes(node) > max(_count_result_bytes(o) for o in inside):
                 continue
             entries, tables = dict(self.entries), dict(self.tables)
-            added = self._add(node, False) and all(place == self._sent for place in self.places[node])
+            added = self._add_region_node(node, False) and all(
+                place == self._sent_row_dims for place in self.places[node]
+            )
             if not added or self.entries != entries:
                 self.entries, self.tables = entries, tables
                 self.places.pop(node, None)
@@ -257,13 +259,13 @@ def _index_of(node: fx.Node, at: int) -> Any:
     return node.args[at]
 
 
-def _sources(node: fx.Node, dim: int, states: set[str]) -> dict[fx.Node, int] | None:
+def _trace_to_states(node: fx.Node, dim: int, states: set[str]) -> dict[fx.Node, int] | None:
     """What makes ``node``, with the dim of each that is cut where ``dim`` of ``node`` is; ``None`` if not states."""
     if node.op == "placeholder":
         return {node: dim} if node.name in states else None
     if node.op != "call_function" or not isinstance(node.meta["val"], Tensor):
         return None
-    rule = _rule(node)
+    rule = _find_factor_rule(node)
     factors = () if rule is None else rule.results[0][dim]
     if rule is None or len(factors) != 1:
         return None
@@ -275,21 +277,21 @@ def _sources(node: fx.Node, dim: int, states: set[str]) -> dict[fx.Node, int] | 
         at = [d for d, held in enumerate(dims) if name in held]
         if len(at) != 1 or dims[at[0]] != (name,):
             return None
-        deeper = _sources(operand, at[0], states)
+        deeper = _trace_to_states(operand, at[0], states)
         if deeper is None:
             return None
         found |= deeper
     return found
 
 
-def _rule(node: fx.Node) -> OpFactors | None:
+def _find_factor_rule(node: fx.Node) -> OpFactors | None:
     try:
         return factors_of(node)
     except PartitionError:
         return None
 
 
-def _place(rows: str | None, experts: str | None, dims: tuple[tuple[str, ...], ...]) -> RowExpertDims | None:
+def _find_row_dims(rows: str | None, experts: str | None, dims: tuple[tuple[str, ...], ...]) -> RowExpertDims | None:
     """Where the factors stand, each by itself and once."""
     at = [d for d, held in enumerate(dims) if rows in held]
     by = [d for d, held in enumerate(dims) if experts is not None and experts in held]
@@ -300,11 +302,11 @@ def _place(rows: str | None, experts: str | None, dims: tuple[tuple[str, ...], .
     return RowExpertDims(at[0], by[0]) if len(by) == 1 and dims[by[0]] == (experts,) else None
 
 
-def _bytes(node: fx.Node) -> int:
+def _count_result_bytes(node: fx.Node) -> int:
     return sum(v.nbytes for v in results_of(node))
 
 
-def _after(block: Block, nodes: set[fx.Node]) -> set[fx.Node]:
+def _collect_descendants(block: Block, nodes: set[fx.Node]) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in block.graph.nodes:
         if node.op == "call_function" and any(o in found or o in nodes for o in node.all_input_nodes):
@@ -312,7 +314,7 @@ def _after(block: Block, nodes: set[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _before(block: Block, nodes: set[fx.Node]) -> set[fx.Node]:
+def _collect_ancestors(block: Block, nodes: set[fx.Node]) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in reversed(block.graph.nodes):
         if node.op == "call_function" and any(u in found or u in nodes for u in node.users):

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from passes.experts.trace_marks import MARKS
-from passes.rules.factors import argument
+from passes.rules.factors import get_node_argument
 
 aten = torch.ops.aten
 
@@ -67,18 +67,18 @@ class _Classes:
 
 def choice_of(node: Any) -> RoutingChoice | None:
     """The choice that the mask ``node`` tests for; ``None`` if ``node`` is no such mask."""
-    node = undone(node)
+    node = skip_inverse_squeezes(node)
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
     args: Any = node.args
-    if node.target is aten.eq.Scalar and isinstance(args[1], int) and _has(args[0], args[1]):
-        return RoutingChoice(args[0], tuple(range(_rank(args[0]))), args[1])
+    if node.target is aten.eq.Scalar and isinstance(args[1], int) and _can_represent(args[0], args[1]):
+        return RoutingChoice(args[0], tuple(range(_get_node_rank(args[0]))), args[1])
     if _is_nonzero(node) or node.target in CASTS:
-        return None if _rank(node) == 0 else choice_of(args[0])
+        return None if _get_node_rank(node) == 0 else choice_of(args[0])
     if node.target is aten.select.int:
-        return _slice(args[0], args[1], args[2])
+        return _find_sliced_choice(args[0], args[1], args[2])
     if node.target is operator.getitem and args[0].target is aten.unbind.int:
-        return _slice(args[0].args[0], argument(args[0], "dim", 0), args[1])
+        return _find_sliced_choice(args[0].args[0], get_node_argument(args[0], "dim", 0), args[1])
     return None
 
 
@@ -96,18 +96,18 @@ def chosen_by_any(node: Any) -> tuple[fx.Node, int] | None:
         while whole.target in CASTS:  # casts keep the counts, which are 0 or 1 if this is the pattern
             whole = whole.args[0]
         classes = classes_of(whole.args[0]) if whole.target in _OVER else None
-        if classes is not None and len(dims_over(whole)) == 1 and not argument(whole, "keepdim", False):
-            dims, (_, dim, number), over = range(_rank(whole.args[0])), node.args, dims_over(whole)[0]
+        if classes is not None and len(dims_over(whole)) == 1 and not get_node_argument(whole, "keepdim", False):
+            dims, (_, dim, number), over = range(_get_node_rank(whole.args[0])), node.args, dims_over(whole)[0]
             left = [d for d in dims if d != over]
             if left[dim] == classes.dim and isinstance(number, int) and number >= 0:  # type: ignore[index]
                 others = [d for d in dims if d != classes.dim]
                 found, along = RoutingChoice(classes.of, classes.dims, number), [others.index(over)]
-    if found is None or along != [_rank(found.of) - 1] or found.dims != tuple(range(_rank(found.of))):
+    if found is None or along != [_get_node_rank(found.of) - 1] or found.dims != tuple(range(_get_node_rank(found.of))):
         return None
     return (found.of, found.number) if is_distinct(found.of, -1) else None
 
 
-def undone(node: Any) -> Any:
+def skip_inverse_squeezes(node: Any) -> Any:
     """The operand of ``node`` before pairs of ``unsqueeze`` and ``squeeze`` that undo each other."""
     while isinstance(node, fx.Node) and node.target is aten.squeeze.dim and _is_widened(node.args[0], node.args[1]):
         node = node.args[0].args[0]  # type: ignore[union-attr]
@@ -115,10 +115,10 @@ def undone(node: Any) -> Any:
 
 
 def _is_widened(node: Any, dim: Any) -> bool:
-    return node.target is aten.unsqueeze.default and (node.args[1] - dim) % _rank(node) == 0
+    return node.target is aten.unsqueeze.default and (node.args[1] - dim) % _get_node_rank(node) == 0
 
 
-def before(node: Any, targets: tuple[Any, ...]) -> Any:
+def skip_operators(node: Any, targets: tuple[Any, ...]) -> Any:
     """The first node up the chain of first operands from ``node`` that is not an operator in ``targets``."""
     while node.target in targets:
         node = node.args[0]
@@ -138,7 +138,7 @@ def numbers_of(node: fx.Node) -> fx.Node:
     """The integer tensor that ``node`` had before marks, reshapes and casts to other integer types."""
     while True:
         before = node
-        node = uncast(node)
+        node = skip_integer_casts(node)
         if node.target in SHAPED:
             node = node.args[0]  # type: ignore[assignment]
         if node is before:
@@ -147,34 +147,34 @@ def numbers_of(node: fx.Node) -> fx.Node:
 
 def is_distinct(of: fx.Node, dim: int) -> bool:
     """Whether the numbers of ``of`` along ``dim`` are distinct, as the indices of ``topk``, ``sort`` or ``argsort``."""
-    node: Any = uncast(of)
-    while node.target in RESHAPES and dim % _rank(of) == _rank(of) - 1 and _keeps_last(node):
-        of, dim, node = node.args[0], -1, uncast(node.args[0])
+    node: Any = skip_integer_casts(of)
+    while node.target in RESHAPES and dim % _get_node_rank(of) == _get_node_rank(of) - 1 and _keeps_last(node):
+        of, dim, node = node.args[0], -1, skip_integer_casts(node.args[0])
     if node.target is operator.getitem and _RANKED.get(node.args[0].target) == node.args[1]:
-        along = argument(node.args[0], "dim", -1)
+        along = get_node_argument(node.args[0], "dim", -1)
     elif node.target in _PLACES:
-        along = argument(node, "dim", -1)
+        along = get_node_argument(node, "dim", -1)
     else:
         return False
-    return bool((along - dim) % _rank(node) == 0)
+    return bool((along - dim) % _get_node_rank(node) == 0)
 
 
 def num_choices(of: fx.Node) -> int | None:
     """Size of the dim that the indices ``of`` choose from; ``None`` if no ``topk``, ``sort`` or ``max`` made them."""
-    node: Any = uncast(of)
+    node: Any = skip_integer_casts(of)
     while node.target in (*RESHAPES, aten.permute.default):
-        node = uncast(node.args[0])
+        node = skip_integer_casts(node.args[0])
     if node.target is operator.getitem and {**_RANKED, **_BEST}.get(node.args[0].target) == node.args[1]:
         node = node.args[0]
     elif node.target not in (*_PLACES, aten.argmax.default, aten.argmin.default):
         return None
-    dim = argument(node, "dim", -1)
+    dim = get_node_argument(node, "dim", -1)
     return None if dim is None else int(node.args[0].meta["val"].shape[dim])
 
 
-def _slice(whole: fx.Node, dim: int, index: int) -> RoutingChoice | None:
+def _find_sliced_choice(whole: fx.Node, dim: int, index: int) -> RoutingChoice | None:
     classes = classes_of(whole)
-    if classes is None or dim % _rank(whole) != classes.dim or not isinstance(index, int) or index < 0:
+    if classes is None or dim % _get_node_rank(whole) != classes.dim or not isinstance(index, int) or index < 0:
         return None
     return RoutingChoice(classes.of, classes.dims, index)
 
@@ -183,14 +183,14 @@ def classes_of(node: Any) -> _Classes | None:
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
     args: Any = node.args
-    rank = _rank(node)
+    rank = _get_node_rank(node)
     if node.target is aten.one_hot.default:
         return _Classes(args[0], rank - 1, tuple(range(rank - 1)))
     if node.target is aten.eq.Tensor:
         for numbers, counted in (args, args[::-1]):
-            source = _widened(numbers)
-            apart = source is not None and _rank(source) == rank - 1
-            if source is not None and apart and _counts(counted) == node.meta["val"].shape[-1]:
+            source = _find_widened_operand(numbers)
+            apart = source is not None and _get_node_rank(source) == rank - 1
+            if source is not None and apart and _find_arange_size(counted) == node.meta["val"].shape[-1]:
                 return _Classes(source, rank - 1, tuple(range(rank - 1)))
         return None
     if _is_nonzero(node) or node.target in CASTS:
@@ -199,7 +199,7 @@ def classes_of(node: Any) -> _Classes | None:
         inner = classes_of(args[0])
         if inner is None:
             return None
-        order = [d % rank for d in args[1]] if node.target is aten.permute.default else _swapped(rank, *args[1:])
+        order = [d % rank for d in args[1]] if node.target is aten.permute.default else _swap_two_dims(rank, *args[1:])
         others = [d for d in range(rank) if d != inner.dim]
         return _Classes(
             inner.of, order.index(inner.dim), tuple(inner.dims[others.index(d)] for d in order if d in others)
@@ -207,7 +207,7 @@ def classes_of(node: Any) -> _Classes | None:
     return None
 
 
-def _widened(node: Any) -> fx.Node | None:
+def _find_widened_operand(node: Any) -> fx.Node | None:
     """The integer operand to which ``node`` adds a last dim of size 1; ``None`` if ``node`` does not do that."""
     if not isinstance(node, fx.Node) or node.target not in (
         aten.unsqueeze.default,
@@ -217,12 +217,12 @@ def _widened(node: Any) -> fx.Node | None:
         return None
     source: Any = node.args[0]
     fits = tuple(node.meta["val"].shape) == (*source.meta["val"].shape, 1)
-    return source if fits and not _floats(source) else None
+    return source if fits and not _is_floating_point(source) else None
 
 
-def _counts(node: Any) -> int | None:
+def _find_arange_size(node: Any) -> int | None:
     """The ``n`` for which ``node`` is ``arange(n)``, up to dims of size 1 in front; ``None`` if there is none."""
-    node = uncast(node) if isinstance(node, fx.Node) else node
+    node = skip_integer_casts(node) if isinstance(node, fx.Node) else node
     while isinstance(node, fx.Node) and node.target in (
         aten.reshape.default,
         aten.view.default,
@@ -233,16 +233,16 @@ def _counts(node: Any) -> int | None:
         node = node.args[0]
     if not isinstance(node, fx.Node) or "aten.arange" not in str(node.target) or node.meta["val"].dtype not in _WIDE:
         return None
-    plain = argument(node, "start", 0) == 0 and argument(node, "step", 1) == 1
+    plain = get_node_argument(node, "start", 0) == 0 and get_node_argument(node, "step", 1) == 1
     return int(node.meta["val"].shape[0]) if plain else None
 
 
 def _is_nonzero(node: fx.Node) -> bool:
     compared = node.target in (aten.ne.Scalar, aten.gt.Scalar)
-    return bool(compared and node.args[1] in (0, False) and not _floats(node.args[0]))
+    return bool(compared and node.args[1] in (0, False) and not _is_floating_point(node.args[0]))
 
 
-def uncast(node: fx.Node) -> fx.Node:
+def skip_integer_casts(node: fx.Node) -> fx.Node:
     """``node`` before casts and marks whose results are int32 or int64, so that the numbers stay what they are."""
     while node.target in CASTS and node.meta["val"].dtype in _WIDE:
         node = node.args[0]  # type: ignore[assignment]
@@ -252,7 +252,7 @@ def uncast(node: fx.Node) -> fx.Node:
 def dims_over(node: Any) -> list[int]:
     """The dims that ``node`` (a sum, or ``any``) reduces, as non-negative numbers."""
     dims: Any = node.args[1]
-    rank = _rank(node.args[0])
+    rank = _get_node_rank(node.args[0])
     return [d % rank for d in (dims if isinstance(dims, list | tuple) else [dims])]
 
 
@@ -261,13 +261,13 @@ def _keeps_last(node: Any) -> bool:
     return bool(len(sizes[0]) and len(sizes[1]) and sizes[0][-1] == sizes[1][-1])
 
 
-def _swapped(rank: int, a: int, b: int) -> list[int]:
+def _swap_two_dims(rank: int, a: int, b: int) -> list[int]:
     order = list(range(rank))
     order[a], order[b] = order[b], order[a]
     return order
 
 
-def _has(node: Any, number: int) -> bool:
+def _can_represent(node: Any, number: int) -> bool:
     """Whether ``node`` has an integer or boolean type that can represent ``number``."""
     dtype = node.meta["val"].dtype
     if dtype == torch.bool or not (dtype.is_floating_point or dtype.is_complex):
@@ -276,9 +276,9 @@ def _has(node: Any, number: int) -> bool:
     return False
 
 
-def _floats(node: Any) -> bool:
+def _is_floating_point(node: Any) -> bool:
     return bool(node.meta["val"].is_floating_point())
 
 
-def _rank(node: Any) -> int:
+def _get_node_rank(node: Any) -> int:
     return int(node.meta["val"].dim())

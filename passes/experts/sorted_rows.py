@@ -1,10 +1,10 @@
 """Rows sorted by expert: undo the sort in the model's graph, and keep rows sorted between products in a local graph.
 
-:func:`unsort` lets rows keep their order, so that they can be sharded. A mixture of experts sorts the choices of all
-tokens, gathers rows in that order, works on each row by itself and by its expert, and puts the rows back. Operators on
-single rows commute with the order: where an operator's rule lets the sorted dim pass through, the operator is moved to
-the unsorted rows. A value that does not depend on the order (rows put back, sums over all rows) then replaces the value
-computed from sorted rows, and the sort has no readers.
+:func:`remove_row_sorts` lets rows keep their order, so that they can be sharded. A mixture of experts sorts the choices
+of all tokens, gathers rows in that order, works on each row by itself and by its expert, and puts the rows back.
+Operators on single rows commute with the order: where an operator's rule lets the sorted dim pass through, the operator
+is moved to the unsorted rows. A value that does not depend on the order (rows put back, sums over all rows) then
+replaces the value computed from sorted rows, and the sort has no readers.
 
 :func:`kept_sorted` avoids sorting rows back and forth. ``partition::expert_mm`` sorts the rows that it reads and puts
 back the rows that it makes. Between two products with the same experts, rows can stay sorted if all operators between
@@ -30,7 +30,7 @@ from passes.ir.rewrite import Builder, drop_unused, shape, val
 from passes.ops import experts
 from passes.ops.experts import ops
 from passes.rules import factors_of
-from passes.rules.factors import argument, operands_of, results_of, with_operands
+from passes.rules.factors import get_node_argument, operands_of, results_of, with_operands
 
 aten = torch.ops.aten
 
@@ -40,7 +40,7 @@ _ARGSORTS = (aten.argsort.default, aten.argsort.stable)
 _LOOKUPS = (aten.index.Tensor, aten.index_select.default)
 
 
-def unsort(graph: fx.Graph) -> None:
+def remove_row_sorts(graph: fx.Graph) -> None:
     """Rewrite ``graph`` in place. Requires and keeps values on every node."""
     for node in list(graph.nodes):
         if node.target in (*_SORTS, *_ARGSORTS) and len(shape(operands_of(node)[0])) == 1:
@@ -65,7 +65,7 @@ class _Unsorter:
         self.sort = sort
         self.keys = operands_of(sort)[0]
         self.num_rows = shape(self.keys)[0]
-        self.ascending = not argument(sort, "descending", False)
+        self.ascending = not get_node_argument(sort, "descending", False)
         self.twins: dict[fx.Node, _UnsortedValue] = {}
         self.order: fx.Node | None = None
         self.inverse: set[fx.Node] = set()
@@ -81,7 +81,7 @@ class _Unsorter:
         for node in nodes[nodes.index(self.sort) + 1 :]:
             if (node in reached or node.target is aten.searchsorted.Tensor) and node.op == "call_function":
                 with self.graph.inserting_before(node):
-                    self._visit(node, Builder(self.graph, node))
+                    self._visit_node(node, Builder(self.graph, node))
                 if node in self.twins or node in self.inverse:
                     reached.update(node.users)
 
@@ -89,14 +89,14 @@ class _Unsorter:
         self.order = node
         self.twins[node] = _UnsortedValue(self.place)
 
-    def _visit(self, node: fx.Node, build: Builder) -> None:
+    def _visit_node(self, node: fx.Node, build: Builder) -> None:
         source: Any = node.args[0]
         if source is self.sort and self.sort.target in _SORTS:
             if node.args[1] == 0:
                 self.twins[node] = _UnsortedValue(self.keys)
             else:
                 self._is_order(node)
-        elif self._inverts(node):
+        elif self._is_inverse_order(node):
             self.inverse.add(node)
         elif self._finds_keys(node):
             keys = self.keys
@@ -104,14 +104,14 @@ class _Unsorter:
                 keys = build(aten.to.dtype, keys, val(node).dtype)
             self.twins[node] = _UnsortedValue(keys)
         elif node.target is operator.getitem:
-            self._pick(node, build)
+            self._unsort_getitem(node, build)
         else:
-            twin = self._put_back(node) or self._written(node) or self._grouped(node, build)
-            twin = twin or self._added(node, build) or self._commuted(node, build)
+            twin = self._put_back(node) or self._unsort_row_write(node) or self._unsort_grouped_product(node, build)
+            twin = twin or self._unsort_index_add(node, build) or self._commute_with_sort(node, build)
             if twin is not None:
-                self._keep(node, twin)
+                self._record_unsorted_value(node, twin)
 
-    def _keep(self, node: fx.Node, twin: _UnsortedValue) -> None:
+    def _record_unsorted_value(self, node: fx.Node, twin: _UnsortedValue) -> None:
         if any(dim is not None for dim in twin.dims):
             self.twins[node] = twin
         elif twin.node.op == "call_function":  # in its place, so that an output keeps its name
@@ -119,37 +119,39 @@ class _Unsorter:
         else:
             node.replace_all_uses_with(twin.node)
 
-    def _pick(self, node: fx.Node, build: Builder) -> None:
+    def _unsort_getitem(self, node: fx.Node, build: Builder) -> None:
         """One of several results."""
         source, index = node.args
         if source in self.twins:
             twin = self.twins[source]  # type: ignore[index]
             assert isinstance(index, int)
-            self._keep(node, _UnsortedValue(build(node.target, twin.node, index), (twin.dims[index],)))
+            self._record_unsorted_value(node, _UnsortedValue(build(node.target, twin.node, index), (twin.dims[index],)))
 
-    def _inverts(self, node: fx.Node) -> bool:
+    def _is_inverse_order(self, node: fx.Node) -> bool:
         """Whether ``node`` is the inverse of the order: written at the order's places, or sorted once more."""
         if self.order is None:
             return False
         if node.target in _ARGSORTS:
-            return node.args[0] is self.order and not argument(node, "descending", False)
+            return node.args[0] is self.order and not get_node_argument(node, "descending", False)
         if node.target is aten.index_put.default:
             base, places, values, *_ = node.args
-            return shape(base) == [self.num_rows] and list(places) == [self.order] and _counts(values, self.num_rows)  # type: ignore[arg-type]
+            if shape(base) != [self.num_rows] or list(places) != [self.order]:  # type: ignore[arg-type]
+                return False
+            return _is_full_arange(values, self.num_rows)
         if node.target is aten.scatter.src:
             base, _, places, values = node.args
-            return shape(base) == [self.num_rows] and places is self.order and _counts(values, self.num_rows)  # type: ignore[arg-type]
+            return shape(base) == [self.num_rows] and places is self.order and _is_full_arange(values, self.num_rows)  # type: ignore[arg-type]
         return False
 
     def _put_back(self, node: fx.Node) -> _UnsortedValue | None:
         """Sorted rows read through the inverse."""
-        found = _lookup(node)
+        found = _parse_row_lookup(node)
         if found is None or found[1] not in self.inverse or found[0] not in self.twins:
             return None
         twin = self.twins[found[0]]
         return _UnsortedValue(twin.node, (None,)) if twin.dims == (0,) else None
 
-    def _written(self, node: fx.Node) -> _UnsortedValue | None:
+    def _unsort_row_write(self, node: fx.Node) -> _UnsortedValue | None:
         """Sorted rows written where they were."""
         args: Any = node.args
         if node.target is aten.index_copy.default and args[1] == 0:
@@ -166,13 +168,13 @@ class _Unsorter:
 
     def _finds_keys(self, node: fx.Node) -> bool:
         """Whether ``node`` finds each sorted row's expert from where the rows of each end."""
-        if node.target is not aten.searchsorted.Tensor or not argument(node, "right"):
+        if node.target is not aten.searchsorted.Tensor or not get_node_argument(node, "right"):
             return False
         ends, rows = node.args[:2]
-        plain = argument(node, "side") is None and argument(node, "sorter") is None
-        return plain and _counts(rows, self.num_rows) and self._are_ends(ends, shape(ends)[0])  # type: ignore[arg-type]
+        plain = get_node_argument(node, "side") is None and get_node_argument(node, "sorter") is None
+        return plain and _is_full_arange(rows, self.num_rows) and self._are_ends(ends, shape(ends)[0])  # type: ignore[arg-type]
 
-    def _grouped(self, node: fx.Node, build: Builder) -> _UnsortedValue | None:
+    def _unsort_grouped_product(self, node: fx.Node, build: Builder) -> _UnsortedValue | None:
         """Products group by group, where the groups are those of the keys."""
         how = experts.grouped(node.target)
         if how is None:
@@ -190,28 +192,28 @@ class _Unsorter:
 
     def _are_ends(self, node: fx.Node, num_experts: int) -> bool:
         """Whether ``node`` tells where the rows of each expert end: the running sum of how often each key occurs."""
-        total = _uncast(node)
+        total = _skip_casts(node)
         return total.target is aten.cumsum.default and self._are_sizes(total.args[0], num_experts)
 
     def _are_sizes(self, node: Any, num_experts: int) -> bool:
         """Whether ``node`` tells how many rows each expert has, in the rows' order: how often each key occurs."""
-        counts = _uncast(node)
+        counts = _skip_casts(node)
         if not self.ascending:
             return False
         if counts.target is aten.histc.default:
-            bins = [argument(counts, name) for name in ("bins", "min", "max")]
+            bins = [get_node_argument(counts, name) for name in ("bins", "min", "max")]
             return bins == [num_experts, 0, num_experts - 1] and self._is_keys(counts.args[0])
         if counts.target is aten.bincount.default:
-            return argument(counts, "minlength") == num_experts and self._is_keys(counts.args[0])
+            return get_node_argument(counts, "minlength") == num_experts and self._is_keys(counts.args[0])
         if counts.target is aten.sum.dim_IntList:
-            marks = _uncast(counts.args[0])  # type: ignore[arg-type]
+            marks = _skip_casts(counts.args[0])  # type: ignore[arg-type]
             return counts.args[1] == [0] and marks.target is aten.one_hot.default and self._is_keys(marks.args[0])
         return False
 
     def _is_keys(self, node: Any) -> bool:
-        return _same(_uncast(node), _uncast(self.keys))
+        return _is_same_value(_skip_casts(node), _skip_casts(self.keys))
 
-    def _added(self, node: fx.Node, build: Builder) -> _UnsortedValue | None:
+    def _unsort_index_add(self, node: fx.Node, build: Builder) -> _UnsortedValue | None:
         """Sorted rows added up at sorted places."""
         if node.target is not aten.index_add.default:
             return None
@@ -221,14 +223,14 @@ class _Unsorter:
         if not all(n in self.twins and self.twins[n].dims == (0,) for n in (places, rows)):  # type: ignore[index]
             return None
         where, what = self.twins[places].node, self.twins[rows].node  # type: ignore[index]
-        times = self._repeats(where, shape(base)[0])  # type: ignore[arg-type]
+        times = self._count_repeats(where, shape(base)[0])  # type: ignore[arg-type]
         if times is None:
             return _UnsortedValue(build(node.target, base, 0, where, what), (None,))
         split = build(aten.reshape.default, what, [shape(what)[0] // times, times, *shape(what)[1:]])
         summed = build(aten.sum.dim_IntList, split, [1])
         return _UnsortedValue(build(aten.add.Tensor, base, summed), (None,))
 
-    def _commuted(self, node: fx.Node, build: Builder) -> _UnsortedValue | None:
+    def _commute_with_sort(self, node: fx.Node, build: Builder) -> _UnsortedValue | None:
         """The operator on unsorted rows, if its rule lets them pass through or adds them up."""
         try:
             rule = factors_of(node)
@@ -262,13 +264,13 @@ class _Unsorter:
 
     def _looked_up(self, node: fx.Node, args: tuple[Any, ...], build: Builder) -> fx.Node | None:
         """Rows in the order of their places, each once or each some times in a row: a reshape tells that."""
-        found = _lookup(node)
+        found = _parse_row_lookup(node)
         if found is None:
             return None
         rows, where = found[0], self.twins[found[1]].node if found[1] in self.twins else found[1]
         if rows in self.twins:
             return None
-        times = self._repeats(where, shape(rows)[0])
+        times = self._count_repeats(where, shape(rows)[0])
         if times is None:
             return None
         if times == 1:
@@ -277,7 +279,7 @@ class _Unsorter:
         wide = build(aten.expand.default, wide, [shape(rows)[0], times, *shape(rows)[1:]])
         return build(aten.reshape.default, wide, [self.num_rows, *shape(rows)[1:]])
 
-    def _repeats(self, where: fx.Node, num_places: int) -> int | None:
+    def _count_repeats(self, where: fx.Node, num_places: int) -> int | None:
         """``k`` where ``where`` is ``0 0 .. 0 1 1 .. 1 ..`` with each of ``num_places`` numbers k times."""
         times = 1
         if where.target in (aten.floor_divide.default, aten.floor_divide.Scalar, aten.div.Tensor_mode):
@@ -289,7 +291,7 @@ class _Unsorter:
         return times if where is self.place and times * num_places == self.num_rows else None
 
 
-def _lookup(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+def _parse_row_lookup(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """For ``rows[places]`` on dim 0: rows and places."""
     if node.target is aten.index.Tensor and len(node.args[1]) == 1:  # type: ignore[arg-type]
         return node.args[0], node.args[1][0]  # type: ignore[index,return-value]
@@ -298,27 +300,31 @@ def _lookup(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     return None
 
 
-def _uncast(node: fx.Node) -> fx.Node:
+def _skip_casts(node: fx.Node) -> fx.Node:
     while node.target in _CASTS:
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
-def _same(a: Any, b: Any) -> bool:
+def _is_same_value(a: Any, b: Any) -> bool:
     """Whether two arguments are one value, be it computed twice."""
     if isinstance(a, fx.Node) and isinstance(b, fx.Node):
         computed = a.op == b.op == "call_function" and a.target == b.target and a.kwargs == b.kwargs
-        return a is b or (computed and _same(a.args, b.args))
+        return a is b or (computed and _is_same_value(a.args, b.args))
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(_same, a, b))
+        return len(a) == len(b) and all(map(_is_same_value, a, b))
     return type(a) is type(b) and bool(a == b)
 
 
-def _counts(node: Any, num: int) -> bool:
+def _is_full_arange(node: Any, num: int) -> bool:
     """Whether ``node`` is 0, 1, .. ``num`` - 1."""
     if not isinstance(node, fx.Node) or "aten.arange" not in str(node.target):
         return False
-    return (argument(node, "start", 0), argument(node, "end"), argument(node, "step", 1)) == (0, num, 1)
+    return (
+        get_node_argument(node, "start", 0),
+        get_node_argument(node, "end"),
+        get_node_argument(node, "step", 1),
+    ) == (0, num, 1)
 
 
 def _dim_of(name: str, dims: tuple[tuple[str, ...], ...]) -> int | None:
@@ -358,37 +364,37 @@ class _Sorter:
     def run(self) -> None:
         nodes = [n for n in self.graph.nodes if n in self.region.nodes]
         with self.graph.inserting_after(self.keys):
-            found = self._call(ops.sort_experts.default, self.keys, self.keys, self.region.num_experts)
+            found = self._append_call(ops.sort_experts.default, self.keys, self.keys, self.region.num_experts)
         with self.graph.inserting_after(found):
             self.order = call(self.graph, operator.getitem, (found, 0), like=found)
         with self.graph.inserting_after(self.order):
             self.ends = call(self.graph, operator.getitem, (found, 1), like=found)
         for node in nodes:
             with self.graph.inserting_before(node):
-                self._rewrite(node)
+                self._rewrite_region_node(node)
         for node in self.region.exits:
             outside = [u for u in node.users if u not in self.region.nodes]
             with self.graph.inserting_after(node):
-                back = self._call(ops.unsort_rows.default, node, node, self.order)
+                back = self._append_call(ops.unsort_rows.default, node, node, self.order)
             for user in outside:
                 user.replace_input_with(node, back)
 
-    def _rewrite(self, node: fx.Node) -> None:
+    def _rewrite_region_node(self, node: fx.Node) -> None:
         if node.target is _PRODUCT:
             rows, weight, _ = node.args
-            node.target, node.args = ops.grouped_mm.default, (self._sorted(rows), weight, self.ends)  # type: ignore[arg-type]
+            node.target, node.args = ops.grouped_mm.default, (self._sort_operand(rows), weight, self.ends)  # type: ignore[arg-type]
         else:
-            node.args, node.kwargs = with_operands(node, [self._sorted(o) for o in operands_of(node)])
+            node.args, node.kwargs = with_operands(node, [self._sort_operand(o) for o in operands_of(node)])
 
-    def _sorted(self, node: fx.Node) -> fx.Node:
+    def _sort_operand(self, node: fx.Node) -> fx.Node:
         """What a node of the region reads in place of ``node``."""
         if node is not self.keys and node not in self.region.entries:
             return node
         if node not in self.moved:
-            self.moved[node] = self._call(ops.sort_rows.default, node, node, self.order)
+            self.moved[node] = self._append_call(ops.sort_rows.default, node, node, self.order)
         return self.moved[node]
 
-    def _call(self, target: object, like: fx.Node, *args: object) -> fx.Node:
+    def _append_call(self, target: object, like: fx.Node, *args: object) -> fx.Node:
         made = call(self.graph, target, args, like=like)  # type: ignore[arg-type]
         made.meta[MADE_BY] = like.name
         return made

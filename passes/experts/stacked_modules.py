@@ -7,8 +7,9 @@ with stacked weights. The results are equal, there are fewer operators, and the 
 ``Packing`` makes the modules' parameters one state whose first dim counts the modules
 (:attr:`passes.ir.model.ModelState.parts`).
 
-:func:`ungather` rewrites products with gathered weights, one matrix per row picked from a stack. ``bmm(weight[expert],
-x)`` reads a copy of an expert's matrix for every row; ``partition::expert_mm`` reads each matrix once.
+:func:`replace_gathered_products` rewrites products with gathered weights, one matrix per row picked from a stack.
+``bmm(weight[expert], x)`` reads a copy of an expert's matrix for every row; ``partition::expert_mm`` reads each matrix
+once.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Packing:
             return self.packed[nodes]
         names = tuple(self.captured.placeholders[n.name] for n in nodes)
         old = self.captured.states[names[0]]
-        name = _common(names)
+        name = _merge_state_names(names)
         if name in self.captured.states:
             name += f" of {names[0]}"
         spec = TensorSpec((len(names), *old.spec.shape), old.spec.dtype)
@@ -84,7 +85,7 @@ class Packing:
         return self.captured
 
 
-def _common(names: Sequence[str]) -> str:
+def _merge_state_names(names: Sequence[str]) -> str:
     """The names as one: ``experts.*.up.weight``."""
     parts = [name.split(".") for name in names]
     return ".".join(p[0] if len(set(p)) == 1 else "*" for p in zip(*parts, strict=False))
@@ -152,27 +153,27 @@ class _Stacking:
         if not is_sum(self.head) or len(shape(self.head)) != 2:
             return False
         addends, self.sums = addends_of(self.head)
-        gated = {n: found for n in addends if (found := self._gated(n)) is not None}
+        gated = {n: found for n in addends if (found := self._split_gated_output(n)) is not None}
         if len(gated) < 2 or not self._is_chosen(list(gated)):
             return False
         self.num = len(gated)
         self.visited |= set(gated)
         outputs = [made for made, _ in gated.values()]
         try:
-            self._check(tuple(outputs))
+            self._check_stackable(tuple(outputs))
         except Different:
             return False
         if not self._is_apart():
             return False
         with self.build.graph.inserting_before(self.head):
-            total = self._sum(outputs, [gate for _, gate in gated.values()])
+            total = self._build_gated_sum(outputs, [gate for _, gate in gated.values()])
             for other in [n for n in addends if n not in gated]:
                 total = self.build(aten.add.Tensor, other, total)
         self.head.replace_all_uses_with(total)
         drop_unused(self.build.graph)
         return True
 
-    def _gated(self, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    def _split_gated_output(self, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         """For an expert's output times its column of weights: both."""
         if node.target is not aten.mul.Tensor or len(node.users) != 1:
             return None
@@ -194,7 +195,7 @@ class _Stacking:
                 stack += node.all_input_nodes
         return any(n.target in CHOICES and shape(n.args[0])[-1:] == [len(addends)] for n in seen)  # type: ignore[arg-type]
 
-    def _check(self, nodes: tuple[fx.Node, ...]) -> None:
+    def _check_stackable(self, nodes: tuple[fx.Node, ...]) -> None:
         """Visit what makes ``nodes``; raises :class:`Different` unless all of it can be stacked."""
         if len(set(nodes)) == 1 or nodes in self.packed:
             return
@@ -208,12 +209,12 @@ class _Stacking:
             self.packed.append(nodes)
             return
         self.visited |= set(nodes)
-        flat = [_flat(n) for n in nodes]
+        flat = [_flatten_arguments(n) for n in nodes]
         if any(len(f) != len(flat[0]) for f in flat):
             raise Different
         for arguments in zip(*flat, strict=True):
             if all(isinstance(a, fx.Node) for a in arguments):
-                self._check(arguments)
+                self._check_stackable(arguments)
             elif any(type(a) is not type(arguments[0]) or a != arguments[0] for a in arguments):
                 raise Different
         if not self._has_form(first):
@@ -232,13 +233,13 @@ class _Stacking:
         inner = self.visited | {n for nodes in self.packed for n in nodes}
         return bool(self.packed) and all(u in self.visited or u in self.sums for n in inner for u in n.users)
 
-    def _sum(self, outputs: list[fx.Node], gates: list[fx.Node]) -> fx.Node:
-        made, _ = self._stack(tuple(outputs))
+    def _build_gated_sum(self, outputs: list[fx.Node], gates: list[fx.Node]) -> fx.Node:
+        made, _ = self._stack_nodes(tuple(outputs))
         columns = self.build(aten.cat.default, gates, 1)
         weights = self.build(aten.unsqueeze.default, self.build(aten.transpose.int, columns, 0, 1), -1)
         return self.build(aten.sum.dim_IntList, self.build(aten.mul.Tensor, made, weights), [0])
 
-    def _stack(self, nodes: tuple[fx.Node, ...]) -> tuple[fx.Node, bool]:
+    def _stack_nodes(self, nodes: tuple[fx.Node, ...]) -> tuple[fx.Node, bool]:
         """The stacked form of ``nodes``, and whether it is one: what all share stays as it is."""
         if len(set(nodes)) == 1:
             return nodes[0], False
@@ -247,22 +248,22 @@ class _Stacking:
             if first.op == "placeholder":
                 self.made[nodes] = self.packing.pack(nodes), True
             else:
-                self.made[nodes] = self._operator(nodes), True
+                self.made[nodes] = self._stack_operator(nodes), True
         return self.made[nodes]
 
-    def _operator(self, nodes: tuple[fx.Node, ...]) -> fx.Node:
+    def _stack_operator(self, nodes: tuple[fx.Node, ...]) -> fx.Node:
         first = nodes[0]
         if first.target in _PRODUCTS:
-            x, x_stacked = self._stack(_arguments(nodes, 0))
-            weight, weight_stacked = self._stack(_arguments(nodes, 1))
+            x, x_stacked = self._stack_nodes(_collect_arguments(nodes, 0))
+            weight, weight_stacked = self._stack_nodes(_collect_arguments(nodes, 1))
             if _PRODUCTS[first.target]:
                 dims = (1, 2) if weight_stacked else (0, 1)
                 weight = self.build(aten.transpose.int, weight, *dims)
-            x = x if x_stacked else self._repeated(x)
-            weight = weight if weight_stacked else self._repeated(weight)
+            x = x if x_stacked else self._repeat_for_experts(x)
+            weight = weight if weight_stacked else self._repeat_for_experts(weight)
             return self.build(aten.bmm.default, x, weight)
         if first.target in _ON_DIM or first.target is operator.getitem:
-            x, _ = self._stack(_arguments(nodes, 0))
+            x, _ = self._stack_nodes(_collect_arguments(nodes, 0))
             rest: list[Any] = list(first.args[1:])
             at = _ON_DIM.get(first.target)  # type: ignore[arg-type]
             if at is not None and len(rest) >= at and rest[at - 1] >= 0:
@@ -272,7 +273,7 @@ class _Stacking:
         args: list[Any] = []
         for place, argument in enumerate(first.args):
             if isinstance(argument, fx.Node):
-                made, stacked = self._stack(_arguments(nodes, place))
+                made, stacked = self._stack_nodes(_collect_arguments(nodes, place))
                 for _ in range(rank + 1 - len(shape(made)) if stacked else 0):
                     made = self.build(aten.unsqueeze.default, made, 1)
                 args.append(made)
@@ -280,18 +281,18 @@ class _Stacking:
                 args.append(argument)
         return self.build(first.target, *args, **first.kwargs)
 
-    def _repeated(self, x: fx.Node) -> fx.Node:
+    def _repeat_for_experts(self, x: fx.Node) -> fx.Node:
         return self.build(aten.expand.default, self.build(aten.unsqueeze.default, x, 0), [self.num, *shape(x)])
 
 
-def _flat(node: fx.Node) -> list[Any]:
+def _flatten_arguments(node: fx.Node) -> list[Any]:
     found: list[Any] = []
     for argument in (*node.args, *(v for _, v in sorted(node.kwargs.items()))):
         found += list(argument) if isinstance(argument, list | tuple) else [argument]
     return found
 
 
-def _arguments(nodes: tuple[fx.Node, ...], place: int) -> tuple[fx.Node, ...]:
+def _collect_arguments(nodes: tuple[fx.Node, ...], place: int) -> tuple[fx.Node, ...]:
     return tuple(n.args[place] for n in nodes)  # type: ignore[misc]
 
 
@@ -311,22 +312,22 @@ _CHOICES: dict[Any, int] = {
 _PLACES = (aten.argmax.default, aten.argmin.default, aten.argsort.default)
 
 
-def ungather(graph: fx.Graph) -> None:
+def replace_gathered_products(graph: fx.Graph) -> None:
     """Rewrite ``graph`` in place."""
     for node in list(graph.nodes):
         if node.target in _BATCHED_PRODUCTS and len(node.args) == 2:
             with graph.inserting_before(node):
-                _rewrite(node, Builder(graph, node))
+                _rewrite_gathered_product(node, Builder(graph, node))
     drop_unused(graph)
 
 
-def _rewrite(node: fx.Node, build: Builder) -> None:
+def _rewrite_gathered_product(node: fx.Node, build: Builder) -> None:
     left, right = node.args
     assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
     if len(shape(left)) != 3 or len(shape(right)) != 3:
         return
-    column = shape(right)[2] == 1 and _picked(left)
-    row = shape(left)[1] == 1 and _picked(right)
+    column = shape(right)[2] == 1 and _find_picked_matrices(left)
+    row = shape(left)[1] == 1 and _find_picked_matrices(right)
     if column:
         stack, expert = column
         x, dim = right, 2
@@ -348,7 +349,7 @@ def _rewrite(node: fx.Node, build: Builder) -> None:
             rows.replace_all_uses_with(x.args[0])  # type: ignore[arg-type]
 
 
-def _picked(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+def _find_picked_matrices(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """The stack of matrices and the numbers of those that ``node`` picks, one for each row."""
     if node.target == aten.index.Tensor and len(node.args[1]) == 1:  # type: ignore[arg-type]
         stack, picks = node.args[0], node.args[1][0]  # type: ignore[index]
@@ -368,18 +369,18 @@ def _in_range(node: Any, size: int) -> bool:
         if node.target in _MOVES:
             node = node.args[0]
         elif node.target in _PLACES:
-            return _counted(node) <= size
+            return _count_choices(node) <= size
         elif node.target is operator.getitem:
             source, index = node.args
             if not (isinstance(source, fx.Node) and source.target in _CHOICES and index == 1):
                 return False
-            return _counted(source) <= size
+            return _count_choices(source) <= size
         else:
             return False
     return False
 
 
-def _counted(node: Any) -> int:
+def _count_choices(node: Any) -> int:
     """How many places a choice is made of: along its dim, the last one unless it says another."""
     among = shape(node.args[0])
     names = [a.name for a in node.target._schema.arguments]

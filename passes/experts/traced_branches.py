@@ -26,7 +26,6 @@ from passes.experts.routing_masks import (
     ALIKE,
     CASTS,
     SHAPED,
-    before,
     choice_of,
     chosen_by_any,
     classes_of,
@@ -34,10 +33,11 @@ from passes.experts.routing_masks import (
     is_count,
     num_choices,
     numbers_of,
+    skip_operators,
 )
 from passes.experts.trace_marks import HIT
 from passes.ir.value_numbering import Numbers
-from passes.rules.factors import argument
+from passes.rules.factors import get_node_argument
 from passes.trace.concrete_scalars import is_written, memory_of
 
 aten = torch.ops.aten
@@ -135,23 +135,23 @@ class _BranchMode(TorchFunctionMode):
         if get_proxy_mode() is None:
             return func(*args, **kwargs)
         if func in LISTING and len(args) == 1:
-            return self._listed(func, args[0], kwargs)
+            return self._list_marked_rows(func, args[0], kwargs)
         if func is Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
-            return self._listed(lambda mask: func(args[0], mask), args[1], {})
+            return self._list_marked_rows(lambda mask: func(args[0], mask), args[1], {})
         if func in _COUNTING:
-            made = _counts(*args, **kwargs)
+            made = _count_with_fixed_size(*args, **kwargs)
             return func(*args, **kwargs) if made is None else made
         if func in _ASKING or (func is Tensor.item and args[0].dtype == torch.bool):
-            asked = _asked(node_of(args[0]))
+            asked = _find_rows_query(node_of(args[0]))
             if asked is not None:
-                return asked.some == self.guards.has_rows(asked.number, self._marked(asked))
+                return asked.some == self.guards.has_rows(asked.number, self._mark_queried_rows(asked))
         made = func(*args, **kwargs)
-        asked = _asked(node_of(args[0])) if func is Tensor.item and isinstance(made, SymInt) else None
+        asked = _find_rows_query(node_of(args[0])) if func is Tensor.item and isinstance(made, SymInt) else None
         if asked is not None and asked.some:
-            self.guards.count(made, self._marked(asked), asked.number)
+            self.guards.count(made, self._mark_queried_rows(asked), asked.number)
         return made
 
-    def _listed(self, func: Callable[..., Any], mask: Tensor, kwargs: dict[str, Any]) -> Any:
+    def _list_marked_rows(self, func: Callable[..., Any], mask: Tensor, kwargs: dict[str, Any]) -> Any:
         """Run ``func``, which lists the rows of ``mask``, on the marked mask, and register the number of rows."""
         number = _number_of(node_of(mask))
         if number is None:
@@ -161,7 +161,7 @@ class _BranchMode(TorchFunctionMode):
         self.guards.count((made[0] if isinstance(made, tuple) else made).shape[0], listing, number)
         return made
 
-    def _marked(self, asked: _ExpertRowsQuery) -> int:
+    def _mark_queried_rows(self, asked: _ExpertRowsQuery) -> int:
         """Replace the mask and the chosen numbers behind ``asked`` by marks in the rest of the trace.
 
         Returns the number of the new listing.
@@ -200,7 +200,7 @@ def node_of(value: Any) -> Any:
     return None if slot is None else slot.proxy.node
 
 
-def _counts(numbers: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor | None:
+def _count_with_fixed_size(numbers: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor | None:
     """``bincount`` with the fixed size ``minlength``, ``[minlength]``; ``None`` if larger numbers may occur, or weights
     are given."""
     node = node_of(numbers)
@@ -211,7 +211,7 @@ def _counts(numbers: Tensor, weights: Tensor | None = None, minlength: int = 0) 
     return (numbers.unsqueeze(-1) == every).sum(0)
 
 
-def _asked(node: Any) -> _ExpertRowsQuery | None:
+def _find_rows_query(node: Any) -> _ExpertRowsQuery | None:
     """The question that ``node`` answers; ``None`` if it answers none about the rows of an expert."""
     some = True
     while isinstance(node, fx.Node):
@@ -220,7 +220,7 @@ def _asked(node: Any) -> _ExpertRowsQuery | None:
             masks = [args[0]]
             while masks[-1].target in ALIKE:
                 masks.append(masks[-1].args[0])
-            number, chosen = _number_of(masks[-1]), _chosen(masks[-1])
+            number, chosen = _number_of(masks[-1]), _find_mask_choice(masks[-1])
             return (
                 None
                 if number is None
@@ -229,7 +229,7 @@ def _asked(node: Any) -> _ExpertRowsQuery | None:
         if node.target is aten.select.int:
             return _of_table(args[0], args[1], args[2], some)
         if node.target is operator.getitem and args[0].target is aten.unbind.int:
-            return _of_table(args[0].args[0], argument(args[0], "dim", 0), args[1], some)
+            return _of_table(args[0].args[0], get_node_argument(args[0], "dim", 0), args[1], some)
         if node.target is aten.logical_not.default or (node.target in _NONE and args[1] == 0):
             some = not some
         elif node.target not in _SAME and not (node.target in SOME and args[1] == 0):
@@ -240,10 +240,14 @@ def _asked(node: Any) -> _ExpertRowsQuery | None:
 
 def _of_table(node: Any, dim: int, index: Any, some: bool) -> _ExpertRowsQuery | None:
     """The question that element ``index`` of ``node`` answers, if ``node`` is a table of row counts of all experts."""
-    node = before(node, CASTS)
-    if node.target is not aten.sum.dim_IntList or argument(node, "keepdim", False) or not isinstance(index, int):
+    node = skip_operators(node, CASTS)
+    if (
+        node.target is not aten.sum.dim_IntList
+        or get_node_argument(node, "keepdim", False)
+        or not isinstance(index, int)
+    ):
         return None
-    table = before(node.args[0], ALIKE)
+    table = skip_operators(node.args[0], ALIKE)
     classes, over = classes_of(table), dims_over(node)
     left = [d for d in range(table.meta["val"].dim()) if d not in over]
     if classes is None or left != [classes.dim] or dim % len(left) or index < 0:
@@ -253,7 +257,7 @@ def _of_table(node: Any, dim: int, index: Any, some: bool) -> _ExpertRowsQuery |
 
 def _number_of(node: Any) -> int | None:
     """The number of the expert that the mask ``node`` belongs to; ``None`` if it is no mask of an expert."""
-    found = _chosen(node)
+    found = _find_mask_choice(node)
     if found is not None:
         return found[1]
     while isinstance(node, fx.Node) and node.target in _SAME:
@@ -264,7 +268,7 @@ def _number_of(node: Any) -> int | None:
     return index % whole.meta["val"].shape[dim] if isinstance(index, int) else None  # type: ignore[union-attr]
 
 
-def _chosen(node: Any) -> tuple[fx.Node, int] | None:
+def _find_mask_choice(node: Any) -> tuple[fx.Node, int] | None:
     """The chosen numbers and the expert number that the mask ``node`` looks for in them; ``None`` if it is no mask."""
     choice = choice_of(node)
     return chosen_by_any(node) if choice is None else (choice.of, choice.number)
@@ -272,10 +276,10 @@ def _chosen(node: Any) -> tuple[fx.Node, int] | None:
 
 def _is_chosen(node: fx.Node, of: fx.Node) -> bool:
     """Whether ``node`` is the node ``of``, or a mark of it."""
-    return before(node, (HIT,)) is of
+    return skip_operators(node, (HIT,)) is of
 
 
-def emptied(nodes: Sequence[fx.Node], parity: int, decided: Collection[int]) -> frozenset[fx.Node]:
+def find_empty_expert_masks(nodes: Sequence[fx.Node], parity: int, decided: Collection[int]) -> frozenset[fx.Node]:
     """The masks of experts that the trace treats as having no rows, among the ``nodes`` of an exported graph.
 
     ``parity``: the experts without rows have even (0) or odd (1) numbers. ``decided``: listings that some branch
@@ -289,13 +293,13 @@ def emptied(nodes: Sequence[fx.Node], parity: int, decided: Collection[int]) -> 
     def key(of: fx.Node, number: int) -> tuple[int, int]:
         return same(numbers_of(of)), number
 
-    found = [(mark.args[0], mark.args[1]) if mark.args[3] else _chosen(mark.args[0]) for mark in marks]
+    found = [(mark.args[0], mark.args[1]) if mark.args[3] else _find_mask_choice(mark.args[0]) for mark in marks]
     asked = {key(*pair) for pair in found if pair is not None}
     masks = {mark for mark in marks if not mark.args[3] and mark.args[1] % 2 == parity}
     tell, first = set[Any](), set[fx.Node]()
     for node in nodes:
         if node.op == "call_function" and isinstance(node.meta.get("val"), Tensor):
-            pair = _chosen(node)
+            pair = _find_mask_choice(node)
             if node in masks if pair is None else pair[1] % 2 == parity and key(*pair) in asked:
                 tell.add(node)
                 first |= {node} if node.args[0] not in tell else set()  # else it derives from a mask found before

@@ -26,13 +26,13 @@ from torch.overrides import TorchFunctionMode
 
 from passes.errors import UnsupportedError
 from passes.experts.loop_patterns import LINEAR, RESHAPES
-from passes.experts.routing_masks import ALIKE, SHAPED, before, dims_over, is_count
+from passes.experts.routing_masks import ALIKE, SHAPED, dims_over, is_count, skip_operators
 from passes.experts.trace_marks import HITS
 from passes.experts.traced_branches import LISTING, SOME, TracedBranches, guards_traced, node_of
 from passes.ir.interpret import META, call
 from passes.ir.rewrite import drop_unused, shape
 from passes.ir.value_numbering import Numbers
-from passes.rules.factors import argument
+from passes.rules.factors import get_node_argument
 from passes.trace.concrete_scalars import is_written, memory_of
 
 aten = torch.ops.aten
@@ -90,15 +90,17 @@ def hits_traced(hits: TracedLoops) -> Iterator[None]:
     plain: Callable[[Tensor], Iterator[Tensor]] = Tensor.__iter__
 
     def turns(self: Tensor) -> Iterator[Any]:
-        found = _table(self)
-        return plain(self) if found is None else _turns(hits, self.dim(), *found)
+        found = _find_listed_masks(self)
+        return plain(self) if found is None else _iterate_marked_experts(hits, self.dim(), *found)
 
     guarded = nullcontext() if hits.guards is None else guards_traced(hits.guards)
     with mock.patch.object(Tensor, "__iter__", turns), _LoopIndexMode(hits), guarded:
         yield
 
 
-def _turns(hits: TracedLoops, rank: int, masks: list[Tensor], dim: int, first: fx.Node) -> Iterator[Tensor]:
+def _iterate_marked_experts(
+    hits: TracedLoops, rank: int, masks: list[Tensor], dim: int, first: fx.Node
+) -> Iterator[Tensor]:
     mode = get_proxy_mode()
     assert mode is not None
     tracker = mode.tracer.tensor_tracker
@@ -134,14 +136,16 @@ class _LoopIndexMode(TorchFunctionMode):
     ) -> Any:
         if func is Tensor.__getitem__ and self.hits.turns:
             of, index = args
-            turn, number = self._number(of), self._number(index)
+            turn, number = self._find_expert_number(of), self._find_expert_number(index)
             if turn is not None and of.dim() == 1 and isinstance(index, int) and index in (0, -1):
                 return self.hits.turn(turn)
             if number is not None:
                 found = of.select(0, number)
                 return found.unsqueeze(0) if index.dim() else found
             if isinstance(index, tuple):
-                numbers = [self._number(i) if isinstance(i, Tensor) and not i.dim() else None for i in index]
+                numbers = [
+                    self._find_expert_number(i) if isinstance(i, Tensor) and not i.dim() else None for i in index
+                ]
                 args = of, tuple(i if n is None else n for i, n in zip(index, numbers, strict=True))
         made = func(*args, **kwargs or {})
         if func in LISTING and self.hits.turns and len(args) == 1 and _is_turns(args[0]):
@@ -149,7 +153,7 @@ class _LoopIndexMode(TorchFunctionMode):
             torch._check(rows != 0)  # the turn is of an expert that some row has chosen
         return made
 
-    def _number(self, value: Any) -> int | None:
+    def _find_expert_number(self, value: Any) -> int | None:
         held = self.hits.turns.get(id(value)) if isinstance(value, Tensor) else None
         return None if held is None else held[1]
 
@@ -157,33 +161,33 @@ class _LoopIndexMode(TorchFunctionMode):
 def _is_turns(mask: Any) -> bool:
     """Whether ``mask`` is that of one turn."""
     node = node_of(mask)
-    node = None if node is None else before(node, (*ALIKE, *SHAPED))
+    node = None if node is None else skip_operators(node, (*ALIKE, *SHAPED))
     return node is not None and node.target is aten.select.int and node.args[0].target is HITS
 
 
-def _table(value: Tensor) -> tuple[list[Tensor], int, fx.Node] | None:
+def _find_listed_masks(value: Tensor) -> tuple[list[Tensor], int, fx.Node] | None:
     """The masks of which ``value`` lists those that are true anywhere, in whatever types there are of them, and the dim
     that counts them, and the operator that first looks at them; ``None``: it does not."""
     mode, node = get_proxy_mode(), node_of(value)
     if mode is None or node is None:
         return None
-    node = before(node, (*SHAPED, aten.alias.default))
+    node = skip_operators(node, (*SHAPED, aten.alias.default))
     if node.target is not aten.nonzero.default or node.args[0].meta["val"].dim() != 1:
         return None
-    node, dim, adds = before(node.args[0], ALIKE), 0, False
+    node, dim, adds = skip_operators(node.args[0], ALIKE), 0, False
     if node.target in SOME and node.args[1] == 0:
-        node = before(node.args[0], ALIKE)
+        node = skip_operators(node.args[0], ALIKE)
     if node.target not in _OVER:
         return None
     first = node
     while node.target in _OVER:
-        if argument(node, "keepdim", False):
+        if get_node_argument(node, "keepdim", False):
             return None
         first, over, adds = node, dims_over(node), adds or node.target is aten.sum.dim_IntList
         dim = [d for d in range(node.args[0].meta["val"].dim()) if d not in over][dim]
         node = node.args[0]
-        if before(node, ALIKE).target in _OVER:
-            node = before(node, ALIKE)
+        if skip_operators(node, ALIKE).target in _OVER:
+            node = skip_operators(node, ALIKE)
     if adds and not is_count(node):
         return None
     alike = {node}

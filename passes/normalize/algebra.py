@@ -14,12 +14,12 @@ from passes.ir.rewrite import KEEP, Builder, Rule, aten, shape, val
 from passes.normalize.shapes import add_nothing, to_dtype
 
 
-def linear(build: Builder, x: fx.Node, weight: fx.Node, bias: fx.Node | None = None) -> Any:
+def rewrite_linear(build: Builder, x: fx.Node, weight: fx.Node, bias: fx.Node | None = None) -> Any:
     product = build(aten.linear.default, x, weight)
     return product if bias is None else build(aten.add.Tensor, product, bias)
 
 
-def _scaled(build: Builder, x: fx.Node, factor: Any) -> fx.Node:
+def _scale_by_factor(build: Builder, x: fx.Node, factor: Any) -> fx.Node:
     return x if factor == 1 else build(aten.mul.Tensor, x, factor)
 
 
@@ -30,18 +30,18 @@ def add_product(product: Any) -> Rule:
         whole_numbers = not val(c).dtype.is_floating_point and not val(c).dtype.is_complex
         if whole_numbers and not (isinstance(beta, int) and isinstance(alpha, int)):
             return KEEP  # torch rounds the factors
-        result = _scaled(build, build(product, a, b), alpha)
+        result = _scale_by_factor(build, build(product, a, b), alpha)
         # beta = 0 leaves c out, whatever numbers it has
-        return result if beta == 0 else build(aten.add.Tensor, result, _scaled(build, c, beta))
+        return result if beta == 0 else build(aten.add.Tensor, result, _scale_by_factor(build, c, beta))
 
     return rule
 
 
-def and_(build: Builder, a: Any, b: Any) -> fx.Node:
+def rewrite_bitwise_and(build: Builder, a: Any, b: Any) -> fx.Node:
     return build(aten.bitwise_and.Tensor, a, b)
 
 
-def or_(build: Builder, a: Any, b: Any) -> fx.Node:
+def rewrite_bitwise_or(build: Builder, a: Any, b: Any) -> fx.Node:
     return build(aten.bitwise_or.Tensor, a, b)
 
 
@@ -52,7 +52,7 @@ def plus_number(sign: int) -> Rule:
     def rule(build: Builder, x: Any, other: Any, alpha: Any = 1) -> Any:
         if not _is_sum_and_number(x, other):
             return add_nothing(build, x, other) if sign > 0 else KEEP
-        return build(aten.add.Tensor, x, _number(build, x, sign * alpha * other))
+        return build(aten.add.Tensor, x, _create_scalar(build, x, sign * alpha * other))
 
     return rule
 
@@ -61,7 +61,7 @@ def number_minus(build: Builder, x: fx.Node, other: Any, alpha: Any = 1) -> Any:
     """``number - alpha * x``."""
     if not _is_sum_and_number(x, other):
         return KEEP
-    return build(aten.add.Tensor, _scaled(build, x, -alpha), _number(build, x, other))
+    return build(aten.add.Tensor, _scale_by_factor(build, x, -alpha), _create_scalar(build, x, other))
 
 
 def _is_sum_and_number(x: Any, other: Any) -> bool:
@@ -69,46 +69,50 @@ def _is_sum_and_number(x: Any, other: Any) -> bool:
     return plain and not shape(x) and val(x).dtype.is_floating_point
 
 
-def _number(build: Builder, like: fx.Node, value: float) -> fx.Node:
+def _create_scalar(build: Builder, like: fx.Node, value: float) -> fx.Node:
     return build(aten.full.default, [], value, dtype=val(like).dtype, device=META)
 
 
-def checked(build: Builder, *_: Any, **__: Any) -> None:
+def drop_error_check(build: Builder, *_: Any, **__: Any) -> None:
     """What only looks whether a factorisation went well has no result: a rank goes on where eager torch would stop."""
 
 
 # --- means and variances ----------------------------------------------------------------------------------------------
-def total(build: Builder, x: fx.Node, dims: Sequence[int] | None, keepdim: bool) -> fx.Node:
+def sum_over_dims(build: Builder, x: fx.Node, dims: Sequence[int] | None, keepdim: bool) -> fx.Node:
     if not dims and not keepdim:
         return build(aten.sum.default, x)
     return build(aten.sum.dim_IntList, x, list(dims or range(len(shape(x)))), keepdim)
 
 
-def count(x: fx.Node, dims: Sequence[int] | None) -> int:
+def count_reduced_elements(x: fx.Node, dims: Sequence[int] | None) -> int:
     """How many elements of ``x`` go into one element of its reduction over ``dims`` (none: all)."""
     sizes = shape(x)
     return math.prod(sizes[d] for d in dims) if dims and sizes else math.prod(sizes)
 
 
-def mean(
+def rewrite_mean(
     build: Builder, x: fx.Node, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
     x = to_dtype(build, x, dtype)
-    size = count(x, dims)
-    return build(aten.mul.Tensor, total(build, x, dims, keepdim), 1 / size) if size else KEEP
+    size = count_reduced_elements(x, dims)
+    return build(aten.mul.Tensor, sum_over_dims(build, x, dims, keepdim), 1 / size) if size else KEEP
 
 
-def _moments(build: Builder, x: fx.Node, dims: Any, correction: float, keepdim: bool) -> tuple[fx.Node, fx.Node]:
+def _compute_moments(
+    build: Builder, x: fx.Node, dims: Any, correction: float, keepdim: bool
+) -> tuple[fx.Node, fx.Node]:
     """(variance, mean)"""
-    centre = mean(build, x, dims or list(range(len(shape(x)))), True)
+    centre = rewrite_mean(build, x, dims or list(range(len(shape(x)))), True)
     distance = build(aten.sub.Tensor, x, centre)
     square = build(aten.mul.Tensor, distance, distance)
-    variance = build(aten.mul.Tensor, total(build, square, dims, keepdim), 1 / (count(x, dims) - correction))
+    variance = build(
+        aten.mul.Tensor, sum_over_dims(build, square, dims, keepdim), 1 / (count_reduced_elements(x, dims) - correction)
+    )
     kept = shape(variance)
     return variance, centre if shape(centre) == kept else build(aten.reshape.default, centre, kept)
 
 
-def var(build: Builder, x: fx.Node, dims: Any = None, *args: Any, **kwargs: Any) -> Any:
+def rewrite_variance(build: Builder, x: fx.Node, dims: Any = None, *args: Any, **kwargs: Any) -> Any:
     moments = _checked_moments(build, x, dims, *args, **kwargs)
     return KEEP if moments is None else moments[0]
 
@@ -118,8 +122,8 @@ def var_mean(build: Builder, x: fx.Node, dims: Any = None, *args: Any, **kwargs:
     return KEEP if moments is None else moments
 
 
-def std(build: Builder, x: fx.Node, dims: Any = None, *args: Any, **kwargs: Any) -> Any:
-    variance = var(build, x, dims, *args, **kwargs)
+def rewrite_standard_deviation(build: Builder, x: fx.Node, dims: Any = None, *args: Any, **kwargs: Any) -> Any:
+    variance = rewrite_variance(build, x, dims, *args, **kwargs)
     return KEEP if variance is KEEP else build(aten.sqrt.default, variance)
 
 
@@ -135,9 +139,9 @@ def _checked_moments(
     if isinstance(dims, bool):  # var(x, unbiased)
         dims, unbiased = None, dims
     divisor = (1.0 if unbiased else 0.0) if correction is None else float(correction)
-    if val(x).dtype.is_complex or count(x, dims) <= divisor:
+    if val(x).dtype.is_complex or count_reduced_elements(x, dims) <= divisor:
         return None
-    return _moments(build, x, dims, divisor, keepdim)
+    return _compute_moments(build, x, dims, divisor, keepdim)
 
 
 # --- norms ------------------------------------------------------------------------------------------------------------
@@ -157,8 +161,16 @@ def batch_norm(
     if len(shape(x)) < 2:  # of no elements
         return KEEP
     if training or running_mean is None or running_var is None:
-        return _normalized(build, x, weight, bias, *_moments(build, x, _per_channel(x), 0.0, True), eps)
-    return _normalized(build, x, weight, bias, _channel(build, running_var, x), _channel(build, running_mean, x), eps)
+        return _normalize_channels(build, x, weight, bias, *_compute_moments(build, x, _per_channel(x), 0.0, True), eps)
+    return _normalize_channels(
+        build,
+        x,
+        weight,
+        bias,
+        _broadcast_channels(build, running_var, x),
+        _broadcast_channels(build, running_mean, x),
+        eps,
+    )
 
 
 def _per_channel(x: fx.Node) -> list[int]:
@@ -166,11 +178,11 @@ def _per_channel(x: fx.Node) -> list[int]:
     return [0, *range(2, len(shape(x)))]
 
 
-def _channel(build: Builder, node: fx.Node, x: fx.Node) -> fx.Node:
+def _broadcast_channels(build: Builder, node: fx.Node, x: fx.Node) -> fx.Node:
     return build(aten.reshape.default, node, [1, shape(x)[1]] + [1] * (len(shape(x)) - 2))
 
 
-def _normalized(
+def _normalize_channels(
     build: Builder,
     x: fx.Node,
     weight: fx.Node | None,
@@ -182,8 +194,8 @@ def _normalized(
     scale = build(aten.rsqrt.default, build(aten.add.Tensor, variance, eps))
     result = build(aten.mul.Tensor, build(aten.sub.Tensor, x, centre), scale)
     if weight is not None:
-        result = build(aten.mul.Tensor, result, _channel(build, weight, x))
-    return result if bias is None else build(aten.add.Tensor, result, _channel(build, bias, x))
+        result = build(aten.mul.Tensor, result, _broadcast_channels(build, weight, x))
+    return result if bias is None else build(aten.add.Tensor, result, _broadcast_channels(build, bias, x))
 
 
 def batch_norm_of_training(
@@ -201,9 +213,9 @@ def batch_norm_of_training(
     if not training:
         result = batch_norm(build, x, weight, bias, running_mean, running_var, False, momentum, eps)
         return result, None, None, running_mean, running_var
-    size = count(x, _per_channel(x))
-    variance, centre = _moments(build, x, _per_channel(x), 0.0, True)
-    result = _normalized(build, x, weight, bias, variance, centre, eps)
+    size = count_reduced_elements(x, _per_channel(x))
+    variance, centre = _compute_moments(build, x, _per_channel(x), 0.0, True)
+    result = _normalize_channels(build, x, weight, bias, variance, centre, eps)
 
     def moved(running: fx.Node, seen: fx.Node, part: float) -> fx.Node:
         seen = build(aten.reshape.default, build(aten.detach.default, seen), shape(running))
@@ -242,24 +254,24 @@ def batch_norm_of_batch(
 
 
 ALGEBRA: dict[Any, Rule] = {
-    aten.linear.default: linear,
+    aten.linear.default: rewrite_linear,
     aten.addmm.default: add_product(aten.mm.default),
     aten.baddbmm.default: add_product(aten.bmm.default),
     aten.addmv.default: add_product(aten.mv.default),
-    aten._linalg_check_errors.default: checked,
+    aten._linalg_check_errors.default: drop_error_check,
     **dict.fromkeys((aten.add.Tensor, aten.add.Scalar), plus_number(1)),
     **dict.fromkeys((aten.sub.Tensor, aten.sub.Scalar), plus_number(-1)),
     aten.rsub.Scalar: number_minus,
-    aten.__and__.Tensor: and_,
-    aten.__or__.Tensor: or_,
-    aten.mean.default: mean,
-    aten.mean.dim: mean,
-    aten.var.default: var,
-    aten.var.dim: var,
-    aten.var.correction: var,
-    aten.std.default: std,
-    aten.std.dim: std,
-    aten.std.correction: std,
+    aten.__and__.Tensor: rewrite_bitwise_and,
+    aten.__or__.Tensor: rewrite_bitwise_or,
+    aten.mean.default: rewrite_mean,
+    aten.mean.dim: rewrite_mean,
+    aten.var.default: rewrite_variance,
+    aten.var.dim: rewrite_variance,
+    aten.var.correction: rewrite_variance,
+    aten.std.default: rewrite_standard_deviation,
+    aten.std.dim: rewrite_standard_deviation,
+    aten.std.correction: rewrite_standard_deviation,
     aten.var_mean.default: var_mean,
     aten.var_mean.dim: var_mean,
     aten.var_mean.correction: var_mean,

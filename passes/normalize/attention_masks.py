@@ -34,15 +34,15 @@ def drop_constant_masks(graph: fx.Graph, constants: Mapping[str, Tensor]) -> Non
             continue
         queries = shape(node.args[0])[-2]
         if (mask, queries) not in kinds:
-            kinds[mask, queries] = _classify(evaluator.value(mask), queries, shape(mask)[-1])
+            kinds[mask, queries] = _classify_mask(evaluator.value(mask), queries, shape(mask)[-1])
         band = kinds[mask, queries]
         if band is not None:
-            _use(graph, node, band)
+            _replace_mask_by_band(graph, node, band)
     if any(band is not None for band in kinds.values()):
         drop_unused(graph)
 
 
-def _use(graph: fx.Graph, node: fx.Node, band: Band) -> None:
+def _replace_mask_by_band(graph: fx.Graph, node: fx.Node, band: Band) -> None:
     """Let the attention ``node`` have ``band`` in place of its mask."""
     if band.is_full or band.is_causal:
         node.args = (*node.args[:3], None, 0.0, band.is_causal)
@@ -67,16 +67,16 @@ def _is_plain(node: fx.Node) -> bool:
     return query[0] == key[0] == value[0] and bool(heads)
 
 
-def _classify(value: Value | None, queries: int, keys: int) -> Band | None:
+def _classify_mask(value: Value | None, queries: int, keys: int) -> Band | None:
     """The band that a mask ``[..., queries, keys]`` shows, if it is one."""
     if value is None:
         return None
     if isinstance(value, Tensor):
         return _classify_tensor(value, queries, keys)
-    terms = _shown(value) if isinstance(value, ConditionalValue) else value
+    terms = _find_shown_terms(value) if isinstance(value, ConditionalValue) else value
     if terms is None:
         return None
-    sides = [_sides(t, queries, keys) for t in terms]
+    sides = [_split_term_sides(t, queries, keys) for t in terms]
     known = [s for s in sides if s is not None]
     if len(known) < len(sides):
         return None
@@ -84,10 +84,10 @@ def _classify(value: Value | None, queries: int, keys: int) -> Band | None:
         return Band()
     if queries == keys and all(_holds_below(*s) for s in known) and any(_fails_above(*s) for s in known):
         return Band(None, 0)
-    return _narrowest([_limit(*s) for s in known], queries, keys)
+    return _intersect_bands([_term_to_band(*s) for s in known], queries, keys)
 
 
-def _limit(strict: bool, over_keys: Tensor, over_queries: Tensor) -> Band | None:
+def _term_to_band(strict: bool, over_keys: Tensor, over_queries: Tensor) -> Band | None:
     """The band that one term shows: places of keys against places of queries, both counted by ones."""
     if over_keys.numel() < 2 or over_queries.numel() < 2:
         return None
@@ -99,7 +99,7 @@ def _limit(strict: bool, over_keys: Tensor, over_queries: Tensor) -> Band | None
     return Band(None, limit) if step == 1 else Band(limit, None)
 
 
-def _narrowest(bands: Sequence[Band | None], queries: int, keys: int) -> Band | None:
+def _intersect_bands(bands: Sequence[Band | None], queries: int, keys: int) -> Band | None:
     """What all bands show; ``None`` where a term is no band, or a query sees nothing before or ahead of itself."""
     known = [b for b in bands if b is not None]
     if len(known) < len(bands) or queries != keys:
@@ -111,7 +111,7 @@ def _narrowest(bands: Sequence[Band | None], queries: int, keys: int) -> Band | 
     return Band(None if before >= queries - 1 else before, None if after >= keys - 1 else after)
 
 
-def _shown(choice: ConditionalValue) -> tuple[Term, ...] | None:
+def _find_shown_terms(choice: ConditionalValue) -> tuple[Term, ...] | None:
     """The terms that must hold where a score is shown under an additive mask."""
     if choice.shown == 0 and choice.hidden <= _MASKED:
         return choice.terms
@@ -142,7 +142,7 @@ def _classify_tensor(value: Tensor, queries: int, keys: int) -> Band | None:
     return Band(None if before == queries - 1 else before, None if after == keys - 1 else after)
 
 
-def _sides(term: Term, queries: int, keys: int) -> tuple[bool, Tensor, Tensor] | None:
+def _split_term_sides(term: Term, queries: int, keys: int) -> tuple[bool, Tensor, Tensor] | None:
     """(strict, vector over keys, vector over queries) of a term written as keys < or <= queries."""
     a, b = term.a, term.b
     if term.compare in ("gt", "ge"):
@@ -158,20 +158,20 @@ def _sides(term: Term, queries: int, keys: int) -> tuple[bool, Tensor, Tensor] |
     return strict, a[0].expand(keys), b[:, 0].expand(queries)
 
 
-def _less(strict: bool) -> Callable[[Tensor, Tensor], Tensor]:
+def _select_comparison(strict: bool) -> Callable[[Tensor, Tensor], Tensor]:
     return operator.lt if strict else operator.le
 
 
 def _holds_everywhere(strict: bool, over_keys: Tensor, over_queries: Tensor) -> bool:
-    return bool(_less(strict)(over_keys.max(), over_queries.min()))
+    return bool(_select_comparison(strict)(over_keys.max(), over_queries.min()))
 
 
 def _holds_below(strict: bool, over_keys: Tensor, over_queries: Tensor) -> bool:
     """Whether every query sees all keys up to itself."""
-    return bool(_less(strict)(over_keys.cummax(0).values, over_queries).all())
+    return bool(_select_comparison(strict)(over_keys.cummax(0).values, over_queries).all())
 
 
 def _fails_above(strict: bool, over_keys: Tensor, over_queries: Tensor) -> bool:
     """Whether no query sees a key after itself."""
     smallest_after = over_keys.flip(0).cummin(0).values.flip(0)[1:]
-    return not bool(_less(strict)(smallest_after, over_queries[:-1]).any())
+    return not bool(_select_comparison(strict)(smallest_after, over_queries[:-1]).any())

@@ -75,7 +75,7 @@ class ConstantEvaluator:
     def evaluate(self, node: fx.Node) -> Value | None:
         if node.op == "placeholder":
             constant = self.constants.get(node.name)
-            return None if constant is None or constant.numel() > LIMIT else _squeeze(constant)
+            return None if constant is None or constant.numel() > LIMIT else _squeeze_constant_dims(constant)
         operands = [self.values[n] for n in node.all_input_nodes]
         if node.op != "call_function" or any(v is None for v in operands):
             return None
@@ -85,7 +85,7 @@ class ConstantEvaluator:
             kwargs: Any = fx.node.map_arg(node.kwargs, known)
             rule = _RULES.get(node.target)
             result = self.as_it_is(node) if rule is None else rule(node, *args, **kwargs)
-            return _squeeze(result) if isinstance(result, Tensor) else result
+            return _squeeze_constant_dims(result) if isinstance(result, Tensor) else result
         except (_Unknown, RuntimeError, IndexError, TypeError):
             return None
 
@@ -96,14 +96,16 @@ class ConstantEvaluator:
         if random or not isinstance(val(node), Tensor) or val(node).numel() > LIMIT:
             raise _Unknown
         args: Any
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: _whole(self.values[n], list(shape(n))))
+        args, kwargs = fx.node.map_arg(
+            (node.args, node.kwargs), lambda n: _expand_to_sizes(self.values[n], list(shape(n)))
+        )
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("cpu")}
         result: Tensor = target(*args, **kwargs)
         return result
 
 
-def _squeeze(tensor: Tensor) -> Tensor:
+def _squeeze_constant_dims(tensor: Tensor) -> Tensor:
     """Size 1 in every dim along which ``tensor`` does not change."""
     for dim in range(tensor.dim()):
         first = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
@@ -112,33 +114,33 @@ def _squeeze(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _whole(tensor: Any, sizes: list[int]) -> Tensor:
+def _expand_to_sizes(tensor: Any, sizes: list[int]) -> Tensor:
     if not isinstance(tensor, Tensor) or torch.Size(sizes).numel() > LIMIT:
         raise _Unknown
     return tensor.expand(sizes)
 
 
-def _along(tensor: Any, dim: int, size: int) -> Tensor:
+def _expand_along_dim(tensor: Any, dim: int, size: int) -> Tensor:
     """``tensor`` with its true size along ``dim``."""
     if not isinstance(tensor, Tensor):
         raise _Unknown
     sizes = list(tensor.shape)
     sizes[dim] = size
-    return _whole(tensor, sizes)
+    return _expand_to_sizes(tensor, sizes)
 
 
 # --- operators --------------------------------------------------------------------------------------------------------
-def _full(node: fx.Node, sizes: list[int], value: Any, **_: Any) -> Tensor:
+def _evaluate_full(node: fx.Node, sizes: list[int], value: Any, **_: Any) -> Tensor:
     return torch.full([1] * len(sizes), value, dtype=val(node).dtype)
 
 
-def _arange(node: fx.Node, start: Any, end: Any, step: Any, **_: Any) -> Tensor:
+def _evaluate_arange(node: fx.Node, start: Any, end: Any, step: Any, **_: Any) -> Tensor:
     if shape(node)[0] > LIMIT:
         raise _Unknown
     return torch.arange(start, end, step, dtype=val(node).dtype)
 
 
-def _pointwise(node: fx.Node, *args: Any, **kwargs: Any) -> Tensor:
+def _evaluate_pointwise(node: fx.Node, *args: Any, **kwargs: Any) -> Tensor:
     tensors = [a for a in args if isinstance(a, Tensor)]
     if any(isinstance(a, tuple | ConditionalValue) for a in args):
         raise _Unknown
@@ -148,40 +150,40 @@ def _pointwise(node: fx.Node, *args: Any, **kwargs: Any) -> Tensor:
     return result.reshape([1] * (val(node).dim() - result.dim()) + list(result.shape))
 
 
-def _compare(node: fx.Node, a: Any, b: Any) -> Value:
+def _evaluate_comparison(node: fx.Node, a: Any, b: Any) -> Value:
     if isinstance(a, tuple | ConditionalValue) or isinstance(b, tuple | ConditionalValue):
         raise _Unknown
     given = a, b
     a, b = (torch.as_tensor(x) for x in given)
     if torch.broadcast_shapes(a.shape, b.shape).numel() <= LIMIT:
-        return _pointwise(node, *given)
+        return _evaluate_pointwise(node, *given)
     name = str(node.target._schema.name).rpartition("::")[2]  # type: ignore[union-attr]
     rank, kind = val(node).dim(), torch.result_type(a, b)
-    a, b = (_counted(x.to(kind)).reshape([1] * (rank - x.dim()) + list(x.shape)) for x in (a, b))
+    a, b = (_widen_number_type(x.to(kind)).reshape([1] * (rank - x.dim()) + list(x.shape)) for x in (a, b))
     return (Term(name, a, b),)
 
 
-def _counted(x: Tensor) -> Tensor:
+def _widen_number_type(x: Tensor) -> Tensor:
     """``x`` in a type in which differences and signs are what they are of numbers."""
     return x.double() if x.is_floating_point() else x.long()
 
 
-def _terms(value: Any) -> tuple[Term, ...]:
+def _require_terms(value: Any) -> tuple[Term, ...]:
     if isinstance(value, tuple):
         return value
     raise _Unknown
 
 
-def _and(node: fx.Node, a: Any, b: Any) -> Value:
+def _evaluate_and(node: fx.Node, a: Any, b: Any) -> Value:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return _pointwise(node, a, b)
+        return _evaluate_pointwise(node, a, b)
     for one, other in ((a, b), (b, a)):
         if isinstance(one, Tensor) and one.numel() == 1 and bool(one):
-            return _map(other, lambda t: t.reshape([1] * (val(node).dim() - t.dim()) + list(t.shape)))
-    return _terms(a) + _terms(b)
+            return _map_value_parts(other, lambda t: t.reshape([1] * (val(node).dim() - t.dim()) + list(t.shape)))
+    return _require_terms(a) + _require_terms(b)
 
 
-def _where(node: fx.Node, condition: Any, a: Any, b: Any) -> Value:
+def _evaluate_where(node: fx.Node, condition: Any, a: Any, b: Any) -> Value:
     if isinstance(a, tuple | ConditionalValue) or isinstance(b, tuple | ConditionalValue):
         raise _Unknown
     a, b = (torch.as_tensor(x, dtype=val(node).dtype) for x in (a, b))
@@ -191,73 +193,73 @@ def _where(node: fx.Node, condition: Any, a: Any, b: Any) -> Value:
         result = torch.where(condition, a, b)
         return result.reshape([1] * (val(node).dim() - result.dim()) + list(result.shape))
     if a.numel() == b.numel() == 1:
-        return ConditionalValue(_terms(condition), a.reshape(()), b.reshape(()))
+        return ConditionalValue(_require_terms(condition), a.reshape(()), b.reshape(()))
     raise _Unknown
 
 
-def _not(node: fx.Node, x: Any) -> Value:
+def _evaluate_not(node: fx.Node, x: Any) -> Value:
     if isinstance(x, Tensor):
-        return _pointwise(node, x)
-    terms = _terms(x)
+        return _evaluate_pointwise(node, x)
+    terms = _require_terms(x)
     if len(terms) != 1:
         raise _Unknown
     return (terms[0].negated(),)
 
 
 def _masked_fill(node: fx.Node, x: Any, mask: Any, value: Any) -> Value:
-    return _where(node, mask, value, x)
+    return _evaluate_where(node, mask, value, x)
 
 
-def _structural(operation: Callable[..., Tensor]) -> Callable[..., Value]:
+def _make_structural_rule(operation: Callable[..., Tensor]) -> Callable[..., Value]:
     """An operator that only moves dims: it does so to every part of a value."""
 
     def rule(node: fx.Node, value: Value, *args: Any) -> Value:
-        return _map(value, lambda t: operation(t, *args))
+        return _map_value_parts(value, lambda t: operation(t, *args))
 
     return rule
 
 
-def _map(value: Value, move: Callable[[Tensor], Tensor]) -> Value:
+def _map_value_parts(value: Value, move: Callable[[Tensor], Tensor]) -> Value:
     if isinstance(value, Tensor):
         return move(value)
     if isinstance(value, ConditionalValue):
-        return ConditionalValue(_moved(value.terms, move), value.shown, value.hidden)
-    return _moved(value, move)
+        return ConditionalValue(_map_term_operands(value.terms, move), value.shown, value.hidden)
+    return _map_term_operands(value, move)
 
 
-def _moved(terms: tuple[Term, ...], move: Callable[[Tensor], Tensor]) -> tuple[Term, ...]:
+def _map_term_operands(terms: tuple[Term, ...], move: Callable[[Tensor], Tensor]) -> tuple[Term, ...]:
     return tuple(Term(t.compare, move(t.a), move(t.b)) for t in terms)
 
 
-def _expand(node: fx.Node, value: Value, _: Any) -> Value:
+def _evaluate_expand(node: fx.Node, value: Value, _: Any) -> Value:
     rank = val(node).dim()
-    return _map(value, lambda t: t.reshape([1] * (rank - t.dim()) + list(t.shape)))
+    return _map_value_parts(value, lambda t: t.reshape([1] * (rank - t.dim()) + list(t.shape)))
 
 
-def _reshape(node: fx.Node, value: Value, sizes: list[int]) -> Value:
+def _evaluate_reshape(node: fx.Node, value: Value, sizes: list[int]) -> Value:
     old = shape(node.args[0])  # type: ignore[arg-type]
     if [s for s in old if s != 1] != [s for s in sizes if s != 1]:
-        return _whole(value, old).reshape(sizes)
+        return _expand_to_sizes(value, old).reshape(sizes)
     wide = [d for d, s in enumerate(old) if s != 1]
 
     def move(t: Tensor) -> Tensor:
         held = iter([t.shape[d] for d in wide])
         return t.reshape([1 if s == 1 else next(held) for s in sizes])
 
-    return _map(value, move)
+    return _map_value_parts(value, move)
 
 
-def _slice(node: fx.Node, value: Value, dim: int, start: int, end: int, step: int) -> Value:
+def _evaluate_slice(node: fx.Node, value: Value, dim: int, start: int, end: int, step: int) -> Value:
     if shape(node)[dim] == 0:
         raise _Unknown
-    return _map(value, lambda t: t if t.shape[dim] == 1 else aten.slice.Tensor(t, dim, start, end, step))
+    return _map_value_parts(value, lambda t: t if t.shape[dim] == 1 else aten.slice.Tensor(t, dim, start, end, step))
 
 
-def _select(node: fx.Node, value: Value, dim: int, index: int) -> Value:
-    return _map(value, lambda t: t.select(dim, 0 if t.shape[dim] == 1 else index))
+def _evaluate_select(node: fx.Node, value: Value, dim: int, index: int) -> Value:
+    return _map_value_parts(value, lambda t: t.select(dim, 0 if t.shape[dim] == 1 else index))
 
 
-def _index(node: fx.Node, source: Any, indices: list[Any]) -> Tensor:
+def _evaluate_index(node: fx.Node, source: Any, indices: list[Any]) -> Tensor:
     """Indices into a dim along which ``source`` does not change do not matter."""
     if (
         not isinstance(source, Tensor)
@@ -273,14 +275,14 @@ def _index(node: fx.Node, source: Any, indices: list[Any]) -> Tensor:
     return result.reshape([1] * (val(node).dim() - result.dim()) + list(result.shape))
 
 
-def _cumsum(node: fx.Node, x: Any, dim: int, **kwargs: Any) -> Tensor:
-    return torch.cumsum(_along(x, dim, shape(node)[dim]), dim, **kwargs)
+def _evaluate_cumsum(node: fx.Node, x: Any, dim: int, **kwargs: Any) -> Tensor:
+    return torch.cumsum(_expand_along_dim(x, dim, shape(node)[dim]), dim, **kwargs)
 
 
-def _diff(node: fx.Node, x: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Tensor:
+def _evaluate_diff(node: fx.Node, x: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Tensor:
     def whole(position: int, value: Any) -> Tensor | None:
         given = node.args[position] if len(node.args) > position else None
-        return _along(value, dim, shape(given)[dim]) if isinstance(given, fx.Node) else None
+        return _expand_along_dim(value, dim, shape(given)[dim]) if isinstance(given, fx.Node) else None
 
     parts = [p for p in (whole(3, prepend), whole(0, x), whole(4, append)) if p is not None]
     sizes = torch.broadcast_shapes(*([*p.shape[:dim], 1, *p.shape[dim % p.dim() + 1 :]] for p in parts))
@@ -288,7 +290,7 @@ def _diff(node: fx.Node, x: Any, n: int = 1, dim: int = -1, prepend: Any = None,
     return torch.diff(torch.cat(parts, dim), n, dim)
 
 
-def _triangle(node: fx.Node, x: Any, diagonal: int = 0) -> Value:
+def _evaluate_triangle(node: fx.Node, x: Any, diagonal: int = 0) -> Value:
     """``tril`` and ``triu``; of a constant also where it is too large to be made."""
     lower = node.target is aten.tril.default
     rows, columns = shape(node)[-2:]
@@ -335,31 +337,31 @@ _POINTWISE = [
 ]
 
 _RULES: dict[Any, Callable[..., Value]] = {
-    **dict.fromkeys(_POINTWISE, _pointwise),
-    **dict.fromkeys(_COMPARISONS, _compare),
-    aten.bitwise_and.Tensor: _and,
-    aten.logical_and.default: _and,
-    aten.bitwise_not.default: _not,
-    aten.logical_not.default: _not,
+    **dict.fromkeys(_POINTWISE, _evaluate_pointwise),
+    **dict.fromkeys(_COMPARISONS, _evaluate_comparison),
+    aten.bitwise_and.Tensor: _evaluate_and,
+    aten.logical_and.default: _evaluate_and,
+    aten.bitwise_not.default: _evaluate_not,
+    aten.logical_not.default: _evaluate_not,
     aten.masked_fill.Scalar: _masked_fill,
     aten.masked_fill.Tensor: _masked_fill,
-    aten.where.self: _where,
-    aten.where.ScalarSelf: _where,
-    aten.where.ScalarOther: _where,
-    aten.where.Scalar: _where,
-    aten.full.default: _full,
-    aten.arange.start_step: _arange,
-    aten.unsqueeze.default: _structural(torch.unsqueeze),
-    aten.transpose.int: _structural(torch.transpose),
-    aten.permute.default: _structural(torch.permute),
-    aten.t.default: _structural(torch.t),
-    aten.expand.default: _expand,
-    aten.reshape.default: _reshape,
-    aten.slice.Tensor: _slice,
-    aten.select.int: _select,
-    aten.index.Tensor: _index,
-    aten.cumsum.default: _cumsum,
-    aten.diff.default: _diff,
-    aten.tril.default: _triangle,
-    aten.triu.default: _triangle,
+    aten.where.self: _evaluate_where,
+    aten.where.ScalarSelf: _evaluate_where,
+    aten.where.ScalarOther: _evaluate_where,
+    aten.where.Scalar: _evaluate_where,
+    aten.full.default: _evaluate_full,
+    aten.arange.start_step: _evaluate_arange,
+    aten.unsqueeze.default: _make_structural_rule(torch.unsqueeze),
+    aten.transpose.int: _make_structural_rule(torch.transpose),
+    aten.permute.default: _make_structural_rule(torch.permute),
+    aten.t.default: _make_structural_rule(torch.t),
+    aten.expand.default: _evaluate_expand,
+    aten.reshape.default: _evaluate_reshape,
+    aten.slice.Tensor: _evaluate_slice,
+    aten.select.int: _evaluate_select,
+    aten.index.Tensor: _evaluate_index,
+    aten.cumsum.default: _evaluate_cumsum,
+    aten.diff.default: _evaluate_diff,
+    aten.tril.default: _evaluate_triangle,
+    aten.triu.default: _evaluate_triangle,
 }

@@ -28,13 +28,13 @@ _MOST_PARTS = 4096
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
-def decompose(graph: fx.Graph, known: Collection[Any]) -> tuple[fx.Graph, dict[str, str]]:
+def decompose_operators(graph: fx.Graph, known: Collection[Any]) -> tuple[fx.Graph, dict[str, str]]:
     """A new graph, and where each node's value went; ``known``: operators that are rewritten as they are."""
     targets = {n.target for n in graph.nodes if n.op == "call_function"}
     apart = {t for t in targets if _is_composite(t) and t not in known and not has_rule(t)}
     if not apart:
         return graph, {n.name: n.name for n in graph.nodes}
-    made, moved, _ = rewrite(graph, dict.fromkeys(apart, _inline))
+    made, moved, _ = rewrite(graph, dict.fromkeys(apart, _inline_operators))
     return made, moved
 
 
@@ -59,7 +59,7 @@ def _is_composite(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target.has_kernel_for_dispatch_key(_COMPOSITE)
 
 
-def _mutates(target: Any) -> bool:
+def _is_mutating(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
 
@@ -76,27 +76,27 @@ def _as_function(node: fx.Node, args: Any, kwargs: Any) -> tuple[list[fx.Node], 
     return operands, run
 
 
-def _trace(run: Callable[..., Any], values: list[Any]) -> fx.Graph | None:
+def _trace_operators(run: Callable[..., Any], values: list[Any]) -> fx.Graph | None:
     """The operators of ``run``; ``None``: they are too many, or write to what they are given."""
     traced = make_fx(torch.func.functionalize(run))(*values)
-    if any(_mutates(n.target) for n in traced.graph.nodes):  # of torch's own composition, out of its sight
+    if any(_is_mutating(n.target) for n in traced.graph.nodes):  # of torch's own composition, out of its sight
         traced = make_fx(torch.func.functionalize(traced))(*values)
     return traced.graph if _is_fit(traced.graph) else None
 
 
 def _is_fit(graph: fx.Graph) -> bool:
     parts = list(graph.nodes)
-    return len(parts) <= _MOST_PARTS and not any(n.op == "get_attr" or _mutates(n.target) for n in parts)
+    return len(parts) <= _MOST_PARTS and not any(n.op == "get_attr" or _is_mutating(n.target) for n in parts)
 
 
-def _inline(build: Builder, *args: Any, **kwargs: Any) -> Any:
+def _inline_operators(build: Builder, *args: Any, **kwargs: Any) -> Any:
     """The parts of the operator at hand, in its place; ``KEEP`` where it cannot be taken apart."""
     node = build.node
     assert node is not None
     operands, run = _as_function(node, args, kwargs)
     try:
         with META:
-            graph = _trace(run, [o.meta["val"] for o in operands])
+            graph = _trace_operators(run, [o.meta["val"] for o in operands])
     except Exception:  # it looks at numbers, or its kernel knows no tensors without any
         return KEEP
     if graph is None:

@@ -60,7 +60,7 @@ def embedding_bag(
     kept = None
     if padding_idx is not None and padding_idx >= 0:
         kept = build(aten.ne.Scalar, table, padding_idx)
-    return (_reduced(build, rows, kept, mode), None, None, None)
+    return (_reduce_bags(build, rows, kept, mode), None, None, None)
 
 
 def _by_bag(build: Builder, flat: fx.Node, sizes: list[int]) -> fx.Node:
@@ -69,7 +69,7 @@ def _by_bag(build: Builder, flat: fx.Node, sizes: list[int]) -> fx.Node:
     return flat if shape(flat) == sizes else build(aten.reshape.default, flat, sizes)
 
 
-def _reduced(build: Builder, rows: fx.Node, kept: fx.Node | None, mode: int) -> fx.Node:
+def _reduce_bags(build: Builder, rows: fx.Node, kept: fx.Node | None, mode: int) -> fx.Node:
     """``rows`` (``[bags, size, width]``) over the ids ``kept`` (``[bags, size]``, all: ``None``); 0 where none is."""
     left_out = None
     if kept is not None:
@@ -92,7 +92,7 @@ def _reduced(build: Builder, rows: fx.Node, kept: fx.Node | None, mode: int) -> 
     return build(aten.div.Tensor, total, build(aten.clamp.default, count, 1))
 
 
-def embedding(
+def rewrite_embedding(
     build: Builder, weight: fx.Node, ids: fx.Node, padding: int = -1, by_frequency: bool = False, sparse: bool = False
 ) -> Any:
     """A look-up whose gradient is dense: torch's sparse tensors say the same in another form."""
@@ -100,7 +100,7 @@ def embedding(
 
 
 BAGS: dict[Any, Rule] = {
-    aten.embedding.default: embedding,
+    aten.embedding.default: rewrite_embedding,
     aten.embedding_bag.default: embedding_bag,
     aten.embedding_bag.padding_idx: embedding_bag,
 }
@@ -108,17 +108,17 @@ BAGS: dict[Any, Rule] = {
 _VIEWS = (aten.expand.default, aten.repeat.default, aten.expand_as.default, aten.broadcast_to.default)
 
 
-def gather(build: Builder, x: fx.Node, dim: int, index: fx.Node, sparse_grad: bool = False) -> Any:
-    places = _places(build, x, dim, index)
+def rewrite_gather(build: Builder, x: fx.Node, dim: int, index: fx.Node, sparse_grad: bool = False) -> Any:
+    places = _find_slice_indices(build, x, dim, index)
     return KEEP if places is None else build(aten.index_select.default, x, dim, places)
 
 
 def scatter_add(build: Builder, x: fx.Node, dim: int, index: fx.Node, source: fx.Node) -> Any:
-    return _written(build, aten.index_add.default, x, dim, index, source)
+    return _rewrite_slice_write(build, aten.index_add.default, x, dim, index, source)
 
 
-def scatter(build: Builder, x: fx.Node, dim: int, index: fx.Node, source: fx.Node) -> Any:
-    return _written(build, aten.index_copy.default, x, dim, index, source)
+def rewrite_scatter(build: Builder, x: fx.Node, dim: int, index: fx.Node, source: fx.Node) -> Any:
+    return _rewrite_slice_write(build, aten.index_copy.default, x, dim, index, source)
 
 
 def index_fill(build: Builder, x: fx.Node, dim: int, index: fx.Node, value: fx.Node) -> Any:
@@ -132,12 +132,12 @@ def index_fill(build: Builder, x: fx.Node, dim: int, index: fx.Node, value: fx.N
     return build(aten.where.self, mask, to_dtype(build, value, val(x).dtype), x)
 
 
-def _written(build: Builder, target: Any, x: fx.Node, dim: int, index: fx.Node, source: fx.Node) -> Any:
-    places = _places(build, x, dim, index) if shape(source) == shape(index) else None
+def _rewrite_slice_write(build: Builder, target: Any, x: fx.Node, dim: int, index: fx.Node, source: fx.Node) -> Any:
+    places = _find_slice_indices(build, x, dim, index) if shape(source) == shape(index) else None
     return KEEP if places is None else build(target, x, dim, places, source)
 
 
-def _places(build: Builder, x: fx.Node, dim: int, index: fx.Node) -> fx.Node | None:
+def _find_slice_indices(build: Builder, x: fx.Node, dim: int, index: fx.Node) -> fx.Node | None:
     """The vector that ``index`` holds along ``dim`` for every slice of ``x``."""
     sizes, rank = shape(index), len(shape(index))
     if rank < 2 or index.target not in _VIEWS or val(index).dtype != torch.int64:
@@ -154,9 +154,9 @@ def _places(build: Builder, x: fx.Node, dim: int, index: fx.Node) -> fx.Node | N
 
 
 INDICES: dict[Any, Rule] = {
-    aten.gather.default: gather,
+    aten.gather.default: rewrite_gather,
     aten.scatter_add.default: scatter_add,
-    aten.scatter.src: scatter,
+    aten.scatter.src: rewrite_scatter,
     aten.index_fill.int_Tensor: index_fill,
 }
 
@@ -164,13 +164,13 @@ _RESHAPES = (aten.unsqueeze.default, aten.reshape.default, aten.view.default, at
              aten.to.dtype, aten.to.device)  # fmt: skip
 
 
-def index(build: Builder, x: fx.Node, indices: list[fx.Node | None]) -> Any:
+def rewrite_index(build: Builder, x: fx.Node, indices: list[fx.Node | None]) -> Any:
     """Leading indices that count the rows of their dim, and one more: along its dim, ``x`` is gathered."""
     if any(i is None or val(i).dtype not in (torch.int64, torch.int32) for i in indices):
         return KEEP
     *rows, places = (i for i in indices if i is not None)
     sizes = list(torch.broadcast_shapes(*(shape(i) for i in (*rows, places))))
-    if not rows or any(_counted(i, len(sizes)) != (d, shape(x)[d]) for d, i in enumerate(rows)):
+    if not rows or any(_find_counted_dim(i, len(sizes)) != (d, shape(x)[d]) for d, i in enumerate(rows)):
         return KEEP
     dim = len(rows)
     outer, inner, rest = sizes[:dim], sizes[dim:], shape(x)[dim + 1 :]
@@ -187,7 +187,7 @@ def index(build: Builder, x: fx.Node, indices: list[fx.Node | None]) -> Any:
     return build(aten.reshape.default, found, [*sizes, *rest])
 
 
-def _counted(node: fx.Node, rank: int) -> tuple[int, int] | None:
+def _find_counted_dim(node: fx.Node, rank: int) -> tuple[int, int] | None:
     """The dim of ``rank`` that numbers 0, 1, .. run along, and how many there are; ``None`` for other numbers."""
     sizes = [1] * (rank - len(shape(node))) + shape(node)
     along = [d for d, size in enumerate(sizes) if size > 1]
@@ -220,4 +220,4 @@ def index_put(
     return build(aten.where.self, mask, value, x)
 
 
-PLACES: dict[Any, Rule] = {aten.index.Tensor: index, aten.index_put.default: index_put}
+PLACES: dict[Any, Rule] = {aten.index.Tensor: rewrite_index, aten.index_put.default: index_put}

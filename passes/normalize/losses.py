@@ -2,7 +2,7 @@
 
 The count depends on targets alone, so it can be computed over the whole global batch before anything else runs.
 
-:func:`unshifted` rewrites next-token losses. The last position has no target, so models drop it:
+:func:`undo_target_shift` rewrites next-token losses. The last position has no target, so models drop it:
 ``cross_entropy(logits[:, :-1], tokens[:, 1:])``. The remaining length is one less than the sequence and does not divide
 over ranks, so the logits, the largest values of the model, would have to be gathered. The rewrite keeps the last
 position, with an ignored target, which adds nothing to the sum, the count or a gradient.
@@ -24,7 +24,7 @@ from torch import fx
 from passes.ir.rewrite import Builder, Rule, drop_unused, shape, val
 from passes.normalize.shapes import to_dtype
 from passes.ops.cross_entropy import CROSS_ENTROPY, NARROW
-from passes.rules.factors import argument, as_dim
+from passes.rules.factors import as_dim, get_node_argument
 
 aten = torch.ops.aten
 
@@ -36,7 +36,7 @@ SWAPS = (aten.transpose.int, aten.permute.default)
 _PASSED: tuple[object, ...] = (*CASTS, *KEEPS, *SWAPS)
 
 
-def unshifted(build: Builder, logits: fx.Node, target: fx.Node, ignore_index: int) -> tuple[fx.Node, fx.Node]:
+def undo_target_shift(build: Builder, logits: fx.Node, target: fx.Node, ignore_index: int) -> tuple[fx.Node, fx.Node]:
     """Logits of all positions, and targets that are ignored where there was none; as they are in any other form.
 
     Logits ``[b * (s - n), classes]`` or ``[b, classes, s - n]`` of a slice of ``[b, s, classes]`` along its positions.
@@ -79,7 +79,7 @@ NONE, MEAN, SUM = 0, 1, 2  # torch's reductions
 _MOVES = (*KEEPS, *SWAPS, aten.slice.Tensor)
 
 
-def _reduce(build: Builder, terms: fx.Node, reduction: int) -> fx.Node:
+def _apply_reduction(build: Builder, terms: fx.Node, reduction: int) -> fx.Node:
     """The terms, their mean over all elements, or their sum."""
     if reduction == NONE:
         return terms
@@ -101,8 +101,8 @@ def cross_entropy(
     if val(target).dtype.is_floating_point:
         return _cross_entropy_of_probabilities(build, logits, target, weight, reduction, label_smoothing, dim)
     if reduction != NONE:
-        logits, target = unshifted(build, logits, target, ignore_index)
-    counts, index = _targets(build, target, ignore_index, dim)
+        logits, target = undo_target_shift(build, logits, target, ignore_index)
+    counts, index = _mask_ignored_targets(build, target, ignore_index, dim)
     weights = normalizer = None
     if label_smoothing:
         normalizer = build(aten.logsumexp.default, logits, [dim], True)
@@ -142,7 +142,7 @@ def _before_cast(build: Builder, node: fx.Node) -> fx.Node | None:
     return None if source is None else build(node.target, source, *node.args[1:], **node.kwargs)
 
 
-def nll(
+def rewrite_nll_loss(
     build: Builder,
     logs: fx.Node,
     target: fx.Node,
@@ -152,7 +152,7 @@ def nll(
 ) -> fx.Node:
     """-logs[target], summed over the targets that count. logs ``[N, C, ...]`` or ``[C]``."""
     dim = min(1, len(shape(logs)) - 1)
-    counts, index = _targets(build, target, ignore_index, dim)
+    counts, index = _mask_ignored_targets(build, target, ignore_index, dim)
     terms = build(aten.neg.default, build(aten.gather.default, logs, dim, index))
     weights = None
     if weight is not None:
@@ -161,7 +161,7 @@ def nll(
     return _reduce_counted(build, terms, counts, weights, reduction, dim)
 
 
-def _targets(build: Builder, target: fx.Node, ignore_index: int, dim: int) -> tuple[fx.Node, fx.Node]:
+def _mask_ignored_targets(build: Builder, target: fx.Node, ignore_index: int, dim: int) -> tuple[fx.Node, fx.Node]:
     """Which targets count, and the targets with 0 for those that do not; both with a class dim of 1."""
     target = build(aten.unsqueeze.default, target, dim)
     counts = build(aten.ne.Scalar, target, ignore_index)
@@ -207,24 +207,24 @@ def _cross_entropy_of_probabilities(
     if weight is not None:
         logs = build(aten.mul.Tensor, logs, _by_class(build, weight, logits, dim))
     terms = build(aten.neg.default, build(aten.sum.dim_IntList, build(aten.mul.Tensor, logs, target), [dim]))
-    return _reduce(build, terms, reduction)
+    return _apply_reduction(build, terms, reduction)
 
 
-def mse(build: Builder, x: fx.Node, y: fx.Node, reduction: int = MEAN) -> fx.Node:
+def rewrite_mse_loss(build: Builder, x: fx.Node, y: fx.Node, reduction: int = MEAN) -> fx.Node:
     distance = build(aten.sub.Tensor, x, y)
-    return _reduce(build, build(aten.mul.Tensor, distance, distance), reduction)
+    return _apply_reduction(build, build(aten.mul.Tensor, distance, distance), reduction)
 
 
-def l1(build: Builder, x: fx.Node, y: fx.Node, reduction: int = MEAN) -> fx.Node:
-    return _reduce(build, build(aten.abs.default, build(aten.sub.Tensor, x, y)), reduction)
+def rewrite_l1_loss(build: Builder, x: fx.Node, y: fx.Node, reduction: int = MEAN) -> fx.Node:
+    return _apply_reduction(build, build(aten.abs.default, build(aten.sub.Tensor, x, y)), reduction)
 
 
 def multilabel_margin(build: Builder, x: fx.Node, target: fx.Node, reduction: int = MEAN) -> fx.Node:
     terms = build(aten.multilabel_margin_loss_forward.default, x, target, NONE)
-    return _reduce(build, build(operator.getitem, terms, 0), reduction)
+    return _apply_reduction(build, build(operator.getitem, terms, 0), reduction)
 
 
-def elementwise(target: Any, position: int) -> Rule:
+def make_loss_rule(target: Any, position: int) -> Rule:
     """A loss whose argument at ``position`` is its reduction: its terms, then the reduction."""
 
     def rule(build: Builder, *args: Any, **kwargs: Any) -> fx.Node:
@@ -234,7 +234,7 @@ def elementwise(target: Any, position: int) -> Rule:
             reduction, given[position] = given[position], NONE
         else:
             kwargs["reduction"] = NONE
-        return _reduce(build, build(target, *given, **kwargs), reduction)
+        return _apply_reduction(build, build(target, *given, **kwargs), reduction)
 
     return rule
 
@@ -260,12 +260,12 @@ _OF_TWO = {aten.multilabel_margin_loss_forward.default}
 
 LOSSES: dict[Any, Rule] = {
     aten.cross_entropy_loss.default: cross_entropy,
-    aten.nll_loss.default: nll,
-    aten.nll_loss_nd.default: nll,
-    aten.nll_loss2d.default: nll,
-    **{t: elementwise(t, at) for t, at in REDUCTION_AT.items() if t not in _OF_TWO},
-    aten.mse_loss.default: mse,
-    aten.l1_loss.default: l1,
+    aten.nll_loss.default: rewrite_nll_loss,
+    aten.nll_loss_nd.default: rewrite_nll_loss,
+    aten.nll_loss2d.default: rewrite_nll_loss,
+    **{t: make_loss_rule(t, at) for t, at in REDUCTION_AT.items() if t not in _OF_TWO},
+    aten.mse_loss.default: rewrite_mse_loss,
+    aten.l1_loss.default: rewrite_l1_loss,
     aten.multilabel_margin_loss.default: multilabel_margin,
 }
 
@@ -278,19 +278,19 @@ def pick_before_softmax(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is aten.gather.default:
             with graph.inserting_before(node):
-                changed |= _rewrite(node, Builder(graph, node))
+                changed |= _rewrite_gathered_logs(node, Builder(graph, node))
     if changed:
         drop_unused(graph)
 
 
-def _rewrite(node: fx.Node, build: Builder) -> bool:
+def _rewrite_gathered_logs(node: fx.Node, build: Builder) -> bool:
     logs, dim, index = node.args[:3]
     assert isinstance(logs, fx.Node) and isinstance(dim, int) and isinstance(index, fx.Node), node
     sizes = shape(logs)
     dim = as_dim(dim, len(sizes))
     if shape(index) != [1 if d == dim else size for d, size in enumerate(sizes)]:
         return False
-    scores = _scores(build, logs, dim)
+    scores = _find_softmax_scores(build, logs, dim)
     if scores is None:
         return False
     terms = target_terms(build, scores, index, dim)
@@ -303,14 +303,14 @@ def _rewrite(node: fx.Node, build: Builder) -> bool:
     return True
 
 
-def _scores(build: Builder, logs: fx.Node, dim: int) -> fx.Node | None:
+def _find_softmax_scores(build: Builder, logs: fx.Node, dim: int) -> fx.Node | None:
     """What ``logs``, which nothing else reads, are the logarithms of the softmax of, as it would lie in their place."""
     if len(logs.users) > 1:
         return None
     if logs.target in _LOGS:
         source = logs.args[0]
         assert isinstance(source, fx.Node), logs
-        if as_dim(argument(logs, "dim"), len(shape(logs))) != dim:
+        if as_dim(get_node_argument(logs, "dim"), len(shape(logs))) != dim:
             return None
         dtype = logs.meta["val"].dtype
         return source if source.meta["val"].dtype == dtype else build(aten.to.dtype, source, dtype)
@@ -320,7 +320,7 @@ def _scores(build: Builder, logs: fx.Node, dim: int) -> fx.Node | None:
     inner = logs.args[0]
     if logs.target in KEEPS and shape(inner) and shape(inner)[-1] == shape(logs)[-1]:
         pass
-    elif logs.target is not aten.slice.Tensor or as_dim(argument(logs, "dim"), last + 1) == last:
+    elif logs.target is not aten.slice.Tensor or as_dim(get_node_argument(logs, "dim"), last + 1) == last:
         return None
-    scores = _scores(build, inner, len(shape(inner)) - 1)
+    scores = _find_softmax_scores(build, inner, len(shape(inner)) - 1)
     return None if scores is None else build(logs.target, scores, *logs.args[1:], **logs.kwargs)

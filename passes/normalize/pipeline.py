@@ -5,8 +5,9 @@ without effect, no products with a bias; means as sums times a constant, so that
 as one cross entropy per target and sums over a count that depends on targets alone; constant attention masks
 recognised. Every rewrite is exact up to the order of sums.
 
-:func:`refuse` raises an error, with the line of the model, for a graph in normal form that a plan cannot hold: numbers
-taken out of tensors, sparse tensors, operators that are not torch's own, and products of two types.
+:func:`refuse_unsupported_nodes` raises an error, with the line of the model, for a graph in normal form that a plan
+cannot hold: numbers taken out of tensors, sparse tensors, operators that are not torch's own, and products of two
+types.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from torch.utils import _pytree as pytree
 
 from passes.errors import InputsError, UnsupportedError
 from passes.experts.loops import route_loops
-from passes.experts.sorted_rows import unsort
-from passes.experts.stacked_modules import stack_experts, ungather
+from passes.experts.sorted_rows import remove_row_sorts
+from passes.experts.stacked_modules import replace_gathered_products, stack_experts
 from passes.experts.traced_loops import check_turns
 from passes.ir.model import Captured, ModelState, TensorSpec
 from passes.ir.rewrite import placeholder_name, rewrite, where
 from passes.normalize.algebra import ALGEBRA
 from passes.normalize.attention_masks import drop_constant_masks
-from passes.normalize.decompose import RECURRENT, decompose
+from passes.normalize.decompose import RECURRENT, decompose_operators
 from passes.normalize.indexing import BAGS, INDICES, PLACES
 from passes.normalize.losses import LOSSES, pick_before_softmax
 from passes.normalize.random import RANDOM, refuse_draws
 from passes.normalize.shapes import SHAPES, STRIDES
-from passes.normalize.unflatten import unflatten
+from passes.normalize.unflatten import unflatten_dims
 from passes.ops.fake_quantize import QUANTIZED
 
 STRIDED = torch.strided
@@ -53,7 +54,7 @@ _ONE_TYPE: dict[Any, int] = {
 }
 
 
-def refuse(graph: fx.Graph) -> None:
+def refuse_unsupported_nodes(graph: fx.Graph) -> None:
     """Raises :class:`UnsupportedError` for numbers taken out of tensors, sparse tensors, and for what is no operator of
     torch, :class:`InputsError` for a product of two types."""
     for node in graph.nodes:
@@ -61,18 +62,21 @@ def refuse(graph: fx.Graph) -> None:
             continue
         if isinstance(node.meta.get("val"), _NUMBERS):
             raise UnsupportedError(
-                f"{_name(node)} at {where(node)} takes a number out of a tensor, which plans do not know beforehand; "
+                f"{_format_target(node)} at {where(node)} takes a number out of a tensor, which plans do "
+                f"not know beforehand; "
                 "keep it a tensor of no dims (no item(), float() or int()), or pass it as an input"
             )
         sparse = [v for v in pytree.tree_leaves(node.meta.get("val")) if getattr(v, "layout", STRIDED) is not STRIDED]
         if sparse:
             raise UnsupportedError(
-                f"{_name(node)} at {where(node)} makes a tensor of layout {sparse[0].layout}; expected dense ones: "
+                f"{_format_target(node)} at {where(node)} makes a tensor of layout {sparse[0].layout}; "
+                f"expected dense ones: "
                 "write a product with a sparse matrix as index_add of rows that its columns select, times its values"
             )
         if not isinstance(node.target, torch._ops.OpOverload) and node.target is not operator.getitem:
             raise UnsupportedError(
-                f"{_name(node)} at {where(node)} is no operator of torch and cannot be partitioned; write the line "
+                f"{_format_target(node)} at {where(node)} is no operator of torch and cannot be "
+                f"partitioned; write the line "
                 "with operators on tensors"
             )
         _check_types(node)
@@ -85,12 +89,13 @@ def _check_types(node: fx.Node) -> None:
     if len(set(found)) > 1:
         types = " and ".join(str(dtype).removeprefix("torch.") for dtype in found)
         raise InputsError(
-            f"{_name(node)} at {where(node)} is given {types}; expected operands of one type: convert the inputs "
+            f"{_format_target(node)} at {where(node)} is given {types}; expected operands of one type: "
+            f"convert the inputs "
             "or the parameters, or give precision= for both"
         )
 
 
-def _name(node: fx.Node) -> str:
+def _format_target(node: fx.Node) -> str:
     named = not isinstance(node.target, torch._ops.OpOverload)
     return str(getattr(node.target, "__name__", node.target) if named else node.target)
 
@@ -102,60 +107,60 @@ def normalize(captured: Captured) -> Captured:
     """The captured model in normal form. Raises :class:`UnsupportedError` for what no plan can hold."""
     try:
         for empty, left_out in zip(captured.turns[::2], captured.turns[1::2], strict=True):
-            check_turns(_normalized(empty).graph, _normalized(left_out).graph)
-        normal = stack_experts(_unflattened(route_loops(_normalized(captured))))
+            check_turns(_normalize_graph(empty).graph, _normalize_graph(left_out).graph)
+        normal = stack_experts(_unflatten_captured(route_loops(_normalize_graph(captured))))
     except GuardOnDataDependentSymNode:  # a rule asked what a number is that only the data tell
-        refuse(captured.graph)
+        refuse_unsupported_nodes(captured.graph)
         raise
-    refuse(normal.graph)
+    refuse_unsupported_nodes(normal.graph)
     return normal
 
 
-def _normalized(captured: Captured) -> Captured:
+def _normalize_graph(captured: Captured) -> Captured:
     graph, layers = captured.graph, {n.name: n.name for n in captured.graph.nodes}
     if any(node.target in RECURRENT for node in graph.nodes):
         graph, layers, _ = rewrite(graph, RECURRENT)
-    graph, parts = decompose(graph, RULES)
+    graph, parts = decompose_operators(graph, RULES)
     first = {old: parts[new] for old, new in layers.items() if new in parts}
     graph, then, drawn = rewrite(graph, RULES)
     refuse_draws(graph)
     moved = {old: then[new] for old, new in first.items() if new in then}
     captured = _with_constants(captured, drawn)
     constants = {p: captured.constants[s] for p, s in captured.placeholders.items() if _is_constant(captured, s)}
-    results = _results(graph)
+    results = _list_result_names(graph)
     drop_constant_masks(graph, constants)
     pick_before_softmax(graph)
-    unsort(graph)
-    ungather(graph)
-    became = _became(graph, results)
-    return _renamed(captured, graph, {old: became.get(new, new) for old, new in moved.items()})
+    remove_row_sorts(graph)
+    replace_gathered_products(graph)
+    became = _deduplicate_results(graph, results)
+    return _replace_graph(captured, graph, {old: became.get(new, new) for old, new in moved.items()})
 
 
-def _unflattened(captured: Captured) -> Captured:
+def _unflatten_captured(captured: Captured) -> Captured:
     """With dims as they are sharded, and places of rows that are no expert's by operators."""
-    graph, results = captured.graph, _results(captured.graph)
-    unflatten(graph)
-    moved = _became(graph, results)
+    graph, results = captured.graph, _list_result_names(captured.graph)
+    unflatten_dims(graph)
+    moved = _deduplicate_results(graph, results)
     if any(node.target in PLACES for node in graph.nodes):  # that are not a mask's, or counted in order
         graph, last, _ = rewrite(graph, PLACES)
         moved = {old: last[new] for old, new in moved.items()}
-    return _renamed(captured, graph, moved)
+    return _replace_graph(captured, graph, moved)
 
 
-def _results(graph: fx.Graph) -> list[str]:
+def _list_result_names(graph: fx.Graph) -> list[str]:
     nodes: Any = graph.output_node().args[0]
     return [node.name for node in nodes]
 
 
-def _became(graph: fx.Graph, results: list[str]) -> dict[str, str]:
+def _deduplicate_results(graph: fx.Graph, results: list[str]) -> dict[str, str]:
     """By the names that results had the names that they have; each is a result once."""
     output: Any = graph.output_node()
-    found = dict(zip(results, _results(graph), strict=True))
+    found = dict(zip(results, _list_result_names(graph), strict=True))
     output.args = (tuple(dict.fromkeys(output.args[0])),)
     return found
 
 
-def _renamed(captured: Captured, graph: fx.Graph, moved: Mapping[str, str]) -> Captured:
+def _replace_graph(captured: Captured, graph: fx.Graph, moved: Mapping[str, str]) -> Captured:
     """``captured`` with another graph; ``moved``: the names in it of what was in its own."""
     outputs = [replace(o, value=moved[o.value]) if o.value is not None else o for o in captured.outputs]
     loss = moved[captured.loss] if captured.loss is not None else None

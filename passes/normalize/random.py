@@ -29,23 +29,23 @@ from passes.ops.random import native_dropout as native
 aten = torch.ops.aten
 
 
-def dropout(build: Builder, x: fx.Node, p: float, train: bool) -> Any:
-    return x if not train or p == 0 else _dropped(build, x, p)[0]
+def rewrite_dropout(build: Builder, x: fx.Node, p: float, train: bool) -> Any:
+    return x if not train or p == 0 else _build_dropout(build, x, p)[0]
 
 
 def native_dropout(build: Builder, x: fx.Node, p: float, train: bool | None) -> Any:
     """Dropout with what was kept as a second result, which is how torch takes dropout apart."""
     if train is False or p == 0:
         return x, build(aten.ones_like.default, x, dtype=torch.bool, device=META)
-    return _dropped(build, x, p)
+    return _build_dropout(build, x, p)
 
 
-def _dropped(build: Builder, x: fx.Node, p: float) -> tuple[fx.Node, fx.Node]:
-    dropped, kept = native(_sampler(build, {"input": x, "p": p, "train": True}, val(x)))
+def _build_dropout(build: Builder, x: fx.Node, p: float) -> tuple[fx.Node, fx.Node]:
+    dropped, kept = native(_create_sampler(build, {"input": x, "p": p, "train": True}, val(x)))
     return dropped, kept
 
 
-def drawn(build: Builder, *args: Any, **kwargs: Any) -> Any:
+def rewrite_random_draw(build: Builder, *args: Any, **kwargs: Any) -> Any:
     """What an operator of torch draws, by place."""
     assert build.node is not None
     formula = formula_of(build.node.target, args, kwargs)
@@ -53,12 +53,12 @@ def drawn(build: Builder, *args: Any, **kwargs: Any) -> Any:
         return KEEP
     value = build.node.meta["val"]
     made = value[0] if isinstance(value, tuple | list) else value
-    return formula(_sampler(build, arguments_of(build.node.target, args, kwargs), made))  # type: ignore[arg-type]
+    return formula(_create_sampler(build, arguments_of(build.node.target, args, kwargs), made))  # type: ignore[arg-type]
 
 
-def _sampler(build: Builder, given: Mapping[str, Any], made: Tensor) -> Sampler:
+def _create_sampler(build: Builder, given: Mapping[str, Any], made: Tensor) -> Sampler:
     def numbers(distribution: torch._ops.OpOverload, sizes: Sequence[int], *parameters: fx.Node) -> fx.Node:
-        return _numbers(build, list(sizes), distribution, *parameters)
+        return _draw_random_numbers(build, list(sizes), distribution, *parameters)
 
     def run(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         new = target in (aten.zeros_like.default, aten.ones_like.default)
@@ -67,22 +67,22 @@ def _sampler(build: Builder, given: Mapping[str, Any], made: Tensor) -> Sampler:
     return Sampler(run, numbers, given, made)
 
 
-def gamma(build: Builder, concentration: fx.Node, generator: Any = None) -> Any:
+def rewrite_gamma(build: Builder, concentration: fx.Node, generator: Any = None) -> Any:
     """Numbers of the gamma distribution, with the gradient that torch has of them: by implicit differentiation."""
     if generator is not None:
         return KEEP
-    sample = sample_gamma(_sampler(build, {"self": concentration}, val(concentration)))
+    sample = sample_gamma(_create_sampler(build, {"self": concentration}, val(concentration)))
     fixed = build(aten.detach.default, concentration)
     slope = build(ops.gamma_grad.default, fixed, sample)
     change = build(aten.sub.Tensor, concentration, fixed)
     return build(aten.add.Tensor, sample, build(aten.mul.Tensor, change, slope))
 
 
-def dirichlet(build: Builder, concentration: fx.Node, generator: Any = None) -> Any:
+def rewrite_dirichlet(build: Builder, concentration: fx.Node, generator: Any = None) -> Any:
     """Numbers of Dirichlet distributions, with the gradient that torch has of them."""
     if generator is not None:
         return KEEP
-    sample = random.dirichlet(_sampler(build, {"self": concentration}, val(concentration)))
+    sample = random.dirichlet(_create_sampler(build, {"self": concentration}, val(concentration)))
     fixed = build(aten.detach.default, concentration)
     total = build(aten.sum.dim_IntList, fixed, [-1], True)
     slope = build(ops.dirichlet_grad.default, sample, fixed, total)
@@ -91,7 +91,7 @@ def dirichlet(build: Builder, concentration: fx.Node, generator: Any = None) -> 
     return build(aten.add.Tensor, sample, build(aten.sub.Tensor, change, shared))
 
 
-def rrelu(
+def rewrite_rrelu(
     build: Builder,
     x: fx.Node,
     lower: float = 0.125,
@@ -102,20 +102,20 @@ def rrelu(
     if generator is not None:
         return KEEP
     given = {"self": x, "lower": lower, "upper": upper, "training": training}
-    return random.rrelu(_sampler(build, given, val(x)))[0]
+    return random.rrelu(_create_sampler(build, given, val(x)))[0]
 
 
-def _numbers(
+def _draw_random_numbers(
     build: Builder, sizes: list[int], distribution: Any = ops.uniform.default, *parameters: fx.Node
 ) -> fx.Node:
     """Random numbers, one for each element of a tensor of these sizes, in a stream of their own."""
     stream = stream_name(sum(is_stream(name) for name in build.constants))
     seed = build.constant(SEED, torch.tensor(0))
     own = build.constant(stream, torch.tensor(int(stream.rsplit(".", 1)[1])))
-    return build(distribution, _index(build, sizes), seed, own, *parameters)
+    return build(distribution, _build_element_index(build, sizes), seed, own, *parameters)
 
 
-def _index(build: Builder, sizes: list[int]) -> fx.Node:
+def _build_element_index(build: Builder, sizes: list[int]) -> fx.Node:
     """The index of every element in the whole tensor, as sums of ``arange`` that can be sharded on any dim."""
     total: fx.Node | None = None
     stride = 1
@@ -129,7 +129,7 @@ def _index(build: Builder, sizes: list[int]) -> fx.Node:
     return total if total is not None else build(aten.zeros.default, [], dtype=torch.int64, device=META)
 
 
-def attention(
+def rewrite_attention_dropout(
     build: Builder,
     q: fx.Node,
     k: fx.Node,
@@ -146,27 +146,27 @@ def attention(
         return KEEP
     groups = shape(q)[-3] // shape(k)[-3] if enable_gqa else 1
     if groups > 1:
-        k, v = (_repeated(build, x, groups) for x in (k, v))
+        k, v = (_repeat_key_heads(build, x, groups) for x in (k, v))
     scale = 1.0 / math.sqrt(shape(q)[-1]) if scale is None else scale
     scores = build(aten.matmul.default, build(aten.mul.Tensor, q, scale), build(aten.transpose.int, k, -2, -1))
     if is_causal:
-        mask = _causal(build, shape(q)[-2], shape(k)[-2])
+        mask = _build_causal_mask(build, shape(q)[-2], shape(k)[-2])
     if mask is not None and val(mask).dtype == torch.bool:
         scores = build(aten.where.ScalarOther, mask, scores, -math.inf)
     elif mask is not None:
         scores = build(aten.add.Tensor, scores, mask)
     weights = build(aten.softmax.int, scores, -1)
-    return build(aten.matmul.default, dropout(build, weights, dropout_p, True), v)
+    return build(aten.matmul.default, rewrite_dropout(build, weights, dropout_p, True), v)
 
 
-def _repeated(build: Builder, x: fx.Node, groups: int) -> fx.Node:
+def _repeat_key_heads(build: Builder, x: fx.Node, groups: int) -> fx.Node:
     *outer, heads, length, width = shape(x)
     x = build(aten.unsqueeze.default, x, -3)
     x = build(aten.expand.default, x, [*outer, heads, groups, length, width])
     return build(aten.reshape.default, x, [*outer, heads * groups, length, width])
 
 
-def _causal(build: Builder, rows: int, columns: int) -> fx.Node:
+def _build_causal_mask(build: Builder, rows: int, columns: int) -> fx.Node:
     row = build(aten.arange.default, rows, dtype=torch.int64, device=META)
     column = build(aten.arange.default, columns, dtype=torch.int64, device=META)
     return build(aten.ge.Tensor, build(aten.unsqueeze.default, row, 1), column)
@@ -178,11 +178,11 @@ _SWITCHES = ("train", "training", "dropout", "dropout_p")  # arguments that draw
 def refuse_draws(graph: fx.Graph) -> None:
     """Raises :class:`UnsupportedError` for what draws random numbers otherwise than by place."""
     for node in graph.nodes:
-        if node.op == "call_function" and _draws(node):
-            raise _differs(node)
+        if node.op == "call_function" and _is_random_draw(node):
+            raise _create_draw_error(node)
 
 
-def _draws(node: fx.Node) -> bool:
+def _is_random_draw(node: fx.Node) -> bool:
     """By torch's own word, or as it takes a generator: not all that draw are marked."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
@@ -194,7 +194,7 @@ def _draws(node: fx.Node) -> bool:
     return all(given.get(name, True) for name in _SWITCHES)
 
 
-def _differs(node: fx.Node) -> UnsupportedError:
+def _create_draw_error(node: fx.Node) -> UnsupportedError:
     whole = "random" in str(node.target) or "randint" in str(node.target)
     instead = "give whole bounds that are at most 2**40 apart, or " if whole else ""
     return UnsupportedError(
@@ -203,16 +203,18 @@ def _differs(node: fx.Node) -> UnsupportedError:
     )
 
 
-def channels(build: Builder, x: fx.Node, p: float, train: bool) -> Any:
+def rewrite_channel_dropout(build: Builder, x: fx.Node, p: float, train: bool) -> Any:
     """Dropout of whole channels."""
     if not train or p == 0:
         return x
     if p == 1:
         return build(aten.zeros_like.default, x, device=META)
-    return build(aten.mul.Tensor, x, build(aten.mul.Tensor, _kept(build, x, p, of_channels=True), 1 / (1 - p)))
+    return build(
+        aten.mul.Tensor, x, build(aten.mul.Tensor, _draw_kept_mask(build, x, p, of_channels=True), 1 / (1 - p))
+    )
 
 
-def alpha(of_channels: bool) -> Rule:
+def make_alpha_dropout_rule(of_channels: bool) -> Rule:
     """Dropout that keeps mean and variance (Klambauer et al. 2017), of elements or of whole channels."""
 
     def rule(build: Builder, x: fx.Node, p: float, train: bool) -> Any:
@@ -220,7 +222,7 @@ def alpha(of_channels: bool) -> Rule:
             return x
         if p == 1:
             return build(aten.zeros_like.default, x, device=META)
-        kept = _kept(build, x, p, of_channels)
+        kept = _draw_kept_mask(build, x, p, of_channels)
         scale = 1 / math.sqrt((_SATURATED * _SATURATED * p + 1) * (1 - p))
         instead = build(aten.mul.Tensor, build(aten.sub.Tensor, kept, 1.0), _SATURATED * scale)
         instead = build(aten.add.Tensor, instead, _SATURATED * scale * p)
@@ -232,23 +234,23 @@ def alpha(of_channels: bool) -> Rule:
 _SATURATED = 1.7580993408473766  # what SELU gives far below zero, without its sign
 
 
-def _kept(build: Builder, x: fx.Node, p: float, of_channels: bool) -> fx.Node:
+def _draw_kept_mask(build: Builder, x: fx.Node, p: float, of_channels: bool) -> fx.Node:
     """Ones for what is kept, of each element or each channel, and zeros."""
     sizes = shape(x)
     sizes = sizes[:2] + [1] * (len(sizes) - 2) if of_channels else sizes
-    kept: fx.Node = random.bernoulli(_sampler(build, {"p": 1 - p}, val(x).new_empty(sizes)))
+    kept: fx.Node = random.bernoulli(_create_sampler(build, {"p": 1 - p}, val(x).new_empty(sizes)))
     return kept
 
 
 RANDOM: dict[Any, Rule] = {
-    **dict.fromkeys(drawing(), drawn),
-    aten._standard_gamma.default: gamma,
-    aten._sample_dirichlet.default: dirichlet,
-    aten.rrelu.default: rrelu,
-    aten.feature_dropout.default: channels,
-    aten.alpha_dropout.default: alpha(of_channels=False),
-    aten.feature_alpha_dropout.default: alpha(of_channels=True),
-    aten.dropout.default: dropout,
+    **dict.fromkeys(drawing(), rewrite_random_draw),
+    aten._standard_gamma.default: rewrite_gamma,
+    aten._sample_dirichlet.default: rewrite_dirichlet,
+    aten.rrelu.default: rewrite_rrelu,
+    aten.feature_dropout.default: rewrite_channel_dropout,
+    aten.alpha_dropout.default: make_alpha_dropout_rule(of_channels=False),
+    aten.feature_alpha_dropout.default: make_alpha_dropout_rule(of_channels=True),
+    aten.dropout.default: rewrite_dropout,
     aten.native_dropout.default: native_dropout,
-    aten.scaled_dot_product_attention.default: attention,
+    aten.scaled_dot_product_attention.default: rewrite_attention_dropout,
 }

@@ -17,7 +17,7 @@ from passes.ir.interpret import META
 from passes.ir.rewrite import KEEP, Builder, Rule, aten, shape, val
 
 
-def same(build: Builder, x: fx.Node, *_: Any, **__: Any) -> Any:
+def drop_identity(build: Builder, x: fx.Node, *_: Any, **__: Any) -> Any:
     return x
 
 
@@ -30,7 +30,7 @@ def to_dtype(build: Builder, x: fx.Node, dtype: torch.dtype | None) -> fx.Node:
 def cast_to(build: Builder, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Any ``to``: a type among the arguments, or a tensor whose type is meant; devices do not count."""
     if not isinstance(x, fx.Node):  # a plain number, as nested vmaps have it
-        return _full(build, x)
+        return _create_full_tensor(build, x)
     for argument in (*args, *kwargs.values()):
         if isinstance(argument, torch.dtype):
             return to_dtype(build, x, argument)
@@ -39,7 +39,7 @@ def cast_to(build: Builder, x: Any, *args: Any, **kwargs: Any) -> Any:
     return x
 
 
-def reshape(build: Builder, x: fx.Node, *_: Any, **__: Any) -> Any:
+def rewrite_reshape(build: Builder, x: fx.Node, *_: Any, **__: Any) -> Any:
     """Any view that keeps the order of elements, to the shape that it gave; a chain of them is one."""
     assert build.node is not None
     sizes = shape(build.node)
@@ -48,19 +48,19 @@ def reshape(build: Builder, x: fx.Node, *_: Any, **__: Any) -> Any:
     return x if sizes == shape(x) else build(aten.reshape.default, x, sizes)
 
 
-def expand(build: Builder, x: fx.Node, *_: Any, **__: Any) -> Any:
+def rewrite_expand(build: Builder, x: fx.Node, *_: Any, **__: Any) -> Any:
     assert build.node is not None
     sizes = shape(build.node)
     return x if sizes == shape(x) else build(aten.expand.default, x, sizes)
 
 
-def broadcast(build: Builder, tensors: list[fx.Node]) -> tuple[fx.Node, ...]:
+def rewrite_broadcast_tensors(build: Builder, tensors: list[fx.Node]) -> tuple[fx.Node, ...]:
     assert build.node is not None
     sizes = list(build.node.meta["val"][0].shape)
     return tuple(x if shape(x) == sizes else build(aten.expand.default, x, sizes) for x in tensors)
 
 
-def slice_(
+def rewrite_slice(
     build: Builder, x: fx.Node, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Any:
     dim %= len(shape(x))
@@ -71,28 +71,30 @@ def slice_(
     return build(aten.slice.Tensor, x, dim, start, max(start, end), step)
 
 
-def narrow(build: Builder, x: fx.Node, dim: int, start: Any, length: int) -> Any:
+def rewrite_narrow(build: Builder, x: fx.Node, dim: int, start: Any, length: int) -> Any:
     if not isinstance(start, int):
         return KEEP
     start = start + shape(x)[dim] if start < 0 else start
-    return slice_(build, x, dim, start, start + length)
+    return rewrite_slice(build, x, dim, start, start + length)
 
 
-def split(build: Builder, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
+def rewrite_split(build: Builder, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
     """``split`` and ``chunk`` with the sizes that they gave."""
     assert build.node is not None
     dim %= len(shape(x))
     return build(aten.split_with_sizes.default, x, [v.shape[dim] for v in build.node.meta["val"]], dim)
 
 
-def pad(build: Builder, x: fx.Node, pads: list[int], mode: str = "constant", value: float | None = None) -> Any:
+def rewrite_padding(
+    build: Builder, x: fx.Node, pads: list[int], mode: str = "constant", value: float | None = None
+) -> Any:
     if mode != "constant":
         return KEEP
     fill = value if value is not None else 0
     return build(aten.constant_pad_nd.default, x, pads, int(fill) if not val(x).dtype.is_floating_point else fill)
 
 
-def detach(build: Builder, x: fx.Node) -> Any:
+def rewrite_detach(build: Builder, x: fx.Node) -> Any:
     """Stays where it stops a gradient."""
     return KEEP if differentiable(val(x)) else x
 
@@ -102,43 +104,43 @@ def add_nothing(build: Builder, x: fx.Node, other: Any, **_: Any) -> Any:
     return x if integral and type(other) is int and other == 0 else KEEP
 
 
-def overwritten(build: Builder, x: fx.Node, value: Any, *_: Any) -> Any:
+def rewrite_overwrite(build: Builder, x: fx.Node, value: Any, *_: Any) -> Any:
     """What a tensor is after all of it was set to ``value``."""
     if not isinstance(value, fx.Node):
-        return _full(build, value)
+        return _create_full_tensor(build, value)
     value = to_dtype(build, value, val(x).dtype)
     return value if shape(value) == shape(x) else build(aten.expand.default, value, shape(x))
 
 
 # --- creation: nothing but ``full`` and ``arange``, on the rank's own device ------------------------------------------
-def _full(build: Builder, value: Any) -> fx.Node:
+def _create_full_tensor(build: Builder, value: Any) -> fx.Node:
     assert build.node is not None
     like = val(build.node)
     value = bool(value) if like.dtype is torch.bool else value
     return build(aten.full.default, list(like.shape), value, dtype=like.dtype, device=META)
 
 
-def zeros(build: Builder, *_: Any, **__: Any) -> fx.Node:
-    return _full(build, 0)
+def rewrite_zeros(build: Builder, *_: Any, **__: Any) -> fx.Node:
+    return _create_full_tensor(build, 0)
 
 
-def ones(build: Builder, *_: Any, **__: Any) -> fx.Node:
-    return _full(build, 1)
+def rewrite_ones(build: Builder, *_: Any, **__: Any) -> fx.Node:
+    return _create_full_tensor(build, 1)
 
 
-def full(build: Builder, _: Any, value: Any, **__: Any) -> fx.Node:
-    return _full(build, value)
+def rewrite_full(build: Builder, _: Any, value: Any, **__: Any) -> fx.Node:
+    return _create_full_tensor(build, value)
 
 
 def new_full(build: Builder, _: fx.Node, sizes: Any, value: Any, **__: Any) -> Any:
-    return KEEP if isinstance(value, fx.Node) else _full(build, value)
+    return KEEP if isinstance(value, fx.Node) else _create_full_tensor(build, value)
 
 
 def scalar_tensor(build: Builder, value: Any, **_: Any) -> fx.Node:
-    return _full(build, value)
+    return _create_full_tensor(build, value)
 
 
-def arange(build: Builder, *bounds: Any, **kwargs: Any) -> fx.Node:
+def rewrite_arange(build: Builder, *bounds: Any, **kwargs: Any) -> fx.Node:
     assert build.node is not None
     start, end, step = {1: (0, *bounds, 1), 2: (*bounds, 1), 3: bounds}[len(bounds)]
     return build(aten.arange.start_step, start, end, step, dtype=val(build.node).dtype, device=META)
@@ -196,29 +198,29 @@ _ZEROS = (
 _ONES = (aten.ones.default, aten.new_ones.default, aten.ones_like.default)
 
 SHAPES: dict[Any, Rule] = {
-    **dict.fromkeys(_SAME, same),
+    **dict.fromkeys(_SAME, drop_identity),
     **dict.fromkeys(_CASTS, cast_to),
-    **dict.fromkeys(_RESHAPES, reshape),
-    **dict.fromkeys(_EXPANDS, expand),
-    **dict.fromkeys(_SPLITS, split),
-    **dict.fromkeys(_ZEROS, zeros),
-    **dict.fromkeys(_ONES, ones),
-    aten.broadcast_tensors.default: broadcast,
-    aten.slice.Tensor: slice_,
-    aten.narrow.default: narrow,
-    aten.pad.default: pad,
-    aten.detach.default: detach,
-    aten.full.default: full,
-    aten.full_like.default: full,
+    **dict.fromkeys(_RESHAPES, rewrite_reshape),
+    **dict.fromkeys(_EXPANDS, rewrite_expand),
+    **dict.fromkeys(_SPLITS, rewrite_split),
+    **dict.fromkeys(_ZEROS, rewrite_zeros),
+    **dict.fromkeys(_ONES, rewrite_ones),
+    aten.broadcast_tensors.default: rewrite_broadcast_tensors,
+    aten.slice.Tensor: rewrite_slice,
+    aten.narrow.default: rewrite_narrow,
+    aten.pad.default: rewrite_padding,
+    aten.detach.default: rewrite_detach,
+    aten.full.default: rewrite_full,
+    aten.full_like.default: rewrite_full,
     aten.new_full.default: new_full,
-    aten.fill.Scalar: overwritten,
-    aten.fill.Tensor: overwritten,
-    aten.copy.default: overwritten,
-    aten.zero.default: zeros,
+    aten.fill.Scalar: rewrite_overwrite,
+    aten.fill.Tensor: rewrite_overwrite,
+    aten.copy.default: rewrite_overwrite,
+    aten.zero.default: rewrite_zeros,
     aten.scalar_tensor.default: scalar_tensor,
-    aten.arange.default: arange,
-    aten.arange.start: arange,
-    aten.arange.start_step: arange,
+    aten.arange.default: rewrite_arange,
+    aten.arange.start: rewrite_arange,
+    aten.arange.start_step: rewrite_arange,
 }
 
 

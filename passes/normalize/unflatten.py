@@ -21,7 +21,7 @@ _TRANSPOSES = (aten.permute.default, aten.transpose.int)
 _FLAT = (aten.reshape.default, aten.repeat.default)
 
 
-def unflatten(graph: fx.Graph) -> None:
+def unflatten_dims(graph: fx.Graph) -> None:
     """Rewrite ``graph`` in place. Requires: normal form (``reshape`` alone, biases apart)."""
     for node in list(graph.nodes):
         if node.target is aten.reshape.default:
@@ -67,11 +67,11 @@ def _is_bias(bias: Any, size: int) -> bool:
 
 def _unflatten_transpose(graph: fx.Graph, node: fx.Node) -> None:
     moved: Any = node.args[0]
-    order = _order(moved)
+    order = _find_transpose_order(moved)
     flat = moved.args[0] if order is not None else None
     if order is None or flat is None or flat.target is not aten.reshape.default:
         return
-    parts = _split(shape(moved), shape(node))
+    parts = _split_dim_sizes(shape(moved), shape(node))
     if parts is None:
         return
     by_source = {source: parts[place] for place, source in enumerate(order)}
@@ -91,11 +91,11 @@ def _unflatten_elementwise(graph: fx.Graph, node: fx.Node) -> None:
     value: Any = node.args[0]
     if not _is_elementwise(value) or len(value.users) > 1 or len(shape(node)) <= len(shape(value)):
         return
-    parts = _split(shape(value), shape(node))
+    parts = _split_dim_sizes(shape(value), shape(node))
     operands = value.all_input_nodes
     if parts is None or not any(x.target in _FLAT for x in operands):
         return
-    into = {x: _broadcast(x, shape(value), parts) for x in operands}
+    into = {x: _broadcast_dim_parts(x, shape(value), parts) for x in operands}
     if not all(_can_split(x, sizes) for x, sizes in into.items()):
         return
     with graph.inserting_before(value):
@@ -113,7 +113,7 @@ def _is_elementwise(value: Any) -> bool:
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
-def _broadcast(x: fx.Node, sizes: list[int], parts: list[list[int]]) -> list[list[int]]:
+def _broadcast_dim_parts(x: fx.Node, sizes: list[int], parts: list[list[int]]) -> list[list[int]]:
     """The parts that the dims of an operand are split into where those of ``sizes`` are split into ``parts``."""
     own = shape(x)
     last = list(zip(sizes, parts, strict=True))[len(sizes) - len(own) :]
@@ -123,12 +123,12 @@ def _broadcast(x: fx.Node, sizes: list[int], parts: list[list[int]]) -> list[lis
 def _can_split(x: fx.Node, parts: list[list[int]]) -> bool:
     """Whether no more than a view, or none, is left of what flattened or repeated ``x``."""
     if x.target is aten.repeat.default:
-        of = _repeated(x)
+        of = _read_repeat_counts(x)
         return all(times in (1, part[0]) for (times, _), part in zip(of, parts, strict=True))
     return x.target in _FLAT or all(len(part) == 1 or set(part) == {1} for part in parts)
 
 
-def _repeated(x: fx.Node) -> list[tuple[int, int]]:
+def _read_repeat_counts(x: fx.Node) -> list[tuple[int, int]]:
     """How often each dim of what ``repeat`` makes was repeated, and the size that it had."""
     source: Any = x.args[0]
     times: Any = x.args[1]
@@ -142,14 +142,14 @@ def _split_operand(build: Builder, x: fx.Node, parts: list[list[int]]) -> fx.Nod
     sizes = [size for part in parts for size in part]
     if x.target is not aten.repeat.default:
         return source if shape(source) == sizes else build(aten.reshape.default, source, sizes)
-    once = [p if times == 1 else [1, *p[1:]] for (times, _), p in zip(_repeated(x), parts, strict=True)]
+    once = [p if times == 1 else [1, *p[1:]] for (times, _), p in zip(_read_repeat_counts(x), parts, strict=True)]
     own = [size for part in once for size in part]
     return build(
         aten.expand.default, source if shape(source) == own else build(aten.reshape.default, source, own), sizes
     )
 
 
-def _order(node: fx.Node) -> list[int] | None:
+def _find_transpose_order(node: fx.Node) -> list[int] | None:
     """For each dim of a transpose's result, the dim that it was; ``None`` for another operator."""
     rank = len(shape(node)) if node.target in _TRANSPOSES else 0
     given: Any = node.args[1:]
@@ -163,7 +163,7 @@ def _order(node: fx.Node) -> list[int] | None:
     return None
 
 
-def _split(sizes: list[int], into: list[int]) -> list[list[int]] | None:
+def _split_dim_sizes(sizes: list[int], into: list[int]) -> list[list[int]] | None:
     """``into`` as the parts that each of ``sizes`` is split into; ``None`` where some are merged."""
     parts, rest = [], list(into)
     for size in sizes:

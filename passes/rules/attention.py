@@ -31,55 +31,57 @@ from passes.rules.factors import (
     Local,
     Lowering,
     OpFactors,
-    argument,
-    each,
+    build_factor_rule,
     everything_whole,
-    named,
+    get_meta_shape,
+    get_node_argument,
+    mark_linear_each,
     operands_of,
     results_of,
-    shape,
 )
-from passes.rules.pointwise import elementwise
-from passes.rules.registry import family
+from passes.rules.pointwise import shard_elementwise
+from passes.rules.registry import register_family
 
 aten = torch.ops.aten
 
 CONTEXT_FORMS = ("all_gather", "ring")
 
 
-@family(
+@register_family(
     "scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention",
 )  # fmt: skip
-def attention(node: fx.Node) -> OpFactors:
+def shard_attention(node: fx.Node) -> OpFactors:
     """Batch dims and heads may be sharded, and query positions where no position is masked by its number.
 
     With grouped queries (``enable_gqa``) a query head is (kv rep): kv groups of rep heads that share one key head.
     The fused kernels also return the logarithms of the softmax's sums, and their random state.
     """
-    if argument(node, "dropout_p"):
+    if get_node_argument(node, "dropout_p"):
         return everything_whole(node)
     query, key, value, *mask = operands_of(node)
-    rank = len(shape(query))
-    if any(len(shape(o)) != rank for o in (key, value)):
+    rank = len(get_meta_shape(query))
+    if any(len(get_meta_shape(o)) != rank for o in (key, value)):
         return everything_whole(node)
     batch: list[tuple[str, ...]] = [(n,) for n in NAMES[: rank - 2]]
     kv_batch = list(batch)
-    fronts = [shape(o)[: rank - 2] for o in (query, key, value)]
+    fronts = [get_meta_shape(o)[: rank - 2] for o in (query, key, value)]
     sizes = {n: max(dims) for n, *dims in zip(NAMES, *fronts, strict=False)}  # dims of size 1 broadcast
-    if argument(node, "enable_gqa") and rank > 2:
+    if get_node_argument(node, "enable_gqa") and rank > 2:
         heads, kv_heads, value_heads = (front[-1] for front in fronts)
         if kv_heads != value_heads:
             return everything_whole(node)
         if heads != kv_heads:
             sizes.update({batch[-1][0]: kv_heads, "rep": heads // kv_heads})
             batch[-1] = (*batch[-1], "rep")
-    sizes.update(q=shape(query)[-2], k=shape(key)[-2], d=shape(query)[-1], v=shape(value)[-1])
-    whole = {"k", "d", "v"} | ({"q"} if argument(node, "is_causal") else set())
+    sizes.update(
+        q=get_meta_shape(query)[-2], k=get_meta_shape(key)[-2], d=get_meta_shape(query)[-1], v=get_meta_shape(value)[-1]
+    )
+    whole = {"k", "d", "v"} | ({"q"} if get_node_argument(node, "is_causal") else set())
     patterns = [[*batch, ("q",), ("d",)], [*kv_batch, ("k",), ("d",)], [*kv_batch, ("k",), ("v",)]]
-    patterns += [[*batch, ("q",), ("k",)][rank - len(shape(m)) :] for m in mask]
+    patterns += [[*batch, ("q",), ("k",)][rank - len(get_meta_shape(m)) :] for m in mask]
     operands = tuple(
-        tuple(f if size > 1 else () for f, size in zip(pattern, shape(o), strict=True))
+        tuple(f if size > 1 else () for f, size in zip(pattern, get_meta_shape(o), strict=True))
         for pattern, o in zip(patterns, operands_of(node), strict=True)
     )
     result, *others = results_of(node)
@@ -88,15 +90,15 @@ def attention(node: fx.Node) -> OpFactors:
         whole.add("q")  # kernels pad the positions of their sums
     sums = tuple((*made[:2], *((),) * (r.dim() - 2)) if r.dim() > 2 else ((),) * r.dim() for r in others)
     found = OpFactors(sizes, operands, (made, *sums), frozenset(whole))
-    return found if band(node) is None else replace(found, forms=_context_forms(node))
+    return found if find_attention_band(node) is None else replace(found, forms=_context_forms(node))
 
 
-@family("partition::band_attention")
+@register_family("partition::band_attention")
 def within_band(node: fx.Node) -> OpFactors:
     """Batch dims and heads; positions are told apart by their numbers."""
     query, key, _ = operands_of(node)
-    heads, groups = shape(query)[-3], shape(key)[-3]
-    sizes = {"b": shape(query)[0], "h": groups, "rep": heads // groups}
+    heads, groups = get_meta_shape(query)[-3], get_meta_shape(key)[-3]
+    sizes = {"b": get_meta_shape(query)[0], "h": groups, "rep": heads // groups}
     head = ("h",) if heads == groups else ("h", "rep")
     sizes = {f: size for f, size in sizes.items() if size > 1}
 
@@ -108,23 +110,26 @@ def within_band(node: fx.Node) -> OpFactors:
     return OpFactors(sizes, (queries, keys, keys), (queries, queries[:3]), forms=_context_forms(node))
 
 
-@family("partition::context_attention")
+@register_family("partition::context_attention")
 def over_ranks(node: fx.Node) -> OpFactors:
     """What one mesh axis shards by sequence, others shard by sample and head."""
     return replace(within_band(node), forms={})
 
 
-def band(node: fx.Node) -> Band | None:
+def find_attention_band(node: fx.Node) -> Band | None:
     """The band of positions within which an attention sees keys; ``None`` where that is not all that decides."""
     if node.target in (ops.band_attention.default, ops.context_attention.default):
-        return band_of(argument(node, "before"), argument(node, "after"))
-    if not str(node.target).startswith("aten.scaled_dot_product_attention") or argument(node, "dropout_p"):
+        return band_of(get_node_argument(node, "before"), get_node_argument(node, "after"))
+    if not str(node.target).startswith("aten.scaled_dot_product_attention") or get_node_argument(node, "dropout_p"):
         return None
-    if len(operands_of(node)) != 3 or any(len(shape(o)) != 4 for o in operands_of(node)):
+    if len(operands_of(node)) != 3 or any(len(get_meta_shape(o)) != 4 for o in operands_of(node)):
         return None
-    if not argument(node, "enable_gqa") and shape(operands_of(node)[0])[:2] != shape(operands_of(node)[1])[:2]:
+    if (
+        not get_node_argument(node, "enable_gqa")
+        and get_meta_shape(operands_of(node)[0])[:2] != get_meta_shape(operands_of(node)[1])[:2]
+    ):
         return None  # keys that are broadcast
-    return Band(None, 0) if argument(node, "is_causal") else Band()
+    return Band(None, 0) if get_node_argument(node, "is_causal") else Band()
 
 
 def _context_forms(node: fx.Node) -> dict[str, Form]:
@@ -133,13 +138,13 @@ def _context_forms(node: fx.Node) -> dict[str, Form]:
 
 
 def _over_ranks(algorithm: str, local: Local) -> fx.Node:
-    seen = band(local.node)
+    seen = find_attention_band(local.node)
     assert seen is not None, local.node
     made = local.call(
         ops.context_attention.default,
         *local.operands,
         *limits_of(seen),
-        argument(local.node, "scale"),
+        get_node_argument(local.node, "scale"),
         local.axis,
         local.num_ranks,
         local.strategy.operands[0].zigzag,
@@ -148,22 +153,22 @@ def _over_ranks(algorithm: str, local: Local) -> fx.Node:
     return local.call(operator.getitem, made, 0) if len(results_of(local.node)) == 1 else made
 
 
-@family("partition::expert_mm")
+@register_family("partition::expert_mm")
 def product_by_expert(node: fx.Node) -> OpFactors:
     """Rows t with k features, experts e of matrices k n. Where experts are sharded, the rows of the other ranks'
     experts are zero, a partial sum."""
     lower = {"e": Lowering(_of_own_experts, PARTIAL, divides_work=True)}
-    return named(node, ["tk", "ekn", "t"], ["tn"], linear=each(0, 1), lower=lower)
+    return build_factor_rule(node, ["tk", "ekn", "t"], ["tn"], linear=mark_linear_each(0, 1), lower=lower)
 
 
 def _of_own_experts(local: Local) -> fx.Node:
     _, weight, expert = local.operands
     rank = local.call(collective.axis_index.default, local.axis, local.num_ranks)
-    first = local.call(aten.mul.Tensor, rank, shape(weight)[0])
+    first = local.call(aten.mul.Tensor, rank, get_meta_shape(weight)[0])
     return local.copy(expert=local.call(aten.sub.Tensor, expert, first))
 
 
-@family("_grouped_mm", "transformers::grouped_mm_fallback")
+@register_family("_grouped_mm", "transformers::grouped_mm_fallback")
 def grouped_product(node: fx.Node) -> OpFactors | None:
     """Rows t with k features, experts e of matrices k n, and where each expert's rows end.
 
@@ -171,21 +176,23 @@ def grouped_product(node: fx.Node) -> OpFactors | None:
     its own and gives zeros for the rest, a partial sum.
     """
     operands = operands_of(node)
-    ranks = tuple(len(shape(o)) for o in operands)
+    ranks = tuple(len(get_meta_shape(o)) for o in operands)
     if ranks == (3, 3):
-        return named(node, ["etk", "ekn"], ["etn"], linear=each(0, 1))
+        return build_factor_rule(node, ["etk", "ekn"], ["etn"], linear=mark_linear_each(0, 1))
     if ranks != (2, 3, 1):
         return None
     lower = {"e": Lowering(_own_experts, PARTIAL, divides_work=True)}
     # The ends are needed of all experts, so they have no factor.
     patterns = [("t", "k"), ("e", "k", "n"), (None,)]
-    return named(node, patterns, [("t", "n")], whole=frozenset("t"), linear=each(0, 1), lower=lower)
+    return build_factor_rule(
+        node, patterns, [("t", "n")], whole=frozenset("t"), linear=mark_linear_each(0, 1), lower=lower
+    )
 
 
 def _own_experts(local: Local) -> fx.Node:
     """The own experts' rows stand together: they are moved to the front, and moved back behind the product."""
     x, weight, ends = local.operands
-    num_rows, num_experts, num_own = shape(x)[0], shape(ends)[0], shape(weight)[0]
+    num_rows, num_experts, num_own = get_meta_shape(x)[0], get_meta_shape(ends)[0], get_meta_shape(weight)[0]
     rank = local.call(collective.axis_index.default, local.axis, local.num_ranks)
     first = local.call(aten.mul.Tensor, rank, num_own)
     own = local.call(aten.add.Tensor, local.call(aten.arange.default, num_own, device=META), first)
@@ -204,52 +211,60 @@ def _own_experts(local: Local) -> fx.Node:
     # Rows of no group are not computed, forward or backward: what stands there is not to be read.
     rows = local.call(aten.masked_fill.Scalar, local.call(aten.index_select.default, x, 0, to_front), others, 0.0)
     assert callable(local.node.target)
-    made = local.call(local.node.target, rows, weight, own_ends, *local.node.args[3:], **_options(local.node))
+    made = local.call(
+        local.node.target, rows, weight, own_ends, *local.node.args[3:], **_select_plain_kwargs(local.node)
+    )
     made = local.call(aten.masked_fill.Scalar, made, others, 0.0)
     return local.call(aten.index_select.default, made, 0, to_back)
 
 
-def _options(node: fx.Node) -> dict[str, object]:
+def _select_plain_kwargs(node: fx.Node) -> dict[str, object]:
     return {name: v for name, v in node.kwargs.items() if not isinstance(v, fx.Node)}
 
 
-@family("histc")
-def histogram(node: fx.Node) -> OpFactors:
+@register_family("histc")
+def shard_histogram(node: fx.Node) -> OpFactors:
     """Counts over a given range add up; the range of the data only all of it tells."""
     (x,) = operands_of(node)
-    names = NAMES[: len(shape(x))]
-    data_range = argument(node, "min") == argument(node, "max")
-    return everything_whole(node) if data_range else named(node, [names], [[None]])
+    names = NAMES[: len(get_meta_shape(x))]
+    data_range = get_node_argument(node, "min") == get_node_argument(node, "max")
+    return everything_whole(node) if data_range else build_factor_rule(node, [names], [[None]])
 
 
 _JOINS = (collective.all_gather.default, collective.shard_pad.default)
 
 
-@family("partition::copy", "partition::all_reduce")
-def summed(node: fx.Node) -> OpFactors:
-    return elementwise(node, FIRST)
+@register_family("partition::copy", "partition::all_reduce")
+def shard_all_reduce(node: fx.Node) -> OpFactors:
+    return shard_elementwise(node, FIRST)
 
 
-family("partition::all_reduce_max", "partition::axis_index")(elementwise)
+register_family("partition::all_reduce_max", "partition::axis_index")(shard_elementwise)
 
 
-@family(
+@register_family(
     "partition::all_gather", "partition::shard_pad", "partition::shard_slice", "partition::shard_narrow",
     "partition::reduce_scatter",
 )  # fmt: skip
 def cut_or_joined(node: fx.Node) -> OpFactors:
-    return _moved(node, *(None, argument(node, "dim")) if node.target in _JOINS else (argument(node, "dim"), None))
+    return _shard_cut_or_join(
+        node,
+        *(None, get_node_argument(node, "dim")) if node.target in _JOINS else (get_node_argument(node, "dim"), None),
+    )
 
 
-@family("partition::all_to_all")
-def exchanged(node: fx.Node) -> OpFactors:
-    return _moved(node, argument(node, "split_dim"), argument(node, "concat_dim"))
+@register_family("partition::all_to_all")
+def shard_all_to_all(node: fx.Node) -> OpFactors:
+    return _shard_cut_or_join(node, get_node_argument(node, "split_dim"), get_node_argument(node, "concat_dim"))
 
 
-def _moved(node: fx.Node, cut: int | None, joined: int | None) -> OpFactors:
-    before, after = shape(operands_of(node)[0]), tuple(node.meta["val"].shape)
+def _shard_cut_or_join(node: fx.Node, cut: int | None, joined: int | None) -> OpFactors:
+    before, after = get_meta_shape(operands_of(node)[0]), tuple(node.meta["val"].shape)
     names = NAMES[: len(before)]
-    sizes = {"n": argument(node, "size"), **{n: min(a, b) for n, a, b in zip(names, before, after, strict=True)}}
+    sizes = {
+        "n": get_node_argument(node, "size"),
+        **{n: min(a, b) for n, a, b in zip(names, before, after, strict=True)},
+    }
     operand = tuple(("n", n) if d == cut else (n,) for d, n in enumerate(names))
     result = tuple(("n", n) if d == joined else (n,) for d, n in enumerate(names))
     return OpFactors(sizes, (operand,), (result,), frozenset("n"), FIRST)

@@ -151,7 +151,7 @@ class Local:
                 changed[index] = new
             else:
                 kwargs[name] = new
-        return self.call(_target(self.node), *changed, **kwargs)
+        return self.call(_get_callable_target(self.node), *changed, **kwargs)
 
     def result_shape(self, index: int = 0) -> tuple[int, ...]:
         shape = tuple(results_of(self.node)[index].shape)
@@ -163,7 +163,7 @@ class Local:
         return size // self.num_ranks if factor == self.strategy.factor else size
 
 
-def _target(node: fx.Node) -> Callable[..., Any]:
+def _get_callable_target(node: fx.Node) -> Callable[..., Any]:
     assert callable(node.target), node
     return node.target
 
@@ -175,19 +175,19 @@ def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
         if isinstance(argument, fx.Node):
             found.append(argument)
         elif isinstance(argument, list | tuple | dict):
-            _collect(argument, found)
+            _collect_operands(argument, found)
     return tuple(found)
 
 
-def _collect(argument: Any, found: list[fx.Node]) -> None:
+def _collect_operands(argument: Any, found: list[fx.Node]) -> None:
     if isinstance(argument, fx.Node):
         found.append(argument)
     elif isinstance(argument, list | tuple):
         for item in argument:
-            _collect(item, found)
+            _collect_operands(item, found)
     elif isinstance(argument, dict):
         for item in argument.values():
-            _collect(item, found)
+            _collect_operands(item, found)
 
 
 def with_operands(node: fx.Node, operands: Sequence[fx.Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -208,13 +208,13 @@ def with_operands(node: fx.Node, operands: Sequence[fx.Node]) -> tuple[tuple[Any
     return replaced(node.args), replaced(dict(node.kwargs))
 
 
-def value(node: fx.Node) -> Tensor:
+def get_meta_tensor(node: fx.Node) -> Tensor:
     """The node's meta tensor."""
     tensor: Tensor = node.meta["val"]
     return tensor
 
 
-def shape(node: fx.Node) -> tuple[int, ...]:
+def get_meta_shape(node: fx.Node) -> tuple[int, ...]:
     return tuple(node.meta["val"].shape)
 
 
@@ -227,7 +227,7 @@ def results_of(node: fx.Node) -> tuple[Tensor, ...]:
 _parameters: dict[Any, dict[str, tuple[int, Any]]] = {}
 
 
-def argument(node: fx.Node, name: str, default: Any = None) -> Any:
+def get_node_argument(node: fx.Node, name: str, default: Any = None) -> Any:
     """An argument of the node by its name in the operator's schema, or its default; ``default`` if there is none."""
     if name in node.kwargs:
         return node.kwargs[name]
@@ -263,17 +263,17 @@ NONE = frozenset[str]()
 FIRST = (frozenset((0,)),)  # linear in the first operand
 
 
-def each(*positions: int) -> tuple[frozenset[int], ...]:
+def mark_linear_each(*positions: int) -> tuple[frozenset[int], ...]:
     """Linear in each of these operands alone."""
     return tuple(frozenset((p,)) for p in positions)
 
 
-def together(count: int) -> tuple[frozenset[int], ...]:
+def mark_linear_together(count: int) -> tuple[frozenset[int], ...]:
     """Linear in all ``count`` operands at once."""
     return (frozenset(range(count)),)
 
 
-def named(
+def build_factor_rule(
     node: fx.Node,
     operands: Sequence[Sequence[str | None]],
     results: Sequence[Sequence[str | None]],
@@ -293,7 +293,7 @@ def named(
     sizes = {} if spans is None else {spans.factor: sum(spans.sections)}
     clash: set[str] = set()
     sides: list[tuple[Dims, ...]] = []
-    shapes = [shape(o) for o in operands_of(node)], [tuple(r.shape) for r in results_of(node)]
+    shapes = [get_meta_shape(o) for o in operands_of(node)], [tuple(r.shape) for r in results_of(node)]
     for patterns, side in zip((operands, results), shapes, strict=True):
         tensors: list[Dims] = []
         for pattern, dims in zip(patterns, side, strict=True):

@@ -15,14 +15,14 @@ from passes.rules.factors import (
     Local,
     Lowering,
     OpFactors,
-    argument,
     as_dim,
+    build_factor_rule,
     everything_whole,
-    named,
+    get_meta_shape,
+    get_node_argument,
     operands_of,
-    shape,
 )
-from passes.rules.registry import family, rule
+from passes.rules.registry import register_family, rule
 
 aten = torch.ops.aten
 
@@ -39,84 +39,84 @@ def own_rows(local: Local, index: fx.Node, rows: int) -> tuple[fx.Node, fx.Node]
     return local.call(aten.masked_fill.Scalar, shifted, elsewhere, 0), elsewhere
 
 
-@family("embedding")
-def embedding(node: fx.Node) -> OpFactors:
+@register_family("embedding")
+def shard_embedding(node: fx.Node) -> OpFactors:
     """A sharded vocabulary: each rank looks up what it has and gives zeros for the rest, a partial sum."""
-    if argument(node, "sparse") or argument(node, "scale_grad_by_freq"):
+    if get_node_argument(node, "sparse") or get_node_argument(node, "scale_grad_by_freq"):
         return everything_whole(node)
-    names = NAMES[: len(shape(operands_of(node)[1]))]
+    names = NAMES[: len(get_meta_shape(operands_of(node)[1]))]
     lower = {"v": Lowering(_embedding_sharded, PARTIAL)}
-    return named(node, [("v", "h"), names], [(*names, "h")], linear=FIRST, lower=lower)
+    return build_factor_rule(node, [("v", "h"), names], [(*names, "h")], linear=FIRST, lower=lower)
 
 
 def _embedding_sharded(local: Local) -> fx.Node:
     weight, index = local.operands
     own, elsewhere = own_rows(local, index, local.size("v"))
     found = local.call(aten.embedding.default, weight, own)
-    padding = argument(local.node, "padding_idx")
+    padding = get_node_argument(local.node, "padding_idx")
     if padding >= 0:  # the padding row is read, but has no gradient
         at = local.call(aten.unsqueeze.default, local.call(aten.eq.Scalar, index, padding), -1)
         found = local.call(aten.where.self, at, local.call(aten.detach.default, found), found)
     return local.call(aten.masked_fill.Scalar, found, local.call(aten.unsqueeze.default, elsewhere, -1), 0.0)
 
 
-def alike(operands: Sequence[fx.Node], dim: int) -> list[str | None]:
+def name_matching_dims(operands: Sequence[fx.Node], dim: int) -> list[str | None]:
     """The factors of dims besides ``dim``: those of one size in all operands. A shorter one, be it of size 1, is not
     broadcast: it reads or writes the first places alone, which are the first rank's."""
-    sizes = zip(*(shape(o) for o in operands), strict=True)
+    sizes = zip(*(get_meta_shape(o) for o in operands), strict=True)
     return [NAMES[d] if d != dim and len({*s}) == 1 else None for d, s in enumerate(sizes)]
 
 
-@family("gather", "take_along_dim")
-def gather(node: fx.Node) -> OpFactors | None:
+@register_family("gather", "take_along_dim")
+def shard_gather(node: fx.Node) -> OpFactors | None:
     """Along a sharded dim: each rank picks what it has and gives zeros for the rest, a partial sum."""
-    rank = len(shape(operands_of(node)[0]))
-    dim = argument(node, "dim")
+    rank = len(get_meta_shape(operands_of(node)[0]))
+    dim = get_node_argument(node, "dim")
     if rank == 0 or dim is None or len(node.meta["val"].shape) != rank:
         return None
     dim = as_dim(dim, rank)
     if node.target == aten.gather.default:
-        names = alike(operands_of(node), dim)
+        names = name_matching_dims(operands_of(node), dim)
         lower = {NAMES[dim]: Lowering(_gather_sharded, PARTIAL)}
     else:  # it broadcasts
         names, lower = list(NAMES[:rank]), {}
     source, picked = ([n if d != dim else along for d, n in enumerate(names)] for along in (NAMES[dim], "picked"))
     whole = frozenset() if lower else frozenset((NAMES[dim],))
-    return named(node, [source, picked], [picked], whole=whole, linear=FIRST, lower=lower)
+    return build_factor_rule(node, [source, picked], [picked], whole=whole, linear=FIRST, lower=lower)
 
 
 def _gather_sharded(local: Local) -> fx.Node:
     source, index = local.operands
-    dim = as_dim(argument(local.node, "dim"), len(shape(source)))
-    own, elsewhere = own_rows(local, index, shape(source)[dim])
+    dim = as_dim(get_node_argument(local.node, "dim"), len(get_meta_shape(source)))
+    own, elsewhere = own_rows(local, index, get_meta_shape(source)[dim])
     found = local.call(aten.gather.default, source, dim, own)
     return local.call(aten.masked_fill.Scalar, found, elsewhere, 0.0)
 
 
-@family("index_select")
+@register_family("index_select")
 def index_select(node: fx.Node) -> OpFactors:
-    """Places of a dim; a sharded one as in :func:`gather`."""
+    """Places of a dim; a sharded one as in :func:`shard_gather`."""
     x, index = operands_of(node)
-    dim = as_dim(argument(node, "dim"), len(shape(x)))
-    names = NAMES[: len(shape(x))]
+    dim = as_dim(get_node_argument(node, "dim"), len(get_meta_shape(x)))
+    names = NAMES[: len(get_meta_shape(x))]
     picked = [n if d != dim else "picked" for d, n in enumerate(names)]
     lower = {NAMES[dim]: Lowering(_select_sharded, PARTIAL)} if names else {}
-    one_or_many = ["picked"][: len(shape(index))]
-    return named(node, [names, one_or_many], [picked], linear=FIRST, lower=lower)
+    one_or_many = ["picked"][: len(get_meta_shape(index))]
+    return build_factor_rule(node, [names, one_or_many], [picked], linear=FIRST, lower=lower)
 
 
 def _select_sharded(local: Local) -> fx.Node:
     source, index = local.operands
-    dim = as_dim(argument(local.node, "dim"), len(shape(source)))
-    own, elsewhere = own_rows(local, index, shape(source)[dim])
+    dim = as_dim(get_node_argument(local.node, "dim"), len(get_meta_shape(source)))
+    own, elsewhere = own_rows(local, index, get_meta_shape(source)[dim])
     found = local.call(aten.index_select.default, source, dim, own)
     return _zero_rows(local, found, elsewhere, dim)
 
 
 def _zero_rows(local: Local, x: fx.Node, where: fx.Node, dim: int) -> fx.Node:
     """``x`` with zeros where ``where``, a mask over its dims from ``dim`` on, is true."""
-    behind = len(shape(x)) - dim - len(shape(where))
-    mask = local.call(aten.reshape.default, where, [*shape(where), *[1] * behind]) if behind else where
+    behind = len(get_meta_shape(x)) - dim - len(get_meta_shape(where))
+    mask = local.call(aten.reshape.default, where, [*get_meta_shape(where), *[1] * behind]) if behind else where
     return local.call(aten.masked_fill.Scalar, x, mask, 0.0)
 
 
@@ -124,34 +124,34 @@ def _index_dims(indices: Sequence[fx.Node | None], rank: int) -> tuple[int, list
     """For ``x[indices]``: where the dims of the indices stand in the result, their factors, and x's indexed dims."""
     indexed = [d for d, i in enumerate(indices) if i is not None]
     adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))
-    width = max(len(shape(i)) for i in indices if i is not None)
+    width = max(len(get_meta_shape(i)) for i in indices if i is not None)
     return indexed[0] if adjacent else 0, [f"i{k}" for k in range(width)], indexed
 
 
-@family("index", "_unsafe_index")
-def index(node: fx.Node) -> OpFactors | None:
+@register_family("index", "_unsafe_index")
+def shard_index(node: fx.Node) -> OpFactors | None:
     """``x[i, :, j]``: dims that are not indexed pass through, and so do the indices' own, broadcast."""
     x, *tensors = operands_of(node)
-    indices = list(argument(node, "indices"))
+    indices = list(get_node_argument(node, "indices"))
     if not tensors or any(i.meta["val"].dtype in (torch.bool, torch.uint8) for i in tensors):
         return None  # how many places a mask picks only the data tells
-    at, places, indexed = _index_dims(indices, len(shape(x)))
-    names: list[str | None] = list(NAMES[: len(shape(x))])
+    at, places, indexed = _index_dims(indices, len(get_meta_shape(x)))
+    names: list[str | None] = list(NAMES[: len(get_meta_shape(x))])
     left = [n for d, n in enumerate(names) if d not in indexed]
-    operands: list[Sequence[str | None]] = [names, *(places[len(places) - len(shape(i)) :] for i in tensors)]
+    operands: list[Sequence[str | None]] = [names, *(places[len(places) - len(get_meta_shape(i)) :] for i in tensors)]
     result = [*left[:at], *places, *left[at:]]
     first = names[indexed[0]]
     assert first is not None
     if len(indexed) > 1:
         whole = frozenset(n for d, n in enumerate(names) if d in indexed and n)
-        return named(node, operands, [result], whole=whole, linear=FIRST)
-    return named(node, operands, [result], linear=FIRST, lower={first: Lowering(_index_sharded, PARTIAL)})
+        return build_factor_rule(node, operands, [result], whole=whole, linear=FIRST)
+    return build_factor_rule(node, operands, [result], linear=FIRST, lower={first: Lowering(_index_sharded, PARTIAL)})
 
 
 def _index_sharded(local: Local) -> fx.Node:
     source, places = local.operands
-    dim = next(d for d, i in enumerate(argument(local.node, "indices")) if i is not None)
-    rows = shape(source)[dim]
+    dim = next(d for d, i in enumerate(get_node_argument(local.node, "indices")) if i is not None)
+    rows = get_meta_shape(source)[dim]
     negative = local.call(aten.lt.Scalar, places, 0)
     from_end = local.call(aten.add.Tensor, places, rows * local.num_ranks)
     places = local.call(aten.where.self, negative, from_end, places)
@@ -160,46 +160,46 @@ def _index_sharded(local: Local) -> fx.Node:
     return _zero_rows(local, found, elsewhere, dim)
 
 
-@family("index_put", "_unsafe_index_put")
+@register_family("index_put", "_unsafe_index_put")
 def index_put(node: fx.Node) -> OpFactors | None:
-    """The transpose of :func:`index`: indexed dims, and the indices' own, are whole."""
+    """The transpose of :func:`shard_index`: indexed dims, and the indices' own, are whole."""
     x, *rest = operands_of(node)
     tensors, values = rest[:-1], rest[-1]
-    indices = list(argument(node, "indices"))
-    rank = len(shape(x))
+    indices = list(get_node_argument(node, "indices"))
+    rank = len(get_meta_shape(x))
     if any(i.meta["val"].dtype in (torch.bool, torch.uint8) for i in tensors):
         return None
     at, places, indexed = _index_dims(indices, rank)
     names = [n if d not in indexed else None for d, n in enumerate(NAMES[:rank])]
     left = [n for n in names if n]
     aligned: list[str | None] = [*left[:at], *[None] * len(places), *left[at:]]
-    operands: list[Sequence[str | None]] = [names, *([None] * len(shape(i)) for i in tensors)]
-    operands.append(aligned[len(aligned) - len(shape(values)) :])
-    return named(node, operands, [names], linear=(frozenset((0, len(rest))),))
+    operands: list[Sequence[str | None]] = [names, *([None] * len(get_meta_shape(i)) for i in tensors)]
+    operands.append(aligned[len(aligned) - len(get_meta_shape(values)) :])
+    return build_factor_rule(node, operands, [names], linear=(frozenset((0, len(rest))),))
 
 
-@family("scatter", "scatter_add", "scatter_reduce")
-def scatter(node: fx.Node) -> OpFactors:
+@register_family("scatter", "scatter_add", "scatter_reduce")
+def shard_scatter(node: fx.Node) -> OpFactors:
     """The dim of the index is whole, others pass through where all sizes agree."""
     operands = operands_of(node)
-    rank = len(shape(operands[0]))
-    if rank == 0 or any(len(shape(o)) != rank for o in operands):
+    rank = len(get_meta_shape(operands[0]))
+    if rank == 0 or any(len(get_meta_shape(o)) != rank for o in operands):
         return everything_whole(node)
-    names = alike(operands, as_dim(argument(node, "dim"), rank))
-    sums = argument(node, "reduce") is None and len(operands) == 3
-    return named(node, [names for _ in operands], [names], linear=(frozenset((0, 2)),) if sums else ())
+    names = name_matching_dims(operands, as_dim(get_node_argument(node, "dim"), rank))
+    sums = get_node_argument(node, "reduce") is None and len(operands) == 3
+    return build_factor_rule(node, [names for _ in operands], [names], linear=(frozenset((0, 2)),) if sums else ())
 
 
-@family("index_add", "index_copy", "index_fill", "index_reduce")
+@register_family("index_add", "index_copy", "index_fill", "index_reduce")
 def index_rows(node: fx.Node) -> OpFactors:
     """Whole rows at the places of a dim, which is whole."""
     x, index, *source = operands_of(node)
-    dim = as_dim(argument(node, "dim"), len(shape(x)))
-    names = [n if d != dim else None for d, n in enumerate(NAMES[: len(shape(x))])]
-    sums = bool(source) and argument(node, "reduce") is None and bool(shape(source[0]))
+    dim = as_dim(get_node_argument(node, "dim"), len(get_meta_shape(x)))
+    names = [n if d != dim else None for d, n in enumerate(NAMES[: len(get_meta_shape(x))])]
+    sums = bool(source) and get_node_argument(node, "reduce") is None and bool(get_meta_shape(source[0]))
     operands: list[Sequence[str | None]] = [
         names,
-        [None] * len(shape(index)),
-        *(names[: len(shape(s))] for s in source),
+        [None] * len(get_meta_shape(index)),
+        *(names[: len(get_meta_shape(s))] for s in source),
     ]
-    return named(node, operands, [names], linear=(frozenset((0, 2)),) if sums else ())
+    return build_factor_rule(node, operands, [names], linear=(frozenset((0, 2)),) if sums else ())

@@ -17,96 +17,96 @@ from passes.rules.factors import (
     Local,
     Lowering,
     OpFactors,
-    argument,
     as_dim,
+    build_factor_rule,
     everything_whole,
-    named,
+    get_meta_shape,
+    get_meta_tensor,
+    get_node_argument,
     operands_of,
     results_of,
-    shape,
-    value,
 )
 from passes.rules.indexing import own_rows
-from passes.rules.pointwise import elementwise
+from passes.rules.pointwise import shard_elementwise
 from passes.rules.reduction import divided_by_ranks
-from passes.rules.registry import family
+from passes.rules.registry import register_family
 
 aten = torch.ops.aten
 
 _NONE, _MEAN, _SUM = 0, 1, 2  # the values of ``reduction``
 
 
-@family(
+@register_family(
     "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
     "kl_div", "soft_margin_loss", "poisson_nll_loss", "hinge_embedding_loss",
 )  # fmt: skip
 def elementwise_loss(node: fx.Node) -> OpFactors:
     """One loss per element, or their sum or mean: every dim may be sharded; a sharded sum or mean is partial."""
-    if argument(node, "reduction") == _NONE:
-        return elementwise(node)
-    rank = max(len(shape(o)) for o in operands_of(node))
+    if get_node_argument(node, "reduction") == _NONE:
+        return shard_elementwise(node)
+    rank = max(len(get_meta_shape(o)) for o in operands_of(node))
     names = NAMES[:rank]
-    found = named(node, [names[rank - len(shape(o)) :] for o in operands_of(node)], [()])
-    if argument(node, "reduction") == _SUM:
+    found = build_factor_rule(node, [names[rank - len(get_meta_shape(o)) :] for o in operands_of(node)], [()])
+    if get_node_argument(node, "reduction") == _SUM:
         return found
     lowering = Lowering(divided_by_ranks, PARTIAL, sections=True)
     return replace(found, lower=dict.fromkeys(found.sizes, lowering))
 
 
-@family("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
+@register_family("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
 def classification_loss(node: fx.Node) -> OpFactors:
     """The dim of the classes is whole. Sample dims may be sharded, except under a mean, which divides by the number of
     samples that are not ignored."""
     scores, target, *weight = operands_of(node)
-    names = NAMES[: len(shape(scores))]
+    names = NAMES[: len(get_meta_shape(scores))]
     class_dim = min(1, len(names) - 1)
     samples = [n for d, n in enumerate(names) if d != class_dim]
-    targets = names if len(shape(target)) == len(names) else samples
-    reduction = argument(node, "reduction")
+    targets = names if len(get_meta_shape(target)) == len(names) else samples
+    reduction = get_node_argument(node, "reduction")
     results: list[list[str]] = [samples if reduction == _NONE else []]
     whole = frozenset(names) if reduction == _MEAN else frozenset((names[class_dim],))
     patterns = [names, targets, *([names[class_dim]] for _ in weight)]
-    return named(node, patterns, results, whole=whole)
+    return build_factor_rule(node, patterns, results, whole=whole)
 
 
-@family("nll_loss_forward", "nll_loss2d_forward")
+@register_family("nll_loss_forward", "nll_loss2d_forward")
 def classification_loss_and_weight(node: fx.Node) -> OpFactors:
     """A classification loss with a second result, the sum of the samples' weights: sample dims may be sharded only
     under ``reduction="sum"``."""
     scores, _target, *weight = operands_of(node)
-    names = NAMES[: len(shape(scores))]
+    names = NAMES[: len(get_meta_shape(scores))]
     class_dim = min(1, len(names) - 1)
     samples = [n for d, n in enumerate(names) if d != class_dim]
-    reduction = argument(node, "reduction")
+    reduction = get_node_argument(node, "reduction")
     whole = frozenset((names[class_dim],)) if reduction == _SUM else frozenset(names)
     losses = samples if reduction == _NONE else []
-    return named(node, [names, samples, *([names[class_dim]] for _ in weight)], [losses, []], whole=whole)
+    return build_factor_rule(node, [names, samples, *([names[class_dim]] for _ in weight)], [losses, []], whole=whole)
 
 
-@family("multi_margin_loss", "multilabel_margin_loss_forward")
+@register_family("multi_margin_loss", "multilabel_margin_loss_forward")
 def margin_loss(node: fx.Node) -> OpFactors:
     """One loss per sample over all of its classes: samples may be sharded unless the loss is a sum or mean of them."""
     scores, target, *weight = operands_of(node)
-    names = NAMES[: len(shape(scores))]
+    names = NAMES[: len(get_meta_shape(scores))]
     if len(names) < 2:
         return everything_whole(node)
-    samples = [names[0]] if argument(node, "reduction") == _NONE else []
+    samples = [names[0]] if get_node_argument(node, "reduction") == _NONE else []
     results = [samples, *(names for _ in results_of(node)[1:])]
-    patterns = [names, names[: len(shape(target))], *([names[-1]] for _ in weight)]
-    return named(node, patterns, results, whole=frozenset(names) - frozenset(samples))
+    patterns = [names, names[: len(get_meta_shape(target))], *([names[-1]] for _ in weight)]
+    return build_factor_rule(node, patterns, results, whole=frozenset(names) - frozenset(samples))
 
 
-@family("cosine_similarity")
+@register_family("cosine_similarity")
 def cosine_similarity(node: fx.Node) -> OpFactors:
-    rank = max(len(shape(o)) for o in operands_of(node))
-    dim = as_dim(argument(node, "dim"), rank)
+    rank = max(len(get_meta_shape(o)) for o in operands_of(node))
+    dim = as_dim(get_node_argument(node, "dim"), rank)
     names = NAMES[:rank]
-    patterns = [names[rank - len(shape(o)) :] for o in operands_of(node)]
+    patterns = [names[rank - len(get_meta_shape(o)) :] for o in operands_of(node)]
     left = [n for d, n in enumerate(names) if d != dim]
-    return named(node, patterns, [left], whole=frozenset(names) - frozenset(left))
+    return build_factor_rule(node, patterns, [left], whole=frozenset(names) - frozenset(left))
 
 
-@family("partition::cross_entropy")
+@register_family("partition::cross_entropy")
 def cross_entropy(node: fx.Node) -> OpFactors:
     """One loss per row over all classes. If the classes are sharded, each rank computes the target logit and the
     logsumexp of its own classes by ``partition::target_and_logsumexp``, and an all-gather combines them.
@@ -114,19 +114,19 @@ def cross_entropy(node: fx.Node) -> OpFactors:
     Only sharded graphs contain ``partition::target_and_logsumexp``.
     """
     logits, _ = operands_of(node)
-    names = NAMES[: len(shape(logits))]
-    dim = as_dim(argument(node, "dim"), len(names))
+    names = NAMES[: len(get_meta_shape(logits))]
+    dim = as_dim(get_node_argument(node, "dim"), len(names))
     rows = [name if d != dim else None for d, name in enumerate(names)]
     result = results_of(node)[0]
     sent = 2 * math.prod(result.shape) * accumulated_in(result.dtype).itemsize // result.dtype.itemsize
     lowering = Lowering(_cross_entropy_sharded, REPLICATED, (("all_gather", sent),))
-    return named(node, [names, rows], [rows], lower={names[dim]: lowering})
+    return build_factor_rule(node, [names, rows], [rows], lower={names[dim]: lowering})
 
 
 def _cross_entropy_sharded(local: Local) -> fx.Node:
     logits, index = local.operands
-    dim = as_dim(argument(local.node, "dim"), len(shape(logits)))
-    own, elsewhere = own_rows(local, index, shape(logits)[dim])
+    dim = as_dim(get_node_argument(local.node, "dim"), len(get_meta_shape(logits)))
+    own, elsewhere = own_rows(local, index, get_meta_shape(logits)[dim])
     both = local.call(collective.target_and_logsumexp.default, logits, own, dim)
     target, logsumexp = (local.call(operator.getitem, both, place) for place in range(2))
     target = local.call(aten.masked_fill.Scalar, target, elsewhere, 0.0)
@@ -137,5 +137,5 @@ def _cross_entropy_sharded(local: Local) -> fx.Node:
     targets, sums = (local.call(aten.select.int, alike, 1, place) for place in range(2))
     total = local.call(aten.logsumexp.default, sums, [0])
     terms = local.call(aten.sub.Tensor, total, local.call(aten.sum.dim_IntList, targets, [0]))
-    dtype = value(local.node).dtype
-    return terms if value(terms).dtype == dtype else local.call(aten._to_copy.default, terms, dtype=dtype)
+    dtype = get_meta_tensor(local.node).dtype
+    return terms if get_meta_tensor(terms).dtype == dtype else local.call(aten._to_copy.default, terms, dtype=dtype)

@@ -17,16 +17,16 @@ from passes.rules.factors import (
     NAMES,
     Local,
     OpFactors,
-    argument,
-    each,
+    build_factor_rule,
     everything_whole,
-    named,
+    get_meta_shape,
+    get_node_argument,
+    mark_linear_each,
+    mark_linear_together,
     operands_of,
     results_of,
-    shape,
-    together,
 )
-from passes.rules.registry import family
+from passes.rules.registry import register_family
 
 aten = torch.ops.aten
 
@@ -55,170 +55,170 @@ LINEAR = """
 """.split()
 
 
-def elementwise(node: fx.Node, linear: Linear = ()) -> OpFactors:
+def shard_elementwise(node: fx.Node, linear: Linear = ()) -> OpFactors:
     """The rule of an elementwise operator; dims of size 1 broadcast."""
     results = results_of(node)
     rank = len(results[0].shape)
     names = NAMES[:rank]
-    operands = [names[rank - len(shape(o)) :] for o in operands_of(node)]
-    return named(node, operands, [names] * len(results), linear=linear)
+    operands = [names[rank - len(get_meta_shape(o)) :] for o in operands_of(node)]
+    return build_factor_rule(node, operands, [names] * len(results), linear=linear)
 
 
-family(*NONLINEAR)(elementwise)
+register_family(*NONLINEAR)(shard_elementwise)
 
 
-@family(*LINEAR)
-def linear(node: fx.Node) -> OpFactors:
-    return elementwise(node, FIRST)
+@register_family(*LINEAR)
+def shard_linear_elementwise(node: fx.Node) -> OpFactors:
+    return shard_elementwise(node, FIRST)
 
 
-@family("add", "sub", "subtract", "rsub")
-def add(node: fx.Node) -> OpFactors:
+@register_family("add", "sub", "subtract", "rsub")
+def shard_addition(node: fx.Node) -> OpFactors:
     """Linear in both operands together. Adding a number is not linear: every rank would add it to its partial sum."""
-    return elementwise(node, together(2) if len(operands_of(node)) == 2 else ())
+    return shard_elementwise(node, mark_linear_together(2) if len(operands_of(node)) == 2 else ())
 
 
-@family("mul", "multiply")
-def mul(node: fx.Node) -> OpFactors:
-    return elementwise(node, each(*range(len(operands_of(node)))))
+@register_family("mul", "multiply")
+def shard_multiplication(node: fx.Node) -> OpFactors:
+    return shard_elementwise(node, mark_linear_each(*range(len(operands_of(node)))))
 
 
-@family("div", "divide", "true_divide")
-def div(node: fx.Node) -> OpFactors:
+@register_family("div", "divide", "true_divide")
+def shard_division(node: fx.Node) -> OpFactors:
     """Linear in the numerator, unless the quotient is rounded."""
-    is_linear = isinstance(node.args[0], fx.Node) and argument(node, "rounding_mode") is None
-    return elementwise(node, FIRST if is_linear else ())
+    is_linear = isinstance(node.args[0], fx.Node) and get_node_argument(node, "rounding_mode") is None
+    return shard_elementwise(node, FIRST if is_linear else ())
 
 
-@family("to", "_to_copy", "type_as")
-def to(node: fx.Node) -> OpFactors:
+@register_family("to", "_to_copy", "type_as")
+def shard_dtype_cast(node: fx.Node) -> OpFactors:
     """A cast is linear if its result is a floating-point or complex type, or if it changes nothing. A second operand
     gives the type only."""
     source, *others = operands_of(node)
-    names = NAMES[: len(shape(source))]
+    names = NAMES[: len(get_meta_shape(source))]
     keeps = differentiable(node.meta["val"]) or node.meta["val"].dtype == source.meta["val"].dtype
-    unread: list[tuple[None, ...]] = [(None,) * len(shape(o)) for o in others]
-    return named(node, [names, *unread], [names], linear=FIRST if keeps else ())
+    unread: list[tuple[None, ...]] = [(None,) * len(get_meta_shape(o)) for o in others]
+    return build_factor_rule(node, [names, *unread], [names], linear=FIRST if keeps else ())
 
 
-@family("copy")
-def copy(node: fx.Node) -> OpFactors:
+@register_family("copy")
+def shard_copy(node: fx.Node) -> OpFactors:
     """Copies the second operand's elements into the first one's shape and type: linear in the second operand."""
-    return elementwise(node, each(1) if differentiable(node.meta["val"]) else ())
+    return shard_elementwise(node, mark_linear_each(1) if differentiable(node.meta["val"]) else ())
 
 
-@family("where")
-def where(node: fx.Node) -> OpFactors | None:
+@register_family("where")
+def shard_where(node: fx.Node) -> OpFactors | None:
     """Linear in both branches together, where both are tensors."""
     if str(node.target).endswith(".default"):
-        return None  # ``where(condition)`` lists the indices of true elements
-    return elementwise(node, (frozenset((1, 2)),) if len(operands_of(node)) == 3 else ())
+        return None  # ``shard_where(condition)`` lists the indices of true elements
+    return shard_elementwise(node, (frozenset((1, 2)),) if len(operands_of(node)) == 3 else ())
 
 
-@family("masked_fill")
+@register_family("masked_fill")
 def masked_fill(node: fx.Node) -> OpFactors:
-    return elementwise(node, FIRST if argument(node, "value") == 0 else ())
+    return shard_elementwise(node, FIRST if get_node_argument(node, "value") == 0 else ())
 
 
-@family("dropout", "native_dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
-def dropout(node: fx.Node) -> OpFactors:
+@register_family("dropout", "native_dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+def shard_dropout(node: fx.Node) -> OpFactors:
     """Outside of training, or with p = 0, dropout is the identity and may be sharded. Otherwise no dim may be sharded:
     the random mask must be the same on every rank."""
-    if argument(node, "train") is False or argument(node, "p") == 0:
-        return elementwise(node, FIRST)
+    if get_node_argument(node, "train") is False or get_node_argument(node, "p") == 0:
+        return shard_elementwise(node, FIRST)
     return everything_whole(node)
 
 
-@family("prelu", "_prelu_kernel")
-def prelu(node: fx.Node) -> OpFactors:
+@register_family("prelu", "_prelu_kernel")
+def shard_prelu(node: fx.Node) -> OpFactors:
     """PReLU with one slope for all elements, or one slope per index of dim 1, which is sharded along with that dim."""
     x, weight = operands_of(node)
-    if not shape(x):
+    if not get_meta_shape(x):
         return everything_whole(node)
-    names = NAMES[: len(shape(x))]
-    slopes = names if len(shape(weight)) == len(names) else names[1 : 1 + len(shape(weight))]
-    return named(node, [names, slopes], [names])
+    names = NAMES[: len(get_meta_shape(x))]
+    slopes = names if len(get_meta_shape(weight)) == len(names) else names[1 : 1 + len(get_meta_shape(weight))]
+    return build_factor_rule(node, [names, slopes], [names])
 
 
-@family("fill")
-def fill(node: fx.Node) -> OpFactors:
+@register_family("fill")
+def shard_fill(node: fx.Node) -> OpFactors:
     """Fills a tensor with one value: every dim may be sharded. The first operand gives shape and type only."""
     names = NAMES[: len(node.meta["val"].shape)]
-    return named(node, [names, *([] for _ in operands_of(node)[1:])], [names])
+    return build_factor_rule(node, [names, *([] for _ in operands_of(node)[1:])], [names])
 
 
-@family("bucketize", "isin")
+@register_family("bucketize", "isin")
 def looked_up(node: fx.Node) -> OpFactors | None:
     """Looks up each element in a second tensor (position, or membership): the second tensor is whole."""
     if not isinstance(node.args[0], fx.Node):
         return None
     elements, *others = operands_of(node)
-    names = NAMES[: len(shape(elements))]
-    return named(node, [names, *([None] * len(shape(o)) for o in others)], [names])
+    names = NAMES[: len(get_meta_shape(elements))]
+    return build_factor_rule(node, [names, *([None] * len(get_meta_shape(o)) for o in others)], [names])
 
 
-@family("searchsorted")
-def searchsorted(node: fx.Node) -> OpFactors | None:
+@register_family("searchsorted")
+def shard_searchsorted(node: fx.Node) -> OpFactors | None:
     """Looks up each element in a sorted row: the last dim of the sorted operand is whole. That operand is one row for
     all elements, or has a row for each row of elements."""
     if len(node.args) < 2 or not isinstance(node.args[1], fx.Node):
         return None
     ordered, elements, *sorter = operands_of(node)
-    names = NAMES[: len(shape(elements))]
-    row = [*names[:-1], None] if len(shape(ordered)) > 1 else [None]
-    return named(node, [row, names, *(row for _ in sorter)], [names])
+    names = NAMES[: len(get_meta_shape(elements))]
+    row = [*names[:-1], None] if len(get_meta_shape(ordered)) > 1 else [None]
+    return build_factor_rule(node, [row, names, *(row for _ in sorter)], [names])
 
 
-@family("glu")
-def glu(node: fx.Node) -> OpFactors:
+@register_family("glu")
+def shard_glu(node: fx.Node) -> OpFactors:
     """The halves of the argument ``dim`` are value and gate: the dim has the factors (2 f), and f is sharded in two
     sections."""
     (x,) = operands_of(node)
-    rank = len(shape(x))
-    dim = argument(node, "dim", -1) % rank
+    rank = len(get_meta_shape(x))
+    dim = get_node_argument(node, "dim", -1) % rank
     names = NAMES[:rank]
-    found = named(node, [[n if d != dim else None for d, n in enumerate(names)]], [names])
+    found = build_factor_rule(node, [[n if d != dim else None for d, n in enumerate(names)]], [names])
     halves = tuple(dims if d != dim else ("half", names[dim]) for d, dims in enumerate(found.operands[0]))
-    sizes = {**found.sizes, "half": 2, names[dim]: shape(x)[dim] // 2}
+    sizes = {**found.sizes, "half": 2, names[dim]: get_meta_shape(x)[dim] // 2}
     return OpFactors(sizes, (halves,), found.results, frozenset(("half",)))
 
 
-@family(
+@register_family(
     *(f"partition::{name}" for name in ("uniform", "normal", "exponential", "bits", "fraction")),
     *(f"partition::{name}" for name in ("gamma", "poisson", "binomial", "gamma_grad", "dirichlet_grad")),
 )
-def drawn(node: fx.Node) -> OpFactors:
+def shard_random_draw(node: fx.Node) -> OpFactors:
     """Counter-based random numbers depend only on each element's index and parameters, so every dim may be sharded."""
-    return elementwise(node)
+    return shard_elementwise(node)
 
 
-@family("full", "zeros", "ones", "empty", "new_full", "new_zeros", "new_ones", "new_empty", "scalar_tensor")
-def filled(node: fx.Node) -> OpFactors:
+@register_family("full", "zeros", "ones", "empty", "new_full", "new_zeros", "new_ones", "new_empty", "scalar_tensor")
+def shard_full(node: fx.Node) -> OpFactors:
     """A constant tensor of a given size: every dim may be sharded. Operands give the type only."""
-    unread = [[None] * len(shape(o)) for o in operands_of(node)]
-    return named(node, unread, [NAMES[: len(node.meta["val"].shape)]], local=_local_filled)
+    unread = [[None] * len(get_meta_shape(o)) for o in operands_of(node)]
+    return build_factor_rule(node, unread, [NAMES[: len(node.meta["val"].shape)]], local=_local_filled)
 
 
 def _local_filled(local: Local) -> fx.Node:
     return local.copy(size=list(local.result_shape()))
 
 
-@family("full_like", "zeros_like", "ones_like", "empty_like")
-def like(node: fx.Node) -> OpFactors:
+@register_family("full_like", "zeros_like", "ones_like", "empty_like")
+def shard_full_like(node: fx.Node) -> OpFactors:
     """A constant tensor of the operand's size: each dim may be sharded as the operand's. Its elements are not read."""
     names = NAMES[: len(node.meta["val"].shape)]
-    return named(node, [names], [names])
+    return build_factor_rule(node, [names], [names])
 
 
-@family("arange")
-def arange(node: fx.Node) -> OpFactors:
+@register_family("arange")
+def shard_arange(node: fx.Node) -> OpFactors:
     """A sequence may be sharded: a rank creates a sequence of local length and adds the offset of its shard."""
-    return named(node, [], [NAMES[:1]], local=_local_arange)
+    return build_factor_rule(node, [], [NAMES[:1]], local=_local_arange)
 
 
 def _local_arange(local: Local) -> fx.Node:
     val = local.node.meta["val"]
-    start, step = argument(local.node, "start", 0), argument(local.node, "step", 1)
+    start, step = get_node_argument(local.node, "start", 0), get_node_argument(local.node, "step", 1)
     if not val.dtype.is_floating_point:  # torch rounds them before it counts
         start, step = int(start), int(step)
     options = {**local.node.kwargs, "dtype": val.dtype}
@@ -239,11 +239,11 @@ def _local_arange(local: Local) -> fx.Node:
     return pieces[0] if len(pieces) == 1 else local.call(aten.cat.default, pieces)
 
 
-@family(
+@register_family(
     "bernoulli", "eye", "hann_window", "linspace", "logspace", "multinomial", "normal", "poisson", "rand", "rand_like",
     "randint", "randint_like", "randn", "randn_like", "randperm", "tril_indices", "triu_indices", "exponential",
     "uniform", "rrelu", "rrelu_with_noise",
 )  # fmt: skip
-def whole(node: fx.Node) -> OpFactors:
+def replicate_operator(node: fx.Node) -> OpFactors:
     """No dim may be sharded: elements depend on each other, or on a generator that must be equal on all ranks."""
     return everything_whole(node)

@@ -18,19 +18,19 @@ from passes.rules.factors import (
     Dims,
     Local,
     OpFactors,
-    argument,
-    each,
+    build_factor_rule,
     everything_whole,
-    named,
+    get_meta_shape,
+    get_node_argument,
+    mark_linear_each,
     operands_of,
     results_of,
-    shape,
 )
-from passes.rules.registry import family, rule
+from passes.rules.registry import register_family, rule
 
 aten = torch.ops.aten
 
-_PRODUCT = each(0, 1)
+_PRODUCT = mark_linear_each(0, 1)
 
 rule("aten.mm", "m k, k n -> m n", linear=_PRODUCT)
 
@@ -46,29 +46,29 @@ _ADDED = {"addmm": ("mk", "kn", "mn"), "addmv": ("mk", "k", "m"), "baddbmm": ("b
           "addbmm": ("bmk", "bkn", "mn")}  # fmt: skip
 
 
-@family(*_ADDED)
-def added(node: fx.Node) -> OpFactors:
+@register_family(*_ADDED)
+def shard_added_product(node: fx.Node) -> OpFactors:
     """A product plus an addend, which would be added once per rank if what is summed over were sharded."""
     left, right, made = _ADDED[node.target.__name__.split(".")[0]]  # type: ignore[union-attr]
-    rank = len(shape(operands_of(node)[0]))
+    rank = len(get_meta_shape(operands_of(node)[0]))
     summed = frozenset(left) - frozenset(made)
-    return named(node, [made[len(made) - rank :], left, right], [made], whole=summed)
+    return build_factor_rule(node, [made[len(made) - rank :], left, right], [made], whole=summed)
 
 
-@family("linear")
-def linear(node: fx.Node) -> OpFactors:
+@register_family("linear")
+def shard_linear(node: fx.Node) -> OpFactors:
     x, weight, *bias = operands_of(node)
-    front = NAMES[: len(shape(x)) - 1]
-    out = ("o",) if len(shape(weight)) == 2 else ()
+    front = NAMES[: len(get_meta_shape(x)) - 1]
+    out = ("o",) if len(get_meta_shape(weight)) == 2 else ()
     operands = [(*front, "i"), (*out, "i"), *(out for _ in bias)]
     if bias:
-        return named(node, operands, [(*front, *out)], whole=frozenset("i"))
-    return named(node, operands, [(*front, *out)], linear=_PRODUCT)
+        return build_factor_rule(node, operands, [(*front, *out)], whole=frozenset("i"))
+    return build_factor_rule(node, operands, [(*front, *out)], linear=_PRODUCT)
 
 
-@family("matmul")
-def matmul(node: fx.Node) -> OpFactors:
-    x, y = (len(shape(o)) for o in operands_of(node))
+@register_family("matmul")
+def shard_matmul(node: fx.Node) -> OpFactors:
+    x, y = (len(get_meta_shape(o)) for o in operands_of(node))
     batch = max(x, y) - 2
     front = NAMES[: max(batch, 0)]
     rows = ("m",) if x > 1 else ()
@@ -76,44 +76,47 @@ def matmul(node: fx.Node) -> OpFactors:
     left = front[batch - (x - 2) :] if x > 2 else ()
     right = front[batch - (y - 2) :] if y > 2 else ()
     operands = [(*left, *rows, "k"), (*right, "k", *columns)]
-    return named(node, operands, [(*front, *rows, *columns)], linear=_PRODUCT)
+    return build_factor_rule(node, operands, [(*front, *rows, *columns)], linear=_PRODUCT)
 
 
-@family("einsum")
-def einsum(node: fx.Node) -> OpFactors | None:
+@register_family("einsum")
+def shard_einsum(node: fx.Node) -> OpFactors | None:
     equation: Any = node.args[0]
     terms, _, result = equation.replace(" ", "").partition("->")
     count = len(operands_of(node))
-    patterns = [_labels(t, len(shape(o))) for t, o in zip(terms.split(","), operands_of(node), strict=True)]
+    patterns = [
+        _expand_einsum_labels(t, len(get_meta_shape(o)))
+        for t, o in zip(terms.split(","), operands_of(node), strict=True)
+    ]
     if "->" not in equation:
         return None
-    made = _labels(result, len(node.meta["val"].shape))
-    return named(node, patterns, [made], linear=each(*range(count)))
+    made = _expand_einsum_labels(result, len(node.meta["val"].shape))
+    return build_factor_rule(node, patterns, [made], linear=mark_linear_each(*range(count)))
 
 
-def _labels(term: str, rank: int) -> list[str]:
+def _expand_einsum_labels(term: str, rank: int) -> list[str]:
     front, dots, back = term.partition("...")
     hidden = rank - len(front) - len(back)
     return [*front, *(NAMES[hidden - 1 - i] for i in range(hidden) if dots), *back]
 
 
-@family("conv1d", "conv2d", "conv3d", "convolution", "_convolution", "conv_transpose1d", "conv_transpose2d",
+@register_family("conv1d", "conv2d", "conv3d", "convolution", "_convolution", "conv_transpose1d", "conv_transpose2d",
         "conv_transpose3d")  # fmt: skip
-def convolution(node: fx.Node) -> OpFactors:
+def shard_convolution(node: fx.Node) -> OpFactors:
     """Input channels are (g i) and output channels (g o) in g groups; ``i`` is summed over.
 
     Weights are ``(g o) i ...``, those of a transposed convolution ``(g i) o ...``.
     """
     x, weight, *bias = operands_of(node)
-    transposed = "transpose" in str(node.target) or bool(argument(node, "transposed", False))
-    num_places = len(shape(weight)) - 2
-    has_batch = len(shape(x)) == num_places + 2
-    groups = argument(node, "groups", 1)
-    num_inputs = shape(x)[1 if has_batch else 0]
+    transposed = "transpose" in str(node.target) or bool(get_node_argument(node, "transposed", False))
+    num_places = len(get_meta_shape(weight)) - 2
+    has_batch = len(get_meta_shape(x)) == num_places + 2
+    groups = get_node_argument(node, "groups", 1)
+    num_inputs = get_meta_shape(x)[1 if has_batch else 0]
     num_outputs = node.meta["val"].shape[1 if has_batch else 0]
     sizes = {"g": groups, "i": num_inputs // groups, "o": num_outputs // groups}
     if has_batch:
-        sizes["b"] = shape(x)[0]
+        sizes["b"] = get_meta_shape(x)[0]
     batch: Dims = (("b",),) if has_batch else ()
     places: Dims = ((),) * num_places
     inputs, outputs = ("g", "i"), ("g", "o")
@@ -121,26 +124,28 @@ def convolution(node: fx.Node) -> OpFactors:
     operands: tuple[Dims, ...] = ((*batch, inputs, *places), kernel, *((outputs,) for _ in bias))
     if bias:
         return OpFactors(sizes, operands, ((*batch, outputs, *places),), frozenset("i"), local=_local_convolution)
-    return OpFactors(sizes, operands, ((*batch, outputs, *places),), linear=each(0, 1), local=_local_convolution)
+    return OpFactors(
+        sizes, operands, ((*batch, outputs, *places),), linear=mark_linear_each(0, 1), local=_local_convolution
+    )
 
 
 def _local_convolution(local: Local) -> fx.Node:
     return local.copy(groups=local.size("g")) if local.strategy.factor == "g" else local.copy()
 
 
-def _leading(node: fx.Node, num_places: int, is_linear: bool) -> OpFactors:
+def _shard_leading_dims(node: fx.Node, num_places: int, is_linear: bool) -> OpFactors:
     """All but the last ``num_places`` dims pass through."""
     (x,) = operands_of(node)
-    names = [*NAMES[: len(shape(x)) - num_places], *[None] * num_places]
-    return named(node, [names], [names for _ in results_of(node)], linear=FIRST if is_linear else ())
+    names = [*NAMES[: len(get_meta_shape(x)) - num_places], *[None] * num_places]
+    return build_factor_rule(node, [names], [names for _ in results_of(node)], linear=FIRST if is_linear else ())
 
 
 for _places in (1, 2, 3):
     _averages = [f"avg_pool{_places}d", f"adaptive_avg_pool{_places}d"]
     _averages += [f"_adaptive_avg_pool{_places}d"] if _places > 1 else []
     _largest = [f"max_pool{_places}d", f"max_pool{_places}d_with_indices", f"adaptive_max_pool{_places}d"]
-    family(*_averages)(lambda node, n=_places: _leading(node, n, True))
-    family(*_largest)(lambda node, n=_places: _leading(node, n, False))
+    register_family(*_averages)(lambda node, n=_places: _shard_leading_dims(node, n, True))
+    register_family(*_largest)(lambda node, n=_places: _shard_leading_dims(node, n, False))
 
 _RESIZED = {
     1: ("nearest1d", "_nearest_exact1d", "linear1d"),
@@ -149,47 +154,49 @@ _RESIZED = {
 }
 for _places, _kinds in _RESIZED.items():
     _names = [f"_upsample{k}" if k.startswith("_") else f"upsample_{k}" for k in _kinds]
-    family(*_names)(lambda node, n=_places: _leading(node, n, True))
+    register_family(*_names)(lambda node, n=_places: _shard_leading_dims(node, n, True))
 
 
-@family("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
+@register_family("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
 def grid_sampler(node: fx.Node) -> OpFactors:
-    x, grid = (len(shape(o)) for o in operands_of(node))
+    x, grid = (len(get_meta_shape(o)) for o in operands_of(node))
     images, places = ["b", "c", *[None] * (x - 2)], ["b", *[None] * (grid - 1)]
-    return named(node, [images, places], [images], linear=FIRST)
+    return build_factor_rule(node, [images, places], [images], linear=FIRST)
 
 
 for _places in (2, 3):
     _unpooled = f"max_unpool{_places}d"
 
-    @family(_unpooled)
+    @register_family(_unpooled)
     def max_unpool(node: fx.Node, n: int = _places) -> OpFactors:
         """Indices count within one image, so images and channels pass through."""
         x, _ = operands_of(node)
-        names = [*NAMES[: len(shape(x)) - n], *[None] * n]
-        return named(node, [names, names], [names])
+        names = [*NAMES[: len(get_meta_shape(x)) - n], *[None] * n]
+        return build_factor_rule(node, [names, names], [names])
 
 
 for _places in (2, 3):
     _fractional = f"fractional_max_pool{_places}d"
 
-    @family(_fractional)
+    @register_family(_fractional)
     def fractional_max_pool(node: fx.Node, n: int = _places) -> OpFactors:
         """Each channel of each sample has random numbers of its own; an input without samples has those of one."""
         x, _ = operands_of(node)
-        names = ["b", "c"] if len(shape(x)) == n + 2 else ["c"]
+        names = ["b", "c"] if len(get_meta_shape(x)) == n + 2 else ["c"]
         images = [*names, *[None] * n]
-        return named(node, [images, [*([None] * (2 - len(names))), *names, None]], [images for _ in results_of(node)])
+        return build_factor_rule(
+            node, [images, [*([None] * (2 - len(names))), *names, None]], [images for _ in results_of(node)]
+        )
 
 
-@family("im2col", "col2im")
-def columns(node: fx.Node) -> OpFactors:
+@register_family("im2col", "col2im")
+def shard_image_patches(node: fx.Node) -> OpFactors:
     """Patches of channels (c k), k the places of a patch, from channels c; and back."""
     (x,) = operands_of(node)
     result = tuple(node.meta["val"].shape)
     takes_apart = node.target == aten.im2col.default
-    has_batch = len(shape(x)) == (4 if takes_apart else 3)
-    images, patches = (shape(x), result) if takes_apart else (result, shape(x))
+    has_batch = len(get_meta_shape(x)) == (4 if takes_apart else 3)
+    images, patches = (get_meta_shape(x), result) if takes_apart else (result, get_meta_shape(x))
     at = 1 if has_batch else 0
     batch_dims: Dims = (("b",),) if has_batch else ()
     sizes = {"c": images[at], "k": patches[at] // images[at], **({"b": images[0]} if has_batch else {})}
@@ -199,29 +206,31 @@ def columns(node: fx.Node) -> OpFactors:
     return OpFactors(sizes, (before,), (after,), frozenset("k"), FIRST)
 
 
-@family("affine_grid_generator")
+@register_family("affine_grid_generator")
 def affine_grid(node: fx.Node) -> OpFactors:
     """A grid for each sample's matrix."""
     rank = len(node.meta["val"].shape)
-    return named(node, [["n", None, None]], [["n", *[None] * (rank - 1)]], linear=FIRST, local=_local_affine_grid)
+    return build_factor_rule(
+        node, [["n", None, None]], [["n", *[None] * (rank - 1)]], linear=FIRST, local=_local_affine_grid
+    )
 
 
 def _local_affine_grid(local: Local) -> fx.Node:
-    sizes = list(argument(local.node, "size"))
+    sizes = list(get_node_argument(local.node, "size"))
     return local.copy(size=[local.result_shape()[0], *sizes[1:]])
 
 
 _MATRIX = 2  # dims
 
 
-@family(
+@register_family(
     "_linalg_det", "_linalg_eigh", "_linalg_slogdet", "_linalg_solve_ex", "_linalg_svd", "cholesky", "cholesky_inverse",
     "cholesky_solve", "linalg_cholesky_ex", "linalg_inv_ex", "linalg_lu", "linalg_lu_factor_ex", "linalg_lu_solve",
     "linalg_matrix_exp", "linalg_qr", "linalg_solve_triangular",
 )  # fmt: skip
 def by_matrix(node: fx.Node) -> OpFactors:
     """Operands and results that are all of the same matrices; otherwise whole."""
-    operands = [shape(o) for o in operands_of(node)]
+    operands = [get_meta_shape(o) for o in operands_of(node)]
     results = [tuple(r.shape) for r in results_of(node)]
     first = max(operands, key=len)
     outer = first[:-_MATRIX]
@@ -232,4 +241,4 @@ def by_matrix(node: fx.Node) -> OpFactors:
     def pattern(sizes: tuple[int, ...]) -> list[str | None]:
         return [*names, *[None] * (len(sizes) - len(outer))]
 
-    return named(node, [pattern(tuple(s)) for s in operands], [pattern(s) for s in results])
+    return build_factor_rule(node, [pattern(tuple(s)) for s in operands], [pattern(s) for s in results])

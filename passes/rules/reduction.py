@@ -20,41 +20,41 @@ from passes.rules.factors import (
     Local,
     Lowering,
     OpFactors,
-    argument,
     as_dim,
     as_dims,
-    each,
+    build_factor_rule,
     everything_whole,
-    named,
+    get_meta_shape,
+    get_node_argument,
+    mark_linear_each,
     operands_of,
     results_of,
-    shape,
 )
-from passes.rules.registry import family
+from passes.rules.registry import register_family
 
 aten = torch.ops.aten
 
 Linear = tuple[frozenset[int], ...]
 
 
-def reduced(node: fx.Node, linear: Linear = ()) -> OpFactors:
+def shard_reduction(node: fx.Node, linear: Linear = ()) -> OpFactors:
     """The rule of a sum over the argument ``dim`` (all dims if it is absent): sharding a summed factor gives a partial
     sum."""
     dims = dims_of(node)
-    names = NAMES[: len(shape(operands_of(node)[0]))]
+    names = NAMES[: len(get_meta_shape(operands_of(node)[0]))]
     left = [None if d in dims else n for d, n in enumerate(names)]
-    kept = left if argument(node, "keepdim", False) else [n for n in left if n is not None]
-    return named(node, [names], [kept for _ in results_of(node)], linear=linear)
+    kept = left if get_node_argument(node, "keepdim", False) else [n for n in left if n is not None]
+    return build_factor_rule(node, [names], [kept for _ in results_of(node)], linear=linear)
 
 
 def dims_of(node: fx.Node) -> tuple[int, ...]:
-    given, sizes = argument(node, "dim"), shape(operands_of(node)[0])
+    given, sizes = get_node_argument(node, "dim"), get_meta_shape(operands_of(node)[0])
     if isinstance(given, list | tuple) and not given and tuple(results_of(node)[0].shape) == sizes:
         return ()  # some operators read an empty list of dims as no dim, others as all dims
     return as_dims(given, len(sizes))
 
 
-def _numel(node: fx.Node) -> int:
+def _count_result_elements(node: fx.Node) -> int:
     """Number of elements of the first result."""
     return math.prod(results_of(node)[0].shape)
 
@@ -63,45 +63,47 @@ def factors_along(node: fx.Node) -> frozenset[str]:
     return frozenset(NAMES[d] for d in dims_of(node))
 
 
-@family("sum")
-def sum_(node: fx.Node) -> OpFactors:
-    return reduced(node, FIRST)
+@register_family("sum")
+def shard_sum(node: fx.Node) -> OpFactors:
+    return shard_reduction(node, FIRST)
 
 
-family("nansum", "count_nonzero")(reduced)
+register_family("nansum", "count_nonzero")(shard_reduction)
 
 
-@family(
+@register_family(
     "all", "any", "argmax", "argmin", "max", "median", "min", "mode", "nanmedian", "norm", "prod", "std", "std_mean",
     "var", "var_mean", "linalg_vector_norm", "aminmax", "kthvalue",
 )  # fmt: skip
 def over_whole_dims(node: fx.Node) -> OpFactors:
     """A reduction other than a sum: the reduced dims are whole."""
-    return replace(reduced(node), whole=factors_along(node))
+    return replace(shard_reduction(node), whole=factors_along(node))
 
 
-@family(
+@register_family(
     "_log_softmax", "_safe_softmax", "_softmax", "argsort", "cummax", "cummin", "cumprod", "logcumsumexp",
     "sort",
 )  # fmt: skip
 def along_whole_dim(node: fx.Node) -> OpFactors:
     """Each element of the results depends on all of the operand's elements along the dim, which is therefore whole."""
-    names = NAMES[: len(shape(operands_of(node)[0]))]
-    return named(node, [names], [names for _ in results_of(node)], whole=factors_along(node))
+    names = NAMES[: len(get_meta_shape(operands_of(node)[0]))]
+    return build_factor_rule(node, [names], [names for _ in results_of(node)], whole=factors_along(node))
 
 
-@family("_softmax_backward_data", "_log_softmax_backward_data")
+@register_family("_softmax_backward_data", "_log_softmax_backward_data")
 def softmax_gradient(node: fx.Node) -> OpFactors:
     """Backward of softmax, which reads the gradient and the result: the dim of the softmax is whole."""
     names = NAMES[: len(node.meta["val"].shape)]
-    return named(node, [names, names], [names], whole=factors_along(node))
+    return build_factor_rule(node, [names, names], [names], whole=factors_along(node))
 
 
-@family("softmax", "log_softmax")
-def softmax(node: fx.Node) -> OpFactors:
+@register_family("softmax", "log_softmax")
+def shard_softmax(node: fx.Node) -> OpFactors:
     """Along a sharded dim, the ranks all-reduce the maximum and the sum of the exponentials."""
     build = _softmax_sharded if node.target == aten.softmax.int else _log_softmax_sharded
-    rows = _numel(node) // max(1, math.prod(shape(operands_of(node)[0])[d] for d in dims_of(node)))
+    rows = _count_result_elements(node) // max(
+        1, math.prod(get_meta_shape(operands_of(node)[0])[d] for d in dims_of(node))
+    )
     sent = [("all_reduce_max", rows), ("all_reduce", rows)]
     if node.meta.get("grad", True):
         sent.append(("all_reduce", rows))
@@ -109,60 +111,64 @@ def softmax(node: fx.Node) -> OpFactors:
     return replace(along_whole_dim(node), whole=frozenset(), lower=dict.fromkeys(factors_along(node), lowering))
 
 
-@family(
+@register_family(
     "_fft_c2c", "_fft_c2r", "_fft_r2c", "fft_fft", "fft_fft2", "fft_fftn", "fft_ifft", "fft_ifft2", "fft_ifftn",
     "fft_irfft", "fft_rfft",
 )  # fmt: skip
-def fourier(node: fx.Node) -> OpFactors:
+def shard_fourier_transform(node: fx.Node) -> OpFactors:
     """The transformed dims are whole, and may have another size in the result; the other dims may be sharded."""
-    rank = len(shape(operands_of(node)[0]))
-    dims = argument(node, "dim")
-    sizes = argument(node, "s")
+    rank = len(get_meta_shape(operands_of(node)[0]))
+    dims = get_node_argument(node, "dim")
+    sizes = get_node_argument(node, "s")
     along = range(rank - len(sizes), rank) if dims is None and sizes else as_dims(dims, rank)
     names = [n if d not in along else None for d, n in enumerate(NAMES[:rank])]
-    return named(node, [names], [names], linear=FIRST)
+    return build_factor_rule(node, [names], [names], linear=FIRST)
 
 
-@family("stft")
-def stft(node: fx.Node) -> OpFactors:
+@register_family("stft")
+def shard_stft(node: fx.Node) -> OpFactors:
     """Short-time Fourier transform: the time dim is whole; the dim of the signals may be sharded."""
-    signals = [*NAMES[: len(shape(operands_of(node)[0])) - 1], None]
+    signals = [*NAMES[: len(get_meta_shape(operands_of(node)[0])) - 1], None]
     others: list[list[None]] = [[None] for _ in operands_of(node)[1:]]
     rank = len(results_of(node)[0].shape)
-    return named(node, [signals, *others], [[*signals[:-1], *[None] * (rank - len(signals) + 1)]], linear=FIRST)
+    return build_factor_rule(
+        node, [signals, *others], [[*signals[:-1], *[None] * (rank - len(signals) + 1)]], linear=FIRST
+    )
 
 
-@family("cumsum")
-def cumsum(node: fx.Node) -> OpFactors:
+@register_family("cumsum")
+def shard_cumsum(node: fx.Node) -> OpFactors:
     return replace(along_whole_dim(node), linear=FIRST)
 
 
-@family("topk")
-def topk(node: fx.Node) -> OpFactors:
-    names, along = NAMES[: len(shape(operands_of(node)[0]))], factors_along(node)
+@register_family("topk")
+def shard_topk(node: fx.Node) -> OpFactors:
+    names, along = NAMES[: len(get_meta_shape(operands_of(node)[0]))], factors_along(node)
     found = [n if n not in along else "found" for n in names]
-    return named(node, [names], [found, found], whole=along | {"found"})
+    return build_factor_rule(node, [names], [found, found], whole=along | {"found"})
 
 
-@family("mean")
-def mean(node: fx.Node) -> OpFactors:
+@register_family("mean")
+def shard_mean(node: fx.Node) -> OpFactors:
     """A sharded mean is partial: each rank contributes the mean of its shard divided by the number of shards."""
     lowering = Lowering(divided_by_ranks, PARTIAL, sections=True)
-    return replace(reduced(node, FIRST), lower=dict.fromkeys(factors_along(node), lowering))
+    return replace(shard_reduction(node, FIRST), lower=dict.fromkeys(factors_along(node), lowering))
 
 
 def divided_by_ranks(local: Local) -> fx.Node:
     return local.call(aten.mul.Tensor, local.copy(), 1.0 / local.num_ranks)
 
 
-@family("amax", "amin")
-def amax(node: fx.Node) -> OpFactors:
+@register_family("amax", "amin")
+def shard_amax(node: fx.Node) -> OpFactors:
     """Over a sharded dim, the ranks all-reduce the maximum. With a gradient, the dim is whole."""
     ordered = node.target == aten.amax.default or node.meta["val"].dtype.is_signed  # amin(x) = -amax(-x)
     if node.meta.get("grad", True) or not ordered:
         return over_whole_dims(node)
-    lowering = Lowering(_largest_of_ranks, REPLICATED, (("all_reduce_max", _numel(node)),), sections=True)
-    return replace(reduced(node), lower=dict.fromkeys(factors_along(node), lowering))
+    lowering = Lowering(
+        _largest_of_ranks, REPLICATED, (("all_reduce_max", _count_result_elements(node)),), sections=True
+    )
+    return replace(shard_reduction(node), lower=dict.fromkeys(factors_along(node), lowering))
 
 
 def _largest_of_ranks(local: Local) -> fx.Node:
@@ -173,41 +179,41 @@ def _largest_of_ranks(local: Local) -> fx.Node:
     return local.call(aten.neg.default, found)
 
 
-@family("logsumexp")
-def logsumexp(node: fx.Node) -> OpFactors:
+@register_family("logsumexp")
+def shard_logsumexp(node: fx.Node) -> OpFactors:
     """Over a sharded dim, the ranks all-reduce the maximum and the sum of the exponentials."""
     if not operands_of(node)[0].meta["val"].dtype.is_floating_point:
         return over_whole_dims(node)  # complex numbers have no maximum, integers no infinity
-    sent = (("all_reduce_max", _numel(node)), ("all_reduce", _numel(node)))
+    sent = (("all_reduce_max", _count_result_elements(node)), ("all_reduce", _count_result_elements(node)))
     lowering = Lowering(_logsumexp_sharded, REPLICATED, sent, sections=True)
-    return replace(reduced(node), lower=dict.fromkeys(factors_along(node), lowering))
+    return replace(shard_reduction(node), lower=dict.fromkeys(factors_along(node), lowering))
 
 
 def _logsumexp_sharded(local: Local) -> fx.Node:
     # Every rank continues with the whole sum, so it has the whole gradient of its own addend.
-    _, largest, _, total = _exponentials(local, local.operands[0], "copy")
+    _, largest, _, total = _compute_exponentials(local, local.operands[0], "copy")
     found = local.call(aten.add.Tensor, local.call(aten.log.default, total), largest)
     return local.call(aten.reshape.default, found, list(local.result_shape()))
 
 
 def _softmax_sharded(local: Local) -> fx.Node:
     # Each rank continues with its own shard, so the gradient of the sum is reduced over all ranks.
-    _, _, powers, total = _exponentials(local, _softmax_operand(local), "reduce")
+    _, _, powers, total = _compute_exponentials(local, _softmax_operand(local), "reduce")
     return local.call(aten.div.Tensor, powers, total)
 
 
 def _log_softmax_sharded(local: Local) -> fx.Node:
-    shifted, _, _, total = _exponentials(local, _softmax_operand(local), "reduce")
+    shifted, _, _, total = _compute_exponentials(local, _softmax_operand(local), "reduce")
     return local.call(aten.sub.Tensor, shifted, local.call(aten.log.default, total))
 
 
 def _softmax_operand(local: Local) -> fx.Node:
-    dtype = argument(local.node, "dtype")
+    dtype = get_node_argument(local.node, "dtype")
     (x,) = local.operands
     return x if dtype is None else local.call(aten._to_copy.default, x, dtype=dtype)
 
 
-def _exponentials(local: Local, x: fx.Node, grad: str) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node]:
+def _compute_exponentials(local: Local, x: fx.Node, grad: str) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node]:
     """Shifted exponentials of ``x`` along the reduced dims.
 
     Returns ``x`` minus its maximum over all ranks, that maximum, the exponentials, and their sum over all ranks.
@@ -225,27 +231,32 @@ def _exponentials(local: Local, x: fx.Node, grad: str) -> tuple[fx.Node, fx.Node
     return shifted, largest, powers, total
 
 
-@family("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm")
+@register_family("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm")
 def layer_norm(node: fx.Node) -> OpFactors:
     """The last dims, which are normalised over, are whole; in returned statistics they have size 1."""
     x, *affine = operands_of(node)
-    names = NAMES[: len(shape(x))]
-    count = len(argument(node, "normalized_shape"))
+    names = NAMES[: len(get_meta_shape(x))]
+    count = len(get_node_argument(node, "normalized_shape"))
     last = names[len(names) - count :]
     results = [names for _ in results_of(node)]
-    return named(node, [names, *(last for _ in affine)], results, whole=frozenset(last))
+    return build_factor_rule(node, [names, *(last for _ in affine)], results, whole=frozenset(last))
 
 
-@family("group_norm")
+@register_family("group_norm")
 def group_norm(node: fx.Node) -> OpFactors:
     """The channel dim has the factors (g c): each of g groups is normalised over its c channels and all positions, so
     samples and groups may be sharded."""
     x, *affine = operands_of(node)
-    groups = argument(node, "num_groups")
+    groups = get_node_argument(node, "num_groups")
     channels = ("g", "c")
-    operand: Dims = (("b",), channels, *((n,) for n in NAMES[: len(shape(x)) - 2]))
-    sizes = {"b": shape(x)[0], "g": groups, "c": shape(x)[1] // groups, **dict(zip(NAMES, shape(x)[2:], strict=False))}
-    whole = frozenset(("c", *NAMES[: len(shape(x)) - 2]))
+    operand: Dims = (("b",), channels, *((n,) for n in NAMES[: len(get_meta_shape(x)) - 2]))
+    sizes = {
+        "b": get_meta_shape(x)[0],
+        "g": groups,
+        "c": get_meta_shape(x)[1] // groups,
+        **dict(zip(NAMES, get_meta_shape(x)[2:], strict=False)),
+    }
+    whole = frozenset(("c", *NAMES[: len(get_meta_shape(x)) - 2]))
     return OpFactors(sizes, (operand, *((channels,) for _ in affine)), (operand,), whole, local=_local_group_norm)
 
 
@@ -253,16 +264,21 @@ def _local_group_norm(local: Local) -> fx.Node:
     return local.copy(num_groups=local.size("g"))
 
 
-@family("native_group_norm")
+@register_family("native_group_norm")
 def native_group_norm(node: fx.Node) -> OpFactors:
     """Group normalisation with explicit sizes, which also returns mean and rstd per sample and group: samples and
     groups may be sharded, as in :func:`group_norm`."""
     x, *affine = operands_of(node)
-    groups = argument(node, "group")
+    groups = get_node_argument(node, "group")
     channels = ("g", "c")
-    operand: Dims = (("b",), channels, *((n,) for n in NAMES[: len(shape(x)) - 2]))
-    sizes = {"b": shape(x)[0], "g": groups, "c": shape(x)[1] // groups, **dict(zip(NAMES, shape(x)[2:], strict=False))}
-    whole = frozenset(("c", *NAMES[: len(shape(x)) - 2]))
+    operand: Dims = (("b",), channels, *((n,) for n in NAMES[: len(get_meta_shape(x)) - 2]))
+    sizes = {
+        "b": get_meta_shape(x)[0],
+        "g": groups,
+        "c": get_meta_shape(x)[1] // groups,
+        **dict(zip(NAMES, get_meta_shape(x)[2:], strict=False)),
+    }
+    whole = frozenset(("c", *NAMES[: len(get_meta_shape(x)) - 2]))
     statistics: Dims = (("b",), ("g",))
     results = (operand, statistics, statistics)
     return OpFactors(sizes, (operand, *((channels,) for _ in affine)), results, whole, local=_local_native_group_norm)
@@ -273,7 +289,7 @@ def _local_native_group_norm(local: Local) -> fx.Node:
     return local.copy(N=samples, C=groups * local.size("c"), group=groups)
 
 
-@family(
+@register_family(
     "batch_norm", "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
     "_native_batch_norm_legit_no_training", "cudnn_batch_norm", "_batch_norm_with_update_functional",
 )  # fmt: skip
@@ -281,41 +297,41 @@ def batch_norm(node: fx.Node) -> OpFactors:
     """Channels may be sharded. Samples and positions may be sharded only outside of training, where running statistics
     are used; in training the statistics are computed over them."""
     x, *channelwise = operands_of(node)
-    if len(shape(x)) < 2:
+    if len(get_meta_shape(x)) < 2:
         return everything_whole(node)
-    names: list[str | None] = ["b", "c", *NAMES[: len(shape(x)) - 2]]
-    training = argument(node, "training", "no_training" not in str(node.target))
-    patterns = [names if r.dim() == len(names) else _statistics(r.shape) for r in results_of(node)]
+    names: list[str | None] = ["b", "c", *NAMES[: len(get_meta_shape(x)) - 2]]
+    training = get_node_argument(node, "training", "no_training" not in str(node.target))
+    patterns = [names if r.dim() == len(names) else _name_statistics_dims(r.shape) for r in results_of(node)]
     whole = frozenset(n for n in names if n != "c" and n) if training else frozenset()
-    return named(node, [names, *(["c"] for _ in channelwise)], patterns, whole=whole)
+    return build_factor_rule(node, [names, *(["c"] for _ in channelwise)], patterns, whole=whole)
 
 
-def _statistics(size: tuple[int, ...]) -> list[str | None]:
+def _name_statistics_dims(size: tuple[int, ...]) -> list[str | None]:
     """Factors of a statistics tensor: one element per channel, or no factor for an empty tensor."""
     return ["c" if s else None for s in size]
 
 
-@family("_weight_norm", "_weight_norm_interface")
+@register_family("_weight_norm", "_weight_norm_interface")
 def weight_norm(node: fx.Node) -> OpFactors:
     """Direction times length per index of the argument ``dim``: that dim may be sharded; the other dims are whole."""
     directions, _ = operands_of(node)
-    names = NAMES[: len(shape(directions))]
-    dim = as_dim(argument(node, "dim"), len(names))
+    names = NAMES[: len(get_meta_shape(directions))]
+    dim = as_dim(get_node_argument(node, "dim"), len(names))
     lengths = [n if d == dim else None for d, n in enumerate(names)]
     whole = frozenset(n for d, n in enumerate(names) if d != dim)
     single = len(results_of(node)) == 1  # the norms beside it are not linear in the lengths
-    return named(node, [names, lengths], [names, lengths][: len(results_of(node))], whole=whole,
-                 linear=each(1) if single else ())  # fmt: skip
+    return build_factor_rule(node, [names, lengths], [names, lengths][: len(results_of(node))], whole=whole,
+                 linear=mark_linear_each(1) if single else ())  # fmt: skip
 
 
-@family("instance_norm")
+@register_family("instance_norm")
 def instance_norm(node: fx.Node) -> OpFactors:
     """Each channel of each sample is normalised over its positions: samples and channels may be sharded."""
     x, *channelwise = operands_of(node)
-    places = NAMES[: len(shape(x)) - 2]
-    whole = frozenset(places) if argument(node, "use_input_stats") else frozenset()
-    running = isinstance(argument(node, "running_mean"), fx.Node)
-    if running and argument(node, "use_input_stats"):
+    places = NAMES[: len(get_meta_shape(x)) - 2]
+    whole = frozenset(places) if get_node_argument(node, "use_input_stats") else frozenset()
+    running = isinstance(get_node_argument(node, "running_mean"), fx.Node)
+    if running and get_node_argument(node, "use_input_stats"):
         whole |= {"b"}  # running statistics average over the samples
     names = ["b", "c", *places]
-    return named(node, [names, *(["c"] for _ in channelwise)], [names], whole=whole)
+    return build_factor_rule(node, [names, *(["c"] for _ in channelwise)], [names], whole=whole)

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from passes.errors import RuleError
-from passes.rules.factors import NAMES, Dims, OpFactors, operands_of, results_of, shape
+from passes.rules.factors import NAMES, Dims, OpFactors, get_meta_shape, operands_of, results_of
 
 _TOKEN = re.compile(r"\s*(\.\.\.|->|[(),!]|1(?!\w)|[A-Za-z_]\w*)")
 
@@ -52,30 +52,32 @@ class TextRule:
         pairs: list[tuple[tuple[str, ...], int]] = []
         for kind, patterns, shapes in (("operand", self.operands, operands), ("result", self.results, results)):
             if len(patterns) != len(shapes):
-                raise self._error(where, f"it has {len(patterns)} {kind}s, the call has {len(shapes)}")
+                raise self._create_rule_error(where, f"it has {len(patterns)} {kind}s, the call has {len(shapes)}")
             tensors: list[Dims] = []
             for i, (pattern, dim_sizes) in enumerate(zip(patterns, shapes, strict=True)):
-                dims = self._expand(pattern, dim_sizes, f"{kind} {i}", where)
+                dims = self._expand_ellipsis(pattern, dim_sizes, f"{kind} {i}", where)
                 kept = tuple(f if size != 1 else () for f, size in zip(dims, dim_sizes, strict=True))
                 pairs.extend((f, size) for f, size in zip(kept, dim_sizes, strict=True) if f)
                 for factors, size in zip(dims, dim_sizes, strict=True):
                     if not factors and size != 1:
-                        raise self._error(where, f"a dim of {kind} {i}, shape {list(dim_sizes)}, must be of size 1")
+                        raise self._create_rule_error(
+                            where, f"a dim of {kind} {i}, shape {list(dim_sizes)}, must be of size 1"
+                        )
                 tensors.append(kept)
             sides.append(tuple(tensors))
-        sizes = self._solve(pairs, where)
+        sizes = self._solve_factor_sizes(pairs, where)
         return OpFactors(sizes, sides[0], sides[1], self.whole & sizes.keys(), self.linear)
 
-    def _expand(self, pattern: DimPattern, shape: tuple[int, ...], which: str, where: str) -> Dims:
+    def _expand_ellipsis(self, pattern: DimPattern, shape: tuple[int, ...], which: str, where: str) -> Dims:
         extra = len(shape) - len(pattern.dims)
         if extra < 0 or (extra and not pattern.ellipsis):
-            raise self._error(
+            raise self._create_rule_error(
                 where, f"{which} has {len(pattern.dims)} dims in the rule and {len(shape)}, {list(shape)}, in the call"
             )
         front = tuple((f"...{extra - i}",) for i in range(extra))  # aligned at the right, as in broadcasting
         return (*front, *pattern.dims)
 
-    def _solve(self, pairs: list[tuple[tuple[str, ...], int]], where: str) -> dict[str, int]:
+    def _solve_factor_sizes(self, pairs: list[tuple[tuple[str, ...], int]], where: str) -> dict[str, int]:
         """The size of each factor from the sizes of the dims that hold it."""
         sizes: dict[str, int] = {}
         pending = pairs
@@ -88,16 +90,18 @@ class TextRule:
                 if len(unknown) > 1:
                     rest.append((factors, size))
                 elif (not known or size % known) if unknown else size != known:
-                    raise self._error(where, f"({' '.join(factors)}) cannot be both {known} and {size}")
+                    raise self._create_rule_error(where, f"({' '.join(factors)}) cannot be both {known} and {size}")
                 elif unknown:
                     sizes[unknown[0]] = size // known
             if len(rest) == len(pending):
                 names = " ".join(rest[0][0])
-                raise self._error(where, f"the sizes of ({names}) do not follow from its product {rest[0][1]}")
+                raise self._create_rule_error(
+                    where, f"the sizes of ({names}) do not follow from its product {rest[0][1]}"
+                )
             pending = rest
         return sizes
 
-    def _error(self, where: str, what: str) -> RuleError:
+    def _create_rule_error(self, where: str, what: str) -> RuleError:
         return RuleError(f"rule for {self.name}, {self.text!r}, does not fit the call {where!r}: {what}")
 
 
@@ -200,22 +204,22 @@ def has_rule(target: Any) -> bool:
 
 def _look_up(target: Any) -> Rule | None:
     if target is operator.getitem:
-        return _getitem
+        return _shard_getitem
     if not isinstance(target, torch._ops.OpOverload):
         return None
     name = target._schema.name
     return _rules.get(f"{name}.{target._overloadname}") or _rules.get(name)
 
 
-def _getitem(node: fx.Node) -> OpFactors:
+def _shard_getitem(node: fx.Node) -> OpFactors:
     """One of several results: the layouts are those of the producer's result of that number."""
-    names = NAMES[: len(shape(node))]
-    dims = tuple((n,) if size > 1 else () for n, size in zip(names, shape(node), strict=True))
-    sizes = {n: size for n, size in zip(names, shape(node), strict=True) if size > 1}
+    names = NAMES[: len(get_meta_shape(node))]
+    dims = tuple((n,) if size > 1 else () for n, size in zip(names, get_meta_shape(node), strict=True))
+    sizes = {n: size for n, size in zip(names, get_meta_shape(node), strict=True) if size > 1}
     return OpFactors(sizes, (dims,), (dims,), linear=(frozenset((0,)),))
 
 
-def family(*names: str) -> Callable[[R], R]:
+def register_family(*names: str) -> Callable[[R], R]:
     """Give operators one rule function: of ``aten`` (``view``, ``view.dtype``), or of ``namespace::name``."""
 
     def register(function: R) -> R:
@@ -265,7 +269,7 @@ def _text_rule(name: str, texts: tuple[str, ...], linear: tuple[frozenset[int], 
                 "give one text for each number of tensors that the operator is called with"
             )
         return parsed[count].fit(
-            [shape(o) for o in operands_of(node)], [tuple(r.shape) for r in results_of(node)], node.name
+            [get_meta_shape(o) for o in operands_of(node)], [tuple(r.shape) for r in results_of(node)], node.name
         )
 
     return look_up

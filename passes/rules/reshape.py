@@ -14,24 +14,26 @@ from passes.rules.factors import (
     Dims,
     Local,
     OpFactors,
-    argument,
     as_dim,
+    build_factor_rule,
     everything_whole,
-    named,
+    get_meta_shape,
+    get_node_argument,
     operands_of,
-    shape,
 )
-from passes.rules.registry import family
+from passes.rules.registry import register_family
 
 aten = torch.ops.aten
 
 
-def walk(source: Sequence[int], target: Sequence[int]) -> tuple[dict[str, int], Dims, Dims, frozenset[str]]:
+def find_shared_factors(
+    source: Sequence[int], target: Sequence[int]
+) -> tuple[dict[str, int], Dims, Dims, frozenset[str]]:
     """The factors that two shapes of the same elements share: sizes, dims of both, and what must be whole.
 
     Both shapes are walked from the outermost dim by running products and split where they agree:
 
-    >>> walk((8, 4), (2, 16))
+    >>> find_shared_factors((8, 4), (2, 16))
     ({'d0': 2, 'd1': 4, 'd2': 4}, (('d0', 'd1'), ('d2',)), (('d0',), ('d1', 'd2')), frozenset())
     """
     sides = (_Side(source), _Side(target))
@@ -88,17 +90,17 @@ class _Side:
         return tuple(map(tuple, self.found))
 
 
-@family(
+@register_family(
     "_reshape_alias", "_unsafe_view", "flatten", "ravel", "reshape", "squeeze", "squeeze_copy", "unflatten",
     "unsqueeze", "unsqueeze_copy", "view", "view_copy", "reshape_as", "view_as", "atleast_1d.default",
     "atleast_2d.default", "atleast_3d.default",
 )  # fmt: skip
-def reshaped(node: fx.Node) -> OpFactors | None:
+def shard_reshape(node: fx.Node) -> OpFactors | None:
     source, *shape_only = operands_of(node)
-    if 0 in shape(source):
+    if 0 in get_meta_shape(source):
         return None
-    sizes, before, after, whole = walk(shape(source), tuple(node.meta["val"].shape))
-    unread: list[Dims] = [((),) * len(shape(o)) for o in shape_only]
+    sizes, before, after, whole = find_shared_factors(get_meta_shape(source), tuple(node.meta["val"].shape))
+    unread: list[Dims] = [((),) * len(get_meta_shape(o)) for o in shape_only]
     return OpFactors(sizes, (before, *unread), (after,), whole, FIRST, local=_local_reshape)
 
 
@@ -107,85 +109,88 @@ def _local_reshape(local: Local) -> fx.Node:
     return local.call(aten.reshape.default, local.operands[0], list(local.result_shape()))
 
 
-@family("view.dtype")
+@register_family("view.dtype")
 def view_dtype(node: fx.Node) -> OpFactors | None:
-    names = NAMES[: len(shape(operands_of(node)[0]))]
-    same = shape(operands_of(node)[0]) == tuple(node.meta["val"].shape)
-    return named(node, [names], [names]) if same else None
+    names = NAMES[: len(get_meta_shape(operands_of(node)[0]))]
+    same = get_meta_shape(operands_of(node)[0]) == tuple(node.meta["val"].shape)
+    return build_factor_rule(node, [names], [names]) if same else None
 
 
-@family("view_as_real", "view_as_complex", "view_as_real_copy", "view_as_complex_copy")
+@register_family("view_as_real", "view_as_complex", "view_as_real_copy", "view_as_complex_copy")
 def complex_pairs(node: fx.Node) -> OpFactors:
     """A last dim of (real, imaginary), which is whole, or none."""
-    before, after = len(shape(operands_of(node)[0])), len(node.meta["val"].shape)
+    before, after = len(get_meta_shape(operands_of(node)[0])), len(node.meta["val"].shape)
     names = NAMES[: min(before, after)]
     pair: list[str | None] = [*names, None]
-    return named(node, [pair[:before]], [pair[:after]], linear=FIRST)
+    return build_factor_rule(node, [pair[:before]], [pair[:after]], linear=FIRST)
 
 
-def _permuted(node: fx.Node, order: Sequence[int]) -> OpFactors:
+def _shard_permuted_dims(node: fx.Node, order: Sequence[int]) -> OpFactors:
     names = NAMES[: len(order)]
-    return named(node, [names], [[names[d] for d in order]], linear=FIRST)
+    return build_factor_rule(node, [names], [[names[d] for d in order]], linear=FIRST)
 
 
-@family("permute", "permute_copy")
-def permute(node: fx.Node) -> OpFactors:
-    rank = len(shape(operands_of(node)[0]))
-    return _permuted(node, [as_dim(d, rank) for d in argument(node, "dims")])
+@register_family("permute", "permute_copy")
+def shard_permute(node: fx.Node) -> OpFactors:
+    rank = len(get_meta_shape(operands_of(node)[0]))
+    return _shard_permuted_dims(node, [as_dim(d, rank) for d in get_node_argument(node, "dims")])
 
 
-@family("transpose", "transpose_copy", "swapaxes", "swapdims")
-def transpose(node: fx.Node) -> OpFactors:
-    rank = len(shape(operands_of(node)[0]))
-    a, b = argument(node, "dim0", argument(node, "axis0")), argument(node, "dim1", argument(node, "axis1"))
+@register_family("transpose", "transpose_copy", "swapaxes", "swapdims")
+def shard_transpose(node: fx.Node) -> OpFactors:
+    rank = len(get_meta_shape(operands_of(node)[0]))
+    a, b = (
+        get_node_argument(node, "dim0", get_node_argument(node, "axis0")),
+        get_node_argument(node, "dim1", get_node_argument(node, "axis1")),
+    )
     order = list(range(rank))
     if order:
         order[a], order[b] = order[b], order[a]
-    return _permuted(node, order)
+    return _shard_permuted_dims(node, order)
 
 
-@family("t", "t_copy", "mT", "mH", "adjoint", "numpy_T", "matrix_H")
+@register_family("t", "t_copy", "mT", "mH", "adjoint", "numpy_T", "matrix_H")
 def transpose_last(node: fx.Node) -> OpFactors:
-    order = list(range(len(shape(operands_of(node)[0]))))
+    order = list(range(len(get_meta_shape(operands_of(node)[0]))))
     if node.target == aten.numpy_T.default:
         order.reverse()
     elif len(order) >= 2:
         order[-2:] = order[-1], order[-2]
-    return _permuted(node, order)
+    return _shard_permuted_dims(node, order)
 
 
-@family("movedim", "moveaxis")
-def movedim(node: fx.Node) -> OpFactors:
-    rank = len(shape(operands_of(node)[0]))
-    moves = [argument(node, side) for side in ("source", "destination")]
+@register_family("movedim", "moveaxis")
+def shard_movedim(node: fx.Node) -> OpFactors:
+    rank = len(get_meta_shape(operands_of(node)[0]))
+    moves = [get_node_argument(node, side) for side in ("source", "destination")]
     source, target = ([m] if isinstance(m, int) else list(m) for m in moves)
     rest = iter(d for d in range(rank) if d not in {as_dim(s, rank) for s in source})
     placed = {as_dim(t, rank): as_dim(s, rank) for s, t in zip(source, target, strict=True)}
-    return _permuted(node, [placed[d] if d in placed else next(rest) for d in range(rank)])
+    return _shard_permuted_dims(node, [placed[d] if d in placed else next(rest) for d in range(rank)])
 
 
-@family("expand", "expand_copy", "broadcast_to", "expand_as")
-def expand(node: fx.Node) -> OpFactors:
+@register_family("expand", "expand_copy", "broadcast_to", "expand_as")
+def shard_expand(node: fx.Node) -> OpFactors:
     """A dim that the operand lacks, or has with size 1, is a factor of the result alone."""
     x, *like = operands_of(node)
     names = NAMES[: len(node.meta["val"].shape)]
-    unread: list[tuple[None, ...]] = [(None,) * len(shape(o)) for o in like]
-    patterns = [names[len(names) - len(shape(x)) :], *unread]
-    return named(node, patterns, [names], linear=FIRST, local=_local_expand)
+    unread: list[tuple[None, ...]] = [(None,) * len(get_meta_shape(o)) for o in like]
+    patterns = [names[len(names) - len(get_meta_shape(x)) :], *unread]
+    return build_factor_rule(node, patterns, [names], linear=FIRST, local=_local_expand)
 
 
 def _local_expand(local: Local) -> fx.Node:
     return local.call(aten.expand.default, local.operands[0], list(local.result_shape()))
 
 
-@family("repeat", "tile")
-def repeat(node: fx.Node) -> OpFactors:
+@register_family("repeat", "tile")
+def shard_repeat(node: fx.Node) -> OpFactors:
     """A dim repeated r times is (r d); the operand lacks r."""
     (x,) = operands_of(node)
     result = tuple(node.meta["val"].shape)
     if 0 in result:
         return everything_whole(node)
-    padded = (1,) * (len(result) - len(shape(x))) + shape(x)
+    padded = (1,) * (len(result) - len(get_meta_shape(x))) + get_meta_shape(x)
     sizes: dict[str, int] = {}
     operand: list[tuple[str, ...]] = []
     made: list[tuple[str, ...]] = []
@@ -195,27 +200,27 @@ def repeat(node: fx.Node) -> OpFactors:
         sizes |= dict.fromkeys(kept, before) | dict.fromkeys(again, after // max(before, 1))
         operand.append(kept)
         made.append((*again, *kept))
-    dims = tuple(operand[len(result) - len(shape(x)) :])
+    dims = tuple(operand[len(result) - len(get_meta_shape(x)) :])
     return OpFactors(sizes, (dims,), (tuple(made),), linear=FIRST, local=_local_repeat)
 
 
 def _local_repeat(local: Local) -> fx.Node:
     made = local.result_shape()
     (x,) = local.operands
-    padded = (1,) * (len(made) - len(shape(x))) + shape(x)
+    padded = (1,) * (len(made) - len(get_meta_shape(x))) + get_meta_shape(x)
     times = [after // before for before, after in zip(padded, made, strict=True)]
     return local.call(aten.repeat.default, x, times)
 
 
-@family("repeat_interleave.self_int")
+@register_family("repeat_interleave.self_int")
 def repeat_interleave(node: fx.Node) -> OpFactors:
     """A dim of elements that are each repeated r times is (d r)."""
     (x,) = operands_of(node)
     if 0 in tuple(node.meta["val"].shape):
         return everything_whole(node)
-    times, dim = argument(node, "repeats"), argument(node, "dim")
-    names = NAMES[: len(shape(x))]
-    found = named(node, [names], [(None,) * len(node.meta["val"].shape)], linear=FIRST)
+    times, dim = get_node_argument(node, "repeats"), get_node_argument(node, "dim")
+    names = NAMES[: len(get_meta_shape(x))]
+    found = build_factor_rule(node, [names], [(None,) * len(node.meta["val"].shape)], linear=FIRST)
     (operand,) = found.operands
     again = ("again",) if times > 1 else ()
     if dim is None:
@@ -228,17 +233,17 @@ def repeat_interleave(node: fx.Node) -> OpFactors:
 
 
 def _local_interleave(local: Local) -> fx.Node:
-    dim = argument(local.node, "dim")
+    dim = get_node_argument(local.node, "dim")
     return local.call(aten.repeat_interleave.self_int, local.operands[0], local.size("again"), dim)
 
 
-@family("pixel_shuffle", "pixel_unshuffle")
+@register_family("pixel_shuffle", "pixel_unshuffle")
 def pixel_shuffle(node: fx.Node) -> OpFactors:
     """Channels (c r s), rows h and columns w become channels c, rows (h r) and columns (w s); and back."""
     (x,) = operands_of(node)
     shuffles = node.target == aten.pixel_shuffle.default
-    few = tuple(node.meta["val"].shape) if shuffles else shape(x)
-    r = argument(node, "upscale_factor", argument(node, "downscale_factor"))
+    few = tuple(node.meta["val"].shape) if shuffles else get_meta_shape(x)
+    r = get_node_argument(node, "upscale_factor", get_node_argument(node, "downscale_factor"))
     front = NAMES[: len(few) - 3]
     sizes = {**dict(zip(front, few, strict=False)), "c": few[-3], "h": few[-2] // r, "w": few[-1] // r, "r": r, "s": r}
     batch = tuple((n,) for n in front)

@@ -15,16 +15,16 @@ from passes.rules.factors import (
     Local,
     OpFactors,
     Spans,
-    argument,
     as_dim,
     as_dims,
-    named,
+    build_factor_rule,
+    get_meta_shape,
+    get_node_argument,
+    mark_linear_together,
     operands_of,
     results_of,
-    shape,
-    together,
 )
-from passes.rules.registry import family
+from passes.rules.registry import register_family
 
 aten = torch.ops.aten
 
@@ -32,24 +32,25 @@ _WHOLE = None
 _FLIPPED: dict[Any, int] = {aten.fliplr.default: 1, aten.flipud.default: 0}
 
 
-def _starts(sizes: Sequence[int]) -> list[tuple[int, int]]:
+def _list_part_spans(sizes: Sequence[int]) -> list[tuple[int, int]]:
     """The (start, length) of consecutive parts."""
     return [(end - size, size) for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
 
-@family("split", "split_with_sizes", "split_copy", "split_with_sizes_copy", "chunk", "tensor_split", "unsafe_split",
+@register_family(
+    "split", "split_with_sizes", "split_copy", "split_with_sizes_copy", "chunk", "tensor_split", "unsafe_split",
         "unsafe_chunk", "unsafe_split_with_sizes")  # fmt: skip
-def split(node: fx.Node) -> OpFactors | None:
+def shard_split(node: fx.Node) -> OpFactors | None:
     """The pieces of a dim: it is sharded piece by piece, ``S(d, sizes)``, and each piece is ``S(d)``."""
     (x,) = operands_of(node)
-    dim = as_dim(argument(node, "dim", 0), len(shape(x)))
-    names = NAMES[: len(shape(x))]
+    dim = as_dim(get_node_argument(node, "dim", 0), len(get_meta_shape(x)))
+    names = NAMES[: len(get_meta_shape(x))]
     sizes = tuple(r.shape[dim] for r in results_of(node))
-    if sum(sizes) != shape(x)[dim]:
+    if sum(sizes) != get_meta_shape(x)[dim]:
         return None  # borders in no order: pieces that overlap
-    spans = Spans(names[dim], tuple(s for s in sizes if s), (_WHOLE,), tuple(_starts(sizes)))
+    spans = Spans(names[dim], tuple(s for s in sizes if s), (_WHOLE,), tuple(_list_part_spans(sizes)))
     pieces = [_unless_empty(names, dim, s) for s in sizes]
-    return named(node, [names], pieces, linear=FIRST, local=_local_split, spans=spans)
+    return build_factor_rule(node, [names], pieces, linear=FIRST, local=_local_split, spans=spans)
 
 
 def _unless_empty(names: Sequence[str], dim: int, size: int) -> list[str | None]:
@@ -62,60 +63,61 @@ def _local_split(local: Local) -> fx.Node:
     if spans is None or local.strategy.factor != spans.factor:
         return local.copy()
     (x,) = local.operands
-    dim = as_dim(argument(local.node, "dim", 0), len(shape(x)))
+    dim = as_dim(get_node_argument(local.node, "dim", 0), len(get_meta_shape(x)))
     sizes = [length // local.num_ranks for _, length in spans.results]  # type: ignore[misc]
     return local.call(aten.split_with_sizes.default, x, sizes, dim)
 
 
-@family("cat", "concat", "concatenate")
-def cat(node: fx.Node) -> OpFactors:
+@register_family("cat", "concat", "concatenate")
+def shard_cat(node: fx.Node) -> OpFactors:
     """The operands are the pieces of the result's dim."""
     operands = operands_of(node)
     rank = len(node.meta["val"].shape)
-    dim = as_dim(argument(node, "dim", 0), rank)
+    dim = as_dim(get_node_argument(node, "dim", 0), rank)
     names = NAMES[:rank]
     # An empty tensor of one dim may be joined to anything.
-    sizes = [shape(o)[dim] if len(shape(o)) == rank else 0 for o in operands]
-    spans = Spans(names[dim], tuple(s for s in sizes if s), tuple(_starts(sizes)), (_WHOLE,))
+    sizes = [get_meta_shape(o)[dim] if len(get_meta_shape(o)) == rank else 0 for o in operands]
+    spans = Spans(names[dim], tuple(s for s in sizes if s), tuple(_list_part_spans(sizes)), (_WHOLE,))
     pieces = [
-        _unless_empty(names, dim, s) if len(shape(o)) == rank else [None] for s, o in zip(sizes, operands, strict=True)
+        _unless_empty(names, dim, s) if len(get_meta_shape(o)) == rank else [None]
+        for s, o in zip(sizes, operands, strict=True)
     ]
-    return named(node, pieces, [names], linear=together(len(operands)), spans=spans)
+    return build_factor_rule(node, pieces, [names], linear=mark_linear_together(len(operands)), spans=spans)
 
 
-@family("slice", "slice_copy", "narrow", "narrow_copy")
-def slice_(node: fx.Node) -> OpFactors | None:
+@register_family("slice", "slice_copy", "narrow", "narrow_copy")
+def shard_slice_operator(node: fx.Node) -> OpFactors | None:
     """A part of a dim, which is then sharded in sections that end where the part does."""
     x, *others = operands_of(node)
     if others:
         return None  # a start that only the data tells
-    names = list(NAMES[: len(shape(x))])
-    dim = as_dim(argument(node, "dim", 0), len(names))
-    size, length = shape(x)[dim], int(node.meta["val"].shape[dim])
+    names = list(NAMES[: len(get_meta_shape(x))])
+    dim = as_dim(get_node_argument(node, "dim", 0), len(names))
+    size, length = get_meta_shape(x)[dim], int(node.meta["val"].shape[dim])
     start, step = _start_and_step(node, size)
     if step > 1:
-        return _strided(node, names, dim, start, step)
+        return _shard_strided_slice(node, names, dim, start, step)
     if length == 0:
-        return named(node, [[n if d != dim else None for d, n in enumerate(names)]], [names], linear=FIRST)
+        return build_factor_rule(node, [[n if d != dim else None for d, n in enumerate(names)]], [names], linear=FIRST)
     sections = tuple(s for s in (start, length, size - start - length) if s)
     spans = Spans(names[dim], sections, (_WHOLE,), ((start, length),))
-    return named(node, [names], [names], linear=FIRST, local=_local_slice, spans=spans)
+    return build_factor_rule(node, [names], [names], linear=FIRST, local=_local_slice, spans=spans)
 
 
 def _start_and_step(node: fx.Node, size: int) -> tuple[int, int]:
-    start = argument(node, "start") or 0
+    start = get_node_argument(node, "start") or 0
     start = max(start + size, 0) if start < 0 else min(start, size)
-    return start, argument(node, "step", 1)
+    return start, get_node_argument(node, "step", 1)
 
 
-def _strided(node: fx.Node, names: list[str], dim: int, start: int, step: int) -> OpFactors:
+def _shard_strided_slice(node: fx.Node, names: list[str], dim: int, start: int, step: int) -> OpFactors:
     """Every step-th element: the dim is (length step) where that is all of it."""
     (x,) = operands_of(node)
     length = int(node.meta["val"].shape[dim])
-    if shape(x)[dim] != length * step or start >= step:
+    if get_meta_shape(x)[dim] != length * step or start >= step:
         before, after = ([n if d != dim else None for d, n in enumerate(names)] for _ in range(2))
-        return named(node, [before], [after], linear=FIRST)
-    found = named(node, [[n if d != dim else None for d, n in enumerate(names)]], [names], linear=FIRST)
+        return build_factor_rule(node, [before], [after], linear=FIRST)
+    found = build_factor_rule(node, [[n if d != dim else None for d, n in enumerate(names)]], [names], linear=FIRST)
     before_dims = tuple(f if d != dim else (names[dim], "step") for d, f in enumerate(found.operands[0]))
     after_dims = tuple(f if d != dim else (names[dim],) for d, f in enumerate(found.results[0]))
     sizes = {**found.sizes, names[dim]: length, "step": step}
@@ -124,157 +126,161 @@ def _strided(node: fx.Node, names: list[str], dim: int, start: int, step: int) -
 
 def _local_slice(local: Local) -> fx.Node:
     (x,) = local.operands
-    dim = as_dim(argument(local.node, "dim", 0), len(shape(x)))
+    dim = as_dim(get_node_argument(local.node, "dim", 0), len(get_meta_shape(x)))
     if not local.strategy.operands[0].is_shard or local.strategy.operands[0].dim != dim:
         return local.copy()
-    size = shape(operands_of(local.node)[0])[dim]
+    size = get_meta_shape(operands_of(local.node)[0])[dim]
     start, step = _start_and_step(local.node, size)
     if step > 1:
-        return local.call(aten.slice.Tensor, x, dim, start, shape(x)[dim], step)
+        return local.call(aten.slice.Tensor, x, dim, start, get_meta_shape(x)[dim], step)
     start //= local.num_ranks
     return local.call(aten.slice.Tensor, x, dim, start, start + local.result_shape()[dim])
 
 
-@family("slice_scatter")
+@register_family("slice_scatter")
 def slice_scatter(node: fx.Node) -> OpFactors:
     """The first operand with a part of a dim replaced by the second."""
     x, part = operands_of(node)
-    names = NAMES[: len(shape(x))]
-    dim = as_dim(argument(node, "dim"), len(names))
-    size, length = shape(x)[dim], shape(part)[dim]
+    names = NAMES[: len(get_meta_shape(x))]
+    dim = as_dim(get_node_argument(node, "dim"), len(names))
+    size, length = get_meta_shape(x)[dim], get_meta_shape(part)[dim]
     start, step = _start_and_step(node, size)
     if step > 1 or length == 0:
         kept = [n if d != dim else None for d, n in enumerate(names)]
-        return named(node, [kept, kept], [kept], linear=together(2))
+        return build_factor_rule(node, [kept, kept], [kept], linear=mark_linear_together(2))
     sections = tuple(s for s in (start, length, size - start - length) if s)
     spans = Spans(names[dim], sections, (_WHOLE, (start, length)), (_WHOLE,))
-    return named(node, [names, names], [names], linear=together(2), local=_local_slice_scatter, spans=spans)
+    return build_factor_rule(
+        node, [names, names], [names], linear=mark_linear_together(2), local=_local_slice_scatter, spans=spans
+    )
 
 
 def _local_slice_scatter(local: Local) -> fx.Node:
     x, part = local.operands
-    dim = as_dim(argument(local.node, "dim"), len(shape(x)))
+    dim = as_dim(get_node_argument(local.node, "dim"), len(get_meta_shape(x)))
     spans = local.factors.spans
     if spans is None or local.strategy.factor != spans.factor:
         return local.copy()
-    start = _start_and_step(local.node, shape(operands_of(local.node)[0])[dim])[0] // local.num_ranks
-    return local.call(aten.slice_scatter.default, x, part, dim, start, start + shape(part)[dim])
+    start = _start_and_step(local.node, get_meta_shape(operands_of(local.node)[0])[dim])[0] // local.num_ranks
+    return local.call(aten.slice_scatter.default, x, part, dim, start, start + get_meta_shape(part)[dim])
 
 
-@family("select_scatter")
+@register_family("select_scatter")
 def select_scatter(node: fx.Node) -> OpFactors:
     """The first operand with one place of a dim, which is whole, replaced by the second."""
-    rank = len(shape(operands_of(node)[0]))
-    dim = as_dim(argument(node, "dim"), rank)
+    rank = len(get_meta_shape(operands_of(node)[0]))
+    dim = as_dim(get_node_argument(node, "dim"), rank)
     names = [n if d != dim else None for d, n in enumerate(NAMES[:rank])]
-    return named(node, [names, [n for n in names if n]], [names], linear=together(2))
+    return build_factor_rule(node, [names, [n for n in names if n]], [names], linear=mark_linear_together(2))
 
 
-@family("select", "select_copy")
-def select(node: fx.Node) -> OpFactors | None:
+@register_family("select", "select_copy")
+def shard_select(node: fx.Node) -> OpFactors | None:
     x, *others = operands_of(node)
     if others:
         return None
-    dim = as_dim(argument(node, "dim", 0), len(shape(x)))
-    return _without(node, dim)
+    dim = as_dim(get_node_argument(node, "dim", 0), len(get_meta_shape(x)))
+    return _shard_removed_dim(node, dim)
 
 
-@family("unbind", "unbind_copy")
-def unbind(node: fx.Node) -> OpFactors:
+@register_family("unbind", "unbind_copy")
+def shard_unbind(node: fx.Node) -> OpFactors:
     (x,) = operands_of(node)
-    return _without(node, as_dim(argument(node, "dim", 0), len(shape(x))))
+    return _shard_removed_dim(node, as_dim(get_node_argument(node, "dim", 0), len(get_meta_shape(x))))
 
 
-def _without(node: fx.Node, dim: int) -> OpFactors:
+def _shard_removed_dim(node: fx.Node, dim: int) -> OpFactors:
     """Results that are one place of a dim each, which is whole."""
     (x,) = operands_of(node)
-    names = NAMES[: len(shape(x))]
+    names = NAMES[: len(get_meta_shape(x))]
     left = [n for d, n in enumerate(names) if d != dim]
     results = [left for _ in results_of(node)]
-    return named(node, [names], results, whole=frozenset((names[dim],)), linear=FIRST)
+    return build_factor_rule(node, [names], results, whole=frozenset((names[dim],)), linear=FIRST)
 
 
-@family("stack")
-def stack(node: fx.Node) -> OpFactors:
+@register_family("stack")
+def shard_stack(node: fx.Node) -> OpFactors:
     rank = len(node.meta["val"].shape)
-    dim = as_dim(argument(node, "dim", 0), rank)
+    dim = as_dim(get_node_argument(node, "dim", 0), rank)
     names = NAMES[:rank]
     operands = operands_of(node)
     left = [n for d, n in enumerate(names) if d != dim]
     whole = frozenset((names[dim],))
-    return named(node, [left for _ in operands], [names], whole=whole, linear=together(len(operands)))
+    return build_factor_rule(
+        node, [left for _ in operands], [names], whole=whole, linear=mark_linear_together(len(operands))
+    )
 
 
-def _changed(node: fx.Node, dims: Sequence[int], is_linear: bool = True) -> OpFactors:
+def _shard_unchanged_dims(node: fx.Node, dims: Sequence[int], is_linear: bool = True) -> OpFactors:
     """The rule of an operator that moves or adds elements along ``dims``, the others pass through."""
-    rank = len(shape(operands_of(node)[0]))
+    rank = len(get_meta_shape(operands_of(node)[0]))
     names = [n if d not in dims else None for d, n in enumerate(NAMES[:rank])]
-    return named(node, [names], [names for _ in results_of(node)], linear=FIRST if is_linear else ())
+    return build_factor_rule(node, [names], [names for _ in results_of(node)], linear=FIRST if is_linear else ())
 
 
-@family("constant_pad_nd", "pad")
-def pad(node: fx.Node) -> OpFactors:
+@register_family("constant_pad_nd", "pad")
+def shard_padding(node: fx.Node) -> OpFactors:
     """Pads from the last dim backwards, a pair of numbers each."""
-    is_linear = argument(node, "mode", "constant") != "constant" or not argument(node, "value")
-    return _changed(node, _padded(node, argument(node, "pad")), is_linear)
+    is_linear = get_node_argument(node, "mode", "constant") != "constant" or not get_node_argument(node, "value")
+    return _shard_unchanged_dims(node, _find_padded_dims(node, get_node_argument(node, "pad")), is_linear)
 
 
-@family(
+@register_family(
     "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d", "replication_pad2d",
     "replication_pad3d",
 )  # fmt: skip
 def pad_by_copies(node: fx.Node) -> OpFactors:
-    return _changed(node, _padded(node, argument(node, "padding")))
+    return _shard_unchanged_dims(node, _find_padded_dims(node, get_node_argument(node, "padding")))
 
 
-def _padded(node: fx.Node, amounts: Sequence[int]) -> list[int]:
-    rank = len(shape(operands_of(node)[0]))
+def _find_padded_dims(node: fx.Node, amounts: Sequence[int]) -> list[int]:
+    rank = len(get_meta_shape(operands_of(node)[0]))
     return [rank - 1 - i for i in range(len(amounts) // 2) if amounts[2 * i] or amounts[2 * i + 1]]
 
 
-@family("flip", "roll", "fliplr", "flipud", "rot90")
-def shift(node: fx.Node) -> OpFactors:
+@register_family("flip", "roll", "fliplr", "flipud", "rot90")
+def shard_flip_or_roll(node: fx.Node) -> OpFactors:
     """The dims along which elements change places are whole; ``roll`` without dims moves over all of them."""
-    rank = len(shape(operands_of(node)[0]))
-    return _changed(node, as_dims(argument(node, "dims", _FLIPPED.get(node.target)), rank))
+    rank = len(get_meta_shape(operands_of(node)[0]))
+    return _shard_unchanged_dims(node, as_dims(get_node_argument(node, "dims", _FLIPPED.get(node.target)), rank))
 
 
-@family("tril", "triu")
-def triangle(node: fx.Node) -> OpFactors:
-    rank = len(shape(operands_of(node)[0]))
-    return _changed(node, (rank - 2, rank - 1))
+@register_family("tril", "triu")
+def shard_triangle(node: fx.Node) -> OpFactors:
+    rank = len(get_meta_shape(operands_of(node)[0]))
+    return _shard_unchanged_dims(node, (rank - 2, rank - 1))
 
 
-@family("diff")
-def diff(node: fx.Node) -> OpFactors:
+@register_family("diff")
+def shard_diff(node: fx.Node) -> OpFactors:
     """Differences along a dim; what may stand before and behind it is joined to it first."""
     operands = operands_of(node)
-    rank = len(shape(operands[0]))
-    dim = as_dim(argument(node, "dim", -1), rank)
+    rank = len(get_meta_shape(operands[0]))
+    dim = as_dim(get_node_argument(node, "dim", -1), rank)
     names = [n if d != dim else None for d, n in enumerate(NAMES[:rank])]
-    return named(node, [names for _ in operands], [names], linear=together(len(operands)))
+    return build_factor_rule(node, [names for _ in operands], [names], linear=mark_linear_together(len(operands)))
 
 
-@family("diagonal", "diagonal_copy")
-def diagonal(node: fx.Node) -> OpFactors:
-    rank = len(shape(operands_of(node)[0]))
-    pair = {as_dim(argument(node, "dim1"), rank), as_dim(argument(node, "dim2"), rank)}
+@register_family("diagonal", "diagonal_copy")
+def shard_diagonal(node: fx.Node) -> OpFactors:
+    rank = len(get_meta_shape(operands_of(node)[0]))
+    pair = {as_dim(get_node_argument(node, "dim1"), rank), as_dim(get_node_argument(node, "dim2"), rank)}
     names = [n if d not in pair else None for d, n in enumerate(NAMES[:rank])]
-    return named(node, [names], [[*(n for n in names if n), None]], linear=FIRST)
+    return build_factor_rule(node, [names], [[*(n for n in names if n), None]], linear=FIRST)
 
 
-@family("diag_embed")
+@register_family("diag_embed")
 def diag_embed(node: fx.Node) -> OpFactors:
     rank = len(node.meta["val"].shape)
-    pair = {as_dim(argument(node, "dim1"), rank), as_dim(argument(node, "dim2"), rank)}
+    pair = {as_dim(get_node_argument(node, "dim1"), rank), as_dim(get_node_argument(node, "dim2"), rank)}
     names = [n if d not in pair else None for d, n in enumerate(NAMES[:rank])]
-    return named(node, [[*(n for n in names if n), None]], [names], linear=FIRST)
+    return build_factor_rule(node, [[*(n for n in names if n), None]], [names], linear=FIRST)
 
 
-@family("unfold", "unfold_copy")
-def unfold(node: fx.Node) -> OpFactors:
+@register_family("unfold", "unfold_copy")
+def shard_unfold(node: fx.Node) -> OpFactors:
     """Windows of a dim, which is whole, as a further dim."""
-    rank = len(shape(operands_of(node)[0]))
-    dim = as_dim(argument(node, "dimension"), rank)
+    rank = len(get_meta_shape(operands_of(node)[0]))
+    dim = as_dim(get_node_argument(node, "dimension"), rank)
     names = [n if d != dim else None for d, n in enumerate(NAMES[:rank])]
-    return named(node, [names], [[*names, None]], linear=FIRST)
+    return build_factor_rule(node, [names], [[*names, None]], linear=FIRST)

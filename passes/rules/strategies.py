@@ -28,17 +28,17 @@ from passes.ir.interpret import call
 from passes.ir.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, shard
 from passes.rules import factors_of
 from passes.rules.factors import MAX_SECTIONS, Local, OpFactors, Strategy, operands_of, results_of, with_operands
-from passes.rules.factors import shape as shape_of
+from passes.rules.factors import get_meta_shape as shape_of
 
 __all__ = [
     "OpFactors",
     "Strategy",
+    "enumerate_strategies",
     "factors_of",
     "local_call",
     "needs_gradient",
     "operands_of",
     "results_of",
-    "strategies",
 ]
 
 Sections = tuple[int, ...]
@@ -53,7 +53,7 @@ def needs_gradient(node: fx.Node) -> bool:
     return differentiable(node.meta["val"]) if grad is None else bool(grad)
 
 
-def strategies(
+def enumerate_strategies(
     node: fx.Node, num_ranks: int, wanted: Wanted | None = None, lengths: Collection[int] = NO_SIZES
 ) -> list[Strategy]:
     """All ways to run ``node`` on an axis of ``num_ranks``, "whole" first.
@@ -78,13 +78,15 @@ def strategies(
     if factors is None:
         return found
     wanted_sections = _wanted_sections(factors, wanted) if wanted else {}
-    for factor, places in _places(factors).items():
+    for factor, places in _map_factor_dims(factors).items():
         size = factors.sizes[factor]
         if factor in factors.whole or size < num_ranks or size % num_ranks:
             continue
-        for sections in _choices(factors, factor, wanted_sections.get(factor, ()), num_ranks):
-            for zigzag in (False, True) if _zigzags(factors, factor, sections, lengths, num_ranks) else (False,):
-                strategy = _sharded(factors, factor, sections, reads, places, zigzag)
+        for sections in _choose_sections(factors, factor, wanted_sections.get(factor, ()), num_ranks):
+            for zigzag in (
+                (False, True) if _can_shard_zigzag(factors, factor, sections, lengths, num_ranks) else (False,)
+            ):
+                strategy = _shard_factor(factors, factor, sections, reads, places, zigzag)
                 if strategy is not None:
                     found.append(strategy)
     if lengths:
@@ -125,7 +127,7 @@ def local_call(
 Place = tuple[int, int, tuple[str, ...]]  # operand i or result ~k; dim; the factors of that dim
 
 
-def _places(factors: OpFactors) -> dict[str, list[Place]]:
+def _map_factor_dims(factors: OpFactors) -> dict[str, list[Place]]:
     """Map each factor to all operand and result dims that it is part of."""
     found: dict[str, list[Place]] = {}
     for i, dims in enumerate(factors.operands):
@@ -139,7 +141,9 @@ def _places(factors: OpFactors) -> dict[str, list[Place]]:
     return found
 
 
-def _zigzags(factors: OpFactors, factor: str, sections: Sections, lengths: Collection[int], num_ranks: int) -> bool:
+def _can_shard_zigzag(
+    factors: OpFactors, factor: str, sections: Sections, lengths: Collection[int], num_ranks: int
+) -> bool:
     """Whether ``factor`` may be sharded zigzag: it is a sequence, and no rank needs the position of its own part."""
     size, lowering = factors.sizes[factor], factors.lower.get(factor)
     is_sequence = all(any(s % n == 0 for n in lengths) for s in sections) if sections else size in lengths
@@ -170,7 +174,7 @@ def _in_forms(
     return found
 
 
-def _sharded(
+def _shard_factor(
     factors: OpFactors,
     factor: str,
     sections: Sections,
@@ -188,19 +192,19 @@ def _sharded(
     for position, dim, names in places:
         parts = sections
         if len(names) > 1:
-            outer, inner = _around(names, factor, factors.sizes)
+            outer, inner = _count_outer_and_inner(names, factor, factors.sizes)
             if outer > MAX_SECTIONS:
                 return None
             parts = tuple(s * inner for s in sections or (factors.sizes[factor],)) * outer
         elif spans is not None:
             span = spans.operands[position] if position >= 0 else spans.results[~position]
-            parts = sections if span is None else within(sections, span)
+            parts = sections if span is None else select_sections_within(sections, span)
         side, index = (operands, position) if position >= 0 else (results, ~position)
         side[index] = shard(dim, parts, zigzag)
     return Strategy(factor, sections, tuple(operands), tuple(results))
 
 
-def _around(names: tuple[str, ...], factor: str, sizes: Mapping[str, int]) -> tuple[int, int]:
+def _count_outer_and_inner(names: tuple[str, ...], factor: str, sizes: Mapping[str, int]) -> tuple[int, int]:
     """How often ``factor`` repeats in a dim (product of the sizes before it), and how many elements one step spans."""
     outer = inner = 1
     at = names.index(factor)
@@ -212,14 +216,14 @@ def _around(names: tuple[str, ...], factor: str, sizes: Mapping[str, int]) -> tu
 
 
 # Sections. Below, a factor's sections are always a tuple of positive sizes that add up to it, or () for one section.
-def within(sections: Sections, span: tuple[int, int]) -> Sections:
+def select_sections_within(sections: Sections, span: tuple[int, int]) -> Sections:
     """Select the sections that lie in the part (start, length) of a factor; both ends of it are section borders."""
     start, length = span
     ends = accumulate(sections)
     return tuple(s for s, end in zip(sections, ends, strict=True) if start < end <= start + length)
 
 
-def refine(first: Sections, second: Sections) -> Sections:
+def refine_sections(first: Sections, second: Sections) -> Sections:
     """The coarsest sections that have the borders of both."""
     if not first or not second:
         return first or second
@@ -227,7 +231,7 @@ def refine(first: Sections, second: Sections) -> Sections:
     return tuple(b - a for a, b in zip([0, *borders[:-1]], borders, strict=True))
 
 
-def _choices(factors: OpFactors, factor: str, wanted: Iterable[Sections], num_ranks: int) -> list[Sections]:
+def _choose_sections(factors: OpFactors, factor: str, wanted: Iterable[Sections], num_ranks: int) -> list[Sections]:
     """The ways to cut ``factor`` that are worth a strategy."""
     spans = factors.spans
     if not wanted and spans is None:
@@ -239,8 +243,8 @@ def _choices(factors: OpFactors, factor: str, wanted: Iterable[Sections], num_ra
     choices = [base]
     together = base
     for sections in wanted:
-        together = refine(together, sections)
-        choices.append(refine(base, sections))
+        together = refine_sections(together, sections)
+        choices.append(refine_sections(base, sections))
     choices.append(together)
     unique = dict.fromkeys(c if len(c) > 1 else () for c in choices)
     return [c for c in unique if len(c) <= MAX_SECTIONS and all(s % num_ranks == 0 for s in c)]
@@ -260,7 +264,7 @@ def _wanted_sections(factors: OpFactors, wanted: Wanted) -> dict[str, list[Secti
             if spans is not None and spans.factor in names:
                 span = spans.operands[position] if position >= 0 else spans.results[~position]
             for name in names:
-                sections = _realised(names, name, factors.sizes, layout.sections)
+                sections = _derive_factor_sections(names, name, factors.sizes, layout.sections)
                 if span is not None:
                     start, length = span
                     rest = factors.sizes[name] - start - length
@@ -270,11 +274,13 @@ def _wanted_sections(factors: OpFactors, wanted: Wanted) -> dict[str, list[Secti
     return found
 
 
-def _realised(names: tuple[str, ...], factor: str, sizes: Mapping[str, int], sections: Sections) -> Sections:
+def _derive_factor_sections(
+    names: tuple[str, ...], factor: str, sizes: Mapping[str, int], sections: Sections
+) -> Sections:
     """The sections of ``factor`` that cut a dim with the factors ``names`` into ``sections``; ``()`` if none do."""
     if len(names) == 1:
         return sections
-    outer, inner = _around(names, factor, sizes)
+    outer, inner = _count_outer_and_inner(names, factor, sizes)
     count = len(sections) // outer
     if len(sections) % outer or count < 2 or sections != sections[:count] * outer:
         return ()

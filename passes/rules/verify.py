@@ -25,7 +25,7 @@ from passes.ir.interpret import META, call
 from passes.ir.layouts import Layout, divides, join_shards, local_shape, take_shard
 from passes.rules import factors_of
 from passes.rules.factors import OpFactors, Strategy, operands_of, results_of, with_operands
-from passes.rules.strategies import local_call, strategies
+from passes.rules.strategies import enumerate_strategies, local_call
 
 Ranks = list[Tensor]  # one tensor per rank
 
@@ -49,26 +49,26 @@ def run_ranks(graph: fx.Graph, inputs: Sequence[Ranks], axes: Mapping[str, int])
         elif node.op == "output":
             return [on(r, node.args[0]) for r in range(num_ranks)]
         elif name := collective_name(node.target):
-            env[node] = _collective(name, node, env, axes)
+            env[node] = _run_collective(name, node, env, axes)
         else:
             kwargs = {k: torch.device("cpu") if v == META else v for k, v in node.kwargs.items()}
             env[node] = [node.target(*on(r, node.args), **on(r, kwargs)) for r in range(num_ranks)]
     raise AssertionError("a graph ends with its output")
 
 
-def groups(axes: Mapping[str, int], axis: str) -> list[list[int]]:
+def list_axis_groups(axes: Mapping[str, int], axis: str) -> list[list[int]]:
     """The ranks that differ along ``axis`` alone, in its order."""
     grid = torch.arange(math.prod(axes.values())).view(*axes.values())
     lines: list[list[int]] = grid.movedim(list(axes).index(axis), -1).reshape(-1, axes[axis]).tolist()
     return lines
 
 
-def _collective(name: str, node: fx.Node, env: dict[fx.Node, list[Any]], axes: Mapping[str, int]) -> list[Any]:
+def _run_collective(name: str, node: fx.Node, env: dict[fx.Node, list[Any]], axes: Mapping[str, int]) -> list[Any]:
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
     options = dict(zip(names, node.args, strict=True))
     assert options["size"] == axes[options["axis"]], f"{node}: the axes are {axes}"
     made: dict[int, Tensor] = {}
-    for group in groups(axes, options["axis"]):
+    for group in list_axis_groups(axes, options["axis"]):
         if name == "axis_index":
             made |= {rank: torch.tensor(place) for place, rank in enumerate(group)}
             continue
@@ -93,35 +93,35 @@ class _CollectiveFunction(torch.autograd.Function):
         return None, None, *(list(grads) if transposed is None else _FORWARD[transposed](list(grads), ctx.options))
 
 
-def _sum(ranks: Ranks, options: dict[str, Any]) -> Ranks:
+def _sum_over_ranks(ranks: Ranks, options: dict[str, Any]) -> Ranks:
     return [torch.stack(ranks).sum(0) for _ in ranks]
 
 
-def _own(ranks: Ranks, options: dict[str, Any]) -> Ranks:
+def _take_own_chunks(ranks: Ranks, options: dict[str, Any]) -> Ranks:
     return [x.chunk(len(ranks), options["dim"])[r] for r, x in enumerate(ranks)]
 
 
-def _pad(ranks: Ranks, options: dict[str, Any]) -> Ranks:
+def _pad_with_zeros(ranks: Ranks, options: dict[str, Any]) -> Ranks:
     zeros = [[torch.zeros_like(x)] * len(ranks) for x in ranks]
     return [torch.cat([*zeros[r][:r], x, *zeros[r][r + 1 :]], options["dim"]) for r, x in enumerate(ranks)]
 
 
-def _exchange(ranks: Ranks, split: int, concat: int) -> Ranks:
+def _exchange_chunks(ranks: Ranks, split: int, concat: int) -> Ranks:
     pieces = [x.chunk(len(ranks), split) for x in ranks]
     return [torch.cat([p[r] for p in pieces], concat) for r in range(len(ranks))]
 
 
 _FORWARD: dict[str, Callable[[Ranks, dict[str, Any]], Ranks]] = {
     "all_gather": lambda x, o: [torch.cat(x, o["dim"]) for _ in x],
-    "shard_slice": _own,
-    "shard_narrow": _own,
-    "shard_pad": _pad,
+    "shard_slice": _take_own_chunks,
+    "shard_narrow": _take_own_chunks,
+    "shard_pad": _pad_with_zeros,
     "copy": lambda x, o: [t.clone() for t in x],
-    "reduce_scatter": lambda x, o: _own(_sum(x, o), o),
-    "all_reduce": _sum,
+    "reduce_scatter": lambda x, o: _take_own_chunks(_sum_over_ranks(x, o), o),
+    "all_reduce": _sum_over_ranks,
     "all_reduce_max": lambda x, o: [torch.stack(x).amax(0) for _ in x],
-    "all_to_all": lambda x, o: _exchange(x, o["split_dim"], o["concat_dim"]),
-    "all_to_all_back": lambda x, o: _exchange(x, o["concat_dim"], o["split_dim"]),
+    "all_to_all": lambda x, o: _exchange_chunks(x, o["split_dim"], o["concat_dim"]),
+    "all_to_all_back": lambda x, o: _exchange_chunks(x, o["concat_dim"], o["split_dim"]),
 }
 _TRANSPOSED: dict[str, Callable[[dict[str, Any]], str | None]] = {
     "all_gather": lambda o: "reduce_scatter" if o["grad"] == "reduce" else "shard_slice",
@@ -149,15 +149,15 @@ def check_strategies(
 
     ``args`` and ``kwargs`` hold real tensors, float64 ones if numbers are to agree closely; those of floating type get
     gradients, unless ``grad`` is false or has the positions of those that do. Partial sums and the gradients of results
-    are drawn with the current random seed. ``wanted`` is that of :func:`passes.rules.strategies.strategies`.
+    are drawn with the current random seed. ``wanted`` is that of :func:`passes.rules.strategies.enumerate_strategies`.
     """
     node, tensors = node_of(target, args, kwargs or {}, grad)
     factors = factors_of(node)
-    violations = [] if factors is None else misfits(factors, tensors, results_of(node))
+    violations = [] if factors is None else find_shape_mismatches(factors, tensors, results_of(node))
     if violations:
         return violations
     judge = OperatorReference(node, tensors)
-    return [f"{s}: {what}" for s in strategies(node, num_ranks, wanted) for what in judge.check(s, num_ranks)]
+    return [f"{s}: {what}" for s in enumerate_strategies(node, num_ranks, wanted) for what in judge.check(s, num_ranks)]
 
 
 def node_of(
@@ -182,7 +182,7 @@ def node_of(
     return node, tensors
 
 
-def misfits(factors: OpFactors, operands: Sequence[Tensor], results: Sequence[Tensor]) -> list[str]:
+def find_shape_mismatches(factors: OpFactors, operands: Sequence[Tensor], results: Sequence[Tensor]) -> list[str]:
     """Where a rule contradicts the shapes: dims whose factors do not multiply to their size."""
     found: list[str] = []
     if not factors.sizes:
@@ -216,11 +216,11 @@ class OperatorReference:
         self.operands = tensors
         self.needs = [bool(o.meta["grad"]) for o in operands_of(node)]
         leaves = [t.clone().requires_grad_(need) for t, need in zip(tensors, self.needs, strict=True)]
-        graph = graph_of(node, lambda graph, local: call(graph, _op(node), *local))
+        graph = graph_of(node, lambda graph, local: call(graph, _get_callable_target(node), *local))
         self.results: list[Tensor] = list(run_ranks(graph, [[t] for t in leaves], {AXIS: 1})[0])
         node.meta["grad"] = any(r.requires_grad for r in self.results)
         self.grads_out = [torch.randn_like(r) if r.requires_grad else None for r in self.results]
-        self.grads = gradients(self.results, leaves, self.grads_out)
+        self.grads = compute_gradients(self.results, leaves, self.grads_out)
         self.tolerance = max(_TOLERANCE.get(t.dtype, 1e-9) for t in (*tensors, *self.results))
 
     def check(self, strategy: Strategy, num_ranks: int) -> list[str]:
@@ -230,15 +230,15 @@ class OperatorReference:
             if not divides(layout, tuple(tensor.shape), num_ranks):
                 return [f"{layout} does not divide {list(tensor.shape)} by {num_ranks}"]
         try:
-            return self._run(strategy, num_ranks)
+            return self._check_results(strategy, num_ranks)
         except Exception as error:
             return [f"fails: {type(error).__name__}: {error}"]
 
-    def _run(self, strategy: Strategy, num_ranks: int) -> list[str]:
+    def _check_results(self, strategy: Strategy, num_ranks: int) -> list[str]:
         pairs = list(zip(self.operands, strategy.operands, strict=True))
         shapes = [local_shape(layout, tuple(t.shape), num_ranks) for t, layout in pairs]
         graph = graph_of(self.node, lambda g, local: local_call(self.node, strategy, AXIS, num_ranks, local, g), shapes)
-        leaves = [[t.detach().clone() for t in cut(t, layout, num_ranks)] for t, layout in pairs]
+        leaves = [[t.detach().clone() for t in split_among_ranks(t, layout, num_ranks)] for t, layout in pairs]
         for ranks, need in zip(leaves, self.needs, strict=True):
             for t in ranks:
                 t.requires_grad_(need)
@@ -249,7 +249,9 @@ class OperatorReference:
             ranks = [o[i].detach() for o in outputs]
             if values[i].shape != ranks[0].shape or values[i].dtype != ranks[0].dtype:
                 found.append(f"result {i} is {list(ranks[0].shape)} {ranks[0].dtype}, its meta value {values[i]}")
-            found += [f"result {i} {what}" for what in differences(ranks, expected.detach(), layout, self.tolerance)]
+            found += [
+                f"result {i} {what}" for what in describe_differences(ranks, expected.detach(), layout, self.tolerance)
+            ]
         return found or self._check_gradients(strategy, leaves, outputs, num_ranks)
 
     def _check_gradients(
@@ -261,17 +263,21 @@ class OperatorReference:
         grads: list[Tensor | None] = []
         for i, (layout, grad) in enumerate(zip(strategy.results, self.grads_out, strict=True)):
             results += [outputs[r][i] for r in range(num_ranks)]
-            grads += [None] * num_ranks if grad is None else cut(grad, _gradient_layout(layout), num_ranks)
-        found = gradients(results, [t for ranks in leaves for t in ranks], grads)
+            grads += (
+                [None] * num_ranks if grad is None else split_among_ranks(grad, _gradient_layout(layout), num_ranks)
+            )
+        found = compute_gradients(results, [t for ranks in leaves for t in ranks], grads)
         violations: list[str] = []
         for i, (layout, expected) in enumerate(zip(strategy.operands, self.grads, strict=True)):
             ranks = found[i * num_ranks : (i + 1) * num_ranks]
-            wrong = differences(ranks, expected, _gradient_layout(layout), self.tolerance) if self.needs[i] else []
+            wrong = (
+                describe_differences(ranks, expected, _gradient_layout(layout), self.tolerance) if self.needs[i] else []
+            )
             violations += [f"gradient of operand {i} {what}" for what in wrong]
         return violations
 
 
-def _op(node: fx.Node) -> Callable[..., Any]:
+def _get_callable_target(node: fx.Node) -> Callable[..., Any]:
     assert callable(node.target)
     return node.target
 
@@ -293,7 +299,9 @@ def graph_of(node: fx.Node, write: Callable[..., fx.Node], shapes: Sequence[tupl
     return graph
 
 
-def gradients(results: Sequence[Tensor], leaves: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor]:
+def compute_gradients(
+    results: Sequence[Tensor], leaves: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> list[Tensor]:
     """The gradients of ``leaves``, zeros where none arrives."""
     pairs = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None and r.requires_grad]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
@@ -311,7 +319,7 @@ def _gradient_layout(layout: Layout) -> Layout:
     return _GRADIENT.get(layout.kind, layout)
 
 
-def cut(tensor: Tensor, layout: Layout, num_ranks: int) -> Ranks:
+def split_among_ranks(tensor: Tensor, layout: Layout, num_ranks: int) -> Ranks:
     """The ranks' parts of ``tensor``; random addends for a partial sum."""
     if layout.kind != "P":
         return [take_shard(tensor, layout, num_ranks, r) for r in range(num_ranks)]
@@ -325,7 +333,7 @@ def cut(tensor: Tensor, layout: Layout, num_ranks: int) -> Ranks:
     return [*parts, rest]
 
 
-def differences(ranks: Ranks, expected: Tensor, layout: Layout, tolerance: float) -> list[str]:
+def describe_differences(ranks: Ranks, expected: Tensor, layout: Layout, tolerance: float) -> list[str]:
     """How the ranks' parts in ``layout`` differ from ``expected``."""
     found = [join_shards(ranks, layout)] if layout.kind in ("S", "P") else ranks
     for r, tensor in enumerate(found):
@@ -333,14 +341,14 @@ def differences(ranks: Ranks, expected: Tensor, layout: Layout, tolerance: float
             return [f"has shape {list(tensor.shape)}, expected {list(expected.shape)}"]
         if tensor.dtype != expected.dtype and layout.kind != "P":
             return [f"is {tensor.dtype}, expected {expected.dtype}"]
-        atol = tolerance * max(1.0, _largest(expected))
+        atol = tolerance * max(1.0, _find_largest_magnitude(expected))
         if not torch.allclose(tensor.to(expected.dtype), expected, rtol=tolerance, atol=atol, equal_nan=True):
             error = (tensor.double() - expected.double()).abs().max().item()
             return [f"is off by {error:.3g}" + (f" on rank {r}" if len(found) > 1 else "")]
     return []
 
 
-def _largest(tensor: Tensor) -> float:
+def _find_largest_magnitude(tensor: Tensor) -> float:
     """The largest size of a finite element: what rounding errors of sums are in proportion to."""
     sizes = (tensor if tensor.is_complex() else tensor.double()).abs()
     sizes = sizes[torch.isfinite(sizes)]

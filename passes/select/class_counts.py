@@ -21,7 +21,7 @@ from passes.experts.routing_masks import num_choices, numbers_of
 from passes.ir.collectives import _library
 from passes.ir.interpret import META
 from passes.ir.value_numbering import Numbers
-from passes.rules.factors import argument
+from passes.rules.factors import get_node_argument
 from passes.select.masked_row_ops import MaskedRows, Unselectable
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
-def _fake(x: Tensor) -> Tensor:
+def _fake_one_hot(x: Tensor) -> Tensor:
     size = torch.library.get_ctx().new_dynamic_size(min=1)
     return x.new_empty([*x.shape, size], dtype=torch.int64)
 
@@ -38,7 +38,7 @@ def _fake(x: Tensor) -> Tensor:
 _library.define("one_hot(Tensor x) -> Tensor")
 
 torch.library.impl("partition::one_hot", "CompositeExplicitAutograd", F.one_hot, lib=_library)
-torch.library.register_fake("partition::one_hot", _fake, lib=_library)
+torch.library.register_fake("partition::one_hot", _fake_one_hot, lib=_library)
 ONE_HOT = torch.ops.partition.one_hot.default  # with as many classes as the largest tells
 ASSERTS = {aten._assert_scalar.default, aten.sym_constrain_range.default, aten.sym_constrain_range_for_size.default}
 COUNTING = (ONE_HOT, aten.bincount.default)
@@ -55,7 +55,7 @@ def count_classes(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) ->
     """What stands for a node of :data:`COUNTING`, of which ``args`` are those of the copy."""
     if node.target is ONE_HOT:
         return _one_hot(build, node, *args)
-    return _count(build, node, *args, **kwargs)
+    return _count_occurrences(build, node, *args, **kwargs)
 
 
 def _one_hot(build: SelectedRows, node: fx.Node, numbers: fx.Node) -> fx.Node:
@@ -66,7 +66,7 @@ def _one_hot(build: SelectedRows, node: fx.Node, numbers: fx.Node) -> fx.Node:
     return made if size is not None else _as_many(build, made, _up_to_largest(build, numbers, bound, 0))
 
 
-def _count(
+def _count_occurrences(
     build: SelectedRows, node: fx.Node, numbers: fx.Node, weights: fx.Node | None = None, minlength: int = 0
 ) -> fx.Node:
     least = minlength if isinstance(minlength, int) else 0
@@ -118,8 +118,12 @@ def _takes_first(user: fx.Node, most: int) -> bool:
     """Whether ``user`` takes no more than the first ``most`` entries, or only asserts how many there are."""
     if user.target is not aten.slice.Tensor:
         return _is_asserted(user)
-    end = argument(user, "end")
-    plain = argument(user, "dim", 0) in (0, -1) and argument(user, "start") in (0, None) and argument(user, "step") == 1
+    end = get_node_argument(user, "end")
+    plain = (
+        get_node_argument(user, "dim", 0) in (0, -1)
+        and get_node_argument(user, "start") in (0, None)
+        and get_node_argument(user, "step") == 1
+    )
     return plain and isinstance(end, int) and 0 <= end <= most
 
 
@@ -182,17 +186,17 @@ def _below_either(node: fx.Node) -> int | None:
     return min(found) if found else None
 
 
-def _clamped(node: fx.Node) -> int | None:
+def _bound_clamped_numbers(node: fx.Node) -> int | None:
     """By a largest number, if it is none below the smallest."""
-    most, inner = argument(node, "max"), _bound_by_origin(node.args[0])
+    most, inner = get_node_argument(node, "max"), _bound_by_origin(node.args[0])
     own = most + 1 if isinstance(most, int) else None
     found = [b for b in (own, inner) if b is not None]
-    least = argument(node, "min")
+    least = get_node_argument(node, "min")
     bound = min(found) if found else None
     return bound if bound is None or least is None else (max(bound, least + 1) if isinstance(least, int) else None)
 
 
-def _remainder(node: fx.Node) -> int | None:
+def _bound_remainders(node: fx.Node) -> int | None:
     divisor = node.args[1]
     return divisor if isinstance(divisor, int) and divisor > 0 else None
 
@@ -204,22 +208,22 @@ def _sum_bound(node: fx.Node) -> int | None:
 
 
 def _arange_bound(node: fx.Node) -> int | None:
-    end, step = argument(node, "end"), argument(node, "step", 1)
+    end, step = get_node_argument(node, "end"), get_node_argument(node, "step", 1)
     return max(end, 1) if isinstance(end, int) and step == 1 else None
 
 
-def _buckets(node: fx.Node) -> int | None:
+def _bound_bucket_indices(node: fx.Node) -> int | None:
     edges: Any = node.args[1] if node.target is aten.bucketize.Tensor else node.args[0]
     size = edges.meta["val"].shape[-1]
     return size + 1 if isinstance(size, int) else None
 
 
 _BOUNDS: dict[Any, Callable[[fx.Node], int | None]] = {
-    aten.clamp.default: _clamped,
-    aten.clamp_max.default: _clamped,
-    aten.clamp_min.default: _clamped,
-    aten.remainder.Scalar: _remainder,
-    aten.fmod.Scalar: _remainder,
+    aten.clamp.default: _bound_clamped_numbers,
+    aten.clamp_max.default: _bound_clamped_numbers,
+    aten.clamp_min.default: _bound_clamped_numbers,
+    aten.remainder.Scalar: _bound_remainders,
+    aten.fmod.Scalar: _bound_remainders,
     aten.add.Tensor: _sum_bound,
     aten.minimum.default: _below_either,
     aten.maximum.default: lambda node: _all_below(*node.args[:2]),
@@ -238,8 +242,8 @@ _BOUNDS: dict[Any, Callable[[fx.Node], int | None]] = {
     aten.one_hot.default: lambda node: 2,
     aten.arange.default: _arange_bound,
     aten.arange.start: _arange_bound,
-    aten.bucketize.Tensor: _buckets,
-    aten.searchsorted.Tensor: _buckets,
+    aten.bucketize.Tensor: _bound_bucket_indices,
+    aten.searchsorted.Tensor: _bound_bucket_indices,
 }
 
 
@@ -248,15 +252,15 @@ def _bound_by_use(node: Any) -> int | None:
     if not isinstance(node, fx.Node):
         return None
     key = Numbers()
-    wanted, found = key(_source(node)), []
+    wanted, found = key(_find_number_source(node)), []
     for reader in node.graph.nodes:
         for numbers, most in _read_as_places(reader):
-            if isinstance(most, int) and isinstance(numbers, fx.Node) and key(_source(numbers)) == wanted:
+            if isinstance(most, int) and isinstance(numbers, fx.Node) and key(_find_number_source(numbers)) == wanted:
                 found.append(most)
     return min(found) if found else None
 
 
-def _source(node: fx.Node) -> fx.Node:
+def _find_number_source(node: fx.Node) -> fx.Node:
     """Numbers in the shape and type that they had first."""
     while node.target in _PASSING:
         node = node.args[0]  # type: ignore[assignment]
@@ -268,7 +272,7 @@ def _read_as_places(reader: fx.Node) -> list[tuple[Any, Any]]:
     args: Any = reader.args
     if reader.target in _CLASSIFYING:
         scores, classes = args[0].meta["val"], args[1]
-        by_number = not classes.meta["val"].dtype.is_floating_point and argument(reader, "ignore_index") < 0
+        by_number = not classes.meta["val"].dtype.is_floating_point and get_node_argument(reader, "ignore_index") < 0
         return [(classes, scores.shape[min(1, scores.dim() - 1)])] if by_number else []
     if reader.target is aten.embedding.default:
         return [(args[1], args[0].meta["val"].shape[0])]

@@ -81,7 +81,9 @@ class Unselectable(Exception):
 def find_rows(build: SelectedRows, condition: fx.Node, as_tuple: bool = True) -> Any:
     if condition in build.rows or not condition.meta["val"].dim():
         raise Unselectable
-    found = _pairs(build, condition) or _ones(build, condition, build.mask_of(condition))
+    found = _build_choice_coordinates(build, condition) or _build_mask_coordinates(
+        build, condition, build.mask_of(condition)
+    )
     if as_tuple:
         return tuple(found)
     table = build.call(aten.stack.default, found, -1)
@@ -91,7 +93,7 @@ def find_rows(build: SelectedRows, condition: fx.Node, as_tuple: bool = True) ->
     return table
 
 
-def _ones(build: SelectedRows, condition: fx.Node, mask: fx.Node) -> list[fx.Node]:
+def _build_mask_coordinates(build: SelectedRows, condition: fx.Node, mask: fx.Node) -> list[fx.Node]:
     """One node per dim: that coordinate of every element of ``condition``. ``mask``: the flat ``condition``."""
     shape = tuple(condition.meta["val"].shape)
     inner = number = int(mask.meta["val"].shape[0])
@@ -107,7 +109,7 @@ def _ones(build: SelectedRows, condition: fx.Node, mask: fx.Node) -> list[fx.Nod
     return found
 
 
-def _pairs(build: SelectedRows, condition: fx.Node) -> list[fx.Node]:
+def _build_choice_coordinates(build: SelectedRows, condition: fx.Node) -> list[fx.Node]:
     """Coordinates of the true elements of ``condition``, in the memory order of the chosen numbers that it tests.
 
     In that order the choices of a token are adjacent even if ``condition`` is transposed, so that the rows can be
@@ -132,7 +134,7 @@ def _pairs(build: SelectedRows, condition: fx.Node) -> list[fx.Node]:
         mask = build.mask_of(build.call(aten.eq.Scalar, numbers, number))
         if shape != list(numbers.meta["val"].shape):
             numbers = build.call(aten.reshape.default, numbers, shape)
-        ones = _ones(build, build.call(aten.eq.Scalar, numbers, number), mask)
+        ones = _build_mask_coordinates(build, build.call(aten.eq.Scalar, numbers, number), mask)
         build.pairs[key] = [ones[d] for d in along]
     return build.pairs[key]
 
@@ -145,7 +147,7 @@ def take_rows(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
     if index.meta["val"].dtype == torch.bool and index not in build.rows:
         if len(given) != 1:
             return _take_by_both(build, x, indices)
-        pairs = _pairs(build, index)
+        pairs = _build_choice_coordinates(build, index)
         if pairs:
             return take_rows(build, x, [*indices[:first], *pairs])
         mask = build.mask_of(index)
@@ -165,8 +167,8 @@ def take_rows(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
     rows = build.same(*(i for _, i in given))
     if rows.dim != 0 or any(i.meta["val"].dim() != 1 for _, i in given):
         raise Unselectable
-    spread = _spread(build, x, first, [i for _, i in given])
-    made = spread if spread is not None else build.call(aten.index.Tensor, x, _guarded(build, indices))
+    spread = _broadcast_to_mask(build, x, first, [i for _, i in given])
+    made = spread if spread is not None else build.call(aten.index.Tensor, x, _guard_indices(build, indices))
     build.rows[made] = MaskedRows(rows.mask, first)
     made = build.harmless(made)
     if first == 0:
@@ -201,7 +203,7 @@ def _take_by_both(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
     spread: list[Any] = []
     for i in indices:
         if i is not None and i.meta["val"].dtype == torch.bool and i not in build.rows:
-            spread += _ones(build, i, build.mask_of(i))
+            spread += _build_mask_coordinates(build, i, build.mask_of(i))
         else:
             spread.append(i)
     rows = {build.rows[i].mask for i in spread if i is not None and i in build.rows}
@@ -234,7 +236,7 @@ def put_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, values:
     dim %= x.meta["val"].dim()
     if isinstance(values, fx.Node) and values in build.rows:
         return put_rows(build, x, [*[None] * dim, index], values)
-    covered, _ = _coordinates(build, x, dim, [index])
+    covered, _ = _match_mask_coordinates(build, x, dim, [index])
     if len(covered) != 1 or (isinstance(values, fx.Node) and values.meta["val"].dim()):
         raise Unselectable
     sizes = [1] * x.meta["val"].dim()
@@ -245,12 +247,12 @@ def put_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, values:
     return build.call(aten.masked_fill.Tensor, x, chosen, values)
 
 
-def _guarded(build: SelectedRows, indices: Any) -> list[Any]:
+def _guard_indices(build: SelectedRows, indices: Any) -> list[Any]:
     """Replace the indices of unselected rows by 0, so that every index is valid."""
     return [build.harmless(i, 0) if i in build.rows else i for i in indices]
 
 
-def _coordinates(
+def _match_mask_coordinates(
     build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node]
 ) -> tuple[tuple[int, ...], list[int]]:
     """The shape of the mask that ``indices`` are coordinates of, and which of its coordinates they are.
@@ -267,10 +269,10 @@ def _coordinates(
     return (covered, along) if fits and len(along) == len(set(along)) else ((), [])
 
 
-def _spread(build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node]) -> fx.Node | None:
+def _broadcast_to_mask(build: SelectedRows, x: fx.Node, first: int, indices: list[fx.Node]) -> fx.Node | None:
     """Broadcast ``x`` to one row per element of the mask that ``indices`` are coordinates of; ``None`` if there is no
     such mask."""
-    covered, along = _coordinates(build, x, first, indices)
+    covered, along = _match_mask_coordinates(build, x, first, indices)
     if not along:
         return None
     sizes = list(x.meta["val"].shape)
@@ -291,18 +293,18 @@ def put_rows(build: SelectedRows, x: fx.Node, indices: Any, values: fx.Node, acc
     if rows is None or x in build.rows or [d for d, _ in given] != list(range(first, first + len(given))):
         raise Unselectable
     if index.meta["val"].dtype == torch.bool:
-        pairs = _pairs(build, index)
+        pairs = _build_choice_coordinates(build, index)
         if pairs:
             return put_rows(build, x, [*indices[:first], *pairs], values, accumulate)
         mask, covered, whole = build.mask_of(index), tuple(index.meta["val"].shape), True
     else:
         mask = build.same(*(i for _, i in given)).mask
-        covered, along = _coordinates(build, x, first, [i for _, i in given])
+        covered, along = _match_mask_coordinates(build, x, first, [i for _, i in given])
         whole = bool(along) and along == list(range(len(covered))) and first == 0
     if rows.mask is not mask or rows.dim != first:
         raise Unselectable
     by = [mask] if index.meta["val"].dtype == torch.bool else [i for _, i in given]
-    more = _more(build, x, by, values) if whole and first == 0 and not accumulate else None
+    more = _find_other_addend(build, x, by, values) if whole and first == 0 and not accumulate else None
     if more is not None:
         values, accumulate = more, True
     shape = list(x.meta["val"].shape)
@@ -310,7 +312,7 @@ def put_rows(build: SelectedRows, x: fx.Node, indices: Any, values: fx.Node, acc
         added = None if index.meta["val"].dtype == torch.bool else _at_places(build, x, first, by, values)
         if added is not None:
             return build.call(aten.add.Tensor, x, added)
-        return build.call(aten.index_put.default, x, _guarded(build, indices), build.zeroed(values), True)
+        return build.call(aten.index_put.default, x, _guard_indices(build, indices), build.zeroed(values), True)
     if not whole:
         put_once = _put_once(build, x, by, values) if first == 0 else None
         if put_once is not None:
@@ -347,7 +349,7 @@ def _at_places(
 
     ``chosen``: the caller reads only positions that some selected row has.
     """
-    covered, along = _coordinates(build, x, first, indices)
+    covered, along = _match_mask_coordinates(build, x, first, indices)
     sizes = list(source.meta["val"].shape)
     if not along or sizes[first + 1 :] != list(x.meta["val"].shape[first + len(along) :]):
         return None
@@ -357,10 +359,12 @@ def _at_places(
     dtype = source.meta["val"].dtype
     kept = {} if dtype.is_floating_point or dtype.is_complex else {"dtype": dtype}  # sums of integers widen the type
     total = build.call(aten.sum.dim_IntList, apart, others, **kept) if others else apart
-    return _turned(build, total, first, along)
+    return _permute_coordinates(build, total, first, along)
 
 
-def _turned(build: SelectedRows, value: fx.Node, first: int, along: list[int], *, back: bool = False) -> fx.Node:
+def _permute_coordinates(
+    build: SelectedRows, value: fx.Node, first: int, along: list[int], *, back: bool = False
+) -> fx.Node:
     """Permute the dims of ``value`` from ``first`` on from sorted coordinates into the order ``along``.
 
     ``back``: permute from the order ``along`` into sorted coordinates instead.
@@ -379,19 +383,19 @@ def _turned(build: SelectedRows, value: fx.Node, first: int, along: list[int], *
 
 def _put_once(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: fx.Node) -> fx.Node | None:
     """``x[indices] = values`` without an index operator; ``None`` unless each position is selected once at most."""
-    covered, along = _coordinates(build, x, 0, indices)
+    covered, along = _match_mask_coordinates(build, x, 0, indices)
     if not along:
         return None
     place = build.places[indices[0]]
     left = [d for d in range(len(covered)) if d not in along]
     if len(left) > 1 or (left and not _at_most_one(place.condition, left[0])):
         return None
-    more = _more(build, x, indices, values)
+    more = _find_other_addend(build, x, indices, values)
     if more is not None:
         added = _at_places(build, x, 0, indices, more)
         return None if added is None else build.call(aten.add.Tensor, x, added)
     order = sorted(along)  # one order for all writes of a loop
-    straight = _turned(build, x, 0, along, back=True)
+    straight = _permute_coordinates(build, x, 0, along, back=True)
     put = _at_places(build, straight, 0, [indices[along.index(i)] for i in order], values, chosen=True)
     if put is None:
         return None
@@ -399,7 +403,7 @@ def _put_once(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: f
     chosen = build.call(aten.any.dim, chosen, left[0]) if left else chosen
     sizes = chosen.meta["val"].shape
     chosen = build.call(aten.reshape.default, chosen, [*sizes, *[1] * (x.meta["val"].dim() - len(sizes))])
-    return _turned(build, build.call(aten.where.self, chosen, put, straight), 0, along)
+    return _permute_coordinates(build, build.call(aten.where.self, chosen, put, straight), 0, along)
 
 
 def _at_most_one(condition: fx.Node, dim: int) -> bool:
@@ -414,7 +418,7 @@ def _at_most_one(condition: fx.Node, dim: int) -> bool:
     return any(_at_most_one(part, dim) for part in both if part.meta["val"].shape == shape)
 
 
-def _more(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: fx.Node) -> fx.Node | None:
+def _find_other_addend(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: fx.Node) -> fx.Node | None:
     """The other addend if ``values`` is ``x[indices]`` plus something: it can be added to ``x``. Else ``None``."""
     args: Any = values.args
     if values.target is not aten.add.Tensor or len(args) != 2 or values.kwargs:

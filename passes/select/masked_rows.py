@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.experts.routing_masks import RESHAPES, undone
+from passes.experts.routing_masks import RESHAPES, skip_inverse_squeezes
 from passes.ir.interpret import META, call
 from passes.ir.value_numbering import Numbers
 from passes.normalize.decompose import parts_of
@@ -42,7 +42,7 @@ from passes.select.masked_row_ops import (
     take_rows,
     take_where,
 )
-from passes.select.selected_numbers import ITEMS, ComputedSize, compute, is_number, with_tensors
+from passes.select.selected_numbers import ITEMS, ComputedSize, compute_number, is_number, with_tensors
 from passes.select.selected_statistics import STATISTICS
 
 aten = torch.ops.aten
@@ -65,7 +65,7 @@ def _masked_scatter(build: SelectedRows, x: fx.Node, mask: fx.Node, source: fx.N
     return build.call(aten.masked_scatter.default, x, mask, build.call(aten.index_select.default, source, 0, order))
 
 
-def _split(build: SelectedRows, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
+def _split_by_counts(build: SelectedRows, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
     """Pieces of as many rows as is counted: the piece of each row is told by the running sum of the counts."""
     counts = [size.args[0] for size in sizes if isinstance(size, fx.Node) and size.target in ITEMS]
     if x in build.rows or len(counts) != len(sizes):
@@ -91,7 +91,7 @@ def _split(build: SelectedRows, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
     return tuple(found)
 
 
-def _cat(build: SelectedRows, parts: Any, dim: int = 0) -> Any:
+def _concatenate_parts(build: SelectedRows, parts: Any, dim: int = 0) -> Any:
     rows, dim = [build.rows.get(part) for part in parts], dim % parts[0].meta["val"].dim()
     if all(r is not None and r.dim != dim for r in rows) or any(r is not None and r.dim != dim for r in rows):
         return None
@@ -146,7 +146,7 @@ def _mask_or_all(build: SelectedRows, part: fx.Node, size: int) -> fx.Node:
     return build.all_of[size]
 
 
-def _reshaped(target: Any) -> Callable[..., Any]:
+def _make_reshape_rule(target: Any) -> Callable[..., Any]:
     """Rows in one dim with others, of which then all or none are selected, and back."""
 
     def rule(build: SelectedRows, x: fx.Node, *args: Any) -> Any:
@@ -175,9 +175,9 @@ def _reshaped(target: Any) -> Callable[..., Any]:
 
 
 SPECIAL: dict[Any, Callable[..., Any]] = {
-    aten.split_with_sizes.default: _split,
-    aten.split.sizes: _split,
-    aten.cat.default: _cat,
+    aten.split_with_sizes.default: _split_by_counts,
+    aten.split.sizes: _split_by_counts,
+    aten.cat.default: _concatenate_parts,
     aten.where.default: find_rows,
     aten.nonzero_numpy.default: find_rows,
     aten.nonzero.default: lambda build, condition: find_rows(build, condition, as_tuple=False),
@@ -191,7 +191,7 @@ SPECIAL: dict[Any, Callable[..., Any]] = {
     aten.index_copy.default: put_along,
     aten.index_fill.int_Scalar: put_along,
     aten.index_fill.int_Tensor: put_along,
-    **{target: _reshaped(target) for target in (*RESHAPES, aten._unsafe_view.default)},
+    **{target: _make_reshape_rule(target) for target in (*RESHAPES, aten._unsafe_view.default)},
     **STATISTICS,
 }
 
@@ -273,16 +273,16 @@ class SelectedRows:
             whole, index = args
             return whole[index] if isinstance(whole, tuple) else self.call(operator.getitem, whole, index)
         if node.target is aten.sym_size.int:
-            return self._size(*args)
+            return self._get_dim_size(*args)
         if node.target in COUNTING:
             return count_classes(self, node, args, kwargs)
         if node.target is aten.sym_numel.default:
-            sizes = [self._size(args[0], d) for d in range(args[0].meta["val"].dim())]
-            return functools.reduce(lambda a, b: compute(self, operator.mul, (a, b)), sizes)
+            sizes = [self._get_dim_size(args[0], d) for d in range(args[0].meta["val"].dim())]
+            return functools.reduce(lambda a, b: compute_number(self, operator.mul, (a, b)), sizes)
         if node.target in ASSERTS:  # what torch.export asserts of what the model selects
             return None
         if not isinstance(node.target, torch._ops.OpOverload):
-            return compute(self, node.target, args)  # type: ignore[arg-type]
+            return compute_number(self, node.target, args)  # type: ignore[arg-type]
         try:
             made = with_tensors(self, node, args, kwargs)
             return self.apply(node.target, *args, **kwargs) if made is None else made
@@ -299,7 +299,7 @@ class SelectedRows:
     def apply(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         """What an operator makes, of rows or not."""
         special = SPECIAL.get(target)
-        if special is not None and (target in _SOURCES or any(n in self.rows for n in _nodes((args, kwargs)))):
+        if special is not None and (target in _SOURCES or any(n in self.rows for n in _collect_nodes((args, kwargs)))):
             made = special(self, *args, **kwargs)
             if made is not None:
                 return made
@@ -316,7 +316,7 @@ class SelectedRows:
                 inner[part] = self.copy(part, inner, where)
         raise AssertionError("a graph ends in an output node")
 
-    def _size(self, value: fx.Node, dim: int) -> MaskedRowCount | int:
+    def _get_dim_size(self, value: fx.Node, dim: int) -> MaskedRowCount | int:
         rows, dim = self.rows.get(value), dim % value.meta["val"].dim()
         return MaskedRowCount(rows.mask) if rows is not None and dim == rows.dim else int(value.meta["val"].shape[dim])
 
@@ -349,14 +349,14 @@ class SelectedRows:
             found = {
                 s for a in args if isinstance(a, list | tuple) for s, x in enumerate(a) if isinstance(x, MaskedRowCount)
             }
-            return self._mark(made, mask, found) if found else self._refuse()
+            return self._mark_selected_rows(made, mask, found) if found else self._raise_unselectable()
         dims = self._row_dims(target, made, operands)
         if dims is None:
             zeroed = [self.zeroed(o) if o in self.rows else o for o in operands]
-            return self.call(made.target, *_replaced(flat_args, operands, zeroed), **flat_kwargs)
+            return self.call(made.target, *_replace_operands(flat_args, operands, zeroed), **flat_kwargs)
         if target in _KEEPS_PLACES and operands[0] in self.places and made.meta["val"].dim() == 1:
             self.places[made] = self.places[operands[0]]
-        return self._mark(made, mask, dims)
+        return self._mark_selected_rows(made, mask, dims)
 
     def _row_dims(self, target: Any, made: fx.Node, operands: tuple[fx.Node, ...]) -> set[int] | None:
         """The dim of each result that has the rows; ``None``: they are added up."""
@@ -383,7 +383,7 @@ class SelectedRows:
             return None
         raise Unselectable
 
-    def _mark(self, made: fx.Node, mask: fx.Node, dims: set[int]) -> Any:
+    def _mark_selected_rows(self, made: fx.Node, mask: fx.Node, dims: set[int]) -> Any:
         if len(dims) != 1:
             raise Unselectable
         (dim,) = dims
@@ -394,7 +394,7 @@ class SelectedRows:
         self.rows[made] = MaskedRows(mask, dim)
         return made
 
-    def _refuse(self) -> Any:
+    def _raise_unselectable(self) -> Any:
         raise Unselectable
 
     # -- helpers ----------------------------------------------------------------------------------------------------
@@ -406,12 +406,14 @@ class SelectedRows:
 
     def mask_of(self, condition: fx.Node) -> fx.Node:
         """The flat mask of a condition; one for all that are computed alike."""
-        condition = undone(condition)
+        condition = skip_inverse_squeezes(condition)
         while condition.target in RESHAPES:
-            condition = undone(condition.args[0])
+            condition = skip_inverse_squeezes(condition.args[0])
         key = self.key(condition)
         if key not in self._masks and (spread := _spread_over_last(condition)) is not None:
-            self._masks[key] = self.flat_mask(self.mask_of(spread), (spread.meta["val"].numel(), *_last(condition)), 0)
+            self._masks[key] = self.flat_mask(
+                self.mask_of(spread), (spread.meta["val"].numel(), *_list_row_sizes(condition)), 0
+            )
         if key not in self._masks:
             value = condition.meta["val"]
             flat = condition if value.dtype == torch.bool else self.call(aten.ne.Scalar, condition, 0)
@@ -506,7 +508,7 @@ def _spread_over_last(condition: fx.Node) -> fx.Node | None:
     return source if 0 < rows < len(after) and before[:rows] == after[:rows] else None
 
 
-def _last(condition: fx.Node) -> list[int]:
+def _list_row_sizes(condition: fx.Node) -> list[int]:
     """The sizes of a row's dims."""
     source: Any = condition.args[0]
     before, after = source.meta["val"].shape, condition.meta["val"].shape
@@ -524,7 +526,7 @@ def _is_open(value: Any) -> bool:
     return any(isinstance(v, Tensor) and not all(isinstance(s, int) for s in v.shape) for v in values)
 
 
-def _nodes(args: Any) -> list[fx.Node]:
+def _collect_nodes(args: Any) -> list[fx.Node]:
     found: list[fx.Node] = []
     fx.node.map_arg(args, lambda n: found.append(n) or n)  # type: ignore[func-returns-value]
     return found
@@ -543,6 +545,6 @@ def _on_meta(argument: Any) -> Any:
     return META if isinstance(argument, torch.device) else argument
 
 
-def _replaced(args: Any, old: tuple[fx.Node, ...], new: list[fx.Node]) -> Any:
+def _replace_operands(args: Any, old: tuple[fx.Node, ...], new: list[fx.Node]) -> Any:
     instead = dict(zip(old, new, strict=True))
     return fx.node.map_arg(args, lambda n: instead.get(n, n))

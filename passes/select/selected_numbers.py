@@ -92,13 +92,13 @@ def is_number(given: Any) -> bool:
     return isinstance(given, MaskedRowCount | ComputedSize) or (isinstance(given, fx.Node) and given.target in ITEMS)
 
 
-def compute(build: SelectedRows, target: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def compute_number(build: SelectedRows, target: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """What Python's operator ``target`` makes of numbers."""
     numbers = [number_of(build, a) if is_number(a) else a for a in args]
     if not any(isinstance(n, ComputedSize) for n in numbers):
         return target(*args)
     whole = [n.all_rows if isinstance(n, ComputedSize) else n for n in numbers]
-    all_rows = None if any(n is None for n in whole) else _tried(target, whole)
+    all_rows = None if any(n is None for n in whole) else _try_arithmetic(target, whole)
     known = _OPERATORS.get(target)
     if known is None or any(isinstance(n, ComputedSize) and n.node is None for n in numbers):
         return ComputedSize(None, all_rows)
@@ -109,7 +109,7 @@ def compute(build: SelectedRows, target: Callable[..., Any], args: tuple[Any, ..
     return ComputedSize(build.call(torchs, *(_as_tensor(build, g, _REAL if real else _WHOLE) for g in given)), all_rows)
 
 
-def _tried(target: Callable[..., Any], args: list[Any]) -> Any:
+def _try_arithmetic(target: Callable[..., Any], args: list[Any]) -> Any:
     try:
         return target(*args)
     except ArithmeticError:
@@ -132,7 +132,7 @@ def with_tensors(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) -> 
         sizes = list(value.shape) if target is aten.full_like.default else args[at - 1]
         return made if target is aten.scalar_tensor.default else build.apply(aten.expand.default, made, sizes)
     if target is aten.arange.default and len(args) == 1 and isinstance(args[0], MaskedRowCount):
-        return numbered(build, args[0].mask, value.dtype)
+        return number_selected_rows(build, args[0].mask, value.dtype)
     dtype = value.dtype if value.dtype.is_floating_point else None
     takes = _OF_TENSORS.get(target)
     if takes is None:  # a number in the place of a tensor
@@ -153,7 +153,7 @@ def with_tensors(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) -> 
     return made
 
 
-def numbered(build: SelectedRows, mask: fx.Node, dtype: torch.dtype) -> fx.Node:
+def number_selected_rows(build: SelectedRows, mask: fx.Node, dtype: torch.dtype) -> fx.Node:
     """Selected rows by their number: 0, 1, .."""
     made = build.call(aten.sub.Tensor, build.nth(mask), 1)
     made = made if dtype == _WHOLE else build.call(aten.to.dtype, made, dtype)

@@ -29,19 +29,19 @@ _IGNORED = -100
 
 
 # -- sums and what is made of them -------------------------------------------------------------------------------------
-def _mean(build: SelectedRows, x: fx.Node, *, dtype: Any = None) -> Any:
+def _compute_full_mean(build: SelectedRows, x: fx.Node, *, dtype: Any = None) -> Any:
     return _mean_over(build, x, None, dtype=dtype)
 
 
 def _mean_over(build: SelectedRows, x: fx.Node, dims: Any, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    over = _over(build, x, dims)
+    over = _find_reduced_dims(build, x, dims)
     if over is None:
         return None
     total = build.call(aten.sum.dim_IntList, build.zeroed(x), over, keepdim, dtype=dtype)
-    return build.call(aten.div.Tensor, total, _number(build, x, over))
+    return build.call(aten.div.Tensor, total, _count_selected_elements(build, x, over))
 
 
-def _over(build: SelectedRows, x: fx.Node, dims: Any) -> list[int] | None:
+def _find_reduced_dims(build: SelectedRows, x: fx.Node, dims: Any) -> list[int] | None:
     """The dims that are reduced, all if there are none; ``None``: the rows are not."""
     rank = x.meta["val"].dim()
     dims = [dims] if isinstance(dims, int) else dims
@@ -49,7 +49,7 @@ def _over(build: SelectedRows, x: fx.Node, dims: Any) -> list[int] | None:
     return over if build.same(x).dim in over else None
 
 
-def _number(build: SelectedRows, x: fx.Node, over: list[int]) -> fx.Node:
+def _count_selected_elements(build: SelectedRows, x: fx.Node, over: list[int]) -> fx.Node:
     """How many selected elements there are of ``x`` in these dims."""
     rows, sizes = build.rows[x], x.meta["val"].shape
     others = math.prod(sizes[d] for d in over if d != rows.dim)
@@ -57,7 +57,7 @@ def _number(build: SelectedRows, x: fx.Node, over: list[int]) -> fx.Node:
     return count if others == 1 else build.call(aten.mul.Tensor, count, others)
 
 
-def _deviation(*, root: bool, with_mean: bool) -> Callable[..., Any]:
+def _make_deviation_rule(*, root: bool, with_mean: bool) -> Callable[..., Any]:
     """``var``, ``std`` and their forms with the mean beside it."""
 
     def rule(
@@ -71,10 +71,10 @@ def _deviation(*, root: bool, with_mean: bool) -> Callable[..., Any]:
     ) -> Any:
         if isinstance(dims, bool):  # the form for all dims
             dims, unbiased = None, dims
-        over = _over(build, x, dims)
+        over = _find_reduced_dims(build, x, dims)
         if over is None:
             return None
-        number = _number(build, x, over)
+        number = _count_selected_elements(build, x, over)
         mean = build.call(aten.div.Tensor, build.call(aten.sum.dim_IntList, build.zeroed(x), over, True), number)
         apart = build.call(aten.sub.Tensor, x, mean)
         build.rows[apart] = build.rows[x]
@@ -83,7 +83,7 @@ def _deviation(*, root: bool, with_mean: bool) -> Callable[..., Any]:
         less = int(unbiased) if correction is None else correction
         freedom = build.call(aten.clamp_min.default, build.call(aten.sub.Tensor, number, less), 0)
         found = build.call(aten.div.Tensor, squares, freedom)
-        found = _root(build, found) if root else found
+        found = _take_square_root(build, found) if root else found
         if not with_mean:
             return found
         return found, mean if keepdim else build.call(aten.squeeze.dims, mean, over)
@@ -91,7 +91,7 @@ def _deviation(*, root: bool, with_mean: bool) -> Callable[..., Any]:
     return rule
 
 
-def _root(build: SelectedRows, x: fx.Node) -> fx.Node:
+def _take_square_root(build: SelectedRows, x: fx.Node) -> fx.Node:
     """A square root whose gradient at zero is zero."""
     none = build.call(aten.eq.Scalar, x, 0)
     root = build.call(aten.sqrt.default, build.call(aten.masked_fill.Scalar, x, none, 1))
@@ -99,21 +99,23 @@ def _root(build: SelectedRows, x: fx.Node) -> fx.Node:
 
 
 # -- what a number that changes nothing takes the place of -------------------------------------------------------------
-def _lowest(value: Tensor) -> float:
+def _get_lowest_value(value: Tensor) -> float:
     return -math.inf if value.dtype.is_floating_point else int(torch.iinfo(value.dtype).min)
 
 
-def _highest(value: Tensor) -> float:
+def _get_highest_value(value: Tensor) -> float:
     return math.inf if value.dtype.is_floating_point else int(torch.iinfo(value.dtype).max)
 
 
-def _filled(target: Any, number: Callable[[Tensor], float], dim_at: int | None = None) -> Callable[..., Any]:
+def _make_filled_reduction(
+    target: Any, number: Callable[[Tensor], float], dim_at: int | None = None
+) -> Callable[..., Any]:
     """A reduction that is not changed by ``number``; ``dim_at``: the place of its dims, ``None``: it has none."""
 
     def rule(build: SelectedRows, x: fx.Node, *args: Any, **kwargs: Any) -> Any:
         given = (x, *args)
         dims = None if dim_at is None or dim_at >= len(given) else given[dim_at]
-        over = _over(build, x, kwargs.get("dim", dims))
+        over = _find_reduced_dims(build, x, kwargs.get("dim", dims))
         if over is None:
             return None
         return build.call(target, build.filled(x, number(x.meta["val"])), *args, **kwargs)
@@ -121,11 +123,11 @@ def _filled(target: Any, number: Callable[[Tensor], float], dim_at: int | None =
     return rule
 
 
-def _extreme(target: Any, number: Callable[[Tensor], float]) -> Callable[..., Any]:
+def _make_extreme_rule(target: Any, number: Callable[[Tensor], float]) -> Callable[..., Any]:
     """The largest or smallest along a dim, and which of the selected rows it is of."""
 
     def rule(build: SelectedRows, x: fx.Node, dim: int, keepdim: bool = False) -> Any:
-        if _over(build, x, dim) is None:
+        if _find_reduced_dims(build, x, dim) is None:
             return None
         made = build.call(target, build.filled(x, number(x.meta["val"])), dim, keepdim)
         value, place = (build.call(operator.getitem, made, i) for i in range(2))
@@ -136,7 +138,7 @@ def _extreme(target: Any, number: Callable[[Tensor], float]) -> Callable[..., An
 
 def _extreme_place(target: Any, number: Callable[[Tensor], float]) -> Callable[..., Any]:
     def rule(build: SelectedRows, x: fx.Node, dim: int | None = None, keepdim: bool = False) -> Any:
-        if _over(build, x, dim) is None:
+        if _find_reduced_dims(build, x, dim) is None:
             return None
         if dim is None and x.meta["val"].dim() != 1:
             raise Unselectable
@@ -153,14 +155,14 @@ def _nth_place(build: SelectedRows, x: fx.Node, place: fx.Node) -> fx.Node:
     return build.call(aten.reshape.default, found, list(place.meta["val"].shape))
 
 
-def _norm(target: Any, order_at: int, dim_at: int) -> Callable[..., Any]:
+def _make_norm_rule(target: Any, order_at: int, dim_at: int) -> Callable[..., Any]:
     """Zeros add nothing to a norm of a positive order."""
-    zeroed = _filled(target, lambda value: 0, dim_at)
+    zeroed = _make_filled_reduction(target, lambda value: 0, dim_at)
 
     def rule(build: SelectedRows, x: fx.Node, *args: Any, **kwargs: Any) -> Any:
         order = args[order_at - 1] if len(args) >= order_at else kwargs.get("ord", kwargs.get("p", 2))
         order = 2 if order is None else order
-        if _over(build, x, args[dim_at - 1] if len(args) >= dim_at else kwargs.get("dim")) is None:
+        if _find_reduced_dims(build, x, args[dim_at - 1] if len(args) >= dim_at else kwargs.get("dim")) is None:
             return None
         if not isinstance(order, int | float) or order < 0:
             raise Unselectable
@@ -169,9 +171,9 @@ def _norm(target: Any, order_at: int, dim_at: int) -> Callable[..., Any]:
     return rule
 
 
-def _softmax(target: Any) -> Callable[..., Any]:
+def _make_softmax_rule(target: Any) -> Callable[..., Any]:
     def rule(build: SelectedRows, x: fx.Node, dim: int, dtype: Any = None) -> Any:
-        if _over(build, x, dim) is None:
+        if _find_reduced_dims(build, x, dim) is None:
             return None
         made = build.call(target, build.filled(x, -math.inf), dim, dtype)
         build.rows[made] = build.rows[x]
@@ -180,8 +182,8 @@ def _softmax(target: Any) -> Callable[..., Any]:
     return rule
 
 
-def _cumsum(build: SelectedRows, x: fx.Node, dim: int, **kwargs: Any) -> Any:
-    if _over(build, x, dim) is None:
+def _compute_cumsum(build: SelectedRows, x: fx.Node, dim: int, **kwargs: Any) -> Any:
+    if _find_reduced_dims(build, x, dim) is None:
         return None
     if build.rows[x].mask in build.unordered:
         raise Unselectable
@@ -205,19 +207,19 @@ def _reduced_terms(target: Any, position: int) -> Callable[..., Any]:
             return None
         terms = build.apply(target, *given, **kwargs)
         if isinstance(terms, tuple):  # a loss, and what its gradient needs
-            return _reduce(build, terms[0], reduction), *terms[1:]
-        return _reduce(build, terms, reduction)
+            return _apply_reduction(build, terms[0], reduction), *terms[1:]
+        return _apply_reduction(build, terms, reduction)
 
     return rule
 
 
-def _reduce(build: SelectedRows, terms: fx.Node, reduction: int) -> Any:
+def _apply_reduction(build: SelectedRows, terms: fx.Node, reduction: int) -> Any:
     if reduction == NONE:
         return terms
     return build.apply(aten.sum.default if reduction == SUM else aten.mean.default, terms)
 
 
-def _classification(target: Any) -> Callable[..., Any]:
+def _make_classification_rule(target: Any) -> Callable[..., Any]:
     """Cross entropy or the like of numbers of classes: what is not selected has a class that is ignored."""
 
     def rule(
@@ -234,7 +236,7 @@ def _classification(target: Any) -> Callable[..., Any]:
             if reduction == NONE:
                 return None
             terms = build.apply(target, x, classes, weight, NONE, ignored, *more)
-            return _reduce(build, terms, reduction)
+            return _apply_reduction(build, terms, reduction)
         rows = build.same(classes)
         between = x.meta["val"].dim() > 1 and rows.dim >= 1  # the dim of classes is before that of rows
         if build.rows.get(x) != MaskedRows(rows.mask, rows.dim + between):
@@ -248,7 +250,7 @@ def _classification(target: Any) -> Callable[..., Any]:
     return rule
 
 
-def _broadcast(build: SelectedRows, operands: Any) -> Any:
+def _broadcast_operands(build: SelectedRows, operands: Any) -> Any:
     shape = torch.broadcast_shapes(*(o.meta["val"].shape for o in operands))
     wide = []
     for operand in operands:
@@ -271,37 +273,39 @@ def _broadcast(build: SelectedRows, operands: Any) -> Any:
 
 
 STATISTICS: dict[Any, Callable[..., Any]] = {
-    aten.mean.default: _mean,
+    aten.mean.default: _compute_full_mean,
     aten.mean.dim: _mean_over,
     **{
-        getattr(getattr(aten, name), form): _deviation(root=name.startswith("std"), with_mean=name.endswith("mean"))
+        getattr(getattr(aten, name), form): _make_deviation_rule(
+            root=name.startswith("std"), with_mean=name.endswith("mean")
+        )
         for name in ("var", "std", "var_mean", "std_mean")
         for form in ("default", "dim", "correction")
     },
-    aten.prod.default: _filled(aten.prod.default, lambda value: 1),
-    aten.prod.dim_int: _filled(aten.prod.dim_int, lambda value: 1, 1),
-    aten.any.default: _filled(aten.any.default, lambda value: 0),
-    aten.any.dim: _filled(aten.any.dim, lambda value: 0, 1),
-    aten.all.default: _filled(aten.all.default, lambda value: 1),
-    aten.all.dim: _filled(aten.all.dim, lambda value: 1, 1),
-    aten.max.default: _filled(aten.max.default, _lowest),
-    aten.min.default: _filled(aten.min.default, _highest),
-    aten.amax.default: _filled(aten.amax.default, _lowest, 1),
-    aten.amin.default: _filled(aten.amin.default, _highest, 1),
-    aten.max.dim: _extreme(aten.max.dim, _lowest),
-    aten.min.dim: _extreme(aten.min.dim, _highest),
-    aten.argmax.default: _extreme_place(aten.argmax.default, _lowest),
-    aten.argmin.default: _extreme_place(aten.argmin.default, _highest),
-    aten.logsumexp.default: _filled(aten.logsumexp.default, lambda value: -math.inf, 1),
-    aten.norm.Scalar: _norm(aten.norm.Scalar, 1, 2),
-    aten.norm.ScalarOpt_dim: _norm(aten.norm.ScalarOpt_dim, 1, 2),
-    aten.linalg_vector_norm.default: _norm(aten.linalg_vector_norm.default, 1, 2),
-    aten.softmax.int: _softmax(aten.softmax.int),
-    aten.log_softmax.int: _softmax(aten.log_softmax.int),
-    aten.cumsum.default: _cumsum,
-    aten.broadcast_tensors.default: _broadcast,
+    aten.prod.default: _make_filled_reduction(aten.prod.default, lambda value: 1),
+    aten.prod.dim_int: _make_filled_reduction(aten.prod.dim_int, lambda value: 1, 1),
+    aten.any.default: _make_filled_reduction(aten.any.default, lambda value: 0),
+    aten.any.dim: _make_filled_reduction(aten.any.dim, lambda value: 0, 1),
+    aten.all.default: _make_filled_reduction(aten.all.default, lambda value: 1),
+    aten.all.dim: _make_filled_reduction(aten.all.dim, lambda value: 1, 1),
+    aten.max.default: _make_filled_reduction(aten.max.default, _get_lowest_value),
+    aten.min.default: _make_filled_reduction(aten.min.default, _get_highest_value),
+    aten.amax.default: _make_filled_reduction(aten.amax.default, _get_lowest_value, 1),
+    aten.amin.default: _make_filled_reduction(aten.amin.default, _get_highest_value, 1),
+    aten.max.dim: _make_extreme_rule(aten.max.dim, _get_lowest_value),
+    aten.min.dim: _make_extreme_rule(aten.min.dim, _get_highest_value),
+    aten.argmax.default: _extreme_place(aten.argmax.default, _get_lowest_value),
+    aten.argmin.default: _extreme_place(aten.argmin.default, _get_highest_value),
+    aten.logsumexp.default: _make_filled_reduction(aten.logsumexp.default, lambda value: -math.inf, 1),
+    aten.norm.Scalar: _make_norm_rule(aten.norm.Scalar, 1, 2),
+    aten.norm.ScalarOpt_dim: _make_norm_rule(aten.norm.ScalarOpt_dim, 1, 2),
+    aten.linalg_vector_norm.default: _make_norm_rule(aten.linalg_vector_norm.default, 1, 2),
+    aten.softmax.int: _make_softmax_rule(aten.softmax.int),
+    aten.log_softmax.int: _make_softmax_rule(aten.log_softmax.int),
+    aten.cumsum.default: _compute_cumsum,
+    aten.broadcast_tensors.default: _broadcast_operands,
     **{
-        target: _classification(target)
+        target: _make_classification_rule(target)
         for target in (aten.cross_entropy_loss.default, aten.nll_loss.default, aten.nll_loss_nd.default,
                        aten.nll_loss2d.default)
     },

@@ -133,10 +133,10 @@ class _Selections(TorchFunctionMode):
 def _is_unwritten(*nodes: fx.Node) -> bool:
     """Whether nothing writes to ``nodes``, nor to what they are computed from."""
     written = {memory_of(to) for other in nodes[0].graph.nodes for to in written_by(other)}
-    return not any(written.intersection(map(memory_of, _ancestors(node))) for node in nodes)
+    return not any(written.intersection(map(memory_of, _collect_ancestors(node))) for node in nodes)
 
 
-def _ancestors(node: fx.Node) -> set[fx.Node]:
+def _collect_ancestors(node: fx.Node) -> set[fx.Node]:
     """``node``, and what it is computed from."""
     seen, waiting = {node}, [node]
     while waiting:
@@ -163,7 +163,9 @@ def _one_hot(func: Callable[..., Tensor], input: Tensor, num_classes: int = -1) 
     return made
 
 
-def _logsumexp(func: Callable[..., Tensor], input: Tensor, dim: Any, keepdim: bool = False, **kwargs: Any) -> Tensor:
+def _compute_logsumexp(
+    func: Callable[..., Tensor], input: Tensor, dim: Any, keepdim: bool = False, **kwargs: Any
+) -> Tensor:
     """Torch looks whether there are rows."""
     if not _is_open(input) or kwargs:
         return func(input, dim, keepdim=keepdim, **kwargs)
@@ -189,6 +191,6 @@ _LOOKING: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
     F.gaussian_nll_loss: _gaussian_nll,
     F.one_hot: _one_hot,
-    torch.logsumexp: _logsumexp,
-    Tensor.logsumexp: _logsumexp,
+    torch.logsumexp: _compute_logsumexp,
+    Tensor.logsumexp: _compute_logsumexp,
 }

@@ -25,8 +25,8 @@ from passes.ir.model import FoldedModel, TensorSpec
 from passes.ir.rewrite import drop_unused, val
 from passes.ir.verify import axis_of
 from passes.rules import factors_of
-from passes.rules.factors import Strategy, argument, as_dim, operands_of, with_operands
-from passes.rules.strategies import local_call, strategies
+from passes.rules.factors import Strategy, as_dim, get_node_argument, operands_of, with_operands
+from passes.rules.strategies import enumerate_strategies, local_call
 
 aten = torch.ops.aten
 
@@ -219,7 +219,7 @@ class _Accumulation:
             adds, once = self._part(name, operands[0])
             adds = adds if adds is not None else build(aten.zeros_like.default, operands[0])
             return _again(node, [adds, *mine], build), once
-        for strategy in strategies(node, self.parts):
+        for strategy in enumerate_strategies(node, self.parts):
             if strategy.factor is not None and all(layout == PARTIAL for layout in strategy.results):
                 with suppress(_NotLinear):
                     return self._of_samples(name, node, strategy), None
@@ -237,7 +237,7 @@ class _Accumulation:
                 return node.all_input_nodes[0]
             raise _NotLinear
         if node.op == "call_function" and isinstance(node.meta["val"], Tensor):
-            for strategy in strategies(node, self.parts):
+            for strategy in enumerate_strategies(node, self.parts):
                 if strategy.factor is not None and strategy.results == (shard(dim),):
                     with suppress(_NotLinear):
                         return self._of_samples(name, node, strategy)
@@ -359,10 +359,10 @@ def _added_rows(node: fx.Node) -> list[int] | None:
     operands = operands_of(node)
     shapes = [val(o).shape for o in operands]
     if node.target in (aten.index_add.default, aten.scatter_add.default) and shapes[0] and shapes[2]:
-        dim = as_dim(argument(node, "dim"), len(shapes[0]))
+        dim = as_dim(get_node_argument(node, "dim"), len(shapes[0]))
         rows = [0, dim] if node.target is aten.index_add.default else [dim, dim]
-    elif node.target is aten.index_put.default and argument(node, "accumulate"):
-        indexed = [d for d, i in enumerate(argument(node, "indices")) if i is not None]
+    elif node.target is aten.index_put.default and get_node_argument(node, "accumulate"):
+        indexed = [d for d, i in enumerate(get_node_argument(node, "indices")) if i is not None]
         at = indexed[0] if indexed == list(range(indexed[0], indexed[-1] + 1)) else 0
         if any(len(s) != 1 for s in shapes[1:-1]) or len(shapes[-1]) != len(shapes[0]) - len(indexed) + 1:
             return None

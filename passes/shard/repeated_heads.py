@@ -23,8 +23,8 @@ from passes.ir.collectives import ops
 from passes.ir.interpret import call
 from passes.ir.model import Block
 from passes.ir.rewrite import drop_unused
-from passes.rules.attention import band
-from passes.rules.factors import argument, operands_of, shape
+from passes.rules.attention import find_attention_band
+from passes.rules.factors import get_meta_shape, get_node_argument, operands_of
 
 aten = torch.ops.aten
 
@@ -95,7 +95,7 @@ def repeated_heads(value: fx.Node) -> RepeatedHeads | None:
             place = _RepeatedDim(dims, order.index(place.dim), place.outer, place.inner, place.times)
             steps.append(step)
         elif step.target in _RESHAPES:
-            moved = _reshaped(place, shape(step))
+            moved = _reshaped(place, get_meta_shape(step))
             if moved is None:
                 return None
             place = moved
@@ -112,15 +112,15 @@ def _repetition(node: fx.Node) -> _RepeatedDim | None:
     if node.op != "call_function":
         return None
     if node.target is aten.repeat_interleave.self_int:
-        times, dim = argument(node, "repeats"), argument(node, "dim")
-        before = shape(operands_of(node)[0])
+        times, dim = get_node_argument(node, "repeats"), get_node_argument(node, "dim")
+        before = get_meta_shape(operands_of(node)[0])
         if dim is None or times < 2:
             return None
         dim %= len(before)
         return _RepeatedDim(before, dim, before[dim], 1, times)
     if node.target not in (aten.expand.default, aten.repeat.default):
         return None
-    before, after = shape(operands_of(node)[0]), shape(node)
+    before, after = get_meta_shape(operands_of(node)[0]), get_meta_shape(node)
     if len(before) != len(after):
         return None
     grown = [d for d, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
@@ -134,11 +134,11 @@ def _order(node: fx.Node) -> tuple[int, ...] | None:
     """The order of dims that ``node`` puts them in; ``None`` for other operators."""
     if node.op != "call_function" or node.target not in (aten.transpose.int, aten.permute.default):
         return None
-    rank = len(shape(node))
+    rank = len(get_meta_shape(node))
     if node.target is aten.permute.default:
-        return tuple(d % rank for d in argument(node, "dims"))
+        return tuple(d % rank for d in get_node_argument(node, "dims"))
     order = list(range(rank))
-    a, b = argument(node, "dim0") % rank, argument(node, "dim1") % rank
+    a, b = get_node_argument(node, "dim0") % rank, get_node_argument(node, "dim1") % rank
     order[a], order[b] = b, a
     return tuple(order)
 
@@ -160,7 +160,7 @@ def _reshaped(place: _RepeatedDim, after: Sequence[int]) -> _RepeatedDim | None:
 
 def _reshaped_from(node: fx.Node, dims: tuple[int, ...]) -> fx.Node | None:
     """What ``node`` was reshaped from, if that has the shape ``dims``."""
-    while shape(node) != dims:
+    while get_meta_shape(node) != dims:
         if node.op != "call_function" or node.target not in _RESHAPES:
             return None
         node = operands_of(node)[0]
@@ -169,10 +169,13 @@ def _reshaped_from(node: fx.Node, dims: tuple[int, ...]) -> fx.Node | None:
 
 def repetitions(attention: fx.Node) -> int:
     """How often an attention's key and value heads are repeated, both alike, where it can do without; else 1."""
-    if band(attention) is None:
+    if find_attention_band(attention) is None:
         return 1
     query, key, value = operands_of(attention)[:3]
-    if not len(shape(query)) == len(shape(key)) == 4 or shape(key)[1] != shape(query)[1]:
+    if (
+        not len(get_meta_shape(query)) == len(get_meta_shape(key)) == 4
+        or get_meta_shape(key)[1] != get_meta_shape(query)[1]
+    ):
         return 1
     of_key, of_value = repeated_heads(key), repeated_heads(value)
     return of_key.times if of_key and of_value and of_key.times == of_value.times else 1
@@ -205,7 +208,7 @@ def _read_once(block: Block, target: Any, tp: int) -> bool:
         if node.op != "call_function" or node.target is not target:
             continue
         times = repetitions(node)
-        left = exchanged_times(shape(operands_of(node)[1])[1], times, tp) if times > 1 else times
+        left = exchanged_times(get_meta_shape(operands_of(node)[1])[1], times, tp) if times > 1 else times
         if left == times:
             continue
         with block.graph.inserting_before(node):

@@ -33,7 +33,7 @@ _STARTED = 19  # of the fields behind the name in a process's stat
 def this_process() -> str:
     """What tells this process from all others, on this host and on others; empty where the system does not say."""
     try:
-        return f"{_host()} {os.getpid()} {_started(os.getpid())}"
+        return f"{_identify_host()} {os.getpid()} {_read_start_ticks(os.getpid())}"
     except OSError:
         return ""
 
@@ -42,9 +42,9 @@ def has_ended(process: str) -> bool:
     """Whether ``process``, as :func:`this_process` told it, is known to be no more: one of this host that is gone."""
     try:
         host, pid, started = process.rsplit(" ", 2)
-        if host != _host():
+        if host != _identify_host():
             return False
-        return _started(int(pid)) != int(started)
+        return _read_start_ticks(int(pid)) != int(started)
     except FileNotFoundError:
         return True
     except (OSError, ValueError):
@@ -54,17 +54,17 @@ def has_ended(process: str) -> bool:
 def is_here(process: str) -> bool:
     """Whether ``process``, as :func:`this_process` told it, is one of this host, of which its end would be known."""
     try:
-        return process.rsplit(" ", 2)[0] == _host()
+        return process.rsplit(" ", 2)[0] == _identify_host()
     except OSError:
         return False
 
 
-def _host() -> str:
+def _identify_host() -> str:
     """This boot of this host, and what its processes are numbered in."""
     return f"{_BOOT.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
-def _started(pid: int) -> int:
+def _read_start_ticks(pid: int) -> int:
     """When a process began, in ticks since the host did; -1: it has ended, and nobody has asked for its status yet."""
     state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return -1 if state in "ZX" else int(rest[_STARTED - 1])
@@ -134,7 +134,7 @@ class CheckpointTarget:
         """The records of all ranks. Raises :class:`CheckpointError` where one failed or did not come in time."""
         records = [self.record(rank) for rank in range(world_size)]
         missing, next_look = list(records), time.monotonic() + _LOOK_S
-        for _ in _moments(timeout):
+        for _ in _poll_with_backoff(timeout):
             self.check()
             gone = list[Path]()
             if time.monotonic() >= next_look:  # less often than at the records: there may be thousands
@@ -165,7 +165,7 @@ class CheckpointTarget:
 
         A script that has ended waits no more: its part is written, and the first rank may be one that was killed.
         """
-        for _ in _moments(timeout):
+        for _ in _poll_with_backoff(timeout):
             if self.is_complete or not threading.main_thread().is_alive():
                 return
             self.check()
@@ -175,12 +175,12 @@ class CheckpointTarget:
         """Put the folder in its place, down to the disk; what was there is replaced."""
         sync_folder(self.partial)
         if self.final.exists():
-            remove(self.old)
+            remove_path_atomically(self.old)
             os.rename(self.final, self.old)
         os.rename(self.partial, self.final)
         self._keep_others()
         sync_folder(self.final.parent)
-        remove(self.old)
+        remove_path_atomically(self.old)
 
     def _keep_others(self) -> None:
         """Move what somebody else has put into the folder that was replaced to the one in its place."""
@@ -201,15 +201,15 @@ class CheckpointTarget:
         """Remove what attempts that were cut short left beside ``final``; called by one rank before any writes."""
         self.check_place()
         self.final.parent.mkdir(parents=True, exist_ok=True)
-        recover(self.final)
+        restore_replaced_checkpoint(self.final)
         self._keep_others()
         prefix = f".{self.final.name}."
         for path in self.final.parent.glob(f"{prefix}*"):
             if _LEFT.fullmatch(path.name.removeprefix(prefix)) and self.token not in path.name:
-                remove(path)
+                remove_path_atomically(path)
 
 
-def recover(final: Path) -> None:
+def restore_replaced_checkpoint(final: Path) -> None:
     """Restore the checkpoint that an interrupted save had moved aside to replace it. All ranks may call it."""
     if not final.exists():
         with contextlib.suppress(FileNotFoundError):  # there is nothing to put back, or another rank has done it
@@ -225,7 +225,7 @@ def wait_for_writers(directory: Path, timeout: float) -> None:
     """
     changed: dict[Path, tuple[int, float]] = {}  # folder -> (hash of its contents, time of the last change)
     writing: list[Path] = []
-    for _ in _moments(timeout):
+    for _ in _poll_with_backoff(timeout):
         found = [*directory.parent.glob(f".{directory.name}.*.partial"), *directory.glob(".*.partial")]
         writing = [folder for folder in found if _is_written(folder, changed)]
         if not writing:
@@ -251,7 +251,7 @@ def _is_written(folder: Path, changed: dict[Path, tuple[int, float]]) -> bool:
     return is_here(writer) or now - changed[folder][1] < _QUIET_S
 
 
-def remove(path: Path) -> None:
+def remove_path_atomically(path: Path) -> None:
     """Remove a file, or a folder so that no part of it is ever taken for a whole one."""
     if not path.is_dir():
         path.unlink(missing_ok=True)
@@ -271,7 +271,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _moments(timeout: float) -> Iterator[None]:
+def _poll_with_backoff(timeout: float) -> Iterator[None]:
     """Moments to look at the disk, ever further apart, until ``timeout`` seconds are over."""
     end, pause = time.monotonic() + timeout, _FIRST_WAIT_S
     while True:

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, T
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from runtime.checkpoint.shards import ShardPiece
-from runtime.state.disk_offload import apart, forget, is_mapped
+from runtime.state.disk_offload import is_mapped, release_pages, view_own_storage
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import WriteResult
@@ -141,11 +141,11 @@ class _SavePlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         if self._last is not None:
-            forget(self._last)
+            release_pages(self._last)
         self._last = self.content[write_item.index].tensor
         tensor = self._last.detach().contiguous()
         # of a part of its storage torch makes a copy, and keeps it until all is written
-        return apart(tensor) if is_mapped(tensor) and tensor.numel() else tensor
+        return view_own_storage(tensor) if is_mapped(tensor) and tensor.numel() else tensor
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -161,7 +161,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """It was filled in place."""
-        forget(tensor)
+        release_pages(tensor)
 
 
 class _HashingFileSystem(FileSystem):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runtime.checkpoint.training_state import Optimizers, alike, optimizers_of
+from runtime.checkpoint.training_state import Optimizers, is_equal_data, optimizers_of
 from runtime.errors import CheckpointError
 from runtime.program.program import Program
 from runtime.state.parameters import model_names
@@ -21,16 +21,18 @@ from runtime.state.parameters import model_names
 _PLAIN = (bool, int, float, str, type(None), list, tuple, Tensor)
 
 
-def described(
+def describe_optimizers(
     given: Optimizers, parameters: Mapping[str, nn.Parameter], program: Program
 ) -> list[dict[str, Any] | None] | None:
     """What kind each optimizer is, and of each group the hyperparameters and the model's names of its parameters;
     ``None`` where there is no optimizer, or of several not this one."""
     optimizers = optimizers_of(given)
-    return [None if o is None else _described(o, parameters, program) for o in optimizers] if optimizers else None
+    return (
+        [None if o is None else _describe_optimizer(o, parameters, program) for o in optimizers] if optimizers else None
+    )
 
 
-def _described(
+def _describe_optimizer(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], program: Program
 ) -> dict[str, Any]:
     return {
@@ -38,12 +40,14 @@ def _described(
         "defaults": sorted(optimizer.defaults),
         "groups": [
             {"names": names, "values": {k: v for k, v in group.items() if k != "params" and isinstance(v, _PLAIN)}}
-            for group, names in zip(optimizer.param_groups, _names(optimizer, parameters, program), strict=True)
+            for group, names in zip(
+                optimizer.param_groups, _name_group_parameters(optimizer, parameters, program), strict=True
+            )
         ],
     }
 
 
-def joined(of_ranks: Sequence[Sequence[Mapping[str, Any] | None] | None]) -> Any:
+def merge_rank_descriptions(of_ranks: Sequence[Sequence[Mapping[str, Any] | None] | None]) -> Any:
     """What all ranks have described, as one; ``None`` where no rank has an optimizer, a list where there are several.
 
     Raises :class:`CheckpointError` where ranks have not as many.
@@ -54,11 +58,11 @@ def joined(of_ranks: Sequence[Sequence[Mapping[str, Any] | None] | None]) -> Any
             f"ranks have {' and '.join(sorted({str(len(d)) for d in found}))} optimizers: expected as many on each, in "
             "the same order, with None where a rank has none of an optimizer's parameters"
         )
-    several = [_joined([d for d in same if d is not None]) for same in zip(*found, strict=True)]
+    several = [_merge_descriptions([d for d in same if d is not None]) for same in zip(*found, strict=True)]
     return several if len(several) > 1 else (several or [None])[0]
 
 
-def _joined(described: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+def _merge_descriptions(described: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     if not described:
         return None
     groups = {tuple(g["names"]): g for d in reversed(described) for g in reversed(d["groups"])}
@@ -68,14 +72,14 @@ def _joined(described: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 def values_of(
     given: Optimizers, parameters: Mapping[str, nn.Parameter], program: Program, saved: Any
 ) -> list[list[Mapping[str, Any]]]:
-    """The saved hyperparameters of each group of each optimizer, of what :func:`joined` gave.
+    """The saved hyperparameters of each group of each optimizer, of what :func:`merge_rank_descriptions` gave.
 
     Raises :class:`CheckpointError` where they are not those that were saved: other kinds, groups, or how many.
     """
     optimizers, kept = optimizers_of(given), [saved] if isinstance(saved, Mapping) else list(saved)
     if len(optimizers) != len(kept):
         raise CheckpointError(
-            f"the checkpoint has the state of {len(kept)} optimizers ({', '.join(_kind(k) for k in kept)}), "
+            f"the checkpoint has the state of {len(kept)} optimizers ({', '.join(_get_saved_kind(k) for k in kept)}), "
             f"{len(optimizers)} were given: make them as they were, in the same order, or load without, so that new "
             "ones start afresh"
         )
@@ -85,10 +89,16 @@ def values_of(
         found.append([])
         if optimizer is None:
             continue
-        moved = [n for names in _names(optimizer, parameters, program) for n in names if owner.get(n, number) != number]
+        moved = [
+            n
+            for names in _name_group_parameters(optimizer, parameters, program)
+            for n in names
+            if owner.get(n, number) != number
+        ]
         if moved:
             raise CheckpointError(
-                f"{moved[0]} was saved as a parameter of optimizer {owner[moved[0]]} ({_kind(kept[owner[moved[0]]])}), "
+                f"{moved[0]} was saved as a parameter of optimizer {owner[moved[0]]} "
+                f"({_get_saved_kind(kept[owner[moved[0]]])}), "
                 f"and is one of optimizer {number} ({type(optimizer).__name__}) now: give the optimizers in the order, "
                 "and with the parameters, that they were saved with"
             )
@@ -100,7 +110,7 @@ def values_of(
     return found
 
 
-def _kind(saved: Mapping[str, Any] | None) -> str:
+def _get_saved_kind(saved: Mapping[str, Any] | None) -> str:
     return "none" if saved is None else str(saved["kind"])
 
 
@@ -130,7 +140,7 @@ def given_back(
     owner = {name: number for number, group in enumerate(saved["groups"]) for name in group["names"]}
     went_to: dict[int, int] = {}
     result: list[Mapping[str, Any]] = []
-    for index, names in enumerate(_names(optimizer, parameters, program)):
+    for index, names in enumerate(_name_group_parameters(optimizer, parameters, program)):
         numbers = sorted({owner[n] for n in names if n in owner})
         for number in numbers:
             other = went_to.setdefault(number, index)
@@ -142,7 +152,7 @@ def given_back(
         found = [saved["groups"][number]["values"] for number in numbers]
         for values in found[1:]:
             for key in found[0]:
-                if not alike(found[0][key], values.get(key)):
+                if not is_equal_data(found[0][key], values.get(key)):
                     raise CheckpointError(
                         f"the optimizer's groups are not those of the checkpoint: group {index} has parameters saved "
                         f"with {key}={found[0][key]} and with {key}={values.get(key)}; make the groups as they were "
@@ -169,7 +179,7 @@ def by_place(given: Optimizers, groups: Sequence[Any] | None) -> list[list[Mappi
     return [list(kept or ()) for kept in groups]
 
 
-def take(given: Optimizers, values: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+def set_hyperparameters(given: Optimizers, values: Sequence[Sequence[Mapping[str, Any]]]) -> None:
     """Set the hyperparameters of each group of each optimizer."""
     for optimizer, of_groups in zip(optimizers_of(given), values, strict=True):
         for group, saved in zip([] if optimizer is None else optimizer.param_groups, of_groups, strict=True):
@@ -180,7 +190,7 @@ def take(given: Optimizers, values: Sequence[Sequence[Mapping[str, Any]]]) -> No
                     group[key] = value
 
 
-def _names(
+def _name_group_parameters(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], program: Program
 ) -> list[list[str]]:
     """The model's names of each group's parameters."""

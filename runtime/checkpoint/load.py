@@ -17,8 +17,8 @@ from runtime.checkpoint import hyperparameters
 from runtime.checkpoint.atomic_folder import MANIFEST, read_manifest
 from runtime.checkpoint.dcp_files import FileSum, sum_of
 from runtime.checkpoint.save import FORMAT, MODEL, TRAINING, saved_states
-from runtime.checkpoint.shards import ShardPiece, held_by, number, pieces, whole_piece
-from runtime.checkpoint.training_state import STATE, OptimizerState, check_whole, unpacked
+from runtime.checkpoint.shards import ShardPiece, held_by, list_shard_pieces, make_scalar_piece, whole_piece
+from runtime.checkpoint.training_state import STATE, OptimizerState, check_whole, unpack_plain_data
 from runtime.comm.group import Communicator, all_ranks
 from runtime.errors import CheckpointError, DamagedCheckpointError
 from runtime.program.program import RankProgram
@@ -56,13 +56,13 @@ class CheckpointMatch(NamedTuple):
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Whether :func:`find` finds one there, rather than safetensors or nothing."""
-    return any((p / MANIFEST).exists() for p in _candidates(directory))
+    """Whether :func:`find_checkpoint` finds one there, rather than safetensors or nothing."""
+    return any((p / MANIFEST).exists() for p in _list_candidate_folders(directory))
 
 
-def find(directory: Path) -> CheckpointMatch:
+def find_checkpoint(directory: Path) -> CheckpointMatch:
     """The checkpoint ``directory``, or the latest of a folder of many. Raises :class:`CheckpointError`."""
-    for folder in _candidates(directory):
+    for folder in _list_candidate_folders(directory):
         manifest = read_manifest(folder)
         if manifest:
             if manifest.get("format") != FORMAT:
@@ -98,14 +98,15 @@ def to_go_on_from(root: Path) -> list[CheckpointMatch]:
 
 
 def find_together(directory: Path, rank: RankProgram, communicator: Communicator) -> CheckpointMatch:
-    """What :func:`find` finds, once it has found something on all ranks. Raises :class:`CheckpointError` on all."""
-    return _together(communicator, rank, lambda: find(directory))
+    """What :func:`find_checkpoint` finds, once it has found something on all ranks. Raises :class:`CheckpointError` on
+    all."""
+    return _run_collectively(communicator, rank, lambda: find_checkpoint(directory))
 
 
 def check_alike(root: Path, found: Sequence[CheckpointMatch], rank: RankProgram, communicator: Communicator) -> None:
     """Raise :class:`CheckpointError` on all ranks where they do not find the same in a folder of many checkpoints."""
     told = json.dumps([(f.folder.name, f.manifest["token"]) for f in found])
-    if not _agree(int(hashlib.sha256(told.encode()).hexdigest()[:15], 16), rank, communicator):
+    if not _is_equal_across_ranks(int(hashlib.sha256(told.encode()).hexdigest()[:15], 16), rank, communicator):
         here = ", ".join(f.folder.name for f in found) or "none"
         raise CheckpointError(
             f"ranks see different checkpoints in {root.absolute()}, this one {here}: let all ranks see the same file "
@@ -113,7 +114,7 @@ def check_alike(root: Path, found: Sequence[CheckpointMatch], rank: RankProgram,
         )
 
 
-def load(
+def load_checkpoint(
     found: CheckpointMatch,
     rank: RankProgram,
     states: Mapping[str, Tensor],
@@ -129,33 +130,37 @@ def load(
     :class:`CheckpointError` on all ranks where one finds a file damaged or missing, or what does not belong together:
     nothing was changed then.
     """
-    _same(found, rank, communicator)
+    _require_same_checkpoint(found, rank, communicator)
     if verify:
-        _together(communicator, rank, lambda: _check_files(found, rank))
-    reader = _together(communicator, rank, lambda: _reader(found.folder), found)
+        _run_collectively(communicator, rank, lambda: _check_files(found, rank))
+    reader = _run_collectively(communicator, rank, lambda: _open_shard_reader(found.folder), found)
     if rank.rank == 0:
         _warn_of_others(found.folder, reader, rank)
-    training = _together(communicator, rank, lambda: unpacked((found.folder / TRAINING).read_bytes()), found)
-    extras = _together(communicator, rank, lambda: _extras(found, training, rank, extra))
-    groups = _together(communicator, rank, lambda: _groups(training, rank, optimizer))
-    names, moments = _together(communicator, rank, lambda: _planned(found, reader, rank, states, optimizer))
-    held = [p for n, name in names.items() for p in _pieces(MODEL, rank, n, name, states[n])]
+    training = _run_collectively(
+        communicator, rank, lambda: unpack_plain_data((found.folder / TRAINING).read_bytes()), found
+    )
+    extras = _run_collectively(communicator, rank, lambda: _select_extra_states(found, training, rank, extra))
+    groups = _run_collectively(communicator, rank, lambda: _read_group_hyperparameters(training, rank, optimizer))
+    names, moments = _run_collectively(
+        communicator, rank, lambda: _match_saved_states(found, reader, rank, states, optimizer)
+    )
+    held = [p for n, name in names.items() for p in _list_state_pieces(MODEL, rank, n, name, states[n])]
     for n, name in names.items():
         for key, tensor in moments.get(n, {}).items():
             if optimizer is not None and optimizer.of_own_shape(n, tensor):
                 held.append(whole_piece(STATE, name, tensor, f".{key}"))
             else:
-                held += _pieces(STATE, rank, n, name, tensor, f".{key}")
+                held += _list_state_pieces(STATE, rank, n, name, tensor, f".{key}")
     with torch.no_grad():
-        _together(communicator, rank, lambda: reader.read(held), found)
+        _run_collectively(communicator, rank, lambda: reader.read(held), found)
     if optimizer is not None:
         for n in optimizer.parameters:
             optimizer.take(n, moments.get(n, {}))
-        hyperparameters.take(optimizer.optimizers, groups)
+        hyperparameters.set_hyperparameters(optimizer.optimizers, groups)
     return {**training, "extra": extras}
 
 
-def _reader(folder: Path) -> ShardReader:
+def _open_shard_reader(folder: Path) -> ShardReader:
     from runtime.checkpoint.dcp_files import ShardReader
 
     return ShardReader(folder)
@@ -176,7 +181,7 @@ def _warn_of_others(folder: Path, reader: ShardReader, rank: RankProgram) -> Non
         )
 
 
-def _extras(
+def _select_extra_states(
     found: CheckpointMatch, training: Mapping[str, Any], rank: RankProgram, asked: Sequence[str]
 ) -> dict[str, Any]:
     """This rank's state of each of ``asked``: its own, where ranks differed and are the same ones now."""
@@ -194,7 +199,7 @@ def _extras(
     return {name: of_ranks[name][rank.rank] if name in of_ranks else held[name] for name in asked}
 
 
-def _groups(
+def _read_group_hyperparameters(
     training: Mapping[str, Any], rank: RankProgram, optimizer: OptimizerState | None
 ) -> list[list[Mapping[str, Any]]]:
     """The hyperparameters of each of the optimizers' groups."""
@@ -207,7 +212,7 @@ def _groups(
     return hyperparameters.values_of(optimizer.optimizers, optimizer.parameters, rank.program, saved)
 
 
-def _planned(
+def _match_saved_states(
     found: CheckpointMatch,
     reader: ShardReader,
     rank: RankProgram,
@@ -217,7 +222,7 @@ def _planned(
     """The name under which each state of this rank was saved, and room for the optimizer's state."""
     names: dict[str, str] = {}
     wrong: list[str] = []
-    spelt = _spelt(reader, rank)
+    spelt = _find_other_spellings(reader, rank)
     for n in saved_states(rank.program):
         if n not in states:
             continue
@@ -244,10 +249,10 @@ def _planned(
             + "\n  ".join(wrong[:_SHOWN])
             + f"{more}\nLoad a checkpoint of the same model, or plan again for this one."
         )
-    return names, {} if optimizer is None else _room(found, reader, rank, names, optimizer)
+    return names, {} if optimizer is None else _allocate_optimizer_state(found, reader, rank, names, optimizer)
 
 
-def _spelt(reader: ShardReader, rank: RankProgram) -> dict[str, list[str]]:
+def _find_other_spellings(reader: ShardReader, rank: RankProgram) -> dict[str, list[str]]:
     """For states of the plan, the names that a checkpoint has for them in another spelling."""
     saved = [key.removeprefix(MODEL) for key in reader.tensors if key.startswith(MODEL)]
     found: dict[str, list[str]] = {}
@@ -256,7 +261,7 @@ def _spelt(reader: ShardReader, rank: RankProgram) -> dict[str, list[str]]:
     return found
 
 
-def _room(
+def _allocate_optimizer_state(
     found: CheckpointMatch, reader: ShardReader, rank: RankProgram, names: Mapping[str, str], optimizer: OptimizerState
 ) -> dict[str, dict[str, Tensor]]:
     saved: dict[str, list[str]] = {}
@@ -281,13 +286,13 @@ def _room(
     return room
 
 
-def _pieces(
+def _list_state_pieces(
     prefix: str, rank: RankProgram, state: str, saved_as: str, tensor: Tensor, suffix: str = ""
 ) -> list[ShardPiece]:
     data = rank.program.states[state]
     if data.shape and not tensor.dim():
-        return [number(prefix, saved_as, data, tensor, suffix)]
-    return pieces(prefix, saved_as, data, held_by(rank.program, state, rank.rank), tensor, suffix)
+        return [make_scalar_piece(prefix, saved_as, data, tensor, suffix)]
+    return list_shard_pieces(prefix, saved_as, data, held_by(rank.program, state, rank.rank), tensor, suffix)
 
 
 def _check_files(found: CheckpointMatch, rank: RankProgram) -> None:
@@ -304,7 +309,7 @@ def _check_files(found: CheckpointMatch, rank: RankProgram) -> None:
             raise DamagedCheckpointError(f"{path} is damaged: {told}{_other_than(found.folder)}")
 
 
-def _together(
+def _run_collectively(
     communicator: Communicator, rank: RankProgram, work: Callable[[], _T], reading: CheckpointMatch | None = None
 ) -> _T:
     """What ``work`` returns, once it has gone well on all ranks. ``reading``: the checkpoint that errors come from."""
@@ -332,23 +337,23 @@ def _together(
     return result  # type: ignore[return-value]
 
 
-def _same(found: CheckpointMatch, rank: RankProgram, communicator: Communicator) -> None:
+def _require_same_checkpoint(found: CheckpointMatch, rank: RankProgram, communicator: Communicator) -> None:
     """Raise on all ranks where they do not see the same checkpoint."""
-    if not _agree(int(found.manifest["token"], 16), rank, communicator):
+    if not _is_equal_across_ranks(int(found.manifest["token"], 16), rank, communicator):
         raise CheckpointError(
             f"ranks see different checkpoints, this one {found.folder} of step {found.steps}: name one of them, and "
             "let all ranks see the same file system"
         )
 
 
-def _agree(number: int, rank: RankProgram, communicator: Communicator) -> bool:
+def _is_equal_across_ranks(number: int, rank: RankProgram, communicator: Communicator) -> bool:
     """Whether all ranks have the same number, of at most 60 bits."""
     bounds = torch.tensor([number, -number], dtype=torch.int64, device=communicator.device)
     high, low = all_ranks(communicator, rank.program.world_size).all_reduce(bounds, maximum=True).wait().tolist()
     return bool(high == -low)
 
 
-def _candidates(directory: Path) -> Sequence[Path]:
+def _list_candidate_folders(directory: Path) -> Sequence[Path]:
     """``directory``; or of a folder of many what ``latest`` names, or the last one that is complete."""
     if (directory / MANIFEST).exists():
         return [directory]

@@ -37,9 +37,9 @@ from passes.ir.serialize import dtype_of
 from runtime.checkpoint import hyperparameters
 from runtime.checkpoint.atomic_folder import MANIFEST
 from runtime.checkpoint.load import to_go_on_from
-from runtime.checkpoint.ranks import Peers, keepers, node_of
+from runtime.checkpoint.ranks import Peers, assign_keepers, node_of
 from runtime.checkpoint.run_state import CheckpointedEngine, common_state, go_on, own_state, own_tensors, take_tensors
-from runtime.checkpoint.training_state import Optimizers, Stateful, packed, random_state, unpacked
+from runtime.checkpoint.training_state import Optimizers, Stateful, pack_plain_data, random_state, unpack_plain_data
 from runtime.errors import CheckpointError
 from runtime.files import write_text
 
@@ -84,11 +84,11 @@ class SlotState(NamedTuple):
     def of(cls, tensors: Mapping[str, Tensor], run: Mapping[str, Any]) -> Self:
         """Raises :class:`CheckpointError` where ``run`` is no plain data."""
         table = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in tensors.items()]
-        return cls(packed({"tensors": table, "run": dict(run)}, "the run"), tensors)
+        return cls(pack_plain_data({"tensors": table, "run": dict(run)}, "the run"), tensors)
 
     @property
     def nbytes(self) -> int:
-        return _start(self.head) + sum(_aligned(t.nbytes) for t in self.tensors.values())
+        return _compute_data_offset(self.head) + sum(_align_size(t.nbytes) for t in self.tensors.values())
 
     def write(self, to: Tensor) -> None:
         """Fill the bytes ``to``, of which there are :attr:`nbytes`."""
@@ -96,17 +96,17 @@ class SlotState(NamedTuple):
             front = len(self.head).to_bytes(_LENGTH, "little") + self.head
             to[: len(front)].copy_(torch.frombuffer(bytearray(front), dtype=torch.uint8))
             table = ((n, t.dtype, t.shape) for n, t in self.tensors.items())
-            for name, view in _views(to, _start(self.head), table):
+            for name, view in _view_tensors(to, _compute_data_offset(self.head), table):
                 view.copy_(self.tensors[name])
 
 
-def read(content: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def parse_slot_content(content: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors, views of ``content``, and what else :meth:`SlotState.write` wrote. Raises as unpickling does."""
     length = int.from_bytes(bytes(content[:_LENGTH].tolist()), "little")
     head = content[_LENGTH : _LENGTH + length].numpy().tobytes()
-    found = unpacked(head)
+    found = unpack_plain_data(head)
     table = ((name, dtype_of(dtype), torch.Size(shape)) for name, dtype, shape in found["tensors"])
-    return dict(_views(content, _start(head), table)), found["run"]
+    return dict(_view_tensors(content, _compute_data_offset(head), table)), found["run"]
 
 
 class CheckpointSlot:
@@ -118,7 +118,7 @@ class CheckpointSlot:
         self.bytes = torch.empty(0, dtype=torch.uint8)
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            self._map(handle)
+            self._map_file(handle)
         finally:
             os.close(handle)
 
@@ -132,23 +132,23 @@ class CheckpointSlot:
         try:
             os.ftruncate(handle, size)
             os.posix_fallocate(handle, 0, size)
-            self._map(handle)
+            self._map_file(handle)
         finally:
             os.close(handle)
 
     def begin(self, number: int) -> None:
         """What is in it is complete no more."""
-        self._rename(self.name._replace(step=None), f".{self.name.identity}.{self.name.rank}.{number}.partial")
+        self._rename_file(self.name._replace(step=None), f".{self.name.identity}.{self.name.rank}.{number}.partial")
 
     def commit(self, step: int) -> None:
-        self._rename(self.name._replace(step=step), f"{self.name.identity}.{self.name.rank}.{step}")
+        self._rename_file(self.name._replace(step=step), f"{self.name.identity}.{self.name.rank}.{step}")
 
-    def _rename(self, name: SlotName, to: str) -> None:
+    def _rename_file(self, name: SlotName, to: str) -> None:
         path = self.path.with_name(to)
         os.rename(self.path, path)
         self.path, self.name = path, name
 
-    def _map(self, handle: int) -> None:
+    def _map_file(self, handle: int) -> None:
         size = os.fstat(handle).st_size
         if size:
             self.bytes = torch.frombuffer(mmap.mmap(handle, size), dtype=torch.uint8)
@@ -160,26 +160,26 @@ def content_of(path: Path) -> Tensor:
         return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
 
 
-def remove(path: Path) -> None:
+def remove_slot_file(path: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
 
 
-def _start(head: bytes) -> int:
+def _compute_data_offset(head: bytes) -> int:
     return math.ceil((_LENGTH + len(head)) / _PAGES) * _PAGES
 
 
-def _aligned(size: int) -> int:
+def _align_size(size: int) -> int:
     return math.ceil(size / _ALIGN) * _ALIGN
 
 
-def _views(
+def _view_tensors(
     content: Tensor, at: int, table: Iterable[tuple[str, torch.dtype, torch.Size]]
 ) -> Iterator[tuple[str, Tensor]]:
     for name, dtype, shape in table:
         size = shape.numel() * dtype.itemsize
         yield name, content[at : at + size].view(dtype).view(shape)
-        at += _aligned(size)
+        at += _align_size(size)
 
 
 LINE = "copies"  # file next to the checkpoints with the token of the line whose copies may be restored
@@ -212,12 +212,12 @@ class MemoryCopies:
         self._peers = Peers(self.rank, engine.program.world_size)
         self._peers.together(f"copies cannot be kept in {memory or SHARED_MEMORY}", self._make_folder)
         self._nodes = self._peers.each(node_of(self.folder))
-        self._keepers = keepers(self._nodes)
+        self._keepers = assign_keepers(self._nodes)
         self._sending: threading.Thread | None = None
         self._error: Exception | None = None
-        self._begin()
+        self._reset_copies()
 
-    def _begin(self) -> None:
+    def _reset_copies(self) -> None:
         """Reset to the state before the first copy; files on the nodes are not touched."""
         self.step: int | None = None  # step of the copy that is complete on all ranks
         self._written: int | None = None  # step of the copy that is being sent
@@ -238,27 +238,31 @@ class MemoryCopies:
 
         Raises :class:`CheckpointError` on all ranks if this copy, or sending the previous one, has failed on a rank.
         """
-        state = self._peers.together("the copy in memory was not made", lambda: self._state(optimizer, extra))
-        self._complete()
+        state = self._peers.together(
+            "the copy in memory was not made", lambda: self._collect_slot_state(optimizer, extra)
+        )
+        self._mark_copy_complete()
         sizes = self._peers.each(state.nbytes)
         if self.step is not None and self.engine.steps <= self.step:
-            self._begin()  # the run was rewound: the existing copies are of steps that are repeated
+            self._reset_copies()  # the run was rewound: the existing copies are of steps that are repeated
         if not self._identity:
             self._begin_line()
         if not self._slots:
-            self._peers.together("copies cannot be kept", self._open)
+            self._peers.together("copies cannot be kept", self._open_slots)
         if self._room != [sizes, sizes]:
             self._make_room(sizes)
-        slot, self._written = self._free(self.rank), self.engine.steps
-        self._peers.together("the copy in memory was not made", lambda: self._write(slot, state))
-        self._sending = threading.Thread(target=self._send, args=(slot, self._written), name="copies", daemon=True)
+        slot, self._written = self._find_free_slot(self.rank), self.engine.steps
+        self._peers.together("the copy in memory was not made", lambda: self._write_slot(slot, state))
+        self._sending = threading.Thread(
+            target=self._send_copies, args=(slot, self._written), name="copies", daemon=True
+        )
         self._sending.start()
         self.engine._saver.saved_at = self.engine.steps
 
     def wait(self) -> None:
         """Wait until the last copy is complete on all ranks. Raises :class:`CheckpointError` if it failed."""
-        self._peers.together("the copy in memory was not made", self._join)
-        self._complete()
+        self._peers.together("the copy in memory was not made", self._join_sending_thread)
+        self._mark_copy_complete()
 
     def restore(self, optimizer: Optimizers, extra: _Extra) -> int | None:
         """Restore the newest step that is in memory for every rank, and return it.
@@ -266,9 +270,9 @@ class MemoryCopies:
         Returns ``None`` and changes nothing if there is no such step, if a checkpoint on disk is newer, or (with a
         warning) if the copies cannot be read.
         """
-        self._peers.together("the copy in memory was not made", self._join)
-        self._begin()
-        token, disk = self._peers.total(_line(self.checkpoints) if self.rank == 0 else [0, 0])
+        self._peers.together("the copy in memory was not made", self._join_sending_thread)
+        self._reset_copies()
+        token, disk = self._peers.total(_read_current_line(self.checkpoints) if self.rank == 0 else [0, 0])
         if not token:
             return None
         identity = self._identity_of(token)
@@ -284,9 +288,10 @@ class MemoryCopies:
             return None
         step = max(whole)
         try:
-            content = self._content(identity, step, holders[step])
+            content = self._fetch_own_content(identity, step, holders[step])
             tensors, run = self._peers.together(
-                f"the copies in memory of step {step} cannot be taken", lambda: self._checked(content, optimizer)
+                f"the copies in memory of step {step} cannot be taken",
+                lambda: self._parse_checked_content(content, optimizer),
             )
         except CheckpointError as error:
             warnings.warn(f"{error}; going on from the disk", stacklevel=3)
@@ -294,12 +299,12 @@ class MemoryCopies:
         take_tensors(self.engine, tensors, optimizer)
         if optimizer is not None:
             groups = [each and [group["values"] for group in each["groups"]] for each in run["optimizer"]]
-            hyperparameters.take(optimizer, hyperparameters.by_place(optimizer, groups))
+            hyperparameters.set_hyperparameters(optimizer, hyperparameters.by_place(optimizer, groups))
         go_on(self.engine, run, run["random"], extra, f"the copy in memory of step {step}")
-        if self._leads():
+        if self._is_node_leader():
             for name, path in slots_in(self.folder):
                 if name.identity != identity or name.step != step:  # copies of steps that are repeated now
-                    remove(path)
+                    remove_slot_file(path)
         self._identity, self.step, self._restored = identity, step, True
         self._peers.total([0])  # a barrier: nobody opens a file that another rank removes
         return step
@@ -308,11 +313,11 @@ class MemoryCopies:
         """Delete all copies of the run: it has ended, and its last step is on disk."""
         self.wait()
         self._slots.clear()
-        if self._leads():
+        if self._is_node_leader():
             shutil.rmtree(self.folder, ignore_errors=True)
-        forget(self.checkpoints, self.rank)
+        remove_line_token(self.checkpoints, self.rank)
 
-    def _leads(self) -> bool:
+    def _is_node_leader(self) -> bool:
         """Whether this rank is the lowest rank of its node."""
         return self._nodes.index(self._nodes[self.rank]) == self.rank
 
@@ -335,12 +340,12 @@ class MemoryCopies:
             write_text(self.checkpoints / LINE, f"{token:x}")
         self._identity = self._identity_of(token)
 
-    def _open(self) -> None:
+    def _open_slots(self) -> None:
         """Open two files for this rank and two for each rank whose copy it keeps; remove files of earlier lines."""
-        if self._leads():
+        if self._is_node_leader():
             for name, path in slots_in(self.folder):
                 if name.identity != self._identity:
-                    remove(path)
+                    remove_slot_file(path)
         kept = [rank for rank, keeper in enumerate(self._keepers) if keeper == self.rank]
         for rank in (self.rank, *kept):
             found = [(n, p) for n, p in slots_in(self.folder) if n == (self._identity, rank, self.step)]
@@ -358,13 +363,13 @@ class MemoryCopies:
         wanted = {
             slot: sizes[r]
             for r, slots in self._slots.items()
-            for slot in (slots if self.step is None else [self._free(r)])
+            for slot in (slots if self.step is None else [self._find_free_slot(r)])
         }
         missing = sum(max(0, size - slot.size) for slot, size in wanted.items())
         each = self._peers.each(missing)
         here = sum(n for n, node in zip(each, self._nodes, strict=True) if node == self._nodes[self.rank])
         self._peers.together("the node has no room for copies", lambda: self._check_room(here))
-        self._peers.together("the node has no room for copies", lambda: _resize(wanted))
+        self._peers.together("the node has no room for copies", lambda: _resize_slots(wanted))
         self._room = [sizes if self.step is None else self._room[1], sizes]
 
     def _check_room(self, missing: int) -> None:
@@ -376,36 +381,36 @@ class MemoryCopies:
                 "copies_every out"
             )
 
-    def _free(self, rank: int) -> CheckpointSlot:
+    def _find_free_slot(self, rank: int) -> CheckpointSlot:
         """The file, of the two of ``rank``, that may be overwritten."""
         return next(slot for slot in self._slots[rank] if self.step is None or slot.name.step != self.step)
 
-    def _write(self, slot: CheckpointSlot, state: SlotState) -> None:
+    def _write_slot(self, slot: CheckpointSlot, state: SlotState) -> None:
         slot.begin(self._slots[self.rank].index(slot))
         state.write(slot.bytes)
         slot.commit(self.engine.steps)
 
-    def _state(self, optimizer: Optimizers, extra: _Extra) -> SlotState:
-        self._join()
+    def _collect_slot_state(self, optimizer: Optimizers, extra: _Extra) -> SlotState:
+        self._join_sending_thread()
         run = common_state(self.engine) | own_state(self.engine, optimizer, extra)
         return SlotState.of(own_tensors(self.engine, optimizer), run | {"random": random_state(self.engine.device)})
 
-    def _join(self) -> None:
+    def _join_sending_thread(self) -> None:
         """Wait for the sending thread. Raises the exception that it raised, if any."""
         if self._sending is not None:
             self._sending.join()
         if self._error is not None:
             raise self._error
 
-    def _complete(self) -> None:
+    def _mark_copy_complete(self) -> None:
         """Mark the last copy as complete; called once all ranks have confirmed that it is."""
         if self._written is None or self._written == self.step:
             return
         self.step = self._written
-        if self._restored and self._leads():
+        if self._restored and self._is_node_leader():
             for name, path in slots_in(self.folder):
                 if name.rank not in self._ranks_here():  # its copy was kept here before the restart
-                    remove(path)
+                    remove_slot_file(path)
         self._restored = False
 
     def _ranks_here(self) -> list[int]:
@@ -414,14 +419,14 @@ class MemoryCopies:
         here = [r for r, node in enumerate(self._nodes) if node == self._nodes[self.rank]]
         return here + [r for r, keeper in enumerate(self._keepers) if keeper in here]
 
-    def _send(self, slot: CheckpointSlot, step: int) -> None:
+    def _send_copies(self, slot: CheckpointSlot, step: int) -> None:
         """Send this rank's copy to its keeper, and receive the copies that this rank keeps. Runs in a thread."""
         try:
             keeper = self._keepers[self.rank]
             works = [] if keeper is None else self._peers.send(slot.bytes, keeper)
             for rank, slots in self._slots.items():
                 if rank != self.rank:
-                    kept = self._free(rank)
+                    kept = self._find_free_slot(rank)
                     kept.begin(slots.index(kept))
                     self._peers.receive(kept.bytes, rank)
                     kept.commit(step)
@@ -430,7 +435,7 @@ class MemoryCopies:
         except Exception as error:
             self._error = error
 
-    def _content(self, identity: str, step: int, holders: Mapping[int, Mapping[int, int]]) -> Tensor:
+    def _fetch_own_content(self, identity: str, step: int, holders: Mapping[int, Mapping[int, int]]) -> Tensor:
         """This rank's state, read from this node or received from another one; also sends the states that other ranks
         receive from here."""
         sources = {}  # rank without a copy on its node -> process that sends it
@@ -451,12 +456,14 @@ class MemoryCopies:
             work.wait()
         return contents[self.rank]
 
-    def _checked(self, content: Tensor, optimizer: Optimizers) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _parse_checked_content(
+        self, content: Tensor, optimizer: Optimizers
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Parse ``content`` into tensors by name and the state of the run.
 
         Raises :class:`CheckpointError` unless it has every tensor of the engine and, if needed, the optimizer's state.
         """
-        tensors, run = read(content)
+        tensors, run = parse_slot_content(content)
         for name, held in own_tensors(self.engine, None).items():
             got = list(tensors[name].shape) if name in tensors else "nothing"
             if got != list(held.shape):
@@ -472,18 +479,18 @@ def folder_of(checkpoints: Path, memory: Path) -> Path:
     return memory / f"copies-{hashlib.sha256(told.encode()).hexdigest()[:12]}"
 
 
-def forget(checkpoints: Path, rank: int) -> None:
+def remove_line_token(checkpoints: Path, rank: int) -> None:
     """Remove the token, so that no copies of this run are restored any more. Only rank 0 removes it."""
     if rank == 0:
         (checkpoints / LINE).unlink(missing_ok=True)
 
 
-def _resize(wanted: Mapping[CheckpointSlot, int]) -> None:
+def _resize_slots(wanted: Mapping[CheckpointSlot, int]) -> None:
     for slot, size in wanted.items():
         slot.resize(size)
 
 
-def _line(checkpoints: Path) -> list[int]:
+def _read_current_line(checkpoints: Path) -> list[int]:
     """The token of the current line (0 if there is none) and its newest checkpoint on disk (step; 0 if there is none).
 
     Checkpoints from before the line do not count: their steps are repeated.

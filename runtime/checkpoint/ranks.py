@@ -99,12 +99,12 @@ def node_of(folder: Path) -> int:
     return int(hashlib.sha256(told.encode()).hexdigest()[:15], 16)
 
 
-def keepers(nodes: Sequence[int]) -> list[int | None]:
+def assign_keepers(nodes: Sequence[int]) -> list[int | None]:
     """For each rank the one that keeps its copy: on the next node, in a ring, its place there the same if it can.
 
     ``nodes[rank]``: the node of a rank. ``None`` with one node: what is lost with it is lost with its keeper.
 
-    >>> keepers([7, 7, 9, 9, 9])
+    >>> assign_keepers([7, 7, 9, 9, 9])
     [2, 3, 0, 1, 0]
     """
     order = list(dict.fromkeys(nodes))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.checkpoint import load as loading
-from runtime.checkpoint.hyperparameters import described
+from runtime.checkpoint.hyperparameters import describe_optimizers
 from runtime.checkpoint.save import MODEL, CheckpointContent, Saver, Saving, pieces_of, saved_states
 from runtime.checkpoint.training_state import (
     RESIDUAL,
@@ -95,7 +95,7 @@ def own_state(
             "extra must name objects with state_dict() and load_state_dict(), as {'scheduler': scheduler}"
         )
     return {
-        "optimizer": described(optimizer, engine._parameters, engine.program),
+        "optimizer": describe_optimizers(optimizer, engine._parameters, engine.program),
         "extra": {name: source.state_dict() for name, source in (extra or {}).items()},
     }
 
@@ -118,7 +118,7 @@ def content_of(
     )
 
 
-def load(
+def load_run_state(
     engine: CheckpointedEngine,
     directory: Path,
     optimizer: Optimizers,
@@ -129,7 +129,9 @@ def load(
     rank, residuals = engine.rank_program, engine._gradients.residuals
     held = None if optimizer is None else OptimizerState(optimizer, engine._parameters)
     found = loading.find_together(directory, rank, engine.communicator)
-    training = loading.load(found, rank, engine._masters.held, held, engine.communicator, verify, tuple(extra or ()))
+    training = loading.load_checkpoint(
+        found, rank, engine._masters.held, held, engine.communicator, verify, tuple(extra or ())
+    )
     load_residuals(found.folder, rank, residuals, training)
     generators = training["random"]
     random = generators["states"][generators["of"][rank.rank % len(generators["of"])]]

@@ -25,10 +25,17 @@ import torch
 from torch import Tensor
 
 from runtime.checkpoint import hyperparameters
-from runtime.checkpoint.atomic_folder import MANIFEST, OWN, CheckpointTarget, remove, wait_for_writers
+from runtime.checkpoint.atomic_folder import MANIFEST, OWN, CheckpointTarget, remove_path_atomically, wait_for_writers
 from runtime.checkpoint.dcp_files import METADATA, FileSum, Written, sum_of
-from runtime.checkpoint.shards import ShardPiece, held_by, pieces, written_by
-from runtime.checkpoint.training_state import Optimizers, OptimizerState, alike, optimizers_of, packed, unpacked
+from runtime.checkpoint.shards import ShardPiece, held_by, list_shard_pieces, written_by
+from runtime.checkpoint.training_state import (
+    Optimizers,
+    OptimizerState,
+    is_equal_data,
+    optimizers_of,
+    pack_plain_data,
+    unpack_plain_data,
+)
 from runtime.comm.group import Communicator, all_ranks
 from runtime.errors import CheckpointError
 from runtime.files import write_bytes, write_text
@@ -57,7 +64,7 @@ class Staging:
     ) -> list[ShardPiece]:
         """The copies: those of ``moving`` are made now, those of ``still`` by :meth:`finish`, before which
         ``optimizers`` do not step. Called when the save before is over."""
-        self._release()
+        self._remove_hooks()
         everything = [*moving, *still]
         self._as_it_is = [(p, p.tensor._version) for p in everything if is_mapped(p.tensor)]
         moving, still = ([p for p in given if not is_mapped(p.tensor)] for given in (moving, still))
@@ -75,7 +82,7 @@ class Staging:
         self.copied.clear()
         if self.device.type == "cuda":
             self._ready = torch.cuda.current_stream(self.device).record_event()
-        self._hooks = [o.register_step_pre_hook(self._wait) for o in optimizers if o is not None]
+        self._hooks = [o.register_step_pre_hook(self._wait_for_copies) for o in optimizers if o is not None]
         return [
             p if is_mapped(p.tensor) else ShardPiece(p.key, p.shape, p.offsets, used[p.key, p.offsets])
             for p in everything
@@ -92,16 +99,16 @@ class Staging:
             self._later = []
             if not self._as_it_is:
                 self.copied.set()
-        self._check(changed)
+        self._require_unchanged(changed)
 
     def written(self) -> None:
         """What :meth:`begin` gave is written, or will not be. Raises as :meth:`finish` does."""
         changed = [p.key for p, version in self._as_it_is if p.tensor._version != version]
         self._as_it_is = []
         self.copied.set()
-        self._check(changed)
+        self._require_unchanged(changed)
 
-    def _check(self, changed: Sequence[str]) -> None:
+    def _require_unchanged(self, changed: Sequence[str]) -> None:
         if changed:
             raise CheckpointError(
                 f"{changed[0]} was changed while it was copied: change parameters by the step of the optimizer that "
@@ -120,10 +127,10 @@ class Staging:
                 buffer.copy_(piece.tensor, non_blocking=True)
         stream.synchronize()
 
-    def _wait(self, *_: Any) -> None:
+    def _wait_for_copies(self, *_: Any) -> None:
         self.copied.wait()
 
-    def _release(self) -> None:
+    def _remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -252,7 +259,7 @@ class Saver:
         self.last = Saving(target.final, self._staging.copied)
 
         def work() -> None:
-            _write(target, content, held, self.timeout, None if wait else self._staging)
+            _write_rank_part(target, content, held, self.timeout, None if wait else self._staging)
             if first and then is not None:
                 then(target.final)
 
@@ -372,7 +379,7 @@ def pieces_of(
         if name in mine:
             to = still if optimizer is not None and optimizer.steps(name) else moving
             own = held_by(rank.program, name, rank.rank)
-            to += pieces(MODEL, name, rank.program.states[name], own, states[name].detach())
+            to += list_shard_pieces(MODEL, name, rank.program.states[name], own, states[name].detach())
             if optimizer is not None and name in optimizer.parameters:
                 to += optimizer.pieces(rank, name)
     return moving, still
@@ -389,7 +396,7 @@ def weight_states(program: Program) -> list[str]:
     return [n for n, s in program.states.items() if s.kind != "constant" and n not in program.constants and s.stages]
 
 
-def _write(
+def _write_rank_part(
     target: CheckpointTarget,
     content: CheckpointContent,
     held: Sequence[ShardPiece],
@@ -409,10 +416,10 @@ def _write(
         finally:
             if staging is not None:
                 staging.written()
-        own = packed(content.own, "the run")
+        own = pack_plain_data(content.own, "the run")
         write_bytes(target.record(rank), pickle.dumps((written, dict(content.random), own)))
         if rank == 0:
-            _complete(target, content, timeout)
+            _complete_checkpoint(target, content, timeout)
     except BaseException as error:
         if isinstance(error, FileNotFoundError):
             target.check()  # the first rank has failed and removed the folder: what others miss in it is no cause
@@ -421,13 +428,13 @@ def _write(
         target.fail(rank, error)
         if rank == 0:
             with contextlib.suppress(OSError):
-                remove(target.partial)
+                remove_path_atomically(target.partial)
         raise
     if rank != 0:
         target.wait_until_complete(timeout)
 
 
-def _complete(target: CheckpointTarget, content: CheckpointContent, timeout: float) -> None:
+def _complete_checkpoint(target: CheckpointTarget, content: CheckpointContent, timeout: float) -> None:
     """Wait for all ranks, write what finds and proves their files, and put the folder in its place."""
     from runtime.checkpoint.dcp_files import write_metadata
 
@@ -436,15 +443,15 @@ def _complete(target: CheckpointTarget, content: CheckpointContent, timeout: flo
     loaded: list[tuple[Written, dict[str, Any], bytes]] = [pickle.loads(r.read_bytes()) for r in records]
     written = [w for w, _, _ in loaded]
     write_metadata(target.partial, written)
-    owns = [unpacked(own) for _, _, own in loaded]
+    owns = [unpack_plain_data(own) for _, _, own in loaded]
     training = {
         **content.training,
-        "random": _distinct([random for _, random, _ in loaded]),
-        "optimizer": hyperparameters.joined([own["optimizer"] for own in owns]),
+        "random": _deduplicate_random_states([random for _, random, _ in loaded]),
+        "optimizer": hyperparameters.merge_rank_descriptions([own["optimizer"] for own in owns]),
         "extra": owns[0]["extra"],
         "extra_of_ranks": _of_ranks([own["extra"] for own in owns]),
     }
-    write_bytes(target.partial / TRAINING, packed(training, "the run"))
+    write_bytes(target.partial / TRAINING, pack_plain_data(training, "the run"))
     for rank, record in enumerate(records):
         record.unlink()
         target.writer(rank).unlink()
@@ -465,7 +472,7 @@ def _complete(target: CheckpointTarget, content: CheckpointContent, timeout: flo
     target.commit()
 
 
-def _distinct(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _deduplicate_random_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Each rank's state of its generators, those that are alike once."""
     places: dict[bytes, int] = {}
     of = [places.setdefault(pickle.dumps(state), len(places)) for state in states]
@@ -475,7 +482,7 @@ def _distinct(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _of_ranks(extras: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """What is not the same on all ranks: by name the state on each."""
     first, *others = extras
-    differ = [n for n, state in first.items() if not all(alike(state, other.get(n)) for other in others)]
+    differ = [n for n, state in first.items() if not all(is_equal_data(state, other.get(n)) for other in others)]
     return {name: [extra.get(name) for extra in extras] for name in differ}
 
 

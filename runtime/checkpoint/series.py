@@ -23,9 +23,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from runtime.checkpoint.atomic_folder import remove
+from runtime.checkpoint.atomic_folder import remove_path_atomically
 from runtime.checkpoint.load import LATEST, STEP, check_alike, complete_in, to_go_on_from
-from runtime.checkpoint.memory_copies import MemoryCopies, forget
+from runtime.checkpoint.memory_copies import MemoryCopies, remove_line_token
 from runtime.checkpoint.ranks import Peers
 from runtime.checkpoint.run_state import CheckpointedEngine
 from runtime.checkpoint.save import Saving
@@ -46,7 +46,7 @@ class Interrupts:
         self._before: dict[int, Any] = {}
         try:
             for number in signals:
-                self._before[number] = signal.signal(number, self._ask)
+                self._before[number] = signal.signal(number, self._handle_signal)
         except ValueError as error:
             self.close()
             raise CheckpointError(
@@ -64,7 +64,7 @@ class Interrupts:
             signal.signal(number, signal.SIG_DFL if before is None else before)
         self._before = {}
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         self._asked = True
         self.close()
 
@@ -187,7 +187,7 @@ class Checkpoints:
                 step = self.copies.restore(self.optimizer, self.extra)
             if step is not None:
                 return step
-        forget(self.folder, self.engine.rank_program.rank)
+        remove_line_token(self.folder, self.engine.rank_program.rank)
         found = to_go_on_from(self.folder)
         check_alike(self.folder, found, self.engine.rank_program, self.engine.communicator)
         for number, checkpoint in enumerate(found, 1):
@@ -212,4 +212,4 @@ class Checkpoints:
         for checkpoint in here[: -self.keep_last]:
             kept = self.keep_every is not None and checkpoint.optimizer_steps % self.keep_every == 0
             if not kept and checkpoint.folder != directory:
-                remove(checkpoint.folder)
+                remove_path_atomically(checkpoint.folder)

@@ -61,7 +61,9 @@ class ShardPiece:
     tensor: Tensor
 
 
-def boxes(shape: Sequence[int], shards: Sequence[Shard], within: ShardBox | None = None) -> list[ShardBox]:
+def compute_shard_boxes(
+    shape: Sequence[int], shards: Sequence[Shard], within: ShardBox | None = None
+) -> list[ShardBox]:
     """The boxes that make up a rank's shard of a tensor of global ``shape``, in the order of the shard.
 
     ``shards``: the cuts, applied one after the other. ``within``: return only the parts inside this box of the shard.
@@ -71,26 +73,28 @@ def boxes(shape: Sequence[int], shards: Sequence[Shard], within: ShardBox | None
         if layout.is_shard:
             held = ranges[layout.dim]
             pieces = shard_slices(layout, sum(length for _, length in held), num_ranks, index)
-            ranges[layout.dim] = _merged(r for piece in pieces for r in _within(held, piece))
+            ranges[layout.dim] = _merge_ranges(r for piece in pieces for r in _map_local_range(held, piece))
     if within is not None:
-        ranges = [list(_within(held, part)) for held, part in zip(ranges, zip(*within[:2], strict=True), strict=True)]
-    starts = [_starts(held) for held in ranges]
+        ranges = [
+            list(_map_local_range(held, part)) for held, part in zip(ranges, zip(*within[:2], strict=True), strict=True)
+        ]
+    starts = [_compute_starts(held) for held in ranges]
     return [
         ShardBox(tuple(r[0] for r, _ in chosen), tuple(r[1] for r, _ in chosen), tuple(at for _, at in chosen))
         for chosen in product(*(zip(held, at, strict=True) for held, at in zip(ranges, starts, strict=True)))
     ]
 
 
-def _within(held: Sequence[Range], piece: Range) -> Iterator[Range]:
+def _map_local_range(held: Sequence[Range], piece: Range) -> Iterator[Range]:
     """The ranges of the whole dim that correspond to ``piece``, a range of the concatenated ranges ``held``."""
     start, stop = piece[0], piece[0] + piece[1]
-    for (first, length), at in zip(held, _starts(held), strict=True):
+    for (first, length), at in zip(held, _compute_starts(held), strict=True):
         low, high = max(start, at), min(stop, at + length)
         if low < high:
             yield first + low - at, high - low
 
 
-def _merged(ranges: Iterable[Range]) -> list[Range]:
+def _merge_ranges(ranges: Iterable[Range]) -> list[Range]:
     merged: list[Range] = []
     for start, length in ranges:
         if merged and sum(merged[-1]) == start:
@@ -100,7 +104,7 @@ def _merged(ranges: Iterable[Range]) -> list[Range]:
     return merged
 
 
-def _starts(held: Sequence[Range]) -> list[int]:
+def _compute_starts(held: Sequence[Range]) -> list[int]:
     starts, at = [], 0
     for _, length in held:
         starts.append(at)
@@ -108,7 +112,7 @@ def _starts(held: Sequence[Range]) -> list[int]:
     return starts
 
 
-def runs(shape: Sequence[int], start: int, size: int) -> Iterator[ShardBox]:
+def split_range_into_boxes(shape: Sequence[int], start: int, size: int) -> Iterator[ShardBox]:
     """Cut the elements ``[start, start + size)`` of a row-major tensor of ``shape`` into boxes, in order.
 
     ``local`` of each box is the offset of its first element from ``start``.
@@ -122,7 +126,7 @@ def runs(shape: Sequence[int], start: int, size: int) -> Iterator[ShardBox]:
         at, inside = divmod(start + done, row)
         if inside or size - done < row:
             part = min(row - inside, size - done)
-            for box in runs(shape[1:], inside, part):
+            for box in split_range_into_boxes(shape[1:], inside, part):
                 yield ShardBox((at, *box.offsets), (1, *box.sizes), (done + box.local[0],))
         else:
             part = (size - done) // row * row
@@ -130,31 +134,33 @@ def runs(shape: Sequence[int], start: int, size: int) -> Iterator[ShardBox]:
         done += part
 
 
-def _views(state: StateData, held: RankShard, tensor: Tensor) -> Iterator[tuple[ShardBox, Tensor]]:
+def _view_boxes(state: StateData, held: RankShard, tensor: Tensor) -> Iterator[tuple[ShardBox, Tensor]]:
     """The boxes that a rank holds of a state, each with a view of its data in ``tensor``."""
     if held.piece is None or not tensor.dim():
-        yield from ((box, _part(tensor, box)) for box in boxes(state.shape, held.shards))
+        yield from ((box, _slice_box(tensor, box)) for box in compute_shard_boxes(state.shape, held.shards))
         return
     shape = state.shape
     for layout, num_ranks, _ in held.shards:
         shape = local_shape(layout, shape, num_ranks)
     if not math.prod(shape):  # an empty shard has no pieces: the first rank of the group holds its boxes
-        yield from ((box, tensor.view(box.sizes)) for box in boxes(state.shape, held.shards) if held.first)
+        yield from (
+            (box, tensor.view(box.sizes)) for box in compute_shard_boxes(state.shape, held.shards) if held.first
+        )
         return
-    for run in runs(shape, *held.piece):
+    for run in split_range_into_boxes(shape, *held.piece):
         flat = tensor[run.local[0] : run.local[0] + math.prod(run.sizes)].view(run.sizes)
-        for box in boxes(state.shape, held.shards, run):
-            yield box, _part(flat, box)
+        for box in compute_shard_boxes(state.shape, held.shards, run):
+            yield box, _slice_box(flat, box)
 
 
-def _part(tensor: Tensor, box: ShardBox) -> Tensor:
+def _slice_box(tensor: Tensor, box: ShardBox) -> Tensor:
     if tensor.dim():
         for dim, (at, size) in enumerate(zip(box.local, box.sizes, strict=True)):
             tensor = tensor.narrow(dim, at, size)
     return tensor
 
 
-def pieces(
+def list_shard_pieces(
     prefix: str, name: str, state: StateData, held: RankShard, tensor: Tensor, suffix: str = ""
 ) -> list[ShardPiece]:
     """The checkpoint pieces of a rank's part of a state, or of an optimizer state for it, under the model's own names.
@@ -165,7 +171,7 @@ def pieces(
     found = []
     if state.shape and not tensor.dim() and not held.first:
         return []  # the first rank of the group that shares a state writes its numbers
-    for box, view in _views(state, held, tensor):
+    for box, view in _view_boxes(state, held, tensor):
         if not state.parts:
             named = [(name, box.offsets)]
         else:
@@ -183,7 +189,7 @@ def whole_piece(prefix: str, name: str, tensor: Tensor, suffix: str) -> ShardPie
     return ShardPiece(f"{prefix}{name}{suffix}", tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
 
-def number(prefix: str, name: str, state: StateData, tensor: Tensor, suffix: str = "") -> ShardPiece:
+def make_scalar_piece(prefix: str, name: str, state: StateData, tensor: Tensor, suffix: str = "") -> ShardPiece:
     """The piece from which every rank reads a number; all parts of a stack have the same number."""
     return ShardPiece(f"{prefix}{(state.parts or (name,))[0]}{suffix}", (), (), tensor)
 

@@ -21,7 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from runtime.checkpoint.shards import ShardPiece, held_by, pieces, whole_piece
+from runtime.checkpoint.shards import ShardPiece, held_by, list_shard_pieces, whole_piece
 from runtime.errors import CheckpointError
 from runtime.program.program import Program, RankProgram
 from runtime.state.disk_offload import keeper_of
@@ -60,7 +60,7 @@ def _parameters_of(optimizer: torch.optim.Optimizer | None) -> list[nn.Parameter
     return [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _kind(optimizer: torch.optim.Optimizer | None) -> str:
+def _get_optimizer_kind(optimizer: torch.optim.Optimizer | None) -> str:
     return type(optimizer).__name__
 
 
@@ -91,8 +91,10 @@ class OptimizerState:
                 before = owners.setdefault(id(parameters[name]), number)
                 if before != number:
                     raise CheckpointError(
-                        f"{name} is a parameter of two optimizers, {before} ({_kind(self.optimizers[before])}) and "
-                        f"{number} ({_kind(optimizer)}), and would be stepped twice: give each parameter to one"
+                        f"{name} is a parameter of two optimizers, {before} "
+                        f"({_get_optimizer_kind(self.optimizers[before])}) and "
+                        f"{number} ({_get_optimizer_kind(optimizer)}), and would be stepped twice: give "
+                        f"each parameter to one"
                     )
         self._owners = owners
         missing = [n for n, p in parameters.items() if p.requires_grad and id(p) not in owners]
@@ -132,7 +134,7 @@ class OptimizerState:
                 check_whole(rank, name, key, tensor)
                 found.append(whole_piece(STATE, name, tensor, f".{key}"))
             else:
-                found += pieces(STATE, name, data, held, tensor, f".{key}")
+                found += list_shard_pieces(STATE, name, data, held, tensor, f".{key}")
         return found
 
     def room(self, name: str, key: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -196,14 +198,15 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
 _LEAVES = (bool, int, float, complex, str, bytes, type(None), Tensor, torch.dtype, torch.device, torch.Size)
 
 
-def packed(content: Mapping[str, Any], names: str) -> bytes:
-    """``content`` as bytes that :func:`unpacked` reads. Raises :class:`CheckpointError` for what is no plain data."""
+def pack_plain_data(content: Mapping[str, Any], names: str) -> bytes:
+    """``content`` as bytes that :func:`unpack_plain_data` reads. Raises :class:`CheckpointError` for what is no plain
+    data."""
     file = io.BytesIO()
     try:
         torch.save(dict(content), file)
-        unpacked(file.getvalue())
+        unpack_plain_data(file.getvalue())
     except Exception as error:
-        told = _odd(content) or str(error).split("\n")[0]
+        told = _find_unsupported_value(content) or str(error).split("\n")[0]
         raise CheckpointError(
             f"the state of {names} cannot be saved ({told}): it may hold numbers, strings, tensors, lists, tuples and "
             "dicts; let its state_dict() return only such"
@@ -211,24 +214,24 @@ def packed(content: Mapping[str, Any], names: str) -> bytes:
     return file.getvalue()
 
 
-def unpacked(content: bytes) -> dict[str, Any]:
+def unpack_plain_data(content: bytes) -> dict[str, Any]:
     """Raises what ``torch.load`` raises."""
     return torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")  # type: ignore[no-any-return]
 
 
-def alike(one: Any, other: Any) -> bool:
+def is_equal_data(one: Any, other: Any) -> bool:
     """Whether two pieces of plain data are the same."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         both = isinstance(one, Tensor) and isinstance(other, Tensor)
         return both and one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(alike(one[k], other[k]) for k in one)
+        return one.keys() == other.keys() and all(is_equal_data(one[k], other[k]) for k in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(alike, one, other))
+        return len(one) == len(other) and all(map(is_equal_data, one, other))
     return bool(one == other) or (one != one and other != other)  # NaN is as NaN
 
 
-def _odd(value: Any, path: str = "") -> str:
+def _find_unsupported_value(value: Any, path: str = "") -> str:
     """The first part of ``value`` that is no plain data, and what it is; empty where there is none."""
     if isinstance(value, Mapping):
         parts = value.items()
@@ -237,7 +240,7 @@ def _odd(value: Any, path: str = "") -> str:
     else:
         plain = type(value) in _LEAVES or isinstance(value, Tensor)
         return "" if plain else f"{path} is of type {type(value).__module__}.{type(value).__qualname__}"
-    return next((told for k, v in parts if (told := _odd(v, f"{path}.{k}" if path else str(k)))), "")
+    return next((told for k, v in parts if (told := _find_unsupported_value(v, f"{path}.{k}" if path else str(k)))), "")
 
 
 RESIDUAL = "residual."

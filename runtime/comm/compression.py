@@ -76,20 +76,20 @@ class LevelwiseReduction:
 
     def scatter(self) -> None:
         """Start to add up this rank's part over the next level."""
-        have, group = self._have(), self.groups[self._level]
+        have, group = self._await_buffer(), self.groups[self._level]
         self._level += 1
         if self.codec is None or self._level < len(self.groups):
             self._arriving = group.reduce_scatter(have, 0)
         else:
-            self._arriving = exchange(self.senders[0], have.view(group.size, -1), group)
+            self._arriving = start_compressed_reduction(self.senders[0], have.view(group.size, -1), group)
 
     def reduce(self) -> None:
         """Start to add up what this rank has over the axes that no level has."""
-        self._arriving = self.rest.all_reduce(self._have())
+        self._arriving = self.rest.all_reduce(self._await_buffer())
 
     def gather(self) -> None:
         """Start to bring together what the ranks of the last level that was scattered have."""
-        have, compressed = self._have(), self.codec is not None and self._level == len(self.groups)
+        have, compressed = self._await_buffer(), self.codec is not None and self._level == len(self.groups)
         self._level -= 1
         group = self.groups[self._level]
         if not compressed:
@@ -104,17 +104,17 @@ class LevelwiseReduction:
         """Wait until the sum is in the buffer, if it is on its way there."""
         if self._arriving is not None and not self._level:
             pending = self._arriving
-            self.buffer.copy_(self._have())
+            self.buffer.copy_(self._await_buffer())
             pending.release()
 
-    def _have(self) -> Tensor:
+    def _await_buffer(self) -> Tensor:
         if self._arriving is None:
             return self.buffer
         arrived, self._arriving = self._arriving.wait(), None
         return arrived
 
 
-def exchange(sender: ErrorFeedbackEncoder, rows: Tensor, group: RankGroup) -> Pending:
+def start_compressed_reduction(sender: ErrorFeedbackEncoder, rows: Tensor, group: RankGroup) -> Pending:
     """Start to send each of ``rows``, compressed, to the rank that adds these up; gives this rank's sum."""
     dtype = rows.dtype
     wire = group.all_to_all(sender.encode(rows), 0, 0)

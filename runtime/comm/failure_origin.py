@@ -29,7 +29,7 @@ def is_secondary(error: BaseException) -> bool:
         return True
     if not isinstance(error, RuntimeError) or "Detected mismatch" in str(error) or not _LOST.search(str(error)):
         return False
-    return _communicated(error)
+    return _is_communication_error(error)
 
 
 def is_of_ranks(error: BaseException) -> bool:
@@ -37,7 +37,7 @@ def is_of_ranks(error: BaseException) -> bool:
     return isinstance(error, InstructionError | CommunicationError) or is_secondary(error)
 
 
-def _communicated(error: RuntimeError) -> bool:
+def _is_communication_error(error: RuntimeError) -> bool:
     """Whether ranks' communication raised ``error``: not a script, or a data loader, that waited for something else."""
     frames = traceback.extract_tb(error.__traceback__)
     return not frames or frames[-1].filename.startswith(_COMMUNICATING) or bool(_LIBRARY.search(str(error)))

@@ -70,13 +70,13 @@ def _tell_torchrun() -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         before(kind, error, trace)
         if isinstance(error, Exception):
-            _record(error)
+            _report_failure(error)
 
     hook.tells_torchrun = True  # type: ignore[attr-defined]
     sys.excepthook = hook
 
 
-def _record(error: Exception) -> None:
+def _report_failure(error: Exception) -> None:
     from runtime.comm.failure_origin import is_secondary, users_line  # which import what imports this
 
     if isinstance(error, InstructionError):

@@ -102,7 +102,7 @@ class _PendingMeeting:
         pass  # others may have the same tensor
 
 
-def _total(entries: list[Tensor], maximum: bool) -> Tensor:
+def _reduce_entries(entries: list[Tensor], maximum: bool) -> Tensor:
     total = entries[0].clone(memory_format=torch.contiguous_format)
     for entry in entries[1:]:
         if maximum:
@@ -123,10 +123,12 @@ class ThreadGroup:
         with world.lock:
             self.queue = world.meetings.setdefault((ranks, gathering), deque())
 
-    def _meet(self, name: str, x: Tensor, compute: Callable[[list[Any]], list[Any]], *how: int) -> Pending:
-        return self._enter(f"{name}{list(how)} of {list(x.shape)} {x.dtype} over ranks {list(self.ranks)}", x, compute)
+    def _enter_collective(self, name: str, x: Tensor, compute: Callable[[list[Any]], list[Any]], *how: int) -> Pending:
+        return self._enter_meeting(
+            f"{name}{list(how)} of {list(x.shape)} {x.dtype} over ranks {list(self.ranks)}", x, compute
+        )
 
-    def _enter(self, what: str, entry: Any, compute: Callable[[list[Any]], list[Any]]) -> Pending:
+    def _enter_meeting(self, what: str, entry: Any, compute: Callable[[list[Any]], list[Any]]) -> Pending:
         meeting, last = self.world.join(self.queue, self.index, self.size, what, entry)
         if last:
             with torch.no_grad():
@@ -135,30 +137,30 @@ class ThreadGroup:
 
     def all_reduce(self, x: Tensor, maximum: bool = False) -> Pending:
         def compute(entries: list[Tensor]) -> list[Tensor]:
-            total = _total(entries, maximum)
+            total = _reduce_entries(entries, maximum)
             return [entry.copy_(total) for entry in entries]
 
-        return self._meet("all_reduce_max" if maximum else "all_reduce", x, compute)
+        return self._enter_collective("all_reduce_max" if maximum else "all_reduce", x, compute)
 
     def all_gather(self, x: Tensor, dim: int) -> Pending:
         def compute(entries: list[Tensor]) -> list[Tensor]:
             whole = torch.cat(entries, dim)
             return [whole.clone() for _ in entries]
 
-        return self._meet("all_gather", x, compute, dim)
+        return self._enter_collective("all_gather", x, compute, dim)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
         def compute(entries: list[Tensor]) -> list[Tensor]:
-            return [part.contiguous() for part in _total(entries, False).chunk(self.size, dim)]
+            return [part.contiguous() for part in _reduce_entries(entries, False).chunk(self.size, dim)]
 
-        return self._meet("reduce_scatter", x, compute, dim)
+        return self._enter_collective("reduce_scatter", x, compute, dim)
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Pending:
         def compute(entries: list[Tensor]) -> list[Tensor]:
             pieces = [entry.chunk(self.size, split_dim) for entry in entries]
             return [torch.cat([p[to] for p in pieces], concat_dim) for to in range(self.size)]
 
-        return self._meet("all_to_all", x, compute, split_dim, concat_dim)
+        return self._enter_collective("all_to_all", x, compute, split_dim, concat_dim)
 
     def exchange_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Pending:
         def compute(entries: list[tuple[Tensor, Sequence[int]]]) -> list[Tensor]:
@@ -166,7 +168,7 @@ class ThreadGroup:
             return [torch.cat([p[to] for p in pieces]) for to in range(self.size)]
 
         what = f"exchange_rows of {list(x.shape[1:])} {x.dtype} over ranks {list(self.ranks)}"
-        return self._enter(what, (x, sends), compute)
+        return self._enter_meeting(what, (x, sends), compute)
 
 
 class ThreadCommunicator:
@@ -196,7 +198,7 @@ class ThreadCommunicator:
             self._groups[key] = ThreadGroup(self.world, ranks, self.rank, gathering)
         return self._groups[key]
 
-    def _transfer(self, link: PipelineEdge, member: int, x: Tensor) -> TransferHandle:
+    def _enter_transfer(self, link: PipelineEdge, member: int, x: Tensor) -> TransferHandle:
         with self.world.lock:
             queue = self.world.mail.setdefault(link, deque())
         what = f"transfer {link.channel} of {list(x.shape)} {x.dtype} from rank {link.source} to rank {link.target}"
@@ -207,10 +209,10 @@ class ThreadCommunicator:
         return _PendingMeeting(meeting, member)
 
     def send(self, x: Tensor, peer: int, channel: str) -> TransferHandle:
-        return self._transfer(PipelineEdge(self.rank, peer, channel), 0, x)
+        return self._enter_transfer(PipelineEdge(self.rank, peer, channel), 0, x)
 
     def recv(self, x: Tensor, peer: int, channel: str) -> TransferHandle:
-        return self._transfer(PipelineEdge(peer, self.rank, channel), 1, x)
+        return self._enter_transfer(PipelineEdge(peer, self.rank, channel), 1, x)
 
     def barrier(self) -> None:
         self.group(tuple(range(self.world.world_size))).all_reduce(torch.zeros(1)).wait()

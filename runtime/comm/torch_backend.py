@@ -28,16 +28,16 @@ def parts_of(x: Tensor, dim: int, size: int) -> Tensor:
     return split.movedim(dim, 0).contiguous()
 
 
-def joined(parts: Tensor, dim: int) -> Tensor:
+def join_parts(parts: Tensor, dim: int) -> Tensor:
     """The inverse of :func:`parts_of`: ``[size, ...]`` joined along ``dim``."""
     return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
-def total(parts: Tensor, dim: int) -> Tensor:
+def sum_parts(parts: Tensor, dim: int) -> Tensor:
     return parts.sum(0, dtype=parts.dtype)
 
 
-def resolved(x: Tensor) -> Tensor:
+def resolve_conjugation(x: Tensor) -> Tensor:
     """``x`` with pending conjugation and negation applied, so that its memory holds its values."""
     return x.resolve_conj().resolve_neg() if x.is_complex() else x
 
@@ -119,7 +119,7 @@ class TorchGroup:
         self._max.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
 
     def all_reduce(self, x: Tensor, maximum: bool = False) -> Pending:
-        x = resolved(x)
+        x = resolve_conjugation(x)
         return Transfer(self, [self.backend.allreduce([as_real(x)], self._max if maximum else self._sum)], x)
 
     def all_gather(self, x: Tensor, dim: int) -> Pending:
@@ -129,17 +129,19 @@ class TorchGroup:
         raise NotImplementedError
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Pending:
-        return self._exchange(x, split_dim, joined, concat_dim)
+        return self._exchange_parts(x, split_dim, join_parts, concat_dim)
 
-    def _exchange(self, x: Tensor, dim: int, finish: Callable[[Tensor, int], Tensor], finished_dim: int = 0) -> Pending:
+    def _exchange_parts(
+        self, x: Tensor, dim: int, finish: Callable[[Tensor, int], Tensor], finished_dim: int = 0
+    ) -> Pending:
         """The parts of ``x`` along ``dim``, one for each rank, and what ``finish`` makes of those that arrive."""
-        parts = parts_of(resolved(x), dim, self.size)
+        parts = parts_of(resolve_conjugation(x), dim, self.size)
         out = torch.empty_like(parts)
         works = [self.backend.alltoall_base(as_real(out), as_real(parts), [], [])]
         return Transfer(self, works, out, finish, finished_dim, parts, not share_memory(parts, x))
 
     def exchange_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Pending:
-        x = resolved(x).contiguous()
+        x = resolve_conjugation(x).contiguous()
         out = x.new_empty((sum(receives), *x.shape[1:]))
         return Transfer(
             self, [self.backend.alltoall_base(as_real(out), as_real(x), [*receives], [*sends])], out, sent=x
@@ -160,27 +162,27 @@ class GlooGroup(TorchGroup):
             options.rootRank = rank
 
     def all_gather(self, x: Tensor, dim: int) -> Pending:
-        x = resolved(x).contiguous()
+        x = resolve_conjugation(x).contiguous()
         out = x.new_empty((self.size, *x.shape))
         parts = list(out.unbind(0))
         parts[self.index].copy_(x)
         works = [self.backend.broadcast([as_real(part)], how) for part, how in zip(parts, self._from, strict=True)]
-        return Transfer(self, works, out, joined, dim)
+        return Transfer(self, works, out, join_parts, dim)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
-        return self._exchange(x, dim, total)
+        return self._exchange_parts(x, dim, sum_parts)
 
 
 class NcclGroup(TorchGroup):
     """NCCL moves dense buffers; parts along an inner dim are brought together before and after."""
 
     def all_gather(self, x: Tensor, dim: int) -> Pending:
-        x = resolved(x).contiguous()
+        x = resolve_conjugation(x).contiguous()
         out = x.new_empty((self.size, *x.shape))
-        return Transfer(self, [self.backend._allgather_base(as_real(out), as_real(x))], out, joined, dim, x)
+        return Transfer(self, [self.backend._allgather_base(as_real(out), as_real(x))], out, join_parts, dim, x)
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
-        parts = parts_of(resolved(x), dim, self.size)
+        parts = parts_of(resolve_conjugation(x), dim, self.size)
         out = torch.empty_like(parts[0])
         return Transfer(self, [self.backend._reduce_scatter_base(as_real(out), as_real(parts))], out, sent=parts)
 
@@ -248,45 +250,45 @@ class TorchCommunicator:
         gathering: Sequence[tuple[int, ...]] = (),
     ) -> None:
         for ranks in groups:
-            self._group(ranks)
+            self._make_group(ranks)
         for ranks in gathering:
-            self._group(ranks, gathering=True)
+            self._make_group(ranks, gathering=True)
         for link in links:
-            key = self._key(link)
+            key = self._find_backend_link(link)
             if key not in _links:
-                _links[key] = self._open((key.source, key.target), f"link {key.channel}")
+                _links[key] = self._open_backend((key.source, key.target), f"link {key.channel}")
                 if self._on_gpu:
-                    self._connect(_links[key], key)
+                    self._connect_link(_links[key], key)
 
-    def _group(self, ranks: tuple[int, ...], gathering: bool = False) -> RankGroup:
-        key = members, _ = self._on(ranks), gathering
+    def _make_group(self, ranks: tuple[int, ...], gathering: bool = False) -> RankGroup:
+        key = members, _ = self._ranks_to_processes(ranks), gathering
         if len(ranks) > 1 and key not in _made:
-            backend = self._open(members, "gathers" if gathering else "group")
+            backend = self._open_backend(members, "gathers" if gathering else "group")
             _made[key] = (NcclGroup if self._on_gpu else GlooGroup)(backend, members)
             if self._on_gpu:
                 _made[key].all_reduce(torch.zeros(1, device=self.device)).wait()  # connect now: see _connect
         return self.group(ranks, gathering)
 
-    def _on(self, ranks: Sequence[int]) -> tuple[int, ...]:
+    def _ranks_to_processes(self, ranks: Sequence[int]) -> tuple[int, ...]:
         return tuple(self.processes[rank] for rank in ranks)
 
-    def _connect(self, backend: Any, link: PipelineEdge) -> None:
+    def _connect_link(self, backend: Any, link: PipelineEdge) -> None:
         """Let both ends meet now: NCCL would block the first of them to use the link until the other does."""
         one = torch.zeros(1, device=self.device)
         transfer = backend.send if link.source == self._process else backend.recv
         transfer([one], int(link.source == self._process), 0).wait()
 
-    def _key(self, link: PipelineEdge) -> PipelineEdge:
+    def _find_backend_link(self, link: PipelineEdge) -> PipelineEdge:
         """The link between processes whose backend carries ``link``. Gloo has tags, one per channel, and serves both
         directions at once; NCCL has none, and transfers that cross on one communicator would wait for each other."""
-        source, target = self._on(link[:2])
+        source, target = self._ranks_to_processes(link[:2])
         return (
             PipelineEdge(source, target, link.channel)
             if self._on_gpu
             else PipelineEdge(min(source, target), max(source, target), "")
         )
 
-    def _open(self, processes: tuple[int, ...], purpose: str) -> Any:
+    def _open_backend(self, processes: tuple[int, ...], purpose: str) -> Any:
         name = f"partition {purpose} {'-'.join(map(str, processes))}"
         store = c10d.PrefixStore(name, c10d._get_default_store())
         index, size = processes.index(self._process), len(processes)
@@ -305,17 +307,17 @@ class TorchCommunicator:
         return backend
 
     def group(self, ranks: tuple[int, ...], gathering: bool = False) -> RankGroup:
-        return SoloGroup() if len(ranks) == 1 else _made[self._on(ranks), gathering]
+        return SoloGroup() if len(ranks) == 1 else _made[self._ranks_to_processes(ranks), gathering]
 
     def send(self, x: Tensor, peer: int, channel: str) -> TransferHandle:
-        key = self._key(PipelineEdge(self.rank, peer, channel))
+        key = self._find_backend_link(PipelineEdge(self.rank, peer, channel))
         work: TransferHandle = _links[key].send(
-            [as_real(resolved(x))], int(key.source == self._process), CHANNELS[channel]
+            [as_real(resolve_conjugation(x))], int(key.source == self._process), CHANNELS[channel]
         )
         return work
 
     def recv(self, x: Tensor, peer: int, channel: str) -> TransferHandle:
-        key = self._key(PipelineEdge(peer, self.rank, channel))
+        key = self._find_backend_link(PipelineEdge(peer, self.rank, channel))
         work: TransferHandle = _links[key].recv([as_real(x)], int(key.source == self._process), CHANNELS[channel])
         return work
 
@@ -324,6 +326,6 @@ class TorchCommunicator:
         return tuple(self.processes.index(p) for p in processes if p in self.processes)
 
     def barrier(self) -> None:
-        self._group(self.everyone).all_reduce(torch.zeros(1, device=self.device)).wait()
+        self._make_group(self.everyone).all_reduce(torch.zeros(1, device=self.device)).wait()
         if self._on_gpu:
             torch.cuda.synchronize(self.device)

@@ -64,10 +64,10 @@ def leaves_by_path(batch: Any) -> dict[str, Any]:
     if isinstance(batch, Mapping):
         batch = dict(batch)
     leaves, _ = pytree.tree_flatten_with_path(batch)
-    return {".".join(str(_key(k)) for k in path): leaf for path, leaf in leaves}
+    return {".".join(str(_unwrap_path_key(k)) for k in path): leaf for path, leaf in leaves}
 
 
-def _key(key: Any) -> Any:
+def _unwrap_path_key(key: Any) -> Any:
     for name in ("key", "idx", "name"):
         if hasattr(key, name):
             return getattr(key, name)
@@ -109,10 +109,10 @@ def own_values(program: Program, share: Share, batch: Any, local: bool = False) 
         entries.check_fixed(whole=False)
         return {i.value: entries.checked(i, share) for i in read}
     values = batch_values(program, batch)
-    return {i.value: _rows(i, values[i.value], share) for i in read}
+    return {i.value: _select_rank_rows(i, values[i.value], share) for i in read}
 
 
-def _rows(data: InputData, whole: Tensor, share: Share) -> Tensor:
+def _select_rank_rows(data: InputData, whole: Tensor, share: Share) -> Tensor:
     if data.batch_dim is None:
         return whole
     rows = share.rows(data.shape[data.batch_dim])
@@ -134,13 +134,15 @@ class BatchEntries:
             )
         self.signature = program.signature
         self.names = [a.name for a in self.signature.arguments or ()]
-        self.inputs = {self._place(i.path): i for i in program.inputs}
-        self.fixed = {self._place(path): value for path, value in self.signature.fixed.items()}
+        self.inputs = {self._resolve_argument_path(i.path): i for i in program.inputs}
+        self.fixed = {self._resolve_argument_path(path): value for path, value in self.signature.fixed.items()}
         self.leaves: dict[str, Any] = {}
         for path, leaf in leaves_by_path(batch).items():
-            self.leaves[self._place(path)] = leaf.item() if isinstance(leaf, np.number | np.bool_) else leaf
+            self.leaves[self._resolve_argument_path(path)] = (
+                leaf.item() if isinstance(leaf, np.number | np.bool_) else leaf
+            )
 
-    def _place(self, path: str) -> str:
+    def _resolve_argument_path(self, path: str) -> str:
         """``path`` with the position of a positional argument replaced by the argument's name."""
         first, dot, rest = path.partition(".")
         known = first.isdigit() and int(first) < len(self.names)
@@ -162,17 +164,18 @@ class BatchEntries:
         self._check_guards()
 
     def _check_entry(self, path: str, leaf: Any) -> None:
-        planned = self.fixed.get(path) or self._default(path)
+        planned = self.fixed.get(path) or self._find_argument_default(path)
         if planned is None:
-            raise BatchError(self._unknown(path, leaf))
+            raise BatchError(self._explain_unknown_input(path, leaf))
         if not _is_plain(leaf) or PlainValue.of(leaf) != planned:
             raise BatchError(
-                f"input {path!r} is {_describe(leaf)}: the plan was made for {path}={planned}, which is part of its "
+                f"input {path!r} is {_describe_value(leaf)}: the plan was made for {path}={planned}, which "
+                f"is part of its "
                 f"programs; expected {planned}, or plan again with {path!r} in the inputs as it is now"
             )
 
     def _check_absent(self, path: str, planned: PlainValue) -> None:
-        default = self._default(path)
+        default = self._find_argument_default(path)
         if default != planned:
             instead = "a required argument" if default is None else f"{default} where it is left out"
             raise BatchError(
@@ -180,16 +183,17 @@ class BatchEntries:
                 f"pass {path}={planned}"
             )
 
-    def _default(self, path: str) -> PlainValue | None:
+    def _find_argument_default(self, path: str) -> PlainValue | None:
         """The default of the argument at ``path``; ``None`` if it has none, or one that is no plain value."""
         return next((a.default for a in self.signature.arguments or () if a.name == path), None)
 
-    def _unknown(self, path: str, leaf: Any) -> str:
+    def _explain_unknown_input(self, path: str, leaf: Any) -> str:
         first = path.partition(".")[0]
-        if first in self.fixed or self._default(first) is not None:
-            planned = self.fixed.get(first) or self._default(first)
+        if first in self.fixed or self._find_argument_default(first) is not None:
+            planned = self.fixed.get(first) or self._find_argument_default(first)
             return (
-                f"input {first!r} is {_describe(leaf)}: the plan was made for {first}={planned} and its programs do "
+                f"input {first!r} is {_describe_value(leaf)}: the plan was made for {first}={planned} and "
+                f"its programs do "
                 f"not read it; leave it out, or plan again with {first!r} in the inputs"
             )
         known = [*self.inputs, *self.fixed, *self.names]
@@ -198,7 +202,7 @@ class BatchEntries:
         meant = f"; did you mean {close[0]!r}?" if close else ""
         takes = f"; forward takes ({', '.join(self.names)})" if self.names and first not in self.names else ""
         return (
-            f"input {path!r} ({_describe(leaf)}) is not read by the plan, which was made for inputs "
+            f"input {path!r} ({_describe_value(leaf)}) is not read by the plan, which was made for inputs "
             f"{', '.join([*self.inputs, *self.fixed])}{takes}{meant}; leave it out, or plan again with it in the inputs"
         )
 
@@ -227,13 +231,13 @@ class BatchEntries:
         expected, dim = data.shape, data.batch_dim
         if share is not None and dim is not None:
             expected = (*expected[:dim], expected[dim] // share.count * len(share.parts), *expected[dim + 1 :])
-        place = self._place(data.path)
+        place = self._resolve_argument_path(data.path)
         tensor = self.leaves.get(place, self._left_out(place, data))
         if data.number is not None and (place in self.leaves or tensor is not None):
             tensor = _number_tensor(data, tensor)
         if not isinstance(tensor, Tensor):
             have = ", ".join(k for k, v in self.leaves.items() if isinstance(v, Tensor)) or "no tensors"
-            got = f"is {_describe(tensor)}" if place in self.leaves else "is missing"
+            got = f"is {_describe_value(tensor)}" if place in self.leaves else "is missing"
             wanted = (
                 f"a {data.dtype} tensor of shape {list(expected)}" if data.number is None else _A_NUMBER[data.number]
             )
@@ -241,11 +245,11 @@ class BatchEntries:
         check_tensor(tensor, f"input {data.path!r}", BatchError, numbers=True)
         shape = tuple(tensor.shape)
         if shape != expected:
-            advice = _advice(data, shape) if share is None else _local_advice(data, shape, share)
+            advice = _suggest_shape_fix(data, shape) if share is None else _local_advice(data, shape, share)
             raise BatchError(f"input {data.path!r}: expected shape {list(expected)}, got {list(shape)}: {advice}")
         dtype = dtype_of(data.dtype)
         if tensor.dtype != dtype:
-            if _kind(tensor.dtype) != _kind(dtype):
+            if _classify_dtype(tensor.dtype) != _classify_dtype(dtype):
                 got = str(tensor.dtype).removeprefix("torch.")
                 raise BatchError(f"input {data.path!r}: expected type {data.dtype}, got {got}; convert it")
             tensor = tensor.to(dtype)
@@ -253,7 +257,7 @@ class BatchEntries:
 
     def _left_out(self, place: str, data: InputData) -> Any:
         """The default in ``forward`` of a number input that the batch leaves out; ``None`` if there is none."""
-        default = self._default(place)
+        default = self._find_argument_default(place)
         return None if data.number is None or default is None else default.value
 
 
@@ -264,10 +268,11 @@ def _number_tensor(data: InputData, value: Any) -> Any:
     """
     whole, real = type(value) is int, type(value) is float
     if isinstance(value, Tensor) and value.dim() == 0:
-        whole, real = _kind(value.dtype) == "integer", value.is_floating_point()
+        whole, real = _classify_dtype(value.dtype) == "integer", value.is_floating_point()
     if not (whole or (real and data.number == "float")):
         raise BatchError(
-            f"input {data.path!r} is {_describe(value)}; expected {_A_NUMBER[data.number or 'float']}, as the plan was "
+            f"input {data.path!r} is {_describe_value(value)}; expected "
+            f"{_A_NUMBER[data.number or 'float']}, as the plan was "
             "made with"
         )
     if isinstance(value, Tensor):
@@ -286,14 +291,14 @@ def _is_plain(value: Any) -> bool:
     return type(value) in (bool, int, float, str, type(None))
 
 
-def _describe(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         return f"{'an' if dtype[0] == 'i' else 'a'} {dtype} tensor of shape {list(value.shape)}"
     return repr(value) if _is_plain(value) else f"a {type(value).__name__}"
 
 
-def _advice(data: InputData, shape: tuple[int, ...]) -> str:
+def _suggest_shape_fix(data: InputData, shape: tuple[int, ...]) -> str:
     dim = data.batch_dim
     if dim is not None and len(shape) == len(data.shape):
         others = [d for d in range(len(shape)) if d != dim]
@@ -321,7 +326,7 @@ def _local_advice(data: InputData, shape: tuple[int, ...], share: Share) -> str:
     )
 
 
-def _kind(dtype: torch.dtype) -> str:
+def _classify_dtype(dtype: torch.dtype) -> str:
     if dtype == torch.bool:
         return "bool"
     return "complex" if dtype.is_complex else "floating" if dtype.is_floating_point else "integer"

@@ -25,7 +25,7 @@ from runtime.engine.batches import batch_values, own_values, share_of
 from runtime.errors import AgreementError, BatchError, LaunchError
 from runtime.program.mesh import axes_beside
 from runtime.program.program import RankProgram
-from runtime.state.disk_offload import forget
+from runtime.state.disk_offload import release_pages
 
 EVERY = 1024  # steps between checks, once powers of two are farther apart
 
@@ -100,7 +100,7 @@ class Agreement:
 
     def after_step(self) -> None:
         self._steps += 1
-        self._probes = list(self._probed()) if self.active and self._is_time(self._steps) else []
+        self._probes = list(self._probe_gradients()) if self.active and self._is_time(self._steps) else []
 
     def forget(self) -> None:
         """Drop the probes: parameters or gradients are about to change outside of a step (loading, ``zero_grad``)."""
@@ -115,7 +115,7 @@ class Agreement:
     def _is_time(steps: int) -> bool:
         return steps > 0 and (steps & (steps - 1) == 0 if steps < EVERY else steps % EVERY == 0)
 
-    def _probed(self) -> Iterator[_GradientProbe]:
+    def _probe_gradients(self) -> Iterator[_GradientProbe]:
         held = [g for g in self._gradients.values() if g.numel()]
         for gradient in held[:: max(1, len(held) // _PROBES)][:_PROBES]:
             flat = gradient.reshape(-1)
@@ -125,13 +125,13 @@ class Agreement:
     def _check_scaling(self) -> None:
         """Raise :class:`AgreementError` if ranks scaled their gradients by different factors, each by its own norm;
         warn if some ranks scaled by one factor and the others not at all."""
-        factor = self._factor()
+        factor = self._measure_scale_factor()
         told = torch.zeros(self.rank.program.world_size, 2, dtype=torch.float64, device=self.communicator.device)
         if factor is not None:
             norms = torch._foreach_norm([g for g in self._gradients.values() if g.numel()])
             told[self.rank.rank, 0] = factor
             told[self.rank.rank, 1] = torch.stack([n.double().cpu() for n in norms]).norm()
-        factors, norms_now = self._total(told).T.tolist()
+        factors, norms_now = self._sum_over_ranks(told).T.tolist()
         there = [r for r, f in enumerate(factors) if f > 0]
         scaled = [r for r in there if factors[r] < 1 - _OTHER]
         if not scaled:
@@ -149,9 +149,9 @@ class Agreement:
         )
         if max(factors[r] for r in scaled) - factors[low] > _OTHER * factors[low]:
             raise AgreementError(f"{text}. Go on from the last checkpoint before: the last step was wrong")
-        self._warn(f"{text}, unless this was meant")  # one factor on some ranks, none on others
+        self._warn_on_first_rank(f"{text}, unless this was meant")  # one factor on some ranks, none on others
 
-    def _factor(self) -> float | None:
+    def _measure_scale_factor(self) -> float | None:
         """The factor by which all of this rank's gradients were multiplied since backward; ``None`` if they have no
         common factor."""
         ratios = [
@@ -163,16 +163,19 @@ class Agreement:
 
     def _check_replicas(self) -> None:
         """Raise :class:`AgreementError` if replicas of a parameter's shard differ between ranks."""
-        world, kinds = self.rank.program.world_size, self._kinds()
-        sums = {kind: _hash(self._parameters[n] for n in names) for kind, names in self._held(kinds).items()}
-        high, low = self._extremes(
+        world, kinds = self.rank.program.world_size, self._list_replica_kinds()
+        sums = {
+            kind: _hash_tensors(self._parameters[n] for n in names)
+            for kind, names in self._group_parameters_by_kind(kinds).items()
+        }
+        high, low = self._find_extremes(
             {k * world + self._first_holder(kind): sums[kind] for k, kind in enumerate(kinds) if kind in sums},
             len(kinds) * world,
         )
         differ = (high != low).nonzero().flatten().tolist()
         if differ:
             order, first = divmod(int(differ[0]), world)
-            self._tell(order, first, kinds)
+            self._report_replica_difference(order, first, kinds)
 
     def _check_batch(self, batch: Any, local: bool) -> None:
         """Raise :class:`BatchError` if ranks were given different samples.
@@ -189,13 +192,13 @@ class Agreement:
         given = {paths.index(d.path): _hash_in_order(values[d.value]) for d in program.inputs if d.value in values}
         count = program.size("dp")
         place_of = {k: (at % (count + 1)) * len(paths) + k for k in given}
-        high, low = self._extremes({place_of[k]: h for k, h in given.items()}, (count + 1) * len(paths))
+        high, low = self._find_extremes({place_of[k]: h for k, h in given.items()}, (count + 1) * len(paths))
         differ = (high != low).nonzero().flatten().tolist()
         if not differ:
             return
         first = int(differ[0])
         own = next((given[k] for k in given if place_of[k] == first), None)
-        told, _ = self._extremes({} if own is None else {self.rank.rank: own}, program.world_size)
+        told, _ = self._find_extremes({} if own is None else {self.rank.rank: own}, program.world_size)
         ranks: dict[int, list[int]] = {}
         for rank, number in enumerate(told.tolist()):
             if number > -_MASK - 1:
@@ -209,21 +212,23 @@ class Agreement:
             f"{'. The steps before may have had such batches too' if self._steps else ''}"
         )
 
-    def _tell(self, order: int, first: int, kinds: list[_Kind]) -> None:
+    def _report_replica_difference(self, order: int, first: int, kinds: list[_Kind]) -> None:
         """Find the parameter and the ranks whose replicas differ, and raise :class:`AgreementError`; only warn if the
         difference is as small as a different order of sums makes."""
         kind, program = kinds[order], self.rank.program
-        mine = self._held(kinds).get(kind, []) if self._first_holder(kind) == first else []
+        mine = self._group_parameters_by_kind(kinds).get(kind, []) if self._first_holder(kind) == first else []
         names = [*program.states]
-        high, low = self._extremes({names.index(n): _hash([self._parameters[n]]) for n in mine}, len(names))
+        high, low = self._find_extremes(
+            {names.index(n): _hash_tensors([self._parameters[n]]) for n in mine}, len(names)
+        )
         differ = [names[i] for i in (high != low).nonzero().flatten().tolist()]
         if not differ:
             return
         name = differ[0]
         told = torch.zeros(program.world_size, 2 + _SKETCH, dtype=torch.float64, device=self.communicator.device)
         if name in mine:
-            told[self.rank.rank] = _sketch(self._parameters[name]).to(told.device)
-        told = self._total(told).cpu().nan_to_num(nan=math.inf)
+            told[self.rank.rank] = _sketch_tensor(self._parameters[name]).to(told.device)
+        told = self._sum_over_ranks(told).cpu().nan_to_num(nan=math.inf)
         holders = told[:, 0].nonzero().flatten().tolist()
         norms, sketches = told[holders, 1], told[holders, 2:]
         distances = (sketches - sketches.median(0).values).square().mean(1).sqrt().nan_to_num(nan=math.inf)
@@ -235,18 +240,20 @@ class Agreement:
             f"rank {far} is about {apart:.1e} of its norm away"
         )
         if apart <= _APART:
-            self._warn(f"{text}; kernels that add up in any order do that, and loading a checkpoint ends it")
+            self._warn_on_first_rank(
+                f"{text}; kernels that add up in any order do that, and loading a checkpoint ends it"
+            )
             return
         raise AgreementError(
             f"{text}. Change parameters, gradients and learning rates alike on all ranks, clip by "
             "engine.clip_grad_norm_, and go on from the last checkpoint before"
         )
 
-    def _kinds(self) -> list[_Kind]:
+    def _list_replica_kinds(self) -> list[_Kind]:
         """All pairs (axes with replicas, stages of a tied parameter) of the trained parameters; equal on all ranks."""
-        return sorted({self._kind(n) for n, s in self.rank.program.states.items() if s.requires_grad})
+        return sorted({self._find_replica_kind(n) for n, s in self.rank.program.states.items() if s.requires_grad})
 
-    def _kind(self, name: str) -> _Kind:
+    def _find_replica_kind(self, name: str) -> _Kind:
         state = self.rank.program.states[name]
         experts = Layout.parse(state.expert_layout).is_shard
         alike = ["edp", "etp"] if experts else ["dp", "cp", "tp"]
@@ -254,10 +261,10 @@ class Agreement:
             alike.pop()
         return axes_beside(alike, state.zero_axes), tuple(sorted(state.stages)) if len(state.stages) > 1 else ()
 
-    def _held(self, kinds: list[_Kind]) -> dict[_Kind, list[str]]:
+    def _group_parameters_by_kind(self, kinds: list[_Kind]) -> dict[_Kind, list[str]]:
         found: dict[_Kind, list[str]] = {}
         for name in sorted(self._parameters):
-            found.setdefault(self._kind(name), []).append(name)
+            found.setdefault(self._find_replica_kind(name), []).append(name)
         return {kind: found[kind] for kind in kinds if kind in found}
 
     def _first_holder(self, kind: _Kind) -> int:
@@ -266,14 +273,14 @@ class Agreement:
         first = min(self.rank.group(*axes))
         return first + (stages[0] - self.rank.stage_index) * self.rank.program.strides["pp"] if stages else first
 
-    def _warn(self, text: str) -> None:
+    def _warn_on_first_rank(self, text: str) -> None:
         if self.rank.rank == 0:
             warnings.warn(text, stacklevel=6)
 
-    def _total(self, numbers: Tensor) -> Tensor:
+    def _sum_over_ranks(self, numbers: Tensor) -> Tensor:
         return all_ranks(self.communicator, self.rank.program.world_size).all_reduce(numbers).wait()
 
-    def _extremes(self, numbers: Mapping[int, int], length: int) -> tuple[Tensor, Tensor]:
+    def _find_extremes(self, numbers: Mapping[int, int], length: int) -> tuple[Tensor, Tensor]:
         """Element-wise maximum and minimum over all ranks of sparse vectors of ``length`` numbers.
 
         ``numbers``: position -> number of this rank. Both results are equal where no rank has a number.
@@ -286,7 +293,7 @@ class Agreement:
         return high, torch.where(high == -_MASK - 1, high, -low)
 
 
-def _hash(tensors: Iterator[Tensor] | list[Tensor]) -> int:
+def _hash_tensors(tensors: Iterator[Tensor] | list[Tensor]) -> int:
     """Hash the bits of ``tensors``. The order of the tensors matters, the order of elements in a tensor does not."""
     found = 0
     for tensor in tensors:
@@ -294,12 +301,12 @@ def _hash(tensors: Iterator[Tensor] | list[Tensor]) -> int:
         data = torch.view_as_real(data).reshape(-1) if data.is_complex() else data
         bits = data.view(_BITS[data.element_size()])
         found = (found * 1000003 + int(bits.sum(dtype=torch.int64))) & _MASK
-        forget(tensor)
+        release_pages(tensor)
     return found
 
 
 def _hash_in_order(tensor: Tensor) -> int:
-    """Hash the bits of ``tensor``, for which the order of the elements matters, unlike for :func:`_hash`."""
+    """Hash the bits of ``tensor``, for which the order of the elements matters, unlike for :func:`_hash_tensors`."""
     data = tensor.detach().cpu().contiguous().reshape(-1)
     data = torch.view_as_real(data).reshape(-1) if data.is_complex() else data
     found = 0
@@ -309,7 +316,7 @@ def _hash_in_order(tensor: Tensor) -> int:
     return found & _MASK
 
 
-def _sketch(tensor: Tensor) -> Tensor:
+def _sketch_tensor(tensor: Tensor) -> Tensor:
     """A vector of 1, the norm of ``tensor``, and ``_SKETCH`` sums of its elements with random signs.
 
     The signs are the same on all ranks.

@@ -53,10 +53,10 @@ class SampleOrder:
     def at(self, places: range) -> list[int]:
         """The samples at ``places`` of the stream, counted from its start; one run of places."""
         epochs = range(places.start // self.num_samples, -(-places.stop // self.num_samples)) if places else range(0)
-        self._epochs = {e: self._epoch(e) for e in epochs} or self._epochs
+        self._epochs = {e: self._order_epoch(e) for e in epochs} or self._epochs
         return [int(self._epochs[p // self.num_samples][p % self.num_samples]) for p in places]
 
-    def _epoch(self, epoch: int) -> NDArray[np.int64]:
+    def _order_epoch(self, epoch: int) -> NDArray[np.int64]:
         if epoch in self._epochs:
             return self._epochs[epoch]
         if not self.shuffle:
@@ -108,7 +108,7 @@ class Loader:
         self.epochs = epochs
         self.batch_size = _global_batch(engine) if batch_size is None else batch_size
         self.samples = 0
-        self.num_samples, self.is_stream = _length(dataset), _is_stream(dataset)
+        self.num_samples, self.is_stream = _count_samples(dataset), _is_stream(dataset)
         if self.is_stream:
             _check_stream(shuffle, num_workers)
         if self.num_samples == 0:
@@ -120,7 +120,7 @@ class Loader:
             )
         # of a stream the order is the dataset's, and its length perhaps not known
         self.order = SampleOrder(self.num_samples or 0, seed, not self.is_stream and shuffle is not False)
-        if self._ended(0):
+        if self._has_ended(0):
             raise _no_batch(self)
         self._over = False  # a loop has come to the end
         self._ahead: Iterator[Any] | None = None
@@ -139,13 +139,13 @@ class Loader:
 
     def __next__(self) -> Any:
         ends_by_itself = self.epochs is not None and self.num_samples is None
-        if self._ended(self.samples):
+        if self._has_ended(self.samples):
             self._over = True
             raise StopIteration
         batch: Any = {}
         if self.share.paths or ends_by_itself:  # whoever reads nothing has to read where a stream ends
             if self._ahead is None:
-                self._ahead = iter(self._loader())
+                self._ahead = iter(self._make_data_loader())
             try:
                 batch = next(self._ahead)
             except StopIteration:
@@ -196,16 +196,16 @@ class Loader:
     def own(self) -> Iterator[list[int]]:
         """For each batch to come the indices of the samples of this rank."""
         rows, at = self.share.rows(self.batch_size), self.samples
-        while not self._ended(at):
+        while not self._has_ended(at):
             yield self.order.at(range(at + rows.start, at + rows.stop))
             at += self.batch_size
 
-    def _ended(self, at: int) -> bool:
+    def _has_ended(self, at: int) -> bool:
         if self.epochs is None or self.num_samples is None:
             return False
         return at + self.batch_size > self.epochs * self.num_samples
 
-    def _loader(self) -> DataLoader[Any]:
+    def _make_data_loader(self) -> DataLoader[Any]:
         """A loader of the batches to come."""
         options: dict[str, Any] = {
             "num_workers": self._num_workers,
@@ -251,7 +251,7 @@ class StreamBatches(IterableDataset[Any]):
         self.collate = collate
 
     def __iter__(self) -> Iterator[Any]:
-        samples = self._samples()
+        samples = self._iterate_samples()
         while True:
             count, kept = 0, []
             for place, sample in enumerate(itertools.islice(samples, self.batch_size)):
@@ -262,7 +262,7 @@ class StreamBatches(IterableDataset[Any]):
                 return
             yield self.collate(kept) if kept else {}
 
-    def _samples(self) -> Iterator[Any]:
+    def _iterate_samples(self) -> Iterator[Any]:
         first, skipped = divmod(self.start, self.length) if self.length else (0, self.start)
         for epoch in itertools.count(first) if self.epochs is None else range(first, self.epochs):
             if hasattr(self.stream, "set_epoch"):
@@ -300,7 +300,7 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _length(dataset: Any) -> int | None:
+def _count_samples(dataset: Any) -> int | None:
     """How many samples a dataset has; ``None`` where it does not say."""
     try:
         return len(dataset)
@@ -319,7 +319,7 @@ def _is_stream(dataset: Any) -> bool:
     if isinstance(dataset, IterableDataset):
         return True
     if hasattr(dataset, "__getitem__"):
-        if _length(dataset) is None:
+        if _count_samples(dataset) is None:
             raise BatchError(
                 f"the dataset, a {kind}, has __getitem__ and no __len__, so that it is not known which samples there "
                 "are: add __len__, or make it an IterableDataset"

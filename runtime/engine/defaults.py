@@ -36,17 +36,17 @@ def default_communicator(
             )
         from runtime.comm.thread_backend import ThreadWorld
 
-        return ThreadWorld(1, settled(device or "cpu")).communicator(0)
+        return ThreadWorld(1, resolve_device(device or "cpu")).communicator(0)
     if dist.get_world_size() != program.world_size:
         raise LaunchError(
-            f"the program is for {program.world_size} ranks {_mesh(program)}, the process group has "
+            f"the program is for {program.world_size} ranks {_format_mesh(program)}, the process group has "
             f"{dist.get_world_size()}: start {program.world_size} processes, or plan for {dist.get_world_size()}"
         )
-    device = default_device() if device is None else settled(device)
+    device = default_device() if device is None else resolve_device(device)
     return TorchCommunicator(program.world_size, device, placement=placement)
 
 
-def _mesh(program: Program) -> str:
+def _format_mesh(program: Program) -> str:
     return "(" + ", ".join(f"{axis}={n}" for axis, n in program.mesh.items() if n > 1) + ")"
 
 
@@ -79,7 +79,7 @@ def local_gpu() -> torch.device:
     return torch.device("cuda", index)
 
 
-def settled(device: torch.device | str) -> torch.device:
+def resolve_device(device: torch.device | str) -> torch.device:
     """``device``, with its index and current where it is a GPU: streams and tensors are then of one and the same."""
     device = torch.device(device)
     if device.type == "cuda":

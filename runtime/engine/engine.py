@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from passes.faults import typed_errors
 from passes.ops.random import SEED
 from runtime.checkpoint import load as loading
-from runtime.checkpoint.atomic_folder import recover
-from runtime.checkpoint.run_state import content_of, load
+from runtime.checkpoint.atomic_folder import restore_replaced_checkpoint
+from runtime.checkpoint.run_state import content_of, load_run_state
 from runtime.checkpoint.save import Saver, Saving
 from runtime.checkpoint.training_state import Optimizers, Stateful
 from runtime.comm.failure_origin import is_of_ranks
@@ -68,7 +68,7 @@ class Engine:
         plan: a plan, a :class:`Program`, or the path of a plan's JSON file.
         weights: a module, a dict of tensors by name, or the path of a safetensors file or folder, of which this rank
             reads its own slices; ``None``: small random values, and buffers as the model had them when it was planned
-            (then :meth:`load` a checkpoint, or train from scratch).
+            (then :meth:`load_run_state` a checkpoint, or train from scratch).
         device: of this rank; by default the local rank's GPU under NCCL, the CPU otherwise.
         seed: seed of the model's random operators; the same seed gives the same masks under every plan.
         keep_outputs: collect the model's results of each step in :attr:`outputs`.
@@ -81,7 +81,8 @@ class Engine:
             work), or with another of torch's backends by its name.
 
     Attributes:
-        steps: number of batches of the whole run, one per call of :meth:`step`, accumulated or not; :meth:`load` sets
+        steps: number of batches of the whole run, one per call of :meth:`step`, accumulated or not;
+        :meth:`load_run_state` sets
             it to the checkpoint's number. Random numbers, names of checkpoints, metrics and errors are based on it.
         optimizer_steps: number of calls of :meth:`Checkpoints.after_step` in the whole run; fewer than ``steps`` if
             gradients are accumulated.
@@ -305,7 +306,7 @@ class Engine:
         :class:`DTensorError` on all ranks if a DTensor cannot express a layout; without ``strict`` these parameters are
         left out. Raises :class:`LaunchError` if no device mesh of all ranks can be made.
         """
-        return self._viewed(strict).of_parameters(self._parameters)
+        return self._get_state_views(strict).of_parameters(self._parameters)
 
     @typed_errors("Engine.optimizer_dtensors()", passing=is_of_ranks)
     def optimizer_dtensors(self, optimizer: torch.optim.Optimizer, *, strict: bool = True) -> dict[str, dict[str, Any]]:
@@ -315,13 +316,16 @@ class Engine:
         exceptions as :meth:`dtensors` does, and :class:`CheckpointError` if the optimizer has other parameters. All
         ranks call it.
         """
-        return self._viewed(strict).of_optimizer(self._parameters, optimizer)
+        return self._get_state_views(strict).of_optimizer(self._parameters, optimizer)
 
-    def _viewed(self, strict: bool) -> Views:
-        from runtime.engine.export import Views, check  # its imports from torch are slow, and few callers need them
+    def _get_state_views(self, strict: bool) -> Views:
+        from runtime.engine.export import (  # its imports from torch are slow, and few callers need them
+            Views,
+            require_dtensor_views,
+        )
 
         if strict:
-            check(self.program)
+            require_dtensor_views(self.program)
         if self._views is None:
             devices = {self.device.type, *(["cpu"] if self.program.offload else [])}
             ranks = range(self.program.world_size)
@@ -346,7 +350,7 @@ class Engine:
         detects that and raises :class:`AgreementError`. Raises :class:`LaunchError` if ``max_norm`` is negative or no
         number.
         """
-        return norms.clip_(self.rank_program, self._gradients, self.communicator, max_norm)
+        return norms.clip_gradients_(self.rank_program, self._gradients, self.communicator, max_norm)
 
     @typed_errors("Engine.state_dict()", passing=is_of_ranks)
     def state_dict(self, *, full: bool = False) -> dict[str, Tensor]:
@@ -366,7 +370,7 @@ class Engine:
 
         All ranks call it. The folder appears complete or not at all. Other files in an existing folder are kept.
         """
-        export.export(Path(directory), self.rank_program, self._masters.current(), self.communicator)
+        export.export_weight_files(Path(directory), self.rank_program, self._masters.current(), self.communicator)
 
     @typed_errors("Engine.save()", passing=is_of_ranks)
     def save(
@@ -428,13 +432,13 @@ class Engine:
         directory = Path(directory)
         self._saver.rest(directory.resolve())
         self._agreement.forget()
-        recover(directory.resolve())
+        restore_replaced_checkpoint(directory.resolve())
         if optimizer is None and not loading.is_checkpoint(directory) and is_weights(directory):
             load_weights(self.rank_program, directory, self._masters.held)
             self._gradients.rescale(0.0)
             return None
         with self.doing("loading"):
-            load(self, directory, optimizer, extra, verify)
+            load_run_state(self, directory, optimizer, extra, verify)
         return self.steps
 
     def count_optimizer_step(self) -> None:

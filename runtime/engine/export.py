@@ -42,10 +42,10 @@ from runtime.state.weights import INDEX, check_storable
 _SHOWN = 5  # reasons named in an error
 
 
-def check(program: Program) -> None:
+def require_dtensor_views(program: Program) -> None:
     """Raise :class:`DTensorError`, naming the first reasons, unless every parameter of the model has a view: on all
     ranks, whichever stage it is on."""
-    named, reasons = placements(program)
+    named, reasons = find_placements(program)
     if not reasons:
         return
     shown = "\n  ".join(f"{name}: {why}" for name, why in [*reasons.items()][:_SHOWN])
@@ -57,7 +57,7 @@ def check(program: Program) -> None:
     )
 
 
-def placements(program: Program) -> tuple[dict[str, list[Placement]], dict[str, str]]:
+def find_placements(program: Program) -> tuple[dict[str, list[Placement]], dict[str, str]]:
     """Where DTensors have the model's parameters, by name; and why some have no such place."""
     named, reasons = {}, {}
     for name, state in program.states.items():
@@ -81,11 +81,11 @@ class Views:
         self.program = rank.program
         self._processes = processes
         self._meshes: dict[tuple[str, tuple[str, ...]], DeviceMesh] = {}
-        named, _ = placements(self.program)
+        named, _ = find_placements(self.program)
         self.placements = {name: how for name, how in named.items() if name in rank.states}
         _check_world(self.program)
         for device, axes in product(sorted(devices), sorted({axes_of(self.program, name) for name in named})):
-            self._meshes[device, axes] = self._mesh(device, axes)
+            self._meshes[device, axes] = self._build_device_mesh(device, axes)
 
     def of_parameters(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, DTensor]:
         """A view of each parameter that has one, and on its ``grad`` one of its gradient."""
@@ -129,7 +129,7 @@ class Views:
             stride=stride,
         )
 
-    def _mesh(self, device: str, axes: tuple[str, ...]) -> DeviceMesh:
+    def _build_device_mesh(self, device: str, axes: tuple[str, ...]) -> DeviceMesh:
         """The ranks of this stage, by ``axes``. Groups are opened for all stages, by all ranks."""
         grid = self.program.grid(axes)
         names = ("pp", *axes) if grid.get("pp", 1) > 1 else axes
@@ -147,7 +147,7 @@ class Views:
 
 def axes_of(program: Program, name: str) -> tuple[str, ...]:
     """The axes of a parameter's mesh, outermost first: all of its grid that have more than one rank, but ``pp``."""
-    axes = {axis for axis, _ in _cuts(program, name)} | {*program.states[name].zero_axes}
+    axes = {axis for axis, _ in _list_cuts(program, name)} | {*program.states[name].zero_axes}
     try:
         grid = program.grid(axes)
     except StopIteration:
@@ -161,7 +161,7 @@ def placements_of(program: Program, name: str) -> list[Placement]:
     found: dict[str, Placement] = {axis: Replicate() for axis in axes}
     first: list[str] = []  # the axes that cut dim 0
     shape = state.shape
-    for axis, layout in _cuts(program, name):
+    for axis, layout in _list_cuts(program, name):
         if layout.sections or layout.zigzag:
             what = f"of sections of {list(layout.sections)}" if layout.sections else "folded"
             raise DTensorError(f"dim {layout.dim} is made {what}, of each of which every rank of {axis} has its part")
@@ -179,7 +179,7 @@ def placements_of(program: Program, name: str) -> list[Placement]:
     return [found[axis] for axis in axes]
 
 
-def _cuts(program: Program, name: str) -> list[tuple[str, Layout]]:
+def _list_cuts(program: Program, name: str) -> list[tuple[str, Layout]]:
     """How a parameter is cut, in this order, but for what ranks share under ZeRO; each over an axis of one grid."""
     state = program.states[name]
     experts, tensors = Layout.parse(state.expert_layout), Layout.parse(state.layout)
@@ -218,7 +218,9 @@ class Chunk:
         return f"{prefix}-{self.number + 1:05}-of-{total:05}.safetensors"
 
 
-def export(directory: Path, rank: RankProgram, shards: Mapping[str, Tensor], communicator: Communicator) -> None:
+def export_weight_files(
+    directory: Path, rank: RankProgram, shards: Mapping[str, Tensor], communicator: Communicator
+) -> None:
     """Write the weights; every rank takes part. ``directory`` is there complete afterwards, or as it was before.
 
     Raises, before anything is written, :class:`CheckpointError` where the first rank cannot make room for it, and
@@ -231,12 +233,14 @@ def export(directory: Path, rank: RankProgram, shards: Mapping[str, Tensor], com
     target.partial.mkdir(exist_ok=True)
     chunks = chunks_of(rank.program)
     for chunk in chunks:
-        mine = _mine(chunk, rank)
+        mine = _is_chunk_writer(chunk, rank)
         if mine is not None:
-            _write(target.partial / chunk.file("model", len(chunks)), chunk.states, shards, rank, communicator, mine)
+            _write_chunk(
+                target.partial / chunk.file("model", len(chunks)), chunk.states, shards, rank, communicator, mine
+            )
     communicator.barrier()
     if rank.rank == 0:
-        _index(target.partial, chunks, rank.program)
+        _write_index(target.partial, chunks, rank.program)
         target.commit()
     communicator.barrier()
 
@@ -263,11 +267,11 @@ def gather_all(rank: RankProgram, shards: Mapping[str, Tensor], communicator: Co
         if apart:  # takes part where its experts, or its pieces, are asked for
             held = data.zero_axes or Layout.parse(data.expert_layout).is_shard
             if rank.stage_index == min(data.stages) and held:
-                _gather(name, shards[name], rank, communicator)
+                _gather_weight(name, shards[name], rank, communicator)
             continue
         tensor = torch.zeros(data.shape, dtype=dtype_of(data.dtype), device=communicator.device)
         if rank.stage_index == min(data.stages):
-            tensor = _gather(name, shards[name], rank, communicator)
+            tensor = _gather_weight(name, shards[name], rank, communicator)
             if rank.coordinates["tp"]:
                 tensor = torch.zeros_like(tensor)
         if len(rank.program.stages) > 1:
@@ -299,7 +303,7 @@ def chunks_of(program: Program) -> list[Chunk]:
     return chunks
 
 
-def _mine(chunk: Chunk, rank: RankProgram) -> bool | None:
+def _is_chunk_writer(chunk: Chunk, rank: RankProgram) -> bool | None:
     """Whether this rank writes ``chunk``; ``None`` if it has no part in it. The ranks of the stage take turns."""
     dp, tp = rank.program.mesh.get("dp", 1), rank.program.mesh.get("tp", 1)
     if rank.program.size("ep") > 1 or rank.program.zero:  # the parts are on ranks of any dp and tp
@@ -311,7 +315,7 @@ def _mine(chunk: Chunk, rank: RankProgram) -> bool | None:
     return rank.coordinates["tp"] == chunk.number // dp % tp
 
 
-def _write(
+def _write_chunk(
     file: Path,
     names: tuple[str, ...],
     shards: Mapping[str, Tensor],
@@ -321,7 +325,7 @@ def _write(
 ) -> None:
     content: dict[str, Tensor] = {}
     for name in names:
-        whole = _gather(name, shards[name], rank, communicator)
+        whole = _gather_weight(name, shards[name], rank, communicator)
         if mine:
             data, whole = rank.program.states[name], whole.detach().cpu()
             parts = by_model_names(name, data, whole) if data.parts else {name: whole}
@@ -330,7 +334,7 @@ def _write(
         save_file(content, file, metadata={"format": "pt"})
 
 
-def _gather(name: str, shard: Tensor, rank: RankProgram, communicator: Communicator) -> Tensor:
+def _gather_weight(name: str, shard: Tensor, rank: RankProgram, communicator: Communicator) -> Tensor:
     """The whole of a shard over the ranks that share it, over ``tp`` and, of experts' weights, over ``ep``."""
     data = rank.program.states[name]
     if data.zero_axes:
@@ -345,7 +349,7 @@ def _gather(name: str, shard: Tensor, rank: RankProgram, communicator: Communica
     return shard
 
 
-def _index(folder: Path, chunks: list[Chunk], program: Program) -> None:
+def _write_index(folder: Path, chunks: list[Chunk], program: Program) -> None:
     held_in = {state: chunk.file("model", len(chunks)) for chunk in chunks for state in chunk.states}
     states = [program.states[s] for s in held_in]
     files = {name: file for s, file in held_in.items() for name in (program.states[s].parts or (s,))}

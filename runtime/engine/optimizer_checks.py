@@ -56,7 +56,7 @@ class OptimizerCheck:
             return
         if self._steps_own(optimizer):
             self.check(optimizer, _call_of(args, kwargs))
-            for outer in _around(optimizer):  # which may have changed gradients or parameters itself
+            for outer in _find_enclosing_optimizers(optimizer):  # which may have changed gradients or parameters itself
                 if self._steps_own(outer):
                     self.check(outer, StepCall())
         self._checked[optimizer] = seen
@@ -65,13 +65,13 @@ class OptimizerCheck:
         """Raises :class:`OptimizerError`."""
         if optimizer in self._trusted:
             return
-        samples = self._samples(optimizer)
+        samples = self._sample_cuts(optimizer)
         stages = self._trains_elsewhere()
         if not samples or not (stages or any(not s.cut.is_whole for s in samples)):
             return
         found = try_on_parts(optimizer, samples, stages, call)
         if found is not None:
-            raise OptimizerError(self._text(optimizer, found))
+            raise OptimizerError(self._explain_refusal(optimizer, found))
 
     def _steps_own(self, optimizer: Optimizer) -> bool:
         return any(id(p) in self._own for group in getattr(optimizer, "param_groups", ()) for p in group["params"])
@@ -81,7 +81,7 @@ class OptimizerCheck:
         trained = [s.stages for s in self.rank.program.states.values() if s.requires_grad and s.kind == "parameter"]
         return len({stage for stages in trained for stage in stages}) > 1
 
-    def _samples(self, optimizer: Optimizer) -> list[Sample]:
+    def _sample_cuts(self, optimizer: Optimizer) -> list[Sample]:
         """One small tensor for each way in which parameters of groups with the same kind of options are cut, of the
         largest such parameter."""
         found: dict[tuple[Any, int, ParameterCut], tuple[int, Sample]] = {}
@@ -90,13 +90,13 @@ class OptimizerCheck:
             options = _kind_of_options(optimizer.param_groups[index])
             group = first_of.setdefault(options, index)
             for name in names:
-                sample = self._sample(name, group)
+                sample = self._make_sample(name, group)
                 key, numel = (options, len(sample.shape), sample.cut), torch.Size(sample.shape).numel()
                 if numel and (key not in found or numel > found[key][0]):
                     found[key] = numel, sample
         return [sample for _, sample in found.values()]
 
-    def _sample(self, name: str, group: int) -> Sample:
+    def _make_sample(self, name: str, group: int) -> Sample:
         data, held = self.rank.program.states[name], self.parameters.get(name)
         some = held if held is not None else next(iter(self.parameters.values()), None)
         device = torch.device("cpu") if some is None else some.device
@@ -111,18 +111,18 @@ class OptimizerCheck:
             [self._names[id(p)] for p in group["params"] if id(p) in self._names and p.requires_grad]
             for group in optimizer.param_groups
         ]
-        owner = {_pattern(name): index for index, names in enumerate(groups) for name in names}
+        owner = {_mask_numbers(name): index for index, names in enumerate(groups) for name in names}
         has_all = len(groups) == 1 and all(
             not p.requires_grad or any(name in names for names in groups) for name, p in self.parameters.items()
         )
         for name, data in self.rank.program.states.items():
             if data.kind == "parameter" and data.requires_grad and name not in self.parameters:
-                index = owner.get(_pattern(name), 0 if has_all else None)
+                index = owner.get(_mask_numbers(name), 0 if has_all else None)
                 if index is not None:
                     groups[index].append(name)
         return groups
 
-    def _text(self, optimizer: Optimizer, found: TrialFinding) -> str:
+    def _explain_refusal(self, optimizer: Optimizer, found: TrialFinding) -> str:
         sample, held = found.sample, self.parameters.get(found.sample.name)
         if found.what == "stages":
             where = f"its parameters, of which ranks have different ones (pp={self.rank.program.size('pp')})"
@@ -137,7 +137,7 @@ class OptimizerCheck:
             "fails": f"in a trial it failed on {part}, and not on {whole}: {found.why}",
             "differs": f"in a trial its updates of {part} differ from those of {whole} {found.why}",
         }[found.kind]
-        plan = self._uncut(found)
+        plan = self._list_uncut_constraints(found)
         return (
             f"{class_of(optimizer).__name__} would step {where}; {why}. Expected an optimizer that updates each "
             "element from that element, its gradient and its state (SGD, Adam, AdamW, Lion, RMSprop): take such a one"
@@ -146,7 +146,7 @@ class OptimizerCheck:
             "engine.trust_optimizer(optimizer) before its first step"
         )
 
-    def _uncut(self, found: TrialFinding) -> str:
+    def _list_uncut_constraints(self, found: TrialFinding) -> str:
         """The constraints under which ranks have what ``found`` is about whole."""
         program, data = self.rank.program, self.rank.program.states[found.sample.name]
         if found.what == "stages":
@@ -163,7 +163,7 @@ def cut_of(program: Program, name: str) -> ParameterCut:
     return ParameterCut(tuple(sorted(dims)), bool(data.zero_axes), bool(data.parts))
 
 
-def _pattern(name: str) -> str:
+def _mask_numbers(name: str) -> str:
     return re.sub(r"\d+", "#", name)
 
 
@@ -188,7 +188,7 @@ def _call_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StepCall:
     return StepCall(tuple(given[1:]), named, closure)
 
 
-def _around(optimizer: Optimizer) -> Iterator[Optimizer]:
+def _find_enclosing_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:
     """The optimizers in whose methods ``optimizer`` is being stepped, as in those that wrap another one."""
     frame, seen = sys._getframe(2), {id(optimizer)}
     while frame is not None:

@@ -149,13 +149,15 @@ def try_on_parts(optimizer: Optimizer, samples: Sequence[Sample], stages: bool, 
         try:
             with warnings.catch_warnings(), torch.enable_grad():
                 warnings.simplefilter("ignore")
-                return _tried(optimizer, samples, stages, call)
+                return _try_copies(optimizer, samples, stages, call)
         finally:
-            if _differ(before, random_state(device)):  # threads beside this one may draw, and few optimizers do
+            if _has_state_changed(
+                before, random_state(device)
+            ):  # threads beside this one may draw, and few optimizers do
                 set_random_state(before, device)
 
 
-def _differ(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def _has_state_changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return any(
         not torch.equal(one[k], other[k]) if isinstance(one[k], Tensor) else one[k] != other[k]
         for k in one
@@ -163,10 +165,10 @@ def _differ(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     ) or ("numpy" in one and not torch.equal(one["numpy"][1], other["numpy"][1]))
 
 
-def _tried(optimizer: Optimizer, samples: Sequence[Sample], stages: bool, call: StepCall) -> TrialFinding | None:
+def _try_copies(optimizer: Optimizer, samples: Sequence[Sample], stages: bool, call: StepCall) -> TrialFinding | None:
     why = ""
     closures = (False, True) if call.closure is None else (call.closure,)
-    for make, closure, wide in itertools.product((mirrored, rebuilt), closures, (True, False)):
+    for make, closure, wide in itertools.product((mirror_optimizer, rebuild_optimizer), closures, (True, False)):
         trial = _Trial(optimizer, samples, replace(call, closure=closure), make, wide)
         try:
             found = trial.compare(stages)
@@ -176,10 +178,10 @@ def _tried(optimizer: Optimizer, samples: Sequence[Sample], stages: bool, call: 
         if found is not None or trial.moved:
             return found
         why = f"{NUM_STEPS} steps of a copy changed nothing"
-    return _untried(samples, why)
+    return _report_untried(samples, why)
 
 
-def _untried(samples: Sequence[Sample], why: str) -> TrialFinding:
+def _report_untried(samples: Sequence[Sample], why: str) -> TrialFinding:
     cut = next((s for s in samples if not s.cut.is_whole), None)
     return TrialFinding("untried", "stages" if cut is None else "parts", samples[0] if cut is None else cut, why)
 
@@ -214,15 +216,15 @@ class _TrialRow:
     gradients: list[Tensor]
 
     def set_gradient(self, number: int) -> Tensor:
-        moved, gradient = self.tensor.detach() - self.start, self._gradient(number)
+        moved, gradient = self.tensor.detach() - self.start, self._select_gradient(number)
         self.tensor.grad = gradient + self.curvature * moved
         return moved
 
     def loss(self, number: int) -> float:
         moved = self.set_gradient(number)
-        return float((self._gradient(number) * moved + self.curvature * moved * moved / 2).sum().real)
+        return float((self._select_gradient(number) * moved + self.curvature * moved * moved / 2).sum().real)
 
-    def _gradient(self, number: int) -> Tensor:
+    def _select_gradient(self, number: int) -> Tensor:
         gradient = self.gradients[number % len(self.gradients)]
         return gradient * _LARGE if number == NUM_STEPS - 1 else gradient
 
@@ -254,32 +256,32 @@ class _Trial:
         try:
             whole = self._copy({i: s.cut.parameters for i, s in enumerate(self.samples)}, "parts")
         except Exception as error:
-            raise _WholeFailed(_told(error)) from error
+            raise _WholeFailed(_format_error(error)) from error
         others: list[_Stepped] = []
-        for parts, what in self._others(stages):
+        for parts, what in self._iterate_variants(stages):
             try:
                 others.append(self._copy(parts, what))
             except Exception as error:
-                return self._failed(what, error)
+                return self._report_failed(what, error)
         for number in range(NUM_STEPS):
             try:
-                self._step(whole, number)
+                self._step_copy(whole, number)
             except Exception as error:
-                raise _WholeFailed(_told(error)) from error
+                raise _WholeFailed(_format_error(error)) from error
             for other in others:
                 try:
-                    self._step(other, number)
+                    self._step_copy(other, number)
                 except Exception as error:
-                    return self._failed(other.what, error)
-                found = self._compared(whole, other)
+                    return self._report_failed(other.what, error)
+                found = self._compare_updates(whole, other)
                 if found is not None:
                     return found
         return None
 
-    def _others(self, stages: bool) -> Iterator[tuple[dict[int, Part], Literal["parts", "stages"]]]:
+    def _iterate_variants(self, stages: bool) -> Iterator[tuple[dict[int, Part], Literal["parts", "stages"]]]:
         if any(not s.cut.is_whole for s in self.samples):
             for place in (0, -1):  # of the first rank, and of the last
-                yield {i: _part(s.cut, place) for i, s in enumerate(self.samples)}, "parts"
+                yield {i: _select_part(s.cut, place) for i, s in enumerate(self.samples)}, "parts"
         if stages:
             for first in (0, 1):  # every other sample, and those between them
                 chosen = list(enumerate(self.samples))[first::2]
@@ -296,10 +298,10 @@ class _Trial:
             given = zip(tensors[i], starts, curvatures, gradients, strict=True)
             rows += [_TrialRow(tensor, start, curvature, [*drawn]) for tensor, start, curvature, drawn in given]
             groups[self.samples[i].group] += tensors[i]
-        _seed(0, self.samples[0].device)
+        _seed_generators(0, self.samples[0].device)
         return _Stepped(self.make(self.optimizer, groups), tensors, dict(parts), what, rows)
 
-    def _step(self, copied: _Stepped, number: int) -> None:
+    def _step_copy(self, copied: _Stepped, number: int) -> None:
         def closure() -> Tensor:
             return torch.tensor(sum(row.loss(number) for row in copied.rows), dtype=torch.float64)
 
@@ -307,12 +309,12 @@ class _Trial:
             row.set_gradient(number)
         copied.before = {i: [t.detach().clone() for t in tensors] for i, tensors in copied.tensors.items()}
         device = self.samples[0].device
-        _seed(number, device)
+        _seed_generators(number, device)
         before = random_state(device) if number == 0 else None
         _call_step(copied.optimizer, closure, self.call)
-        self.draws |= before is not None and _differ(before, random_state(device))
+        self.draws |= before is not None and _has_state_changed(before, random_state(device))
 
-    def _compared(self, whole: _Stepped, other: _Stepped) -> TrialFinding | None:
+    def _compare_updates(self, whole: _Stepped, other: _Stepped) -> TrialFinding | None:
         for i, part in other.parts.items():
             sample, updates = self.samples[i], whole.updates(i)
             update = torch.stack(updates) if sample.cut.stacked else updates[0]
@@ -325,29 +327,29 @@ class _Trial:
                 apart = float(torch.where(same, 0.0, (expected - got).abs()).nan_to_num(nan=math.inf).max())
                 if apart > allowed:
                     share = apart / largest if largest else math.inf
-                    return TrialFinding("differs", other.what, sample, self._difference(share))
+                    return TrialFinding("differs", other.what, sample, self._format_difference(share))
         return None
 
-    def _difference(self, share: float) -> str:
+    def _format_difference(self, share: float) -> str:
         told = "by more than the largest update" if share > 1 else f"by up to {share:.2g} of the largest update"
         return f"{told}; it draws random numbers, which are others on each rank" if self.draws else told
 
-    def _failed(self, what: Literal["parts", "stages"], error: Exception) -> TrialFinding:
+    def _report_failed(self, what: Literal["parts", "stages"], error: Exception) -> TrialFinding:
         if what == "stages":
-            return _untried(self.samples, _told(error))
-        return TrialFinding("fails", what, next(s for s in self.samples if not s.cut.is_whole), _told(error))
+            return _report_untried(self.samples, _format_error(error))
+        return TrialFinding("fails", what, next(s for s in self.samples if not s.cut.is_whole), _format_error(error))
 
 
-def _part(cut: ParameterCut, place: int) -> Part:
+def _select_part(cut: ParameterCut, place: int) -> Part:
     return lambda whole: [cut.parts(whole)[place]]
 
 
-def _told(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     text = " ".join(str(error).split())
     return text if isinstance(error, NotCopied) else f"{type(error).__name__}: {text[:300]}"
 
 
-def _seed(seed: int, device: torch.device) -> None:
+def _seed_generators(seed: int, device: torch.device) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)
@@ -366,12 +368,12 @@ def _call_step(optimizer: Any, closure: Callable[[], Tensor], call: StepCall) ->
 
 
 # Copies
-def mirrored(optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) -> Any:
+def mirror_optimizer(optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) -> Any:
     """A copy of ``optimizer``, attribute by attribute, without state, whose groups have the parameters ``groups``."""
     return _OptimizerMirror(optimizer, groups).optimizer(optimizer)
 
 
-def rebuilt(optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) -> Any:
+def rebuild_optimizer(optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) -> Any:
     """An optimizer made by the constructor of ``optimizer``, of the options of its groups and of attributes that are
     named as the constructor's arguments; where attributes hold what a constructor made of real parameters."""
     kind, mirror = class_of(optimizer), _OptimizerMirror(optimizer, groups)
@@ -479,12 +481,12 @@ class _OptimizerMirror:
             return self._made[id(value)]
         if len(self._kept) > 20_000:
             raise NotCopied("it holds more objects than a trial copies")
-        made = self._copied(value)
+        made = self._copy_value(value)
         self._made[id(value)] = made
         self._kept.append(value)
         return made
 
-    def _copied(self, value: Any) -> Any:
+    def _copy_value(self, value: Any) -> Any:
         if value is None or isinstance(value, _SHARED):
             return value
         if isinstance(value, Optimizer):
@@ -496,7 +498,7 @@ class _OptimizerMirror:
                 raise NotCopied(f"it holds a tensor of {value.numel()} elements besides its parameters and its state")
             return value.detach().clone().requires_grad_(value.requires_grad and value.is_leaf)
         if isinstance(value, types.FunctionType):
-            return self._function(value)
+            return self._copy_function(value)
         if isinstance(value, types.MethodType):
             return types.MethodType(value.__func__, self.value(value.__self__))
         if isinstance(value, functools.partial):
@@ -505,7 +507,7 @@ class _OptimizerMirror:
         if isinstance(value, nn.Module) or type(value).__module__.partition(".")[0] in ("runtime", "partitioner"):
             return _Withheld(type(value).__name__)
         if isinstance(value, dict):
-            return self._dict(value)
+            return self._copy_dict(value)
         if isinstance(value, list | deque | set):
             made = copy.copy(value)
             made.clear()
@@ -517,9 +519,9 @@ class _OptimizerMirror:
         if isinstance(value, tuple):
             items = [self.value(item) for item in value]
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        return self._object(value)
+        return self._copy_object(value)
 
-    def _function(self, value: types.FunctionType) -> types.FunctionType:
+    def _copy_function(self, value: types.FunctionType) -> types.FunctionType:
         """With copies of the variables of other functions that it uses."""
         if value.__closure__ is None:
             return value
@@ -532,7 +534,7 @@ class _OptimizerMirror:
                 cell.cell_contents = self.value(original.cell_contents)
         return made
 
-    def _dict(self, value: dict[Any, Any]) -> dict[Any, Any]:
+    def _copy_dict(self, value: dict[Any, Any]) -> dict[Any, Any]:
         made = copy.copy(value)
         made.clear()
         self._made[id(value)] = made
@@ -540,7 +542,7 @@ class _OptimizerMirror:
             made[self.value(key)] = self.value(item)
         return made
 
-    def _object(self, value: Any) -> Any:
+    def _copy_object(self, value: Any) -> Any:
         if type(value).__module__.startswith("torch") or not hasattr(value, "__dict__"):
             with contextlib.suppress(Exception):
                 return copy.deepcopy(value) if not hasattr(value, "__dict__") else _Withheld(type(value).__name__)

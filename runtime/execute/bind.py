@@ -41,7 +41,7 @@ from runtime.execute.codegen import (
     compile_graph,
 )
 from runtime.execute.collective_ops import ContextAttention
-from runtime.execute.torch_compile import Segment, backend_of, fuse, one_thread
+from runtime.execute.torch_compile import Segment, backend_of, fuse_segments, one_thread
 from runtime.files import write_bytes
 from runtime.program.program import CallData, Program, RankProgram
 
@@ -73,14 +73,16 @@ class SharedDerivatives:
 def _to_data(made: Differentiated) -> dict[str, Any]:
     values = {f.name: getattr(made, f.name) for f in fields(made)}
     pieces = {
-        n: (list(_nodes(v.graph)), v.inputs, v.outputs) for n, v in values.items() if isinstance(v, JointSubgraph)
+        n: (list(_serialize_nodes(v.graph)), v.inputs, v.outputs)
+        for n, v in values.items()
+        if isinstance(v, JointSubgraph)
     }
     return {"pieces": pieces, "values": {n: v for n, v in values.items() if n not in pieces}}
 
 
 def _from_data(data: dict[str, Any]) -> Differentiated:
     pieces: dict[str, Any] = {
-        name: JointSubgraph(_graph(nodes), *named) for name, (nodes, *named) in data["pieces"].items()
+        name: JointSubgraph(_nodes_to_graph(nodes), *named) for name, (nodes, *named) in data["pieces"].items()
     }
     return Differentiated(**pieces, **data["values"])
 
@@ -89,7 +91,7 @@ class _Node(str):
     """The name of a node, among a node's arguments."""
 
 
-def _nodes(graph: fx.Graph) -> Iterator[tuple[Any, ...]]:
+def _serialize_nodes(graph: fx.Graph) -> Iterator[tuple[Any, ...]]:
     """Each node's kind, name, operator, arguments, tensor and place."""
     for node in graph.nodes:
         target = node.target
@@ -100,7 +102,7 @@ def _nodes(graph: fx.Graph) -> Iterator[tuple[Any, ...]]:
         yield node.op, node.name, operator, args, kwargs, spec, {k: node.meta[k] for k in _KEPT if k in node.meta}
 
 
-def _graph(nodes: list[tuple[Any, ...]]) -> fx.Graph:
+def _nodes_to_graph(nodes: list[tuple[Any, ...]]) -> fx.Graph:
     graph = fx.Graph()
     made: dict[str, fx.Node] = {}
     for op, name, operator, args, kwargs, spec, place in nodes:
@@ -185,7 +187,7 @@ class Library:
             return self._segments[key]
 
         with one_thread:
-            return fuse(graph, num_sinks, self.device, made)
+            return fuse_segments(graph, num_sinks, self.device, made)
 
 
 class CurrentMicrobatch:
@@ -215,7 +217,9 @@ class Binder:
 
     def plain(self, name: str) -> Compiled:
         """``(*states, *inputs) -> outputs``, where no backward follows."""
-        return self._once(name, None, "forward", lambda: (_dense(self.library.block(name).graph), 0))
+        return self._compile_once(
+            name, None, "forward", lambda: (_make_results_contiguous(self.library.block(name).graph), 0)
+        )
 
     def piece(self, name: str, needs: GradientNeeds, kind: str) -> Compiled:
         """One of the functions of :class:`Differentiated`, or ``outputs`` and ``saved``: half of ``forward`` each.
@@ -223,9 +227,9 @@ class Binder:
         Gradients of states go to sinks.
         """
         derived = self.library.differentiated(name, needs)
-        return self._once(name, needs, kind, lambda: _PIECES[kind](derived))
+        return self._compile_once(name, needs, kind, lambda: _PIECES[kind](derived))
 
-    def _once(
+    def _compile_once(
         self, name: str, needs: GradientNeeds | None, kind: str, make: Callable[[], tuple[fx.Graph, int]]
     ) -> Compiled:
         key = name, needs, kind
@@ -233,15 +237,15 @@ class Binder:
             graph, num_sinks = make()
             graph = self.library.fused(graph, num_sinks, name, needs, kind)
             self._compiled[key] = compile_graph(
-                graph, f"{name}.{kind}", self._bindings(graph), self.library.device, num_sinks
+                graph, f"{name}.{kind}", self._bind_collectives(graph), self.library.device, num_sinks
             )
         return self._compiled[key]
 
-    def _bindings(self, graph: fx.Graph) -> dict[fx.Node, Binding]:
+    def _bind_collectives(self, graph: fx.Graph) -> dict[fx.Node, Binding]:
         names = {n: collective_name(n.target) for n in graph.nodes if n.op == "call_function"}
-        return {node: self._binding(node, name) for node, name in names.items() if name is not None}
+        return {node: self._bind_collective(node, name) for node, name in names.items() if name is not None}
 
-    def _binding(self, node: fx.Node, name: str) -> Binding:
+    def _bind_collective(self, node: fx.Node, name: str) -> Binding:
         if name == "axis_index":
             axis = node.args[0]
             if axis == "data":
@@ -256,7 +260,7 @@ class Binder:
         return _in_place(node, binding) if name in CONTEXT else binding
 
 
-def _named(*names: str) -> Callable[..., dict[str, Any]]:
+def _name_arguments(*names: str) -> Callable[..., dict[str, Any]]:
     return lambda *values: dict(zip(names, values, strict=True))
 
 
@@ -264,24 +268,24 @@ _BAND = ("before", "after", "scale", "axis", "size", "zigzag", "algorithm")
 
 # The arguments after the operand, as passes/ir/collectives.py declares them.
 _ARGUMENTS = {
-    "all_gather": _named("dim", "axis", "size", "grad"),
-    "shard_slice": _named("dim", "axis", "size"),
-    "shard_narrow": _named("dim", "axis", "size"),
-    "shard_pad": _named("dim", "axis", "size"),
-    "copy": _named("axis", "size"),
-    "reduce_scatter": _named("dim", "axis", "size"),
-    "all_reduce": _named("axis", "size", "grad"),
-    "all_reduce_max": _named("axis", "size"),
-    "all_to_all": _named("split_dim", "concat_dim", "axis", "size"),
-    "route": _named("num_experts", "axis", "size"),
-    "dispatch": _named("order", "counts", "experts", "axis", "size"),
-    "combine": _named("order", "counts", "experts", "axis", "size"),
-    "context_attention": _named("k", "v", *_BAND),
-    "context_attention_backward": _named("q", "k", "v", "out", "lse", *_BAND),
+    "all_gather": _name_arguments("dim", "axis", "size", "grad"),
+    "shard_slice": _name_arguments("dim", "axis", "size"),
+    "shard_narrow": _name_arguments("dim", "axis", "size"),
+    "shard_pad": _name_arguments("dim", "axis", "size"),
+    "copy": _name_arguments("axis", "size"),
+    "reduce_scatter": _name_arguments("dim", "axis", "size"),
+    "all_reduce": _name_arguments("axis", "size", "grad"),
+    "all_reduce_max": _name_arguments("axis", "size"),
+    "all_to_all": _name_arguments("split_dim", "concat_dim", "axis", "size"),
+    "route": _name_arguments("num_experts", "axis", "size"),
+    "dispatch": _name_arguments("order", "counts", "experts", "axis", "size"),
+    "combine": _name_arguments("order", "counts", "experts", "axis", "size"),
+    "context_attention": _name_arguments("k", "v", *_BAND),
+    "context_attention_backward": _name_arguments("q", "k", "v", "out", "lse", *_BAND),
 }
 
 
-def _gather(group: RankGroup, dim: int, **_: Any) -> Binding:
+def _bind_all_gather(group: RankGroup, dim: int, **_: Any) -> Binding:
     start = partial(_start_gather, group, dim)
     return AsyncBinding(start, start)
 
@@ -290,11 +294,11 @@ def _start_gather(group: RankGroup, dim: int, x: Tensor) -> Pending:
     return group.all_gather(x, dim % x.dim())
 
 
-def _scatter(group: RankGroup, dim: int, **_: Any) -> Binding:
+def _bind_reduce_scatter(group: RankGroup, dim: int, **_: Any) -> Binding:
     def start(x: Tensor) -> Pending:
         return group.reduce_scatter(x, dim % x.dim())
 
-    return AsyncBinding(start, partial(_spend, start))
+    return AsyncBinding(start, partial(_start_spending, start))
 
 
 class _Spending:
@@ -315,19 +319,19 @@ class _Spending:
         self.pending.release()
 
 
-def _spend(start: Callable[[Tensor], Pending], x: Tensor) -> Pending:
+def _start_spending(start: Callable[[Tensor], Pending], x: Tensor) -> Pending:
     return _Spending(start(x), x)
 
 
-def _reduce(group: RankGroup, **_: Any) -> Binding:
-    return _reduction(group, False)
+def _bind_all_reduce(group: RankGroup, **_: Any) -> Binding:
+    return _bind_reduction(group, False)
 
 
 def _reduce_max(group: RankGroup, **_: Any) -> Binding:
-    return _reduction(group, True)
+    return _bind_reduction(group, True)
 
 
-def _reduction(group: RankGroup, maximum: bool) -> Binding:
+def _bind_reduction(group: RankGroup, maximum: bool) -> Binding:
     def start(x: Tensor) -> Pending:
         return group.all_reduce(x.clone(memory_format=torch.contiguous_format), maximum)
 
@@ -337,36 +341,36 @@ def _reduction(group: RankGroup, maximum: bool) -> Binding:
     return AsyncBinding(start, start_in_place)
 
 
-def _exchange(group: RankGroup, split_dim: int, concat_dim: int, **_: Any) -> Binding:
+def _bind_all_to_all(group: RankGroup, split_dim: int, concat_dim: int, **_: Any) -> Binding:
     def start(x: Tensor) -> Pending:
         return group.all_to_all(x, split_dim % x.dim(), concat_dim % x.dim())
 
-    return AsyncBinding(start, partial(_spend, start))
+    return AsyncBinding(start, partial(_start_spending, start))
 
 
-def _route(group: RankGroup, num_experts: int, **_: Any) -> Binding:
-    return DirectBinding(partial(collective_ops.route, group, num_experts))
+def _bind_route(group: RankGroup, num_experts: int, **_: Any) -> Binding:
+    return DirectBinding(partial(collective_ops.route_rows, group, num_experts))
 
 
-def _dispatch(group: RankGroup, **_: Any) -> Binding:
-    start = partial(collective_ops.dispatch, group)
+def _bind_dispatch(group: RankGroup, **_: Any) -> Binding:
+    start = partial(collective_ops.dispatch_rows, group)
     return AsyncBinding(start, start)
 
 
-def _combine(group: RankGroup, **_: Any) -> Binding:
-    start = partial(collective_ops.combine, group)
+def _bind_combine(group: RankGroup, **_: Any) -> Binding:
+    start = partial(collective_ops.combine_rows, group)
     return AsyncBinding(start, start)
 
 
-def _attend(group: RankGroup, before: int, after: int, **how: Any) -> Binding:
-    return DirectBinding(_context(group, before, after, **how).forward)
+def _bind_attention(group: RankGroup, before: int, after: int, **how: Any) -> Binding:
+    return DirectBinding(_make_context_attention(group, before, after, **how).forward)
 
 
 def _attend_back(group: RankGroup, before: int, after: int, **how: Any) -> Binding:
-    return DirectBinding(_context(group, before, after, **how).backward)
+    return DirectBinding(_make_context_attention(group, before, after, **how).backward)
 
 
-def _context(
+def _make_context_attention(
     group: RankGroup, before: int, after: int, scale: float | None, zigzag: bool, algorithm: str, **_: Any
 ) -> ContextAttention:
     return ContextAttention(group, band_of(before, after), scale, zigzag, algorithm)
@@ -380,11 +384,11 @@ def _in_place(node: fx.Node, binding: Binding) -> Binding:
     return DirectBinding(lambda *operands: function(*(operands[i] for i in places)))
 
 
-def _copy(group: RankGroup, **_: Any) -> Binding:
+def _bind_copy(group: RankGroup, **_: Any) -> Binding:
     return AliasBinding()
 
 
-def _slice(group: RankGroup, dim: int, **_: Any) -> Binding:
+def _bind_slice(group: RankGroup, dim: int, **_: Any) -> Binding:
     def take(x: Tensor) -> Tensor:
         length = x.shape[dim] // group.size
         return x.narrow(dim, group.index * length, length).contiguous()  # as its meta value is
@@ -392,7 +396,7 @@ def _slice(group: RankGroup, dim: int, **_: Any) -> Binding:
     return DirectBinding(take)
 
 
-def _pad(group: RankGroup, dim: int, **_: Any) -> Binding:
+def _bind_pad(group: RankGroup, dim: int, **_: Any) -> Binding:
     def pad(x: Tensor) -> Tensor:
         shape = list(x.shape)
         shape[dim] *= group.size
@@ -404,25 +408,25 @@ def _pad(group: RankGroup, dim: int, **_: Any) -> Binding:
 
 
 _BINDINGS: dict[str, Callable[..., Binding]] = {
-    "all_gather": _gather,
-    "shard_slice": _slice,
-    "shard_narrow": _slice,
-    "shard_pad": _pad,
-    "copy": _copy,
-    "reduce_scatter": _scatter,
-    "all_reduce": _reduce,
+    "all_gather": _bind_all_gather,
+    "shard_slice": _bind_slice,
+    "shard_narrow": _bind_slice,
+    "shard_pad": _bind_pad,
+    "copy": _bind_copy,
+    "reduce_scatter": _bind_reduce_scatter,
+    "all_reduce": _bind_all_reduce,
     "all_reduce_max": _reduce_max,
-    "all_to_all": _exchange,
-    "route": _route,
-    "dispatch": _dispatch,
-    "combine": _combine,
-    "context_attention": _attend,
+    "all_to_all": _bind_all_to_all,
+    "route": _bind_route,
+    "dispatch": _bind_dispatch,
+    "combine": _bind_combine,
+    "context_attention": _bind_attention,
     "context_attention_backward": _attend_back,
 }
 assert _BINDINGS.keys() == _ARGUMENTS.keys()
 
 
-def _dense(graph: fx.Graph) -> fx.Graph:
+def _make_results_contiguous(graph: fx.Graph) -> fx.Graph:
     """``graph`` with results that are contiguous, as :func:`passes.shard.differentiate.differentiate` makes them."""
     results: Any = graph.output_node().args[0]
     strided: list[fx.Node] = [n for n in results if not n.meta["val"].is_contiguous()]
@@ -438,11 +442,11 @@ def _dense(graph: fx.Graph) -> fx.Graph:
     return copied
 
 
-def _all(piece: JointSubgraph, num_sinks: int = 0) -> tuple[fx.Graph, int]:
+def _select_whole_piece(piece: JointSubgraph, num_sinks: int = 0) -> tuple[fx.Graph, int]:
     return piece.graph, num_sinks
 
 
-def _some(piece: JointSubgraph, start: int, stop: int | None) -> tuple[fx.Graph, int]:
+def _select_outputs(piece: JointSubgraph, start: int, stop: int | None) -> tuple[fx.Graph, int]:
     """The part of ``piece`` that makes some of its outputs."""
     graph = fx.Graph()
     outputs = graph.graph_copy(piece.graph, {})
@@ -453,10 +457,10 @@ def _some(piece: JointSubgraph, start: int, stop: int | None) -> tuple[fx.Graph,
 
 
 _PIECES: dict[str, Callable[[Differentiated], tuple[fx.Graph, int]]] = {
-    "forward": lambda d: _all(d.forward),
-    "outputs": lambda d: _some(d.forward, 0, d.num_outputs),
-    "saved": lambda d: _some(d.forward, d.num_outputs, None),
-    "backward": lambda d: _all(d.backward, len(d.grad_states)),
-    "backward_input": lambda d: _all(d.backward_input),
-    "backward_weight": lambda d: _all(d.backward_weight, len(d.grad_states)),
+    "forward": lambda d: _select_whole_piece(d.forward),
+    "outputs": lambda d: _select_outputs(d.forward, 0, d.num_outputs),
+    "saved": lambda d: _select_outputs(d.forward, d.num_outputs, None),
+    "backward": lambda d: _select_whole_piece(d.backward, len(d.grad_states)),
+    "backward_input": lambda d: _select_whole_piece(d.backward_input),
+    "backward_weight": lambda d: _select_whole_piece(d.backward_weight, len(d.grad_states)),
 }

@@ -12,7 +12,7 @@ from passes.ir.serialize import dtype_of
 from runtime.execute.bind import Binder, gradient_needs
 from runtime.program.program import CallData, RankProgram
 from runtime.state.gradients import Sink
-from runtime.state.host_offload import Copier, OffloadedActivations, address
+from runtime.state.host_offload import Copier, OffloadedActivations, get_storage_address
 
 
 class Environment:
@@ -118,26 +118,28 @@ class BoundCall:
             self.env.saved[microbatch, self.index] = arguments.copy()
         results = self.run_forward(arguments, ())
         if self.leaving:
-            results = (*_apart(results[: len(self.outputs)], self.leaving), *results[len(self.outputs) :])
+            results = (*_copy_shared_results(results[: len(self.outputs)], self.leaving), *results[len(self.outputs) :])
         values.update(zip(self.outputs, results, strict=False))
         if self.has_backward and not self.recomputed:
             self.env.saved[microbatch, self.index] = list(results[len(self.outputs) :])
         if self.has_backward and self.leaves:
             around = (*given, *results[: len(self.outputs)])
             kept = [tensor for tensor, stays in zip(around, self.staying, strict=True) if stays]
-            self.env.staying[microbatch, self.index] = {address(t) for t in (*self.states, *kept)}
+            self.env.staying[microbatch, self.index] = {get_storage_address(t) for t in (*self.states, *kept)}
         for k, name, tell in self.watched:
             tell(microbatch, name, results[k])
 
     def backward(self, microbatch: int) -> None:
         if self.has_backward:
-            self._take(microbatch, self.run_backward(self._arguments(microbatch), self.sinks))
+            self._add_input_gradients(
+                microbatch, self.run_backward(self._collect_backward_arguments(microbatch), self.sinks)
+            )
 
     def backward_input(self, microbatch: int) -> None:
         if self.has_backward:
-            results = self.run_input(self._arguments(microbatch), ())
+            results = self.run_input(self._collect_backward_arguments(microbatch), ())
             self.env.saved[microbatch, self.index] = list(results[len(self.grad_inputs) :])
-            self._take(microbatch, results)
+            self._add_input_gradients(microbatch, results)
 
     def backward_weight(self, microbatch: int) -> None:
         if self.has_backward:
@@ -156,7 +158,7 @@ class BoundCall:
         if self.has_backward:
             self.env.parked[microbatch, self.index].fetch()
 
-    def _arguments(self, microbatch: int) -> list[Any]:
+    def _collect_backward_arguments(self, microbatch: int) -> list[Any]:
         """What backward reads: the values saved, recomputed if need be, and the gradients of the outputs."""
         self.moment.microbatch = microbatch
         place = microbatch, self.index
@@ -166,19 +168,19 @@ class BoundCall:
         saved += [self.env.gradient(microbatch, v) for v in self.grad_outputs]
         return saved
 
-    def _take(self, microbatch: int, results: Sequence[Any]) -> None:
+    def _add_input_gradients(self, microbatch: int, results: Sequence[Any]) -> None:
         for value, gradient in zip(self.grad_inputs, results, strict=False):
             if gradient is not None:
                 self.env.add_gradient(microbatch, value, gradient)
 
 
-def _apart(results: Sequence[Tensor], states: Sequence[Tensor]) -> list[Tensor]:
+def _copy_shared_results(results: Sequence[Tensor], states: Sequence[Tensor]) -> list[Tensor]:
     """``results`` in memory that is not the states'; what is repeated by its strides stays so."""
-    theirs = {address(state) for state in states}
-    return [_copied(x) if address(x) in theirs else x for x in results]
+    theirs = {get_storage_address(state) for state in states}
+    return [_copy_expanded(x) if get_storage_address(x) in theirs else x for x in results]
 
 
-def _copied(x: Tensor) -> Tensor:
+def _copy_expanded(x: Tensor) -> Tensor:
     once = x
     for dim, stride in enumerate(x.stride()):
         if stride == 0 and x.shape[dim] > 1:

@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from passes.ops import cross_entropy
-from runtime.execute.overlap import aliases, families, overlapped
+from runtime.execute.overlap import can_alias_operand, find_memory_owners, order_for_overlap
 
 aten = torch.ops.aten
 
@@ -99,7 +99,7 @@ FAST: dict[Any, Callable[..., Any]] = {
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
-def summed(node: fx.Node) -> fx.Node | None:
+def find_dim_sum(node: fx.Node) -> fx.Node | None:
     """The sum over some dims that ``node`` is, with or without a view that drops them: a bias's gradient."""
     source = node.args[0] if node.target in _VIEWS else node
     if not isinstance(source, fx.Node) or source.target is not aten.sum.dim_IntList or source.kwargs:
@@ -204,13 +204,15 @@ class _CodeWriter:
         results: tuple[Any, ...] = tuple(nodes[-1].args[0])
         split = len(results) - num_sinks
         self.returned, self.sunk = results[:split], results[split:]
-        self.sums = {n: s for n in self.sunk if n is not None and self.sunk_only(n) and (s := summed(n)) is not None}
+        self.sums = {
+            n: s for n in self.sunk if n is not None and self.sunk_only(n) and (s := find_dim_sum(n)) is not None
+        }
         # The sink sums up: to all others the summed value is the one before.
         self.bindings = {**bindings, **{s: AliasBinding() for n, s in self.sums.items() if s is not n}}
         self.stacks, passed = self.grouped_sums()
         self.bindings |= {n: AliasBinding() for n in passed}
         self.num_sinks = num_sinks
-        self.steps = overlapped([n for n in nodes if n.op == "call_function"], self.is_started)
+        self.steps = order_for_overlap([n for n in nodes if n.op == "call_function"], self.is_started)
         self.names: dict[fx.Node, str] = {}
         self.globals: dict[str, Any] = {"device": device}
         self.lines: list[str] = []
@@ -223,7 +225,7 @@ class _CodeWriter:
         passed: list[fx.Node] = []
         for result in self.sunk:
             node, between, turned = result, [], False
-            while node is not None and self.one_reader(node) and (step := _moved(node)) is not None:
+            while node is not None and self.one_reader(node) and (step := _is_transposed_copy(node)) is not None:
                 between.append(node)
                 turned ^= step
                 node = node.all_input_nodes[0]
@@ -304,8 +306,8 @@ class _CodeWriter:
 
     def overwritable(self) -> set[fx.Node]:
         """The collectives whose operand is made here and used by nothing else: it may be overwritten."""
-        family = families(
-            self.graph, lambda n: aliases(n) or isinstance(self.bindings.get(n), AliasBinding | DirectBinding)
+        family = find_memory_owners(
+            self.graph, lambda n: can_alias_operand(n) or isinstance(self.bindings.get(n), AliasBinding | DirectBinding)
         )
         members: dict[fx.Node, list[fx.Node]] = {}
         for node, head in family.items():
@@ -404,12 +406,12 @@ class _CodeWriter:
         return self.constant(value)
 
     def constant(self, value: Any, node: fx.Node | None = None) -> str:
-        name = f"{_word(node)}_{len(self.globals)}"
+        name = f"{_name_operator(node)}_{len(self.globals)}"
         self.globals[name] = value
         return name
 
 
-def _moved(node: fx.Node) -> bool | None:
+def _is_transposed_copy(node: fx.Node) -> bool | None:
     """Whether ``node`` is its operand, a stack of matrices, with these transposed; ``None`` if it is something else."""
     if node.target is torch.ops.aten.clone.default:
         return False
@@ -418,7 +420,7 @@ def _moved(node: fx.Node) -> bool | None:
     return None
 
 
-def _word(node: fx.Node | None) -> str:
+def _name_operator(node: fx.Node | None) -> str:
     """What a traceback calls a node's function: ``mm``."""
     if node is None:
         return "constant"

@@ -54,7 +54,7 @@ class ContextAttention:
         if self.algorithm == "ring":
             self._ring_forward(attention, k, v)
         else:
-            keys, values = self._gathered(k, v)
+            keys, values = self._gather_keys_values(k, v)
             for tile in self._all_tiles(q, k):
                 attention.add(tile, keys, values)
         return attention.result()
@@ -67,50 +67,52 @@ class ContextAttention:
         if self.algorithm == "ring":
             of_k, of_v = self._ring_backward(found, k, v)
         else:
-            keys, values = self._gathered(k, v)
+            keys, values = self._gather_keys_values(k, v)
             wide = found.of_q.dtype
             of_keys, of_values = torch.zeros_like(keys, dtype=wide), torch.zeros_like(values, dtype=wide)
             for tile in self._all_tiles(q, k):
                 found.add(tile, keys, values, of_keys, of_values)
-            of_k, of_v = self._scattered(of_keys.to(k.dtype), of_values.to(v.dtype), k, v)
+            of_k, of_v = self._reduce_scatter_gradients(of_keys.to(k.dtype), of_values.to(v.dtype), k, v)
         return by_position(found.of_q.to(q.dtype)), by_position(of_k.to(k.dtype)), by_position(of_v.to(v.dtype))
 
     # All at once.
 
     def _all_tiles(self, q: Tensor, k: Tensor) -> tuple[Tile, ...]:
         whole = k.shape[-2] * self.group.size
-        return tiles_of(self._parts(q.shape[-2], self.group.index), (PositionRange(0, whole, 0),), self.band)
+        return tiles_of(self._list_rank_parts(q.shape[-2], self.group.index), (PositionRange(0, whole, 0),), self.band)
 
-    def _parts(self, length: int, rank: int) -> tuple[PositionRange, ...]:
+    def _list_rank_parts(self, length: int, rank: int) -> tuple[PositionRange, ...]:
         return parts_of(length, self.group.size, rank, self.zigzag)
 
-    def _gathered(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _gather_keys_values(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all ranks, in the order of the sequence."""
-        ranks = self.group.all_gather(_packed(k, v).unsqueeze(0), 0).wait()
-        by_rank = [_unpacked(row, k, v) for row in ranks.unbind(0)]
-        order = self._order(k.shape[-2])
+        ranks = self.group.all_gather(_pack_keys_values(k, v).unsqueeze(0), 0).wait()
+        by_rank = [_unpack_keys_values(row, k, v) for row in ranks.unbind(0)]
+        order = self._order_parts(k.shape[-2])
         return tuple(  # type: ignore[return-value]
             torch.cat([by_rank[r][i].narrow(-2, p.start, p.length) for r, p in order], -2) for i in range(2)
         )
 
-    def _order(self, length: int) -> list[tuple[int, PositionRange]]:
+    def _order_parts(self, length: int) -> list[tuple[int, PositionRange]]:
         """Rank and part, in the order of the sequence."""
-        parts = [(r, part) for r in range(self.group.size) for part in self._parts(length, r)]
+        parts = [(r, part) for r in range(self.group.size) for part in self._list_rank_parts(length, r)]
         return sorted(parts, key=lambda p: p[1].place)
 
-    def _scattered(self, of_keys: Tensor, of_values: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _reduce_scatter_gradients(
+        self, of_keys: Tensor, of_values: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Every rank's part of the sum of the gradients of all keys and values."""
         rows = []
         for rank in range(self.group.size):
-            parts = self._parts(k.shape[-2], rank)
+            parts = self._list_rank_parts(k.shape[-2], rank)
             mine = [torch.cat([x.narrow(-2, p.place, p.length) for p in parts], -2) for x in (of_keys, of_values)]
-            rows.append(_packed(*mine))
+            rows.append(_pack_keys_values(*mine))
         total = self.group.reduce_scatter(torch.stack(rows), 0).wait()
-        return _unpacked(total.flatten(), k, v)
+        return _unpack_keys_values(total.flatten(), k, v)
 
     # Step by step.
 
-    def _steps(self, q: Tensor, k: Tensor) -> tuple[int, ...]:
+    def _compute_ring_steps(self, q: Tensor, k: Tensor) -> tuple[int, ...]:
         return ring_steps(q.shape[-2], k.shape[-2], self.group.size, self.zigzag, self.band)
 
     def _tiles_at(self, q: Tensor, k: Tensor, step: int) -> tuple[Tile, ...]:
@@ -118,38 +120,38 @@ class ContextAttention:
         return ring_tiles(q.shape[-2], k.shape[-2], *how, step)
 
     def _ring_forward(self, attention: Attention, k: Tensor, v: Tensor) -> None:
-        steps = self._steps(attention.q, k)
-        travelling = _packed(k, v) if len(steps) > 1 else k
-        for step, hops in zip(steps, _hops(steps), strict=True):
-            under_way = self._shifted(travelling, hops) if hops else None
+        steps = self._compute_ring_steps(attention.q, k)
+        travelling = _pack_keys_values(k, v) if len(steps) > 1 else k
+        for step, hops in zip(steps, _compute_hops(steps), strict=True):
+            under_way = self._shift_along_ring(travelling, hops) if hops else None
             for tile in self._tiles_at(attention.q, k, step):
                 attention.add(tile, k, v)
             if under_way is not None:
                 travelling = under_way.wait()
-                k, v = _unpacked(travelling, k, v)
+                k, v = _unpack_keys_values(travelling, k, v)
 
     def _ring_backward(self, found: AttentionGradients, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        steps = self._steps(found.q, k)
-        travelling = _packed(k, v) if len(steps) > 1 else k
+        steps = self._compute_ring_steps(found.q, k)
+        travelling = _pack_keys_values(k, v) if len(steps) > 1 else k
         behind: Pending | None = None  # the gradients that the rank before has added to
         wide = found.of_q.dtype
         total = torch.empty(0)
-        for step, hops in zip(steps, _hops(steps), strict=True):
-            under_way = self._shifted(travelling, hops) if hops else None
+        for step, hops in zip(steps, _compute_hops(steps), strict=True):
+            under_way = self._shift_along_ring(travelling, hops) if hops else None
             mine = torch.zeros(k.numel() + v.numel(), dtype=wide, device=k.device)
-            of_k, of_v = _unpacked(mine, k, v)
+            of_k, of_v = _unpack_keys_values(mine, k, v)
             for tile in self._tiles_at(found.q, k, step):
                 found.add(tile, k, v, of_k, of_v)
             total = mine if behind is None else mine.add_(behind.wait())
             if under_way is not None:
-                behind = self._shifted(total, hops)
+                behind = self._shift_along_ring(total, hops)
                 travelling = under_way.wait()
-                k, v = _unpacked(travelling, k, v)
+                k, v = _unpack_keys_values(travelling, k, v)
         if steps[-1]:
-            total = self._shifted(total, -steps[-1]).wait()
-        return _unpacked(total, k, v)
+            total = self._shift_along_ring(total, -steps[-1]).wait()
+        return _unpack_keys_values(total, k, v)
 
-    def _shifted(self, x: Tensor, hops: int) -> Pending:
+    def _shift_along_ring(self, x: Tensor, hops: int) -> Pending:
         """``x`` to the rank that is ``hops`` further on; what comes is that of the rank as far behind."""
         size, index = self.group.size, self.group.index
         to, source = (index + hops) % size, (index - hops) % size
@@ -158,22 +160,22 @@ class ContextAttention:
         return self.group.exchange_rows(x, sends, receives)
 
 
-def _hops(steps: Sequence[int]) -> list[int]:
+def _compute_hops(steps: Sequence[int]) -> list[int]:
     """From each step to the next; 0 behind the last."""
     return [*(b - a for a, b in pairwise(steps)), 0]
 
 
-def _packed(k: Tensor, v: Tensor) -> Tensor:
+def _pack_keys_values(k: Tensor, v: Tensor) -> Tensor:
     """Keys and values as one row, so that they travel together."""
     return torch.cat([k.reshape(-1), v.reshape(-1)])
 
 
-def _unpacked(row: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _unpack_keys_values(row: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     of_k, of_v = row.split([k.numel(), v.numel()])
     return of_k.view(k.shape), of_v.view(v.shape)
 
 
-def route(group: RankGroup, num_experts: int, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def route_rows(group: RankGroup, num_experts: int, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """``experts`` ``[n]``: of each row, counted over all ranks.
 
     Returns the order ``[n]`` of rows by expert; how many rows go to each rank and come from each, ``[2, ranks]`` on the
@@ -192,13 +194,13 @@ def route(group: RankGroup, num_experts: int, experts: Tensor) -> tuple[Tensor, 
     return order, counts, mine - group.index * own
 
 
-def dispatch(group: RankGroup, x: Tensor, order: Tensor, counts: Tensor, experts: Tensor) -> Pending:
+def dispatch_rows(group: RankGroup, x: Tensor, order: Tensor, counts: Tensor, experts: Tensor) -> Pending:
     """Start to send the rows of ``x`` to the ranks of their experts."""
     sends, receives = counts.tolist()
     return group.exchange_rows(x.index_select(0, order), sends, receives)
 
 
-def combine(group: RankGroup, x: Tensor, order: Tensor, counts: Tensor, experts: Tensor) -> Pending:
+def combine_rows(group: RankGroup, x: Tensor, order: Tensor, counts: Tensor, experts: Tensor) -> Pending:
     """Start to bring the rows of ``x`` back to where they came from."""
     sends, receives = counts.tolist()
     return _PendingReturn(group.exchange_rows(x, receives, sends), order)

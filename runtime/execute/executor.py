@@ -26,8 +26,8 @@ from runtime.execute.transfers import (
     PendingReceive,
     Slot,
     TransferSender,
-    arrivals,
     early_starts,
+    find_proven_arrivals,
     slots_read,
 )
 from runtime.program.instructions import Instruction
@@ -81,7 +81,7 @@ class Executor:
         self._inputs: Mapping[str, Tensor] = {}
         self._loss = None if self.program.loss is None else LossSum(rank, communicator)
         self._produced = {o.value for o in self.program.outputs if o.stage == rank.stage_index} if keep else set()
-        watched: dict[str, Callable[[int, str, Tensor], None]] = {v: self._collect for v in self._produced if v}
+        watched: dict[str, Callable[[int, str, Tensor], None]] = {v: self._collect_output for v in self._produced if v}
         if self.program.loss is not None:
             watched[self.program.loss] = self._add_loss
         watched |= dict.fromkeys(self.updates.added, self.updates.add)
@@ -91,7 +91,7 @@ class Executor:
             BoundCall(self.binder, self.env, i, states, gradients.sinks, watched, staying, leaving)
             for i in range(len(rank.stage.calls))
         ]
-        self.actions = self._compile()
+        self.actions = self._compile_actions()
         self.recorder: Recorder | None = None
 
     @property
@@ -134,12 +134,12 @@ class Executor:
             self._inputs = {}
             self.env.clear()
 
-    def _compile(self) -> list[tuple[int, Action]]:
+    def _compile_actions(self) -> list[tuple[int, Action]]:
         """The step as functions, each with the place of the instruction that it belongs to."""
         instructions = self.rank.instructions
-        receives = {i: self._receive(ins) for i, ins in enumerate(instructions) if self._arrives(ins)}
+        receives = {i: self._compile_receive(ins) for i, ins in enumerate(instructions) if self._is_remote_receive(ins)}
         starts = early_starts(instructions)
-        arrived = arrivals(self.rank)
+        arrived = find_proven_arrivals(self.rank)
         open_: dict[Slot, int] = {}
         actions: list[tuple[int, Action]] = []
         if self._loss is not None:
@@ -158,7 +158,7 @@ class Executor:
                     finish(open_[slot])
             if self.hosted is not None and (names := self._hosted_read(instruction, self.hosted)):
                 actions.append((index, partial(self.hosted.wait, names)))
-            actions += [(index, self.gathered[b].wait) for b in self._awaited(instruction)]
+            actions += [(index, self.gathered[b].wait) for b in self._list_awaited_buckets(instruction)]
             if index in receives:
                 open_.update(dict.fromkeys(receives[index].slots, index))
             elif instruction.op not in RECEIVING:
@@ -167,10 +167,10 @@ class Executor:
                 actions.append((index, self._loss.pass_on))
         for index in sorted(set(open_.values())):
             finish(index)
-        actions.append((len(instructions), self._finish))
+        actions.append((len(instructions), self._finish_step))
         return actions
 
-    def _awaited(self, instruction: Instruction) -> list[int]:
+    def _list_awaited_buckets(self, instruction: Instruction) -> list[int]:
         """The buckets whose parameters have to be there for ``instruction``."""
         if not self.gathered:
             return []
@@ -188,42 +188,42 @@ class Executor:
             read = states_read(instruction, self.rank.stage)
         return [name for name in read if name in hosted.masters]
 
-    def _arrives(self, instruction: Instruction) -> bool:
+    def _is_remote_receive(self, instruction: Instruction) -> bool:
         return instruction.op in RECEIVING and instruction.peer != self.rank.stage_index
 
-    def _receive(self, instruction: Instruction) -> PendingReceive:
-        place = self._place if instruction.op == "RECV_F" else self.env.add_gradient
+    def _compile_receive(self, instruction: Instruction) -> PendingReceive:
+        place = self._store_value if instruction.op == "RECV_F" else self.env.add_gradient
         return PendingReceive(instruction, self.rank, self.communicator, place)
 
     # What happens to values as they are made.
 
-    def _place(self, microbatch: int, name: str, value: Tensor) -> None:
+    def _store_value(self, microbatch: int, name: str, value: Tensor) -> None:
         self.env.values[microbatch][name] = value
         if name in self._produced:
-            self._collect(microbatch, name, value)
+            self._collect_output(microbatch, name, value)
 
-    def _collect(self, microbatch: int, name: str, value: Tensor) -> None:
+    def _collect_output(self, microbatch: int, name: str, value: Tensor) -> None:
         self.outputs.setdefault(name, {})[microbatch] = value
 
     def _add_loss(self, microbatch: int, name: str, value: Tensor) -> None:
         if name in self._produced:
-            self._collect(microbatch, name, value)
+            self._collect_output(microbatch, name, value)
         assert self._loss is not None
         self._loss.add(value)
 
     # One method for every instruction: what it does, as a function of no arguments.
 
-    def _load(self, instruction: Instruction) -> Action:
-        microbatch = _microbatch(instruction)
+    def _compile_load(self, instruction: Instruction) -> Action:
+        microbatch = _require_microbatch(instruction)
         inputs = {i.value: i for i in self.program.inputs}
 
         def load() -> None:
             for name in instruction.values:
-                self._place(microbatch, name, self._slice(inputs[name], microbatch))
+                self._store_value(microbatch, name, self._slice_input(inputs[name], microbatch))
 
         return load
 
-    def _slice(self, data: InputData, microbatch: int) -> Tensor:
+    def _slice_input(self, data: InputData, microbatch: int) -> Tensor:
         """This rank's part of an input for one microbatch."""
         whole = self._inputs[data.value]
         if data.batch_dim is not None:
@@ -235,7 +235,7 @@ class Executor:
         return part.contiguous().to(self.env.device, non_blocking=True)
 
     def _total_forward(self, instruction: Instruction) -> Action:
-        microbatch = _microbatch(instruction)
+        microbatch = _require_microbatch(instruction)
         calls = [c for c in self.calls if c.call.prologue]
 
         def total_forward() -> None:
@@ -248,7 +248,7 @@ class Executor:
 
         return total_forward
 
-    def _total(self, instruction: Instruction) -> Action:
+    def _compile_total(self, instruction: Instruction) -> Action:
         group = self.communicator.group(self.rank.group(*instruction.axes))
 
         def total() -> None:
@@ -256,14 +256,14 @@ class Executor:
             for name, pending in started:
                 value = pending.wait()
                 for microbatch in range(len(self.rank.share)):
-                    self._place(microbatch, name, value)
+                    self._store_value(microbatch, name, value)
 
         return total
 
-    def _forward(self, instruction: Instruction) -> Action:
-        microbatch = _microbatch(instruction)
+    def _compile_forward(self, instruction: Instruction) -> Action:
+        microbatch = _require_microbatch(instruction)
         values = self.env.values[microbatch]
-        calls = [c.forward for c in self._calls(instruction)]
+        calls = [c.forward for c in self._select_calls(instruction)]
 
         def forward() -> None:
             for call in calls:
@@ -271,10 +271,10 @@ class Executor:
 
         return forward
 
-    def _backward(self, instruction: Instruction) -> Action:
-        microbatch = _microbatch(instruction)
+    def _compile_backward(self, instruction: Instruction) -> Action:
+        microbatch = _require_microbatch(instruction)
         method = _BACKWARD[instruction.op]
-        calls = [c for c in reversed(self._calls(instruction)) if c.has_backward]
+        calls = [c for c in reversed(self._select_calls(instruction)) if c.has_backward]
 
         def backward() -> None:
             for call in calls:
@@ -283,16 +283,16 @@ class Executor:
 
         return backward
 
-    def _calls(self, instruction: Instruction) -> list[BoundCall]:
+    def _select_calls(self, instruction: Instruction) -> list[BoundCall]:
         assert instruction.calls is not None
         return [c for c in self.calls[slice(*instruction.calls)] if not c.call.prologue]
 
-    def _send(self, instruction: Instruction) -> Action:
+    def _compile_send(self, instruction: Instruction) -> Action:
         if instruction.peer == self.rank.stage_index:
-            return _nothing
+            return _do_nothing
         return self.sender.action(instruction)
 
-    def _gather(self, instruction: Instruction) -> Action:
+    def _compile_gather(self, instruction: Instruction) -> Action:
         bucket = instruction.bucket
         assert bucket is not None
         if instruction.gradients:
@@ -300,36 +300,36 @@ class Executor:
             return lambda: self.gradients.gather(bucket, last)
         return self.gathered[bucket].start
 
-    def _scatter(self, instruction: Instruction) -> Action:
+    def _compile_scatter(self, instruction: Instruction) -> Action:
         bucket, level = instruction.bucket, bool(instruction.axes)
         assert bucket is not None
         return lambda: self.gradients.scatter(bucket, level)
 
-    def _reduce(self, instruction: Instruction) -> Action:
+    def _compile_reduce(self, instruction: Instruction) -> Action:
         bucket = instruction.bucket
         assert bucket is not None
         return lambda: self.gradients.reduce(bucket)
 
-    def _sync(self, instruction: Instruction) -> Action:
+    def _compile_sync(self, instruction: Instruction) -> Action:
         return lambda: self.gradients.sync(instruction.states)
 
-    def _update(self, instruction: Instruction) -> Action:
-        values = self.env.values[_microbatch(instruction)]
+    def _compile_update(self, instruction: Instruction) -> Action:
+        values = self.env.values[_require_microbatch(instruction)]
         return partial(self.updates.write, instruction.states, values)
 
-    def _offload(self, instruction: Instruction) -> Action:
+    def _compile_offload(self, instruction: Instruction) -> Action:
         if instruction.states:
             return partial(self.gradients.offload, instruction.states)
-        return self._each(instruction, BoundCall.offload)
+        return self._compile_each_call(instruction, BoundCall.offload)
 
-    def _fetch(self, instruction: Instruction) -> Action:
+    def _compile_fetch(self, instruction: Instruction) -> Action:
         if instruction.states:
             assert self.hosted is not None, instruction
             return partial(self.hosted.fetch, instruction.states)
-        return self._each(instruction, BoundCall.fetch)
+        return self._compile_each_call(instruction, BoundCall.fetch)
 
-    def _each(self, instruction: Instruction, method: Callable[[BoundCall, int], None]) -> Action:
-        microbatch, calls = _microbatch(instruction), self._calls(instruction)
+    def _compile_each_call(self, instruction: Instruction, method: Callable[[BoundCall, int], None]) -> Action:
+        microbatch, calls = _require_microbatch(instruction), self._select_calls(instruction)
 
         def run() -> None:
             for call in calls:
@@ -337,7 +337,7 @@ class Executor:
 
         return run
 
-    def _free(self, instruction: Instruction) -> Action:
+    def _compile_free(self, instruction: Instruction) -> Action:
         if instruction.states:
             assert self.hosted is not None, instruction
             return partial(self.hosted.free, instruction.states)
@@ -353,22 +353,22 @@ class Executor:
 
         return free
 
-    def _step(self, instruction: Instruction) -> Action:
+    def _compile_step(self, instruction: Instruction) -> Action:
         return self.gradients.finish
 
-    def _finish(self) -> None:
+    def _finish_step(self) -> None:
         self.gradients.finish()
         self.sender.finish()
         if self._loss is not None:
             self._loss.finish()
 
 
-def _microbatch(instruction: Instruction) -> int:
+def _require_microbatch(instruction: Instruction) -> int:
     assert instruction.microbatch is not None, instruction
     return instruction.microbatch
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """The peer is this rank: the value is here already."""
 
 
@@ -379,22 +379,22 @@ _BACKWARD: dict[str, Callable[[BoundCall, int], None]] = {
 }
 
 _ACTIONS: dict[str, Callable[[Executor, Instruction], Action]] = {
-    "LOAD": Executor._load,
+    "LOAD": Executor._compile_load,
     "TOTAL_F": Executor._total_forward,
-    "TOTAL": Executor._total,
-    "F": Executor._forward,
-    "SEND_F": Executor._send,
-    "B": Executor._backward,
-    "I": Executor._backward,
-    "W": Executor._backward,
-    "SEND_B": Executor._send,
-    "GATHER": Executor._gather,
-    "SCATTER": Executor._scatter,
-    "REDUCE": Executor._reduce,
-    "SYNC": Executor._sync,
-    "UPDATE": Executor._update,
-    "OFFLOAD": Executor._offload,
-    "FETCH": Executor._fetch,
-    "FREE": Executor._free,
-    "STEP": Executor._step,
+    "TOTAL": Executor._compile_total,
+    "F": Executor._compile_forward,
+    "SEND_F": Executor._compile_send,
+    "B": Executor._compile_backward,
+    "I": Executor._compile_backward,
+    "W": Executor._compile_backward,
+    "SEND_B": Executor._compile_send,
+    "GATHER": Executor._compile_gather,
+    "SCATTER": Executor._compile_scatter,
+    "REDUCE": Executor._compile_reduce,
+    "SYNC": Executor._compile_sync,
+    "UPDATE": Executor._compile_update,
+    "OFFLOAD": Executor._compile_offload,
+    "FETCH": Executor._compile_fetch,
+    "FREE": Executor._compile_free,
+    "STEP": Executor._compile_step,
 }

@@ -181,7 +181,7 @@ class Recording:
         self.path = folder / f"rank-{rank}.times"
         self.room = _SLOT_HEAD + 2 * len(self.about.actions)
 
-    def _numbers(self) -> memoryview:
+    def _read_numbers(self) -> memoryview:
         return memoryview(self.path.read_bytes()).cast("q")
 
     def _slot(self, numbers: memoryview, step: int) -> memoryview:
@@ -189,7 +189,7 @@ class Recording:
         return numbers[start : start + self.room]
 
     def moment(self) -> RecordedMoment:
-        numbers = self._numbers()
+        numbers = self._read_numbers()
         phase, step = PHASES[numbers[PHASE]], numbers[STEP]
         if phase != "step":
             return RecordedMoment(step, phase, -1, numbers[MOVED], numbers[BEAT])
@@ -201,7 +201,7 @@ class Recording:
 
     def last_step(self) -> MeasuredStep | None:
         """The last whole step; ``None`` before there is one."""
-        numbers = self._numbers()
+        numbers = self._read_numbers()
         for step in (numbers[STEP], numbers[STEP] - 1):
             slot = self._slot(numbers, step)
             times = slot[_SLOT_HEAD::2]
@@ -235,7 +235,7 @@ class MeasuredStep:
         return found
 
 
-def recordings(folder: Path) -> dict[int, Recording]:
+def list_recordings(folder: Path) -> dict[int, Recording]:
     """All recordings in ``folder``, by rank in ascending order."""
     found = {}
     for path in folder.glob("rank-*.times"):

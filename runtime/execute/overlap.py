@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 
-def overlapped(nodes: Sequence[fx.Node], started: Callable[[fx.Node], bool]) -> list[tuple[fx.Node, bool]]:
+def order_for_overlap(nodes: Sequence[fx.Node], started: Callable[[fx.Node], bool]) -> list[tuple[fx.Node, bool]]:
     """Steps ``(node, wait)``: run or start ``node``, or wait for its result.
 
     Of the operators that could run, those that lead to a collective come first, then the others, each in the graph's
@@ -24,7 +24,7 @@ def overlapped(nodes: Sequence[fx.Node], started: Callable[[fx.Node], bool]) -> 
     if not collectives:
         return [(n, False) for n in nodes]
     known = set(nodes)
-    leads = _ancestors(collectives) & known
+    leads = _find_ancestors(collectives) & known
     rank = {n: (n not in leads, i) for i, n in enumerate(nodes)}
     before = dict(zip(collectives[1:], collectives, strict=False))  # a collective follows the one before it
     missing = {n: len(known & set(n.all_input_nodes)) + (n in before) for n in nodes}
@@ -72,7 +72,7 @@ def overlapped(nodes: Sequence[fx.Node], started: Callable[[fx.Node], bool]) -> 
     return steps
 
 
-def _ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+def _find_ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     seen: set[fx.Node] = set()
     stack = list(nodes)
     while stack:
@@ -94,7 +94,7 @@ _UNSAFE = {
 }
 
 
-def aliases(node: fx.Node) -> bool:
+def can_alias_operand(node: fx.Node) -> bool:
     """Whether ``node``'s value may share memory with its first operand's."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
@@ -105,7 +105,7 @@ def aliases(node: fx.Node) -> bool:
     return bool(composite) and target not in _FRESH
 
 
-def families(graph: fx.Graph, shares: Callable[[fx.Node], bool]) -> dict[fx.Node, fx.Node]:
+def find_memory_owners(graph: fx.Graph, shares: Callable[[fx.Node], bool]) -> dict[fx.Node, fx.Node]:
     """For every node, the node that owns the memory of its value: values of one family may share it."""
     head: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:

@@ -56,7 +56,7 @@ def place_of(frames: Iterator[tuple[FrameType, int]], executor: Executor) -> Ran
         if code.co_filename.startswith(_COMPILED):  # reading its locals would keep freed tensors alive
             node = files.get(code.co_filename, {}).get(line)
             if node is not None and "node" not in found:
-                found.update(_node(node))
+                found.update(_describe_node(node))
             continue
         owner = frame.f_locals.get("self")
         if "waits" not in found:
@@ -64,7 +64,7 @@ def place_of(frames: Iterator[tuple[FrameType, int]], executor: Executor) -> Ran
             if waiting is not None:
                 found.update(waiting(owner, frame.f_locals, executor))
             elif isinstance(owner, TorchGroup):  # starting a collective failed
-                found.update(_members(owner, executor))
+                found.update(_find_group_peers(owner, executor))
         if isinstance(owner, BoundCall):
             found.setdefault("call", owner.call.path or owner.call.block)
         if isinstance(owner, Executor):
@@ -72,14 +72,14 @@ def place_of(frames: Iterator[tuple[FrameType, int]], executor: Executor) -> Ran
     return RankLocation(**found)
 
 
-def stack(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
+def walk_stack_frames(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
     """The frames of a running thread with their line numbers, the innermost first."""
     while frame is not None:
         yield frame, frame.f_lineno
         frame = frame.f_back
 
 
-def raised(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
+def walk_traceback_frames(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
     """The frames that an exception passed through with their line numbers, the innermost first."""
     found = []
     while traceback is not None:
@@ -88,7 +88,7 @@ def raised(traceback: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
     return iter(found[::-1])
 
 
-def _node(node: fx.Node) -> dict[str, str]:
+def _describe_node(node: fx.Node) -> dict[str, str]:
     meta = node.meta
     return {
         "node": f"{node.name} ({node.target})",
@@ -101,42 +101,44 @@ def _node(node: fx.Node) -> dict[str, str]:
 _Locals = Mapping[str, Any]
 
 
-def _collective(transfer: Transfer, names: _Locals, executor: Executor) -> dict[str, tuple[int, ...]]:
-    return _members(transfer.group, executor)
+def _find_collective_peers(transfer: Transfer, names: _Locals, executor: Executor) -> dict[str, tuple[int, ...]]:
+    return _find_group_peers(transfer.group, executor)
 
 
-def _members(group: TorchGroup, executor: Executor) -> dict[str, tuple[int, ...]]:
+def _find_group_peers(group: TorchGroup, executor: Executor) -> dict[str, tuple[int, ...]]:
     communicator = executor.communicator
     assert isinstance(communicator, TorchCommunicator)
     members = communicator.ranks_of(group.processes)
     return {"waits": tuple(r for r in members if r != communicator.rank), "meeting": members}
 
 
-def _receive(receive: PendingReceive, names: _Locals, executor: Executor) -> dict[str, tuple[int, ...]]:
+def _find_receive_peer(receive: PendingReceive, names: _Locals, executor: Executor) -> dict[str, tuple[int, ...]]:
     return {"waits": (receive.source,)}
 
 
-def _peer(communicator: TorchCommunicator, names: _Locals, executor: Executor) -> dict[str, tuple[int, ...]]:
+def _find_direct_peer(
+    communicator: TorchCommunicator, names: _Locals, executor: Executor
+) -> dict[str, tuple[int, ...]]:
     return {"waits": (names["peer"],)}
 
 
-def _send(sender: TransferSender, names: _Locals, executor: Executor) -> dict[str, tuple[int, ...]]:
+def _find_send_peer(sender: TransferSender, names: _Locals, executor: Executor) -> dict[str, tuple[int, ...]]:
     """The receiver of the queue of sends that ``sender`` waits for; a Gloo send ends when the receiver has read it."""
     queue = names.get("under_way")
     stages = [stage for (stage, _), waiting in sender._under_way.items() if waiting is queue]
     return {"waits": tuple(sender.rank.peer(stage) for stage in stages)}
 
 
-def _loss(loss: LossSum, names: _Locals, executor: Executor) -> dict[str, tuple[int, ...]]:
+def _find_loss_peers(loss: LossSum, names: _Locals, executor: Executor) -> dict[str, tuple[int, ...]]:
     return {"waits": tuple(loss.targets) if "work" in names else () if loss.source is None else (loss.source,)}
 
 
 _WAITING: dict[tuple[type, str], Callable[[Any, _Locals, Executor], dict[str, tuple[int, ...]]]] = {
-    (Transfer, "wait"): _collective,
-    (PendingReceive, "finish"): _receive,
-    (TorchCommunicator, "send"): _peer,
-    (TorchCommunicator, "recv"): _peer,
-    (TransferSender, "release"): _send,
-    (TransferSender, "finish"): _send,
-    (LossSum, "finish"): _loss,
+    (Transfer, "wait"): _find_collective_peers,
+    (PendingReceive, "finish"): _find_receive_peer,
+    (TorchCommunicator, "send"): _find_direct_peer,
+    (TorchCommunicator, "recv"): _find_direct_peer,
+    (TransferSender, "release"): _find_send_peer,
+    (TransferSender, "finish"): _find_send_peer,
+    (LossSum, "finish"): _find_loss_peers,
 }

@@ -45,11 +45,11 @@ class Segment:
         with one_thread:
             if threading.get_ident() in self._known:
                 return self.function(*arguments)
-            result = self._first(arguments)
+            result = self._call_first_time(arguments)
             self._known.add(threading.get_ident())
             return result
 
-    def _first(self, arguments: tuple[Any, ...]) -> Any:
+    def _call_first_time(self, arguments: tuple[Any, ...]) -> Any:
         """The first call in a thread, which compiles."""
         try:
             return self.function(*arguments)
@@ -79,14 +79,14 @@ def backend_of(asked: bool | str, device: torch.device) -> str | None:
         if asked not in known:
             raise LaunchError(f"compile must be a bool or one of {', '.join(sorted(known))}; got {asked!r}")
         return asked
-    missing = _missing(device)
+    missing = _find_missing_compiler(device)
     if missing:
         _log.warning("blocks run operator by operator: torch.compile needs %s on this machine", missing)
         return None
     return "inductor"
 
 
-def _missing(device: torch.device) -> str:
+def _find_missing_compiler(device: torch.device) -> str:
     if device.type == "cuda":
         return "" if importlib.util.find_spec("triton") else "triton"
     from torch._inductor import config
@@ -96,7 +96,7 @@ def _missing(device: torch.device) -> str:
     return "" if found else "a C++ compiler"
 
 
-def fuse(
+def fuse_segments(
     graph: fx.Graph, num_sinks: int, device: torch.device, made: Callable[[int, fx.GraphModule], Callable[..., Any]]
 ) -> fx.Graph:
     """``graph`` with compiled functions in the place of the operators between its collectives.
@@ -125,7 +125,7 @@ def fuse(
             for node in inside:
                 values[node] = new.node_copy(node, values.__getitem__)
         else:
-            _add(new, inside, values, device, partial(made, level))
+            _add_segment(new, inside, values, device, partial(made, level))
         for node in here:
             if node in apart:
                 values[node] = new.node_copy(node, values.__getitem__)
@@ -133,7 +133,7 @@ def fuse(
     return new
 
 
-def _add(
+def _add_segment(
     new: fx.Graph,
     inside: Sequence[fx.Node],
     values: dict[fx.Node, fx.Node],

@@ -13,7 +13,7 @@ from runtime.comm.group import Communicator, TransferHandle
 from runtime.comm.wait_clock import wait_for
 from runtime.execute.calls import Environment
 from runtime.program.instructions import Instruction, Instructions
-from runtime.program.program import RankProgram, Stage, shortened
+from runtime.program.program import RankProgram, Stage, keep_first_microbatches
 
 COMPUTING = frozenset({"F", "B", "I", "W"})
 
@@ -103,7 +103,7 @@ class TransferSender:
         self._released.clear()
 
 
-def arrivals(rank: RankProgram) -> dict[int, list[tuple[Direction, int]]]:
+def find_proven_arrivals(rank: RankProgram) -> dict[int, list[tuple[Direction, int]]]:
     """For each of ``rank``'s receives, the sends that it proves to have arrived: ``(direction, how many tensors)``.
 
     What a peer sends after it has read what it got shows that it got it. Gloo does not tell whether a send has ended,
@@ -114,7 +114,7 @@ def arrivals(rank: RankProgram) -> dict[int, list[tuple[Direction, int]]]:
     me = rank.stage_index
     for peer in {i.peer for i in rank.instructions if i.op in SENDING and i.peer not in (None, me)}:
         assert peer is not None
-        theirs = shortened(stages[peer].instructions, rank.program, len(rank.share))
+        theirs = keep_first_microbatches(stages[peer].instructions, rank.program, len(rank.share))
         reads = _first_reads(stages[peer], theirs, me)
         answers = {
             c: [j for j, i in enumerate(theirs) if i.op == f"SEND_{c}" and i.peer == me for _ in i.values]

@@ -45,7 +45,7 @@ _Number = TypeVar("_Number", int, float)
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line; never returns. Exit status 0, 1 where a rank failed, 2 for a wrong command line."""
-    options = _parser().parse_args(arguments)
+    options = _build_parser().parse_args(arguments)
     status = 0
     try:
         record(_train_patiently)(options)
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         status = int(error.code or 0)
     except PartitionError as error:
         status = 1
-        print(f"rank {_rank()}: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"rank {_read_rank()}: {type(error).__name__}: {error}", file=sys.stderr)
     except BaseException:
         status = 1
         traceback.print_exc()
@@ -74,7 +74,7 @@ def _at_least(kind: Callable[[str], _Number], least: _Number) -> Callable[[str],
     return number
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="torchrun --nproc-per-node N -m runtime", description="Train a plan on its ranks for some steps."
     )
@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
 def _train_patiently(options: argparse.Namespace) -> None:
     """Train; a rank that lost another one waits to be ended with it, so that only the first cause is recorded."""
     try:
-        _train(options)
+        _train_plan(options)
     except Exception as error:
         if error.failure.secondary if isinstance(error, InstructionError) else is_secondary(error):
             time.sleep(_PATIENCE_S)
@@ -135,7 +135,7 @@ def _has_gpu() -> bool:
     return False
 
 
-def _train(options: argparse.Namespace) -> None:
+def _train_plan(options: argparse.Namespace) -> None:
     program = program_of(options.plan)
     _check_world(program)
     if options.copies_every and options.checkpoints is None:
@@ -150,13 +150,13 @@ def _train(options: argparse.Namespace) -> None:
         stack.callback(sys.stdout.flush)
         if "RANK" in os.environ:
             stack.enter_context(Watch(engine, patience_s=options.patience))
-        _steps(engine, options)
+        _run_steps(engine, options)
         if options.save:
             engine.export_weights(options.save)
         engine.barrier()
 
 
-def _steps(engine: Engine, options: argparse.Namespace) -> None:
+def _run_steps(engine: Engine, options: argparse.Namespace) -> None:
     trained = [p for p in engine.parameters() if p.requires_grad]
     program = engine.program
     train = program.objective == "train" and any(state.requires_grad for state in program.states.values())
@@ -177,13 +177,13 @@ def _steps(engine: Engine, options: argparse.Namespace) -> None:
             signals=(signal.SIGTERM,),
         )
         found = kept.restore()
-        if _rank() == 0:
+        if _read_rank() == 0:
             where = "no checkpoint there: from the start" if found is None else f"going on from step {found}"
             print(f"{options.checkpoints}: {where}", file=sys.stderr, flush=True)
     spikes = LossSpikes()
-    first, told = _rank() == 0, False
+    first, told = _read_rank() == 0, False
     with StepLog(engine, options.plan, options.metrics if first else None) as log:
-        for batch in _batches(engine.program, options, engine.steps):
+        for batch in _iterate_batches(engine.program, options, engine.steps):
             loss = engine.step(batch)
             if options.check:
                 check_finite(engine, batch)
@@ -216,13 +216,13 @@ def _tell_copies(kept: Checkpoints) -> bool:
     copies = kept.copies
     if copies is None or not copies.nbytes:
         return False
-    if _rank() == 0:
+    if _read_rank() == 0:
         told = f"{copies.nbytes / 2**30:.2f} GiB of this node's memory, in {copies.folder}"
         print(f"copies of the state: {told}", file=sys.stderr, flush=True)
     return True
 
 
-def _batches(program: Program, options: argparse.Namespace, done: int) -> Iterator[dict[str, Tensor]]:
+def _iterate_batches(program: Program, options: argparse.Namespace, done: int) -> Iterator[dict[str, Tensor]]:
     fixed = None if options.batch == "random" else _batch_file(Path(options.batch))
     for index in range(done, options.steps):
         yield random_batch(program, options.seed + index) if fixed is None else fixed
@@ -276,5 +276,5 @@ def _check_world(program: Program) -> None:
         )
 
 
-def _rank() -> int:
+def _read_rank() -> int:
     return int(os.environ.get("RANK", "0"))

@@ -69,18 +69,19 @@ class ForkServer:
         atexit.register(self.close)
 
     def fork(self, arguments: Mapping[str, Any]) -> Child:
-        """Start ``runtime.launch.process_pool.main(connection, **arguments)`` in a process of its own."""
+        """Start ``runtime.launch.process_pool.serve_rank_requests(connection, **arguments)`` in a process of its
+        own."""
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            answer = self._ask({"op": "fork", "arguments": dict(arguments)}, theirs.fileno())
+            answer = self._send_request({"op": "fork", "arguments": dict(arguments)}, theirs.fileno())
             return Child(int(answer["pid"]), Connection(ours.detach()))
 
     def status(self, pid: int) -> int | None:
         """How a rank ended, as ``os.waitstatus_to_exitcode`` says it; ``None`` while it runs."""
-        status: int | None = self._ask({"op": "status", "pid": pid})["status"]
+        status: int | None = self._send_request({"op": "status", "pid": pid})["status"]
         return status
 
-    def _ask(self, request: dict[str, Any], *fds: int) -> dict[str, Any]:
+    def _send_request(self, request: dict[str, Any], *fds: int) -> dict[str, Any]:
         with self._lock:
             socket.send_fds(self._socket, [json.dumps(request).encode()], list(fds))
             answer = self._socket.recv(1 << 16)
@@ -124,7 +125,7 @@ def serve(fd: int) -> None:
     """The server's loop on its end of the socket, until the client's end is closed."""
     from runtime.launch import process_pool
 
-    process_pool.preload()
+    process_pool.preload_imports()
     requests = socket.socket(fileno=fd)
     statuses: dict[int, int] = {}
     running: set[int] = set()
@@ -133,7 +134,7 @@ def serve(fd: int) -> None:
         if not message:
             break
         request = json.loads(message)
-        _reap(running, statuses)
+        _reap_children(running, statuses)
         if request["op"] == "status":
             answer: dict[str, Any] = {"status": statuses.get(request["pid"])}
         else:
@@ -143,7 +144,7 @@ def serve(fd: int) -> None:
                 ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
                 try:
-                    process_pool.main(Connection(fds[0]), **request["arguments"])
+                    process_pool.serve_rank_requests(Connection(fds[0]), **request["arguments"])
                 finally:
                     os._exit(1)
             os.close(fds[0])
@@ -155,7 +156,7 @@ def serve(fd: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _reap(running: set[int], statuses: dict[int, int]) -> None:
+def _reap_children(running: set[int], statuses: dict[int, int]) -> None:
     for pid in list(running):
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:

@@ -21,7 +21,15 @@ from runtime.engine.defaults import one_step_folder
 from runtime.engine.engine import Engine
 from runtime.errors import Failure, InstructionError, LaunchError, RankError
 from runtime.execute.bind import Library
-from runtime.launch.process_pool import LocalRanks, RankResults, Run, joined, part_of, run_program, unread_gradients
+from runtime.launch.process_pool import (
+    LocalRanks,
+    RankResults,
+    Run,
+    join_rank_results,
+    part_of,
+    run_program,
+    unread_gradients,
+)
 from runtime.program.load import placement_of, program_of
 from runtime.program.precision import with_precision
 from runtime.program.program import Program
@@ -70,20 +78,23 @@ def run_local(
     weights = weights_of(model, names_read(program))
     check_weights(program, weights)
     batch = batch_by_path(program, inputs)
-    with tempfile.TemporaryDirectory(prefix="run-", dir=_scratch(program)) as name, _ranks(program, ranks) as pool:
+    with (
+        tempfile.TemporaryDirectory(prefix="run-", dir=_find_scratch_folder(program)) as name,
+        _open_ranks(program, ranks) as pool,
+    ):
         folder = Path(name)
         (folder / "program.json").write_text(program.model_dump_json(exclude_defaults=True))
         torch.save(batch, folder / "inputs.pt")
         results = [str(folder / f"{rank}.pt") for rank in range(program.world_size)]
         files = [
             folder / "program.json",
-            _written(program, weights, folder / "weights.safetensors"),
+            _ensure_weights_file(program, weights, folder / "weights.safetensors"),
             folder / "inputs.pt",
         ]
         arguments = (*map(str, files), results, placement_of(plan), seed, outputs, grads, str(folder / "watch"))
         pool.call(run_program, *arguments, timeout=timeout, watch=Monitor(folder / "watch", timeout))
         parts = [RankResults(rank, **torch.load(path, weights_only=True)) for rank, path in enumerate(results)]
-    return joined(program, parts, _unread(program, model))
+    return join_rank_results(program, parts, _compute_unread_gradients(program, model))
 
 
 @typed_errors("run_threads()", passing=is_of_ranks)
@@ -147,14 +158,14 @@ def run_threads(
         weights.close()
     if failures:
         raise RankError(tuple(failures), program.world_size)
-    return joined(program, [parts[r] for r in sorted(parts)], _unread(program, model))
+    return join_rank_results(program, [parts[r] for r in sorted(parts)], _compute_unread_gradients(program, model))
 
 
-def _ranks(program: Program, ranks: LocalRanks | None) -> Any:
+def _open_ranks(program: Program, ranks: LocalRanks | None) -> Any:
     return LocalRanks(program.world_size) if ranks is None else nullcontext(ranks)
 
 
-def _scratch(program: Program) -> Path | None:
+def _find_scratch_folder(program: Program) -> Path | None:
     """``/dev/shm`` if it has room for twice the weights and results; ``None``, the default temporary folder, if not."""
     needed = 4 * sum(torch.Size(s.shape).numel() * 8 for s in program.states.values())
     if _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > needed:
@@ -162,7 +173,7 @@ def _scratch(program: Program) -> Path | None:
     return None
 
 
-def _written(program: Program, weights: Weights, path: Path) -> Path:
+def _ensure_weights_file(program: Program, weights: Weights, path: Path) -> Path:
     """The file of the weights that the program reads, written to ``path`` unless they are a file already. All ranks
     map it into memory."""
     if isinstance(weights, FileWeights):
@@ -179,7 +190,7 @@ def _written(program: Program, weights: Weights, path: Path) -> Path:
     return write_weights(content, path)
 
 
-def _unread(program: Program, model: Model) -> dict[str, Tensor]:
+def _compute_unread_gradients(program: Program, model: Model) -> dict[str, Tensor]:
     if program.objective != "train" or not isinstance(model, nn.Module):
         return {}
     return unread_gradients(program, module_tensors(model))

@@ -101,21 +101,21 @@ def part_of(engine: Engine, outputs: bool = True, grads: bool = True) -> RankRes
     return RankResults(rank.rank, engine.loss, made, shards, buffers)
 
 
-def joined(program: Program, parts: Sequence[RankResults], extra: Mapping[str, Tensor] | None = None) -> Run:
+def join_rank_results(program: Program, parts: Sequence[RankResults], extra: Mapping[str, Tensor] | None = None) -> Run:
     """The whole results. ``extra``: gradients of parameters that the program computes none of."""
     by_rank = {p.rank: p for p in parts}
-    leaves = {o.path: _leaf(program, o, by_rank) for o in program.outputs}
+    leaves = {o.path: _join_output(program, o, by_rank) for o in program.outputs}
     grads: dict[str, Tensor] = dict(extra or {})
     buffers: dict[str, Tensor] = {}
     for name, state in program.states.items():
         for whole, kind in ((grads, "grads"), (buffers, "buffers")):
             found = {r: getattr(p, kind)[name] for r, p in sorted(by_rank.items()) if name in getattr(p, kind)}
             if found:
-                whole.update(by_model_names(name, state, _whole(program, name, found)))
-    return Run(_rebuilt(program, leaves), parts[0].loss, grads, leaves, buffers)
+                whole.update(by_model_names(name, state, _join_state(program, name, found)))
+    return Run(_rebuild_tree(program, leaves), parts[0].loss, grads, leaves, buffers)
 
 
-def _whole(program: Program, state: str, held: Mapping[int, Tensor]) -> Tensor:
+def _join_state(program: Program, state: str, held: Mapping[int, Tensor]) -> Tensor:
     """A state of which ``held`` is what its first holders have, by rank in order: cut over ep, then tp, then shared."""
     data = program.states[state]
     shared: dict[tuple[int, ...], list[Tensor]] = {}  # the ranks that share a part -> their pieces, in order of rank
@@ -130,7 +130,7 @@ def _whole(program: Program, state: str, held: Mapping[int, Tensor]) -> Tensor:
     return join_shards([join_shards([*h], by_tensor) if each > 1 else h[0] for h in of_experts], by_expert)
 
 
-def _leaf(program: Program, output: OutputData, parts: Mapping[int, RankResults]) -> Any:
+def _join_output(program: Program, output: OutputData, parts: Mapping[int, RankResults]) -> Any:
     """One leaf of the model's result: shards joined over ``tp``, then ``cp``, then over ``dp`` and microbatches."""
     if output.value is None:
         return output.constant
@@ -151,7 +151,7 @@ def _leaf(program: Program, output: OutputData, parts: Mapping[int, RankResults]
     return join_shards(pieces, Layout.parse(output.batch))
 
 
-def _rebuilt(program: Program, leaves: dict[str, Any]) -> Any:
+def _rebuild_tree(program: Program, leaves: dict[str, Any]) -> Any:
     if program.tree is not None:
         # A tree of a class that this process does not know stays a dict by path.
         with contextlib.suppress(Exception):
@@ -166,11 +166,11 @@ def unread_gradients(program: Program, parameters: Mapping[str, Tensor]) -> dict
     return {n: torch.zeros(p.shape, dtype=p.dtype) for n, p in unread.items()}
 
 
-def put(connection: Connection, kind: str, content: Any = None) -> None:
+def send_message(connection: Connection, kind: str, content: Any = None) -> None:
     connection.send_bytes(pickle.dumps((kind, content)))
 
 
-def get(connection: Connection) -> tuple[str, Any]:
+def receive_message(connection: Connection) -> tuple[str, Any]:
     """The next message. Raises ``EOFError`` or ``OSError`` when the other side is gone."""
     kind, content = pickle.loads(connection.recv_bytes())
     return kind, content
@@ -228,18 +228,18 @@ class LocalRanks:
             )
         request = pickle.dumps((function, arguments))
         if not self._children:
-            self._start(timeout)
+            self._start_ranks(timeout)
         deadline = time.monotonic() + timeout
         try:
             for child in self._children:
                 with contextlib.suppress(OSError):  # it has died, and is found to have below
-                    put(child.connection, "call", request)
-            return self._collect("done", deadline, timeout, watch)
+                    send_message(child.connection, "call", request)
+            return self._collect_answers("done", deadline, timeout, watch)
         except BaseException:
             self.kill()
             raise
 
-    def _start(self, timeout: float) -> None:
+    def _start_ranks(self, timeout: float) -> None:
         self._server = fork_server()
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         threads = max(1, (os.cpu_count() or 1) // self.num_ranks)
@@ -254,12 +254,12 @@ class LocalRanks:
         try:
             for rank in range(self.num_ranks):
                 self._children.append(self._server.fork({"rank": rank, **arguments}))
-            self._collect("ready", time.monotonic() + _START_S, _START_S)
+            self._collect_answers("ready", time.monotonic() + _START_S, _START_S)
         except BaseException:
             self.kill()
             raise
 
-    def _collect(self, kind: str, deadline: float, timeout: float, watch: Monitor | None = None) -> list[Any]:
+    def _collect_answers(self, kind: str, deadline: float, timeout: float, watch: Monitor | None = None) -> list[Any]:
         """What each rank answered, when all have."""
         waiting = set(range(self.num_ranks))
         results: dict[int, Any] = {}
@@ -267,7 +267,7 @@ class LocalRanks:
         while waiting:
             left = deadline - time.monotonic()
             pause = min(left, _GRACE_S if failures else left if watch is None else _LOOK_S)
-            answers = self._answers(waiting, pause)
+            answers = self._receive_answers(waiting, pause)
             for rank, (answer, content) in answers.items():
                 waiting.discard(rank)
                 results[rank] = content
@@ -281,12 +281,12 @@ class LocalRanks:
                 failures.append(cause)
                 break
             if left <= pause:
-                raise RankTimeout(self._late(waiting, kind, timeout))
+                raise RankTimeout(self._describe_late_ranks(waiting, kind, timeout))
         if failures:
-            raise RankError(self._explained(failures, watch), self.num_ranks)
+            raise RankError(self._explain_failures(failures, watch), self.num_ranks)
         return [results[rank] for rank in range(self.num_ranks)]
 
-    def _explained(self, failures: list[Failure], watch: Monitor | None) -> tuple[Failure, ...]:
+    def _explain_failures(self, failures: list[Failure], watch: Monitor | None) -> tuple[Failure, ...]:
         """The failures, with what the watch knows about the first: where a rank was when it was killed."""
         first = first_cause(tuple(failures))
         if watch is None:
@@ -298,19 +298,19 @@ class LocalRanks:
             cause = replace(cause, error=first.error)  # with the signal
         return (cause, *(f for f in failures if f.rank != cause.rank))
 
-    def _answers(self, ranks: set[int], timeout: float) -> dict[int, tuple[str, Any]]:
+    def _receive_answers(self, ranks: set[int], timeout: float) -> dict[int, tuple[str, Any]]:
         """What came in from ``ranks`` within ``timeout``; a rank that has died has failed."""
         connections = {id(self._children[r].connection): r for r in ranks}
         found: dict[int, tuple[str, Any]] = {}
         for ready in wait([self._children[r].connection for r in ranks], max(timeout, 0.0)):
             rank = connections[id(ready)]
             try:
-                found[rank] = get(self._children[rank].connection)
+                found[rank] = receive_message(self._children[rank].connection)
             except (EOFError, OSError):
-                found[rank] = "failed", self._death(rank).to_data()
+                found[rank] = "failed", self._describe_death(rank).to_data()
         return found
 
-    def _death(self, rank: int) -> Failure:
+    def _describe_death(self, rank: int) -> Failure:
         assert self._server is not None
         for _ in range(20):
             status = self._server.status(self._children[rank].pid)
@@ -320,15 +320,17 @@ class LocalRanks:
         how = f"by signal {-status}" if status is not None and status < 0 else f"with status {status}"
         return Failure(rank, f"the process ended {how} and said nothing", DIED)
 
-    def _late(self, ranks: set[int], kind: str, timeout: float) -> str:
+    def _describe_late_ranks(self, ranks: set[int], kind: str, timeout: float) -> str:
         """What the ranks that have not answered are doing."""
         for rank in ranks:
             with contextlib.suppress(OSError):
-                put(self._children[rank].connection, "where")
+                send_message(self._children[rank].connection, "where")
         places: dict[int, str] = {}
         deadline = time.monotonic() + _LATE_S
         while len(places) < len(ranks) and time.monotonic() < deadline:
-            for rank, (answer, content) in self._answers(ranks - set(places), deadline - time.monotonic()).items():
+            for rank, (answer, content) in self._receive_answers(
+                ranks - set(places), deadline - time.monotonic()
+            ).items():
                 places[rank] = str(content) if answer == "where" else answer
         told = "\n  ".join(f"rank {r}: {places.get(r, 'does not answer')}" for r in sorted(ranks))
         task = "start" if kind == "ready" else "finish"
@@ -347,20 +349,20 @@ class LocalRanks:
         """Let the ranks leave, and make sure that they do."""
         for child in self._children:
             with contextlib.suppress(OSError):
-                put(child.connection, "leave")
+                send_message(child.connection, "leave")
         for child in self._children:
             child.connection.poll(5.0)
         self.kill()
 
 
-def preload() -> None:
+def preload_imports() -> None:
     """Import what is left to the first trace or checkpoint; touch no autograd, whose engine does not survive a fork."""
     importlib.import_module("runtime.checkpoint.dcp_files")
     with FakeTensorMode(), torch.no_grad():
         make_fx(torch.neg)(torch.empty(1))
 
 
-def main(
+def serve_rank_requests(
     connection: Connection,
     rank: int,
     world_size: int,
@@ -382,10 +384,12 @@ def main(
 
     def answer(kind: str, content: Any) -> None:
         with send_lock:
-            put(connection, kind, content)
+            send_message(connection, kind, content)
 
     requests: queue.Queue[bytes | None] = queue.Queue()
-    threading.Thread(target=_listen, args=(connection, requests, answer, threading.get_ident()), daemon=True).start()
+    threading.Thread(
+        target=_forward_requests, args=(connection, requests, answer, threading.get_ident()), daemon=True
+    ).start()
     try:
         dist.init_process_group(
             "gloo",
@@ -396,19 +400,19 @@ def main(
         )
         answer("ready", None)
     except Exception as error:
-        answer("failed", _failure(error, rank).to_data())
+        answer("failed", _error_to_failure(error, rank).to_data())
     while (request := requests.get()) is not None:
         try:
             function, arguments = pickle.loads(request)  # here: what it imports may fail
             answer("done", function(*arguments))
         except Exception as error:
-            answer("failed", _failure(error, rank).to_data())
+            answer("failed", _error_to_failure(error, rank).to_data())
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # Gloo's tear-down sometimes aborts the process
 
 
-def _listen(
+def _forward_requests(
     connection: Connection,
     requests: queue.Queue[bytes | None],
     answer: Callable[[str, Any], None],
@@ -417,18 +421,18 @@ def _listen(
     """Pass requests on; say where the main thread is, when asked, even while it hangs."""
     while True:
         try:
-            kind, content = get(connection)
+            kind, content = receive_message(connection)
         except (EOFError, OSError):
             os._exit(0)
         if kind == "where":
-            answer("where", _where(main_thread))
+            answer("where", _locate_thread(main_thread))
         elif kind == "leave":
             requests.put(None)
         else:
             requests.put(content)
 
 
-def _where(thread: int) -> str:
+def _locate_thread(thread: int) -> str:
     """The instruction at which the main thread is."""
     frame = sys._current_frames().get(thread)
     deepest = traceback.extract_stack(frame)[-1] if frame is not None else None
@@ -474,7 +478,7 @@ def run_program(
     torch.save(found, results[communicator.rank])
 
 
-def _failure(error: Exception, rank: int) -> Failure:
+def _error_to_failure(error: Exception, rank: int) -> Failure:
     if isinstance(error, InstructionError):
         return error.failure
     text = "".join(traceback.format_exception(error))

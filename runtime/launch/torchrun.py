@@ -46,11 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except ChildFailedError as error:
         status = 1
         print(error, file=sys.stderr)
-        print(f"first cause: {_cause(folder, error)}", file=sys.stderr)
+        print(f"first cause: {_find_first_cause(folder, error)}", file=sys.stderr)
     except RendezvousConnectionError as error:
         status = 1
         traceback.print_exception(error)
-        print(f"first cause: {_unreachable(options.rdzv_endpoint)}", file=sys.stderr)
+        print(f"first cause: {_explain_unreachable_host(options.rdzv_endpoint)}", file=sys.stderr)
     finally:
         if own:
             shutil.rmtree(folder, ignore_errors=True)
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(status)
 
 
-def _unreachable(endpoint: str) -> str:
+def _explain_unreachable_host(endpoint: str) -> str:
     """torchrun has ended its ranks at once, before any of them could say what it has lost."""
     return (
         f"the host where ranks meet, {endpoint}, cannot be reached: it has ended, or its network, or never was there; "
@@ -67,7 +67,7 @@ def _unreachable(endpoint: str) -> str:
     )
 
 
-def _cause(folder: Path, error: ChildFailedError) -> str:
+def _find_first_cause(folder: Path, error: ChildFailedError) -> str:
     """What the ranks of the last attempt have said; else what torchrun saw first."""
     rank, first = error.get_first_failure()
     attempts = sorted(folder.glob("attempt-*"), key=lambda p: int(p.name.split("-")[1]))

@@ -34,7 +34,7 @@ from torch import Tensor
 from runtime.comm.wait_clock import waited
 from runtime.engine.batches import batch_size
 from runtime.engine.engine import Engine
-from runtime.execute.flight_recorder import MeasuredStep, recordings
+from runtime.execute.flight_recorder import MeasuredStep, list_recordings
 from runtime.files import write_text
 
 FILE = "metrics.jsonl"
@@ -131,7 +131,7 @@ class StepLog:
             samples_per_s=rate * self.samples or None,
             mfu=(rate * self.full_speed_s or None) if self.full_speed_s else None,
             memory=peak_memory(self.engine.device),
-            bubble=self._bubble(seconds, waiting),
+            bubble=self._measure_bubble(seconds, waiting),
         )
         content = {k: v for k, v in (asdict(found) | more).items() if v is not None}
         if self._lines is not None:
@@ -142,10 +142,10 @@ class StepLog:
         if self._lines is not None:
             self._lines.close()
 
-    def _bubble(self, seconds: float, waiting: float) -> float | None:
+    def _measure_bubble(self, seconds: float, waiting: float) -> float | None:
         if self.engine.program.world_size == 1:
             return 0.0
-        steps = [] if self.watch is None else [s for r in recordings(self.watch).values() if (s := r.last_step())]
+        steps = [] if self.watch is None else [s for r in list_recordings(self.watch).values() if (s := r.last_step())]
         shares = [waiting_share(s) for s in steps]
         return sum(shares) / len(shares) if shares else min(1.0, waiting / seconds)
 
@@ -164,7 +164,7 @@ class _Lines:
 
     def write(self, step: int, content: Mapping[str, Any]) -> None:
         if self._file is None or step <= self._step:
-            self._begin(step)
+            self._resume_at_step(step)
         assert self._file is not None
         self._file.write(json.dumps(content) + "\n")
         self._file.flush()
@@ -174,7 +174,7 @@ class _Lines:
                     self._board.add_scalar(name, number, step)
         self._step = step
 
-    def _begin(self, step: int) -> None:
+    def _resume_at_step(self, step: int) -> None:
         """Go on with ``step``: what is there of it and of later ones was of steps that are done again."""
         self.close()
         lines = self.path.read_text(errors="replace").splitlines(keepends=True) if self.path.exists() else []
@@ -182,7 +182,7 @@ class _Lines:
         if kept != lines:
             write_text(self.path, "".join(kept))
         self._file = self.path.open("a")
-        self._board = _tensorboard(self.folder, step)
+        self._board = _open_tensorboard(self.folder, step)
 
     def close(self) -> None:
         if self._file is not None:
@@ -226,7 +226,7 @@ def _full_speed(plan: Any) -> float | None:
     return found or None
 
 
-def _tensorboard(folder: Path, step: int) -> Any:
+def _open_tensorboard(folder: Path, step: int) -> Any:
     """A writer that goes on with ``step``: later ones that were written before are shown no more."""
     try:
         from torch.utils.tensorboard import SummaryWriter
@@ -269,7 +269,7 @@ class LossSpikes:
 
     def see(self, step: int, loss: float) -> LossSpike | None:
         """The loss of ``step``; a :class:`LossSpike` if it is one. What is no number is infinitely far."""
-        found = self._judged(step, loss)
+        found = self._detect_spike(step, loss)
         if found is None:
             self._usual.append(loss)
             self._above.clear()
@@ -280,7 +280,7 @@ class LossSpikes:
                 self._above.clear()
         return found
 
-    def _judged(self, step: int, loss: float) -> LossSpike | None:
+    def _detect_spike(self, step: int, loss: float) -> LossSpike | None:
         if not math.isfinite(loss):
             return LossSpike(step, loss, median(self._usual) if self._usual else math.nan, math.inf)
         if len(self._usual) < self.least:

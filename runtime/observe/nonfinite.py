@@ -22,7 +22,7 @@ from runtime.comm.group import Communicator, all_ranks
 from runtime.engine.batches import batch_values, own_values
 from runtime.engine.engine import Engine
 from runtime.errors import Failure, InstructionError
-from runtime.observe.operator_probe import ProbedOperation, probed
+from runtime.observe.operator_probe import ProbedOperation, probe_operators
 
 KIND = "NonFinite"
 
@@ -67,17 +67,17 @@ def find_nonfinite(engine: Engine, batch: Any, local: bool = False) -> Failure:
     """Run the last step again on ``batch`` and find what first was not finite: rank, instruction, graph node. All ranks
     call it, before the optimizer changes the weights; the engine's step count and its factor of the loss stay as they
     are, the gradients are those of ``batch`` again."""
-    told = _of_all(engine, _given(engine, batch, local))  # one rank's own shard or samples may have it
+    told = _of_all(engine, _find_nonfinite_inputs(engine, batch, local))  # one rank's own shard or samples may have it
     if not told:
         found = _NonFiniteFinder(engine.communicator.rank)
-        with _again(engine), probed(engine, found.see):
+        with _replay_step(engine), probe_operators(engine, found.see):
             engine.step(batch, local=local)
         told = _of_all(engine, found.origins())
-    return _failure(told, engine.steps)
+    return _origins_to_failure(told, engine.steps)
 
 
 @contextmanager
-def _again(engine: Engine) -> Iterator[None]:
+def _replay_step(engine: Engine) -> Iterator[None]:
     """A step in the block is the last one again; what it leaves for those to come is as it was."""
     steps, residuals = engine.steps, engine._gradients.residuals
     kept = {place: residual.clone() for place, residual in residuals.items()}
@@ -106,19 +106,19 @@ class _NonFiniteFinder:
     def see(self, operation: ProbedOperation) -> None:
         if self.nan is not None:
             return
-        made = [_marks(x) for x in operation.outputs]
+        made = [_find_nan_and_infinity(x) for x in operation.outputs]
         if not any(nan or infinite for nan, infinite in made):
             return
         # What an operator writes to is looked at too late to say what was there.
-        given = [_marks(x) for x in operation.inputs if all(x is not out for out in operation.outputs)]
+        given = [_find_nan_and_infinity(x) for x in operation.inputs if all(x is not out for out in operation.outputs)]
         had_infinity = any(infinite for _, infinite in given)
         if any(nan for nan, _ in made):
             if not any(nan for nan, _ in given):
-                self.nan = self._origin(operation, True, had_infinity)
+                self.nan = self._make_origin(operation, True, had_infinity)
         elif self.infinity is None and not had_infinity and not _asked_for(operation):
-            self.infinity = self._origin(operation, False, False)
+            self.infinity = self._make_origin(operation, False, False)
 
-    def _origin(self, operation: ProbedOperation, is_nan: bool, from_infinity: bool) -> NonFiniteOrigin:
+    def _make_origin(self, operation: ProbedOperation, is_nan: bool, from_infinity: bool) -> NonFiniteOrigin:
         place = operation.place()
         return NonFiniteOrigin(
             at=time.monotonic(),
@@ -135,7 +135,7 @@ class _NonFiniteFinder:
         )
 
 
-def _marks(x: Tensor) -> tuple[bool, bool]:
+def _find_nan_and_infinity(x: Tensor) -> tuple[bool, bool]:
     """Whether ``x`` holds a NaN, and an infinity."""
     if not (x.is_floating_point() or x.is_complex()) or x.numel() == 0:
         return False, False
@@ -149,21 +149,21 @@ def _asked_for(operation: ProbedOperation) -> bool:
     return any(isinstance(s, float) and math.isinf(s) for s in operation.scalars)
 
 
-def _given(engine: Engine, batch: Any, local: bool) -> list[NonFiniteOrigin]:
+def _find_nonfinite_inputs(engine: Engine, batch: Any, local: bool) -> list[NonFiniteOrigin]:
     """What is not a number before the step begins: a parameter, an input."""
     inputs = own_values(engine.program, engine.share, batch, True) if local else batch_values(engine.program, batch)
     tensors: Mapping[str, Tensor] = {
         **{f"parameter {n}": p.detach() for n, p in engine.named_parameters()},
         **{f"input {n}": x for n, x in inputs.items()},
     }
-    names = [name for name, x in tensors.items() if _marks(x)[0]]
+    names = [name for name, x in tensors.items() if _find_nan_and_infinity(x)[0]]
     if not names:
         return []
     what = f"{names[0]} holds a NaN before the step" + (f", as do {len(names) - 1} more" if len(names) > 1 else "")
     return [NonFiniteOrigin(0.0, engine.communicator.rank, None, "before the step", "", "", "", "", what, True)]
 
 
-def _failure(origins: list[NonFiniteOrigin], step: int) -> Failure:
+def _origins_to_failure(origins: list[NonFiniteOrigin], step: int) -> Failure:
     nans = sorted((o for o in origins if o.is_nan), key=lambda o: (o.at, o.rank))
     infinities = sorted((o for o in origins if not o.is_nan), key=lambda o: (o.at, o.rank))
     if not nans and not infinities:
@@ -194,20 +194,22 @@ def _failure(origins: list[NonFiniteOrigin], step: int) -> Failure:
 def _of_all(engine: Engine, seen: list[NonFiniteOrigin]) -> list[NonFiniteOrigin]:
     """What all ranks have seen, on all ranks."""
     return [
-        NonFiniteOrigin(**data) for found in _exchange(engine, json.dumps([asdict(o) for o in seen])) for data in found
+        NonFiniteOrigin(**data)
+        for found in _all_gather_json(engine, json.dumps([asdict(o) for o in seen]))
+        for data in found
     ]
 
 
-def _exchange(engine: Engine, text: str) -> list[Any]:
+def _all_gather_json(engine: Engine, text: str) -> list[Any]:
     """The JSON value of every rank, on all ranks."""
     communicator = engine.communicator
     group = all_ranks(communicator, engine.program.world_size)
     content = text.encode()
     length = int(group.all_reduce(torch.tensor(float(len(content)), device=engine.device), maximum=True).wait().item())
-    padded = _bytes(content.ljust(length), communicator)
+    padded = _bytes_to_tensor(content.ljust(length), communicator)
     parts = group.all_gather(padded.unsqueeze(0), 0).wait()
     return [json.loads(bytes(part.cpu().tolist())) for part in parts.reshape(-1, length)]
 
 
-def _bytes(content: bytes, communicator: Communicator) -> Tensor:
+def _bytes_to_tensor(content: bytes, communicator: Communicator) -> Tensor:
     return torch.tensor(list(content), dtype=torch.uint8, device=communicator.device)

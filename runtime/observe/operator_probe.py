@@ -34,7 +34,7 @@ from runtime.errors import LaunchError
 from runtime.execute import transfers
 from runtime.execute.executor import Executor
 from runtime.execute.failures import instruction_text
-from runtime.execute.stack_location import RankLocation, place_of, stack
+from runtime.execute.stack_location import RankLocation, place_of, walk_stack_frames
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class _OperatorProbe(TorchDispatchMode):
             index=self.index,
             instruction=instruction_text(self.executor.rank, self.index),
             operator=str(func),
-            place=lambda: place_of(stack(frame), self.executor),
+            place=lambda: place_of(walk_stack_frames(frame), self.executor),
             inputs=[x for x in given if isinstance(x, Tensor)],
             outputs=[x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)],
             scalars=[x for x in given if not isinstance(x, Tensor)],
@@ -99,7 +99,7 @@ def _is_buffer(frame: FrameType | None, func: Any) -> bool:
 
 
 @contextmanager
-def probed(engine: Engine, see: Callable[[ProbedOperation], None]) -> Iterator[None]:
+def probe_operators(engine: Engine, see: Callable[[ProbedOperation], None]) -> Iterator[None]:
     """Tell ``see`` of every operator of the steps of ``engine`` in the block."""
     executor = engine._executor
     plain = list(executor.actions)
@@ -141,7 +141,10 @@ def record_hashes(engine: Engine, folder: str | Path) -> Iterator[None]:
     """
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    with (path / f"rank-{engine.communicator.rank}.hashes").open("w") as file, probed(engine, _HashWriter(file).see):
+    with (
+        (path / f"rank-{engine.communicator.rank}.hashes").open("w") as file,
+        probe_operators(engine, _HashWriter(file).see),
+    ):
         yield
 
 
@@ -206,12 +209,14 @@ def compare_runs(one: str | Path, other: str | Path) -> Difference | None:
             raise LaunchError(f"{folder} holds no hashes; write them with runtime.debug.record_hashes(engine, folder)")
     if files[0].keys() != files[1].keys():
         raise LaunchError(f"{one} has {len(files[0])} ranks, {other} has {len(files[1])}: compare runs of one plan")
-    found_ = [_first(int(n.split("-")[1].split(".")[0]), p, files[1][n]) for n, p in sorted(files[0].items())]
+    found_ = [
+        _find_first_difference(int(n.split("-")[1].split(".")[0]), p, files[1][n]) for n, p in sorted(files[0].items())
+    ]
     differences = [d for d in found_ if d is not None]
     return min(differences, key=lambda d: (d.step, not d.own, d.index, d.rank), default=None)
 
 
-def _first(rank: int, one: Path, other: Path) -> Difference | None:
+def _find_first_difference(rank: int, one: Path, other: Path) -> Difference | None:
     with one.open() as first, other.open() as second:
         for a, b in zip_longest(first, second):
             if a == b:
@@ -219,11 +224,11 @@ def _first(rank: int, one: Path, other: Path) -> Difference | None:
             if a is None or b is None:
                 raise LaunchError(f"{one if a is None else other} ends early: compare runs of as many steps")
             mine, yours = json.loads(a), json.loads(b)
-            return _difference(rank, mine, yours)
+            return _make_difference(rank, mine, yours)
     return None
 
 
-def _difference(rank: int, mine: dict[str, Any], yours: dict[str, Any]) -> Difference:
+def _make_difference(rank: int, mine: dict[str, Any], yours: dict[str, Any]) -> Difference:
     names = ("step", "index", "instruction", "operator", "call", "node", "path", "source")
     same = all(mine[n] == yours[n] for n in ("step", "index", "operator"))
     own = not same or mine["in"] == yours["in"]

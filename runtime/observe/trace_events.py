@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.errors import LaunchError
-from runtime.execute.flight_recorder import MeasuredStep, recordings
+from runtime.execute.flight_recorder import MeasuredStep, list_recordings
 from runtime.files import write_text
 
 Event = dict[str, Any]
@@ -42,7 +42,7 @@ def measured_steps(folder: str | Path) -> list[MeasuredStep]:
 
     Raises :class:`LaunchError` where there is none.
     """
-    found = [step for r in recordings(Path(folder)).values() if (step := r.last_step()) is not None]
+    found = [step for r in list_recordings(Path(folder)).values() if (step := r.last_step()) is not None]
     if not found or len({s.step for s in found}) > 1 or len(found) != found[0].about.world_size:
         steps = {s.about.rank: s.step + 1 for s in found}
         raise LaunchError(
@@ -54,19 +54,19 @@ def measured_steps(folder: str | Path) -> list[MeasuredStep]:
 
 def spans_of(steps: Sequence[MeasuredStep]) -> list[TraceSpan]:
     """All instructions of a step; what an instruction has begun and finishes later is of both."""
-    begin = min(_wall(s, s.starts[0] * 1e-9) for s in steps)
+    begin = min(_convert_to_wall_clock(s, s.starts[0] * 1e-9) for s in steps)
     spans = []
     for step in steps:
         about = step.about
         for index, start, end, waiting in step.seconds():
             spot = about.spots[index] if index < len(about.spots) else None
             text, op = (spot.text, spot.op) if spot is not None else ("end", "END")
-            first, last = _wall(step, start) - begin, _wall(step, end) - begin
+            first, last = _convert_to_wall_clock(step, start) - begin, _convert_to_wall_clock(step, end) - begin
             spans.append(TraceSpan(about.rank, about.stage, index, text, op, first, last, waiting))
     return spans
 
 
-def _wall(step: MeasuredStep, seconds: float) -> float:
+def _convert_to_wall_clock(step: MeasuredStep, seconds: float) -> float:
     """On a clock that hosts share."""
     return seconds + step.about.clock_s
 
@@ -86,14 +86,14 @@ def events_of(spans: Iterable[TraceSpan], steps: Sequence[MeasuredStep], first_p
             "op": s.op,
             "waiting_s": s.waiting,
         }
-        events.append(complete(s.text, s.op, first_process + s.rank, s.start, s.end, args))
-    return events + _flows(list(spans), steps, first_process)
+        events.append(make_complete_event(s.text, s.op, first_process + s.rank, s.start, s.end, args))
+    return events + _list_flows(list(spans), steps, first_process)
 
 
-def _flows(spans: Sequence[TraceSpan], steps: Sequence[MeasuredStep], first_process: int) -> list[Event]:
+def _list_flows(spans: Sequence[TraceSpan], steps: Sequence[MeasuredStep], first_process: int) -> list[Event]:
     """From the start of each send to the end of its receive."""
     about = {s.about.rank: s.about for s in steps}
-    stride = _stride(steps)
+    stride = _compute_stride(steps)
     sends: dict[tuple[int, int, str, int | None, tuple[str, ...]], TraceSpan] = {}
     receives: dict[tuple[int, int, str, int | None, tuple[str, ...]], TraceSpan] = {}
     for s in spans:
@@ -109,11 +109,11 @@ def _flows(spans: Sequence[TraceSpan], steps: Sequence[MeasuredStep], first_proc
     for number, (key, sent) in enumerate(sends.items()):
         if key in receives:
             got = receives[key]
-            events += flow(number, first_process + sent.rank, sent.start, first_process + got.rank, got.end)
+            events += make_flow_events(number, first_process + sent.rank, sent.start, first_process + got.rank, got.end)
     return events
 
 
-def _stride(steps: Sequence[MeasuredStep]) -> int:
+def _compute_stride(steps: Sequence[MeasuredStep]) -> int:
     stages = {s.about.stage for s in steps}
     return len(steps) // len(stages)
 
@@ -125,7 +125,7 @@ def process_name(process: int, name: str, place: int) -> list[Event]:
     ]
 
 
-def complete(
+def make_complete_event(
     name: str, category: str, process: int, start: float, end: float, args: Mapping[str, Any], thread: int = 0
 ) -> Event:
     """An event with a length; the format's times are microseconds."""
@@ -133,7 +133,7 @@ def complete(
     return {**event, "ts": start * 1e6, "dur": max(0.0, end - start) * 1e6}
 
 
-def flow(
+def make_flow_events(
     number: int, source: int, start: float, target: int, end: float, threads: tuple[int, int] = (0, 0)
 ) -> list[Event]:
     """An arrow between two events, which contain its ends."""

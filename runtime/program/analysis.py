@@ -23,7 +23,7 @@ from passes.shard.differentiate import CollectiveUse, Differentiated, JointGraph
 from runtime.program.buckets import Bucket
 from runtime.program.codecs import wire_share
 from runtime.program.instructions import Listing
-from runtime.program.program import CallData, Program, Value, shortened
+from runtime.program.program import CallData, Program, Value, keep_first_microbatches
 from runtime.program.state_bytes import StateSizes, state_sizes, staying_values
 
 Flags = tuple[bool, ...]
@@ -93,23 +93,25 @@ class ProgramFacts:
             assert isinstance(instructions, Listing), "a list that does not grow"
             microbatches = self.program.num_microbatches - (instructions.steps - steps) * instructions.unit
             stages.append(stage.model_copy(update={"instructions": instructions.grown(steps)}))
-        return self._with(stages=tuple(stages), num_microbatches=microbatches)
+        return self._copy_with_changes(stages=tuple(stages), num_microbatches=microbatches)
 
     def of_share(self, num_microbatches: int) -> ProgramFacts:
         """The facts of this program for ranks that run the first ``num_microbatches`` only."""
         if num_microbatches == self.program.num_microbatches:
             return self
-        return self._with(
+        return self._copy_with_changes(
             passes_over=True,
             stages=tuple(
-                stage.model_copy(update={"instructions": shortened(stage.instructions, self.program, num_microbatches)})
+                stage.model_copy(
+                    update={"instructions": keep_first_microbatches(stage.instructions, self.program, num_microbatches)}
+                )
                 for stage in self.program.stages
             ),
             num_microbatches=num_microbatches,
             data_shares=(),
         )
 
-    def _with(self, passes_over: bool = False, **changed: Any) -> ProgramFacts:
+    def _copy_with_changes(self, passes_over: bool = False, **changed: Any) -> ProgramFacts:
         facts = ProgramFacts(self.program.model_copy(update=changed), passes_over)
         known = {name: getattr(self, name) for name in ("blocks", "order", "trainable", "flow", "stages", "_sizes")}
         facts.__dict__.update(known)  # calls do the same in every microbatch
@@ -159,11 +161,11 @@ class ProgramFacts:
 
     @cached_property
     def stages(self) -> tuple[tuple[CallFacts, ...], ...]:
-        facts = {place: self._facts(place, i) for i, place in enumerate(self.order)}
+        facts = {place: self._derive_call_facts(place, i) for i, place in enumerate(self.order)}
         return tuple(tuple(facts[s, p] for p in range(len(stage.calls))) for s, stage in enumerate(self.program.stages))
 
     @cached_property
-    def _staying(self) -> tuple[frozenset[str], ...]:
+    def _staying_values(self) -> tuple[frozenset[str], ...]:
         """For each stage, the values that an OFFLOAD leaves on the device."""
         return tuple(map(staying_values, self.program.stages))
 
@@ -222,11 +224,11 @@ class ProgramFacts:
         graph = self.program.blocks[call.block]
         again = graph.again if slim else ()
         fused = self.program.fused_attention
-        return _differentiated(
-            _key(graph.nodes), call.block, graph.states, graph.inputs, again, fused, *self.needs(call)
+        return _differentiate_block(
+            _nodes_to_key(graph.nodes), call.block, graph.states, graph.inputs, again, fused, *self.needs(call)
         )
 
-    def _facts(self, place: tuple[int, int], index: int) -> CallFacts:
+    def _derive_call_facts(self, place: tuple[int, int], index: int) -> CallFacts:
         call = self.call(place)
         gives, adds = self.flow.inputs[index], self.flow.states[index]
         if not (gives or adds):
@@ -235,11 +237,13 @@ class ProgramFacts:
         stage = self.program.stages[place[0]]
         recomputed, slim = place[1] in stage.checkpoint_calls, place[1] in stage.selective_calls
         pieces = self.differentiated(call, slim)
-        keeps, kept_bytes = _kept(self.blocks[call.block], call, pieces)
+        keeps, kept_bytes = _list_saved_tensors(self.blocks[call.block], call, pieces)
         keeps = call.inputs if recomputed else keeps
-        staying = self._staying[place[0]]
-        made = _kept(self.blocks[call.block], call, self.differentiated(call))[1] - kept_bytes if slim else 0
-        carries, carried_bytes = _carried(self.blocks[call.block], call, pieces)
+        staying = self._staying_values[place[0]]
+        made = (
+            _list_saved_tensors(self.blocks[call.block], call, self.differentiated(call))[1] - kept_bytes if slim else 0
+        )
+        carries, carried_bytes = _list_carried_tensors(self.blocks[call.block], call, pieces)
         return CallFacts(
             data=call,
             takes=tuple(v for v in call.outputs if v in self.flow.values),
@@ -260,12 +264,12 @@ class ProgramFacts:
         )
 
 
-def _kept(block: Block, call: CallData, pieces: Differentiated) -> tuple[tuple[str, ...], int]:
+def _list_saved_tensors(block: Block, call: CallData, pieces: Differentiated) -> tuple[tuple[str, ...], int]:
     """The call's inputs and outputs that it saves for backward, and the bytes of all other saved tensors but states."""
-    return _memory_of(block, call, pieces, _results(pieces)[pieces.num_outputs :])
+    return _memory_of(block, call, pieces, _list_forward_results(pieces)[pieces.num_outputs :])
 
 
-def _carried(block: Block, call: CallData, pieces: Differentiated) -> tuple[tuple[str, ...], int]:
+def _list_carried_tensors(block: Block, call: CallData, pieces: Differentiated) -> tuple[tuple[str, ...], int]:
     """The call's inputs and outputs that the weight half of its backward reads, and the bytes of all other tensors that
     this half reads, except states."""
     return _memory_of(block, call, pieces, pieces.backward_weight.graph.find_nodes(op="placeholder"))
@@ -277,20 +281,20 @@ def _memory_of(
     """The call's inputs and outputs among ``nodes``, and the bytes of the other nodes' storages, except states. A view
     counts as the tensor that it views."""
     placeholders = pieces.forward.graph.find_nodes(op="placeholder")
-    given = [*placeholders[len(block.states) :], *_results(pieces)[: pieces.num_outputs]]
-    named = {_storage(node): value for node, value in zip(given, (*call.inputs, *call.outputs), strict=True)}
-    held = {_storage(node) for node in placeholders[: len(block.states)]}
-    found = {_storage(node): node.meta["val"] for node in nodes if isinstance(node.meta.get("val"), Tensor)}
+    given = [*placeholders[len(block.states) :], *_list_forward_results(pieces)[: pieces.num_outputs]]
+    named = {_identify_storage(node): value for node, value in zip(given, (*call.inputs, *call.outputs), strict=True)}
+    held = {_identify_storage(node) for node in placeholders[: len(block.states)]}
+    found = {_identify_storage(node): node.meta["val"] for node in nodes if isinstance(node.meta.get("val"), Tensor)}
     values = tuple(dict.fromkeys(named[s] for s in found if s in named))
     return values, sum(v.untyped_storage().nbytes() for s, v in found.items() if s not in named and s not in held)
 
 
-def _results(pieces: Differentiated) -> tuple[Node, ...]:
+def _list_forward_results(pieces: Differentiated) -> tuple[Node, ...]:
     """The results of the forward graph: the block's outputs, then the saved tensors."""
     return cast(tuple[Node, ...], pieces.forward.graph.output_node().args[0])
 
 
-def _storage(node: Node) -> int:
+def _identify_storage(node: Node) -> int:
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else -id(node)
 
@@ -298,7 +302,7 @@ def _storage(node: Node) -> int:
 def load_block(program: Program, name: str) -> Block:
     """Parse a block of the program into a graph. Raises ``GraphFormatError`` if it is malformed."""
     graph = program.blocks[name]
-    return _block(_key(graph.nodes), name, graph.states, graph.inputs)
+    return _parse_block(_nodes_to_key(graph.nodes), name, graph.states, graph.inputs)
 
 
 def graph_fault(program: Program, name: str, axes: Mapping[str, int]) -> tuple[str, str] | None:
@@ -307,35 +311,35 @@ def graph_fault(program: Program, name: str, axes: Mapping[str, int]) -> tuple[s
     ``axes``: number of ranks on each mesh axis.
     """
     graph = program.blocks[name]
-    return _fault(_key(graph.nodes), name, graph.states, graph.inputs, tuple(axes.items()))
+    return _find_block_fault(_nodes_to_key(graph.nodes), name, graph.states, graph.inputs, tuple(axes.items()))
 
 
 def value_bytes(value: Value) -> int:
     return TensorSpec(value.shape, dtype_of(value.dtype)).nbytes
 
 
-def _key(nodes: Sequence[object]) -> str:
+def _nodes_to_key(nodes: Sequence[object]) -> str:
     return json.dumps(nodes)
 
 
 @lru_cache(maxsize=256)
-def _block(nodes: str, name: str, states: tuple[str, ...], inputs: tuple[str, ...]) -> Block:
+def _parse_block(nodes: str, name: str, states: tuple[str, ...], inputs: tuple[str, ...]) -> Block:
     return block_from_data(name, tuple(json.loads(nodes)), states, inputs)
 
 
 @lru_cache(maxsize=256)
-def _fault(
+def _find_block_fault(
     nodes: str, name: str, states: tuple[str, ...], inputs: tuple[str, ...], axes: tuple[tuple[str, int], ...]
 ) -> tuple[str, str] | None:
     try:
-        check_block(_block(nodes, name, states, inputs), dict(axes))
+        check_block(_parse_block(nodes, name, states, inputs), dict(axes))
     except (GraphError, GraphFormatError) as error:
         return str(error), getattr(error, "node", "")
     return None
 
 
 @lru_cache(maxsize=256)
-def _differentiated(
+def _differentiate_block(
     nodes: str,
     name: str,
     states: tuple[str, ...],
@@ -344,12 +348,12 @@ def _differentiated(
     fused: bool,
     *needs: Flags,
 ) -> Differentiated:
-    return _joint(nodes, name, states, inputs, fused, *needs).cut(again)
+    return _trace_joint_graph(nodes, name, states, inputs, fused, *needs).cut(again)
 
 
 @lru_cache(maxsize=256)
-def _joint(
+def _trace_joint_graph(
     nodes: str, name: str, states: tuple[str, ...], inputs: tuple[str, ...], fused: bool, *needs: Flags
 ) -> JointGraph:
     """The joint graph of forward and backward, traced once; it is cut with and without recomputation."""
-    return joint_of(_block(nodes, name, states, inputs), torch.device("cpu"), *needs, fused=fused)
+    return joint_of(_parse_block(nodes, name, states, inputs), torch.device("cpu"), *needs, fused=fused)

@@ -167,7 +167,7 @@ class Listing(Data, Sequence[Instruction]):
     def expanded(self) -> tuple[Instruction, ...]:
         """All the instructions."""
         return tuple(
-            _further(instruction, part.moved * self.steps + part.shift * again)
+            _shift_microbatch(instruction, part.moved * self.steps + part.shift * again)
             for part in self.parts
             for again in range(part.times + part.more * self.steps)
             for instruction in part.body
@@ -201,17 +201,20 @@ class Listing(Data, Sequence[Instruction]):
 Instructions = Annotated[Listing | tuple[Instruction, ...], Field(union_mode="left_to_right")]
 
 
-def repetitions(instructions: Instructions) -> Iterator[tuple[Instruction, int]]:
+def count_repetitions(instructions: Instructions) -> Iterator[tuple[Instruction, int]]:
     """Each instruction as it first runs, and how often it runs; the repetitions differ in the microbatch alone."""
     if not isinstance(instructions, Listing):
         yield from ((instruction, 1) for instruction in instructions)
         return
     for part in instructions.parts:
         for instruction in part.body:
-            yield _further(instruction, part.moved * instructions.steps), part.times + part.more * instructions.steps
+            yield (
+                _shift_microbatch(instruction, part.moved * instructions.steps),
+                part.times + part.more * instructions.steps,
+            )
 
 
-def _further(instruction: Instruction, microbatches: int) -> Instruction:
+def _shift_microbatch(instruction: Instruction, microbatches: int) -> Instruction:
     if not microbatches or instruction.microbatch is None:
         return instruction
     update: dict[str, Any] = {"microbatch": instruction.microbatch + microbatches}

@@ -17,35 +17,35 @@ def program_of(plan: Any) -> Program:
     if isinstance(getattr(plan, "program", None), Program):
         return plan.program  # type: ignore[no-any-return]
     if isinstance(plan, str | Path):
-        return _read(Path(plan))
+        return _read_program(Path(plan))
     raise LaunchError(f"expected a plan, a Program or the path of a plan file, got {type(plan).__name__}")
 
 
 def placement_of(plan: Any) -> tuple[int, ...]:
     """The device of each rank that a plan or a plan file gives; empty where ranks are on their namesakes."""
     if isinstance(plan, str | Path):
-        return tuple(_content(Path(plan)).get("devices", ()))
+        return tuple(_read_plan_content(Path(plan)).get("devices", ()))
     return tuple(getattr(plan, "devices", ()))
 
 
 def disk_of(plan: Any, stage: int) -> int:
     """The bytes on disk of a rank of ``stage`` that a plan or a plan file gives; 0 where it gives none."""
     if isinstance(plan, str | Path):
-        stages = _content(Path(plan)).get("estimate", {}).get("stages", ())
+        stages = _read_plan_content(Path(plan)).get("estimate", {}).get("stages", ())
         return int(stages[stage].get("disk", 0)) if stages else 0
     stages = getattr(getattr(plan, "estimate", None), "stages", ())
     return int(stages[stage].disk) if stages else 0
 
 
-def _read(path: Path) -> Program:
-    content = _content(path)
+def _read_program(path: Path) -> Program:
+    content = _read_plan_content(path)
     try:
         return Program.model_validate(content["program"])
     except ValueError as error:
         raise LaunchError(f"{path} does not hold a program of this version: {error}") from None
 
 
-def _content(path: Path) -> dict[str, Any]:
+def _read_plan_content(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError) as error:

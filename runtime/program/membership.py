@@ -25,7 +25,7 @@ def loss_stage(program: Program) -> int:
     return next(i for i, stage in enumerate(program.stages) if any(program.loss in c.outputs for c in stage.calls))
 
 
-def neighbours(stage: int, source: int, num_stages: int) -> tuple[int | None, list[int]]:
+def find_neighbour_stages(stage: int, source: int, num_stages: int) -> tuple[int | None, list[int]]:
     """From which stage ``stage`` learns what ``source`` knows, and to which ones it passes it on."""
     below = [stage - 1] if 0 < stage <= source else []
     above = [stage + 1] if source <= stage < num_stages - 1 else []
@@ -39,7 +39,9 @@ def loss_edges(program: Program) -> set[tuple[int, int, str]]:
     if program.loss is None or len(program.stages) == 1:
         return set()
     source, count = loss_stage(program), len(program.stages)
-    return {(stage, target, CHANNEL) for stage in range(count) for target in neighbours(stage, source, count)[1]}
+    return {
+        (stage, target, CHANNEL) for stage in range(count) for target in find_neighbour_stages(stage, source, count)[1]
+    }
 
 
 # The loss is summed over data; norms over stages and shards; checkpoints gather shards.
@@ -49,9 +51,11 @@ _ALWAYS = (("dp",), ("pp", "tp"), ("tp",))
 def groups_of(rank: RankProgram) -> list[tuple[int, ...]]:
     """The groups of ``rank``, in an order that is the same on all ranks: overlapping groups must be opened so."""
     program = rank.program
-    over_axes = [rank.group(*axes) for axes in sorted(_axes(program))]
+    over_axes = [rank.group(*axes) for axes in sorted(_list_group_axes(program))]
     over_stages = [
-        tuple(rank.peer(stage) for stage in stages) for stages in sorted(_shared(program)) if rank.stage_index in stages
+        tuple(rank.peer(stage) for stage in stages)
+        for stages in sorted(_find_tied_stages(program))
+        if rank.stage_index in stages
     ]
     return list(dict.fromkeys(g for g in (*over_axes, *over_stages) if len(g) > 1))
 
@@ -62,7 +66,7 @@ def gathers_of(rank: RankProgram) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(g for g in (rank.group(*a) for a in sorted(axes)) if len(g) > 1))
 
 
-def _axes(program: Program) -> set[tuple[str, ...]]:
+def _list_group_axes(program: Program) -> set[tuple[str, ...]]:
     """The sets of axes over which some rank communicates."""
     axes: set[tuple[str, ...]] = set(_ALWAYS)
     if program.size("ep") > 1:  # norms of experts' gradients and checkpoints of their weights
@@ -82,7 +86,7 @@ def _axes(program: Program) -> set[tuple[str, ...]]:
     return axes
 
 
-def _shared(program: Program) -> set[tuple[int, ...]]:
+def _find_tied_stages(program: Program) -> set[tuple[int, ...]]:
     """The sets of stages that synchronise tied states, or update them together."""
     return {
         tuple(sorted(program.states[s].stages))

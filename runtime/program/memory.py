@@ -17,7 +17,7 @@ from runtime.program.analysis import CallFacts, ProgramFacts, value_bytes
 from runtime.program.buckets import Bucket
 from runtime.program.codecs import CODECS
 from runtime.program.instructions import Instruction
-from runtime.program.sharded_buckets import BACKWARD, ScatterQueue, parts, zero_axes
+from runtime.program.sharded_buckets import BACKWARD, ScatterQueue, count_gradient_shards, zero_axes
 from runtime.program.state_bytes import host_states
 
 # Copies of what is compressed while that is done: rounded numbers, and those made again to see what is lost.
@@ -30,8 +30,8 @@ def residual_bytes(facts: ProgramFacts, bucket: Bucket) -> int:
         return 0
     if not bucket.levels:
         return sum(map(facts.gradient_bytes, bucket.states))
-    sent = facts.bucket_bytes(bucket) // parts(facts.program, bucket, len(bucket.levels) - 1)
-    return sent + facts.bucket_bytes(bucket) // parts(facts.program, bucket, len(bucket.levels))
+    sent = facts.bucket_bytes(bucket) // count_gradient_shards(facts.program, bucket, len(bucket.levels) - 1)
+    return sent + facts.bucket_bytes(bucket) // count_gradient_shards(facts.program, bucket, len(bucket.levels))
 
 
 class LevelReductionBytes:
@@ -50,19 +50,19 @@ class LevelReductionBytes:
             return 0
         bucket, program = self.buckets[number], self.facts.program
         level = bucket.levels.index(i.axes)
-        whole = self.facts.bucket_bytes(bucket) // parts(program, bucket, level)
+        whole = self.facts.bucket_bytes(bucket) // count_gradient_shards(program, bucket, level)
         part = whole // math.prod(map(program.size, i.axes))
         compressed = bucket.compression if level == len(bucket.levels) - 1 else None
         wire = int(whole * self.facts.wire_share(bucket)) if compressed else 0
         if i.op == "SCATTER":
             before = part if not compressed else 0  # of the level before, which goes when this has begun
             comes = 2 * wire if compressed else part + (whole if program.whole_scatter else 0)
-            self._set(number, comes)
+            self._set_bucket_bytes(number, comes)
             return before + int(WORKING[compressed] * whole if compressed else 0)
         if level == 0 and self._gathering not in (None, number):
-            self._set(self._gathering, 0)
+            self._set_bucket_bytes(self._gathering, 0)
         self._gathering = number if level == 0 else self._gathering
-        self._set(number, part + (wire if compressed else whole))
+        self._set_bucket_bytes(number, part + (wire if compressed else whole))
         return whole if compressed else 0
 
     def finish(self) -> None:
@@ -70,7 +70,7 @@ class LevelReductionBytes:
         self._of.clear()
         self.held, self._gathering = 0, None
 
-    def _set(self, number: int | None, nbytes: int) -> None:
+    def _set_bucket_bytes(self, number: int | None, nbytes: int) -> None:
         assert number is not None
         self.held += nbytes - self._of.get(number, 0)
         self._of[number] = nbytes

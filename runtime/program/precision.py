@@ -30,7 +30,7 @@ def with_precision(program: Program, precision: str | None) -> Program:
     dtype = PRECISIONS[precision]
     return program.model_copy(
         update={
-            "blocks": {name: _retyped(name, block, dtype) for name, block in program.blocks.items()},
+            "blocks": {name: _retype_block(name, block, dtype) for name, block in program.blocks.items()},
             "states": {name: _with_dtype(s, dtype) for name, s in program.states.items()},
             "values": {name: _with_dtype(v, dtype) for name, v in program.values.items()},
             "inputs": tuple(_with_dtype(i, dtype) for i in program.inputs),
@@ -75,7 +75,7 @@ def check_fp8(program: Program, device: torch.device) -> None:
         )
 
 
-def uncompressed(program: Program) -> Program:
+def remove_compression(program: Program) -> Program:
     """``program`` with gradients sent as they are, in the same turns."""
 
     def as_they_are(stage: Stage) -> Stage:
@@ -91,7 +91,7 @@ def _with_dtype(data: Any, dtype: torch.dtype) -> Any:
     return data if wanted == given else data.model_copy(update={"dtype": dtype_name(wanted)})
 
 
-def _retyped(name: str, data: BlockGraph, dtype: torch.dtype) -> BlockGraph:
+def _retype_block(name: str, data: BlockGraph, dtype: torch.dtype) -> BlockGraph:
     block: Block = block_from_data(name, data.nodes, data.states, data.inputs)
     as_it_was(block)
     retype(block.graph, dtype)

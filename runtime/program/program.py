@@ -289,10 +289,10 @@ class Program(Data):
         Axes with one rank, which change no group, may be missing.
         """
         many = {axis for axis in axes if self.size(axis) > 1}
-        return next(grid for grid in self._grids if many <= grid.keys())
+        return next(grid for grid in self._axis_grids if many <= grid.keys())
 
     @cached_property
-    def _grids(self) -> tuple[dict[str, int], ...]:
+    def _axis_grids(self) -> tuple[dict[str, int], ...]:
         plain, parts = {axis: self.mesh.get(axis, 1) for axis in AXES}, self.hybrid_mesh
         inner = {axis: n for axis, n in plain.items() if axis not in ("pp", "dp")}
         experts = {axis: n for axis, n in self.expert_mesh.items() if axis not in ("pp", "edp")}
@@ -392,7 +392,7 @@ def updated_states(program: Program) -> list[str]:
     return [name for name, state in program.states.items() if state.update is not None]
 
 
-def shortened(instructions: Instructions, program: Program, num_microbatches: int) -> Instructions:
+def keep_first_microbatches(instructions: Instructions, program: Program, num_microbatches: int) -> Instructions:
     """The instructions of a stage for a rank that has only the first ``num_microbatches`` microbatches.
 
     Instructions that run once per step stay: all ranks take part in reductions.
@@ -429,7 +429,11 @@ class RankProgram(Data):
 
     @cached_property
     def instructions(self) -> Instructions:
-        return shortened(self.stage.instructions, self.program, len(self.share)) if self.own is None else self.own
+        return (
+            keep_first_microbatches(self.stage.instructions, self.program, len(self.share))
+            if self.own is None
+            else self.own
+        )
 
     @property
     def places(self) -> tuple[int, ...]:

@@ -140,7 +140,7 @@ def left_of(axes: Sequence[str], shared: Sequence[str], levels: Levels, size: Ca
     return tuple(a for a in axes_beside(axes, scattered) if a not in scattered and size(a) > 1)
 
 
-def turns(program: Program, bucket: Bucket) -> tuple[Turn, ...]:
+def list_reduction_turns(program: Program, bucket: Bucket) -> tuple[Turn, ...]:
     """The collectives, as (instruction, axes), that reduce a bucket once its gradients, or its ZeRO shards of them, are
     computed."""
     return turns_of(bucket.levels, rest_axes(program, bucket))
@@ -156,7 +156,7 @@ def turns_of(levels: Levels, rest: tuple[str, ...]) -> tuple[Turn, ...]:
     )
 
 
-def parts(program: Program, bucket: Bucket, level: int) -> int:
+def count_gradient_shards(program: Program, bucket: Bucket, level: int) -> int:
     """The number of shards into which the first ``level`` levels scatter a rank's gradients of a bucket."""
     return math.prod(program.size(axis) for axes in bucket.levels[:level] for axis in axes)
 
@@ -173,7 +173,7 @@ def level_problem(program: Program, bucket: Bucket) -> str:
     covered = math.prod(program.size(a) for a in (*named, *shared, *rest_axes(program, bucket)))
     if bucket.axes and covered != math.prod(program.size(a) for a in bucket.axes):
         return f"has the levels {bucket.levels}, which do not make up {bucket.axes}"
-    if bucket.levels and set(named) - set(_split(bucket.axes)):
+    if bucket.levels and set(named) - set(_split_hybrid_axes(bucket.axes)):
         return f"has the levels {bucket.levels} of axes that are not among {bucket.axes}"
     if bucket.compression and not (bucket.levels or shared):
         return f"is compressed ({bucket.compression}), but nothing is scattered"
@@ -182,7 +182,7 @@ def level_problem(program: Program, bucket: Bucket) -> str:
     return ""
 
 
-def _split(axes: Sequence[str]) -> Iterator[str]:
+def _split_hybrid_axes(axes: Sequence[str]) -> Iterator[str]:
     """``axes`` and, after each, the two axes that hybrid sharding splits it into."""
     for axis in axes:
         yield from (axis, f"{axis}_shard", f"{axis}_replicate")

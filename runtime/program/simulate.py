@@ -21,7 +21,15 @@ from runtime.program.buckets import Bucket, Compression
 from runtime.program.instructions import Instruction, Instructions
 from runtime.program.memory import memory_steps
 from runtime.program.program import Program
-from runtime.program.sharded_buckets import BACKWARD, ScatterQueue, parts, rest_axes, split_axes, states_read, zero_axes
+from runtime.program.sharded_buckets import (
+    BACKWARD,
+    ScatterQueue,
+    count_gradient_shards,
+    rest_axes,
+    split_axes,
+    states_read,
+    zero_axes,
+)
 
 
 @dataclass
@@ -61,7 +69,7 @@ class RankClock:
             both = min(work, first.left)
             self.clock, work, first.left = self.clock + both * self.slowdown, work - both, first.left - both
             if first.left <= 0:
-                self._end()
+                self._end_first_collective()
         self.clock += work
 
     def wait(self, until: float) -> None:
@@ -76,7 +84,7 @@ class RankClock:
                 first.left -= until - begin
                 break
             self.clock = begin + first.left
-            self._end()
+            self._end_first_collective()
         self.clock = max(self.clock, until)
 
     def wait_for(self, collective: OverlappedCollective) -> None:
@@ -85,13 +93,13 @@ class RankClock:
             first = self.under_way[0]
             self.wait(max(self.clock, first.ready) + first.left)
             if first.ended is None:  # nothing was left of it, but for rounding
-                self._end()
+                self._end_first_collective()
 
     def wait_for_all(self) -> None:
         if self.under_way:
             self.wait_for(self.under_way[-1])
 
-    def _end(self) -> None:
+    def _end_first_collective(self) -> None:
         first = self.under_way.popleft()
         first.ended, first.left = self.clock, 0.0
         if first.begun is None:
@@ -223,7 +231,7 @@ def simulate(
     """
     facts = facts or ProgramFacts(program)
     updates = [durations.update(s) for s in range(len(program.stages))]
-    lanes = [_lane(program, durations, s) for s in range(len(program.stages))]
+    lanes = [_make_simulated_rank(program, durations, s) for s in range(len(program.stages))]
     _Simulation(facts, durations, lanes).run()
     for lane in lanes:
         lane.drain()
@@ -235,7 +243,7 @@ def simulate(
     for lane, update in zip(lanes, updates, strict=True):
         extra = extra_bytes[lane.stage] if extra_bytes else 0
         busy = sum(span.work for span in lane.spans if span.instruction.op in COMPUTE)
-        memory, peak = _memory(facts, lane, extra)
+        memory, peak = _trace_memory(facts, lane, extra)
         stages.append(
             StageTimeline(
                 spans=tuple(lane.spans),
@@ -250,13 +258,13 @@ def simulate(
     return Timeline(tuple(stages), step_time, gradients_s)
 
 
-def _lane(program: Program, durations: Durations, stage: int) -> _SimulatedRank:
+def _make_simulated_rank(program: Program, durations: Durations, stage: int) -> _SimulatedRank:
     return _SimulatedRank(durations.slowdown(stage), stage=stage, instructions=program.stages[stage].instructions)
 
 
 def _steady_seconds(facts: ProgramFacts, durations: Durations, updates: Sequence[float]) -> float:
     """Seconds between the ends of two consecutive steps, of many."""
-    lanes = [_lane(facts.program, durations, s) for s in range(len(facts.program.stages))]
+    lanes = [_make_simulated_rank(facts.program, durations, s) for s in range(len(facts.program.stages))]
     simulation = _Simulation(facts, durations, lanes)
     seconds = ended = 0.0
     for _ in range(_STEPS_TO_STEADY):
@@ -270,7 +278,7 @@ def _steady_seconds(facts: ProgramFacts, durations: Durations, updates: Sequence
     return seconds
 
 
-def _memory(facts: ProgramFacts, lane: _SimulatedRank, extra: int) -> tuple[tuple[tuple[float, int], ...], int]:
+def _trace_memory(facts: ProgramFacts, lane: _SimulatedRank, extra: int) -> tuple[tuple[tuple[float, int], ...], int]:
     """Bytes over time: at the start of an instruction its fullest, at its end what is left."""
     points: list[tuple[float, int]] = []
     peak = extra
@@ -439,7 +447,7 @@ class _Simulation:
         assert i.bucket is not None
         bucket = self.program.stages[lane.stage].buckets[i.bucket]
         level = bucket.levels.index(i.axes) if i.axes else len(bucket.levels)
-        nbytes = self.facts.bucket_bytes(bucket) // parts(self.program, bucket, level)
+        nbytes = self.facts.bucket_bytes(bucket) // count_gradient_shards(self.program, bucket, level)
         coding = 0.0
         if i.op == "REDUCE":
             seconds = self.durations.all_reduce(rest_axes(self.program, bucket), nbytes, (lane.stage,))

@@ -3,10 +3,10 @@
 Assumptions about the machine: transfers from one rank to another in one direction (forward, backward) arrive in the
 order in which they were sent, and advance on their own; so do the operations of one group; nothing else is ordered.
 
-:func:`representatives` finds ranks that are equivalent, so that one of them can stand for all. Ranks of a stage with
-the same events are equivalent if the ranks they meet are equivalent in turn: the classes are the coarsest partition in
-which every rank of a class sees the same classes in each of its groups and along its pipeline. One representative per
-class then shows how all ranks run, since the next event of a rank depends on nothing else.
+:func:`find_representatives` finds ranks that are equivalent, so that one of them can stand for all. Ranks of a stage
+with the same events are equivalent if the ranks they meet are equivalent in turn: the classes are the coarsest
+partition in which every rank of a class sees the same classes in each of its groups and along its pipeline. One
+representative per class then shows how all ranks run, since the next event of a rank depends on nothing else.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from runtime.program.program import Program
 from runtime.prove.errors import Fault
 
 
-def representatives(program: Program, traces: Mapping[int, Trace]) -> tuple[int, ...]:
+def find_representatives(program: Program, traces: Mapping[int, Trace]) -> tuple[int, ...]:
     """For each rank the first rank of its class."""
     colors = _by_events(program, traces)
     if len(set(colors)) == len(program.stages):  # ranks of a stage are alike, and so are their groups
         return tuple(colors)
-    axes = {e.axes for t in _distinct(traces).values() for _, e in t if isinstance(e, CollectiveEvent) and e.axes}
-    groups = [_groups(program, a) for a in sorted(axes)]
+    axes = {
+        e.axes for t in _deduplicate_traces(traces).values() for _, e in t if isinstance(e, CollectiveEvent) and e.axes
+    }
+    groups = [_list_groups(program, a) for a in sorted(axes)]
     stride, world = program.strides["pp"], program.world_size
     pipelines = [tuple(range(first, world, stride)) for first in range(stride)]
     number = len(set(colors))
@@ -50,7 +52,7 @@ def representatives(program: Program, traces: Mapping[int, Trace]) -> tuple[int,
         number = len(set(colors))
 
 
-def _groups(program: Program, axes: tuple[str, ...]) -> list[list[int]]:
+def _list_groups(program: Program, axes: tuple[str, ...]) -> list[list[int]]:
     """All groups over ``axes``."""
     grid = program.grid(axes)
     ranks = np.arange(program.world_size).reshape([*grid.values()])
@@ -63,7 +65,7 @@ def _groups(program: Program, axes: tuple[str, ...]) -> list[list[int]]:
 
 def _by_events(program: Program, traces: Mapping[int, Trace]) -> list[int]:
     """The first rank of the same stage that has the same events."""
-    events: dict[int, tuple[Event, ...]] = {k: tuple(e for _, e in t) for k, t in _distinct(traces).items()}
+    events: dict[int, tuple[Event, ...]] = {k: tuple(e for _, e in t) for k, t in _deduplicate_traces(traces).items()}
     alike: dict[int, int] = {}  # id of a trace -> id of the first that has the same events
     known: dict[int, list[int]] = {}
     stride = program.strides["pp"]
@@ -77,7 +79,7 @@ def _by_events(program: Program, traces: Mapping[int, Trace]) -> list[int]:
     return _first_of_each([(r // stride, alike[id(traces[r])]) for r in range(program.world_size)])
 
 
-def _distinct(traces: Mapping[int, Trace]) -> dict[int, Trace]:
+def _deduplicate_traces(traces: Mapping[int, Trace]) -> dict[int, Trace]:
     return {id(t): t for t in traces.values()}
 
 
@@ -137,7 +139,7 @@ class TraceRunner:
 
     def __init__(self, program: Program, traces: Mapping[int, Trace], suspects: Collection[int] = ()) -> None:
         self.program = program
-        self.classes = representatives(program, traces)
+        self.classes = find_representatives(program, traces)
         self.traces = traces = {rank: traces[rank] for rank in sorted(set(self.classes))}
         self.suspects = {self.classes[rank] for rank in suspects}
         self.position = dict.fromkeys(traces, 0)
@@ -230,7 +232,7 @@ class TraceRunner:
         other = next(r for r in members if self.classes[r] == theirs[0])
         return Mismatch(
             "match",
-            f"enters {mine[2].text} with the ranks {_some(members)}, where rank {other} at its instruction "
+            f"enters {mine[2].text} with the ranks {_format_ranks(members)}, where rank {other} at its instruction "
             f"{theirs[1]} enters {theirs[2].text}",
             mine[0],
             mine[1],
@@ -303,8 +305,8 @@ class TraceRunner:
         for r in (circle[start:] + circle[:start])[:8]:
             what, others, index, _ = self.waits_for(r)
             ended = [o for o in others if self.classes[o] not in stuck]
-            end = f", of which {_some(ended)} will not come" if ended else ""
-            lines.append(f"rank {r} at instruction {index} {what}, waiting for rank {_some(others)}{end}")
+            end = f", of which {_format_ranks(ended)} will not come" if ended else ""
+            lines.append(f"rank {r} at instruction {index} {what}, waiting for rank {_format_ranks(others)}{end}")
         index, node = self.waits_for(first)[2:]
         number = sum(c in stuck for c in self.classes)
         message = f"waits for ever ({number} of {len(self.classes)} ranks are stuck): " + "; ".join(lines)
@@ -330,6 +332,6 @@ class TraceRunner:
         return [r for r in self.members(rank, event) if self.classes[r] in group.missing(number)]
 
 
-def _some(ranks: Collection[int]) -> str:
+def _format_ranks(ranks: Collection[int]) -> str:
     shown = ", ".join(map(str, list(ranks)[:4]))
     return shown if len(ranks) <= 4 else f"{shown}, ... ({len(ranks)})"

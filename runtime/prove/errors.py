@@ -73,10 +73,10 @@ class ProofError(PartitionError):
         self.fault = fault
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _again, (str(self), self.rank, self.index, self.instruction, self.node, self.fault)
+        return _rebuild_error, (str(self), self.rank, self.index, self.instruction, self.node, self.fault)
 
 
-def _again(text: str, rank: int, index: int, instruction: str, node: str, fault: Fault) -> ProofError:
+def _rebuild_error(text: str, rank: int, index: int, instruction: str, node: str, fault: Fault) -> ProofError:
     error = ProofError("", rank=rank, index=index, instruction=instruction, node=node, fault=fault)
     error.args = (text,)
     return error

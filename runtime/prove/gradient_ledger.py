@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 
 from runtime.program.analysis import ProgramFacts
 from runtime.program.instructions import Instruction
-from runtime.program.sharded_buckets import Turn, turns, zero_axes
+from runtime.program.sharded_buckets import Turn, list_reduction_turns, zero_axes
 from runtime.prove.errors import Refusal
 
 Returns = dict[tuple[str, int], frozenset[int]]  # (value, microbatch) -> stages
@@ -29,13 +29,13 @@ def gradient_returns(facts: ProgramFacts, lists: Sequence[Sequence[Instruction]]
     result: tuple[Returns, ...] = tuple({} for _ in lists)
     for key, edges in sent.items():
         for s, peers in edges.items():
-            back = frozenset(p for p in peers if _reaches(key[0], p, edges, adds))
+            back = frozenset(p for p in peers if _has_reachable_addition(key[0], p, edges, adds))
             if back:
                 result[s][key] = back
     return result
 
 
-def _reaches(value: str, start: int, edges: dict[int, list[int]], adds: list[set[str]]) -> bool:
+def _has_reachable_addition(value: str, start: int, edges: dict[int, list[int]], adds: list[set[str]]) -> bool:
     """Whether some stage that the value gets to from ``start`` adds to its gradient."""
     stack, seen = [start], set()
     while stack:
@@ -71,49 +71,53 @@ class ValueGradients:
     def add(self, key: Key, adder: Adder, index: int) -> None:
         gone = self.freed.get(key, self.taken.get(key))
         if gone is not None:
-            raise Refusal("gradient", f"adds to the gradient of {_text(key)}, which went at instruction {gone}")
+            raise Refusal("gradient", f"adds to the gradient of {_format_key(key)}, which went at instruction {gone}")
         added = self.added.setdefault(key, set())
         if adder in added:
-            raise Refusal("twice", f"adds to the gradient of {_text(key)} a second time")
+            raise Refusal("twice", f"adds to the gradient of {_format_key(key)} a second time")
         added.add(adder)
 
     def receive(self, key: Key, peer: int, index: int) -> None:
         if peer not in self.returns.get(key, ()):
-            raise Refusal("gradient", f"no gradient of {_text(key)} comes back from stage {peer}")
+            raise Refusal("gradient", f"no gradient of {_format_key(key)} comes back from stage {peer}")
         self.add(key, ("stage", peer), index)
 
     def take(self, key: Key, index: int) -> None:
         """The gradient is used: it must be whole, and nothing may be added after."""
         if key in self.freed:
-            raise Refusal("order", f"the gradient of {_text(key)} was freed at instruction {self.freed[key]}")
+            raise Refusal("order", f"the gradient of {_format_key(key)} was freed at instruction {self.freed[key]}")
         if key in self.taken:
-            raise Refusal("twice", f"the gradient of {_text(key)} was taken at instruction {self.taken[key]}")
+            raise Refusal("twice", f"the gradient of {_format_key(key)} was taken at instruction {self.taken[key]}")
         added = self.added.get(key, set())
         for position in self.readers.get(key[0], ()):
             if position not in added:
                 late = self.calls[position].data.path
-                raise Refusal("gradient", f"the gradient of {_text(key)} is not whole: {late!r} has yet to add to it")
+                raise Refusal(
+                    "gradient", f"the gradient of {_format_key(key)} is not whole: {late!r} has yet to add to it"
+                )
         for peer in self.returns.get(key, ()):
             if ("stage", peer) not in added:
-                raise Refusal("gradient", f"the gradient of {_text(key)} is not whole: stage {peer}'s part is missing")
+                raise Refusal(
+                    "gradient", f"the gradient of {_format_key(key)} is not whole: stage {peer}'s part is missing"
+                )
         self.taken[key] = index
 
     def free(self, key: Key, index: int) -> None:
         if key in self.freed:
-            raise Refusal("twice", f"the gradient of {_text(key)} was freed at instruction {self.freed[key]}")
+            raise Refusal("twice", f"the gradient of {_format_key(key)} was freed at instruction {self.freed[key]}")
         if key not in self.added:
-            raise Refusal("order", f"there is no gradient of {_text(key)} to free")
+            raise Refusal("order", f"there is no gradient of {_format_key(key)} to free")
         if key not in self.taken:
-            raise Refusal("gradient", f"the gradient of {_text(key)} is freed before it is used")
+            raise Refusal("gradient", f"the gradient of {_format_key(key)} is freed before it is used")
         self.freed[key] = index
 
     def finish(self) -> None:
         for key in self.added:
             if key not in self.freed:
-                raise Refusal("leak", f"the gradient of {_text(key)} is never freed")
+                raise Refusal("leak", f"the gradient of {_format_key(key)} is never freed")
 
 
-def _text(key: Key) -> str:
+def _format_key(key: Key) -> str:
     return f"{key[0]!r} of microbatch {key[1]}"
 
 
@@ -138,7 +142,9 @@ class StateGradients:
         self.unscattered: set[str] = set()  # what was added to since the last SCATTER
         self.scattered: dict[int, int] = {}  # bucket -> index of the last
         self.synced: dict[str, int] = {}
-        self.due = [() if n in self.idle else turns(self.program, b) for n, b in enumerate(self.here.buckets)]
+        self.due = [
+            () if n in self.idle else list_reduction_turns(self.program, b) for n, b in enumerate(self.here.buckets)
+        ]
         self.turned: dict[int, list[int]] = {}  # bucket -> index of each turn of its reduction
         self.sealed: dict[str, int] = {}  # state -> index of what took its gradient
         self.stepped: int | None = None

@@ -37,9 +37,9 @@ class ActivationOffloads:
         runs = [(p, i.microbatch) for p in range(*i.calls) if self.calls[p].has_backward]
         for run in runs:
             if run not in forward:
-                raise Refusal("order", f"what {self._text(run)} keeps is not there: it has not run forward")
+                raise Refusal("order", f"what {self._format_run(run)} keeps is not there: it has not run forward")
             if any(run in gone for gone in backward):
-                raise Refusal("order", f"what {self._text(run)} keeps is gone: its backward has run")
+                raise Refusal("order", f"what {self._format_run(run)} keeps is gone: its backward has run")
         return runs
 
     def offload(self, run: Run, index: int) -> None:
@@ -47,23 +47,25 @@ class ActivationOffloads:
             raise Refusal("fields", "moves activations to host memory, which the program does not say it does")
         at = self.away.get(run, self.back.get(run))
         if at is not None:
-            raise Refusal("twice", f"what {self._text(run)} keeps was moved before: see instruction {at}")
+            raise Refusal("twice", f"what {self._format_run(run)} keeps was moved before: see instruction {at}")
         self.away[run] = index
 
     def fetch(self, run: Run, index: int) -> None:
         if run in self.back:
-            raise Refusal("twice", f"what {self._text(run)} keeps came back at instruction {self.back[run]}")
+            raise Refusal("twice", f"what {self._format_run(run)} keeps came back at instruction {self.back[run]}")
         if run not in self.away:
-            raise Refusal("order", f"what {self._text(run)} keeps is not in host memory")
+            raise Refusal("order", f"what {self._format_run(run)} keeps is not in host memory")
         del self.away[run]
         self.back[run] = index
 
     def read(self, run: Run) -> None:
         if run in self.away:
-            message = f"reads what {self._text(run)} keeps, which went to host memory at instruction {self.away[run]}"
+            message = (
+                f"reads what {self._format_run(run)} keeps, which went to host memory at instruction {self.away[run]}"
+            )
             raise Refusal("order", f"{message} and was not fetched")
 
-    def _text(self, run: Run) -> str:
+    def _format_run(self, run: Run) -> str:
         return f"{self.calls[run[0]].data.path!r} of microbatch {run[1]}"
 
 
@@ -133,15 +135,15 @@ class HostStates:
 
 def check_updates(program: Program) -> None:
     """Raise :class:`Refusal` where a new value is not as the buffer is held, or no call of its stages makes it."""
-    makers = _makers(program)
+    makers = _find_producing_stages(program)
     for name, state in program.states.items():
-        problem = "" if state.update is None else _problem(program, state, state.update, makers)
+        problem = "" if state.update is None else _find_update_problem(program, state, state.update, makers)
         if problem:
             stage = min((s for s in state.stages if 0 <= s < len(program.stages)), default=0)
             raise Refusal("structure", f"the state {name!r} {problem}", stage=stage, state=name)
 
 
-def _makers(program: Program) -> dict[str, set[int]]:
+def _find_producing_stages(program: Program) -> dict[str, set[int]]:
     """The stages whose calls, but for prologue calls, make each value."""
     makers: dict[str, set[int]] = {}
     for s, stage in enumerate(program.stages):
@@ -151,7 +153,7 @@ def _makers(program: Program) -> dict[str, set[int]]:
     return makers
 
 
-def _problem(program: Program, state: StateData, name: str, makers: dict[str, set[int]]) -> str:
+def _find_update_problem(program: Program, state: StateData, name: str, makers: dict[str, set[int]]) -> str:
     if state.kind != "buffer":
         return f"is a {state.kind} and takes the value {name!r}: only buffers do"
     if name not in program.values:

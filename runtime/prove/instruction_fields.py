@@ -55,12 +55,12 @@ _EMPTY: dict[str, object] = {
 def check_fields(program: Program, stage: int, instructions: Sequence[Instruction]) -> None:
     """Raise :class:`Refusal` at the first instruction that lacks a field or has one that means nothing."""
     for index, instruction in enumerate(instructions):
-        problem = _problem(program, stage, instruction)
+        problem = _find_field_problem(program, stage, instruction)
         if problem:
             raise Refusal("fields", problem, index=index)
 
 
-def _problem(program: Program, stage: int, instruction: Instruction) -> str:
+def _find_field_problem(program: Program, stage: int, instruction: Instruction) -> str:
     op = instruction.op
     if instruction.stage != stage:
         return f"is of stage {instruction.stage}; this rank is on stage {stage}"

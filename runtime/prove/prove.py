@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from runtime.program.analysis import ProgramFacts
 from runtime.program.instructions import CollectiveEvent, Instruction, Instructions, Listing, SendEvent, Trace
 from runtime.program.memory import peak_bytes
-from runtime.program.program import Program, RankProgram, shortened
+from runtime.program.program import Program, RankProgram, keep_first_microbatches
 from runtime.prove.abstract_rank import run_list
 from runtime.prove.cross_rank import Mismatch, TraceRunner
 from runtime.prove.errors import ProofError, Refusal
@@ -86,10 +86,10 @@ def prove(
         check_structure(facts)
         check_wholeness(facts)
     except Refusal as refusal:
-        raise _located(program, refusal) from None
-    own = _edited(program, rank_programs or {})
-    lists = _lists(program, own)
-    collectives, transfers = (_steady_counts(facts) if not own else None) or _follow(facts, own)
+        raise _locate_refusal(program, refusal) from None
+    own = _find_edited_lists(program, rank_programs or {})
+    lists = _select_rank_lists(program, own)
+    collectives, transfers = (_steady_counts(facts) if not own else None) or _follow_lists(facts, own)
     return Proof(
         ranks=program.world_size,
         instructions=sum(len(i) for i in lists.values()),
@@ -100,7 +100,7 @@ def prove(
     )
 
 
-def _follow(facts: ProgramFacts, own: Mapping[int, Instructions]) -> tuple[int, int]:
+def _follow_lists(facts: ProgramFacts, own: Mapping[int, Instructions]) -> tuple[int, int]:
     """Follow the lists of all ranks; how many collectives and transfers they start."""
     traces, lists = _run_lists(facts, own)
     try:
@@ -115,12 +115,12 @@ def _follow(facts: ProgramFacts, own: Mapping[int, Instructions]) -> tuple[int, 
             node=mismatch.node,
             fault=mismatch.fault,
         ) from None
-    counts = {key: _count(trace) for key, trace in {id(t): t for t in traces.values()}.items()}
+    counts = {key: _count_events(trace) for key, trace in {id(t): t for t in traces.values()}.items()}
     return sum(counts[id(t)][0] for t in traces.values()), sum(counts[id(t)][1] for t in traces.values())
 
 
 def _steady_counts(facts: ProgramFacts) -> tuple[int, int] | None:
-    """What :func:`_follow` gives, from lists that have grown once and twice; ``None``: follow all that is there.
+    """What :func:`_follow_lists` gives, from lists that have grown once and twice; ``None``: follow all that is there.
 
     A fault is then found again where it is in the whole list.
     """
@@ -133,29 +133,31 @@ def _steady_counts(facts: ProgramFacts) -> tuple[int, int] | None:
     ):
         return None
     try:
-        once, twice = (_follow(facts.grown(steps), {}) for steps in (1, 2))
+        once, twice = (_follow_lists(facts.grown(steps), {}) for steps in (1, 2))
     except ProofError:
         return None
     further = first.steps - 1
     return once[0] + further * (twice[0] - once[0]), once[1] + further * (twice[1] - once[1])
 
 
-def _edited(program: Program, rank_programs: Mapping[int, RankProgram]) -> dict[int, Instructions]:
+def _find_edited_lists(program: Program, rank_programs: Mapping[int, RankProgram]) -> dict[int, Instructions]:
     """The lists of the ranks that do not run their stage's."""
     own: dict[int, Instructions] = {}
     compared = {id(program)}
     for rank, given in rank_programs.items():
         if id(given.program) not in compared:
             if given.program != program:
-                raise ProofError("is of another program", rank=rank, index=0, instruction=_text(given.instructions, 0))
+                raise ProofError(
+                    "is of another program", rank=rank, index=0, instruction=_format_instruction(given.instructions, 0)
+                )
             compared.add(id(given.program))
         if given.rank != rank or not 0 <= rank < program.world_size:
             message = f"is the program of rank {given.rank}, of {program.world_size}"
-            raise ProofError(message, rank=rank, index=0, instruction=_text(given.instructions, 0))
+            raise ProofError(message, rank=rank, index=0, instruction=_format_instruction(given.instructions, 0))
         if given.own is None:
             continue
         stage, share = program.stages[program.coordinates(rank)["pp"]], len(given.share)
-        if given.own != shortened(stage.instructions, program, share):
+        if given.own != keep_first_microbatches(stage.instructions, program, share):
             own[rank] = given.own
     return own
 
@@ -164,9 +166,9 @@ def _run_lists(
     facts: ProgramFacts, own: Mapping[int, Instructions]
 ) -> tuple[dict[int, Trace], dict[int, Instructions]]:
     """The events of every rank, and its instructions. Ranks whose whole pipeline runs the same lists share them."""
-    program, lists = facts.program, _lists(facts.program, own)
+    program, lists = facts.program, _select_rank_lists(facts.program, own)
     stride, num_stages = program.strides["pp"], len(program.stages)
-    shares = _shares(program)
+    shares = _count_microbatches(program)
     of_share = {share: facts.of_share(share) for share in set(shares)}
     edited = dict.fromkeys(rank % stride for rank in sorted(own))
     first = {share: c for c, share in reversed([*enumerate(shares)]) if c not in edited}
@@ -184,17 +186,17 @@ def _run_lists(
     return traces, lists
 
 
-def _lists(program: Program, own: Mapping[int, Instructions]) -> dict[int, Instructions]:
+def _select_rank_lists(program: Program, own: Mapping[int, Instructions]) -> dict[int, Instructions]:
     """The list of every rank: its stage's, as far as it has the microbatches, or its own."""
-    shares = _shares(program)
+    shares = _count_microbatches(program)
     lists: dict[int, Instructions] = {}
     for s, stage in enumerate(program.stages):
-        of = {share: shortened(stage.instructions, program, share) for share in set(shares)}
+        of = {share: keep_first_microbatches(stage.instructions, program, share) for share in set(shares)}
         lists |= {s * len(shares) + column: of[share] for column, share in enumerate(shares)}
     return lists | dict(own)
 
 
-def _shares(program: Program) -> list[int]:
+def _count_microbatches(program: Program) -> list[int]:
     """How many microbatches each rank of a stage has."""
     each = program.strides["dp"]
     return [len(program.share(place)) for place in range(program.size("dp")) for _ in range(each)]
@@ -209,11 +211,11 @@ def _run_column(facts: ProgramFacts, ranks: Sequence[int], run: Sequence[Instruc
             traces.append(run_list(facts, s, instructions, returns[s]))
         except Refusal as refusal:
             refusal.stage = s
-            raise _located(facts.program, refusal, instructions, ranks[s]) from None
+            raise _locate_refusal(facts.program, refusal, instructions, ranks[s]) from None
     return traces
 
 
-def _located(
+def _locate_refusal(
     program: Program, refusal: Refusal, instructions: Sequence[Instruction] | None = None, rank: int | None = None
 ) -> ProofError:
     """The error for a refusal: its rank, and the instruction that it is about."""
@@ -229,7 +231,7 @@ def _located(
         refusal.message,
         rank=rank,
         index=index,
-        instruction=_text(instructions, index),
+        instruction=_format_instruction(instructions, index),
         node=refusal.node,
         fault=refusal.fault,
     )
@@ -248,7 +250,7 @@ def _is_about(program: Program, refusal: Refusal, instruction: Instruction) -> b
     return any(refusal.state in calls[p].states for p in positions if 0 <= p < len(calls))
 
 
-def _text(instructions: Sequence[Instruction], index: int) -> str:
+def _format_instruction(instructions: Sequence[Instruction], index: int) -> str:
     return str(instructions[index]) if index < len(instructions) else "none"
 
 
@@ -272,11 +274,11 @@ def _check_memory(
         limit = limits if isinstance(limits, int) else limits[rank]
         if peak > limit:
             message = f"holds {peak:,} bytes, {peak - limit:,} more than the {limit:,} that it may"
-            text = _text(instructions, index)
+            text = _format_instruction(instructions, index)
             raise ProofError(message, rank=rank, index=index, instruction=text, fault="memory")
     return tuple(max(p for (s, _), (p, _) in peaks.items() if s == stage) for stage in range(len(program.stages)))
 
 
-def _count(trace: Trace) -> tuple[int, int]:
+def _count_events(trace: Trace) -> tuple[int, int]:
     events = [event for _, event in trace]
     return sum(e.count for e in events if isinstance(e, CollectiveEvent)), sum(isinstance(e, SendEvent) for e in events)

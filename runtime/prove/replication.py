@@ -22,30 +22,30 @@ AXES = ("tp", "cp")  # the axes over which blocks are sharded
 def check_wholeness(facts: ProgramFacts) -> None:
     """Raise :class:`Refusal` at the first value, gradient or output that differs where it must not."""
     for axis in AXES:
-        _over(axis, facts)
+        _check_axis(axis, facts)
     _over_batch(facts)
 
 
-def _over(axis: str, facts: ProgramFacts) -> None:
+def _check_axis(axis: str, facts: ProgramFacts) -> None:
     if facts.program.mesh.get(axis, 1) == 1:
         return
     checked: set[object] = set()
     for stage, position in facts.order:
         call = facts.call((stage, position))
-        key = _key(facts, call)
+        key = _make_cache_key(facts, call)
         if key in checked:
             continue
         checked.add(key)
         try:
-            _forward(axis, facts, call)
+            _check_forward(axis, facts, call)
             if any(v in facts.flow.values for v in call.outputs):
-                _backward(axis, facts, call)
+                _check_backward(axis, facts, call)
         except Refusal as refusal:
             refusal.stage, refusal.call = stage, position
             raise
 
 
-def _key(facts: ProgramFacts, call: CallData) -> object:
+def _make_cache_key(facts: ProgramFacts, call: CallData) -> object:
     """A cache key for the check of a call: everything that the result depends on."""
     program = facts.program
     kept = [program.states[n] for n in call.states]
@@ -59,7 +59,7 @@ _VALUES: dict[str, Sameness] = {"S": "different", "R": "alike", "R'": "alike", "
 _GRADIENTS: dict[str, Sameness] = {"S": "different", "R": "alike", "R'": "different", "P": "alike"}
 
 
-def _layout(axis: str, program: Program, value: str) -> str:
+def _find_layout_kind(axis: str, program: Program, value: str) -> str:
     return Layout.parse(program.values[value].layout if axis == "tp" else program.values[value].context).kind
 
 
@@ -70,14 +70,14 @@ def _state_layout(axis: str, state: StateData) -> str:
     return "R'" if axis in state.grad_axes else "R"
 
 
-def _given(axis: str, facts: ProgramFacts, call: CallData) -> list[Sameness]:
+def _list_given_sameness(axis: str, facts: ProgramFacts, call: CallData) -> list[Sameness]:
     """A call's states and inputs over ``axis``, in the order of the placeholders."""
     program = facts.program
     states: list[Sameness] = [
         "different" if _is_apart(axis, program, n) else _VALUES[_state_layout(axis, program.states[n])]
         for n in call.states
     ]
-    return states + [_VALUES[_layout(axis, program, n)] for n in call.inputs]
+    return states + [_VALUES[_find_layout_kind(axis, program, n)] for n in call.inputs]
 
 
 def _is_apart(axis: str, program: Program, state: str) -> bool:
@@ -86,39 +86,42 @@ def _is_apart(axis: str, program: Program, state: str) -> bool:
     return spread and Layout.parse(program.states[state].expert_layout).is_shard
 
 
-def _forward(axis: str, facts: ProgramFacts, call: CallData) -> None:
+def _check_forward(axis: str, facts: ProgramFacts, call: CallData) -> None:
     program, block = facts.program, facts.blocks[call.block]
-    given = dict(zip((*block.states, *block.inputs), _given(axis, facts, call), strict=True))
+    given = dict(zip((*block.states, *block.inputs), _list_given_sameness(axis, facts, call), strict=True))
     known = sameness(block.graph, given, axis, program.mesh[axis])
     _refuse_misuse(axis, call, block.graph, known)
     for value, node in zip(call.outputs, block.outputs, strict=True):
-        if _VALUES[_layout(axis, program, value)] == "alike" and known[node.name] == "different":
+        if _VALUES[_find_layout_kind(axis, program, value)] == "alike" and known[node.name] == "different":
             message = (
                 f"{call.path!r}: the value {value!r} is said to be whole over {axis}, but differs from rank to rank"
             )
             raise Refusal("structure", message, node=culprit(node, known).name)
 
 
-def _backward(axis: str, facts: ProgramFacts, call: CallData) -> None:
+def _check_backward(axis: str, facts: ProgramFacts, call: CallData) -> None:
     """Gradients are whole where the layouts say so, given that those of the outputs are as theirs say."""
     program, pieces = facts.program, facts.differentiated(call)
     size = program.mesh[axis]
     forward = sameness(
-        pieces.forward.graph, dict(zip(pieces.forward.inputs, _given(axis, facts, call), strict=True)), axis, size
+        pieces.forward.graph,
+        dict(zip(pieces.forward.inputs, _list_given_sameness(axis, facts, call), strict=True)),
+        axis,
+        size,
     )
-    saved = _results(pieces.forward.graph)[pieces.num_outputs :]
+    saved = _list_graph_results(pieces.forward.graph)[pieces.num_outputs :]
     given = {name: forward[node.name] for name, node in zip(pieces.saved, saved, strict=True) if node is not None}
     seeds = pieces.backward.inputs[len(pieces.saved) :]
     for name, k in zip(seeds, pieces.grad_outputs, strict=True):
-        given[name] = _GRADIENTS[_layout(axis, program, call.outputs[k])]
+        given[name] = _GRADIENTS[_find_layout_kind(axis, program, call.outputs[k])]
     known = sameness(pieces.backward.graph, given, axis, size)
     _refuse_misuse(axis, call, pieces.backward.graph, known)
-    whole = [(call.inputs[i], _GRADIENTS[_layout(axis, program, call.inputs[i])]) for i in pieces.grad_inputs]
+    whole = [(call.inputs[i], _GRADIENTS[_find_layout_kind(axis, program, call.inputs[i])]) for i in pieces.grad_inputs]
     for i in pieces.grad_states:
         state = program.states[call.states[i]]
         apart = bool({axis, "etp"} & set(state.grad_axes)) or _is_apart(axis, program, call.states[i])
         whole.append((call.states[i], "different" if apart else _GRADIENTS[_state_layout(axis, state)]))
-    for (name, wanted), node in zip(whole, _results(pieces.backward.graph), strict=True):
+    for (name, wanted), node in zip(whole, _list_graph_results(pieces.backward.graph), strict=True):
         if wanted == "alike" and node is not None and known[node.name] == "different":
             message = (
                 f"{call.path!r}: the gradient of {name!r} should be whole over {axis}, but differs from rank to rank"
@@ -126,7 +129,7 @@ def _backward(axis: str, facts: ProgramFacts, call: CallData) -> None:
             raise Refusal("structure", message, node=culprit(node, known).name)
 
 
-def _results(graph: fx.Graph) -> tuple[fx.Node | None, ...]:
+def _list_graph_results(graph: fx.Graph) -> tuple[fx.Node | None, ...]:
     results = graph.output_node().args[0]
     assert isinstance(results, tuple)
     return results  # type: ignore[return-value]

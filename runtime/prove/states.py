@@ -164,13 +164,15 @@ def check_buckets(facts: ProgramFacts, stage: int) -> None:
             problem = f"call {position} is to be recomputed in part; the stage has {len(here.calls)} calls"
         elif position in here.checkpoint_calls:
             problem = f"call {position} is to be recomputed whole, and in part"
-        elif unknown := set(program.blocks[here.calls[position].block].again) - _nodes(program, stage, position):
+        elif unknown := set(program.blocks[here.calls[position].block].again) - _list_node_names(
+            program, stage, position
+        ):
             problem = f"call {position} is to recompute {min(unknown)!r}, which its block does not have"
         if problem:
             raise Refusal("structure", problem, stage=stage)
 
 
-def _nodes(program: Program, stage: int, position: int) -> set[str]:
+def _list_node_names(program: Program, stage: int, position: int) -> set[str]:
     """The names of the nodes of a call's block."""
     return {node["name"] for node in program.blocks[program.stages[stage].calls[position].block].nodes}
 
@@ -255,11 +257,11 @@ class PendingReductions:
         self._scattering.computed()
 
     def turn(self, number: int, bucket: Bucket, turn: Turn) -> tuple[list[Hashable], Hashable]:
-        """One of :func:`runtime.program.sharded_buckets.turns`; likewise."""
+        """One of :func:`runtime.program.sharded_buckets.list_reduction_turns`; likewise."""
         waits = [*self.ended(number)]
         if turn[0] == "GATHER" and turn[1] == bucket.levels[0]:
             while len(self._gathering) >= GATHERING:
-                waits += self._turned(self._gathering.popleft())
+                waits += self._end_turning_reduction(self._gathering.popleft())
             self._gathering.append(number)
         what = turn[0], bucket.states, bucket.compression, turn[1]
         self._turning[number] = what
@@ -269,9 +271,9 @@ class PendingReductions:
         """End the collectives in flight for a bucket, and the SCATTERs started before its own; yields each of them."""
         while any(bucket == number for bucket, _ in self._scattering):
             yield self._scattering.end_first()[1]
-        yield from self._turned(number)
+        yield from self._end_turning_reduction(number)
 
-    def _turned(self, number: int) -> Iterator[Hashable]:
+    def _end_turning_reduction(self, number: int) -> Iterator[Hashable]:
         if number in self._turning:
             yield self._turning.pop(number)
 

@@ -99,12 +99,12 @@ DATA = "data"  # what graphs call the axis along which the batch is split: ranks
 def check_structure(facts: ProgramFacts) -> None:
     """Raise :class:`Refusal` at the first thing in the program that contradicts another."""
     program = facts.program
-    _mesh(program)
-    _blocks(program)
+    _check_mesh(program)
+    _check_blocks(program)
     for s in range(len(program.stages)):
-        _calls(facts, s)
-    _order(facts)
-    _sources(program)
+        _check_calls(facts, s)
+    _check_call_order(facts)
+    _check_value_sources(program)
     for name in program.states:
         check_state(facts, name)
     if program.fingerprint != weights_fingerprint(program.states):
@@ -116,13 +116,13 @@ def check_structure(facts: ProgramFacts) -> None:
         if value.requires_grad != (name in facts.flow.values):
             flows = "flows" if name in facts.flow.values else "does not flow"
             problem = f"requires_grad is {value.requires_grad}, but a gradient {flows} through the value {name!r}"
-            at, position = _first(program, partial(_touches, name))
+            at, position = _find_first_call(program, partial(_is_value_of_call, name))
             raise Refusal("structure", problem, stage=at, call=position)
     for s in range(len(program.stages)):
         check_buckets(facts, s)
 
 
-def _first(program: Program, wanted: Callable[[CallData], bool]) -> tuple[int, int | None]:
+def _find_first_call(program: Program, wanted: Callable[[CallData], bool]) -> tuple[int, int | None]:
     """The stage and position of the first call that is ``wanted``."""
     for s, stage in enumerate(program.stages):
         for position, call in enumerate(stage.calls):
@@ -135,11 +135,11 @@ def _is_of(block: str, call: CallData) -> bool:
     return call.block == block
 
 
-def _touches(value: str, call: CallData) -> bool:
+def _is_value_of_call(value: str, call: CallData) -> bool:
     return value in (*call.inputs, *call.outputs)
 
 
-def _mesh(program: Program) -> None:
+def _check_mesh(program: Program) -> None:
     if set(program.mesh) - set(MESH_AXES) or any(size < 1 for size in program.mesh.values()):
         raise Refusal("structure", f"the mesh {program.mesh} has axes other than {', '.join(MESH_AXES)}, or empty ones")
     room = program.world_size // program.mesh.get("pp", 1)
@@ -169,22 +169,22 @@ def _mesh(program: Program) -> None:
         )
 
 
-def _blocks(program: Program) -> None:
+def _check_blocks(program: Program) -> None:
     """Every graph is well-formed, and infers the values that it carries."""
     axes = {axis: program.mesh.get(axis, 1) for axis in MESH_AXES if axis != "pp"}
     axes[DATA] = program.batch_microbatches
     for name in program.blocks:
         fault = graph_fault(program, name, axes)
         if fault is not None:
-            stage, position = _first(program, partial(_is_of, name))
+            stage, position = _find_first_call(program, partial(_is_of, name))
             raise Refusal("structure", fault[0], stage=stage, call=position, node=fault[1])
 
 
-def _calls(facts: ProgramFacts, stage: int) -> None:
+def _check_calls(facts: ProgramFacts, stage: int) -> None:
     made: dict[str, int] = {}
     for position, call in enumerate(facts.program.stages[stage].calls):
-        _names(facts.program, stage, position, call)
-        _call(facts, stage, position, call)
+        _check_call_names(facts.program, stage, position, call)
+        _check_call_specs(facts, stage, position, call)
         for name in call.outputs:
             if name in made:
                 problem = f"the value {name!r} is made by call {made[name]} too"
@@ -192,7 +192,7 @@ def _calls(facts: ProgramFacts, stage: int) -> None:
             made[name] = position
 
 
-def _names(program: Program, stage: int, position: int, call: CallData) -> None:
+def _check_call_names(program: Program, stage: int, position: int, call: CallData) -> None:
     problem = ""
     if call.block not in program.blocks:
         problem = f"the block {call.block!r} does not exist"
@@ -208,7 +208,7 @@ def _names(program: Program, stage: int, position: int, call: CallData) -> None:
         raise Refusal("structure", problem, stage=stage, call=position)
 
 
-def _call(facts: ProgramFacts, stage: int, position: int, call: CallData) -> None:
+def _check_call_specs(facts: ProgramFacts, stage: int, position: int, call: CallData) -> None:
     """What a call passes has the shape and type that its graph reads and makes."""
     program, block = facts.program, facts.blocks[call.block]
     for kind, have, want in (
@@ -246,7 +246,7 @@ def _state_spec(program: Program, name: str) -> TensorSpec | None:
         return None
 
 
-def _order(facts: ProgramFacts) -> None:
+def _check_call_order(facts: ProgramFacts) -> None:
     """Every value that is read is made somewhere, and no call waits for itself."""
     placed = set(facts.order)
     for s, stage in enumerate(facts.program.stages):
@@ -256,7 +256,7 @@ def _order(facts: ProgramFacts) -> None:
                 raise Refusal("structure", problem, stage=s, call=position)
 
 
-def _sources(program: Program) -> None:
+def _check_value_sources(program: Program) -> None:
     """A value is made by one call; on several stages only where all of them compute the same, without a gradient."""
     batch = CallData(block="", path="the batch")
     source: dict[str, tuple[int, CallData]] = {i.value: (-1, batch) for i in program.inputs}

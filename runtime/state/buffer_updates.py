@@ -10,7 +10,7 @@ from torch import Tensor
 
 from runtime.comm.group import Communicator
 from runtime.program.program import RankProgram, updated_states
-from runtime.state.gradients import sharing
+from runtime.state.gradients import group_states_by_ranks
 
 _SHORT = (torch.float16, torch.bfloat16)
 
@@ -28,7 +28,7 @@ class BufferUpdates:
         self._before: dict[str, Tensor] = {}
         self._sums: dict[str, Tensor] = {}
         kept = {name for name in self._held if rank.program.states[name].keeps is not None}
-        self.added = {self._value(name) for name in kept}  # values that are added up over microbatches
+        self.added = {self._find_update_value(name) for name in kept}  # values that are added up over microbatches
 
     def begin(self) -> None:
         self._sums = {}
@@ -43,34 +43,34 @@ class BufferUpdates:
         if self.keep:
             self._before |= {name: self._held[name].clone() for name in names}
         values = {**values, **self._added_up(names)}
-        for ranks, shared in sharing(self.rank, names).items():
+        for ranks, shared in group_states_by_ranks(self.rank, names).items():
             if len(ranks) == 1:
                 held = [self._held[name] for name in shared]
-                torch._foreach_copy_(held, [values[self._value(name)] for name in shared])
+                torch._foreach_copy_(held, [values[self._find_update_value(name)] for name in shared])
             else:
-                self._together(ranks, shared, values)
+                self._update_tied_buffers(ranks, shared, values)
 
     def _added_up(self, names: Sequence[str]) -> dict[str, Tensor]:
         """The new values of those of ``names`` to which this stage adds, by name of what is added."""
-        here = [name for name in names if self._value(name) in self._sums]
+        here = [name for name in names if self._find_update_value(name) in self._sums]
         if not here:
             return {}
         group = self.communicator.group(self.rank.group("dp"))
-        sums = [group.all_reduce(self._sums.pop(self._value(name)).contiguous()) for name in here]
+        sums = [group.all_reduce(self._sums.pop(self._find_update_value(name)).contiguous()) for name in here]
         made = {}
         for name, pending in zip(here, sums, strict=True):
             held, keeps, added = self._held[name], self.rank.program.states[name].keeps, pending.wait()
             if keeps:  # else what was no number is gone
                 added = added + (held if keeps == 1.0 else keeps * held)
-            made[self._value(name)] = added.to(held.dtype)
+            made[self._find_update_value(name)] = added.to(held.dtype)
         return made
 
-    def _together(self, ranks: tuple[int, ...], names: Sequence[str], values: Mapping[str, Tensor]) -> None:
+    def _update_tied_buffers(self, ranks: tuple[int, ...], names: Sequence[str], values: Mapping[str, Tensor]) -> None:
         """All of ``ranks`` take what one of them has: the others add nothing to it."""
         group = self.communicator.group(ranks)
         sums = []
         for name in names:
-            held, value = self._held[name], values.get(self._value(name))
+            held, value = self._held[name], values.get(self._find_update_value(name))
             made = torch.zeros_like(held) if value is None else value.clone()
             # byte by byte: exact for every type
             sums.append(group.all_reduce(made.contiguous().reshape(-1).view(torch.uint8)))
@@ -83,18 +83,18 @@ class BufferUpdates:
         """A step in the block reads what the last one read, if that was kept; afterwards all is as it was."""
         after = {name: held.clone() for name, held in self._held.items()}
         before, keep, self.keep = self._before, self.keep, False
-        self._take(before)
+        self._copy_into_buffers(before)
         try:
             yield
         finally:
             self.keep = keep
-            self._take(after)
+            self._copy_into_buffers(after)
 
-    def _take(self, values: Mapping[str, Tensor]) -> None:
+    def _copy_into_buffers(self, values: Mapping[str, Tensor]) -> None:
         for name, value in values.items():
             self._held[name].copy_(value)
 
-    def _value(self, name: str) -> str:
+    def _find_update_value(self, name: str) -> str:
         value = self.rank.program.states[name].update
         assert value is not None, name
         return value

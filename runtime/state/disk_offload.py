@@ -50,13 +50,13 @@ def is_mapped(tensor: Tensor) -> bool:
     return _PREFIX in (tensor.untyped_storage().filename or "")
 
 
-def forget(tensor: Tensor) -> None:
+def release_pages(tensor: Tensor) -> None:
     """Unmap the pages of a tensor, if it is one of a file's: they come back when they are read."""
     if is_mapped(tensor) and tensor.numel():
-        _advise(*_span(tensor), mmap.MADV_DONTNEED)
+        _advise_kernel(*_compute_page_span(tensor), mmap.MADV_DONTNEED)
 
 
-def apart(tensor: Tensor) -> Tensor:
+def view_own_storage(tensor: Tensor) -> Tensor:
     """A tensor on disk as one whose storage holds nothing else, in the same memory; good while ``tensor`` is there."""
     content = (ctypes.c_byte * tensor.nbytes).from_address(tensor.data_ptr())
     return torch.frombuffer(content, dtype=tensor.dtype).view(tensor.shape)
@@ -64,8 +64,8 @@ def apart(tensor: Tensor) -> Tensor:
 
 def trim() -> None:
     """Give back memory that is free, which the allocator keeps between what is not."""
-    if hasattr(_libc(), "malloc_trim"):  # of glibc
-        _libc().malloc_trim(0)
+    if hasattr(_load_libc(), "malloc_trim"):  # of glibc
+        _load_libc().malloc_trim(0)
 
 
 @dataclass
@@ -105,7 +105,7 @@ class Disk:
                 "name another"
             )
         if reserved:
-            self._grow(reserved)
+            self._add_file(reserved)
 
     @property
     def nbytes(self) -> int:
@@ -117,7 +117,7 @@ class Disk:
         size = math.prod(shape)
         nbytes = -(-size * dtype.itemsize // _ALIGN) * _ALIGN
         if not self._files or self._files[-1].used + nbytes > self._files[-1].size:
-            self._grow(max(nbytes, _LEAST))
+            self._add_file(max(nbytes, _LEAST))
         file = self._files[-1]
         flat = torch.empty(0, dtype=dtype).set_(file.storage, file.used // dtype.itemsize, (size,), (1,))
         file.used += nbytes
@@ -132,9 +132,9 @@ class Disk:
 
     def ahead(self, tensors: Iterable[Tensor]) -> None:
         """Start to read what is to be used soon."""
-        for start, size in _merged(tensors):
+        for start, size in _merge_page_spans(tensors):
             with contextlib.suppress(OSError):  # else it is read when it is used
-                _advise(start, size, mmap.MADV_WILLNEED)
+                _advise_kernel(start, size, mmap.MADV_WILLNEED)
 
     def behind(self, tensors: Iterable[Tensor]) -> None:
         """Start to write what is not used any more, which then leaves memory; once the one before has.
@@ -142,9 +142,9 @@ class Disk:
         Raises ``OSError`` where the disk could not write the one before.
         """
         self.wait()
-        spans = list(_merged(tensors))
+        spans = list(_merge_page_spans(tensors))
         if spans:
-            self._behind = threading.Thread(target=self._write, args=(spans,), name="offload", daemon=True)
+            self._behind = threading.Thread(target=self._write_back, args=(spans,), name="offload", daemon=True)
             self._behind.start()
 
     def wait(self) -> None:
@@ -159,13 +159,13 @@ class Disk:
     def forget(self) -> None:
         """Unmap all pages."""
         for file in self._files:
-            _advise(file.start, file.size, mmap.MADV_DONTNEED)
+            _advise_kernel(file.start, file.size, mmap.MADV_DONTNEED)
 
-    def _write(self, spans: Sequence[tuple[int, int]]) -> None:
+    def _write_back(self, spans: Sequence[tuple[int, int]]) -> None:
         try:
             for start, size in spans:
-                _call("msync", start, size, _MS_SYNC)
-                _advise(start, size, mmap.MADV_DONTNEED)
+                _call_libc("msync", start, size, _MS_SYNC)
+                _advise_kernel(start, size, mmap.MADV_DONTNEED)
                 for file in self._files:  # what is clean, and mapped nowhere, need not stay in the page cache
                     first, last = max(start, file.start), min(start + size, file.start + file.size)
                     if first < last:  # files may be neighbours in memory
@@ -173,12 +173,12 @@ class Disk:
         except OSError as error:
             self._error = error
 
-    def _grow(self, nbytes: int) -> None:
+    def _add_file(self, nbytes: int) -> None:
         """Make a file of so many bytes, all of which the disk has: one that is missing later would end the process."""
         nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         free = shutil.disk_usage(self.folder).free
         if nbytes > free:
-            raise self._full(nbytes, f"which has {free / _GIB:.2f} GiB free")
+            raise self._make_full_error(nbytes, f"which has {free / _GIB:.2f} GiB free")
         try:
             handle, path = tempfile.mkstemp(prefix=_PREFIX, dir=self.folder)
         except OSError as error:
@@ -192,10 +192,10 @@ class Disk:
         try:
             os.posix_fallocate(handle, 0, nbytes)
         except OSError as error:
-            raise self._full(nbytes, f"which cannot give it: {error}") from error
+            raise self._make_full_error(nbytes, f"which cannot give it: {error}") from error
         self._files.append(_File(handle, cast(torch.UntypedStorage, storage)))
 
-    def _full(self, nbytes: int, why: str) -> OffloadError:
+    def _make_full_error(self, nbytes: int, why: str) -> OffloadError:
         return OffloadError(
             f"offload_folder: this rank needs {nbytes / _GIB:.2f} GiB more in {self.folder}, {why}; make room, name a "
             "folder on a larger disk, or plan without 'disk' in offload"
@@ -213,7 +213,7 @@ def _file_system(folder: Path) -> str:
     return max(over, default=(0, 0, ""))[2]  # of those at one place the last hides the others
 
 
-def _span(tensor: Tensor) -> tuple[int, int]:
+def _compute_page_span(tensor: Tensor) -> tuple[int, int]:
     """The pages that a tensor is on: where they start, and their bytes."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start, end = tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
@@ -221,9 +221,9 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     return first, -(-end // mmap.PAGESIZE) * mmap.PAGESIZE - first
 
 
-def _merged(tensors: Iterable[Tensor]) -> Iterator[tuple[int, int]]:
+def _merge_page_spans(tensors: Iterable[Tensor]) -> Iterator[tuple[int, int]]:
     """The pages of those that are on disk, runs of neighbours as one."""
-    spans = sorted(_span(tensor) for tensor in tensors if tensor.numel() and is_mapped(tensor))
+    spans = sorted(_compute_page_span(tensor) for tensor in tensors if tensor.numel() and is_mapped(tensor))
     begin = end = 0
     for start, size in spans:
         if start > end:
@@ -236,18 +236,18 @@ def _merged(tensors: Iterable[Tensor]) -> Iterator[tuple[int, int]]:
 
 
 @cache
-def _libc() -> Any:
+def _load_libc() -> Any:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def _call(name: str, start: int, size: int, how: int) -> None:
-    if getattr(_libc(), name)(ctypes.c_void_p(start), ctypes.c_size_t(size), how):
+def _call_libc(name: str, start: int, size: int, how: int) -> None:
+    if getattr(_load_libc(), name)(ctypes.c_void_p(start), ctypes.c_size_t(size), how):
         number = ctypes.get_errno()
         raise OSError(number, f"{name} of what is offloaded to disk: {os.strerror(number)}")
 
 
-def _advise(start: int, size: int, how: int) -> None:
-    _call("madvise", start, size, how)
+def _advise_kernel(start: int, size: int, how: int) -> None:
+    _call_libc("madvise", start, size, how)
 
 
 WINDOW = 64 << 20  # bytes of parameters; their states under Adam are twice that
@@ -273,7 +273,7 @@ def keep_on_disk(optimizer: torch.optim.Optimizer, disk: Disk, ready: Callable[[
     if keeper_of(optimizer) is not None:
         return
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise _unfit(optimizer, "looks at all parameters at once")
+        raise _make_unfit_error(optimizer, "looks at all parameters at once")
     if "step" in vars(optimizer):
         raise OffloadError(
             f"the step of this {kind.__name__} has been replaced, as by a learning-rate scheduler: call "
@@ -348,8 +348,8 @@ class DiskOptimizerStates:
     ) -> None:
         self._optimizer, self._raw, self._disk, self._ready = optimizer, raw, disk, ready
         self._slots: dict[tuple[int, str], Tensor] = {}  # (id of parameter, state name) -> its tensor on disk
-        for window in self._windows():
-            self._settle([p for _, parameters in window for p in parameters])
+        for window in self._divide_into_windows():
+            self._move_to_disk([p for _, parameters in window for p in parameters])
         self._disk.wait()
 
     def room(self, parameter: nn.Parameter, key: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -370,23 +370,23 @@ class DiskOptimizerStates:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        groups, windows = optimizer.param_groups, list(self._windows())
-        before = _numbers(optimizer)
+        groups, windows = optimizer.param_groups, list(self._divide_into_windows())
+        before = _read_number_attributes(optimizer)
         try:
             for k, window in enumerate(windows):
                 for following in windows[: k + 2] if k == 0 else windows[k + 1 : k + 2]:
-                    self._disk.ahead(self._read(following))
+                    self._disk.ahead(self._list_read_tensors(following))
                 parts = [{**groups[index], "params": parameters} for index, parameters in window]
                 optimizer.param_groups = parts
                 self._raw(optimizer, **more)
-                self._check(parts, [groups[index] for index, _ in window], before)
-                self._settle([p for _, parameters in window for p in parameters])
+                self._require_unchanged_shared_state(parts, [groups[index] for index, _ in window], before)
+                self._move_to_disk([p for _, parameters in window for p in parameters])
         finally:
             optimizer.param_groups = groups
             self._disk.wait()
         return loss
 
-    def _windows(self) -> Iterator[list[_Part]]:
+    def _divide_into_windows(self) -> Iterator[list[_Part]]:
         """Divide the parameters of all groups into windows of about ``WINDOW`` bytes."""
         window: list[_Part] = []
         room = WINDOW
@@ -403,20 +403,20 @@ class DiskOptimizerStates:
         if window:
             yield window
 
-    def _read(self, window: Sequence[_Part]) -> Iterator[Tensor]:
+    def _list_read_tensors(self, window: Sequence[_Part]) -> Iterator[Tensor]:
         """The tensors that the step of a window reads: parameters with gradients, and their states."""
         for parameter in (p for _, parameters in window for p in parameters if p.grad is not None):
             yield parameter.data
-            yield from (held[key] for held, key, _ in _tensors(self._optimizer.state.get(parameter, {})))
+            yield from (held[key] for held, key, _ in _list_disk_tensors(self._optimizer.state.get(parameter, {})))
 
-    def _settle(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _move_to_disk(self, parameters: Sequence[nn.Parameter]) -> None:
         """Copy the states of ``parameters`` to their tensors on disk, and let the disk write back and evict them."""
         used: list[Tensor] = []
         moved = False
         for parameter in parameters:
             if is_mapped(parameter):
                 used.append(parameter.data)
-            for holder, key, name in _tensors(self._optimizer.state.get(parameter, {})):
+            for holder, key, name in _list_disk_tensors(self._optimizer.state.get(parameter, {})):
                 slot = self.room(parameter, name, holder[key].shape, holder[key].dtype)
                 if slot is not holder[key]:
                     with torch.no_grad():
@@ -428,43 +428,49 @@ class DiskOptimizerStates:
             trim()
         self._disk.behind(used)
 
-    def _check(self, parts: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]], before: dict[str, Any]) -> None:
+    def _require_unchanged_shared_state(
+        self, parts: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]], before: dict[str, Any]
+    ) -> None:
         """Raise :class:`OffloadError` if a step changed a state that does not belong to a single parameter: an entry of
         a group, a number of the optimizer, or a state under another key."""
         for part, group in zip(parts, groups, strict=True):
-            changed = [k for k in part if k != "params" and part[k] is not group.get(k) and _differ(part[k], group, k)]
+            changed = [
+                k
+                for k in part
+                if k != "params" and part[k] is not group.get(k) and _is_changed_option(part[k], group, k)
+            ]
             if changed:
-                raise _unfit(self._optimizer, f"changes {changed[0]!r} of its groups in each step")
-        now = _numbers(self._optimizer)
+                raise _make_unfit_error(self._optimizer, f"changes {changed[0]!r} of its groups in each step")
+        now = _read_number_attributes(self._optimizer)
         changed = [name for name in now if name not in before or now[name] != before[name]]
         if changed:
-            raise _unfit(self._optimizer, f"changes its {changed[0]!r} in each step")
+            raise _make_unfit_error(self._optimizer, f"changes its {changed[0]!r} in each step")
         if any(not isinstance(key, Tensor) for key in self._optimizer.state):
-            raise _unfit(self._optimizer, "has a state that is of no parameter")
+            raise _make_unfit_error(self._optimizer, "has a state that is of no parameter")
 
 
-def _tensors(holder: Any, prefix: str = "") -> Iterator[tuple[Any, Any, str]]:
+def _list_disk_tensors(holder: Any, prefix: str = "") -> Iterator[tuple[Any, Any, str]]:
     """The tensors of a parameter's state that are moved to disk, as (container, key, name).
 
     Numbers, tensor subclasses and tensors outside of host memory stay where they are.
     """
     for key, value in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
         if isinstance(value, dict | list):
-            yield from _tensors(value, f"{prefix}{key}.")
+            yield from _list_disk_tensors(value, f"{prefix}{key}.")
         elif type(value) is Tensor and value.device.type == "cpu" and value.dim() and value.numel():
             yield holder, key, f"{prefix}{key}"
 
 
-def _differ(value: Any, group: dict[str, Any], key: str) -> bool:
+def _is_changed_option(value: Any, group: dict[str, Any], key: str) -> bool:
     return key not in group or isinstance(value, Tensor) or bool(value != group[key])
 
 
-def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _read_number_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The number attributes of an optimizer, which a step may count or add up."""
     return {name: value for name, value in vars(optimizer).items() if type(value) in (int, float)}
 
 
-def _unfit(optimizer: torch.optim.Optimizer, why: str) -> OffloadError:
+def _make_unfit_error(optimizer: torch.optim.Optimizer, why: str) -> OffloadError:
     return OffloadError(
         f"{type(optimizer).__name__} {why}: with its states on disk an optimizer steps some parameters at a time; "
         "expected one that updates each from its own gradient and state, as Adam does: take such a one, or plan "

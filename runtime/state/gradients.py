@@ -17,13 +17,20 @@ from torch import Tensor
 from passes.ir.gradient_flow import accumulated_in
 from passes.ir.serialize import dtype_of
 from passes.ops.experts import add_weight_gradient, grouped_mm_weight
-from runtime.comm.compression import ErrorFeedbackEncoder, LevelwiseReduction, exchange
+from runtime.comm.compression import ErrorFeedbackEncoder, LevelwiseReduction, start_compressed_reduction
 from runtime.comm.group import Communicator, Pending, RankGroup
 from runtime.comm.torch_backend import give_back
 from runtime.program.buckets import Bucket
 from runtime.program.codecs import CODECS
 from runtime.program.program import RankProgram, shard_shape
-from runtime.program.sharded_buckets import GATHERING, ScatterQueue, parts, pieces_of, rest_axes, zero_axes
+from runtime.program.sharded_buckets import (
+    GATHERING,
+    ScatterQueue,
+    count_gradient_shards,
+    pieces_of,
+    rest_axes,
+    zero_axes,
+)
 from runtime.state.host_offload import Arrival, Copier
 from runtime.state.sharded_parameters import FlatBuffer, GatherBuffer
 
@@ -65,7 +72,7 @@ class Sink:
             add_weight_gradient(total, rows, grads, ends, self.fresh)
             self.fresh = False
         else:  # ends are known on the device alone
-            self.add(_grouped(rows, grads, ends, transposed))
+            self.add(_compute_grouped_gradient(rows, grads, ends, transposed))
 
     def settle(self) -> None:
         """A gradient that nothing was added to is zero."""
@@ -86,10 +93,10 @@ class WideSink(Sink):
         self.add(torch.sum(x, dims, dtype=self.view.dtype))
 
     def grouped(self, rows: Tensor, grads: Tensor, ends: Tensor, transposed: bool) -> None:
-        self.add(_grouped(rows, grads, ends, transposed))
+        self.add(_compute_grouped_gradient(rows, grads, ends, transposed))
 
 
-def _grouped(rows: Tensor, grads: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+def _compute_grouped_gradient(rows: Tensor, grads: Tensor, ends: Tensor, transposed: bool) -> Tensor:
     made = grouped_mm_weight(rows, grads, ends)
     return made.transpose(1, 2) if transposed else made
 
@@ -192,7 +199,7 @@ class ScatteredBucket:
         if self.sender is None:
             pending = self.group.reduce_scatter(whole, 0)
         else:
-            pending = exchange(self.sender, whole.view(self.group.size, -1), self.group)
+            pending = start_compressed_reduction(self.sender, whole.view(self.group.size, -1), self.group)
         self._sent.append((whole, pending))
 
     def collect(self) -> None:
@@ -248,9 +255,11 @@ class RankGradients:
             if zero_axes(rank.program, bucket.states):
                 self.scattered[number] = self._scattered_bucket(number)
                 continue
-            self.buffers[number], views = _flat([shards[s] for s in bucket.states], *_grains(rank, bucket))
+            self.buffers[number], views = _allocate_flat_buffer(
+                [shards[s] for s in bucket.states], *_compute_grains(rank, bucket)
+            )
             if bucket.compression:
-                self._gaps += _between(self.buffers[number], views)
+                self._gaps += _find_gaps(self.buffers[number], views)
             self._sums.update((s, sink_of(shards[s], v)) for s, v in zip(bucket.states, views, strict=True))
         sharded = {s: sink for b in self.scattered.values() for s, sink in b.sinks.items()}
         for state in trained:
@@ -267,7 +276,9 @@ class RankGradients:
         if "optimizer" in rank.program.offload:
             self.owned = {s: copier.empty(view.shape, view.dtype).zero_() for s, view in self._here.items()}
         self._groups = {n: communicator.group(rank.group(*rank.stage.buckets[n].axes)) for n in self.buffers}
-        self._levelled = {n: self._levels(n) for n, bucket in enumerate(rank.stage.buckets) if bucket.levels}
+        self._levelled = {
+            n: self._make_levelwise_reduction(n) for n, bucket in enumerate(rank.stage.buckets) if bucket.levels
+        }
         self._under_way: dict[int, Pending] = {}
         self._scattering = ScatterQueue[int]()  # buckets
         self._gathering: deque[int] = deque()  # buckets whose sums are being gathered
@@ -277,10 +288,10 @@ class RankGradients:
         group = self.communicator.group(rank.zero_group(bucket.states[0]))
         rest = self.communicator.group(rank.group(*rest_axes(rank.program, bucket)))
         return ScatteredBucket(
-            rank, number, group, rest, self.communicator.device, rank.program.zero < 2, *_grains(rank, bucket)
+            rank, number, group, rest, self.communicator.device, rank.program.zero < 2, *_compute_grains(rank, bucket)
         )
 
-    def _levels(self, number: int) -> LevelwiseReduction:
+    def _make_levelwise_reduction(self, number: int) -> LevelwiseReduction:
         rank, bucket = self.rank, self.rank.stage.buckets[number]
         groups = [self.communicator.group(rank.group(*level)) for level in bucket.levels]
         rest = self.communicator.group(rank.group(*rest_axes(rank.program, bucket)))
@@ -326,11 +337,11 @@ class RankGradients:
     def scatter(self, bucket: int, level: bool = False) -> None:
         """Start adding up a bucket over the axes that shard it; or over its next ``level``."""
         if level:
-            self._settle(bucket)
+            self._settle_bucket(bucket)
             self._levelled[bucket].scatter()
             return
         for _ in self._scattering.before_next():
-            self._collect()
+            self._collect_first_scatter()
         self.scattered[bucket].start()
         self._scattering.begin(bucket)
 
@@ -338,17 +349,17 @@ class RankGradients:
         """A backward has run: what is scattered next is of its gradients."""
         self._scattering.computed()
 
-    def _collect(self) -> None:
+    def _collect_first_scatter(self) -> None:
         self.scattered[self._scattering.end_first()].collect()
 
-    def _await(self, bucket: int) -> None:
+    def _await_scatters(self, bucket: int) -> None:
         """Wait for the SCATTERs of a bucket, and for all before them."""
         while bucket in self._scattering:
-            self._collect()
+            self._collect_first_scatter()
 
     def reduce(self, bucket: int) -> None:
         """Start adding up a bucket over its axes, or its pieces over those that are left."""
-        self._settle(bucket)
+        self._settle_bucket(bucket)
         if bucket in self._levelled:
             self._levelled[bucket].reduce()
         elif bucket in self.scattered:
@@ -364,18 +375,18 @@ class RankGradients:
         if last:
             self._gathering.append(bucket)
 
-    def _settle(self, bucket: int) -> None:
+    def _settle_bucket(self, bucket: int) -> None:
         """What is added up is all there."""
         if bucket in self.scattered:
-            self._await(bucket)
+            self._await_scatters(bucket)
             return
         for state in self.rank.stage.buckets[bucket].states:
             self.sinks[state].settle()
 
-    def _whole(self, bucket: int) -> None:
+    def _await_reduction(self, bucket: int) -> None:
         """Wait until a bucket is reduced, where that is under way."""
         if bucket in self.scattered:
-            self._await(bucket)
+            self._await_scatters(bucket)
         if bucket in self._under_way:
             self._under_way.pop(bucket).wait()
         if bucket in self._levelled:
@@ -385,9 +396,9 @@ class RankGradients:
         """Add up the gradients of tied states over the stages that share them."""
         for number, bucket in self.scattered.items():
             if not bucket.pieces.keys().isdisjoint(states):
-                self._whole(number)
+                self._await_reduction(number)
                 bucket.settle()  # this stage may have no gradient of what another one has
-        for ranks, tied in sharing(self.rank, states).items():
+        for ranks, tied in group_states_by_ranks(self.rank, states).items():
             group = self.communicator.group(ranks)
             for state in tied:
                 if state in self._sums:
@@ -399,7 +410,7 @@ class RankGradients:
     def finish(self) -> None:
         """Wait until every gradient is whole."""
         while self._scattering:
-            self._collect()
+            self._collect_first_scatter()
         for pending in self._under_way.values():
             pending.wait()
         self._under_way.clear()
@@ -416,14 +427,14 @@ class RankGradients:
         read = set(states)
         for number, bucket in enumerate(self.rank.stage.buckets):
             if not read.isdisjoint(bucket.states):
-                self._whole(number)
+                self._await_reduction(number)
         for state in states:
             if state in self._sums:
                 self._sums[state].settle()
         self._leaving.append(self._copier.start([(self._here[s], self.owned[s]) for s in states]))
 
 
-def sharing(rank: RankProgram, states: Sequence[str]) -> dict[tuple[int, ...], list[str]]:
+def group_states_by_ranks(rank: RankProgram, states: Sequence[str]) -> dict[tuple[int, ...], list[str]]:
     """The ranks that hold each of ``states`` on their stages, with this rank's other coordinates: ranks -> states."""
     groups: dict[tuple[int, ...], list[str]] = {}
     for state in states:
@@ -432,18 +443,18 @@ def sharing(rank: RankProgram, states: Sequence[str]) -> dict[tuple[int, ...], l
     return groups
 
 
-def _grains(rank: RankProgram, bucket: Bucket) -> tuple[int, int]:
+def _compute_grains(rank: RankProgram, bucket: Bucket) -> tuple[int, int]:
     """What the place of each state in a bucket, and its whole length, is a multiple of.
 
     A chunk is of one state: ranks along tp that have the same of that need not have the same of the one beside it, and
     would round it otherwise.
     """
     chunk = CODECS[bucket.compression].chunk if bucket.compression else 1
-    return chunk, chunk * parts(rank.program, bucket, len(bucket.levels))
+    return chunk, chunk * count_gradient_shards(rank.program, bucket, len(bucket.levels))
 
 
-def _flat(shards: Sequence[Tensor], grain: int, whole: int) -> tuple[Tensor, list[Tensor]]:
-    """One zeroed buffer with room for ``shards``, and a view of it for each; see :func:`_grains`."""
+def _allocate_flat_buffer(shards: Sequence[Tensor], grain: int, whole: int) -> tuple[Tensor, list[Tensor]]:
+    """One zeroed buffer with room for ``shards``, and a view of it for each; see :func:`_compute_grains`."""
     dtype = accumulated_in(shards[0].dtype)
     step = math.lcm(max(1, _ALIGNMENT // dtype.itemsize), grain)
     starts, total = [], 0
@@ -455,7 +466,7 @@ def _flat(shards: Sequence[Tensor], grain: int, whole: int) -> tuple[Tensor, lis
     return buffer, views
 
 
-def _between(buffer: Tensor, views: Sequence[Tensor]) -> list[Tensor]:
+def _find_gaps(buffer: Tensor, views: Sequence[Tensor]) -> list[Tensor]:
     """What of ``buffer`` is behind each of ``views``, which are in order, up to the next one."""
     starts = [view.storage_offset() for view in views]
     ends = [start + view.numel() for start, view in zip(starts, views, strict=True)]

@@ -16,7 +16,7 @@ from torch import Tensor
 from passes.ir.serialize import dtype_of
 from runtime.program.program import RankProgram, shard_shape
 from runtime.program.sharded_buckets import FlatShard
-from runtime.state.disk_offload import forget
+from runtime.state.disk_offload import release_pages
 from runtime.state.sharded_parameters import FlatBuffer, GatherBuffer, ShardedParameters
 
 
@@ -112,10 +112,14 @@ class OffloadedActivations:
         pairs: list[tuple[Tensor, Tensor]] = []
         after: list[Arrival] = []
         for entry in saved:
-            if not isinstance(entry, Tensor) or entry.device != copier.device or address(entry) in (0, *stay):
+            if (
+                not isinstance(entry, Tensor)
+                or entry.device != copier.device
+                or get_storage_address(entry) in (0, *stay)
+            ):
                 self._slots.append(entry)
                 continue
-            where = address(entry)
+            where = get_storage_address(entry)
             if where not in places:
                 places[where] = len(self._host)
                 memory = torch.empty(0, dtype=torch.uint8, device=copier.device).set_(entry.untyped_storage())
@@ -149,14 +153,14 @@ class OffloadedActivations:
         for memory in self._host:
             self._copier.give(memory, self._arrival)
         self._host = []
-        return [self._view(slot, there) if isinstance(slot, _View) else slot for slot in self._slots]
+        return [self._rebuild_view(slot, there) if isinstance(slot, _View) else slot for slot in self._slots]
 
-    def _view(self, view: _View, there: Sequence[Tensor]) -> Tensor:
+    def _rebuild_view(self, view: _View, there: Sequence[Tensor]) -> Tensor:
         empty = torch.empty(0, dtype=view.dtype, device=self._copier.device)
         return empty.set_(there[view.memory].untyped_storage(), view.offset, view.size, view.stride)
 
 
-def address(tensor: Tensor) -> int:
+def get_storage_address(tensor: Tensor) -> int:
     """Which memory a tensor is in; 0 for none."""
     return tensor.untyped_storage().data_ptr()
 
@@ -212,7 +216,7 @@ class HostParameters:
                 room.take()
         for name in self._stale.intersection(names):
             self._short[name].copy_(self.masters[name])
-            forget(self.masters[name])
+            release_pages(self.masters[name])
         self._stale.difference_update(names)
         sources = [self._short.get(name, self.masters[name]) for name in names]
         targets = [self._shards[name] for name in names]

@@ -29,7 +29,7 @@ from runtime.comm.group import Communicator, Pending, RankGroup, TransferHandle
 from runtime.comm.wait_clock import wait_for
 from runtime.errors import BackwardError, LaunchError
 from runtime.program.instructions import Instruction
-from runtime.program.membership import CHANNEL, loss_stage, neighbours
+from runtime.program.membership import CHANNEL, find_neighbour_stages, loss_stage
 from runtime.program.mesh import AXES
 from runtime.program.program import Program, RankProgram
 from runtime.state.gradients import RankGradients
@@ -51,7 +51,7 @@ class LossSum:
         dtype = dtype_of(program.values[program.loss].dtype)
         self.dtype = torch.float32 if dtype in _NARROW else dtype
         self.group = communicator.group(rank.group("dp"))
-        source, targets = neighbours(rank.stage_index, loss_stage(program), len(program.stages))
+        source, targets = find_neighbour_stages(rank.stage_index, loss_stage(program), len(program.stages))
         self.source = None if source is None else rank.peer(source)
         self.targets = [rank.peer(t) for t in targets]
         self.passed_at = None if self.at_end else _passed_at(rank.instructions, source)
@@ -71,9 +71,9 @@ class LossSum:
         that come before.
         """
         if self.source is not None and not self.late:
-            self._post()
+            self._post_receive()
 
-    def _post(self) -> None:
+    def _post_receive(self) -> None:
         if self.source is not None:
             self.value = torch.empty((), dtype=self.dtype, device=self.communicator.device)
             self._receive = self.communicator.recv(self.value, self.source, CHANNEL)
@@ -84,34 +84,34 @@ class LossSum:
         self.value = value.clone() if self.value is None else self.value + value
         self._left -= 1
         if self._left == 0 and not self.at_end:
-            self._sum()
+            self._start_all_reduce()
 
     def pass_on(self) -> None:
         """Take the whole loss, which is there or about to be, and send it to the stages that learn it from here."""
         if self.value is None and self.late:
-            self._post()
+            self._post_receive()
         if self._pending is not None:
             self.value, self._pending = self._pending.wait(), None
         if self._receive is not None:
             wait_for(self._receive)
             self._receive = None
         if not self._sends:
-            self._send()
+            self._send_to_targets()
 
     def finish(self) -> None:
         if self.at_end and self.source is None:
-            self._sum()
+            self._start_all_reduce()
         self.pass_on()
         for work in self._sends:
             wait_for(work)
 
-    def _sum(self) -> None:
+    def _start_all_reduce(self) -> None:
         assert self.value is not None
         self._pending = self.group.all_reduce(self.value)
         if self.group.size == 1 and not self.late:
-            self._send()
+            self._send_to_targets()
 
-    def _send(self) -> None:
+    def _send_to_targets(self) -> None:
         assert self.value is not None, "the program's loss is computed on no stage"
         self._sends = [self.communicator.send(self.value, target, CHANNEL) for target in self.targets]
 
@@ -197,7 +197,7 @@ class LossScale:
             torch._amp_foreach_non_finite_check_and_unscale_([*gradients], found, inverse)
         self.overflowed = bool(everyone.all_reduce(found.to(device), maximum=True).wait().item())
         if self.dynamic:
-            self._adapt()
+            self._adapt_scale()
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -209,7 +209,7 @@ class LossScale:
         finally:
             self.value, self.good_steps, self.overflowed = before
 
-    def _adapt(self) -> None:
+    def _adapt_scale(self) -> None:
         if self.overflowed:
             self.value, self.good_steps = self.value * BACKOFF, 0
             return
@@ -246,7 +246,7 @@ def scale_of(program: Program, asked: Scale) -> LossScale | None:
 _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
-def clip_(rank: RankProgram, gradients: RankGradients, communicator: Communicator, max_norm: float) -> Tensor:
+def clip_gradients_(rank: RankProgram, gradients: RankGradients, communicator: Communicator, max_norm: float) -> Tensor:
     """Scale ``gradients`` in place so that the whole norm is at most ``max_norm``. Returns the norm before.
 
     Raises :class:`LaunchError` for a negative norm, which would turn the gradients round, and for what is no number.
@@ -265,7 +265,7 @@ def clip_(rank: RankProgram, gradients: RankGradients, communicator: Communicato
 def total_norm(rank: RankProgram, gradients: RankGradients, communicator: Communicator) -> Tensor:
     """The 2-norm of all gradients of all ranks; the same on all ranks."""
     device = communicator.device
-    owned = [view for name, view in gradients.owned.items() if _counts(rank, name)]
+    owned = [view for name, view in gradients.owned.items() if _is_counted_shard(rank, name)]
     # whatever this rank has of it: all return the same number in the same type
     double = any(s.requires_grad and dtype_of(s.dtype) == torch.float64 for s in rank.program.states.values())
     squares = torch.zeros((), dtype=torch.float64 if double else torch.float32, device=device)
@@ -273,18 +273,18 @@ def total_norm(rank: RankProgram, gradients: RankGradients, communicator: Commun
         squares += (norm * norm).to(device)
     # All ranks add up the same numbers in the same order.
     total = squares.to(torch.float64)
-    return communicator.group(rank.group(*_axes(rank))).all_reduce(total).wait().sqrt().to(squares.dtype)
+    return communicator.group(rank.group(*_list_norm_axes(rank))).all_reduce(total).wait().sqrt().to(squares.dtype)
 
 
-def _axes(rank: RankProgram) -> tuple[str, ...]:
+def _list_norm_axes(rank: RankProgram) -> tuple[str, ...]:
     """Where gradients differ: over ``dp`` and ``cp`` only those of experts do, and pieces."""
     return AXES if rank.program.size("ep") > 1 or rank.program.zero else ("pp", "tp")
 
 
-def _counts(rank: RankProgram, state: str) -> bool:
+def _is_counted_shard(rank: RankProgram, state: str) -> bool:
     """Whether this rank's shard is the one that counts: replicas over tp, and tied stages, count once."""
     data = rank.program.states[state]
     first_stage = not data.stages or rank.stage_index == min(data.stages)
-    if "dp" in _axes(rank):
+    if "dp" in _list_norm_axes(rank):
         return first_stage and rank.is_first_holder(state)
     return first_stage and (rank.states[state].is_shard or rank.coordinates["tp"] == 0)

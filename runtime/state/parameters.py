@@ -33,7 +33,7 @@ from runtime.errors import WeightsError
 from runtime.program.program import Program, RankProgram, StateData, shard_shape
 from runtime.program.sharded_buckets import FlatShard
 from runtime.program.state_bytes import host_states, state_sizes
-from runtime.state.disk_offload import Disk, forget
+from runtime.state.disk_offload import Disk, release_pages
 from runtime.state.host_offload import Copier
 from runtime.state.weights import FileWeights, Weights
 
@@ -89,7 +89,7 @@ class StackedWeights:
         return None if name in self.stacks else self.weights.identity(name)
 
 
-def stacked(program: Program, weights: Weights, suffix: str = "") -> Weights:
+def stack_weights(program: Program, weights: Weights, suffix: str = "") -> Weights:
     """``weights`` as ``program`` names them. ``suffix``: behind every name."""
     stacks = {
         name + suffix: tuple(part + suffix for part in state.parts)
@@ -125,7 +125,7 @@ _SHOWN = 5  # differences named in an error
 
 def check_weights(program: Program, weights: Weights) -> None:
     """Raise :class:`WeightsError`, naming the first differences, if ``weights`` are not those of ``program``."""
-    differences = list(_differences(program, stacked(program, weights)))
+    differences = list(_find_differences(program, stack_weights(program, weights)))
     if differences:
         shown = "\n  ".join(differences[:_SHOWN])
         more = f"\n  and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
@@ -135,7 +135,7 @@ def check_weights(program: Program, weights: Weights) -> None:
         )
 
 
-def _differences(program: Program, weights: Weights) -> Iterator[str]:
+def _find_differences(program: Program, weights: Weights) -> Iterator[str]:
     owners: dict[Hashable, str] = {}  # of each tensor that takes a gradient: the state that it is
     for name, state in program.states.items():
         present = [n for n in (name, *state.aliases) if weights.spec(n) is not None]
@@ -178,9 +178,11 @@ def load_states(
     """
     if weights is not None:
         check_weights(rank.program, weights)
-        weights = stacked(rank.program, weights)
+        weights = stack_weights(rank.program, weights)
     return {
-        name: placed(name, own_piece(rank, name, _shard(rank, name, weights, device, (dtypes or {}).get(name))))
+        name: placed(
+            name, own_piece(rank, name, _initialize_shard(rank, name, weights, device, (dtypes or {}).get(name)))
+        )
         for name in rank.states
     }
 
@@ -197,7 +199,7 @@ def load_weights(rank: RankProgram, path: Path, shards: Mapping[str, Tensor]) ->
     """Fill ``shards`` in place from safetensors. Raises :class:`WeightsError` if they are not the program's."""
     files = FileWeights(path).for_names(names_read(rank.program))
     check_weights(rank.program, files)
-    weights = stacked(rank.program, files)
+    weights = stack_weights(rank.program, files)
     for name, own in shards.items():
         found = next((n for n in (name, *rank.program.states[name].aliases) if weights.spec(n) is not None), None)
         if found is not None:
@@ -206,7 +208,7 @@ def load_weights(rank: RankProgram, path: Path, shards: Mapping[str, Tensor]) ->
     files.close()
 
 
-def _shard(
+def _initialize_shard(
     rank: RankProgram, name: str, weights: Weights | None, device: torch.device, dtype: torch.dtype | None
 ) -> Tensor:
     program, state = rank.program, rank.program.states[name]
@@ -224,7 +226,7 @@ def _shard(
     number = 0
     for cut in shards:
         number = number * cut.num_ranks + cut.rank
-    return _random(name, state, shard_shape(program, name), number, dtype).to(device)
+    return _draw_random_values(name, state, shard_shape(program, name), number, dtype).to(device)
 
 
 def read_shards(weights: Weights, name: str, shards: Sequence[Shard]) -> Tensor:
@@ -233,7 +235,7 @@ def read_shards(weights: Weights, name: str, shards: Sequence[Shard]) -> Tensor:
     return take_shards(weights.read(name, *first), rest)
 
 
-def _random(name: str, state: StateData, shape: tuple[int, ...], part: int, dtype: torch.dtype) -> Tensor:
+def _draw_random_values(name: str, state: StateData, shape: tuple[int, ...], part: int, dtype: torch.dtype) -> Tensor:
     """Values of standard deviation 1/sqrt(fan-in), ones for vectors: a network of these neither dies nor explodes.
     Zeros for buffers of which nothing is known."""
     if state.kind != "parameter" or not dtype.is_floating_point:
@@ -290,16 +292,16 @@ class MasterParameters:
         self._gone = frozenset(hosted) if "parameters" in rank.program.offload else frozenset[str]()
         self._names = frozenset(name for name in self.held if name in wide or name in hosted)
         self._refreshed = [name for name in wide if name not in hosted]
-        self.shards = {name: self._shard(name) for name in self.held}
+        self.shards = {name: self._get_shard(name) for name in self.held}
 
-    def _shard(self, name: str) -> Tensor:
+    def _get_shard(self, name: str) -> Tensor:
         state = self._rank.program.states[name]
         if name in self._gone and not state.zero_axes:  # of its shape, without its memory
             nothing = torch.empty((), dtype=dtype_of(state.dtype), device=self._device)
             return nothing.expand(self.held[name].shape)
-        return self._short(name) if name in self._names else self.held[name]
+        return self._cast_to_compute_dtype(name) if name in self._names else self.held[name]
 
-    def _short(self, name: str) -> Tensor:
+    def _cast_to_compute_dtype(self, name: str) -> Tensor:
         """The parameter as the rank computes with it."""
         dtype = dtype_of(self._rank.program.states[name].dtype)
         return self.held[name].to(self._device, dtype, copy=name in self.hosted)
@@ -322,7 +324,7 @@ class MasterParameters:
         with torch.no_grad():
             for name in self.hosted.keys() - self._gone:
                 self.shards[name].copy_(self.held[name])
-                forget(self.held[name])
+                release_pages(self.held[name])
         return _FetchedParameters(self)
 
 
@@ -334,7 +336,7 @@ class _FetchedParameters(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         masters = self._masters
-        return masters._short(name) if name in masters._gone else masters.shards[name]
+        return masters._cast_to_compute_dtype(name) if name in masters._gone else masters.shards[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._masters.held)

@@ -131,9 +131,9 @@ class GatheredBucket:
         self._pending: Pending | None = None
 
     def start(self) -> None:
-        self._pending = self.group.all_gather(self._mine(), 0)
+        self._pending = self.group.all_gather(self._concatenate_own_pieces(), 0)
 
-    def _mine(self) -> Tensor:
+    def _concatenate_own_pieces(self) -> Tensor:
         """This rank's padded pieces, concatenated: the operand of the all-gather."""
         if not self.keep:
             return self.flat.buffer

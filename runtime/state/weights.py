@@ -113,7 +113,7 @@ class FileWeights:
 
     def __init__(self, path: Path, index: str = INDEX) -> None:
         self.origin = str(path)
-        self._files = _find(path, index)
+        self._files = _find_tensor_files(path, index)
         self._saved_as: dict[str, str] = {}  # name -> that in the file, where it is another
         self._open: dict[Path, Any] = {}
         self._paired: dict[Path, frozenset[str]] = {}
@@ -134,7 +134,7 @@ class FileWeights:
         if name not in self._files:
             return None
         with self._lock:
-            part, paired = self._slice(name), self._is_paired(name)
+            part, paired = self._open_slice(name), self._is_paired(name)
             shape, stored = tuple(part.get_shape()), part.get_dtype()
         if stored not in _TYPES:
             raise WeightsError(
@@ -149,9 +149,9 @@ class FileWeights:
         with self._lock:
             paired = self._is_paired(name)
             if not layout.is_shard or num_ranks == 1:
-                pieces = [self._handle(name).get_tensor(self._saved_as.get(name, name))]
+                pieces = [self._open_file(name).get_tensor(self._saved_as.get(name, name))]
             else:
-                part = self._slice(name)
+                part = self._open_slice(name)
                 before = (slice(None),) * layout.dim
                 pieces = [
                     part[(*before, slice(start, start + length))]
@@ -171,18 +171,18 @@ class FileWeights:
 
     def _is_paired(self, name: str) -> bool:
         """Whether the last dim is of real and imaginary parts; see :func:`write_weights`."""
-        path, handle = self._files[name], self._handle(name)
+        path, handle = self._files[name], self._open_file(name)
         if path not in self._paired:
             self._paired[path] = frozenset(json.loads((handle.metadata() or {}).get(_PAIRED, "[]")))
         return name in self._paired[path]
 
-    def _slice(self, name: str) -> Any:
-        return self._handle(name).get_slice(self._saved_as.get(name, name))
+    def _open_slice(self, name: str) -> Any:
+        return self._open_file(name).get_slice(self._saved_as.get(name, name))
 
-    def _handle(self, name: str) -> Any:
+    def _open_file(self, name: str) -> Any:
         path = self._files[name]
         if path not in self._open:
-            self._open[path] = self._stack.enter_context(_opened(path))
+            self._open[path] = self._stack.enter_context(_open_safetensors(path))
         return self._open[path]
 
 
@@ -283,7 +283,7 @@ def is_weights(path: Path) -> bool:
     return path.is_file() or (path / INDEX).exists() or any(path.glob("*.safetensors"))
 
 
-def _find(path: Path, index: str) -> dict[str, Path]:
+def _find_tensor_files(path: Path, index: str) -> dict[str, Path]:
     """The file of each tensor."""
     if path.is_dir():
         if (path / index).exists():
@@ -302,12 +302,12 @@ def _find(path: Path, index: str) -> dict[str, Path]:
         raise WeightsError(f"{path} does not exist; expected a safetensors file, or a folder of them")
     found: dict[str, Path] = {}
     for file in files:
-        with _opened(file) as handle:
+        with _open_safetensors(file) as handle:
             found.update(dict.fromkeys(handle.keys(), file))
     return found
 
 
-def _opened(path: Path) -> Any:
+def _open_safetensors(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:

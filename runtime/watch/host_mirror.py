@@ -64,7 +64,7 @@ class Mirror:
         From the first time on this is also done every second.
         """
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
+            self._thread = threading.Thread(target=self._run_exchange_loop, name="mirror", daemon=True)
             self._thread.start()
         with self._done:
             next_one = self._begun + 1
@@ -78,26 +78,26 @@ class Mirror:
         if self._thread is not None:
             self._thread.join(_EVERY_S)
 
-    def _run(self) -> None:
+    def _run_exchange_loop(self) -> None:
         while not self._closed:
             with self._done:
                 self._begun += 1
-            self._exchange()
+            self._exchange_files()
             with self._done:
                 self._ended = self._begun
                 self._done.notify_all()
             self._wanted.wait(_EVERY_S)
             self._wanted.clear()
 
-    def _exchange(self) -> None:
+    def _exchange_files(self) -> None:
         with contextlib.suppress(RuntimeError, OSError):  # the store's host may be the one that has died
-            own = {name: base64.b64encode(content).decode() for name, content in self._own().items()}
-            self.store.set(_key(self.host), json.dumps(own))
+            own = {name: base64.b64encode(content).decode() for name, content in self._read_own_files().items()}
+            self.store.set(_format_host_key(self.host), json.dumps(own))
             for other in self.others:
-                if self.store.check([_key(other)]):
-                    self._take(json.loads(self.store.get(_key(other))))
+                if self.store.check([_format_host_key(other)]):
+                    self._write_received_files(json.loads(self.store.get(_format_host_key(other))))
 
-    def _own(self) -> dict[str, bytes]:
+    def _read_own_files(self) -> dict[str, bytes]:
         names = [f"rank-{rank}.{kind}" for rank in self.ranks for kind in _KINDS]
         found = {}
         for name in [*names, _CAUSE]:
@@ -105,14 +105,14 @@ class Mirror:
                 found[name] = (self.folder / name).read_bytes()
         return found
 
-    def _take(self, files: dict[str, str]) -> None:
+    def _write_received_files(self, files: dict[str, str]) -> None:
         for name in sorted(files, key=lambda n: n.endswith(".times")):  # last: it says that a rank is there
             if name == _CAUSE and (self.folder / name).exists():
                 continue
             write_bytes(self.folder / name, base64.b64decode(files[name]), durable=False)
 
 
-def _key(host: int) -> str:
+def _format_host_key(host: int) -> str:
     return f"watch {host}"
 
 
@@ -129,7 +129,7 @@ def own_addresses() -> list[str]:
                     continue
                 with socket.socket(fileno=os.dup(int(name))) as end:
                     if end.family in (socket.AF_INET, socket.AF_INET6) and end.type == socket.SOCK_STREAM:
-                        found.append(_text(*end.getsockname()[:2]))
+                        found.append(_format_address(*end.getsockname()[:2]))
     return sorted(set(found))
 
 
@@ -137,17 +137,19 @@ def ranks_named(error: str, addresses: Mapping[int, Sequence[str]], own: Sequenc
     """The ranks whose addresses are in ``error``; of another host than ``own`` is on, whose ports nobody knows, all."""
     found = [(host, int(port)) for host, port in _ADDRESS.findall(error)]
     # Gloo prints ports in network byte order (torch 2.13).
-    named = {_text(host, p) for host, port in found for p in (port, (port & 0xFF) << 8 | port >> 8)}
+    named = {_format_address(host, p) for host, port in found for p in (port, (port & 0xFF) << 8 | port >> 8)}
     exactly = tuple(rank for rank, ends in addresses.items() if named.intersection(ends))
     if exactly or not own:
         return exactly
-    hosts = {_host(end) for end in named} - {_host(end) for end in own}  # what was connected later is not noted
-    return tuple(rank for rank, ends in addresses.items() if hosts.intersection(map(_host, ends)))
+    hosts = {_parse_host(end) for end in named} - {
+        _parse_host(end) for end in own
+    }  # what was connected later is not noted
+    return tuple(rank for rank, ends in addresses.items() if hosts.intersection(map(_parse_host, ends)))
 
 
-def _host(end: str) -> str:
+def _parse_host(end: str) -> str:
     return end.rpartition(":")[0]
 
 
-def _text(host: str, port: int | str) -> str:
+def _format_address(host: str, port: int | str) -> str:
     return f"{host.removeprefix('::ffff:')}:{port}"

@@ -40,16 +40,18 @@ def cause_of(
         first = next((s for s in dead if s.rank == died), None) or _most_blamed(dead, states)
         return failure_at(first, DIED, "the process ended and said nothing (killed, or out of memory)")
     if told and now - told[0].failed_at > _SETTLE_S and len(states) >= world_size:
-        away = [s for s in _blamed(told, states) if not s.here and s.failure is None and s.moment.phase != "gone"]
+        away = [
+            s for s in _find_lost_ranks(told, states) if not s.here and s.failure is None and s.moment.phase != "gone"
+        ]
         silent = [s for s in away if s.silent_s > SILENT_S]
         if silent:
             return _host_lost(_most_blamed(silent, states), told)
         if away and now - told[0].failed_at < HOST_SETTLE_S:
             return None  # its host may have ended, or it may still report why
-        return _left(told, states) or _lost(told)
+        return _blame_left_rank(told, states) or _blame_lost_rank(told)
     running = [s for s in states if s.failure is None and s.moment.phase != "gone"]
     if running and min(s.idle_s for s in running) >= patience_s:
-        return _stalled(running, patience_s)
+        return _blame_stalled_rank(running, patience_s)
     return None
 
 
@@ -83,13 +85,13 @@ def waits_for(states: Sequence[RankState]) -> dict[int, set[int]]:
     found: dict[int, set[int]] = {}
     for s in states:
         place = s.place
-        if place is None or not place.waits or _mute(s):
+        if place is None or not place.waits or _is_report_outdated(s):
             found[s.rank] = set()
             continue
         here = {
             other.rank
             for other in states
-            if place.meeting and other.place is not None and not _mute(other)
+            if place.meeting and other.place is not None and not _is_report_outdated(other)
             and other.place.meeting == place.meeting and other.progress == s.progress
             and other.place.node == place.node
         }  # fmt: skip
@@ -97,28 +99,28 @@ def waits_for(states: Sequence[RankState]) -> dict[int, set[int]]:
     return found
 
 
-def _mute(state: RankState) -> bool:
+def _is_report_outdated(state: RankState) -> bool:
     """Whether a rank's last report may be outdated: its process is stopped, dead or silent."""
     return state.stopped or not state.alive or state.silent_s > SILENT_S
 
 
-def _stalled(states: Sequence[RankState], patience_s: float) -> Failure:
+def _blame_stalled_rank(states: Sequence[RankState], patience_s: float) -> Failure:
     edges = waits_for(states)
     free = [s for s in states if not edges[s.rank]] or list(states)  # in a cycle, any rank may be the cause
-    waited_for = _reach(edges)
-    cause = min(free, key=lambda s: (not _mute(s), -waited_for[s.rank], s.progress, s.rank))
+    waited_for = _count_waiting_ranks(edges)
+    cause = min(free, key=lambda s: (not _is_report_outdated(s), -waited_for[s.rank], s.progress, s.rank))
     others = [s for s in states if cause.rank in edges[s.rank]]
     how = f"has not moved for {cause.idle_s:.1f} s"
     if cause.stopped:
         how += ", it was stopped by a signal"
-    elif _mute(cause):
+    elif _is_report_outdated(cause):
         how += f", nor given a sign of life for {cause.silent_s:.1f} s"
     waiting = "; ".join(f"rank {s.rank} waits for it at {s.doing}" for s in others[:4])
     more = f" and {len(others) - 4} more" if len(others) > 4 else ""
     return failure_at(cause, STALLED, how + (f"; {waiting}{more}" if waiting else ""))
 
 
-def _reach(edges: Mapping[int, set[int]]) -> Counter[int]:
+def _count_waiting_ranks(edges: Mapping[int, set[int]]) -> Counter[int]:
     """For each rank, the number of ranks that wait for it, directly or indirectly."""
     found: Counter[int] = Counter()
     for start in edges:
@@ -138,7 +140,7 @@ def _most_blamed(dead: Sequence[RankState], states: Sequence[RankState]) -> Rank
     return max(dead, key=lambda s: (blamed[s.rank], s.idle_s))
 
 
-def _blamed(told: Sequence[RankState], states: Sequence[RankState]) -> list[RankState]:
+def _find_lost_ranks(told: Sequence[RankState], states: Sequence[RankState]) -> list[RankState]:
     """The ranks to which some rank of ``told`` has lost its connection."""
     lost = {rank for s in told for rank in s.lost}
     return [s for s in states if s.rank in lost]
@@ -152,7 +154,7 @@ def _host_lost(state: RankState, told: Sequence[RankState]) -> Failure:
     return failure_at(state, DIED, text)
 
 
-def _left(told: Sequence[RankState], states: Sequence[RankState]) -> Failure | None:
+def _blame_left_rank(told: Sequence[RankState], states: Sequence[RankState]) -> Failure | None:
     """The failure of a rank that others have lost because its script ended early or was interrupted; ``None`` if there
     is no such rank."""
     gone = [s for s in states if s.moment.phase == "gone" and s.failure is None]
@@ -165,7 +167,7 @@ def _left(told: Sequence[RankState], states: Sequence[RankState]) -> Failure | N
     return None
 
 
-def _lost(told: Sequence[RankState]) -> Failure:
+def _blame_lost_rank(told: Sequence[RankState]) -> Failure:
     """The failure when connections broke but no process is known to have ended.
 
     It is reported for the rank that most others have lost or, if no rank stands out, for the rank that reported first.

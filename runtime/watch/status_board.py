@@ -69,17 +69,17 @@ class Board:
         self._recordings: dict[int, Recording] = {}
 
     def post_place(self, rank: int, moment: RecordedMoment, place: RankLocation) -> None:
-        self._post(rank, "place", {"step": moment.step, "action": moment.action, **place.to_data()})
+        self._post_file(rank, "place", {"step": moment.step, "action": moment.action, **place.to_data()})
 
     def post_failure(self, rank: int, failure: Failure, waits: tuple[int, ...] = ()) -> None:
         content = {"at": time.time(), "failure": failure.to_data(), "waits": waits}
-        self._post(rank, "failure", content)
+        self._post_file(rank, "failure", content)
 
     def post_addresses(self, rank: int, addresses: list[str]) -> None:
         """This rank's ends of its connections."""
-        self._post(rank, "addresses", {"own": addresses})
+        self._post_file(rank, "addresses", {"own": addresses})
 
-    def _post(self, rank: int, kind: str, content: dict[str, Any]) -> None:
+    def _post_file(self, rank: int, kind: str, content: dict[str, Any]) -> None:
         write_text(self.folder / f"rank-{rank}.{kind}", json.dumps(content), durable=False)
 
     def tell(self, cause: Failure) -> bool:
@@ -109,7 +109,7 @@ class Board:
         found = []
         for rank in sorted(self._recordings):
             with contextlib.suppress(FileNotFoundError):  # it has come to its end, and tidied up
-                found.append(self._state(rank))
+                found.append(self._read_rank_state(rank))
         return found
 
     @property
@@ -119,15 +119,15 @@ class Board:
     def recordings(self) -> dict[int, Recording]:
         return self._recordings
 
-    def _state(self, rank: int) -> RankState:
+    def _read_rank_state(self, rank: int) -> RankState:
         recording = self._recordings[rank]
         about, moment = recording.about, recording.moment()
         here = about.host == socket.gethostname()
         now = time.monotonic_ns() if here else int((time.time() - about.clock_s) * 1e9)
         index = about.actions[moment.action] if moment.phase == "step" else None
         spot = about.spots[index] if index is not None and index < len(about.spots) else None
-        alive, stopped = _process(about.pid) if here else (True, False)
-        placed, failed = self._read(rank, "place"), self._read(rank, "failure")
+        alive, stopped = _read_process_state(about.pid) if here else (True, False)
+        placed, failed = self._read_file(rank, "place"), self._read_file(rank, "failure")
         place = None
         if placed is not None and (placed.pop("step"), placed.pop("action")) == (moment.step, moment.action):
             place = RankLocation.from_data(placed)
@@ -145,17 +145,17 @@ class Board:
             place=place,
             failure=None if failed is None else Failure.from_data(failed["failure"]),
             failed_at=0.0 if failed is None else failed["at"],
-            lost=() if failed is None else self._lost(rank, failed),
+            lost=() if failed is None else self._find_lost_ranks(rank, failed),
             stage_index=_stage_index(about, index),
         )
 
-    def _lost(self, rank: int, failed: dict[str, Any]) -> tuple[int, ...]:
+    def _find_lost_ranks(self, rank: int, failed: dict[str, Any]) -> tuple[int, ...]:
         """Whom a failed rank has lost: the one whose address the error names, or all that it waited for."""
-        ends = {r: (self._read(r, "addresses") or {"own": []})["own"] for r in self._recordings}
+        ends = {r: (self._read_file(r, "addresses") or {"own": []})["own"] for r in self._recordings}
         own = ends.pop(rank)
         return ranks_named(failed["failure"]["error"], ends, own) or tuple(failed["waits"])
 
-    def _read(self, rank: int, kind: str) -> dict[str, Any] | None:
+    def _read_file(self, rank: int, kind: str) -> dict[str, Any] | None:
         with contextlib.suppress(OSError, ValueError):
             content: dict[str, Any] = json.loads((self.folder / f"rank-{rank}.{kind}").read_text())
             return content
@@ -168,7 +168,7 @@ def _stage_index(about: RecorderHeader, index: int | None) -> int | None:
     return about.places[index] if index < len(about.places) else about.places[-1] + 1  # the end of the step
 
 
-def _process(pid: int) -> tuple[bool, bool]:
+def _read_process_state(pid: int) -> tuple[bool, bool]:
     """Whether a process of this host runs, and whether it was stopped by a signal. True, where that is unknown."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

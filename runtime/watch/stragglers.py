@@ -100,18 +100,18 @@ def slow_ranks(
     """
     if any(len(samples.get(rank, ())) < _WINDOW for rank in about):
         return []
-    now = {rank: _typical(list(samples[rank])[-_WINDOW:]) for rank in about}
+    now = {rank: _compute_typical_step(list(samples[rank])[-_WINDOW:]) for rank in about}
     found = []
     for rank, work in now.items():
         own = about[rank]
         peers = [r for r in now if r != rank and (about[r].stage, about[r].places) == (own.stage, own.places)]
-        reference = _typical([now[r] for r in peers]) if peers else _own_past(rank, samples, now)
+        reference = _compute_typical_step([now[r] for r in peers]) if peers else _own_past(rank, samples, now)
         if reference is None:
             continue
         expected, seconds = sum(reference.values()), sum(work.values())
-        if seconds <= factor * expected or seconds - expected <= spreads * _spread([rank, *peers], samples):
+        if seconds <= factor * expected or seconds - expected <= spreads * _measure_spread([rank, *peers], samples):
             continue
-        if not spreads or _sure(rank, peers, samples, expected):
+        if not spreads or _is_surely_slower(rank, peers, samples, expected):
             index = max(work, key=lambda i: work[i] - reference.get(i, 0.0))
             spots = about[rank].spots
             spot = spots[index] if index < len(spots) else None
@@ -130,13 +130,15 @@ def _own_past(
     before = {r: list(samples[r])[:-_WINDOW] for r in now}
     if any(len(steps) < _BEFORE for steps in before.values()):
         return None
-    past = {r: _typical(steps) for r, steps in before.items()}
+    past = {r: _compute_typical_step(steps) for r, steps in before.items()}
     others = [sum(now[r].values()) / total for r in now if r != rank and (total := sum(past[r].values()))]
     general = median(others) if others else 1.0
     return {index: seconds * general for index, seconds in past[rank].items()}
 
 
-def _sure(rank: int, peers: Sequence[int], samples: Mapping[int, Sequence[Mapping[int, float]]], past: float) -> bool:
+def _is_surely_slower(
+    rank: int, peers: Sequence[int], samples: Mapping[int, Sequence[Mapping[int, float]]], past: float
+) -> bool:
     """Whether nearly all recent steps of ``rank`` take longer than nearly all recent steps of most ``peers``.
 
     Without peers, compares with its own earlier steps, scaled so that their median is ``past`` seconds.
@@ -144,15 +146,15 @@ def _sure(rank: int, peers: Sequence[int], samples: Mapping[int, Sequence[Mappin
     totals = {r: [sum(step.values()) for step in samples[r]] for r in (rank, *peers)}
     now = totals[rank][-_WINDOW:]
     if peers:
-        return median(_longer(now, totals[peer][-_WINDOW:]) for peer in peers) >= _SURE
-    took = sum(_typical(list(samples[rank])[:-_WINDOW]).values())
+        return median(_compute_longer_fraction(now, totals[peer][-_WINDOW:]) for peer in peers) >= _SURE
+    took = sum(_compute_typical_step(list(samples[rank])[:-_WINDOW]).values())
     scale = past / took if took else 1.0
     before = totals[rank][: -2 * _WINDOW]  # leave out steps in which it may have been slow already
     before = before if len(before) >= _BEFORE else totals[rank][:-_WINDOW]
-    return _longer(now, [scale * seconds for seconds in before]) >= _SURE
+    return _compute_longer_fraction(now, [scale * seconds for seconds in before]) >= _SURE
 
 
-def _longer(some: Sequence[float], others: Sequence[float]) -> float:
+def _compute_longer_fraction(some: Sequence[float], others: Sequence[float]) -> float:
     """The fraction of pairs (one of ``some``, one of ``others``) whose first number is larger; ties count half.
 
     This is the Mann-Whitney U statistic divided by the number of pairs.
@@ -160,7 +162,7 @@ def _longer(some: Sequence[float], others: Sequence[float]) -> float:
     return sum((a > b) + (a == b) / 2 for a in some for b in others) / (len(some) * len(others))
 
 
-def _spread(ranks: Sequence[int], samples: Mapping[int, Sequence[Mapping[int, float]]]) -> float:
+def _measure_spread(ranks: Sequence[int], samples: Mapping[int, Sequence[Mapping[int, float]]]) -> float:
     """The largest median absolute deviation of ``ranks``, in seconds: of the computation time of their recent steps."""
     spreads = []
     for rank in ranks:
@@ -170,7 +172,7 @@ def _spread(ranks: Sequence[int], samples: Mapping[int, Sequence[Mapping[int, fl
     return max(spreads)
 
 
-def _typical(steps: Sequence[Mapping[int, float]]) -> dict[int, float]:
+def _compute_typical_step(steps: Sequence[Mapping[int, float]]) -> dict[int, float]:
     """For each instruction index, the median of its seconds over ``steps``."""
     return {index: median(step.get(index, 0.0) for step in steps) for index in steps[0]}
 

@@ -26,7 +26,7 @@ from runtime.comm.torch_backend import TorchCommunicator
 from runtime.comm.wait_clock import waited
 from runtime.errors import STALLED, Failure, InstructionError, LaunchError
 from runtime.execute.flight_recorder import Recorder, Recording
-from runtime.execute.stack_location import place_of, raised, stack
+from runtime.execute.stack_location import place_of, walk_stack_frames, walk_traceback_frames
 from runtime.watch.host_mirror import Mirror, own_addresses
 from runtime.watch.root_cause import HOST_SETTLE_S
 from runtime.watch.status_board import Board, RankState
@@ -95,13 +95,13 @@ class Watch:
         self._slow = SlowRanks(self.board, slow_factor) if slow_factor and self._is_first() else None
         self._end = threading.Event()
         self._leaving = threading.Lock()
-        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
+        self._thread = threading.Thread(target=self._run_watch_loop, name="watch", daemon=True)
 
     def __enter__(self) -> Self:
         self._check_alone()
         _open.add(self._key)
         try:
-            return self._begin()
+            return self._begin_watching()
         except BaseException:
             _open.discard(self._key)
             raise
@@ -117,7 +117,7 @@ class Watch:
                 "own"
             )
 
-    def _begin(self) -> Self:
+    def _begin_watching(self) -> Self:
         if self.leave:
             if self._mirror is not None or self._is_first():
                 shutil.rmtree(self.folder, ignore_errors=True)  # files of an earlier run
@@ -140,7 +140,7 @@ class Watch:
         if isinstance(error, Exception):
             failure = self.failed(error)
             if self.leave:
-                self._leave(failure, error)
+                self._report_and_exit(failure, error)
         else:  # the block has ended, or was left by sys.exit or Ctrl-C
             self.recorder.enter("gone")
             if self._mirror is not None:
@@ -148,10 +148,10 @@ class Watch:
                 self._mirror.close()
             if self._own_folder and error is None:
                 self._thread.join()
-                self._tidy()
+                self._remove_own_files()
         self.executor.recorder = None
 
-    def _tidy(self) -> None:
+    def _remove_own_files(self) -> None:
         """Remove this rank's files from the default folder; the last rank removes the folder."""
         for path in self.folder.glob(f"rank-{self.rank}.*"):
             path.unlink(missing_ok=True)
@@ -162,7 +162,7 @@ class Watch:
     def failed(self, error: Exception) -> Failure:
         """Post the failure of this rank, caused by ``error``, on the board, and return it."""
         origin = error.__cause__ if isinstance(error, InstructionError) and error.__cause__ else error
-        place = place_of(raised(origin.__traceback__), self.executor)
+        place = place_of(walk_traceback_frames(origin.__traceback__), self.executor)
         moment = self._recording.moment()
         if isinstance(error, InstructionError):
             failure = error.failure
@@ -181,7 +181,7 @@ class Watch:
             self.board.post_failure(self.rank, failure, place.waits)
         return failure
 
-    def _watch(self) -> None:
+    def _run_watch_loop(self) -> None:
         """The body of the watch thread: sends heartbeats, posts the rank's position while it makes no progress, and
         looks for the cause of a stalled run."""
         looked = 0.0
@@ -198,7 +198,7 @@ class Watch:
             if idle_s < self.beat_s:
                 continue
             frame = sys._current_frames().get(self._main)
-            place = place_of(stack(frame), self.executor)
+            place = place_of(walk_stack_frames(frame), self.executor)
             seen, last = (waited.ns, place.line), seen
             # a checkpoint or a compilation is in progress: its stack changes, which counts as progress
             if seen != last and (moment.phase != "step" or not place.waits):
@@ -208,9 +208,9 @@ class Watch:
                     self.board.post_place(self.rank, moment, place)
             if self.leave and time.monotonic() - looked > pause:
                 looked = time.monotonic()
-                self._judge()
+                self._check_for_cause()
 
-    def _spread(self) -> None:
+    def _spread_cause(self) -> None:
         """Send the cause to other hosts before its consequences reach them."""
         if self._mirror is not None:
             self._mirror.exchange()
@@ -226,14 +226,14 @@ class Watch:
                 self.slow.append(found)
                 print(found, file=sys.stderr, flush=True)
 
-    def _judge(self) -> None:
+    def _check_for_cause(self) -> None:
         cause = self.monitor.check()
         if cause is None or self._end.is_set():
             return
         if not cause.secondary:
-            self._leave(cause, None)
+            self._report_and_exit(cause, None)
 
-    def _leave(self, failure: Failure, error: BaseException | None) -> None:
+    def _report_and_exit(self, failure: Failure, error: BaseException | None) -> None:
         """Report the cause, once for all ranks, and end the process with status 1."""
         with self._leaving:
             settle_s = HOST_SETTLE_S + _MIRROR_S if self._several else _SETTLE_S
@@ -242,7 +242,7 @@ class Watch:
                 if error is not None and cause is failure:
                     traceback.print_exception(error)
                 print(f"first cause: {cause}", file=sys.stderr, flush=True)
-            self._spread()
+            self._spread_cause()
             tell_torchrun(InstructionError(cause))
             for state in self.monitor.states():
                 if cause.kind == STALLED and state.rank == cause.rank != self.rank:

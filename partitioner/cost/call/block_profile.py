@@ -27,7 +27,7 @@ from partitioner.cost.call.operators import (
     is_view,
     repeats_of,
 )
-from partitioner.cost.call.saved_activations import gathered
+from partitioner.cost.call.saved_activations import find_gathered_activations
 from partitioner.cost.call.states import gradient_bytes
 from partitioner.emit.zero import small_states
 from passes.ir.collectives import COMMUNICATING, CONTEXT, ROUTED, collective_name
@@ -232,7 +232,7 @@ class _BlockProfiler:
         self.region = expert_region(block)
         self.short = products_in_fp8(block, fp8, self.region)
         self.first = first_readers(block, self.short | self.region.products)
-        self.gathers = gathered(block) if train else frozenset[fx.Node]()
+        self.gathers = find_gathered_activations(block) if train else frozenset[fx.Node]()
         self.rows: list[KernelRow] = []
         self.exchanges: list[Exchange] = []
         self.rings: list[tuple[fx.Node, bool]] = []
@@ -244,11 +244,11 @@ class _BlockProfiler:
     def read(self) -> BlockProfile:
         for node in self.block.graph.nodes:
             if node.op == "call_function":
-                self._operator(node)
+                self._profile_operator(node)
         placeholders = {n.name: n for n in self.block.placeholders}
         experts = self.region.states
         for node in self.block.placeholders if self.train else ():
-            for kernel in _accumulation(node, self.names):
+            for kernel in _build_accumulation_kernels(node, self.names):
                 self.rows.append(KernelRow(kernel, 1, expert=node.name in experts))
                 self.issued[2] += 1
         small = small_states({name: placeholders[name].meta["val"].nbytes for name in self.block.states})
@@ -269,7 +269,7 @@ class _BlockProfiler:
             self.routing,
         )
 
-    def _operator(self, node: fx.Node) -> None:
+    def _profile_operator(self, node: fx.Node) -> None:
         operands, results = node_operands(node, self.names, self.learned)
         backward = self.train and needs_gradient(node)
         kernels = forward_kernels(node, operands, results)
@@ -277,8 +277,8 @@ class _BlockProfiler:
         if collective_name(node.target) in CONTEXT:
             place = len(self.rings)
             self.rings.append((node, backward))
-        self._add(0, node, self._in_fp8(0, node, kernels, operands, results), operands, place)
-        self._exchange(node, backward)
+        self._add_kernel_rows(0, node, self._in_fp8(0, node, kernels, operands, results), operands, place)
+        self._add_exchanges(node, backward)
         name = collective_name(node.target)
         issued = self.each if self._runs_each(node) else self.issued
         issued[0] += name != "copy" and self._is_issued(node)  # a copy does nothing on its way forward
@@ -291,9 +291,9 @@ class _BlockProfiler:
         if backward:
             kernels = [*backward_kernels(node, operands, results, operand_needs(node)), *fan_out(node)]
             kernels = self._in_fp8(1, node, kernels, operands, results)
-            self._add(1, node, kernels, operands, place)
+            self._add_kernel_rows(1, node, kernels, operands, place)
             later = sum(kernel.learned for kernel in kernels)
-            besides = not kernels if name is None else _transposed(node) is not None
+            besides = not kernels if name is None else _transpose_collective(node) is not None
             if self._is_issued(node):
                 issued[1] += besides + len(kernels) - later
                 issued[2] += later
@@ -326,7 +326,9 @@ class _BlockProfiler:
         product is launched separately, every operand."""
         return self.expert_kernels == "each" or bool(self.region.reads_entry(node))
 
-    def _add(self, way: int, node: fx.Node, kernels: Sequence[Kernel], operands: Sequence[Operand], ring: int) -> None:
+    def _add_kernel_rows(
+        self, way: int, node: fx.Node, kernels: Sequence[Kernel], operands: Sequence[Operand], ring: int
+    ) -> None:
         expert, product = node in self.region.products, any(k.flops for k in kernels)
         matrices = [o.shape for o in operands if o.state and len(o.shape) == 3] if expert else []
         for kernel in kernels:
@@ -345,7 +347,7 @@ class _BlockProfiler:
                 )
             )
 
-    def _exchange(self, node: fx.Node, backward: bool) -> None:
+    def _add_exchanges(self, node: fx.Node, backward: bool) -> None:
         name = collective_name(node.target)
         source = node.args[0] if node.args else None
         if name is None or name in CONTEXT or not isinstance(source, fx.Node):
@@ -363,12 +365,12 @@ class _BlockProfiler:
         op = "all_to_all" if name in ROUTED else name
         if name in COMMUNICATING:
             self.exchanges.append(common(way=0, op=op, anew=backward and node in self.gathers))
-        back = _transposed(node)
+        back = _transpose_collective(node)
         if backward and back:
             self.exchanges.append(common(way=1, op=back))
 
 
-def _transposed(node: fx.Node) -> str | None:
+def _transpose_collective(node: fx.Node) -> str | None:
     """The collective of a collective's gradient; ``None`` if the gradient passes unchanged."""
     name = collective_name(node.target) or ""
     return _TRANSPOSED.get((name, str(node.args[-1]) if name in ("all_gather", "all_reduce") else ""))
@@ -443,7 +445,7 @@ def gradient_bytes_of(placeholder: fx.Node) -> int:
     return gradient_bytes(TensorSpec.of(placeholder.meta["val"]), False) if needs_gradient(placeholder) else 0
 
 
-def _accumulation(placeholder: fx.Node, states: set[str]) -> list[Kernel]:
+def _build_accumulation_kernels(placeholder: fx.Node, states: set[str]) -> list[Kernel]:
     """The addition of a state's gradient to that of earlier microbatches; empty for other nodes."""
     if placeholder.name not in states or not needs_gradient(placeholder):
         return []

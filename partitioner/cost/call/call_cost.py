@@ -16,16 +16,16 @@ from partitioner.cost.call.expert_parallel import (
     NO_SPREAD,
     Software,
     Spread,
+    compute_exposed_seconds,
     expected_loads,
     expert_exchanges,
     expert_region,
-    hidden,
     in_pieces,
     sorting_seconds,
 )
-from partitioner.cost.call.recomputation import remade
+from partitioner.cost.call.recomputation import find_recomputed_nodes
 from partitioner.cost.call.roofline import kernel_times
-from partitioner.cost.call.saved_activations import SavedBytes, carried_bytes, gathered, kept_by
+from partitioner.cost.call.saved_activations import SavedBytes, carried_bytes, find_gathered_activations, kept_by
 from partitioner.cost.call.zero3_gathers import (
     NONE_GATHERED,
     GatheredBytes,
@@ -47,9 +47,9 @@ _STREAMS = 4  # on which kernels of single experts run beside each other (Transf
 Again = Callable[[Block, Collection[fx.Node]], frozenset[fx.Node]]
 
 
-def selective(block: Block, sent: Collection[fx.Node] = ()) -> frozenset[fx.Node]:
-    """The nodes that selective recomputation recomputes by default; see :func:`remade`."""
-    return remade(block, "selective", sent)
+def find_selectively_recomputed(block: Block, sent: Collection[fx.Node] = ()) -> frozenset[fx.Node]:
+    """The nodes that selective recomputation recomputes by default; see :func:`find_recomputed_nodes`."""
+    return find_recomputed_nodes(block, "selective", sent)
 
 
 @dataclass(frozen=True)
@@ -115,10 +115,10 @@ class CallCost:
 
     def selective(self) -> CallCost:
         """This call under selective recomputation: backward recomputes the activations that are quick to recompute."""
-        return self.slim if self.slim is not None else self._selective
+        return self.slim if self.slim is not None else self._selective_cost
 
     @cached_property
-    def _selective(self) -> CallCost:
+    def _selective_cost(self) -> CallCost:
         return replace(
             self,
             saved_bytes=self.saved_bytes - self.selective_bytes,
@@ -184,7 +184,7 @@ class CallWork:
     sizes, whatever the links.
     """
 
-    def __init__(self, block: Block, train: bool = True, again: Again = selective) -> None:
+    def __init__(self, block: Block, train: bool = True, again: Again = find_selectively_recomputed) -> None:
         self.block, self.train, self._again = block, train, again
         self._asked: dict[tuple[bool, bool, str, bool], BlockProfile] = {}
         self._kept: dict[tuple[bool, bool, bool], SavedBytes] = {}
@@ -207,7 +207,7 @@ class CallWork:
         return self._again(self.block, entries) if entries and self.train else self.again
 
     @cached_property
-    def _carried(self) -> float:
+    def _carried_bytes(self) -> float:
         return float(carried_bytes(self.block)) if self.train else 0.0
 
     @cached_property
@@ -221,14 +221,14 @@ class CallWork:
         software, train = spread.software, self.train
         asked = self.asked(spread.fp8, software)
         slowdown = device.overlap_slowdown
-        computed = self._on(device, asked, spread)
+        computed = self._get_kernel_prices(device, asked, spread)
         seconds, comm, pieces = list(computed.seconds), [0.0, 0.0], [0.0, 0.0]
         for (node, back), of_ring in zip(asked.rings, computed.rings, strict=True):
             sent, beside = context_exchanges(node, groups)
             for way in range(1 + back):
-                comm[way] += hidden(of_ring[way], sent[way], slowdown, beside)
+                comm[way] += compute_exposed_seconds(of_ring[way], sent[way], slowdown, beside)
         for exchange in asked.exchanges:
-            took = _seconds(exchange, groups, device)
+            took = _compute_exchange_seconds(exchange, groups, device)
             apart = software.overlap_tensor and exchange.in_pieces
             (pieces if apart else comm)[exchange.way] += took
             if exchange.anew and software.regather:  # behind the products of the backward
@@ -239,34 +239,37 @@ class CallWork:
             seconds[way] += put_in_order
             comm[way] += in_pieces(computed.products[way], pieces[way], spread.tp, slowdown)
             behind = software.overlap_experts  # another microbatch, which computes as long
-            comm[way] += hidden(seconds[way], exchanged, slowdown, behind)
+            comm[way] += compute_exposed_seconds(seconds[way], exchanged, slowdown, behind)
         halves = [seconds[0], seconds[1] - computed.weights, computed.weights]
         sent_s = 0.0 if software.overlap_experts else exchanged / 2  # to the experts, without the way back
         late_s = _issued_late(asked, computed.experts_s + sent_s, spread, device)
         for half, others in enumerate((comm[0], comm[1], 0.0)):  # the host is the slower one for each by itself
-            issued, waited = _issued(asked, half, spread) * device.dispatch, late_s if half == 0 else 0.0
+            issued, waited = (
+                _count_issued_operators(asked, half, spread) * device.dispatch,
+                late_s if half == 0 else 0.0,
+            )
             halves[half] = max(halves[half] + waited, issued - others)
         for half, took in enumerate(copy_seconds(asked.states, spread, device)):
             halves[half] += took if half == 0 or train else 0.0
         seconds = [halves[0], halves[1] + halves[2]]
         gathers = gather_seconds(asked.states, spread)
         for way in range(1 + train):
-            comm[way] += hidden(seconds[way] + comm[way], gathers[way], slowdown, spread.overlap)
-        return self._cost(asked, spread, computed, halves, comm)
+            comm[way] += compute_exposed_seconds(seconds[way] + comm[way], gathers[way], slowdown, spread.overlap)
+        return self._build_call_cost(asked, spread, computed, halves, comm)
 
-    def _on(self, device: DeviceType, asked: BlockProfile, spread: Spread) -> _Computed:
+    def _get_kernel_prices(self, device: DeviceType, asked: BlockProfile, spread: Spread) -> _Computed:
         even = spread.software.even_experts
         key = id(device), id(asked), spread.ep, spread.of_experts, spread.num_experts, spread.divided, even
         if key not in self._computed:  # the device is kept: its identity stays its own
-            self._computed[key] = device, _computed(asked, device, spread)
+            self._computed[key] = device, _price_kernels(asked, device, spread)
         return self._computed[key][1]
 
-    def _cost(
+    def _build_call_cost(
         self, asked: BlockProfile, spread: Spread, computed: _Computed, halves: list[float], comm: list[float]
     ) -> CallCost:
         regather = self.train and spread.software.regather
         apart = spread.ep > 1
-        kept, slim = self._keeps(regather, False, apart), self._keeps(regather, True, apart)
+        kept, slim = self._find_saved_bytes(regather, False, apart), self._find_saved_bytes(regather, True, apart)
         sizes = [read_bytes(s, spread) for s in asked.states]
         shared = [size for size, state in zip(sizes, asked.states, strict=True) if not state.small]
         return CallCost(
@@ -279,10 +282,10 @@ class CallWork:
             backward_flops=computed.flops[1],
             saved_bytes=kept.inside,
             saved_inputs=kept.inputs,
-            carried_bytes=self._carried,
+            carried_bytes=self._carried_bytes,
             working_bytes=kept.working,
-            input_bytes=self._sizes[0],
-            output_bytes=self._sizes[1],
+            input_bytes=self._input_output_bytes[0],
+            output_bytes=self._input_output_bytes[1],
             output_grads=self._output_grads,
             state_bytes=sum(size for size, _ in sizes),
             gathered_bytes=gathered_bytes(shared, spread, kept.inside),
@@ -292,7 +295,7 @@ class CallWork:
         )
 
     @cached_property
-    def _sizes(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    def _input_output_bytes(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Bytes of each input and of each output."""
         placeholders = {n.name: n for n in self.block.placeholders}
         ahead = [placeholders[name] for name in self.block.inputs]
@@ -303,7 +306,7 @@ class CallWork:
     def _output_grads(self) -> tuple[bool, ...]:
         return tuple(self.train and needs_gradient(n) for n in self.block.outputs)
 
-    def _keeps(self, regather: bool, selective: bool, apart: bool) -> SavedBytes:
+    def _find_saved_bytes(self, regather: bool, selective: bool, apart: bool) -> SavedBytes:
         """Bytes and inputs kept from forward to backward.
 
         ``regather``: gathered activations are gathered again. ``selective``: selective recomputation. ``apart``:
@@ -313,12 +316,12 @@ class CallWork:
         if not again:
             selective = apart = False
         if (regather, selective, apart) not in self._kept:
-            gathers = gathered(self.block) if regather else frozenset()
+            gathers = find_gathered_activations(self.block) if regather else frozenset()
             self._kept[regather, selective, apart] = kept_by(self.block, self.train, again | gathers)
         return self._kept[regather, selective, apart]
 
 
-def _issued(asked: BlockProfile, half: int, spread: Spread) -> float:
+def _count_issued_operators(asked: BlockProfile, half: int, spread: Spread) -> float:
     """Number of operators that the host issues in one half of the call, without those in recorded graphs."""
     of_experts, others = _issued_each(asked, half, spread), float(asked.issued[half])
     if half == 0 and spread.software.expert_kernels == "each" and asked.held:
@@ -345,7 +348,7 @@ def _issued_late(asked: BlockProfile, device_s: float, spread: Spread, device: D
     return max(0.0, _issued_each(asked, 0, spread) * device.dispatch - device_s)
 
 
-def _computed(asked: BlockProfile, device: DeviceType, spread: Spread) -> _Computed:
+def _price_kernels(asked: BlockProfile, device: DeviceType, spread: Spread) -> _Computed:
     columns = _spread_columns(asked.kernels, spread)
     seconds = kernel_times(columns, device)
     ahead = columns.way == 0
@@ -404,7 +407,7 @@ def exchange_time(op: str, whole_bytes: float, group: Group, device: DeviceType,
     return seconds
 
 
-def _seconds(exchange: Exchange, groups: Mapping[str, Group], device: DeviceType) -> float:
+def _compute_exchange_seconds(exchange: Exchange, groups: Mapping[str, Group], device: DeviceType) -> float:
     group = groups.get(exchange.axis)
     if group is None or group.size == 1:
         return 0.0

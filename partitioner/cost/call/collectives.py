@@ -21,8 +21,8 @@ from partitioner.topology.group import Group
 from partitioner.topology.hardware import Link
 from passes.ir.collectives import CONTEXT, collective_name
 from passes.ops.attention import Band, ring_steps
-from passes.rules.attention import band
-from passes.rules.factors import argument
+from passes.rules.attention import find_attention_band
+from passes.rules.factors import get_node_argument
 
 # How often (n - 1) / n of the whole tensor passes through each rank's links.
 _ROUNDS = {"all_reduce": 2, "all_reduce_max": 2, "all_gather": 1, "reduce_scatter": 1}
@@ -117,10 +117,10 @@ def exchange_seconds(
 
 def context_exchanges(node: fx.Node, groups: Mapping[str, Group]) -> tuple[Seconds, bool]:
     """Seconds of what a node of a local graph sends, and whether that runs beside its computation."""
-    group = groups.get(argument(node, "axis", "")) if collective_name(node.target) in CONTEXT else None
+    group = groups.get(get_node_argument(node, "axis", "")) if collective_name(node.target) in CONTEXT else None
     if group is None or group.size == 1:
         return (0.0, 0.0), False
     query, key, value = (Operand(tuple(o.meta["val"].shape), o.meta["val"].dtype) for o in node.all_input_nodes[:3])
-    algorithm, zigzag = argument(node, "algorithm"), argument(node, "zigzag")
-    seconds = exchange_seconds(query, key, value, band(node) or Band(), algorithm, zigzag, group)
+    algorithm, zigzag = get_node_argument(node, "algorithm"), get_node_argument(node, "zigzag")
+    seconds = exchange_seconds(query, key, value, find_attention_band(node) or Band(), algorithm, zigzag, group)
     return seconds, algorithm == "ring"

@@ -117,7 +117,11 @@ class ExpertProducts:
 
     def reads_entry(self, product: fx.Node) -> bool:
         """Whether a product reads rows as they come."""
-        return any(_source(o) in self.entries for o in product.all_input_nodes if isinstance(o.meta["val"], Tensor))
+        return any(
+            _skip_views_and_casts(o) in self.entries
+            for o in product.all_input_nodes
+            if isinstance(o.meta["val"], Tensor)
+        )
 
     @property
     def sorts(self) -> bool:
@@ -127,7 +131,7 @@ class ExpertProducts:
     @property
     def copies(self) -> float:
         """How many of the rows that are sent are one and the same, as far as the graph shows it."""
-        return max((_copies(node) for node in self.entries), default=1.0)
+        return max((_count_row_copies(node) for node in self.entries), default=1.0)
 
 
 def expert_region(block: Block) -> ExpertProducts:
@@ -135,7 +139,7 @@ def expert_region(block: Block) -> ExpertProducts:
     found = find_regions(block)
     if found:
         return ExpertProducts(
-            tuple(dict.fromkeys(_source(n) for r in found for n in r.entries)),
+            tuple(dict.fromkeys(_skip_views_and_casts(n) for r in found for n in r.entries)),
             tuple(n for r in found for n in r.exits),
             frozenset(n for r in found for n in r.products),
             frozenset(name for r in found for name in r.states),
@@ -152,13 +156,13 @@ def expert_region(block: Block) -> ExpertProducts:
     for node in reversed(list(block.graph.nodes)):
         if any(u in before or u in products for u in node.users):
             before.add(node)
-    entries = {_source(n.args[0]): None for n in products if n not in after}
+    entries = {_skip_views_and_casts(n.args[0]): None for n in products if n not in after}
     exits = [n for n in products if n not in before]
-    names = {_source(n.args[1]).name for n in products}
+    names = {_skip_views_and_casts(n.args[1]).name for n in products}
     return ExpertProducts(tuple(entries), tuple(exits), frozenset(products), frozenset(names & set(block.states)))
 
 
-def _source(node: object) -> fx.Node:
+def _skip_views_and_casts(node: object) -> fx.Node:
     """What a view or a cast looks at."""
     assert isinstance(node, fx.Node), node
     while (
@@ -171,7 +175,7 @@ def _source(node: object) -> fx.Node:
     return node
 
 
-def _copies(node: fx.Node) -> float:
+def _count_row_copies(node: fx.Node) -> float:
     """How often ``node`` has each row of what it is picked or repeated from."""
     size, source = node.meta["val"].numel(), node
     while source.op == "call_function" and (is_view(source) or operator_name(source) in _REPEATS):
@@ -208,7 +212,7 @@ def sorting_seconds(region: ExpertProducts, held: int, spread: Spread, device: D
     return sum(copied_s(num_bytes, device) for num_bytes in moved)
 
 
-def hidden(compute_s: float, comm_s: float, slowdown: float, overlap: bool = True) -> float:
+def compute_exposed_seconds(compute_s: float, comm_s: float, slowdown: float, overlap: bool = True) -> float:
     """Seconds that communication adds to computation: while both run each takes ``slowdown`` times as long."""
     if not overlap:
         return comm_s
@@ -219,7 +223,7 @@ def in_pieces(compute_s: float, comm_s: float, pieces: int, slowdown: float) -> 
     """Seconds that gathers and scatters in ``pieces`` add to the products beside them: nothing hides the first piece
     (Wang et al. 2023, overlap by decomposition; Transformer Engine's user buffers)."""
     first = comm_s / max(1, pieces)
-    return first + hidden(compute_s, comm_s - first, slowdown)
+    return first + compute_exposed_seconds(compute_s, comm_s - first, slowdown)
 
 
 __all__ = [

@@ -33,7 +33,7 @@ def first_readers(block: Block, products: Collection[fx.Node]) -> frozenset[fx.N
     for node in block.graph.nodes if products else ():
         if node not in products:
             continue
-        sources = (_source(o) for o in node.all_input_nodes if o.meta["val"].dim() > 1)
+        sources = (_skip_views(o) for o in node.all_input_nodes if o.meta["val"].dim() > 1)
         read = frozenset(s for s in sources if s.op != "placeholder" or s.name not in states)
         if read not in known:
             found.add(node)
@@ -67,7 +67,7 @@ def in_fp8(
     if made == kernels:
         return kernels, []
     if not fused:
-        return made, [cast for k in made if k.flops for cast in _casts(k, matrices, results[0], backward)]
+        return made, [cast for k in made if k.flops for cast in _build_product_casts(k, matrices, results[0], backward)]
     if backward:
         gradients = float(sum(r.nbytes for r in results))
         found = [Kernel("reduction", gradients, launches=2)] if current else []
@@ -96,17 +96,19 @@ def _in_a_byte(kernel: Kernel, matrices: Sequence[Operand], result: Operand, bac
     )
 
 
-def _casts(product: Kernel, operands: list[Operand], result: Operand, backward: bool) -> Iterator[Kernel]:
+def _build_product_casts(product: Kernel, operands: list[Operand], result: Operand, backward: bool) -> Iterator[Kernel]:
     """Casts of the tensors that ``product`` reads: forward both operands; backward the gradient and, transposed, the
     other operand (:func:`passes.ops.fp8.linear_fp8`)."""
     if not backward:
-        yield from (cast for o in operands for cast in _cast(o, product, False))
+        yield from (cast for o in operands for cast in _build_cast_kernels(o, product, False))
         return
-    yield from _cast(replace(result, state=False), product, product.learned)
-    yield from (cast for o in operands if o.learned != product.learned for cast in _cast(o, product, True))
+    yield from _build_cast_kernels(replace(result, state=False), product, product.learned)
+    yield from (
+        cast for o in operands if o.learned != product.learned for cast in _build_cast_kernels(o, product, True)
+    )
 
 
-def _cast(operand: Operand, product: Kernel, transposed: bool) -> Iterator[Kernel]:
+def _build_cast_kernels(operand: Operand, product: Kernel, transposed: bool) -> Iterator[Kernel]:
     """Kernels of one cast: find the largest absolute value, scale and round every element to a byte, and copy the bytes
     if they are wanted transposed. The scale itself takes three operators."""
     whole = float(operand.nbytes)
@@ -128,10 +130,10 @@ def least_in_fp8(
     not multiples of 16."""
     made, casts = in_fp8(kernels, operands, results, backward, fused, first)
     made = [*made, *(replace(cast, launches=0) for cast in casts)]
-    return made if _seconds(made, device) < _seconds(kernels, device) else kernels
+    return made if _sum_kernel_seconds(made, device) < _sum_kernel_seconds(kernels, device) else kernels
 
 
-def _seconds(kernels: Sequence[Kernel], device: DeviceType) -> float:
+def _sum_kernel_seconds(kernels: Sequence[Kernel], device: DeviceType) -> float:
     return sum(
         k.num_bytes / memory_rate(k.kind, device) + (k.flops / product_rate(k, device) if k.flops else 0.0)
         for k in kernels
@@ -164,13 +166,13 @@ def _left_out(block: Block) -> Iterator[tuple[int, str]]:
     for node in block.graph.nodes:
         if node.op != "call_function" or node in short or not is_product(node) or is_attention(node):
             continue
-        sources = [_source(o) for o in node.all_input_nodes if o.meta["val"].dim() > 1]
+        sources = [_skip_views(o) for o in node.all_input_nodes if o.meta["val"].dim() > 1]
         weight = next((s.name for s in sources if s.op == "placeholder" and s.name in states), None)
         if weight is not None:
-            yield states.index(weight), _why(node, frozenset(states))
+            yield states.index(weight), _describe_fp8_obstacle(node, frozenset(states))
 
 
-def _why(node: fx.Node, states: frozenset[str]) -> str:
+def _describe_fp8_obstacle(node: fx.Node, states: frozenset[str]) -> str:
     product = product_of(node, states)
     if product is None:
         return f"no kernel in fp8 for {operator_name(node)}"
@@ -180,7 +182,7 @@ def _why(node: fx.Node, states: frozenset[str]) -> str:
     return f"in {str(product.x.meta['val'].dtype).removeprefix('torch.')}"
 
 
-def _source(node: fx.Node) -> fx.Node:
+def _skip_views(node: fx.Node) -> fx.Node:
     while node.op == "call_function" and len(node.all_input_nodes) == 1 and is_view(node):
         node = node.all_input_nodes[0]
     return node

@@ -21,8 +21,8 @@ from passes.ir.gradient_flow import accumulated_in
 from passes.ops.attention import Band, most_pairs
 from passes.ops.cross_entropy import NARROW
 from passes.rules import factors_of
-from passes.rules.attention import band
-from passes.rules.factors import argument
+from passes.rules.attention import find_attention_band
+from passes.rules.factors import get_node_argument
 from passes.shard.backward_halves import is_early
 
 Shape = tuple[int, ...]
@@ -144,34 +144,34 @@ _ALIGNMENT = 16  # bytes (NVIDIA, Matrix Multiplication Background: with whole 1
 _Product = tuple[float, float]  # FLOPs, the smallest of M, N and K
 
 
-def _contraction(a: Shape, b: Shape, out: Shape) -> _Product:
+def _compute_contraction_work(a: Shape, b: Shape, out: Shape) -> _Product:
     k = a[-1]
     n = out[-1] if len(out) else 1
     rows = math.prod(out) / n if len(b) <= 2 else out[-2]
     return 2.0 * math.prod(out) * k, min(rows, n, k)
 
 
-def _linear(a: Shape, b: Shape, out: Shape) -> _Product:
+def _compute_linear_work(a: Shape, b: Shape, out: Shape) -> _Product:
     return 2.0 * math.prod(out) * a[-1], min(math.prod(a[:-1]), b[0], a[-1])
 
 
-def _grouped(a: Shape, b: Shape, out: Shape) -> _Product:
+def _compute_grouped_work(a: Shape, b: Shape, out: Shape) -> _Product:
     """Rows by expert: ``[t, k]`` with ``[e, k, n]``, each matrix with an even share of the rows."""
     return 2.0 * math.prod(out) * a[-1], min(a[0] / b[0], b[1], b[2])
 
 
-def _convolution(a: Shape, b: Shape, out: Shape) -> _Product:
+def _compute_convolution_work(a: Shape, b: Shape, out: Shape) -> _Product:
     k = math.prod(b[1:])
     return 2.0 * math.prod(out) * k, min(math.prod(out) / max(1, b[0]), b[0], k)
 
 
 # Operator -> (the places of its two factors among its operands, FLOPs and smallest dim from their shapes).
 _PRODUCTS: dict[str, tuple[int, int, Callable[[Shape, Shape, Shape], _Product]]] = {
-    **dict.fromkeys(("mm", "bmm", "mv", "dot", "matmul", "linear_fp8"), (0, 1, _contraction)),
-    **dict.fromkeys(("_grouped_mm", "expert_mm"), (0, 1, _grouped)),
-    **dict.fromkeys(("addmm", "addmv", "baddbmm"), (1, 2, _contraction)),
-    "linear": (0, 1, _linear),
-    **dict.fromkeys(("convolution", "conv1d", "conv2d", "conv3d"), (0, 1, _convolution)),
+    **dict.fromkeys(("mm", "bmm", "mv", "dot", "matmul", "linear_fp8"), (0, 1, _compute_contraction_work)),
+    **dict.fromkeys(("_grouped_mm", "expert_mm"), (0, 1, _compute_grouped_work)),
+    **dict.fromkeys(("addmm", "addmv", "baddbmm"), (1, 2, _compute_contraction_work)),
+    "linear": (0, 1, _compute_linear_work),
+    **dict.fromkeys(("convolution", "conv1d", "conv2d", "conv3d"), (0, 1, _compute_convolution_work)),
 }
 
 
@@ -184,7 +184,9 @@ def operator_name(node: fx.Node) -> str:
 def is_view(node: fx.Node) -> bool:
     """Whether the node's result shares its operand's memory."""
     name = operator_name(node)
-    return node.target is operator.getitem or (name in VIEWS and not (name in _MAYBE_COPIES and _copies(node)))
+    return node.target is operator.getitem or (
+        name in VIEWS and not (name in _MAYBE_COPIES and _is_copying_reshape(node))
+    )
 
 
 def repeats_of(node: fx.Node, copied: bool = False) -> float:
@@ -216,15 +218,15 @@ def _only_sends(node: fx.Node) -> bool:
     return name is not None and name not in CONTEXT
 
 
-def _cuts(node: fx.Node) -> bool:
+def _is_strided_shard(node: fx.Node) -> bool:
     """Whether a rank copies its part of a whole tensor: one that does not lie together in memory."""
     if collective_name(node.target) not in ("shard_slice", "shard_narrow"):
         return False
-    dim = argument(node, "dim")
+    dim = get_node_argument(node, "dim")
     return any(size != 1 for size in node.meta["val"].shape[:dim])
 
 
-def _copies(node: fx.Node) -> bool:
+def _is_copying_reshape(node: fx.Node) -> bool:
     """Whether a reshape of a tensor with gaps has to copy."""
     source = node.args[0]
     if not isinstance(source, fx.Node):
@@ -244,27 +246,34 @@ def forward_kernels(node: fx.Node, operands: Sequence[Operand], results: Sequenc
     if node.target is operator.getitem or not results:
         return []
     if _only_sends(node):
-        return [_kernel("pointwise", [results[0], results[0]])] if _cuts(node) else []
+        return [_build_kernel("pointwise", [results[0], results[0]])] if _is_strided_shard(node) else []
     name = operator_name(node)
     if name in VIEWS:
-        return [_kernel("default", [*operands, *results])] if name in _MAYBE_COPIES and _copies(node) else []
+        return (
+            [_build_kernel("default", [*operands, *results])]
+            if name in _MAYBE_COPIES and _is_copying_reshape(node)
+            else []
+        )
     if is_product(node):
-        flops, smallest = _product(node, name, operands, results)
+        flops, smallest = _compute_product_work(node, name, operands, results)
         kind = "attention" if name in _ATTENTION else "matmul"
-        return [_kernel(kind, [*operands, *results], flops, smallest, _precision(operands))]
+        return [_build_kernel(kind, [*operands, *results], flops, smallest, _find_precision(operands))]
     if name.startswith(_WRITTEN_OVER):  # rows are read, and written over a copy of the table
-        return [_kernel("pointwise", [operands[0], results[0]]), _kernel("lookup", [*operands[1:], operands[-1]])]
+        return [
+            _build_kernel("pointwise", [operands[0], results[0]]),
+            _build_kernel("lookup", [*operands[1:], operands[-1]]),
+        ]
     if name in _LOOKUPS:  # as much is read as is written
-        return [_kernel("lookup", [*operands[1:], results[0], *results])]
+        return [_build_kernel("lookup", [*operands[1:], results[0], *results])]
     if name in CROSS_ENTROPY:
         return [_entropy_kernel("softmax", operands[0], 2, 4 if operands[0].dtype in NARROW else 2, 5)]
-    return [_kernel(kind_of(node, name), [*operands, *results])]
+    return [_build_kernel(kind_of(node, name), [*operands, *results])]
 
 
 def _entropy_kernel(kind: str, logits: Operand, as_given: int, as_made: int, launches: int) -> Kernel:
     """Passes over logits as they are and over what is made of them in the type in which exponents are added up."""
     made = replace(logits, dtype=accumulated_in(logits.dtype))
-    return _kernel(kind, [logits] * as_given + [made] * as_made, launches=launches)
+    return _build_kernel(kind, [logits] * as_given + [made] * as_made, launches=launches)
 
 
 def form_kernels(
@@ -273,12 +282,12 @@ def form_kernels(
     """What an attention takes whose queries and keys are both sharded over ``num_ranks``; shapes are one rank's."""
     width = results[0].shape[-1]
     flops, smallest = attention_product(
-        operands[0].shape, operands[1].shape, width, band(node) or Band(), num_ranks, zigzag
+        operands[0].shape, operands[1].shape, width, find_attention_band(node) or Band(), num_ranks, zigzag
     )
     flops *= _ATTENTION_BACKWARD if backward else 1.0
     traffic = [*operands, *results] if not backward else [*operands, *operands, results[0], results[0]]
     launches = (1 + backward) * num_ranks
-    return [_kernel("attention", traffic, flops, smallest, _precision(operands), launches=launches)]
+    return [_build_kernel("attention", traffic, flops, smallest, _find_precision(operands), launches=launches)]
 
 
 def backward_kernels(
@@ -294,14 +303,18 @@ def backward_kernels(
             return [_gradient_kernel("reduction", wanted[0], [result])]
         return [_gradient_kernel("default", wanted[0], [result])] if name in _FILLED_BACK else []
     if name in _ATTENTION:
-        flops, smallest = _product(node, name, operands, results)
+        flops, smallest = _compute_product_work(node, name, operands, results)
         traffic = [*operands, *(o.gradient for o in operands), result, result]
-        return [_kernel("attention", traffic, flops * _ATTENTION_BACKWARD, smallest, _precision(operands), launches=2)]
+        return [
+            _build_kernel(
+                "attention", traffic, flops * _ATTENTION_BACKWARD, smallest, _find_precision(operands), launches=2
+            )
+        ]
     if is_product(node):
         return _product_backward(node, name, operands, results, needs)
     if name in _LOOKUPS:
         fills = [_gradient_kernel("pointwise", o, []) for o in wanted]  # with zeros, then scattered into
-        return fills + [replace(_kernel("lookup", [result, result]), learned=o.learned) for o in wanted]
+        return fills + [replace(_build_kernel("lookup", [result, result]), learned=o.learned) for o in wanted]
     if name in _SUMS or name in CROSS_ENTROPY:
         return [_entropy_kernel("pointwise", operands[0], 2, 4, 5)] if name in CROSS_ENTROPY else []
     kind = kind_of(node, name)
@@ -310,7 +323,7 @@ def backward_kernels(
     if kind in ("pointwise", "special"):
         return [k for o in wanted for k in _pointwise_backward(kind, name, o, operands, result)]
     if kind == "norm":  # one operator makes all gradients
-        return [_kernel(kind, [o, o.gradient, result]) for o in wanted]
+        return [_build_kernel(kind, [o, o.gradient, result]) for o in wanted]
     return [_gradient_kernel(kind, o, [o, result]) for o in wanted]
 
 
@@ -323,21 +336,21 @@ def _pointwise_backward(
     factors = operands[1:] if name in _ADDED_TO else operands
     others = [o for o in factors if o is not wanted] or [wanted]
     later = wanted.learned and not is_early(wanted.numel, result.numel)
-    return [replace(_kernel(kind, [result, *others, result]), learned=later), *broadcast]
+    return [replace(_build_kernel(kind, [result, *others, result]), learned=later), *broadcast]
 
 
 def _product_backward(
     node: fx.Node, name: str, operands: Sequence[Operand], results: Sequence[Operand], needs: Sequence[bool]
 ) -> list[Kernel]:
     """One product of the same size for each factor; a bias' gradient is summed."""
-    flops, smallest = _product(node, name, operands, results)
+    flops, smallest = _compute_product_work(node, name, operands, results)
     factors = _PRODUCTS[name][:2] if name in _PRODUCTS else range(len(operands))
-    precision = _precision(operands)
+    precision = _find_precision(operands)
     kernels = []
     for place, (operand, need) in enumerate(zip(operands, needs, strict=True)):
         if need and place in factors:
             others = [o for i, o in enumerate(operands) if i in factors and i != place]
-            kernel = _kernel("matmul", [results[0], *others, operand.gradient], flops, smallest, precision)
+            kernel = _build_kernel("matmul", [results[0], *others, operand.gradient], flops, smallest, precision)
             kernels.append(replace(kernel, learned=operand.learned))
         elif need and operand.numel < results[0].numel:
             kernels.append(_gradient_kernel("reduction", operand, [results[0]]))
@@ -346,32 +359,34 @@ def _product_backward(
 
 def _gradient_kernel(kind: str, wanted: Operand, read: Sequence[Operand]) -> Kernel:
     later = wanted.learned and not (kind == "reduction" and is_early(wanted.numel, read[0].numel))
-    return replace(_kernel(kind, [wanted.gradient, *read]), learned=later)
+    return replace(_build_kernel(kind, [wanted.gradient, *read]), learned=later)
 
 
 def add_kernel(value: Operand) -> Kernel:
     """Adding one gradient of ``value`` to another."""
     whole = value.gradient
-    return replace(_kernel("pointwise", [whole, whole, whole]), learned=value.learned)
+    return replace(_build_kernel("pointwise", [whole, whole, whole]), learned=value.learned)
 
 
-def _product(node: fx.Node, name: str, operands: Sequence[Operand], results: Sequence[Operand]) -> _Product:
+def _compute_product_work(
+    node: fx.Node, name: str, operands: Sequence[Operand], results: Sequence[Operand]
+) -> _Product:
     out = results[0].shape
     if name in _PRODUCTS:
         first, second, formula = _PRODUCTS[name]
         return formula(operands[first].shape, operands[second].shape, out)
     if name in _ATTENTION:
-        return _attention(node, operands, out)
-    return _einsum(node, operands)
+        return _compute_attention_work(node, operands, out)
+    return _compute_einsum_work(node, operands)
 
 
-def _attention(node: fx.Node, operands: Sequence[Operand], out: Shape) -> _Product:
+def _compute_attention_work(node: fx.Node, operands: Sequence[Operand], out: Shape) -> _Product:
     """Scores and their product with the values; of a causal mask or a window what they leave."""
     query, key = operands[0].shape, operands[1].shape
     if "partition" in str(node.target):
         over = collective_name(node.target) is not None
-        size, zigzag = (argument(node, "size"), argument(node, "zigzag")) if over else (1, False)
-        return attention_product(query, key, out[-1], band(node) or Band(), size, zigzag)
+        size, zigzag = (get_node_argument(node, "size"), get_node_argument(node, "zigzag")) if over else (1, False)
+        return attention_product(query, key, out[-1], find_attention_band(node) or Band(), size, zigzag)
     causal = bool(node.kwargs.get("is_causal") or (len(node.args) > 5 and node.args[5] is True))
     return attention_product(query, key, out[-1], Band(None, 0) if causal else Band())
 
@@ -384,7 +399,7 @@ def attention_product(
     return 2.0 * math.prod(query[:-2]) * pairs * (query[-1] + width), key[-2]
 
 
-def _einsum(node: fx.Node, operands: Sequence[Operand]) -> _Product:
+def _compute_einsum_work(node: fx.Node, operands: Sequence[Operand]) -> _Product:
     """The product of all loop sizes, from the equation or, where it has an ellipsis, from the factor rule."""
     equation = str(node.args[0]).replace(" ", "")
     if "." in equation:
@@ -408,11 +423,11 @@ def kind_of(node: fx.Node, name: str) -> str:
     return "default"
 
 
-def _precision(operands: Sequence[Operand]) -> str:
+def _find_precision(operands: Sequence[Operand]) -> str:
     return PRECISIONS.get(operands[0].dtype, "fp32") if operands else "fp32"
 
 
-def _kernel(
+def _build_kernel(
     kind: str,
     traffic: Sequence[Operand],
     flops: float = 0.0,

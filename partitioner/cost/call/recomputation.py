@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from partitioner.cost.call.block_profile import node_operands
 from partitioner.cost.call.operators import forward_kernels, is_attention, is_product, is_view, kind_of, operator_name
-from partitioner.cost.call.saved_activations import expanded, needed, size_of, value_of
+from partitioner.cost.call.saved_activations import find_needed_values, find_score_nodes, size_of, value_of
 from passes.ir.collectives import collective_name
 from passes.ir.model import Block
 from passes.rules.strategies import needs_gradient
@@ -39,10 +39,10 @@ _COPIES = frozenset(
 )
 
 
-def remade(block: Block, how: Remade, sent: Collection[fx.Node] = ()) -> frozenset[fx.Node]:
+def find_recomputed_nodes(block: Block, how: Remade, sent: Collection[fx.Node] = ()) -> frozenset[fx.Node]:
     """The operators of ``block``, a graph in which gradients are marked, that backward runs once more; ``sent``: values
     that come from other ranks in the form of it that is run."""
-    scores = expanded(block)
+    scores = find_score_nodes(block)
     if how == "scores":
         return scores
     second = _second_products(block) if how == "alternate" else frozenset[fx.Node]()
@@ -69,10 +69,15 @@ class _RecomputeCut:
         self.read: dict[fx.Node, set[int]] = {}  # of each operator the results that are asked for
 
     def again(self) -> frozenset[fx.Node]:
-        wanted = [v for n in self.block.graph.nodes if n.op == "call_function" and needs_gradient(n) for v in needed(n)]
+        wanted = [
+            v
+            for n in self.block.graph.nodes
+            if n.op == "call_function" and needs_gradient(n)
+            for v in find_needed_values(n)
+        ]
         wanted = [v for v in wanted if v[0].name not in self.states]
         again = [n for n in self.block.graph.nodes if self._is_quick(n)]
-        reads = {n: list(self._reads(n)) for n in again}
+        reads = {n: list(self._find_read_values(n)) for n in again}
         for node, result in (*wanted, *(value for values in reads.values() for value in values)):
             self.read.setdefault(node, set()).add(result)
         backward, forward = 0, 1
@@ -80,18 +85,18 @@ class _RecomputeCut:
             self.places[node] = 2 * len(self.places) + 2
         for node, place in self.places.items():
             quick = node in reads
-            self._edge(place, place + 1, _ANY if node in self.scores else self._bytes(node))
-            self._edge(forward, place, self._price(node) if quick else _ANY)
+            self._add_flow_edge(place, place + 1, _ANY if node in self.scores else self._sum_result_bytes(node))
+            self._add_flow_edge(forward, place, self._price_recomputation(node) if quick else _ANY)
             for operand, _ in reads.get(node, ()):
-                self._edge(self.places[operand] + 1, place, _ANY)
+                self._add_flow_edge(self.places[operand] + 1, place, _ANY)
         for node, _ in dict.fromkeys(wanted):
-            self._edge(self.places[node] + 1, backward, _ANY)
+            self._add_flow_edge(self.places[node] + 1, backward, _ANY)
         if not wanted or self.flow.solve(forward, backward) != SimpleMaxFlow.OPTIMAL:
             return frozenset()
         side = set(self.flow.get_sink_side_min_cut())
         return frozenset(n for n in again if self.places[n] in side)
 
-    def _edge(self, start: int, end: int, capacity: int) -> None:
+    def _add_flow_edge(self, start: int, end: int, capacity: int) -> None:
         self.flow.add_arc_with_capacity(start, end, capacity)
 
     def _is_quick(self, node: fx.Node) -> bool:
@@ -110,16 +115,16 @@ class _RecomputeCut:
             return False
         return kind_of(node, name) in _KINDS or name in _COPIES
 
-    def _reads(self, node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
+    def _find_read_values(self, node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
         """What ``node`` reads when it is run again, but for states."""
         for value in dict.fromkeys(map(value_of, node.all_input_nodes)):
             if value[0].name not in self.states:
                 yield value
 
-    def _bytes(self, node: fx.Node) -> int:
+    def _sum_result_bytes(self, node: fx.Node) -> int:
         return sum(size_of((node, result)) for result in self.read.get(node, ()))
 
-    def _price(self, node: fx.Node) -> int:
+    def _price_recomputation(self, node: fx.Node) -> int:
         """What running an operator again costs, in bytes kept; one at least: the less is made again the better."""
         kernels = forward_kernels(node, *node_operands(node, self.states, ()))
         traffic = sum(k.num_bytes + k.flops * _BYTES_PER_FLOP for k in kernels)

@@ -39,18 +39,20 @@ def kernel_times(columns: KernelTable, device: DeviceType) -> Column:
     rates = np.array([memory_efficiency(kind, device) for kind in columns.kinds], dtype=np.float64)[columns.kind]
     if device.memory_sizes:
         moved = columns.num_bytes / np.maximum(1.0, columns.launches)
-        rates = np.minimum(rates, _along(moved, device.memory_sizes))
+        rates = np.minimum(rates, _interpolate_column(moved, device.memory_sizes))
     seconds: Column = columns.launches * device.launch + columns.num_bytes / (device.memory_bandwidth * rates)
     works = np.nonzero(columns.flops)[0]
     if works.size:
         smallest = columns.smallest[works]
         lowest, share = device.matmul_efficiency[0]
         below = share * np.maximum(smallest, _LEAST) / lowest
-        efficiency = np.where(smallest < lowest, below, _along(smallest, device.matmul_efficiency))
+        efficiency = np.where(smallest < lowest, below, _interpolate_column(smallest, device.matmul_efficiency))
         efficiency = efficiency * np.where(columns.aligned[works], 1.0, device.unaligned)
         attention = columns.kind[works] == (columns.kinds.index("attention") if "attention" in columns.kinds else -1)
-        of_keys = _along(smallest, device.attention_lengths) if device.attention_lengths else 1.0
-        of_heads = _along(columns.width[works], device.attention_widths) if device.attention_widths else 1.0
+        of_keys = _interpolate_column(smallest, device.attention_lengths) if device.attention_lengths else 1.0
+        of_heads = (
+            _interpolate_column(columns.width[works], device.attention_widths) if device.attention_widths else 1.0
+        )
         efficiency = np.where(attention, device.attention_efficiency * of_keys * of_heads, efficiency)
         peaks = (
             device.clock
@@ -60,8 +62,8 @@ def kernel_times(columns: KernelTable, device: DeviceType) -> Column:
     return seconds
 
 
-def _along(values: Column, curve: Sequence[tuple[float, float]]) -> Column:
-    """:func:`interpolated`, as at the ends beyond them."""
+def _interpolate_column(values: Column, curve: Sequence[tuple[float, float]]) -> Column:
+    """:func:`interpolate_curve`, as at the ends beyond them."""
     points, shares = zip(*curve, strict=True)
     found: Column = np.interp(np.log(np.maximum(values, _LEAST)), np.log(points), shares)
     return found
@@ -100,10 +102,10 @@ def _largest_factor(num_bytes: float | None, device: DeviceType) -> float:
         return math.inf
     if num_bytes is None:
         return max(factor for _, factor in curve)
-    return curve[0][1] if num_bytes <= curve[0][0] else interpolated(num_bytes, curve)
+    return curve[0][1] if num_bytes <= curve[0][0] else interpolate_curve(num_bytes, curve)
 
 
-def interpolated(x: float, curve: Sequence[tuple[float, float]]) -> float:
+def interpolate_curve(x: float, curve: Sequence[tuple[float, float]]) -> float:
     """Between two points of ``curve`` along the logarithm; above the last as there. ``x`` is not below the first."""
     place = bisect_right(curve, (x, math.inf))
     if place == len(curve):
@@ -122,14 +124,16 @@ def product_rate(kernel: Kernel, device: DeviceType) -> float:
 
 def attention_factor(kernel: Kernel, device: DeviceType) -> float:
     """The fraction of its best that a fused attention reaches over so many keys, with heads as wide."""
-    return _on(device.attention_lengths, kernel.smallest) * _on(device.attention_widths, kernel.width)
+    return _evaluate_curve(device.attention_lengths, kernel.smallest) * _evaluate_curve(
+        device.attention_widths, kernel.width
+    )
 
 
-def _on(curve: Sequence[tuple[float, float]], value: float) -> float:
-    """:func:`interpolated`, as at the ends beyond them; 1 where there is no curve."""
+def _evaluate_curve(curve: Sequence[tuple[float, float]], value: float) -> float:
+    """:func:`interpolate_curve`, as at the ends beyond them; 1 where there is no curve."""
     if not curve:
         return 1.0
-    return curve[0][1] if value <= curve[0][0] else interpolated(min(value, curve[-1][0]), curve)
+    return curve[0][1] if value <= curve[0][0] else interpolate_curve(min(value, curve[-1][0]), curve)
 
 
 def matmul_efficiency(smallest: float, device: DeviceType) -> float:
@@ -138,4 +142,4 @@ def matmul_efficiency(smallest: float, device: DeviceType) -> float:
     curve = device.matmul_efficiency
     if smallest < curve[0][0]:
         return curve[0][1] * max(smallest, _LEAST) / curve[0][0]
-    return interpolated(smallest, curve)
+    return interpolate_curve(smallest, curve)

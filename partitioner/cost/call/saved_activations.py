@@ -95,7 +95,7 @@ class SavedBytes:
     passing: int
 
 
-def expanded(block: Block) -> frozenset[fx.Node]:
+def find_score_nodes(block: Block) -> frozenset[fx.Node]:
     """The operators whose results are scores: a product of two activations that is larger than both, and what follows
     of its size; and masks that these meet and that come of no activation, as those of dropout, drawn by place.
 
@@ -115,10 +115,10 @@ def expanded(block: Block) -> frozenset[fx.Node]:
                 found[node] = value.numel()
         elif any(found.get(o, 0) and found[o] <= value.numel() for o in sources):
             found[node] = value.numel()
-    return frozenset(found) | _free(block, found)
+    return frozenset(found) | _find_input_free_nodes(block, found)
 
 
-def _free(block: Block, scores: Collection[fx.Node]) -> frozenset[fx.Node]:
+def _find_input_free_nodes(block: Block, scores: Collection[fx.Node]) -> frozenset[fx.Node]:
     """What ``scores`` are made of that comes of no input and of no parameter."""
     free: set[fx.Node] = set()
     placeholders = {n for n in block.placeholders if n.name not in block.inputs and not differentiable(n.meta["val"])}
@@ -136,7 +136,7 @@ def _free(block: Block, scores: Collection[fx.Node]) -> frozenset[fx.Node]:
     return frozenset(found)
 
 
-def gathered(block: Block) -> frozenset[fx.Node]:
+def find_gathered_activations(block: Block) -> frozenset[fx.Node]:
     """Activations that are gathered over a mesh axis: they can be gathered again instead of kept."""
     states = set(block.states)
     return frozenset(
@@ -155,7 +155,7 @@ def kept_by(block: Block, train: bool = True, without: frozenset[fx.Node] = froz
     extra = 0
     for node in block.graph.nodes:
         if train and node.op == "call_function" and needs_gradient(node):
-            for value in needed(node):
+            for value in find_needed_values(node):
                 saved[value] = size_of(value)
             extra += _row_statistics(node)
     for value in _read_again([node for node, _ in saved if node in without], without):
@@ -199,7 +199,7 @@ def value_of(node: fx.Node) -> Value:
     return node, 0
 
 
-def needed(node: fx.Node) -> Iterator[Value]:
+def find_needed_values(node: fx.Node) -> Iterator[Value]:
     """The values that the gradient of ``node`` reads."""
     sends = collective_name(node.target) not in (None, *CONTEXT)
     if operator_name(node) in VIEWS or node.target is operator.getitem or sends:
@@ -260,17 +260,17 @@ def _forward_peak(block: Block, saved: dict[Value, int]) -> tuple[int, int]:
     alive = peak = kept = 0
     total = sum(saved.values())
     for place, node in enumerate(nodes):
-        for value in _made(node):
+        for value in _list_new_values(node):
             if value in saved:
                 kept += saved[value]
             elif value in last:
                 alive += size_of(value)
-        peak = max(peak, alive + kept - total + _scratch(node))
+        peak = max(peak, alive + kept - total + _compute_scratch_bytes(node))
         alive -= sum(size_of(value) for value in dying.get(place, ()))
     return max(0, peak), alive
 
 
-def _scratch(node: fx.Node) -> int:
+def _compute_scratch_bytes(node: fx.Node) -> int:
     """Bytes of what an operator makes of a piece of its operand at a time."""
     if operator_name(node) not in CROSS_ENTROPY:
         return 0
@@ -290,7 +290,7 @@ def _backward_peak(block: Block) -> int:
     for node in reversed(list(block.graph.nodes)):
         if node.op != "call_function" or not needs_gradient(node) or is_view(node):
             continue
-        moment = _scratch(node)
+        moment = _compute_scratch_bytes(node)
         for operand in operands_of(node):
             value = value_of(operand)
             if not needs_gradient(operand):
@@ -300,12 +300,12 @@ def _backward_peak(block: Block) -> int:
             elif operator_name(node) not in _INTO_BUFFERS:
                 moment = max(moment, size_of(value))
         peak = max(peak, sum(alive.values()) + moment)
-        for value in _made(node):
+        for value in _list_new_values(node):
             alive.pop(value, None)
     return peak
 
 
-def _made(node: fx.Node) -> list[Value]:
+def _list_new_values(node: fx.Node) -> list[Value]:
     if is_view(node) or collective_name(node.target) == "copy":
         return []
     return [(node, i) for i in range(len(results_of(node)))]
@@ -323,7 +323,7 @@ def carried_bytes(block: Block) -> int:
         if node.op != "call_function" or not needs_gradient(node):
             continue
         if node not in through:
-            read.update(needed(node))
+            read.update(find_needed_values(node))
             continue
         later = [o for o in operands_of(node) if needs_gradient(o) and o not in through and not _is_sum(node, o)]
         if later and not _makes_all_at_once(node):

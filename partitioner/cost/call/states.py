@@ -201,7 +201,7 @@ class Sharded:
 WHOLE = Sharded()
 
 
-def summed(costs: Iterable[StateCost]) -> list[StateCost]:
+def sum_state_costs(costs: Iterable[StateCost]) -> list[StateCost]:
     """``costs`` added up, one sum for each kind; states of one kind differ in bytes alone."""
     kinds: dict[Hashable, tuple[StateCost, list[float]]] = {}
     for cost in costs:
@@ -269,7 +269,7 @@ def state_costs(
         trained = train and state.requires_grad
         apart = complete and trained and not expert
         own = {**mesh, "cp": 1} if apart else mesh
-        cost = _cost(state.spec, layout, mesh.get("tp", 1), own, optimizer, trained, short_gradients)
+        cost = _build_state_cost(state.spec, layout, mesh.get("tp", 1), own, optimizer, trained, short_gradients)
         cost = cost.scaled(sharded.of_experts) if expert else cost
         replicas = sharded.expert_replicas if expert else sharded.replicas
         replicas = replicas // mesh.get("cp", 1) if apart else replicas
@@ -294,7 +294,7 @@ def with_lost(costs: Mapping[str, StateCost], lost: Callable[[StateCost], float]
     return StateCosts((name, alike[id(cost)]) for name, cost in costs.items())
 
 
-def _cost(
+def _build_state_cost(
     spec: TensorSpec,
     layout: Layout,
     ranks: int,

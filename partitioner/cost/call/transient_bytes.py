@@ -59,7 +59,7 @@ def passing_bytes(
         ends = AtEnds(cost.working_bytes + own.whole, own.sent * lingers, closing and closing + cost.working_bytes)
         return own, ends
 
-    largest = max(map(states.scattered.get, names), key=_gradient, default=None) if states.scattered else None
+    largest = max(map(states.scattered.get, names), key=_get_gradient_bytes, default=None) if states.scattered else None
     if largest is None:
         return at(cost.gathered_bytes)
     sent = 2.0 if scattering.whole else 1 + 1 / largest.replicas  # the receive buffer is additional
@@ -79,7 +79,7 @@ def passing_bytes(
     return at(GatheredBytes(more, 0.0, more * sent), closing)
 
 
-def _gradient(state: StateCost | None) -> float:
+def _get_gradient_bytes(state: StateCost | None) -> float:
     return state.gradient if state is not None else -1.0
 
 

@@ -11,17 +11,17 @@ from partitioner.constraints import Constraints, pinned_calls
 from partitioner.constraints import Recompute as Asked
 from partitioner.cost.call.call_cost import CallCost
 from partitioner.cost.call.collectives import collective_time, link_of_parts
-from partitioner.cost.call.states import StateCost, StateCosts, summed, update_time
+from partitioner.cost.call.states import StateCost, StateCosts, sum_state_costs, update_time
 from partitioner.cost.call.transient_bytes import NOTHING_SENT, Scattering, gathered_beside, passing_bytes
 from partitioner.cost.step.gradient_reduction import (
     GradientReduction,
     by_owner,
+    compute_gradient_reduction,
     last_levels,
+    list_reduction_schemes,
     reducer_of,
-    reduction,
-    ways,
 )
-from partitioner.cost.step.offload import exchanged_seconds, hosted, update_seconds
+from partitioner.cost.step.offload import add_offload_transfers, exchanged_seconds, update_seconds
 from partitioner.cost.step.pipeline_tail import tied_seconds
 from partitioner.cost.step.placed_mesh import HERE, PlacedMesh
 from partitioner.cost.step.relaxed_mesh import BestCaseMesh
@@ -36,7 +36,7 @@ from partitioner.schedules.makespan import Phases
 from partitioner.solve.stages.problem import Pace, Recompute, StageCall, StageProblem
 from partitioner.solve.stages.split import StagePlan, StageSplit
 from partitioner.solve.stages.virtual_stages import phases_of
-from partitioner.topology.group import slowest
+from partitioner.topology.group import select_slowest_group
 from partitioner.topology.groups import stage_ranks
 from partitioner.topology.hardware import Link
 from partitioner.topology.hosts import BOUNDLESS
@@ -67,7 +67,7 @@ def stage_estimates(
                 disk=round(sum(cost.on_disk for cost in held[number])),
                 forward_s=m * stage.forward_s,
                 backward_s=m * (stage.backward_s + stage.recompute_s),
-                memory=_peak(problem, stage, number, calls, held[number], coming),
+                memory=_estimate_peak_memory(problem, stage, number, calls, held[number], coming),
             )
         )
     return tuple(made)
@@ -80,7 +80,7 @@ def _host_bytes(stage: StagePlan, calls: Sequence[StageCall], held: Sequence[Sta
     return flying * kept + sum(cost.in_host for cost in held)
 
 
-def _peak(
+def _estimate_peak_memory(
     problem: StageProblem,
     stage: StagePlan,
     number: int,
@@ -158,7 +158,7 @@ def stage_problem(
     at = ranks or range(pp)
     once = train and num_microbatches == 1 and not ranks  # gradients' pieces are not there from a backward before
     by_stage = [costs_by_stage[rank] for rank in at] if costs_by_stage else []
-    overhead, of_states = _together([costs[call.block] for call in everywhere]), StateCosts.of(states)
+    overhead, of_states = _sum_call_costs([costs[call.block] for call in everywhere]), StateCosts.of(states)
     several = num_microbatches > 1 or bool(ranks)
     passing = [
         passing_bytes(costs[call.block], call.states, of_states, scattering, call is placed[-1][1], several)
@@ -169,19 +169,19 @@ def stage_problem(
         StageCall(call.path, costs[call.block], call.inputs, call.outputs, call.states, i, gathered, at_ends)
         for (i, call), gathered, (_, at_ends) in zip(placed, beside, passing, strict=True)
     )
-    paces = _paces(by_stage, [c.block for _, c in placed], [c.block for c in everywhere])
+    paces = _build_stage_paces(by_stage, [c.block for _, c in placed], [c.block for c in everywhere])
     if ranks and overhead.forward_total_s:
         paces = _once_a_rank(paces or (Pace(tuple(call.cost for call in calls), overhead),) * len(at), ranks)
     if offload:
         hosts = [machine.host(rank) or BOUNDLESS for rank in at]  # whether there are hosts is asked before
         alike = (Pace(tuple(call.cost for call in calls), overhead),) * len(at)
-        calls, paces = hosted(calls, paces or alike, hosts, offload, states, train)
+        calls, paces = add_offload_transfers(calls, paces or alike, hosts, offload, states, train)
     return StageProblem(
         calls=calls,
         num_stages=len(at),
         num_microbatches=num_microbatches,
         capacity=tuple(machine.capacity[rank] for rank in at),
-        links=_links(machine, ranks, constraints.sends == "parts"),
+        links=_find_stage_links(machine, ranks, constraints.sends == "parts"),
         state_bytes=of_states.totals,
         late_bytes=of_states.late if once else {},
         local=frozenset([i.value for i in model.inputs] + [v for call in everywhere for v in call.outputs]),
@@ -207,7 +207,7 @@ def _in_part(asked: Asked | None) -> Recompute | None:
     return "selective" if asked == "scores" or asked == "alternate" else asked
 
 
-def _links(machine: PlacedMesh | BestCaseMesh, ranks: Sequence[int], parts: bool) -> tuple[Link, ...]:
+def _find_stage_links(machine: PlacedMesh | BestCaseMesh, ranks: Sequence[int], parts: bool) -> tuple[Link, ...]:
     """From each of a problem's stages to the next; ``parts``: for what the ranks of ``tp`` send in parts."""
     links = tuple(machine.link(*pair) for pair in pairwise(ranks)) if ranks else machine.links
     tp = machine.mesh.get("tp", 1)
@@ -217,14 +217,14 @@ def _links(machine: PlacedMesh | BestCaseMesh, ranks: Sequence[int], parts: bool
     return tuple(link if link is HERE else link_of_parts(link, tp, gathering) for link in links)
 
 
-def _paces(
+def _build_stage_paces(
     by_stage: Sequence[Mapping[str, CallCost]], placed: Sequence[str], everywhere: Sequence[str]
 ) -> tuple[Pace, ...]:
     """A pace for each stage; stages of the same costs have one and the same."""
     made: dict[int, Pace] = {}
     for costs in by_stage:
         if id(costs) not in made:
-            made[id(costs)] = Pace(tuple(costs[b] for b in placed), _together([costs[b] for b in everywhere]))
+            made[id(costs)] = Pace(tuple(costs[b] for b in placed), _sum_call_costs([costs[b] for b in everywhere]))
     return tuple(made[id(costs)] for costs in by_stage)
 
 
@@ -236,7 +236,7 @@ def _once_a_rank(paces: Sequence[Pace], ranks: Sequence[int]) -> tuple[Pace, ...
     return tuple(pace if first[rank] == k else without[id(pace)] for k, (pace, rank) in every)
 
 
-def _together(costs: Sequence[CallCost]) -> CallCost:
+def _sum_call_costs(costs: Sequence[CallCost]) -> CallCost:
     """Small calls run one after the other."""
     return CallCost(
         forward_s=sum(c.forward_s for c in costs),
@@ -249,7 +249,7 @@ def _together(costs: Sequence[CallCost]) -> CallCost:
     )
 
 
-def estimate(
+def estimate_step(
     problem: StageProblem,
     split: StageSplit,
     states: Mapping[str, StateCost],
@@ -273,10 +273,10 @@ def estimate(
     times = [plan.time_s - (plan.transfer_s if hidden else 0.0) for plan in split.stages]
     slowest = max(range(len(times)), key=times.__getitem__)
     stage = split.stages[slowest]
-    names = [_held(problem, plan, states) for plan in split.stages]
-    held = [summed(states[name] for name in of_stage) for of_stage in names]
+    names = [_list_stage_states(problem, plan, states) for plan in split.stages]
+    held = [sum_state_costs(states[name] for name in of_stage) for of_stage in names]
     reduced = how_reduced(problem, split, states, machine, constraints or Constraints(), schedule, chunks)[0]
-    reduced += _tied(problem, names, states, machine)
+    reduced += _compute_tied_seconds(problem, names, states, machine)
     updates = [
         max(update_time(held[s], device) for device in machine.devices_of(s))
         + update_seconds(held[s], machine.host(s) or BOUNDLESS)
@@ -288,10 +288,10 @@ def estimate(
         for s, plan in enumerate(split.stages)
         for run in plan.runs[:1]
     )
-    shared = _contended(problem, split, updates, machine, schedule, chunks)
+    shared = _compute_contended_seconds(problem, split, updates, machine, schedule, chunks)
     contention = max(0.0, shared - split.pipeline_s - updated)
     step = split.pipeline_s + contention + reduced + updated + exchanged
-    communicated = m * _communication(problem, stage)
+    communicated = m * _sum_collective_seconds(problem, stage)
     waited = split.pipeline_s - m * (stage.time_s - stage.transfer_s)  # for others; sends may run behind computation
     sent = min(m * stage.transfer_s, max(0.0, waited))
     again = m * stage.recompute_s  # below 0 where what is recomputed spares waiting for the host, which is in forward_s
@@ -329,7 +329,7 @@ def with_step_time(estimate: Estimate, seconds: float) -> Estimate:
     )
 
 
-def _cores(machine: PlacedMesh) -> NodeCores:
+def _find_contended_nodes(machine: PlacedMesh) -> NodeCores:
     """The nodes where not all devices can compute at a time."""
     devices = machine.topology.devices
     ranks = tuple(
@@ -339,7 +339,7 @@ def _cores(machine: PlacedMesh) -> NodeCores:
     return NodeCores(ranks, machine.topology.concurrent)
 
 
-def _contended(
+def _compute_contended_seconds(
     problem: StageProblem,
     split: StageSplit,
     updates: Sequence[float],
@@ -351,8 +351,8 @@ def _contended(
     not."""
     if not machine.topology.concurrent:
         return 0.0
-    cores = _cores(machine)
-    works = [_work(problem, k, plan) for k, plan in enumerate(split.virtual or split.stages)]
+    cores = _find_contended_nodes(machine)
+    works = [_compute_virtual_stage_time(problem, k, plan) for k, plan in enumerate(split.virtual or split.stages)]
     m, p, train = problem.num_microbatches, len(split.stages), problem.train
     taken = seconds_in_turns(schedule, m, chunks, works, cores, train)
     if problem.overlap_steps:  # the same share more than with cores for all
@@ -364,7 +364,7 @@ def _contended(
     return taken
 
 
-def _work(problem: StageProblem, stage: int, plan: StagePlan) -> VirtualStageTime:
+def _compute_virtual_stage_time(problem: StageProblem, stage: int, plan: StagePlan) -> VirtualStageTime:
     """What of a microbatch's time in a virtual stage its ranks compute, and what they wait."""
     phases, pace = phases_of(problem, stage, plan), problem.pace(stage)
     costs = [pace.costs[place] for place in plan.places]
@@ -376,7 +376,7 @@ def _work(problem: StageProblem, stage: int, plan: StagePlan) -> VirtualStageTim
     return VirtualStageTime(computing, waiting)
 
 
-def _communication(problem: StageProblem, stage: StagePlan) -> float:
+def _sum_collective_seconds(problem: StageProblem, stage: StagePlan) -> float:
     """Seconds of collectives per microbatch on a stage, forward and backward."""
     pace = problem.pace(stage.number)
     costs = [pace.costs[place] for place in stage.places]
@@ -384,7 +384,7 @@ def _communication(problem: StageProblem, stage: StagePlan) -> float:
     return seconds + pace.overhead.forward_comm_s
 
 
-def _held(problem: StageProblem, stage: StagePlan, states: Mapping[str, StateCost]) -> list[str]:
+def _list_stage_states(problem: StageProblem, stage: StagePlan, states: Mapping[str, StateCost]) -> list[str]:
     """The different states that a stage's calls read."""
     read = dict.fromkeys(name for place in stage.places for name in problem.calls[place].states)
     return [name for name in read if name in states]
@@ -400,21 +400,21 @@ def how_reduced(
     chunks: int | None = None,
 ) -> tuple[float, ReductionScheme]:
     """Seconds by which the reductions of gradients end after the pipeline does, in the best way, and that way."""
-    names = [_held(problem, plan, states) for plan in split.stages]
-    held = [summed(states[name] for name in of_stage) for of_stage in names]
-    owned = [_owned(of_stage, states) for of_stage in names] if constraints.gather == "owner" else []
+    names = [_list_stage_states(problem, plan, states) for plan in split.stages]
+    held = [sum_state_costs(states[name] for name in of_stage) for of_stage in names]
+    owned = [_count_shared_states(of_stage, states) for of_stage in names] if constraints.gather == "owner" else []
     if problem.chunks > 1 and problem.train and machine.overlap and not owned and not problem.overlap_steps:
-        each = ways(machine, constraints)
+        each = list_reduction_schemes(machine, constraints)
         found = [(_followed_tail(problem, split, states, held, machine, how, schedule, chunks), how) for how in each]
     else:
         found = [
             (_reduction_tail(problem, split, states, held, machine, how, owned), how)
-            for how in ways(machine, constraints)
+            for how in list_reduction_schemes(machine, constraints)
         ]
     return min(found, key=lambda way: way[0])  # of those that are as good, the plainest
 
 
-def _owned(names: Sequence[str], states: Mapping[str, StateCost]) -> Counter[tuple[str, ...]]:
+def _count_shared_states(names: Sequence[str], states: Mapping[str, StateCost]) -> Counter[tuple[str, ...]]:
     """How many of a stage's states are shared over the same axes."""
     return Counter(states[n].scatter_axes for n in names if states[n].gradient and states[n].scatter_axes)
 
@@ -472,7 +472,7 @@ def _reduction_tail(
         last = stage.runs[0]  # the virtual stage whose backwards end last
         window = last.backward_s + last.recompute_s
         if owned or not machine.overlap:
-            work = reduction(costs, reducer, machine.overlap)
+            work = compute_gradient_reduction(costs, reducer, machine.overlap)
             work = by_owner(work, owned[s], reducer) if owned else work
             # owners send what they have updated before the next step begins (InternEvo, ``overlap_sync_param=False``)
             exposed = work.exposed(window, slowdown, 0.0 if owned else stage.forward_s, machine.overlap, m)
@@ -506,10 +506,10 @@ def _added_up(problem: StageProblem, machine: PlacedMesh) -> float:
 def _totals_seconds(problem: StageProblem, machine: PlacedMesh) -> float:
     if not problem.total_bytes:
         return 0.0
-    return collective_time("all_reduce", problem.total_bytes, slowest(machine.stage_groups("dp", "cp")))
+    return collective_time("all_reduce", problem.total_bytes, select_slowest_group(machine.stage_groups("dp", "cp")))
 
 
-def _tied(
+def _compute_tied_seconds(
     problem: StageProblem, held: Sequence[Sequence[str]], states: Mapping[str, StateCost], machine: PlacedMesh
 ) -> float:
     """Seconds of adding up the gradients of tied weights over their stages, ahead of all else: nothing hides it."""

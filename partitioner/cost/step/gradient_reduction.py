@@ -27,7 +27,7 @@ from partitioner.cost.call.states import INNER, OUTER, StateCost
 from partitioner.cost.step.placed_mesh import PlacedMesh
 from partitioner.emit.buckets import AT_ONCE, ReductionScheme, bucket_limit
 from partitioner.topology.group import Group
-from partitioner.topology.groups import placed
+from partitioner.topology.groups import map_ranks_to_devices
 from partitioner.topology.hardware import DeviceType
 from partitioner.topology.topology import Topology
 from runtime.program.buckets import Compression
@@ -69,26 +69,27 @@ class Reducer:
     def all_reduce(self, num_bytes: float, axes: tuple[str, ...]) -> CommunicationTime:
         """Cost of an all-reduce of ``num_bytes`` of gradients over ``axes``: of a bucket, or of the shards left after
         scattering."""
-        inner, outer = self._levels(axes)
+        inner, outer = self._find_level_groups(axes)
         if inner.size > 1 and outer.size > 1:
             inside = collective_time("reduce_scatter", num_bytes, inner) + collective_time(
                 "all_gather", num_bytes, inner
             )
-            return self._added(num_bytes / inner.size, outer, axes).and_(inside)
-        return self._added(num_bytes, self.group(axes), axes)
+            return self._compute_all_reduce_time(num_bytes / inner.size, outer, axes).and_(inside)
+        return self._compute_all_reduce_time(num_bytes, self.group(axes), axes)
 
-    def _levels(self, axes: tuple[str, ...]) -> tuple[Group, Group]:
+    def _find_level_groups(self, axes: tuple[str, ...]) -> tuple[Group, Group]:
         if not self.how.inside or not any(axis in OUTER for axis in axes):
             return Group(1), Group(1)
         inner = tuple(INNER.get(axis, axis) for axis in axes)
         return self.group(inner), self.group(tuple(OUTER[axis] for axis in axes if axis in OUTER))
 
-    def _added(self, num_bytes: float, group: Group, axes: Sequence[str]) -> CommunicationTime:
+    def _compute_all_reduce_time(self, num_bytes: float, group: Group, axes: Sequence[str]) -> CommunicationTime:
         if self.how.compression is None or group.size == 1 or not {*axes} - _EXACT:
             return CommunicationTime(collective_time("all_reduce", num_bytes, group))
-        sent, back = self._exchange(num_bytes, group), self._coded(num_bytes / group.size)
+        sent, back = self._compute_exchange_time(num_bytes, group), self._compute_coding_seconds(num_bytes / group.size)
         return CommunicationTime(
-            sent.seconds + collective_time("all_gather", self._wire(num_bytes), group), sent.coding_s + back
+            sent.seconds + collective_time("all_gather", self._compute_wire_bytes(num_bytes), group),
+            sent.coding_s + back,
         )
 
     def lost(self, axes: tuple[str, ...]) -> float:
@@ -97,7 +98,7 @@ class Reducer:
         kind = self.how.compression
         if kind is None or not CODECS[kind].feedback or not {*axes} - _EXACT or self.group(axes).size == 1:
             return 0.0
-        inner, outer = self._levels(axes)
+        inner, outer = self._find_level_groups(axes)
         if inner.size > 1 and outer.size > 1:
             return (1 + 1 / outer.size) / inner.size
         return 1 + 1 / self.group(axes).size
@@ -110,19 +111,19 @@ class Reducer:
         group = self.group(axes)
         if self.how.compression is None or not last or group.size == 1:
             return CommunicationTime(collective_time("reduce_scatter", num_bytes, group))
-        return self._exchange(num_bytes, group)
+        return self._compute_exchange_time(num_bytes, group)
 
-    def _exchange(self, num_bytes: float, group: Group) -> CommunicationTime:
+    def _compute_exchange_time(self, num_bytes: float, group: Group) -> CommunicationTime:
         return CommunicationTime(
-            collective_time("all_to_all", self._wire(num_bytes) * group.size, group),
-            self._coded(num_bytes),
+            collective_time("all_to_all", self._compute_wire_bytes(num_bytes) * group.size, group),
+            self._compute_coding_seconds(num_bytes),
         )
 
-    def _wire(self, num_bytes: float) -> float:
+    def _compute_wire_bytes(self, num_bytes: float) -> float:
         assert self.how.compression is not None
         return num_bytes * wire_share(self.how.compression, self.itemsize)
 
-    def _coded(self, num_bytes: float) -> float:
+    def _compute_coding_seconds(self, num_bytes: float) -> float:
         assert self.how.compression is not None
         return coding_time(self.how.compression, num_bytes, self.device)
 
@@ -142,7 +143,7 @@ def reducer_of(machine: PlacedMesh, stage: int, how: ReductionScheme) -> Reducer
 def data_reducers(machines: Sequence[PlacedMesh], zero: int, constraints: Constraints) -> list[Reducer]:
     """The reducers of one stage on any of ``machines``; ``dp`` stands for all ranks with the same weights there."""
     laid = [replace(machine, zero=zero) for machine in machines]
-    return [_over_data(reducer_of(m, 0, how)) for m in laid for how in ways(m, constraints)]
+    return [_over_data(reducer_of(m, 0, how)) for m in laid for how in list_reduction_schemes(m, constraints)]
 
 
 def _over_data(reducer: Reducer) -> Reducer:
@@ -158,7 +159,7 @@ def best_reducers(topology: Topology, group: Group, device: DeviceType, constrai
     return [Reducer(lambda axes: group, AT_ONCE, device)]
 
 
-def ways(machine: PlacedMesh, constraints: Constraints) -> list[ReductionScheme]:
+def list_reduction_schemes(machine: PlacedMesh, constraints: Constraints) -> list[ReductionScheme]:
     """The ways of reducing gradients to choose from, the plainest first."""
     compression = constraints.grad_compression
     inside = 0 if machine.zero or not may_be_hierarchical(machine.topology, constraints) else ranks_inside(machine)
@@ -172,7 +173,7 @@ def lost_by(machine: PlacedMesh, constraints: Constraints) -> Callable[[StateCos
     compression = constraints.grad_compression
     if compression is None or not CODECS[compression].feedback:
         return None
-    reducers = [reducer_of(machine, 0, how) for how in ways(machine, constraints)]
+    reducers = [reducer_of(machine, 0, how) for how in list_reduction_schemes(machine, constraints)]
 
     def lost(cost: StateCost) -> float:
         part = max(reducer.lost(cost.rest_axes) for reducer in reducers)
@@ -193,7 +194,9 @@ def may_be_hierarchical(topology: Topology, constraints: Constraints) -> bool:
 def ranks_inside(machine: PlacedMesh) -> int:
     """The most neighbours along ``dp`` that are on one node, with their ``cp``; 0 where that is one rank, or all."""
     sizes = [machine.mesh.get(axis, 1) for axis in AXES]
-    nodes = machine.topology.node_of[placed(machine.topology, machine.mesh, machine.devices)].reshape(sizes)
+    nodes = machine.topology.node_of[map_ranks_to_devices(machine.topology, machine.mesh, machine.devices)].reshape(
+        sizes
+    )
     dp, cp = sizes[1], sizes[2]
     for ranks in (n for n in range(dp, 0, -1) if dp % n == 0):
         parts = nodes.reshape(sizes[0], dp // ranks, ranks, cp, sizes[3])
@@ -270,7 +273,9 @@ Sizes = dict[tuple[str, Axes, int, Axes], float]
 """Bytes by operation, its axes, the stage of ZeRO, and the axes that gradients were scattered over before."""
 
 
-def reduction(costs: Collection[StateCost], reducer: Reducer, overlap: bool = True) -> GradientReduction:
+def compute_gradient_reduction(
+    costs: Collection[StateCost], reducer: Reducer, overlap: bool = True
+) -> GradientReduction:
     """The reduction of the gradients of ``costs``, in buckets by axes.
 
     Buckets are small for the first to go out behind computation: without ``overlap`` there is one for the same axes.
@@ -306,7 +311,7 @@ def last_levels(cost: StateCost) -> dict[tuple[str, ...], bool]:
 def reduction_of(
     sizes: Sizes, last_level: Mapping[tuple[str, ...], bool], reducer: Reducer, overlap: bool = True
 ) -> GradientReduction:
-    """The reduction of so many bytes, see :func:`reduction`."""
+    """The reduction of so many bytes, see :func:`compute_gradient_reduction`."""
     by_axes: dict[tuple[str, ...], float] = {}
     last = gathered = again = coding = coding_again = 0.0
     for (op, axes, stage, before), size in sizes.items():

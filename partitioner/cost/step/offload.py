@@ -23,7 +23,7 @@ from partitioner.units import bytes_text
 _AT_ONCE = 3  # calls whose activations are on the device: one runs, one is sent away, one is fetched
 
 
-def hosted(
+def add_offload_transfers(
     calls: tuple[StageCall, ...],
     paces: Sequence[Pace],
     hosts: Sequence[HostShare],
@@ -63,12 +63,16 @@ def _hosted_calls(
         whole = sum(s.parameter for s in held if s.stage < 3)  # gathered parameters are counted with the gathers
         key = id(cost), once, passing, whole
         if key not in made:
-            made[key] = _hosted(cost, host, once if train and "activations" in offload else None, passing, whole)
+            made[key] = _add_call_transfers(
+                cost, host, once if train and "activations" in offload else None, passing, whole
+            )
         result.append(made[key])
     return result
 
 
-def _hosted(cost: CallCost, host: HostShare, once: tuple[bool, ...] | None, passing: float, whole: float) -> CallCost:
+def _add_call_transfers(
+    cost: CallCost, host: HostShare, once: tuple[bool, ...] | None, passing: float, whole: float
+) -> CallCost:
     """Cost of a call whose parameters come from the host: ``passing`` bytes, of which the device holds ``whole`` bytes.
 
     ``once``: for each input, whether no other call reads it; such inputs are offloaded with the saved activations if
@@ -84,7 +88,7 @@ def _hosted(cost: CallCost, host: HostShare, once: tuple[bool, ...] | None, pass
     back = host.time(kept + passing) - cost.backward_total_s
     slim = None
     if cost.selective_bytes:
-        slim = _hosted(cost.selective(), host, once, passing, whole)
+        slim = _add_call_transfers(cost.selective(), host, once, passing, whole)
     return replace(
         cost,
         forward_s=cost.forward_s + max(0.0, ahead),

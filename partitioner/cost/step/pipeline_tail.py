@@ -1,8 +1,8 @@
 """Lower bounds on the time after the pipeline: gradient reductions and the optimizer's update, for every run of calls.
 
-No bound exceeds the time that :func:`partitioner.cost.step.estimate.estimate` counts for stages of these calls. With
-one stage on each rank the bound is close to the estimate, except that it ignores host memory and shared cores. With
-several virtual stages on a rank it counts only the update of one of them, and the reductions of tied weights.
+No bound exceeds the time that :func:`partitioner.cost.step.estimate.estimate_step` counts for stages of these calls.
+With one stage on each rank the bound is close to the estimate, except that it ignores host memory and shared cores.
+With several virtual stages on a rank it counts only the update of one of them, and the reductions of tied weights.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from partitioner.cost.step.gradient_reduction import (
     Sizes,
     exposed_seconds,
     last_levels,
+    list_reduction_schemes,
     reduced_sizes,
     reducer_of,
     reduction_of,
-    ways,
 )
 from partitioner.cost.step.placed_mesh import PlacedMesh
 from partitioner.cost.step.step_ends import GradientBucket, gathered_seconds, reduction_delays, stage_buckets
@@ -45,7 +45,7 @@ def least_update(problem: StageProblem, states: Mapping[str, StateCost], machine
         return 0.0
     held = {name for call in problem.calls for name in call.states if name in states}
     paces = (memory_rate("optimizer", d) for s in range(_num_ranks(machine)) for d in machine.devices_of(s))
-    return sum(_stepped(states[name]) for name in held) / max(paces) / _num_ranks(machine)
+    return sum(_get_update_seconds(states[name]) for name in held) / max(paces) / _num_ranks(machine)
 
 
 def run_tails(
@@ -72,12 +72,12 @@ def run_tails(
         waits = _ReductionTails(tables, states, machine, constraints)
         ahead = np.where(np.arange(len(problem.calls) + 1) == 0, 0.0, -np.inf)  # of the stages before, at most
         for stage, times in zip(stages, seconds, strict=True):
-            windows = _windows(tables, stage, times)
+            windows = _compute_backward_windows(tables, stage, times)
             tails[stage] = np.maximum(tails[stage], waits.of_stage(stage, windows, ahead))
             reached = np.isfinite(windows) & np.isfinite(ahead)[:, None]
             more = 0.0 if is_split(problem.schedule) else windows  # split backwards end at about the same time
             ahead = np.where(reached, ahead[:, None] + np.where(reached, more, 0.0), -np.inf).max(axis=0)
-    stepped = tables.segments.states_of({name: _stepped(cost) for name, cost in states.items()})
+    stepped = tables.segments.states_of({name: _get_update_seconds(cost) for name, cost in states.items()})
     updates = []
     for rank, tail in zip(ranks or stages, tails, strict=True):
         rate = min(memory_rate("optimizer", device) for device in machine.devices_of(rank))
@@ -141,11 +141,11 @@ def _num_ranks(machine: PlacedMesh) -> int:
     return machine.mesh.get("pp", 1)
 
 
-def _stepped(cost: StateCost) -> float:
+def _get_update_seconds(cost: StateCost) -> float:
     return 0.0 if cost.hosted else cost.update
 
 
-def _windows(tables: StageTables, stage: int, times: Table) -> Table:
+def _compute_backward_windows(tables: StageTables, stage: int, times: Table) -> Table:
     """Seconds of a backward, with what is computed again for it; infinite where ``times`` are."""
     forward, _ = tables.seconds(stage)
     before, after = tables.transfers(stage)
@@ -164,7 +164,7 @@ class _ReductionTails:
         constraints: Constraints,
     ) -> None:
         self.tables, self.machine, self.states = tables, machine, states
-        self.ways = ways(machine, constraints)
+        self.ways = list_reduction_schemes(machine, constraints)
         alike = {id(cost): cost for cost in states.values()}.values()
         self.keys = list(dict.fromkeys(key for cost in alike for key in reduced_sizes(cost)))
         self.last_levels = {axes: last for cost in alike for axes, last in last_levels(cost).items()}
@@ -186,7 +186,7 @@ class _ReductionTails:
         problem, machine = self.tables.problem, self.machine
         if machine.overlap and len(start) <= _MOST_FOLLOWED:
             for pair in zip(start.tolist(), stop.tolist(), strict=True):
-                waits[pair] = self._followed(stage, *pair) - ahead[pair[0]]
+                waits[pair] = self._compute_reduction_delay(stage, *pair) - ahead[pair[0]]
             return waits
         forward, _ = self.tables.seconds(stage)
         overhead = problem.pace(stage).overhead.forward_total_s
@@ -197,9 +197,11 @@ class _ReductionTails:
         windows, forward = windows[start, stop], forward[start, stop] + overhead
         exposed = np.full(len(start), np.inf)
         for reducer in reducers:
-            works = np.array([self._of(row, reducer) for row in different.tolist()])[which.ravel()].T
+            works = np.array([self._compute_reduction_seconds(row, reducer) for row in different.tolist()])[
+                which.ravel()
+            ].T
             if machine.overlap:  # the last bucket has the first call's gradients; stages behind the first wait anyway
-                works[1] = self._last(reducer)[start]
+                works[1] = self._bound_call_reductions(reducer)[start]
                 works[0] = np.maximum(works[0], works[1])
                 works[2] *= stage == 0
             seconds = exposed_seconds(
@@ -209,7 +211,7 @@ class _ReductionTails:
         waits[start, stop] = exposed - ahead[start]
         return waits
 
-    def _followed(self, stage: int, start: int, stop: int) -> float:
+    def _compute_reduction_delay(self, stage: int, start: int, stop: int) -> float:
         """Seconds of a stage's reductions after its last backward, and before its first forward, bucket by bucket."""
         problem, machine = self.tables.problem, self.machine
         plan, halves = stage_plan(self.tables, stage, start, stop), stage > 0 and is_split(problem.schedule)
@@ -236,14 +238,16 @@ class _ReductionTails:
             self._buckets[known] = stage_buckets(self.tables.problem, plan, self.states, reducer, self.last_levels)
         return self._buckets[known]
 
-    def _last(self, reducer: Reducer) -> NDArray[np.float64]:
+    def _bound_call_reductions(self, reducer: Reducer) -> NDArray[np.float64]:
         """By call, seconds of reducing the gradients of its states at least, which are whole when it has run."""
         calls = self.tables.problem.calls
         found = np.zeros(len(calls) + 1)
         for place, call in enumerate(calls):
             for key in self.keys:
                 op, axes, _, before = key
-                size = sum(sizes.get(key, 0.0) for sizes in map(self._reduced.__getitem__, self._names(call)))
+                size = sum(
+                    sizes.get(key, 0.0) for sizes in map(self._reduced.__getitem__, self._list_reduced_states(call))
+                )
                 if not size or op == "all_gather" or before:
                     continue
                 whole = op == "all_reduce"
@@ -251,10 +255,10 @@ class _ReductionTails:
                 found[place] = max(found[place], sent.seconds)
         return found
 
-    def _names(self, call: StageCall) -> list[str]:
+    def _list_reduced_states(self, call: StageCall) -> list[str]:
         return [name for name in dict.fromkeys(call.states) if name in self._reduced]
 
-    def _of(self, sizes: Sequence[float], reducer: Reducer) -> tuple[float, ...]:
+    def _compute_reduction_seconds(self, sizes: Sequence[float], reducer: Reducer) -> tuple[float, ...]:
         """See :attr:`partitioner.cost.step.gradient_reduction.GradientReduction.seconds`."""
         held: Sizes = {key: size for key, size in zip(self.keys, sizes, strict=True) if size}
         groups = tuple(reducer.group(axes) for _, axes, _, _ in self.keys)

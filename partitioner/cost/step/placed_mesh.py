@@ -15,14 +15,14 @@ from partitioner.cost.call.expert_parallel import EXECUTED, NO_SPREAD, Software,
 from partitioner.cost.call.states import Sharded
 from partitioner.cost.call.transient_bytes import Scattering
 from partitioner.emit.buckets import bucket_limit
-from partitioner.topology.group import Group, slowest
+from partitioner.topology.group import Group, select_slowest_group
 from partitioner.topology.groups import (
     Devices,
     axis_group,
-    between,
+    find_stage_link,
     first_group,
     is_nested,
-    placed,
+    map_ranks_to_devices,
     reference_type,
     replica_groups,
     replica_paces,
@@ -88,7 +88,7 @@ class PlacedMesh:
     nested: tuple[int, ...] = field(default=(), compare=False)  # steps, where all groups over the same axes are alike
     memo: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)  # shared by copies
 
-    def _once(self, key: Hashable, find: Callable[[], Found]) -> Found:
+    def _compute_once(self, key: Hashable, find: Callable[[], Found]) -> Found:
         """Compute a value that does not depend on how the machine is used, once for all copies of the machine."""
         if key not in self.memo:
             self.memo[key] = find()
@@ -104,7 +104,7 @@ class PlacedMesh:
         """The slowest group over ``axes`` on any stage."""
         if "pp" in axes:
             return axis_group(self.topology, self.mesh, *axes, devices=self.devices)
-        return slowest(self.stage_groups(*axes))
+        return select_slowest_group(self.stage_groups(*axes))
 
     @cached_property
     def groups(self) -> dict[str, Group]:
@@ -117,7 +117,7 @@ class PlacedMesh:
         if any(a in HYBRID_AXES for a in axes):
             return self.grid_groups(self.hybrid_grid("edp_shard" in axes or "edp_replicate" in axes), axes)
         others = tuple(a for a in axes if a != "experts")
-        return self._experts("dp", *others) if "experts" in axes else self._plain(*axes)
+        return self._find_expert_groups("dp", *others) if "experts" in axes else self._find_mesh_groups(*axes)
 
     def grid_groups(self, grid: Mapping[str, int], axes: Collection[str]) -> tuple[Group, ...]:
         """The slowest group over ``axes`` of ``grid`` on each stage. ``grid``: any axes whose sizes multiply to the
@@ -132,15 +132,19 @@ class PlacedMesh:
         if len(runs) > len(names):  # apart in more places than a mesh has: the group around them
             runs = [(True, math.prod(size for _, size in runs))]
         mesh = {"pp": grid.get("pp", 1), **{name: size for name, (_, size) in zip(names, runs, strict=False)}}
-        return self._over(mesh, tuple(name for name, (inside, _) in zip(names, runs, strict=False) if inside))
+        return self._find_slowest_groups(
+            mesh, tuple(name for name, (inside, _) in zip(names, runs, strict=False) if inside)
+        )
 
-    def _plain(self, *axes: str) -> tuple[Group, ...]:
-        return self._over(self.mesh, axes, ring=axes == RING)
+    def _find_mesh_groups(self, *axes: str) -> tuple[Group, ...]:
+        return self._find_slowest_groups(self.mesh, axes, ring=axes == RING)
 
-    def _experts(self, *axes: str) -> tuple[Group, ...]:
-        return self._over(self.expert_mesh, axes)
+    def _find_expert_groups(self, *axes: str) -> tuple[Group, ...]:
+        return self._find_slowest_groups(self.expert_mesh, axes)
 
-    def _over(self, mesh: Mapping[str, int], axes: tuple[str, ...], ring: bool = False) -> tuple[Group, ...]:
+    def _find_slowest_groups(
+        self, mesh: Mapping[str, int], axes: tuple[str, ...], ring: bool = False
+    ) -> tuple[Group, ...]:
         """The slowest group over ``axes`` of ``mesh`` on each stage. ``ring``: with the hops of messages from rank to
         rank."""
 
@@ -150,7 +154,7 @@ class PlacedMesh:
                 return (first,) * mesh.get("pp", 1)
             return stage_groups(self.topology, mesh, *axes, devices=self.devices, ring=ring)
 
-        return self._once((tuple(mesh.items()), axes, ring), find)
+        return self._compute_once((tuple(mesh.items()), axes, ring), find)
 
     @cached_property
     def expert_mesh(self) -> dict[str, int]:
@@ -206,16 +210,16 @@ class PlacedMesh:
             self.software,
             self.precision,
         )
-        return self._once(("spread", *used), self._spread)
+        return self._compute_once(("spread", *used), self._build_spread)
 
-    def _spread(self) -> Spread:
+    def _build_spread(self) -> Spread:
         tp = self.mesh.get("tp", 1)
         plain = self.ep == 1 and self.zero != 3 and self.expert_tp == tp
         if plain and self.precision != "fp8" and not self.num_experts and self.software == EXECUTED:
             return NO_SPREAD
         sharded, apart = self.zero == 3, self.software.dispatch == "rows"
         return Spread(
-            experts=slowest(self._experts("cp")),
+            experts=select_slowest_group(self._find_expert_groups("cp")),
             shards=self.group("dp_shard" if self.hybrid else "dp", "cp") if sharded else Group(1),
             expert_shards=self.group("edp_shard" if self.hybrid else "experts") if sharded else Group(1),
             expert_tensor=1.0 if self.by_rows else tp / self.expert_tp,
@@ -225,7 +229,7 @@ class PlacedMesh:
             fp8=self.precision == "fp8",
             whole_scatter=self.topology.whole_scatter,
             software=self.software,
-            sharers=Group(1) if apart else slowest(self._experts("tp")),
+            sharers=Group(1) if apart else select_slowest_group(self._find_expert_groups("tp")),
         )
 
     @property
@@ -250,36 +254,38 @@ class PlacedMesh:
 
     @property
     def device_of_rank(self) -> tuple[int, ...]:
-        return tuple(placed(self.topology, self.mesh, self.devices).tolist())
+        return tuple(map_ranks_to_devices(self.topology, self.mesh, self.devices).tolist())
 
     @property
     def capacity(self) -> tuple[int, ...]:
         """Usable bytes of a rank, by stage."""
-        whole = self._once("capacity", lambda: stage_capacity(self.topology, self.mesh, self.devices))
+        whole = self._compute_once("capacity", lambda: stage_capacity(self.topology, self.mesh, self.devices))
         return tuple(max(0, room - self.reserve) for room in whole) if self.reserve else whole
 
     @property
     def links(self) -> tuple[Link, ...]:
         """The link from each stage to the next."""
-        return self._once("links", lambda: stage_links(self.topology, self.mesh, self.devices))
+        return self._compute_once("links", lambda: stage_links(self.topology, self.mesh, self.devices))
 
     def link(self, stage: int, other: int) -> Link:
         """The slowest link between the ranks of two stages; :data:`HERE` for one stage, within which nothing is
         sent."""
         if stage == other:
             return HERE
-        return self._once(("link", stage, other), lambda: between(self.topology, self.mesh, stage, other, self.devices))
+        return self._compute_once(
+            ("link", stage, other), lambda: find_stage_link(self.topology, self.mesh, stage, other, self.devices)
+        )
 
     @property
     def seats(self) -> tuple[Seats, ...]:
         """The distinct seats of each stage, with the slowest groups of the stage. Equal tuples are one object."""
-        return self._once(("seats", self.ep, self.expert_tp), self._seats)
+        return self._compute_once(("seats", self.ep, self.expert_tp), self._build_rank_profiles)
 
-    def _seats(self) -> tuple[Seats, ...]:
+    def _build_rank_profiles(self) -> tuple[Seats, ...]:
         inner = [axis for axis in AXES if axis != "pp" and self.mesh.get(axis, 1) > 1]
         of_axes = [self.stage_groups(axis) for axis in inner]
         if self.ep > 1:
-            inner, of_axes = [*inner, "ep"], [*of_axes, self._experts("cp")]
+            inner, of_axes = [*inner, "ep"], [*of_axes, self._find_expert_groups("cp")]
         known: dict[Seats, Seats] = {}
         by_stage = zip(stage_paces(self.topology, self.mesh, self.devices), *of_axes, strict=True)
         seats = (
@@ -292,9 +298,9 @@ class PlacedMesh:
     def pipelines(self) -> tuple[tuple[Seats, ...], ...]:
         """For each rank of ``dp`` the seats of its stages, which do not wait for other replicas. Equal tuples are one
         object."""
-        return self._once(("pipelines", self.ep, self.expert_tp), self._pipelines)
+        return self._compute_once(("pipelines", self.ep, self.expert_tp), self._build_pipeline_profiles)
 
-    def _pipelines(self) -> tuple[tuple[Seats, ...], ...]:
+    def _build_pipeline_profiles(self) -> tuple[tuple[Seats, ...], ...]:
         dp, expert_mesh = self.mesh.get("dp", 1), self.expert_mesh
         if dp == 1 or self.nested:
             return (self.seats,) * dp
@@ -339,12 +345,14 @@ class PlacedMesh:
                 for ranks in stage_ranks(self.mesh)
             )
 
-        return self._once("hosts", find)[stage]
+        return self._compute_once("hosts", find)[stage]
 
     @cached_property
     def peak(self) -> float:
         """Peak FLOP/s of all devices together, in ``precision``."""
         paces, of_device = self.topology.paces
-        counts = np.bincount(of_device[placed(self.topology, self.mesh, self.devices)], minlength=len(paces))
+        counts = np.bincount(
+            of_device[map_ranks_to_devices(self.topology, self.mesh, self.devices)], minlength=len(paces)
+        )
         rates = [self.topology.types[kind].peak_of(self.precision) * speed for kind, speed in paces]
         return float(counts @ np.array(rates))

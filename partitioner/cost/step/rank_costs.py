@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
 
-from partitioner.cost.call.call_cost import Again, CallCost, CallWork, selective
+from partitioner.cost.call.call_cost import Again, CallCost, CallWork, find_selectively_recomputed
 from partitioner.cost.call.expert_parallel import NO_SPREAD, Spread
 from partitioner.cost.step.placed_mesh import PlacedMesh, RankProfile
 from partitioner.topology.hardware import DeviceType
@@ -25,14 +25,14 @@ class CallCostCache:
     blocks: Mapping[str, Block]
     topology: Topology
     train: bool = True
-    again: Again = selective
+    again: Again = find_selectively_recomputed
     works: dict[int, CallWork] = field(default_factory=dict)  # of blocks, by identity, that others may have as well
     _devices: dict[tuple[str, float], DeviceType] = field(default_factory=dict)
     _of_seat: dict[tuple[RankProfile, Spread], Costs] = field(default_factory=dict)
     _of_stage: dict[tuple[tuple[RankProfile, ...], Spread], Costs] = field(default_factory=dict)
 
     @cached_property
-    def _axes(self) -> frozenset[str]:
+    def _communication_axes(self) -> frozenset[str]:
         """The mesh axes over which blocks communicate."""
         nodes = [
             n for block in self.blocks.values() for n in block.graph.nodes if collective_name(n.target) is not None
@@ -40,13 +40,13 @@ class CallCostCache:
         return frozenset(a for node in nodes for a in node.args if isinstance(a, str))
 
     @cached_property
-    def _works(self) -> dict[str, CallWork]:
+    def _call_works(self) -> dict[str, CallWork]:
         for block in self.blocks.values():
             if id(block) not in self.works:
                 self.works[id(block)] = CallWork(block, self.train, self.again)
         return {name: self.works[id(block)] for name, block in self.blocks.items()}
 
-    def _device(self, kind: str, speed: float) -> DeviceType:
+    def _get_paced_device(self, kind: str, speed: float) -> DeviceType:
         """One and the same object for the same pace: work is priced once for each."""
         if (kind, speed) not in self._devices:
             self._devices[kind, speed] = self.topology.paced_type(kind, speed)
@@ -54,14 +54,16 @@ class CallCostCache:
 
     def at(self, seat: RankProfile, spread: Spread = NO_SPREAD) -> Costs:
         """The costs on one seat, of calls that are spread like this."""
-        seat = replace(seat, groups=tuple((axis, group) for axis, group in seat.groups if axis in self._axes))
+        seat = replace(
+            seat, groups=tuple((axis, group) for axis, group in seat.groups if axis in self._communication_axes)
+        )
         if (seat, spread) not in self._of_seat:
-            device = self._device(seat.kind, seat.speed)
+            device = self._get_paced_device(seat.kind, seat.speed)
             groups, plain = dict(seat.groups), spread.without_experts
             others = self.at(seat, plain) if plain != spread else {}
             self._of_seat[seat, spread] = {
                 name: work.cost(device, groups, spread) if work.has_experts or name not in others else others[name]
-                for name, work in self._works.items()
+                for name, work in self._call_works.items()
             }
         return self._of_seat[seat, spread]
 
@@ -70,7 +72,7 @@ class CallCostCache:
         key = seats, spread
         if key not in self._of_stage:
             costs = [self.at(seat, spread) for seat in seats]
-            self._of_stage[key] = slowest(costs)
+            self._of_stage[key] = combine_slowest_costs(costs)
         return self._of_stage[key]
 
     def by_stage(self, machine: PlacedMesh) -> tuple[Costs, ...]:
@@ -86,7 +88,7 @@ class CallCostCache:
         return tuple(self.of_stage(seats, spread) for replica in dict.fromkeys(machine.pipelines) for seats in replica)
 
 
-def fastest(costs: Sequence[Costs]) -> Costs:
+def combine_fastest_costs(costs: Sequence[Costs]) -> Costs:
     """Call by call the least seconds, all of them counted as computation."""
     return {
         name: replace(
@@ -102,7 +104,7 @@ def fastest(costs: Sequence[Costs]) -> Costs:
     }
 
 
-def slowest(costs: Sequence[Costs]) -> Costs:
+def combine_slowest_costs(costs: Sequence[Costs]) -> Costs:
     """Call by call the most seconds, of ranks that wait for each other in each collective."""
     if len(costs) == 1:
         return costs[0]
@@ -120,7 +122,7 @@ def slowest(costs: Sequence[Costs]) -> Costs:
     }
 
 
-def longest(costs: Sequence[Costs]) -> Costs:
+def combine_longest_costs(costs: Sequence[Costs]) -> Costs:
     """Call by call those that take longest, of ranks that do not wait for each other."""
     if len(costs) == 1:
         return costs[0]

@@ -19,7 +19,7 @@ from partitioner.cost.call.collectives import collective_time, moved_share
 from partitioner.cost.call.roofline import matmul_efficiency, memory_efficiency
 from partitioner.cost.step.placed_mesh import HERE, PlacedMesh
 from partitioner.topology.fabric import Floats, Ints, Storey, spans_nodes
-from partitioner.topology.group import Group, Tier, slowest
+from partitioner.topology.group import Group, Tier, select_slowest_group
 from partitioner.topology.groups import num_communicators
 from partitioner.topology.hardware import COLLECTIVES, DeviceType, Hop, Level, Link
 from partitioner.topology.hosts import BOUNDLESS, HostShare
@@ -69,7 +69,9 @@ def best_type(types: Sequence[DeviceType]) -> DeviceType:
     )
 
 
-def relaxed(topology: Topology, mesh: Mapping[str, int], candidates: Sequence[PlacedMesh] | None) -> BestCaseMesh:
+def build_best_case_mesh(
+    topology: Topology, mesh: Mapping[str, int], candidates: Sequence[PlacedMesh] | None
+) -> BestCaseMesh:
     """The best capacity of each stage and the best link of each boundary over ``candidates``.
 
     ``candidates`` is ``None`` if they are not all placements that count. Then the bound covers every placement: no
@@ -121,7 +123,7 @@ def best_group(topology: Topology, size: int, everywhere: bool = False) -> Group
     if size == 1:
         return Group(1)
     hops = _best_hops(topology, size)
-    return slowest(replace(group, hops=hops) for group in _best_groups(topology, size, everywhere))
+    return select_slowest_group(replace(group, hops=hops) for group in _best_groups(topology, size, everywhere))
 
 
 def _best_groups(topology: Topology, size: int, everywhere: bool) -> list[Group]:
@@ -137,7 +139,7 @@ def _best_groups(topology: Topology, size: int, everywhere: bool) -> list[Group]
     found: list[Group] = []
     for farthest, parted in asked:
         made: list[Group] = []
-        for group in _forms(topology, storeys, size, farthest, parted):
+        for group in _enumerate_groups(topology, storeys, size, farthest, parted):
             made.append(group)
             if len(made) > _MOST_FORMS:
                 return [_over_all_links(topology, size)]
@@ -198,7 +200,9 @@ def _least_of(groups: Sequence[Group], size: int) -> Group:
     return Group(size, (Tier(Level.model_construct(name="best", bandwidth=widest, **tables), size, 1),))
 
 
-def _forms(topology: Topology, storeys: Sequence[Storey], size: int, farthest: float, parted: bool) -> Iterator[Group]:
+def _enumerate_groups(
+    topology: Topology, storeys: Sequence[Storey], size: int, farthest: float, parted: bool
+) -> Iterator[Group]:
     """A group for each way in which ``storeys`` may divide ``size`` devices, with as many devices in each part as
     possible.
 
@@ -227,18 +231,20 @@ def _forms(topology: Topology, storeys: Sequence[Storey], size: int, farthest: f
             if count == parts:
                 yield from further(number + 1, parts, below, tiers, ring)
                 continue
-            for links in _links(topology, storey):
+            for links in _list_storey_links(topology, storey):
                 share = _most_share(storey.shares, parts_below[number], farthest, below[0])
                 tier = Tier(links.shared(share), math.ceil(parts / count), below[1])
                 slowest = min(ring, links.bandwidth * links.efficiency) if topology.single_ring and tiers else ring
-                smallest = [(size // count,) * 2] if alike else _ranges(size, count, largest[number], fine)
+                smallest = (
+                    [(size // count,) * 2] if alike else _enumerate_part_sizes(size, count, largest[number], fine)
+                )
                 for each in smallest:
                     yield from further(number + 1, count, each, (*tiers, tier), slowest)
 
     yield from further(0, size, (1, 1), (), math.inf)
 
 
-def _ranges(size: int, count: int, largest: int, fine: bool) -> Iterator[_Range]:
+def _enumerate_part_sizes(size: int, count: int, largest: int, fine: bool) -> Iterator[_Range]:
     """Ranges of the size of the smallest of ``count`` parts of ``size`` devices, with at most ``largest`` in each part:
     one range or, if ``fine``, several whose length grows with the size."""
     low, most = max(1, size - (count - 1) * largest), size // count
@@ -276,18 +282,18 @@ def _most_ways(below: Ints, joined: Ints) -> int:
     return int(np.unique(parts[0], return_counts=True)[1].max())
 
 
-def _links(topology: Topology, storey: Storey) -> list[Level]:
+def _list_storey_links(topology: Topology, storey: Storey) -> list[Level]:
     """The distinct links that a group may use in ``storey``."""
     if storey.levels:
         return list(dict.fromkeys(topology.levels[number] for number in storey.levels))
     # direct links inside nodes: none has more than all of a device's, or than a level inside the node
     rates = [float(matrix.sum(axis=1).max()) for _, matrix in topology.pattern_kinds]
     inside = [level for level in topology.levels if not spans_nodes(level)]
-    rates += [rate for level in inside for rate in _rates(level)]
+    rates += [rate for level in inside for rate in _list_level_rates(level)]
     return [Level.model_construct(name="direct", bandwidth=max(rates), latency=0.0)]
 
 
-def _rates(level: Level) -> Iterator[float]:
+def _list_level_rates(level: Level) -> Iterator[float]:
     """Bandwidth of a level's links in bytes/s, and the bandwidths measured for collectives."""
     yield level.bandwidth
     for op in COLLECTIVES:
@@ -297,7 +303,7 @@ def _rates(level: Level) -> Iterator[float]:
 def _over_all_links(topology: Topology, size: int) -> Group:
     """A group without latency, in which every device sends and receives over all of its links."""
     every = [level.shared(most_share(topology)) for level in topology.levels]
-    rates = [0.0, *(rate for level in every for rate in _rates(level))]
+    rates = [0.0, *(rate for level in every for rate in _list_level_rates(level))]
     inside = 2 * max([*rates, *(float(matrix.sum(axis=1).max()) for _, matrix in topology.pattern_kinds)])
     of_device: dict[int, float] = {}
     for pair, link in topology.own_links.items():

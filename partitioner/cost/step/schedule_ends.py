@@ -14,8 +14,8 @@ from functools import cached_property
 from partitioner.cost.step.step_ends import GradientBucket, Reductions
 from partitioner.schedules.actions import Timetable
 from partitioner.schedules.csv_table import ScheduleTable
-from partitioner.schedules.formulas import shortened
-from partitioner.schedules.makespan import KINDS, Phases, follow, seconds_of, sent_of, waits_of
+from partitioner.schedules.formulas import shorten_timetable
+from partitioner.schedules.makespan import KINDS, Phases, compute_makespan, seconds_of, sent_of, waits_of
 from partitioner.solve.stages.problem import StageProblem
 from partitioner.solve.stages.split import StagePlan
 from runtime.program.simulate import OverlappedCollective, RankClock
@@ -44,15 +44,15 @@ def seconds_added(
 ) -> float:
     """Seconds by which all gradients are whole later than the pipeline of ``m`` microbatches ends without gathers and
     reductions. ``phases``: of each virtual stage; ``ranks``: of each rank."""
-    table, more = shortened(schedule, len(ranks), m, chunks, _MOST_ACTIONS)
-    added = _added(table, phases, ranks)
+    table, more = shorten_timetable(schedule, len(ranks), m, chunks, _MOST_ACTIONS)
+    added = _compute_added_seconds(table, phases, ranks)
     if more is not None and any(rank.every_backward for rank in ranks):
         longer, microbatches, left = more
-        added += (_added(longer, phases, ranks) - added) * left / microbatches
+        added += (_compute_added_seconds(longer, phases, ranks) - added) * left / microbatches
     return max(0.0, added)
 
 
-def _added(table: Timetable, phases: Sequence[Phases], ranks: Sequence[RankEnds]) -> float:
+def _compute_added_seconds(table: Timetable, phases: Sequence[Phases], ranks: Sequence[RankEnds]) -> float:
     waits, seconds, sent = waits_of(table), seconds_of(phases, True), sent_of(phases)
     lanes = [_Lane(rank) for rank in ranks]
     last = {what // len(KINDS): k for k, what in enumerate(waits.what) if what % len(KINDS) in (_WHOLE, _WEIGHTS)}
@@ -70,7 +70,7 @@ def _added(table: Timetable, phases: Sequence[Phases], ranks: Sequence[RankEnds]
         else:
             clock.compute(seconds[what])
         done.append(clock.clock)
-    return max(lane.ended() for lane in lanes) - follow(table, phases)
+    return max(lane.ended() for lane in lanes) - compute_makespan(table, phases)
 
 
 class _Lane:
@@ -92,7 +92,7 @@ class _Lane:
         return self.ends.plan.runs[table.held[table.ranks[stage]].index(stage)]
 
     @cached_property
-    def _at(self) -> dict[int, list[GradientBucket]]:
+    def _buckets_by_place(self) -> dict[int, list[GradientBucket]]:
         found: dict[int, list[GradientBucket]] = {}
         for bucket in self.ends.buckets:
             found.setdefault(bucket.place, []).append(bucket)
@@ -117,7 +117,7 @@ class _Lane:
         total = sum(work.values())
         for place in reversed(range(run.start, run.stop)):
             self.clock.compute(work[place] * seconds / total if total else 0.0)
-            buckets = self._at.get(place, ())
+            buckets = self._buckets_by_place.get(place, ())
             if buckets:
                 self.reductions.begin(buckets, whole=is_last)
         if not total:

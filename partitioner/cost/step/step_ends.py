@@ -44,7 +44,9 @@ def stage_buckets(
     last_levels: Mapping[tuple[str, ...], bool],
 ) -> list[GradientBucket]:
     """The buckets of a stage, in the order in which its backward completes them."""
-    found = [bucket for group in _filled(problem, plan, states, reducer) for bucket in _made(*group)]
+    found = [
+        bucket for group in _group_bucket_members(problem, plan, states, reducer) for bucket in _fill_buckets(*group)
+    ]
 
     def priced(members: Sequence[tuple[int, StateCost]]) -> GradientBucket:
         cost = members[0][1]
@@ -63,7 +65,7 @@ def stage_buckets(
     return sorted((priced(members) for members in found), key=lambda bucket: -bucket.place)
 
 
-def _filled(
+def _group_bucket_members(
     problem: StageProblem, plan: StagePlan, states: Mapping[str, StateCost], reducer: Reducer
 ) -> Iterator[tuple[list[tuple[int, StateCost]], float]]:
     """What may be in one bucket, in the order in which it is complete, and the bytes that fill one."""
@@ -94,7 +96,7 @@ def _filled(
         yield members, limit
 
 
-def _made(members: Sequence[tuple[int, StateCost]], limit: float) -> Iterator[list[tuple[int, StateCost]]]:
+def _fill_buckets(members: Sequence[tuple[int, StateCost]], limit: float) -> Iterator[list[tuple[int, StateCost]]]:
     filling: list[tuple[int, StateCost]] = []
     size = 0.0
     for member in members:
@@ -154,20 +156,20 @@ class Reductions:
             self._sent.clear()
         for bucket in buckets:
             if bucket.scatter is not _NOTHING:
-                self._sent.append(self._begin(bucket.scatter))
+                self._sent.append(self._begin_collective(bucket.scatter))
                 if bucket.rest is not _NOTHING and whole:
                     self._left.append((self._sent[-1], bucket))
             elif whole:
-                self._begin(bucket.rest)
+                self._begin_collective(bucket.rest)
 
     def settle(self) -> None:
         """Begin to add up what is left when scatters have ended."""
         for scatter, bucket in self._left:
             self.clock.wait_for(scatter)
-            self._begin(bucket.rest)
+            self._begin_collective(bucket.rest)
         self._left.clear()
 
-    def _begin(self, part: CommunicationTime) -> OverlappedCollective:
+    def _begin_collective(self, part: CommunicationTime) -> OverlappedCollective:
         collective = OverlappedCollective(0.0, part.seconds)
         self.clock.compute(part.coding_s)
         self.clock.begin(collective)

@@ -30,7 +30,7 @@ from partitioner.cost.call.operators import (
     forward_kernels,
     operator_name,
 )
-from partitioner.cost.call.recomputation import Remade, remade
+from partitioner.cost.call.recomputation import Remade, find_recomputed_nodes
 from partitioner.cost.call.roofline import memory_rate, product_rate
 from partitioner.cost.call.saved_activations import SavedBytes, carried_bytes, kept_by
 from partitioner.topology.hardware import DeviceType
@@ -120,13 +120,13 @@ class Works:
 
     @cached_property
     def best(self) -> dict[str, BlockWork]:
-        return self._on(self.device)
+        return self._bound_blocks_on_device(self.device)
 
     @cached_property
     def paced(self) -> list[dict[str, BlockWork]]:
-        return [self._on(device) for device in self.types]
+        return [self._bound_blocks_on_device(device) for device in self.types]
 
-    def _on(self, device: DeviceType) -> dict[str, BlockWork]:
+    def _bound_blocks_on_device(self, device: DeviceType) -> dict[str, BlockWork]:
         how = self.fp8, self.how, self.fused_casts
         return {name: block_work(block, device, self.train, *how) for name, block in self.blocks.items()}
 
@@ -140,8 +140,8 @@ def block_work(
     fused_casts: bool = False,
 ) -> BlockWork:
     """The work of ``block``, a graph for the whole batch; ``how``: what is made again, in no time, rather than kept."""
-    found = _block_work(_copy(block), device, train, fp8, how, fused_casts)
-    once = _copy(block)
+    found = _block_work(_copy_block_graph(block), device, train, fp8, how, fused_casts)
+    once = _copy_block_graph(block)
     if not read_heads_once(once):
         return found
     return replace(found, over_ranks=_block_work(once, device, train, fp8, how, fused_casts))
@@ -162,7 +162,9 @@ def _block_work(
         operands, results = node_operands(node, states, learned, copied=True)  # a graph of shards may not copy
         kernels = forward_kernels(node, operands, results)
         if any(o.repeats > 1 for o in operands):
-            spared_ahead += _more(forward_kernels(node, *node_operands(node, states, learned)), kernels)
+            spared_ahead += _subtract_least_traffic(
+                forward_kernels(node, *node_operands(node, states, learned)), kernels
+            )
         if node in short:
             kernels = least_in_fp8(kernels, operands, results, False, device, fused_casts, node in casting)
         (spared_ahead if is_view else ahead).extend(kernels)
@@ -170,7 +172,7 @@ def _block_work(
             kernels = backward_kernels(node, operands, results, operand_needs(node))
             if any(o.repeats > 1 for o in operands):
                 whole = backward_kernels(node, *node_operands(node, states, learned), operand_needs(node))
-                spared_back += _more(whole, kernels)
+                spared_back += _subtract_least_traffic(whole, kernels)
             if node in short:
                 kernels = least_in_fp8(kernels, operands, results, True, device, fused_casts)
             for kernel in kernels:
@@ -182,9 +184,9 @@ def _block_work(
             if n.name in states and needs_gradient(n):
                 back.append(add_kernel(Operand(tuple(n.meta["val"].shape), n.meta["val"].dtype, True, True)))
     return BlockWork(
-        forward=_work(ahead, spared_ahead, device),
-        backward=_work(back, spared_back, device),
-        inputs=replace(_work(_for_inputs(back), _for_inputs(spared_back), device), issued=0.0),
+        forward=_bound_kernel_seconds(ahead, spared_ahead, device),
+        backward=_bound_kernel_seconds(back, spared_back, device),
+        inputs=replace(_bound_kernel_seconds(_for_inputs(back), _for_inputs(spared_back), device), issued=0.0),
         kept=_least_kept(block, train, how),
         carried=float(carried_bytes(block)) if train else 0.0,
         input_bytes=tuple(inputs[name].nbytes for name in block.inputs),
@@ -193,7 +195,7 @@ def _block_work(
     )
 
 
-def _more(kernels: Sequence[Kernel], least: Sequence[Kernel]) -> list[Kernel]:
+def _subtract_least_traffic(kernels: Sequence[Kernel], least: Sequence[Kernel]) -> list[Kernel]:
     """The traffic of ``kernels`` beyond that of the ``least`` of the same node."""
     pairs = zip(kernels, least, strict=True)
     return [replace(k, num_bytes=k.num_bytes - o.num_bytes, flops=0.0, launches=0) for k, o in pairs]
@@ -203,7 +205,7 @@ def _least_kept(block: Block, train: bool, how: Remade | None) -> SavedBytes:
     kept = kept_by(block, train)
     if how is None or not train:
         return kept
-    slim = kept_by(block, train, remade(block, how))
+    slim = kept_by(block, train, find_recomputed_nodes(block, how))
     return SavedBytes(
         min(kept.inside, slim.inside),
         tuple(a and b for a, b in zip(kept.inputs, slim.inputs, strict=True)),
@@ -212,7 +214,7 @@ def _least_kept(block: Block, train: bool, how: Remade | None) -> SavedBytes:
     )
 
 
-def _copy(block: Block) -> Block:
+def _copy_block_graph(block: Block) -> Block:
     graph = fx.Graph()
     graph.output(graph.graph_copy(block.graph, {}))
     return Block(block.name, graph, block.states, block.inputs)
@@ -222,7 +224,7 @@ def _for_inputs(kernels: Sequence[Kernel]) -> list[Kernel]:
     return [kernel for kernel in kernels if not kernel.learned]
 
 
-def _work(kernels: Sequence[Kernel], spared: Sequence[Kernel], device: DeviceType) -> BlockCallTime:
+def _bound_kernel_seconds(kernels: Sequence[Kernel], spared: Sequence[Kernel], device: DeviceType) -> BlockCallTime:
     batch = weights = 0.0
     for kernel in kernels:
         rate = memory_rate(kernel.kind, device)

@@ -26,11 +26,11 @@ from numpy.typing import NDArray
 
 from partitioner.candidate import MeshCandidate
 from partitioner.cost.call.call_cost import CallCost
-from partitioner.cost.call.states import StateCost, StateCosts, kinds_of, state_costs, summed, update_time
+from partitioner.cost.call.states import StateCost, StateCosts, kinds_of, state_costs, sum_state_costs, update_time
 from partitioner.cost.step.device_speeds import GroupSpeeds, pool_of, work_and_speeds
 from partitioner.cost.step.estimate import stage_problem
 from partitioner.cost.step.offload import update_seconds
-from partitioner.cost.step.relaxed_mesh import BestCaseMesh, best_type, relaxed
+from partitioner.cost.step.relaxed_mesh import BestCaseMesh, best_type, build_best_case_mesh
 from partitioner.schedules.formulas import is_formula, is_plain, least_alone, least_fill
 from partitioner.solve.bounds.block_work import BlockWork, DeviceKinds, Works
 from partitioner.solve.bounds.planned_job import PlannedJob
@@ -59,14 +59,18 @@ def by_all(point: MeshCandidate) -> MeshCandidate:
     return point
 
 
-def each(points: Sequence[MeshCandidate], key: Key, find: Callable[[MeshCandidate], float]) -> NDArray[np.float64]:
+def map_by_candidate_key(
+    points: Sequence[MeshCandidate], key: Key, find: Callable[[MeshCandidate], float]
+) -> NDArray[np.float64]:
     """``find`` of each of ``points``, which is the same where ``key`` is."""
     keys = list(map(key, points))
     known = {which: find(point) for which, point in dict(zip(keys, points, strict=True)).items()}
     return np.array([known[which] for which in keys], dtype=np.float64)
 
 
-def different(points: Sequence[MeshCandidate], key: Key) -> tuple[list[MeshCandidate], NDArray[np.int64]]:
+def find_distinct_candidates(
+    points: Sequence[MeshCandidate], key: Key
+) -> tuple[list[MeshCandidate], NDArray[np.int64]]:
     """One point of each ``key``, and for each of ``points`` the place of its own."""
     keys = list(map(key, points))
     one = dict(zip(keys, points, strict=True))
@@ -87,7 +91,7 @@ class BoundOptions(TypedDict, total=False):
 _ROUNDING = 1 - 1e-9
 
 
-def _share(cost: StateCost, expert: bool, point: MeshCandidate) -> StateCost:
+def _shard_state_cost(cost: StateCost, expert: bool, point: MeshCandidate) -> StateCost:
     """Lower bound on the cost of a state on a rank."""
     parts, sharers = (point.expert_tp * point.ep, point.expert_sharers) if expert else (point.tp, point.sharers)
     return cost.scaled(1 / parts).zero(point.zero, sharers)
@@ -107,7 +111,9 @@ class ModelBounds:
         self.device = best_type(types)
         how = job.train, job.precision == "fp8", bool(job.constraints.fused_casts), job.made_again
         works = Works(job.model.blocks, self.device, types if len(types) > 1 else [], *how)
-        self._kinds = DeviceKinds(works, self._often, job.samples, np.bincount(of_device, minlength=len(paces)))
+        self._kinds = DeviceKinds(
+            works, self._calls_by_block, job.samples, np.bincount(of_device, minlength=len(paces))
+        )
         self._by_rounds = BY_SHARES if self._kinds.differ else BY_SIZE
         self.states = state_costs(
             kinds_of(job.model.states, {}),
@@ -149,17 +155,17 @@ class ModelBounds:
     @cached_property
     def num_calls(self) -> int:
         """Number of calls that stages can be cut between."""
-        return len(self._placed)
+        return len(self._cuttable_blocks)
 
     @cached_property
-    def _placed(self) -> list[str]:
+    def _cuttable_blocks(self) -> list[str]:
         """The blocks of the calls that stages can be cut between."""
         return [c.block for c in self.model.calls if not c.shared and not c.prologue]
 
     @cached_property
-    def _often(self) -> Counter[str]:
+    def _calls_by_block(self) -> Counter[str]:
         """The number of calls of each block."""
-        return Counter(self._placed)
+        return Counter(self._cuttable_blocks)
 
     def times(self, points: Sequence[MeshCandidate], *, shared: bool = False) -> Vector:
         """Lower bound in seconds on the step time of each point.
@@ -168,30 +174,36 @@ class ModelBounds:
         largest call; the reduction of gradients that the backward cannot hide (one stage); and the update.
         """
         # where devices differ, the sharding of states decides how microbatches are divided
-        alike, places = different(points, by_all if self._kinds.differ else BY_WORK)
-        often, fastest = list(self._often.values()), self._kinds.fastest(alike)
+        alike, places = find_distinct_candidates(points, by_all if self._kinds.differ else BY_WORK)
+        often, fastest = list(self._calls_by_block.values()), self._kinds.fastest(alike)
         forward, backward = (seconds / fastest for seconds in self._kinds.seconds(self.blocks, alike))
         # in order: the same to the last digit whatever other points there are
         ahead, back = (sum(map(multiply, often, seconds), np.zeros(len(alike))) for seconds in (forward, backward))
         largest = np.zeros(len(alike)) if shared else (forward + backward).max(axis=0)
-        pipelines, ahead, back = (s[places] for s in (self._pipelines(alike, ahead, back, largest), ahead, back))
-        bound = pipelines + self._after(points, back)
+        pipelines, ahead, back = (
+            s[places] for s in (self._bound_pipeline_seconds(alike, ahead, back, largest), ahead, back)
+        )
+        bound = pipelines + self._bound_seconds_after_pipeline(points, back)
         if self._kinds.differ:
             seconds, hides = self._kinds.of_each(points), self._kinds.longest_backward(points)
-            bound = np.maximum(bound, self._shared_out(points, seconds) + self._after(points, hides))
+            bound = np.maximum(
+                bound, self._shared_out(points, seconds) + self._bound_seconds_after_pipeline(points, hides)
+            )
         found: Vector = np.maximum(bound, self._drained(points, ahead, back)) * _ROUNDING
         return found
 
-    def _pipelines(self, points: Sequence[MeshCandidate], ahead: Vector, back: Vector, largest: Vector) -> Vector:
+    def _bound_pipeline_seconds(
+        self, points: Sequence[MeshCandidate], ahead: Vector, back: Vector, largest: Vector
+    ) -> Vector:
         """Lower bound in seconds on the pipeline of each point.
 
         ``ahead``, ``back``: forward and backward seconds of all calls for one microbatch. ``largest``: seconds of the
         largest call. The bound is for even stages, or for the pace of the largest call.
         """
-        m = each(points, self._by_rounds, self.rounds)
+        m = map_by_candidate_key(points, self._by_rounds, self.rounds)
         pp = np.array([p.pp for p in points], dtype=np.float64)
         formula = np.array([is_formula(p.schedule) for p in points])
-        fill = np.array([self._fill(p) for p in points])
+        fill = np.array([self._bound_fill_and_drain(p) for p in points])
         whole = ahead + back
         slowest = np.maximum(whole / pp, largest)
         filled = m * whole / pp + (1 - 1 / pp) * (fill[:, 0] * ahead + fill[:, 1] * back)
@@ -203,13 +215,13 @@ class ModelBounds:
         each device type, shape ``[kinds, blocks, points]``."""
         found = np.zeros(len(points))
         for place, (point, of_kind) in enumerate(zip(points, np.moveaxis(seconds, 2, 0), strict=True)):
-            work, speeds = work_and_speeds(of_kind, list(self._often.values()))
-            pool = self._pool(point, speeds)
+            work, speeds = work_and_speeds(of_kind, list(self._calls_by_block.values()))
+            pool = self._group_device_speeds(point, speeds)
             of_all = self.rounds(point) * pool.pipelines
             found[place] = pool.least(work, of_all, plain=is_formula(point.schedule))
         return found
 
-    def _pool(self, point: MeshCandidate, speeds: Vector) -> GroupSpeeds:
+    def _group_device_speeds(self, point: MeshCandidate, speeds: Vector) -> GroupSpeeds:
         """The groups of ranks that do a point's work: ranks that wait for each other in every microbatch (those of
         ``tp`` and ``cp``), or whole stages."""
         apart = self.may_differ(point)
@@ -225,7 +237,7 @@ class ModelBounds:
         of_all = point.parts(self.global_batch) / point.dp
         return of_all if self.may_differ(point) else point.num_microbatches(self.global_batch)
 
-    def _fill(self, point: MeshCandidate) -> tuple[float, float]:
+    def _bound_fill_and_drain(self, point: MeshCandidate) -> tuple[float, float]:
         """Lower bound on fill and drain, see :func:`least_fill`; 0 where it depends on microbatch counts that differ
         between ranks."""
         if self.may_differ(point) and not is_formula(point.schedule):
@@ -233,12 +245,18 @@ class ModelBounds:
         m = point.num_microbatches(self.global_batch)
         return least_fill(point.schedule, point.pp, m, point.virtual_stages, self.job.constraints.overlap_steps)
 
-    def _after(self, points: Sequence[MeshCandidate], backward: Vector) -> Vector:
+    def _bound_seconds_after_pipeline(self, points: Sequence[MeshCandidate], backward: Vector) -> Vector:
         """Seconds after the pipeline: the update, and the reduction that a single stage's last backward cannot hide."""
         if not self.train:
             return np.zeros(len(points))
-        update = each(points, BY_STATES, lambda p: self._update / (p.pp * p.tp * p.ep * (p.sharers if p.zero else 1)))
-        reduced = each(points, BY_STATES, lambda p: self._reduction(p) if p.pp == 1 else 0.0)
+        update = map_by_candidate_key(
+            points,
+            BY_STATES,
+            lambda p: self._update_lower_bound_s / (p.pp * p.tp * p.ep * (p.sharers if p.zero else 1)),
+        )
+        reduced = map_by_candidate_key(
+            points, BY_STATES, lambda p: self._bound_reduction_seconds(p) if p.pp == 1 else 0.0
+        )
         return update + np.maximum(0.0, reduced - backward)
 
     def _drained(self, points: Sequence[MeshCandidate], ahead: Vector, back: Vector) -> Vector:
@@ -251,21 +269,21 @@ class ModelBounds:
 
         def reduced(point: MeshCandidate) -> float:
             asked = self.train and point.pp > 1 and not self.placements.complete(point.grid)
-            return self._reduction(point) if asked else 0.0
+            return self._bound_reduction_seconds(point) if asked else 0.0
 
         alone = np.array([p.virtual_stages == 1 for p in points])
-        exposed = np.maximum(0.0, np.where(alone, each(points, BY_STATES, reduced), 0.0) - back)
-        busy: Vector = each(points, self._by_rounds, self.rounds) * (ahead + back) + exposed
+        exposed = np.maximum(0.0, np.where(alone, map_by_candidate_key(points, BY_STATES, reduced), 0.0) - back)
+        busy: Vector = map_by_candidate_key(points, self._by_rounds, self.rounds) * (ahead + back) + exposed
         return busy / np.array([p.pp for p in points], dtype=np.float64)
 
     @cached_property
-    def _update(self) -> float:
+    def _update_lower_bound_s(self) -> float:
         """Lower bound in seconds on the update of all states on one device with the fastest host."""
-        states = summed(self.states.values())
+        states = sum_state_costs(self.states.values())
         hosts = (share or BOUNDLESS for share in self.topology.different_host_shares)
         return update_time(states, self.device) + min(update_seconds(states, host) for host in hosts)
 
-    def _reduction(self, point: MeshCandidate) -> float:
+    def _bound_reduction_seconds(self, point: MeshCandidate) -> float:
         """Lower bound in seconds on reducing all stages' unsharded gradients, one after the other; without those of
         experts if ``ep`` > 1."""
         experts = self.job.experts if point.ep > 1 else ()
@@ -278,7 +296,7 @@ class ModelBounds:
         if key not in self._shares:
             experts = self.job.experts
             alike = {(id(cost), name in experts): (cost, name in experts) for name, cost in self.states.items()}
-            shares = {which: _share(*state, point) for which, state in alike.items()}
+            shares = {which: _shard_state_cost(*state, point) for which, state in alike.items()}
             self._shares[key] = StateCosts((n, shares[id(cost), n in experts]) for n, cost in self.states.items())
         return self._shares[key]
 
@@ -290,40 +308,40 @@ class ModelBounds:
         return [
             (cost, expert)
             for expert in (False, True)
-            for cost in summed(self.states[name] for name in names if (name in self.job.experts) == expert)
+            for cost in sum_state_costs(self.states[name] for name in names if (name in self.job.experts) == expert)
         ]
 
     def state_bytes(self, point: MeshCandidate) -> float:
         """Bytes of states on a rank if all stages have equally many."""
         key = point.states_kind
         if key not in self._state_bytes:
-            self._state_bytes[key] = sum(_share(*state, point).total for state in self._placed_states)
+            self._state_bytes[key] = sum(_shard_state_cost(*state, point).total for state in self._placed_states)
         return self._state_bytes[key] / point.pp
 
     def check_states(self, point: MeshCandidate) -> None:
         """Raise :class:`CapacityError`, quickly, if the states alone exceed the capacity of all stages. A stage may
         lack more bytes than the error reports."""
-        needed, room = self.state_bytes(point), sum(self._machine(point).capacity) / point.pp
+        needed, room = self.state_bytes(point), sum(self._find_best_case_mesh(point).capacity) / point.pp
         check_room(f"parameters, gradients and optimizer states take {bytes_text(needed)} on average", needed, room)
 
     def capacity(self, point: MeshCandidate) -> int:
         """Greatest usable bytes that a rank of any placement has."""
-        return max(self._machine(point).capacity)
+        return max(self._find_best_case_mesh(point).capacity)
 
     def speeds(self, point: MeshCandidate) -> tuple[float, float]:
         """Upper bounds on the speed of the fastest stage and on the summed speed of all stages; a stage of the best
         device type has speed 1."""
         if not self._kinds.differ:
             return 1.0, float(point.pp)
-        pool = self._pool(point, self._kinds.speeds([point])[:, 0])
+        pool = self._group_device_speeds(point, self._kinds.speeds([point])[:, 0])
         return pool.fastest, pool.together / pool.pipelines
 
-    def _machine(self, point: MeshCandidate) -> BestCaseMesh:
+    def _find_best_case_mesh(self, point: MeshCandidate) -> BestCaseMesh:
         key = tuple(point.grid.values())
         if key not in self._machines:
             known = self.placements.complete(point.grid)
             candidates = self.placements.candidates(point.grid) if known else None
-            self._machines[key] = relaxed(self.topology, point.grid, candidates)
+            self._machines[key] = build_best_case_mesh(self.topology, point.grid, candidates)
         return self._machines[key]
 
     def refine(self, point: MeshCandidate, floor: BlockLowerBound | None = None) -> float:
@@ -376,7 +394,7 @@ class ModelBounds:
         kept = "activations" not in (self.job.constraints.offload or ())
         key = (kept, point.microbatch_size, point.tp, point.cp, point.ep)
         if key not in self._layer_bytes:
-            calls = [self.calls(point)[name] for name in dict.fromkeys(self._placed)]
+            calls = [self.calls(point)[name] for name in dict.fromkeys(self._cuttable_blocks)]
             self._layer_bytes[key] = max((c.working_bytes + kept * c.saved_bytes for c in calls), default=0.0)
         return self._layer_bytes[key]
 
@@ -405,7 +423,7 @@ class ModelBounds:
             model,
             calls,
             states,
-            self._machine(point),
+            self._find_best_case_mesh(point),
             num_microbatches=point.num_microbatches(self.global_batch),
             microbatch_size=point.microbatch_size,
             schedule=point.schedule,
@@ -420,33 +438,37 @@ class ModelBounds:
         point, m = points[0], points[0].num_microbatches(self.global_batch)
         pipeline = least.pipeline_s(point.schedule, point.pp, m, self.job.constraints.overlap_steps)
         hides = least.backward_s if least.is_seen else math.inf
-        return (pipeline + float(self._after(points, np.full(len(points), hides)).min())) * _ROUNDING
+        return (
+            pipeline + float(self._bound_seconds_after_pipeline(points, np.full(len(points), hides)).min())
+        ) * _ROUNDING
 
     def followed(self, point: MeshCandidate, pipeline_s: float) -> float:
         """Lower bound in seconds on a step of ``point`` whose pipeline takes at least ``pipeline_s`` seconds."""
-        return (pipeline_s + float(self._after([point], np.array([math.inf]))[0])) * _ROUNDING
+        return (pipeline_s + float(self._bound_seconds_after_pipeline([point], np.array([math.inf]))[0])) * _ROUNDING
 
     def forward_s(self, point: MeshCandidate, floor: BlockLowerBound | None) -> float:
         """Lower bound in seconds on one microbatch's forward through all stages, on the fastest devices."""
         fastest, calls, known = self.speeds(point)[0], self.calls(point), floor.seconds if floor else {}
-        return sum(n * max(calls[b].forward_s / fastest, known.get(b, (0.0,))[0]) for b, n in self._often.items())
+        return sum(
+            n * max(calls[b].forward_s / fastest, known.get(b, (0.0,))[0]) for b, n in self._calls_by_block.items()
+        )
 
     def with_floor(self, points: Sequence[MeshCandidate], floor: BlockLowerBound, *, shared: bool = False) -> float:
         """Lower bound in seconds on the step of all ``points`` whose blocks take at least ``floor``. ``shared``: ignore
         the pace of the largest call, as in :meth:`times`."""
-        often = self._often
+        often = self._calls_by_block
         ahead = sum(n * floor.seconds[block][0] for block, n in often.items())
         back = sum(n * floor.seconds[block][1] for block, n in often.items()) if self.train else 0.0
         largest = max((sum(floor.seconds[block][: 1 + self.train]) for block in often), default=0.0)
         # assume that the whole backward hides reductions
-        after = float(self._after(points, np.full(len(points), ahead + back)).min())
+        after = float(self._bound_seconds_after_pipeline(points, np.full(len(points), ahead + back)).min())
         of_point = [np.array([seconds]) for seconds in (ahead, back, 0.0 if shared else largest)]
         least = min(points, key=self.rounds)
-        bound = after + float(self._pipelines([least], *of_point)[0])
+        bound = after + float(self._bound_pipeline_seconds([least], *of_point)[0])
         if floor.of_kind:  # the slowest type may hide most
             both = np.array([[sum(of[block][: 1 + self.train]) for block in often] for of in floor.of_kind])
             apart = list({self.may_differ(point): point for point in points}.values())
             hides = float((both @ np.array(list(often.values()))).max())
-            after = float(self._after(points, np.full(len(points), hides)).min())
+            after = float(self._bound_seconds_after_pipeline(points, np.full(len(points), hides)).min())
             bound = max(bound, after + min(self._shared_out(apart, np.dstack([both] * len(apart)))))
         return max(bound, float(self._drained(points, *of_point[:2]).min())) * _ROUNDING

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from partitioner.candidate import MeshCandidate
 from partitioner.cost.call.block_profile import StateRead, gradient_bytes_of
 from partitioner.cost.call.collectives import collective_time
-from partitioner.cost.call.expert_parallel import hidden
+from partitioner.cost.call.expert_parallel import compute_exposed_seconds
 from partitioner.cost.call.roofline import memory_rate
 from partitioner.cost.call.states import StateCost, gradient_bytes
 from partitioner.cost.step.gradient_reduction import (
@@ -65,7 +65,7 @@ class Gathers:
     def __init__(self, job: PlannedJob, placements: Placements, device: DeviceType) -> None:
         self.placements, self.train, self.slowdown = placements, job.train, device.overlap_slowdown
         self.overlap, short = job.constraints.overlap is not False, bool(job.constraints.short_gradients)
-        self._reads = {name: _read(job.model, name, job.experts, short) for name in job.model.blocks}
+        self._reads = {name: _read_block_weights(job.model, name, job.experts, short) for name in job.model.blocks}
         self._gradients = [0.0, 0.0]  # scattered bytes, shared states once: (others, experts)
         placed = (call for call in job.model.calls if not call.shared and not call.prologue)
         for name in {name for call in placed for name in call.states}:
@@ -90,12 +90,14 @@ class Gathers:
     def _beside(
         self, seconds: tuple[float, float], gathers: tuple[float, float], copies: tuple[float, float]
     ) -> tuple[float, float]:
-        return self._both(seconds[0] + copies[0], gathers[0]), self._both(seconds[1] + copies[1], gathers[1])
+        return self._add_exposed_gathers(seconds[0] + copies[0], gathers[0]), self._add_exposed_gathers(
+            seconds[1] + copies[1], gathers[1]
+        )
 
-    def _both(self, seconds: float, gathers_s: float) -> float:
+    def _add_exposed_gathers(self, seconds: float, gathers_s: float) -> float:
         """Seconds with gathers. Communication inside ``seconds`` hides nothing, but counting it as if it did keeps a
         lower bound."""
-        return seconds + hidden(seconds, gathers_s, self.slowdown, self.overlap)
+        return seconds + compute_exposed_seconds(seconds, gathers_s, self.slowdown, self.overlap)
 
     def floor(self, point: MeshCandidate) -> tuple[Seconds, Seconds]:
         """Seconds in which a block gathers its weights, backward gathers them again and scatters gradients, over the
@@ -104,10 +106,10 @@ class Gathers:
             return {}, {}
         key = *point.grid.values(), point.ep, point.expert_tp, point.dp_shard
         if key not in self._floors:
-            self._floors[key] = self._floor(*self._groups(point), point), self._copies(point)
+            self._floors[key] = self._floor(*self._find_sharing_groups(point), point), self._bound_copy_seconds(point)
         return self._floors[key]
 
-    def _copies(self, point: MeshCandidate) -> Seconds:
+    def _bound_copy_seconds(self, point: MeshCandidate) -> Seconds:
         """Lower bound on :func:`~partitioner.cost.call.zero3_gathers.copy_seconds`, without kernel launches."""
         floor = dict[str, tuple[float, float]]()
         for name, read in self._reads.items():
@@ -130,7 +132,7 @@ class Gathers:
         hidden. The bound is taken for the mean over all stages, which is at most the slowest stage: ``exposed`` is
         convex, and the exposed seconds of earlier stages are not waited for.
         """
-        again, idle = self._again(point) / point.pp, forward_s / point.pp
+        again, idle = self._bound_scatter_seconds(point) / point.pp, forward_s / point.pp
         hides, ahead = (2 - self.slowdown) * self.overlap * (m - 1), point.pp - 1
         # windows where all is hidden, and where no wait is left: the minimum is at one of them, or at the first window
         windows = [again, again * (m - 1) / max(hides + ahead, _TINY)]
@@ -143,11 +145,11 @@ class Gathers:
         first = max(0.0, known_s / m - idle)
         return max(known_s, min(step(window) for window in (first, *(w for w in windows if w > first))))
 
-    def _again(self, point: MeshCandidate) -> float:
+    def _bound_scatter_seconds(self, point: MeshCandidate) -> float:
         """Seconds of scattering all gradients, without the latency of each collective."""
         key = *point.grid.values(), point.ep, point.expert_tp, point.dp_shard
         if key not in self._scatters:
-            shards, experts = self._groups(point)
+            shards, experts = self._find_sharing_groups(point)
             parts = (shards, self._gradients[0] / point.tp), (experts, self._gradients[1] / point.ep / point.expert_tp)
             self._scatters[key] = sum(
                 min(collective_time("reduce_scatter", n, g) - collective_time("reduce_scatter", 0.0, g) for g in groups)
@@ -155,7 +157,7 @@ class Gathers:
             )
         return self._scatters[key]
 
-    def _groups(self, point: MeshCandidate) -> tuple[Sequence[Group], Sequence[Group]]:
+    def _find_sharing_groups(self, point: MeshCandidate) -> tuple[Sequence[Group], Sequence[Group]]:
         """The groups that share weights, and those that share experts' weights, over the placements that are tried."""
         if not self.placements.complete(point.grid):
             sizes, everywhere = (point.sharers, point.expert_sharers), point.pp == 1
@@ -184,7 +186,7 @@ class Gathers:
         return floor
 
 
-def _read(model: FoldedModel, name: str, experts: Collection[str], short_gradients: bool) -> _WeightReads:
+def _read_block_weights(model: FoldedModel, name: str, experts: Collection[str], short_gradients: bool) -> _WeightReads:
     block = model.blocks[name]
     placeholders = {node.name: node for node in block.placeholders}
     names = next((call.states for call in model.calls if call.block == name), ())

@@ -17,7 +17,7 @@ from partitioner.candidate import MeshCandidate
 from partitioner.cost.call.call_cost import CallCost
 from partitioner.cost.step.device_speeds import PipelineSpeeds, work_and_speeds
 from partitioner.cost.step.placed_mesh import PlacedMesh, Seats
-from partitioner.cost.step.rank_costs import CallCostCache, Costs, fastest, longest
+from partitioner.cost.step.rank_costs import CallCostCache, Costs, combine_fastest_costs, combine_longest_costs
 from partitioner.schedules.formulas import is_formula, least_fill
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.sharding.local_model import LocalModel
@@ -91,9 +91,11 @@ class BatchSharing:
         for seats in dict.fromkeys(machine.pipelines):
             costs = [self.costs.of_stage(of_stage, machine.spread) for of_stage in seats]
             stages = zip(costs, blocks, strict=True)
-            each = (sum(getattr(of[block], name) for block in called for name in self._ways) for of, called in stages)
+            each = (
+                sum(getattr(of[block], name) for block in called for name in self._time_fields) for of, called in stages
+            )
             paces[seats] = max(_TINY_S, *each)
-        return self._shared([paces[seats] for seats in machine.pipelines])
+        return self._share_out_batch([paces[seats] for seats in machine.pipelines])
 
     def by_stage(self, machine: PlacedMesh, shares: Shares) -> Sequence[Costs]:
         """Costs of calls by stage: on the slowest devices or, if pipelines go at different paces, scaled as if every
@@ -106,12 +108,12 @@ class BatchSharing:
         each = {seats: max(n for n, s in zip(shares, pipelines, strict=True) if s == seats) for seats in kinds}
         pace = {seats: (n + fill) / (most + fill) for seats, n in each.items()}
         paced = [
-            [_paced(self.costs.of_stage(seats[s], machine.spread), pace[seats]) for seats in kinds]
+            [_scale_costs_by_pace(self.costs.of_stage(seats[s], machine.spread), pace[seats]) for seats in kinds]
             for s in range(point.pp)
         ]
         if point.pp == 1:  # all calls are one stage's
-            return [max(paced[0], key=lambda costs: sum(self._through(costs)))]
-        return [longest(of_stage) for of_stage in paced]
+            return [max(paced[0], key=lambda costs: sum(self._sum_call_seconds(costs)))]
+        return [combine_longest_costs(of_stage) for of_stage in paced]
 
     def least(self, machine: PlacedMesh) -> float:
         """Lower bound in seconds on the plans on ``machine``, whatever the shares. All stages are as fast as the best
@@ -126,14 +128,14 @@ class BatchSharing:
         even = point.data_shares(self.job.global_batch)
         if not self.is_free(machine):
             return (self.job.constraints.data_shares or even,)
-        work = {seats: self._work(seats, machine) for seats in dict.fromkeys(machine.pipelines)}
+        work = {seats: self._compute_stage_seconds(seats, machine) for seats in dict.fromkeys(machine.pipelines)}
         best = {seats: 1 / sum(1 / seconds for seconds in of) for seats, of in work.items()}
         paced = {seats: max(of) / point.pp for seats, of in work.items()}
-        shared = [self._shared([seconds[seats] for seats in machine.pipelines]) for seconds in (best, paced)]
+        shared = [self._share_out_batch([seconds[seats] for seats in machine.pipelines]) for seconds in (best, paced)]
         alike = even or (point.parts(self.job.global_batch) // point.dp,) * point.dp
         return list(dict.fromkeys(shared if point.pp == 1 else [*shared, alike]))
 
-    def _shared(self, seconds: Sequence[float]) -> Shares:
+    def _share_out_batch(self, seconds: Sequence[float]) -> Shares:
         """The batch divided among pipelines that take ``seconds`` for a microbatch."""
         return share_out(self.point.parts(self.job.global_batch), seconds, float(self.point.pp - 1))
 
@@ -144,7 +146,7 @@ class BatchSharing:
         apart = self.job.goes_apart(point)
         of_stages = self.costs.by_pipeline(machine) if apart else self.costs.by_stage(machine)
         different = {id(costs): costs for costs in of_stages}
-        ahead, back = self._through(fastest(list(different.values())))
+        ahead, back = self._sum_call_seconds(combine_fastest_costs(list(different.values())))
         filled = (1 - 1 / point.pp) * (fill[0] * ahead + fill[1] * back)
         alike = (ahead + back) * num_microbatches / point.pp + filled
         if len(different) == 1:
@@ -158,32 +160,34 @@ class BatchSharing:
     ) -> float:
         """Lower bound in seconds on ``num_microbatches`` in all on pipelines whose stages cost ``of_stages``,
         consecutive for each pipeline. ``counts``: number of pipelines of each kind."""
-        often, numbers = self._often, {key: k for k, key in enumerate(different)}
-        seconds = [[sum(getattr(of[b], name) for name in self._ways) for b in often] for of in different.values()]
+        often, numbers = self._calls_by_block, {key: k for k, key in enumerate(different)}
+        seconds = [
+            [sum(getattr(of[b], name) for name in self._time_fields) for b in often] for of in different.values()
+        ]
         work, speeds = work_and_speeds(np.array(seconds), list(often.values()))
         by_stage = speeds[[numbers[id(costs)] for costs in of_stages]].reshape(len(counts), -1)
         pipelines = PipelineSpeeds(-np.sort(-by_stage, axis=1), np.array(counts))
         return pipelines.least(work, num_microbatches, plain=is_formula(self.point.schedule))
 
-    def _work(self, seats: tuple[Seats, ...], machine: PlacedMesh) -> list[float]:
+    def _compute_stage_seconds(self, seats: tuple[Seats, ...], machine: PlacedMesh) -> list[float]:
         """Seconds of all calls of a microbatch on each stage of a replica's pipeline, on ``seats``."""
         costs = (self.costs.of_stage(of_stage, machine.spread) for of_stage in seats)
-        return [max(sum(self._through(of)), _TINY_S) for of in costs]
+        return [max(sum(self._sum_call_seconds(of)), _TINY_S) for of in costs]
 
-    def _through(self, of: Mapping[str, CallCost]) -> tuple[float, float]:
+    def _sum_call_seconds(self, of: Mapping[str, CallCost]) -> tuple[float, float]:
         """Forward and backward seconds of a microbatch through all calls."""
-        ahead, back = (sum(n * getattr(of[b], name) for b, n in self._often.items()) for name in _TOTALS)
+        ahead, back = (sum(n * getattr(of[b], name) for b, n in self._calls_by_block.items()) for name in _TOTALS)
         return ahead, back if self.job.train else 0.0
 
     @cached_property
-    def _often(self) -> Counter[str]:
+    def _calls_by_block(self) -> Counter[str]:
         """The number of calls of each block."""
         return Counter(c.block for c in self.local.model.calls if not c.shared and not c.prologue)
 
     @property
-    def _ways(self) -> Sequence[str]:
+    def _time_fields(self) -> Sequence[str]:
         return _TOTALS[: 1 + self.job.train]
 
 
-def _paced(costs: Costs, factor: float) -> Costs:
+def _scale_costs_by_pace(costs: Costs, factor: float) -> Costs:
     return {name: cost.paced(factor) for name, cost in costs.items()}

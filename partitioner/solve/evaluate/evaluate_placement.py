@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from partitioner.candidate import MeshCandidate
 from partitioner.cost.call.states import StateCost, with_lost
-from partitioner.cost.step.estimate import estimate, stage_problem
+from partitioner.cost.step.estimate import estimate_step, stage_problem
 from partitioner.cost.step.gradient_reduction import lost_by
 from partitioner.cost.step.pipeline_tail import least_update, run_tails
 from partitioner.cost.step.placed_mesh import PlacedMesh, RankProfile
@@ -27,7 +27,7 @@ from partitioner.solve.stages.lower_bound import least_time
 from partitioner.solve.stages.problem import StageProblem
 from partitioner.solve.stages.split import StageSplit, solve_stages
 from partitioner.solve.stages.split_for_step import cut_for_step
-from partitioner.solve.stages.virtual_stages import followed, solve_virtual
+from partitioner.solve.stages.virtual_stages import set_scheduled_in_flight, solve_virtual
 
 _SHARES = 6  # shares of the batch that are tried on one placement
 
@@ -120,7 +120,7 @@ class PlacementEvaluator:
     _dressed: dict[int, tuple[PlacedMesh, PlacedMesh]] = field(default_factory=dict)
 
     @cached_property
-    def _sharing(self) -> BatchSharing:
+    def _batch_sharing(self) -> BatchSharing:
         return BatchSharing(self.job, self.point, self.local, self.costs)
 
     def __call__(self, machine: PlacedMesh) -> tuple[float, PlacementResult]:
@@ -139,7 +139,7 @@ class PlacementEvaluator:
                 least = min(least, floor)
                 continue
             try:
-                told, judged, least_told = self._judged(machine, shares)
+                told, judged, least_told = self._evaluate_with_shares(machine, shares)
             except PlanError as error:
                 errors.append(error)
                 continue
@@ -149,18 +149,20 @@ class PlacementEvaluator:
                 step, best = told, judged
             if asked or best is None or not 1 < len(tried) < _SHARES:
                 continue
-            if (other := self._sharing.of_stages(best.calls, machine)) not in tried:
+            if (other := self._batch_sharing.of_stages(best.calls, machine)) not in tried:
                 floor = self._least_of(machine, other, 0.0) if self._has_floor else 0.0
                 asked, tried = [(floor, other)], tried | {other}
         if best is None:
             raise errors[0]
         self.record.tell(steps)
-        self.leasts.append(min(least, self._sharing.least(machine)) if self._sharing.is_free(machine) else least)
+        self.leasts.append(
+            min(least, self._batch_sharing.least(machine)) if self._batch_sharing.is_free(machine) else least
+        )
         return step, best
 
     def _by_least(self, machine: PlacedMesh) -> list[tuple[float, Shares]]:
         """The shares that are tried first, each with a quick lower bound in seconds, in increasing order."""
-        shares = self._sharing.first(machine)
+        shares = self._batch_sharing.first(machine)
         if len(shares) == 1 or not self._has_floor:
             return [(0.0, each) for each in shares]
         return sorted((self._least_of(machine, each, 0.0), each) for each in shares)
@@ -170,15 +172,15 @@ class PlacementEvaluator:
         """Whether the schedule is simulated and has one stage on each rank; then a quick lower bound exists."""
         return not is_formula(self.point.schedule) and is_plain(self.point.schedule, self.point.virtual_stages)
 
-    def _judged(self, machine: PlacedMesh, shares: Shares) -> tuple[float, PlacementResult, float]:
+    def _evaluate_with_shares(self, machine: PlacedMesh, shares: Shares) -> tuple[float, PlacementResult, float]:
         """Seconds of a step with ``shares`` of the batch, the plan, and a lower bound in seconds on its stages."""
         job, point = self.job, self.point
-        problem, held, shares = self._problem(machine, shares)
+        problem, held, shares = self._build_stage_problem(machine, shares)
         ranks = virtual_ranks(point)
         order = point.schedule, point.virtual_stages if ranks else None
 
         def price(split: StageSplit) -> tuple[float, Estimate]:
-            expected = estimate(problem, split, held, machine, job.flops, job.constraints, *order)
+            expected = estimate_step(problem, split, held, machine, job.flops, job.constraints, *order)
             if job.constraints.offload:
                 self.check(expected, machine)
             return expected.step_time, expected
@@ -189,16 +191,20 @@ class PlacementEvaluator:
             partial(split_of, point=point, proven=self.proven, improved=self.improved, enough_s=self.enough_s - behind),
             price,
             behind,
-            lambda within_s: run_tails(self._followed(problem), held, machine, job.constraints, ranks, within_s),
+            lambda within_s: run_tails(
+                self._set_microbatches_in_flight(problem), held, machine, job.constraints, ranks, within_s
+            ),
             self.enough_s if self.proven else 0.0,
         )
         return cut.step_s, PlacementResult(problem, cut.split, cut.priced, shares), cut.least_s
 
-    def _problem(self, machine: PlacedMesh, shares: Shares) -> tuple[StageProblem, Mapping[str, StateCost], Shares]:
+    def _build_stage_problem(
+        self, machine: PlacedMesh, shares: Shares
+    ) -> tuple[StageProblem, Mapping[str, StateCost], Shares]:
         """The stage problem on ``machine``, the costs of its states, and the microbatches of each rank of ``dp``."""
         job, point = self.job, self.point
         held = with_lost(self.states, lost_by(machine, job.constraints))
-        costs_by_stage = self._sharing.by_stage(machine, shares)
+        costs_by_stage = self._batch_sharing.by_stage(machine, shares)
         shares = () if len(set(shares)) == 1 else shares
         problem = stage_problem(
             self.local.model,
@@ -220,25 +226,29 @@ class PlacementEvaluator:
         """Lower bound in seconds on every plan on ``machine``; infinite if no stages fit. It is refined, as far as that
         is quick, to find out whether it reaches ``enough_s``."""
         dressed = self.dressed(machine)
-        return self._sharing.least(dressed) if self._sharing.is_free(dressed) else self.expected(machine, enough_s)
+        return (
+            self._batch_sharing.least(dressed)
+            if self._batch_sharing.is_free(dressed)
+            else self.expected(machine, enough_s)
+        )
 
     def expected(self, machine: PlacedMesh, enough_s: float = 0.0) -> float:
         """Estimated lower bound in seconds on ``machine``: at least :meth:`least`. It assumes that other shares gain at
         most a fixed fraction over those that are tried first."""
         machine = self.dressed(machine)
-        quick = self._sharing.least(machine)
+        quick = self._batch_sharing.least(machine)
         if quick >= enough_s or not self._has_floor:
             return quick
-        left = 1 - _GAINED if self._sharing.is_free(machine) else 1.0
-        first = min(self._least_of(machine, shares, enough_s / left) for shares in self._sharing.first(machine))
+        left = 1 - _GAINED if self._batch_sharing.is_free(machine) else 1.0
+        first = min(self._least_of(machine, shares, enough_s / left) for shares in self._batch_sharing.first(machine))
         return max(quick, first * left)
 
     def _least_of(self, machine: PlacedMesh, shares: Shares, enough_s: float) -> float:
         """Lower bound in seconds on a step of simulated stages with ``shares`` of the batch; infinite if no stages
         fit."""
-        problem, held, _ = self._problem(machine, shares)
+        problem, held, _ = self._build_stage_problem(machine, shares)
         try:
-            found = least_time(self._followed(problem), enough_s, quick=True)
+            found = least_time(self._set_microbatches_in_flight(problem), enough_s, quick=True)
         except CapacityError:
             return math.inf
         m, overlap = problem.num_microbatches, problem.overlap_steps
@@ -251,9 +261,9 @@ class PlacementEvaluator:
             self._dressed[id(machine)] = machine, self.job.dressed(machine, self.point)
         return self._dressed[id(machine)][1]
 
-    def _followed(self, problem: StageProblem) -> StageProblem:
+    def _set_microbatches_in_flight(self, problem: StageProblem) -> StageProblem:
         """``problem`` with the numbers of microbatches that stages hold under its schedule."""
         point = self.point
         if is_formula(point.schedule):
             return problem
-        return followed(problem, point.schedule, point.pp, point.virtual_stages)
+        return set_scheduled_in_flight(problem, point.schedule, point.pp, point.virtual_stages)

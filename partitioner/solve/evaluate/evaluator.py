@@ -13,12 +13,12 @@ from torch import fx
 
 from partitioner.candidate import MeshCandidate
 from partitioner.cost.call.call_cost import CallWork
-from partitioner.cost.call.recomputation import remade
+from partitioner.cost.call.recomputation import find_recomputed_nodes
 from partitioner.cost.call.states import StateCost, StateCosts, StateKinds, kinds_of, state_costs
 from partitioner.cost.step.estimate import how_reduced, with_step_time
 from partitioner.cost.step.offload import check_disks, check_hosts
 from partitioner.cost.step.placed_mesh import PlacedMesh, RankProfile
-from partitioner.cost.step.rank_costs import CallCostCache, Costs, fastest
+from partitioner.cost.step.rank_costs import CallCostCache, Costs, combine_fastest_costs
 from partitioner.cost.step.relaxed_mesh import no_slower
 from partitioner.emit.buckets import AT_ONCE, ReductionScheme
 from partitioner.errors import CapacityError, PlanError
@@ -29,7 +29,7 @@ from partitioner.solve.evaluate.evaluate_placement import PlacementEvaluator, Sh
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.evaluate.local_model_cache import LocalKey, LocalModels, Reading, Wanted
 from partitioner.solve.placement.placement import EXCHANGES, BestPlacement, Placements
-from partitioner.solve.sharding.expert_parallel import spreads
+from partitioner.solve.sharding.expert_parallel import can_spread_experts
 from partitioner.solve.sharding.local_model import LocalModel
 from partitioner.solve.stages.split import StageSplit
 from partitioner.topology.groups import stage_ranks
@@ -98,11 +98,11 @@ class CandidateEvaluator:
         job = self.job
         if point in job.refused:
             raise job.refused[point].with_traceback(None)
-        judge = replace(self._judge(point, proven, enough_s), improved=improved)
+        judge = replace(self._build_placement_evaluator(point, proven, enough_s), improved=improved)
         local, states = judge.local, judge.states
         if devices is None:
             exchanges = EXCHANGES if is_formula(point.schedule) else _EXCHANGES_FOLLOWED
-            likely = None if is_plain(point.schedule, point.virtual_stages) else self._likely(point)
+            likely = None if is_plain(point.schedule, point.virtual_stages) else self._estimate_by_1f1b(point)
             found = self.placements.best(point.grid, judge, judge.expected, enough_s, exchanges, likely)
             others = [m for m in self.placements.candidates(point.grid) if id(m) not in judge.asked]
             judge.leasts += map(judge.least, others if likely is not None else ())
@@ -143,10 +143,10 @@ class CandidateEvaluator:
         """Copy of this evaluator without the history of shares tried on placements."""
         return replace(self, _records=defaultdict(ShareRecord))
 
-    def _likely(self, point: MeshCandidate) -> Callable[[PlacedMesh], float]:
+    def _estimate_by_1f1b(self, point: MeshCandidate) -> Callable[[PlacedMesh], float]:
         """Function from a placement to seconds of a step under 1F1B, which has a formula; infinite if it does not fit.
         Collectives and the end of the step, in which placements differ, are equal under a simulated schedule."""
-        judge = self._judge(replace(point, schedule="1f1b", virtual_stages=1), proven=False)
+        judge = self._build_placement_evaluator(replace(point, schedule="1f1b", virtual_stages=1), proven=False)
 
         def seconds(machine: PlacedMesh) -> float:
             try:
@@ -166,10 +166,12 @@ class CandidateEvaluator:
         Raises the exceptions of :meth:`solve`."""
         if self.placements.complete(point.grid):
             return False  # the bounds are exact enough
-        judge = self._judge(point)
+        judge = self._build_placement_evaluator(point)
         return all(judge.expected(machine, enough_s) >= enough_s for machine in self.placements.candidates(point.grid))
 
-    def _judge(self, point: MeshCandidate, proven: bool = True, enough_s: float = math.inf) -> PlacementEvaluator:
+    def _build_placement_evaluator(
+        self, point: MeshCandidate, proven: bool = True, enough_s: float = math.inf
+    ) -> PlacementEvaluator:
         self._check_experts(point)
         local, costs, states = self.own(point)
         reference = self.locals.reference_seat(point.tp, point.cp)
@@ -191,7 +193,7 @@ class CandidateEvaluator:
         key, asked = self._asked(point, size)
         if key not in self._floors:
             ahead = self.locals.read_ahead(key)
-            self._floors[key] = self._floor(*asked) if ahead is None else ahead
+            self._floors[key] = self._compute_block_bound(*asked) if ahead is None else ahead
         found, share = self._floors[key], point.microbatch_size / size
         return found and found.each(lambda seconds: {n: (a * share, b * share) for n, (a, b) in seconds.items()})
 
@@ -212,13 +214,13 @@ class CandidateEvaluator:
             if size == point.microbatch_size or self._is_at_best(point):
                 key, asked = self._asked(point, size)
                 if key not in self._floors:
-                    yield key, self._wanted(*asked)[0], partial(self._floor, *asked)
+                    yield key, self._wanted(*asked)[0], partial(self._compute_block_bound, *asked)
 
     def _asked(self, point: MeshCandidate, size: int) -> tuple[Hashable, tuple[MeshCandidate, int, bool]]:
         """Key of the points with equal floors, and the arguments from which that floor is computed."""
         whole = self._is_whole(point, size)
         if point.zero < 3:  # equal times, except for waits between ranks
-            point = replace(point, zero=point.zero if self._mixed and point.zero == 2 else 0, dp_shard=0)
+            point = replace(point, zero=point.zero if self._has_mixed_speeds and point.zero == 2 else 0, dp_shard=0)
         key = *point.grid.values(), point.ep, point.etp, point.zero, point.dp_shard, size, whole
         return key, (point, size, whole)
 
@@ -226,22 +228,22 @@ class CandidateEvaluator:
         """The local model of a point, a lower bound on its costs on any placement, and its states. Raises the
         exceptions of :meth:`solve`, except those about experts."""
         local, costs, states = self.own(point)
-        return local.model, fastest(self._every(point, costs)), states
+        return local.model, combine_fastest_costs(self._list_stage_costs(point, costs)), states
 
     def least_beside(self, point: MeshCandidate) -> tuple[FoldedModel, Costs, dict[str, StateCost]] | None:
         """The result of :meth:`least` for all points that differ from ``point`` in ZeRO alone and take no less memory.
         ``None`` if devices differ, since ZeRO then decides more than memory and weight gathers."""
-        if self._mixed:
+        if self._has_mixed_speeds:
             return None
         model, costs, _ = self.least(point.sharing(0))
         return model, costs, self.own(point)[2]
 
     def own(self, point: MeshCandidate) -> tuple[LocalModel, CallCostCache, dict[str, StateCost]]:
         """The local model of a point's own sharding, the costs of its calls, and the costs of its states."""
-        key, local = self._local(point)
-        return local, self._seat_costs(key, local), self._states(point, key, local)
+        key, local = self._find_local_model(point)
+        return local, self._seat_costs(key, local), self._compute_state_costs(point, key, local)
 
-    def _local(self, point: MeshCandidate) -> tuple[LocalKey, LocalModel]:
+    def _find_local_model(self, point: MeshCandidate) -> tuple[LocalKey, LocalModel]:
         num_microbatches = point.num_microbatches(self.job.global_batch)
         key = self.locals.key(point, point.parts(self.job.global_batch), num_microbatches == 1)
         return key, self.locals.at(key, num_microbatches)
@@ -263,7 +265,7 @@ class CandidateEvaluator:
         num_microbatches = point.num_microbatches(self.job.global_batch)
         return self.locals.split(point, point.parts(self.job.global_batch), num_microbatches == 1)
 
-    def _every(self, point: MeshCandidate, costs: CallCostCache) -> list[Costs]:
+    def _list_stage_costs(self, point: MeshCandidate, costs: CallCostCache) -> list[Costs]:
         """The distinct costs of calls on the stages of all placements that are tried. If there are other placements,
         the costs on the best devices and groups instead."""
         if not self.placements.complete(point.grid):
@@ -284,7 +286,7 @@ class CandidateEvaluator:
         return [costs.at(RankProfile(*pace, groups), replace(spread, **over)) for pace in self.job.topology.paces[0]]
 
     @property
-    def _mixed(self) -> bool:
+    def _has_mixed_speeds(self) -> bool:
         """Whether devices have different speeds."""
         return len(self.job.topology.paces[0]) > 1
 
@@ -293,20 +295,22 @@ class CandidateEvaluator:
         if self.placements.complete(point.grid):
             return True
         groups = dict(self.locals.reference_seat(point.tp, point.cp).groups).values()
-        return not self._mixed and all(no_slower(group, self.placements.best_group(group.size)) for group in groups)
+        return not self._has_mixed_speeds and all(
+            no_slower(group, self.placements.best_group(group.size)) for group in groups
+        )
 
-    def _floor(self, point: MeshCandidate, size: int, whole: bool) -> BlockLowerBound | None:
+    def _compute_block_bound(self, point: MeshCandidate, size: int, whole: bool) -> BlockLowerBound | None:
         wanted = self._wanted(point, size, whole)
         try:
             local = self.locals.at(*wanted)
         except UnsupportedError:  # samples that are coupled need not be so in smaller batches
             return None
         costs = self._seat_costs(wanted[0], local)
-        best = self._through(local, fastest(self._every(point, costs)))
-        kinds = self._at_best(point, costs) if self._mixed else ()
-        return BlockLowerBound(best, tuple(self._through(local, of_kind) for of_kind in kinds))
+        best = self._bound_block_seconds(local, combine_fastest_costs(self._list_stage_costs(point, costs)))
+        kinds = self._at_best(point, costs) if self._has_mixed_speeds else ()
+        return BlockLowerBound(best, tuple(self._bound_block_seconds(local, of_kind) for of_kind in kinds))
 
-    def _through(self, local: LocalModel, costs: Costs) -> Seconds:
+    def _bound_block_seconds(self, local: LocalModel, costs: Costs) -> Seconds:
         """Least seconds of each block of the whole model. Its blocks may differ from the local model's."""
         least = {name: (cost.forward_total_s, cost.backward_total_s) for name, cost in costs.items()}
         of_path = {call.path: least[call.block] for call in local.model.calls if not call.prologue}
@@ -337,11 +341,11 @@ class CandidateEvaluator:
             )
         if point.ep == 1:
             return
-        key, local = self._local(point)
+        key, local = self._find_local_model(point)
         if (point.ep, key) in self._spread:
             return
         whole = point.dp == 1 or self.job.constraints.group_size is not None
-        if not whole and not spreads(self.job.model, self.job.batch_of(point.ep)):
+        if not whole and not can_spread_experts(self.job.model, self.job.batch_of(point.ep)):
             raise PlanError(
                 f"ep={point.ep}: samples meet within the experts, whose rows cannot be told apart by samples; expected "
                 "experts that work on each sample's rows, or on all of them; use ep=1"
@@ -351,7 +355,7 @@ class CandidateEvaluator:
             raise PlanError(f"ep={point.ep} with tp={point.tp}: {min(left)} is not read by expert on each rank")
         self._spread.add((point.ep, key))
 
-    def _states(self, point: MeshCandidate, key: LocalKey, local: LocalModel) -> dict[str, StateCost]:
+    def _compute_state_costs(self, point: MeshCandidate, key: LocalKey, local: LocalModel) -> dict[str, StateCost]:
         """Costs of states on a rank, which do not depend on the placement."""
         held = point.dp > 1, point.kind, point.zero and (point.zero, point.sharers, point.expert_sharers), key
         if held not in self._held:
@@ -378,11 +382,13 @@ class CandidateEvaluator:
     def placements(self) -> Placements:
         return Placements(self.job.topology, self.job.precision, self.job.constraints.placement == "in_order")
 
-    def _again(self, block: Block, sent: Collection[fx.Node]) -> frozenset[fx.Node]:
-        return remade(block, self.job.remade, sent)
+    def _find_recomputed_nodes(self, block: Block, sent: Collection[fx.Node]) -> frozenset[fx.Node]:
+        return find_recomputed_nodes(block, self.job.remade, sent)
 
     def _seat_costs(self, key: LocalKey, local: LocalModel) -> CallCostCache:
         if key not in self._costs:
             job = self.job
-            self._costs[key] = CallCostCache(local.model.blocks, job.topology, job.train, self._again, self._works)
+            self._costs[key] = CallCostCache(
+                local.model.blocks, job.topology, job.train, self._find_recomputed_nodes, self._works
+            )
         return self._costs[key]

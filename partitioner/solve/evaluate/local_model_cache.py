@@ -19,7 +19,7 @@ from partitioner.solve.placement.placement import Placements
 from partitioner.solve.sharding.context_parallel import ContextModel, shard_context
 from partitioner.solve.sharding.costs import TensorCosts, divided_costs
 from partitioner.solve.sharding.expert_parallel import allowed_strategies
-from partitioner.solve.sharding.local_model import LocalModel, localized
+from partitioner.solve.sharding.local_model import LocalModel, build_local_model
 from partitioner.solve.sharding.sharding import ShardingProblem, ShardingSolution, sharding_problem, whole_sharding
 from partitioner.topology.group import Group
 from partitioner.topology.groups import reference_type
@@ -77,7 +77,7 @@ class LocalModels:
             raise self._none[key].with_traceback(None)
         if key not in self._locals:
             try:
-                self._locals[key] = self._find(key, num_microbatches)
+                self._locals[key] = self._build_local_model(key, num_microbatches)
             except PartitionError as error:
                 self._none[key] = error
                 raise
@@ -127,23 +127,23 @@ class LocalModels:
             grid = {**others, "cp": cp, "tp": tp} if cp > 1 else {**others, "tp": tp}
             machines = self.placements.candidates(grid)
             axes = ("tp", "cp") if cp > 1 else ("tp",)
-            best = min(machines, key=lambda machine: [_slowness(machine.group(axis)) for axis in axes])
+            best = min(machines, key=lambda machine: [_rank_group_slowness(machine.group(axis)) for axis in axes])
             groups = tuple((axis, best.group(axis)) for axis in axes)
             self._seats[tp, cp] = RankProfile(reference_type(self.job.topology), 1.0, groups)
         return self._seats[tp, cp]
 
-    def _find(self, key: LocalKey, num_microbatches: int) -> LocalModel:
+    def _build_local_model(self, key: LocalKey, num_microbatches: int) -> LocalModel:
         start = time.perf_counter()
-        model, context, solution = self._solved(key, num_microbatches, self._done_ahead(key))
+        model, context, solution = self._solve_local_sharding(key, num_microbatches, self._done_ahead(key))
         self._spent_s += time.perf_counter() - start
-        return localized(model, solution, context, self._blocks)
+        return build_local_model(model, solution, context, self._blocks)
 
     def _done_ahead(self, key: LocalKey) -> Solutions | None:
         """A sharding that was found ahead. While the other process looks for it, this one does what comes next."""
         if key in self._known:
             return self._known[key]
         if self._aside is None and self._expected and self._spent_s > _WORTH_S and can_help():
-            works = self._works()
+            works = self._list_pending_work()
             self._aside = BackgroundWorker(list(works), lambda name: works[name]())
             for problem in self._wishes:
                 self._aside.wish(problem)
@@ -157,7 +157,7 @@ class LocalModels:
         self._known |= self._aside.take(key[:5]) or {}
         return self._known.get(key)
 
-    def _works(self) -> dict[Hashable, Callable[[], Any]]:
+    def _list_pending_work(self) -> dict[Hashable, Callable[[], Any]]:
         """What is expected and not done, in order: each problem before what is read off its models."""
         left = [of for of, keys in self._expected.items() if not keys.keys() <= self._locals.keys()]
         solve = {problem: partial(self._all_of, problem) for problem in left}
@@ -165,7 +165,7 @@ class LocalModels:
         for name, key, read in chain.from_iterable(self._readings):
             if key[:5] in solve:
                 works.setdefault(key[:5], solve[key[:5]])
-            works[name] = partial(self._read, key, read)
+            works[name] = partial(self._read_if_available, key, read)
         return works | {problem: solve[problem] for problem in left if problem not in works}
 
     def _all_of(self, problem: ProblemKey) -> dict[LocalKey, Solutions]:
@@ -174,58 +174,58 @@ class LocalModels:
         for key, wanted in self._expected[problem].items():
             with suppress(PartitionError):  # raised when it is asked for
                 if key not in self._locals:
-                    found[key] = self._solved(*wanted)[1:]
+                    found[key] = self._solve_local_sharding(*wanted)[1:]
         self._known |= found
         return found
 
-    def _read(self, key: LocalKey, read: Callable[[], Any]) -> Any:
+    def _read_if_available(self, key: LocalKey, read: Callable[[], Any]) -> Any:
         if key not in self._known and key not in self._locals:
             raise LookupError("its sharding is for the first process")
         return read()
 
-    def _solved(
+    def _solve_local_sharding(
         self, key: LocalKey, num_microbatches: int, known: Solutions | None = None
     ) -> tuple[FoldedModel, ShardingSolution | None, ShardingSolution]:
         """The model of one microbatch on a rank along ``cp``, and how it is sharded, where that is not ``known``."""
         tp, cp, _, _, _, experts = key
-        batch = self._batch(key)
+        batch = self._select_batch_sharding(key)
         if key[2:5] not in self._splits:
             grouped = self.job.constraints.group_size is not None
             cut = (1, 1) if grouped else (key[2], num_microbatches)  # the model is of one group, a microbatch
             self._splits[key[2:5]] = split_batch(self.job.model, batch.blocks, batch.values, *cut)
         model, context = self._splits[key[2:5]], None
         if cp > 1:
-            found = self._context(model, key, known and known[0])
+            found = self._find_context_model(model, key, known and known[0])
             model, context = found.model, found.sharding
         if known is not None:
             solution = known[1]
         elif tp == 1:
-            solution = whole_sharding(model, "tp", self._costs(model, "tp", key))
+            solution = whole_sharding(model, "tp", self._build_tensor_costs(model, "tp", key))
         else:
-            solution = self._problem(model, key).solve(allowed_strategies(model, experts))
+            solution = self._find_sharding_problem(model, key).solve(allowed_strategies(model, experts))
         return model, context, solution
 
-    def _batch(self, key: LocalKey) -> ShardingSolution:
+    def _select_batch_sharding(self, key: LocalKey) -> ShardingSolution:
         return self.job.expert_batch if key[4] else self.job.batch
 
-    def _problem(self, model: FoldedModel, key: LocalKey) -> ShardingProblem:
+    def _find_sharding_problem(self, model: FoldedModel, key: LocalKey) -> ShardingProblem:
         """One for all ways of spreading experts, which differ in the strategies that they allow."""
         if key[:5] not in self._problems:
-            problem = sharding_problem(model, "tp", key[0], self._costs(model, "tp", key))
+            problem = sharding_problem(model, "tp", key[0], self._build_tensor_costs(model, "tp", key))
             if not self.job.experts:
                 return problem
             self._problems[key[:5]] = problem
         return self._problems[key[:5]]
 
-    def _context(self, model: FoldedModel, key: LocalKey, known: ShardingSolution | None) -> ContextModel:
+    def _find_context_model(self, model: FoldedModel, key: LocalKey, known: ShardingSolution | None) -> ContextModel:
         """``model`` with its sequence shared over ``cp``; ``known``: how."""
         tp, cp, *_ = key
         if key[:5] not in self._contexts:
             self._contexts[key[:5]] = shard_context(
                 model,
-                self._batch(key),
+                self._select_batch_sharding(key),
                 cp,
-                replace(self._costs(model, "cp", key), state_price=0.0, complete=True, tp=tp),
+                replace(self._build_tensor_costs(model, "cp", key), state_price=0.0, complete=True, tp=tp),
                 tp=tp,
                 algorithm=self.job.constraints.context,
                 allowed=allowed_strategies(model, "rows", in_order=False) if self.job.experts else None,
@@ -242,7 +242,7 @@ class LocalModels:
         tp, cp, parts, *_ = key
         return max(_LEAST_ROUNDS, parts * tp * cp // self.job.topology.num_devices)
 
-    def _costs(self, model: FoldedModel, axis: str, key: LocalKey) -> TensorCosts:
+    def _build_tensor_costs(self, model: FoldedModel, axis: str, key: LocalKey) -> TensorCosts:
         tp, cp, *_ = key
         job, seat = self.job, self.reference_seat(tp, cp)
         device, group, pinned = job.topology.types[seat.kind], dict(seat.groups)[axis], job.constraints
@@ -255,7 +255,7 @@ class LocalModels:
         )
 
 
-def _slowness(group: Group) -> tuple[float, ...]:
+def _rank_group_slowness(group: Group) -> tuple[float, ...]:
     """The narrowest comes last, then what starts latest; of those alike what is slower at something."""
     times = [collective_time(op, num_bytes, group) for op in COLLECTIVES for num_bytes in _SENT]
     hops = [

@@ -25,7 +25,7 @@ from torch.export import ExportedProgram
 from partitioner.constraints import Constraints
 from partitioner.solve.sharding.batch import batch_size, of_groups, shard_batch
 from partitioner.solve.sharding.sharding import ShardingSolution
-from partitioner.units import plural
+from partitioner.units import format_plural
 from partitioner.validate import OBJECTIVES, check_callback, check_work, type_of
 from passes.capture.buffers import initial_values
 from passes.capture.capture import PRECISIONS, capture, given_samples
@@ -79,7 +79,7 @@ class PreparedModel:
         key = global_batch, size, device
         if key not in self._known:
             if constraints is None or size is None:
-                folded = self._folded(self._normalized(global_batch, device))
+                folded = self._fold_normal_graph(self._normalize_capture(global_batch, device))
                 batch = batch_size(folded, global_batch)
                 self._known[key] = folded, shard_batch(folded, batch), batch
             else:
@@ -99,25 +99,25 @@ class PreparedModel:
         batch = given if global_batch is None else global_batch
         constraints.check_groups(batch)
         with _explaining_groups(size):
-            group = self._normalized(size, device)
+            group = self._normalize_capture(size, device)
         found = mean_over_groups(group, dims, batch // size, partial(self._capture_group, 2 * size, device))
-        return *of_groups(self._folded(found.captured), found, batch // size), batch
+        return *of_groups(self._fold_normal_graph(found.captured), found, batch // size), batch
 
     def _capture_group(self, size: int, device: str) -> Captured:
         with _explaining_groups(size):
-            return self._capture(size, device)
+            return self._capture_model(size, device)
 
-    def _normalized(self, global_batch: int | None, device: str) -> Captured:
+    def _normalize_capture(self, global_batch: int | None, device: str) -> Captured:
         """The model's graph in normal form. Numbers of the inputs are tensors in it where that can be planned."""
-        captured = self._capture(global_batch, device)
+        captured = self._capture_model(global_batch, device)
         try:
             return normalize(captured)
         except PartitionError:
             if all(i.number is None for i in captured.inputs):
                 raise
-            return normalize(self._capture(global_batch, device, lift_numbers=False))
+            return normalize(self._capture_model(global_batch, device, lift_numbers=False))
 
-    def _capture(self, global_batch: int | None, device: str, lift_numbers: bool = True) -> Captured:
+    def _capture_model(self, global_batch: int | None, device: str, lift_numbers: bool = True) -> Captured:
         return capture(
             self.model,
             self.inputs,
@@ -129,11 +129,11 @@ class PreparedModel:
             lift_numbers=lift_numbers,
         )
 
-    def _folded(self, normal: Captured) -> FoldedModel:
+    def _fold_normal_graph(self, normal: Captured) -> FoldedModel:
         train = self.objective == "train"
         folded = fold(freeze_unreached(normal) if train else normal)
         check_work(folded, train)
-        modes = _in_evaluation(self.model) if train else _changes(folded, self.model)
+        modes = _in_evaluation(self.model) if train else _list_inference_warnings(folded, self.model)
         folded = folded.with_(notes=(*self.notes, *folded.notes, *modes))
         mark_gradients(folded, train)
         return folded.with_(initial=initial_values(self.model, folded))
@@ -170,7 +170,7 @@ def _acts_by_mode(module: nn.Module) -> bool:
     return code is not None and "training" in code.co_names and getattr(module, "p", None) != 0
 
 
-def _changes(model: FoldedModel, asked: nn.Module | ExportedProgram) -> Iterator[str]:
+def _list_inference_warnings(model: FoldedModel, asked: nn.Module | ExportedProgram) -> Iterator[str]:
     """What to know of a model that changes itself, or draws numbers, where it is only asked."""
     if SEED in model.states and isinstance(asked, nn.Module) and asked.training:
         yield "inference draws random numbers, as dropout in training mode does: model.eval() first, if not meant"
@@ -178,7 +178,7 @@ def _changes(model: FoldedModel, asked: nn.Module | ExportedProgram) -> Iterator
         names = ", ".join(list(model.updates)[:3]) + (", ..." if len(model.updates) > 3 else "")
         training = isinstance(asked, nn.Module) and asked.training
         yield (
-            f"inference changes {plural(len(model.updates), 'buffer')} ({names}), as the model's forward does"
+            f"inference changes {format_plural(len(model.updates), 'buffer')} ({names}), as the model's forward does"
             + (": model.eval() first, if that is not meant" if training else "")
         )
 

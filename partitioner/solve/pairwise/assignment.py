@@ -26,16 +26,16 @@ from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 
 from partitioner.background import check_threads
-from partitioner.solve.pairwise.dual_bound import fixed, minima
+from partitioner.solve.pairwise.dual_bound import find_remaining_choices, sum_of_minima
 from partitioner.solve.pairwise.dynamic_programming import (
     FAIR_WORK,
     MOST_WORK,
     QUICK_WORK,
     WORK_PER_S,
-    eliminate,
+    eliminate_nodes,
     elimination_order,
 )
-from partitioner.solve.pairwise.improve import improved
+from partitioner.solve.pairwise.improve import improve_assignment
 from partitioner.solve.pairwise.live_memory import MemoryConstraint
 from partitioner.solve.pairwise.presolve import InfeasibleAssignmentError, ReducedProblem, Table, Vector
 from passes.errors import PartitionError
@@ -152,22 +152,22 @@ def solve_assignment(
     reduction.run(dominance=False)
     near, proven = dict[int, int](), -np.inf
     most_work = int(min(MOST_WORK, max(FAIR_WORK, 0.25 * time_limit_s * WORK_PER_S)))
-    if any(_narrow(reduction, nodes, QUICK_WORK) is None for nodes in _components(reduction)):
+    if any(_order_narrow_component(reduction, nodes, QUICK_WORK) is None for nodes in _find_components(reduction)):
         reduction.run()
-        near, proven = _fix(reduction, most_work)
+        near, proven = _fix_wide_components(reduction, most_work)
     bound, choice, size = reduction.constant, dict[int, int](), 0
-    for nodes in _components(reduction):
-        order = _narrow(reduction, nodes, most_work)
+    for nodes in _find_components(reduction):
+        order = _order_narrow_component(reduction, nodes, most_work)
         if order is not None:
-            costs, tables = _part(reduction, nodes)
-            best, cost = eliminate(costs, [(i, j, t) for (i, j), t in tables.items()], order)
+            costs, tables = _extract_component_costs(reduction, nodes)
+            best, cost = eliminate_nodes(costs, [(i, j, t) for (i, j), t in tables.items()], order)
             choice.update(best)
             bound += cost
             continue
         until = start + time_limit_s
         program = _MixedIntegerProgram(reduction, nodes)
         size += program.num_variables
-        known = _known(reduction, nodes, near) if settle else None
+        known = _find_known_choices(reduction, nodes, near) if settle else None
         if known is None or program.num_variables <= _MOST_VARIABLES:
             left = max(until - time.perf_counter(), 0.1)
             try:
@@ -176,9 +176,9 @@ def solve_assignment(
             except AssignmentTimeLimitError:
                 if known is None:
                     raise
-        costs, tables = _part(reduction, nodes)
-        choice.update(improved(costs, tables, known, time.perf_counter() + _IMPROVED_S))
-        bound += minima(costs, tables)
+        costs, tables = _extract_component_costs(reduction, nodes)
+        choice.update(improve_assignment(costs, tables, known, time.perf_counter() + _IMPROVED_S))
+        bound += sum_of_minima(costs, tables)
     bound = max(bound, proven)
     full = reduction.restore(choice)
     objective = problem.objective(full)
@@ -186,7 +186,7 @@ def solve_assignment(
     return Assignment(full, objective, min(bound, objective), time.perf_counter() - start, size)
 
 
-def _narrow(reduction: ReducedProblem, nodes: Sequence[int], most_work: int) -> list[int] | None:
+def _order_narrow_component(reduction: ReducedProblem, nodes: Sequence[int], most_work: int) -> list[int] | None:
     """The order in which dynamic programming solves a component without resources, if it is narrow enough."""
     if any(reduction.usage[i] for i in nodes):
         return None
@@ -194,16 +194,16 @@ def _narrow(reduction: ReducedProblem, nodes: Sequence[int], most_work: int) -> 
     return elimination_order(sizes, {i: set(reduction.tables[i]) for i in nodes}, most_work)
 
 
-def _fix(reduction: ReducedProblem, most_work: int) -> tuple[dict[int, int], float]:
+def _fix_wide_components(reduction: ReducedProblem, most_work: int) -> tuple[dict[int, int], float]:
     """Leave wide components without resources only the choices that an optimal assignment may have. Good choices for
     their nodes, of all that the problem has, and what no assignment costs less than."""
     near, bound = dict[int, int](), reduction.constant
-    for nodes in _components(reduction):
-        costs, tables = _part(reduction, nodes)
-        if _narrow(reduction, nodes, most_work) is not None or any(reduction.usage[i] for i in nodes):
-            bound += minima(costs, tables)
+    for nodes in _find_components(reduction):
+        costs, tables = _extract_component_costs(reduction, nodes)
+        if _order_narrow_component(reduction, nodes, most_work) is not None or any(reduction.usage[i] for i in nodes):
+            bound += sum_of_minima(costs, tables)
             continue
-        found = fixed(costs, tables)
+        found = find_remaining_choices(costs, tables)
         near |= {i: int(reduction.alive[i][place]) for i, place in (found.choice or {}).items()}
         bound += found.bound
         for node, mask in found.masks.items():
@@ -212,19 +212,23 @@ def _fix(reduction: ReducedProblem, most_work: int) -> tuple[dict[int, int], flo
     return near, bound
 
 
-def _known(reduction: ReducedProblem, nodes: Sequence[int], near: Mapping[int, int]) -> dict[int, int] | None:
+def _find_known_choices(
+    reduction: ReducedProblem, nodes: Sequence[int], near: Mapping[int, int]
+) -> dict[int, int] | None:
     """The choices of ``near`` among those that are left, if all of them are."""
     places = {i: np.flatnonzero(reduction.alive[i] == near.get(i, -1)).tolist() for i in nodes}
     return {i: found[0] for i, found in places.items()} if all(places.values()) else None
 
 
-def _part(reduction: ReducedProblem, nodes: Sequence[int]) -> tuple[dict[int, Vector], dict[tuple[int, int], Table]]:
+def _extract_component_costs(
+    reduction: ReducedProblem, nodes: Sequence[int]
+) -> tuple[dict[int, Vector], dict[tuple[int, int], Table]]:
     """The costs and the tables of some nodes."""
     tables = {(i, j): t for i in nodes for j, t in reduction.tables[i].items() if i < j}
     return {i: reduction.costs[i] for i in nodes}, tables
 
 
-def _components(reduction: ReducedProblem) -> list[list[int]]:
+def _find_components(reduction: ReducedProblem) -> list[list[int]]:
     """The nodes left, in groups that neither an edge nor a row connects."""
     seen, groups = set[int](), []
     for root in reduction.nodes:
@@ -298,7 +302,7 @@ class _MixedIntegerProgram:
         parameters = mathopt.SolveParameters(
             time_limit=timedelta(seconds=time_limit_s), relative_gap_tolerance=relative_gap
         )
-        model = mathopt.Model.from_model_proto(self._proto())
+        model = mathopt.Model.from_model_proto(self._build_model_proto())
         check_threads()
         result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters)
         reason = result.termination.reason
@@ -317,7 +321,7 @@ class _MixedIntegerProgram:
             choice[i] = int(taken[self.starts[i] : self.starts[i] + size].argmax())
         return float(result.termination.objective_bounds.dual_bound) / self.scale
 
-    def _proto(self) -> model_pb2.ModelProto:
+    def _build_model_proto(self) -> model_pb2.ModelProto:
         proto = model_pb2.ModelProto()
         ids = np.arange(self.num_variables)
         proto.variables.ids.extend(ids.tolist())

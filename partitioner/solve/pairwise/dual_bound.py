@@ -41,27 +41,27 @@ class Reparametrization:
 
     @property
     def bound(self) -> float:
-        return minima(self.unary, self.tables)
+        return sum_of_minima(self.unary, self.tables)
 
     def sweep(self, forward: bool) -> None:
         """Take from each node's tables what its choices cost in any case, and hand it on to the tables to come."""
         for node in self.unary if forward else reversed(self.unary):
-            unary = self._gather(node)
+            unary = self._gather_messages(node)
             ahead = [(pair, dim) for pair, dim, later in self.near[node] if later == forward]
             parts = max(len(ahead), len(self.near[node]) - len(ahead), 1)
             share = (unary - unary.min()) / parts
             for pair, dim in ahead:
                 self.tables[pair] += share[:, None] if dim == 0 else share
-                unary = unary - _finite(share)
+                unary = unary - _replace_infinite_by_zero(share)
             self.unary[node] = unary
 
-    def _gather(self, node: int) -> Vector:
+    def _gather_messages(self, node: int) -> Vector:
         unary = self.unary[node]
         for pair, dim, _ in self.near[node]:
             table = self.tables[pair]
             least = np.minimum.reduce(table, axis=1 - dim)
             unary = unary + least
-            moved = _finite(least)
+            moved = _replace_infinite_by_zero(least)
             table -= moved[:, None] if dim == 0 else moved
         return unary
 
@@ -69,16 +69,16 @@ class Reparametrization:
         """Node after node what costs least with those before, then as long as a change of one node helps."""
         choice: dict[int, int] = {}
         for node in self.unary:
-            choice[node] = int(self._conditional(node, choice).argmin())
+            choice[node] = int(self._compute_conditional_costs(node, choice).argmin())
         for _ in range(10):
             before = dict(choice)
             for node in self.unary:
-                choice[node] = int(self._conditional(node, choice).argmin())
+                choice[node] = int(self._compute_conditional_costs(node, choice).argmin())
             if choice == before:
                 break
         return choice
 
-    def _conditional(self, node: int, choice: Mapping[int, int]) -> Vector:
+    def _compute_conditional_costs(self, node: int, choice: Mapping[int, int]) -> Vector:
         cost = self.unary[node]
         for pair, dim, _ in self.near[node]:
             other = choice.get(pair[1 - dim])
@@ -102,7 +102,7 @@ class Reparametrization:
         return masks
 
 
-def minima(costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table]) -> float:
+def sum_of_minima(costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table]) -> float:
     """The sum of all, which no assignment costs less than."""
     return sum(float(c.min()) for c in (*costs.values(), *tables.values()))
 
@@ -117,7 +117,7 @@ class RemainingChoices:
     bound: float
 
 
-def fixed(costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table]) -> RemainingChoices:
+def find_remaining_choices(costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table]) -> RemainingChoices:
     """What a dual ascent tells of a problem."""
     dual = Reparametrization(costs, tables)
     best, least, bound = None, np.inf, -np.inf
@@ -132,7 +132,9 @@ def fixed(costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table]) 
                 continue
             raised = dual.bound
             if least - raised <= _CLOSE * abs(least):
-                return RemainingChoices({node: _only(len(costs[node]), best[node]) for node in costs}, best, raised)
+                return RemainingChoices(
+                    {node: _mask_single_index(len(costs[node]), best[node]) for node in costs}, best, raised
+                )
             if (raised - bound) * (_SWEEPS - sweep) / _LOOK <= _NEAR * (least - raised):  # no use going on
                 break
             bound = raised
@@ -141,12 +143,12 @@ def fixed(costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table]) 
     return RemainingChoices(dual.allowed(least - dual.bound + _SLACK * abs(least)), best, dual.bound)
 
 
-def _finite(values: Vector) -> Vector:
+def _replace_infinite_by_zero(values: Vector) -> Vector:
     """0 for what is infinite."""
     return np.where(values < np.inf, values, 0.0)
 
 
-def _only(size: int, index: int) -> Mask:
+def _mask_single_index(size: int, index: int) -> Mask:
     mask = np.zeros(size, bool)
     mask[index] = True
     return mask

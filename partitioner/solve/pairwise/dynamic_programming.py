@@ -34,7 +34,7 @@ def elimination_order(
 
     ``sizes`` are numbers of choices. Greedy, by two scores of which one is better now and now the other.
     """
-    orders = [_greedy(sizes, neighbours, score, most_work) for score in (_table_left, _entries_filled)]
+    orders = [_order_nodes_greedily(sizes, neighbours, score, most_work) for score in (_table_left, _entries_filled)]
     allowed = [order for order in orders if order is not None]
     return min(allowed)[1] if allowed else None
 
@@ -47,7 +47,7 @@ def _entries_filled(node: int, sizes: Mapping[int, int], near: Mapping[int, set[
     return sum(sizes[j] * sizes[k] for j, k in combinations(near[node], 2) if k not in near[j])
 
 
-def _greedy(
+def _order_nodes_greedily(
     sizes: Mapping[int, int], neighbours: Mapping[int, set[int]], score: _Score, most_work: int
 ) -> tuple[int, list[int]] | None:
     """The entries of all tables, and the order that takes the node of the least ``score`` next; ``None`` where they are
@@ -74,7 +74,7 @@ def _greedy(
 _Term = tuple[tuple[int, ...], NDArray[np.float64]]  # the other nodes in order, and costs indexed (node, *others)
 
 
-def eliminate(
+def eliminate_nodes(
     costs: Mapping[int, Vector], tables: Iterable[tuple[int, int, Table]], order: Sequence[int]
 ) -> tuple[dict[int, int], float]:
     """The best choice of every node of ``order`` and its cost. Raises :class:`InfeasibleAssignmentError` where there is
@@ -91,7 +91,7 @@ def eliminate(
         terms = waiting[node]
         scope = sorted({j for others, _ in terms for j in others}, key=place.__getitem__)
         scopes.append(scope)
-        left = _join(costs[node], terms, scope).min(axis=0)
+        left = _sum_cost_tables(costs[node], terms, scope).min(axis=0)
         if not scope:
             if not np.isfinite(left):
                 raise InfeasibleAssignmentError("no assignment satisfies the tables together", (node,))
@@ -108,7 +108,7 @@ def eliminate(
     return choice, total
 
 
-def _join(cost: Vector, terms: Sequence[_Term], scope: Sequence[int]) -> NDArray[np.float64]:
+def _sum_cost_tables(cost: Vector, terms: Sequence[_Term], scope: Sequence[int]) -> NDArray[np.float64]:
     """The sum of a node's cost and of ``terms``, with the dims (node, *scope)."""
     joined = cost.reshape(-1, *[1] * len(scope))
     for others, table in sorted(terms, key=lambda term: term[1].size):

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 
-from partitioner.solve.pairwise.dynamic_programming import eliminate
+from partitioner.solve.pairwise.dynamic_programming import eliminate_nodes
 from partitioner.solve.pairwise.presolve import Table, Vector
 
 _ENTRIES = 20_000  # of a table at most
@@ -22,7 +22,7 @@ _VAIN = 3  # turns in a row without gain
 _GAIN = 1e-9  # of the cost
 
 
-def improved(
+def improve_assignment(
     costs: Mapping[int, Vector], tables: Mapping[tuple[int, int], Table], choice: Mapping[int, int], until: float
 ) -> dict[int, int]:
     """An assignment that costs no more than ``choice``, which is allowed; found before ``until`` (of
@@ -34,7 +34,7 @@ def improved(
     sizes = {node: len(cost) for node, cost in costs.items()}
     best, least, kept, vain = dict(choice), math.inf, Counter[int](), 0
     while vain < _VAIN and time.perf_counter() < until:
-        order = _order(sizes, near, kept)
+        order = _choose_elimination_order(sizes, near, kept)
         free = set(order)
         kept.update(node for node in costs if node not in free)
         beside = {node: costs[node].copy() for node in order}
@@ -44,7 +44,7 @@ def improved(
             elif j in free and i not in free:
                 beside[j] += table[best[i], :]
         inner = [(i, j, t) for (i, j), t in tables.items() if i in free and j in free]
-        best.update(eliminate(beside, inner, order)[0])
+        best.update(eliminate_nodes(beside, inner, order)[0])
         cost = sum(float(c[best[i]]) for i, c in costs.items())
         cost += sum(float(t[best[i], best[j]]) for (i, j), t in tables.items())
         vain = 0 if cost < least - _GAIN * abs(cost) else vain + 1
@@ -52,11 +52,13 @@ def improved(
     return best
 
 
-def _order(sizes: Mapping[int, int], neighbours: Mapping[int, set[int]], kept: Counter[int]) -> list[int]:
+def _choose_elimination_order(
+    sizes: Mapping[int, int], neighbours: Mapping[int, set[int]], kept: Counter[int]
+) -> list[int]:
     """The nodes in an order in which they can be eliminated, without those that are to keep their choices, which are
     others than those that have often been ``kept``."""
     near = {node: set(others) for node, others in neighbours.items()}
-    scores = {node: _entries(node, sizes, near) for node in near}
+    scores = {node: _count_table_entries(node, sizes, near) for node in near}
     order = []
     while near:
         node = min(scores, key=scores.__getitem__)
@@ -71,9 +73,9 @@ def _order(sizes: Mapping[int, int], neighbours: Mapping[int, set[int]], kept: C
                 near[j] |= around - {j}
         if not fixed:
             order.append(node)
-        scores.update((j, _entries(j, sizes, near)) for j in around)
+        scores.update((j, _count_table_entries(j, sizes, near)) for j in around)
     return order
 
 
-def _entries(node: int, sizes: Mapping[int, int], near: Mapping[int, set[int]]) -> int:
+def _count_table_entries(node: int, sizes: Mapping[int, int], near: Mapping[int, set[int]]) -> int:
     return sizes[node] * math.prod(sizes[j] for j in near[node])

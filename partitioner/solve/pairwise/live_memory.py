@@ -102,7 +102,7 @@ class Usage:
         return np.bincount(self.choice, weights, minlength=self.num_choices).astype(np.float64)
 
 
-def stretches(
+def build_memory_stretches(
     memory: MemoryConstraint, roots: Sequence[int], maps: Sequence[Choices]
 ) -> tuple[dict[int, Stretch], Vector, Vector]:
     """Per root what its followers take; the limit left in every row by what is taken whatever is chosen; and that.

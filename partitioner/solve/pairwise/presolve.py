@@ -104,8 +104,13 @@ class ReducedProblem:
         Without ``dominance``, the dearest step, until no other applies; a later call goes on from there.
         """
         for node in self.nodes:
-            self._drop(node, np.isfinite(self.costs[node]))
-        cheap: tuple[Callable[[int], bool], ...] = (self._normalise, self._forced, self._eliminate, self._follow)
+            self._drop_choices(node, np.isfinite(self.costs[node]))
+        cheap: tuple[Callable[[int], bool], ...] = (
+            self._normalise_tables,
+            self._fix_forced_choice,
+            self._eliminate_node,
+            self._follow,
+        )
         while self._queue or self._rows or (self._later and dominance):
             if self._queue:
                 node = self._queue.popleft()
@@ -119,11 +124,11 @@ class ReducedProblem:
                 node = next(iter(self._later))
                 del self._later[node]
                 if not self._done[node]:
-                    self._dominate(node)
+                    self._drop_dominated_choices(node)
 
     def keep(self, node: int, choices: NDArray[np.bool_]) -> None:
         """Leave ``node`` only some of its choices."""
-        self._drop(node, choices)
+        self._drop_choices(node, choices)
 
     def restore(self, choice: dict[int, int]) -> list[int]:
         """Every node's original choice, given an index into ``costs[i]`` for each node i that is left."""
@@ -137,7 +142,7 @@ class ReducedProblem:
 
     # -- steps: each returns whether it changed the node, which is then looked at again ---------------------------
 
-    def _normalise(self, node: int) -> bool:
+    def _normalise_tables(self, node: int) -> bool:
         changed, self._changed[node] = self._changed[node], {}
         for other in changed:
             if other not in self.tables[node]:
@@ -147,24 +152,24 @@ class ReducedProblem:
             by_row = np.minimum.reduce(table, axis=1)
             if by_row.any():
                 self.costs[node] = self.costs[node] + by_row
-                table = _less(table, by_row[:, None])
+                table = _subtract_tables(table, by_row[:, None])
             by_column = np.minimum.reduce(table, axis=0)
             if by_column.any():
                 self.costs[other] = self.costs[other] + by_column
-                table = _less(table, by_column[None, :])
+                table = _subtract_tables(table, by_column[None, :])
                 self._later[other] = None
             if not table.any():
                 self._remove_table(node, other)
                 continue
             self.tables[node][other], self.tables[other][node] = table, table.T
-            self._drop(other, np.isfinite(self.costs[other]))
+            self._drop_choices(other, np.isfinite(self.costs[other]))
         least = float(self.costs[node].min())
         if least and np.isfinite(least):
             self.constant += least
-            self.costs[node] = _less(self.costs[node], np.array(least))
-        return self._drop(node, np.isfinite(self.costs[node]))
+            self.costs[node] = _subtract_tables(self.costs[node], np.array(least))
+        return self._drop_choices(node, np.isfinite(self.costs[node]))
 
-    def _forced(self, node: int) -> bool:
+    def _fix_forced_choice(self, node: int) -> bool:
         if len(self.costs[node]) != 1:
             return False
         for other, table in self.tables[node].items():
@@ -172,10 +177,10 @@ class ReducedProblem:
         for row, usage in self.usage[node].items():
             self.limits[row] -= float(usage[0])
         self.constant += float(self.costs[node][0])
-        self._finish(_Function(node, (), (), np.array(self.alive[node][0])))
+        self._finish_node(_Function(node, (), (), np.array(self.alive[node][0])))
         return True
 
-    def _eliminate(self, node: int) -> bool:
+    def _eliminate_node(self, node: int) -> bool:
         neighbours = list(self.tables[node])
         if self.usage[node] or len(neighbours) > 2:
             return False
@@ -193,12 +198,12 @@ class ReducedProblem:
         best = total.argmin(axis=0)
         value = total.min(axis=0)
         labels = tuple(self.alive[j] for j in neighbours)
-        self._finish(_Function(node, tuple(neighbours), labels, self.alive[node][best]))
+        self._finish_node(_Function(node, tuple(neighbours), labels, self.alive[node][best]))
         if not neighbours:
             self.constant += float(value)
         elif len(neighbours) == 1:
             self.costs[neighbours[0]] = self.costs[neighbours[0]] + value
-            self._drop(neighbours[0], np.isfinite(self.costs[neighbours[0]]))
+            self._drop_choices(neighbours[0], np.isfinite(self.costs[neighbours[0]]))
         else:
             self._add_table(neighbours[0], neighbours[1], value)
         return True
@@ -216,18 +221,18 @@ class ReducedProblem:
             self.members[row].add(leader)
             self._rows.add(row)
         rest = [(other, t[decided]) for other, t in self.tables[node].items() if other != leader]
-        self._finish(_Function(node, (leader,), (self.alive[leader],), self.alive[node][decided]))
+        self._finish_node(_Function(node, (leader,), (self.alive[leader],), self.alive[node][decided]))
         for other, t in rest:
             self._add_table(leader, other, t)
         return True
 
-    def _dominate(self, node: int) -> bool:
+    def _drop_dominated_choices(self, node: int) -> bool:
         cost, tables = self.costs[node], list(self.tables[node].values())
         if len(cost) > _MAX_CHOICES:
             return False
         # q can only replace p where it is possible whatever p allows its neighbours
         possible = np.concatenate([np.isfinite(t) for t in tables], axis=1) if tables else np.ones((len(cost), 1), bool)
-        narrower = _narrower(possible)
+        narrower = _compare_allowed_choices(possible)
         for usage in self.usage[node].values():
             narrower |= usage[None, :] > usage[:, None]
         np.fill_diagonal(narrower, True)
@@ -244,11 +249,11 @@ class ReducedProblem:
         beaten[p, q] = worse <= 1e-13 * float(np.abs(cost).max())
         tie = beaten & beaten.T
         beaten &= ~tie | np.tri(len(cost), k=-1, dtype=bool)  # of equals the first stays
-        return self._drop(node, np.logical_not(beaten.any(axis=1)))
+        return self._drop_choices(node, np.logical_not(beaten.any(axis=1)))
 
     # -- bookkeeping ----------------------------------------------------------------------------------------------
 
-    def _touch(self, node: int) -> None:
+    def _enqueue_node(self, node: int) -> None:
         if not self._queued[node] and not self._done[node]:
             self._queued[node] = True
             self._queue.append(node)
@@ -261,15 +266,15 @@ class ReducedProblem:
     def _add_table(self, first: int, second: int, table: Table) -> None:
         old = self.tables[first].get(second)
         self._set_table(first, second, table if old is None else old + table)
-        self._touch(first)
-        self._touch(second)
+        self._enqueue_node(first)
+        self._enqueue_node(second)
 
     def _remove_table(self, first: int, second: int) -> None:
         del self.tables[first][second]
         del self.tables[second][first]
-        self._touch(second)
+        self._enqueue_node(second)
 
-    def _drop(self, node: int, keep: NDArray[np.bool_]) -> bool:
+    def _drop_choices(self, node: int, keep: NDArray[np.bool_]) -> bool:
         """Leaves ``node`` only the choices of ``keep``; whether any went."""
         if keep.all():
             return False
@@ -281,12 +286,12 @@ class ReducedProblem:
         self.alive[node] = self.alive[node][keep]
         for other, table in list(self.tables[node].items()):
             self._set_table(node, other, table[keep])
-            self._touch(other)
+            self._enqueue_node(other)
         for row in list(self.usage[node]):
             self.usage[node][row] = self.usage[node][row][keep]
             self._rows.add(row)
         if not self.usage[node]:
-            self._touch(node)
+            self._enqueue_node(node)
         return True
 
     def _check_row(self, row: int) -> None:
@@ -298,7 +303,7 @@ class ReducedProblem:
             if least:
                 usage = self.usage[node][row] = usage - least
             if not usage.any():
-                self._leave(node, row)
+                self._remove_from_row(node, row)
         if self.limits[row] < 0:
             raise InfeasibleAssignmentError(
                 f"limit {row} is exceeded by {-self.limits[row]:g} even when every node takes least",
@@ -306,30 +311,30 @@ class ReducedProblem:
             )
         if sum(float(self.usage[node][row].max()) for node in self.members[row]) <= self.limits[row]:
             for node in list(self.members[row]):
-                self._leave(node, row)
+                self._remove_from_row(node, row)
         for node in list(self.members[row]):
-            self._drop(node, self.usage[node][row] <= self.limits[row])
+            self._drop_choices(node, self.usage[node][row] <= self.limits[row])
 
-    def _leave(self, node: int, row: int) -> None:
+    def _remove_from_row(self, node: int, row: int) -> None:
         del self.usage[node][row]
         self.members[row].discard(node)
         self._rows.add(row)
         if not self.usage[node]:
-            self._touch(node)
+            self._enqueue_node(node)
 
-    def _finish(self, step: _Function) -> None:
+    def _finish_node(self, step: _Function) -> None:
         node = step.node
         self._done[node] = True
         self._undo.append(step)
         for other in self.tables[node]:
             del self.tables[other][node]
-            self._touch(other)
+            self._enqueue_node(other)
         self.tables[node] = {}
         for row in list(self.usage[node]):
-            self._leave(node, row)
+            self._remove_from_row(node, row)
 
 
-def _narrower(possible: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def _compare_allowed_choices(possible: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """``[p, q]``: whether row ``p`` allows what row ``q`` does not; without BLAS, whose threads wait for each other."""
     packed = np.packbits(possible, axis=1)
     narrower: NDArray[np.bool_]
@@ -342,7 +347,7 @@ def _narrower(possible: NDArray[np.bool_]) -> NDArray[np.bool_]:
     return narrower
 
 
-def _less(values: Table, least: Table) -> Table:
+def _subtract_tables(values: Table, least: Table) -> Table:
     """``values - least`` (both may be infinite), with what is left of rounding set to zero."""
     rest = values - np.where(np.isfinite(least), least, 0.0)
     rest[np.abs(rest) <= 1e-14 * np.abs(np.where(np.isfinite(values), values, 0.0))] = 0.0

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.solve.placement.regular import all_nestings
-from partitioner.solve.placement.set_partition import aligned, linked_groups
+from partitioner.solve.placement.set_partition import linked_groups, match_widest_links
 from partitioner.topology.topology import Topology
 from runtime.program.mesh import AXES
 
@@ -31,7 +31,7 @@ _EVERY = 4  # devices of which every order is tried
 MOST = 200  # candidates
 
 
-def arrangements(topology: Topology, mesh: Mapping[str, int]) -> list[Ints]:
+def list_arrangements(topology: Topology, mesh: Mapping[str, int]) -> list[Ints]:
     """Distinct candidate placements, each of shape ``[ranks]``; the first puts rank ``i`` on device ``i``."""
     num = topology.num_devices
     plain = np.arange(num)
@@ -39,10 +39,10 @@ def arrangements(topology: Topology, mesh: Mapping[str, int]) -> list[Ints]:
         return [np.array(order) for order in permutations(range(num))]
     size = group_size(mesh)
     found: dict[bytes, Ints] = {plain.tobytes(): plain}
-    for devices in (*_straddling(topology, mesh, size), *_packed(topology, mesh)):
+    for devices in (*_list_straddling_nestings(topology, mesh, size), *_list_packed_placements(topology, mesh)):
         found.setdefault(devices.tobytes(), devices)
-    for order in _orders(topology, size):
-        for devices in _nested(topology, mesh, order, size):
+    for order in _list_device_orders(topology, size):
+        for devices in _list_group_nestings(topology, mesh, order, size):
             found.setdefault(devices.tobytes(), devices)
     return list(islice(found.values(), MOST))
 
@@ -52,12 +52,12 @@ def group_size(mesh: Mapping[str, int]) -> int:
     return math.prod(size for axis, size in mesh.items() if axis not in ("pp", "dp"))
 
 
-def complete(topology: Topology) -> bool:
-    """Whether :func:`arrangements` returns all placements."""
+def has_all_arrangements(topology: Topology) -> bool:
+    """Whether :func:`list_arrangements` returns all placements."""
     return topology.num_devices <= _EVERY
 
 
-def _straddling(topology: Topology, mesh: Mapping[str, int], size: int) -> Iterator[Ints]:
+def _list_straddling_nestings(topology: Topology, mesh: Mapping[str, int], size: int) -> Iterator[Ints]:
     """Every nesting, if groups of ``size`` do not fill nodes evenly."""
     per_node = {group.devices for group in topology.nodes}
     if len(per_node) == 1 and (devices := min(per_node)) % size:
@@ -65,13 +65,13 @@ def _straddling(topology: Topology, mesh: Mapping[str, int], size: int) -> Itera
         yield from all_nestings(tuple(mesh.get(axis, 1) for axis in AXES), levels)
 
 
-def _packed(topology: Topology, mesh: Mapping[str, int]) -> Iterator[Ints]:
+def _list_packed_placements(topology: Topology, mesh: Mapping[str, int]) -> Iterator[Ints]:
     """Placements with as many whole stages as possible inside nodes of similar devices, for stages that do not fill
     nodes evenly. The other stages get the remaining devices, in every order if there are few stages."""
     stage = topology.num_devices // mesh.get("pp", 1)
     if stage == 1 or not any(group.devices % stage for group in topology.nodes):
         return
-    features = _features(topology)
+    features = _measure_device_features(topology)
     whole: list[Ints] = []
     left: list[int] = []
     for node in range(topology.num_nodes):
@@ -93,7 +93,7 @@ def _packed(topology: Topology, mesh: Mapping[str, int]) -> Iterator[Ints]:
         yield from (order.reshape(-1) for order in (stages, stages[::-1]))
 
 
-def _nested(topology: Topology, mesh: Mapping[str, int], order: Ints, size: int) -> Iterator[Ints]:
+def _list_group_nestings(topology: Topology, mesh: Mapping[str, int], order: Ints, size: int) -> Iterator[Ints]:
     """Nestings of the axes over the devices in this ``order``, with groups kept together."""
     sizes = tuple(mesh.get(axis, 1) for axis in AXES)
     groups = order.reshape(-1, size)
@@ -110,9 +110,9 @@ def _nested(topology: Topology, mesh: Mapping[str, int], order: Ints, size: int)
     yield from (groups[nest].reshape(-1) for nest in all_nestings(outer, levels))
 
 
-def _orders(topology: Topology, size: int) -> Iterator[Ints]:
+def _list_device_orders(topology: Topology, size: int) -> Iterator[Ints]:
     """Orders of all devices that put similar or nearby devices beside each other."""
-    features = _features(topology)
+    features = _measure_device_features(topology)
     by_node = np.array([features[topology.node_of == node].min(axis=0) for node in range(topology.num_nodes)])
     near = np.array([storey.joined for storey in reversed(topology.storeys)]).reshape(-1, topology.num_devices)
     first = np.searchsorted(topology.node_of, np.arange(topology.num_nodes))
@@ -125,12 +125,14 @@ def _orders(topology: Topology, size: int) -> Iterator[Ints]:
             for keys in ([*columns, *near[:, first]], [*near[:-1, first], *columns]):
                 nodes = np.lexsort([np.arange(topology.num_nodes), *keys[::-1]])
                 if whole:
-                    yield _whole(topology, size, features, sign, key, nodes)
+                    yield _cut_cluster_into_groups(topology, size, features, sign, key, nodes)
                 else:
-                    yield np.concatenate([_inside(topology, n, size, features, sign, key, templates) for n in nodes])
+                    yield np.concatenate(
+                        [_cut_node_into_groups(topology, n, size, features, sign, key, templates) for n in nodes]
+                    )
 
 
-def _features(topology: Topology) -> NDArray[np.float64]:
+def _measure_device_features(topology: Topology) -> NDArray[np.float64]:
     """Speed, memory and outward bandwidth of every device, shape ``[num_devices, 3]``; more is better."""
     paces, of_device = topology.paces
     speed = np.array([max(topology.types[kind].peak.values()) * speed for kind, speed in paces])[of_device]
@@ -142,7 +144,7 @@ def _features(topology: Topology) -> NDArray[np.float64]:
     return np.stack([speed, topology.usable.astype(np.float64), outward], axis=1)
 
 
-def _inside(
+def _cut_node_into_groups(
     topology: Topology,
     node: int,
     size: int,
@@ -154,29 +156,33 @@ def _inside(
     """The devices of a node, cut into groups; equal nodes are cut in the same way."""
     devices = np.flatnonzero(topology.node_of == node)
     own = features[devices]
-    if len(devices) == 1 or (size == len(devices)) or _plain(topology, devices, own):
+    if len(devices) == 1 or (size == len(devices)) or _has_alike_devices(topology, devices, own):
         return devices
     linked = topology.links_between(devices)[0] if len(devices) <= _TEMPLATE else own
     seen = (linked.tobytes() + own.tobytes(), 0 if len(np.unique(own, axis=0)) == 1 else sign * (key + 1))
     if seen not in templates:
         start = int(devices[0])
-        templates[seen] = [d - start for d in _cut(topology, devices.tolist(), size, features, sign, key)]
+        templates[seen] = [
+            d - start for d in _sort_devices_into_groups(topology, devices.tolist(), size, features, sign, key)
+        ]
     return np.asarray(devices[0] + np.array(templates[seen]), dtype=np.int64)
 
 
-def _plain(topology: Topology, devices: Ints, own: NDArray[np.float64]) -> bool:
+def _has_alike_devices(topology: Topology, devices: Ints, own: NDArray[np.float64]) -> bool:
     """Whether a node's devices are alike, so that its groups do not matter."""
     direct = topology.pattern_of[devices[0]] >= 0 or topology.own_links
     return not direct and len(np.unique(own, axis=0)) == 1
 
 
-def _whole(topology: Topology, size: int, features: NDArray[np.float64], sign: int, key: int, nodes: Ints) -> Ints:
+def _cut_cluster_into_groups(
+    topology: Topology, size: int, features: NDArray[np.float64], sign: int, key: int, nodes: Ints
+) -> Ints:
     """All devices, cut into groups that may span nodes."""
     order = np.concatenate([np.flatnonzero(topology.node_of == node) for node in nodes])
-    return np.array(_cut(topology, order.tolist(), size, features, sign, key))
+    return np.array(_sort_devices_into_groups(topology, order.tolist(), size, features, sign, key))
 
 
-def _cut(
+def _sort_devices_into_groups(
     topology: Topology, devices: list[int], size: int, features: NDArray[np.float64], sign: int, key: int
 ) -> list[int]:
     """``devices`` sorted, in groups of ``size``. If a group's links to the preceding group differ, its members are in
@@ -192,5 +198,5 @@ def _cut(
     groups.sort(key=lambda group: min(place[d] for d in group))
     for before, group in pairwise(groups):
         bandwidth = topology.links_between([*before, *group])[0][:size, size:]
-        group[:] = [group[k] for k in aligned(bandwidth)]
+        group[:] = [group[k] for k in match_widest_links(bandwidth)]
     return [device for group in groups for device in group]

@@ -22,8 +22,8 @@ from partitioner.cost.call.collectives import collective_time
 from partitioner.cost.step.placed_mesh import PlacedMesh
 from partitioner.cost.step.relaxed_mesh import best_group
 from partitioner.errors import CapacityError
-from partitioner.solve.placement.irregular import arrangements, complete, group_size
-from partitioner.solve.placement.regular import equal_levels, fits, nestings
+from partitioner.solve.placement.irregular import group_size, has_all_arrangements, list_arrangements
+from partitioner.solve.placement.regular import equal_levels, is_regular_nesting, list_best_nestings
 from partitioner.topology.group import Group
 from partitioner.topology.groups import kinds_of, rank_grid
 from partitioner.topology.topology import Topology
@@ -34,7 +34,8 @@ T = TypeVar("T")
 
 
 def least_of(attempts: Sequence[Callable[[], tuple[float, T]]]) -> tuple[float, T]:
-    """The result of the least cost, the first of equals. Raises :func:`nearest` where all attempts raise."""
+    """The result of the least cost, the first of equals. Raises :func:`find_least_shortage` where all attempts
+    raise."""
     best: tuple[float, T] | None = None
     errors: list[PartitionError] = []
     for attempt in attempts:
@@ -45,11 +46,11 @@ def least_of(attempts: Sequence[Callable[[], tuple[float, T]]]) -> tuple[float, 
             continue
         best = found if best is None or found[0] < best[0] else best
     if best is None:
-        raise nearest(errors)
+        raise find_least_shortage(errors)
     return best
 
 
-def nearest(errors: Sequence[PartitionError]) -> PartitionError:
+def find_least_shortage(errors: Sequence[PartitionError]) -> PartitionError:
     """The one that lacks least memory, if any lacks memory; else the first."""
     short = [error for error in errors if isinstance(error, CapacityError)]
     return min(short, key=lambda error: error.missing_bytes) if short else errors[0]
@@ -100,25 +101,27 @@ class Placements:
 
     def nested(self, mesh: Mapping[str, int]) -> bool:
         """Whether all devices are alike, and all groups of a level, and ``mesh`` fits them."""
-        return self._levels is not None and fits(mesh, self._levels)
+        return self._levels is not None and is_regular_nesting(mesh, self._levels)
 
     def complete(self, mesh: Mapping[str, int]) -> bool:
         """Whether the candidates stand for all placements of ``mesh``: all nestings, or all permutations."""
-        return self.in_order or self.nested(mesh) or complete(self.topology)
+        return self.in_order or self.nested(mesh) or has_all_arrangements(self.topology)
 
     def candidates(self, mesh: Mapping[str, int]) -> list[PlacedMesh]:
         """What is tried for ``mesh``, of placements that cost the same one each."""
-        key = _key(mesh)
+        key = _mesh_to_key(mesh)
         if key not in self._candidates:
             if self.in_order:
                 machines = [PlacedMesh(self.topology, mesh, self.precision)]
             elif self._levels is not None and self.nested(mesh):
-                made = nestings(self.topology, mesh, self._levels)
+                made = list_best_nestings(self.topology, mesh, self._levels)
                 machines = [PlacedMesh(self.topology, mesh, self.precision, devices, nested=s) for devices, s in made]
             else:
-                every = arrangements(self.topology, mesh)
+                every = list_arrangements(self.topology, mesh)
                 machines = [PlacedMesh(self.topology, mesh, self.precision, devices) for devices in every]
-                machines = list({signature(machine): machine for machine in reversed(machines)}.values())[::-1]
+                machines = list({identify_equal_cost(machine): machine for machine in reversed(machines)}.values())[
+                    ::-1
+                ]
             self._candidates[key] = machines
         return self._candidates[key]
 
@@ -136,7 +139,9 @@ class Placements:
 
     def at(self, mesh: Mapping[str, int], devices: Sequence[int]) -> PlacedMesh:
         """The placement that puts the ranks of ``mesh`` on ``devices``."""
-        tried = (machine for machine in self._candidates.get(_key(mesh), ()) if machine.device_of_rank == devices)
+        tried = (
+            machine for machine in self._candidates.get(_mesh_to_key(mesh), ()) if machine.device_of_rank == devices
+        )
         return next(tried, None) or PlacedMesh(self.topology, mesh, self.precision, tuple(devices))
 
     def best(
@@ -173,19 +178,19 @@ class Placements:
                 if floor >= min(best.cost, enough):
                     costs.append((floor, number))
                     continue
-            found = _judged(machine, judge, errors)
+            found = _evaluate_mesh_placement(machine, judge, errors)
             if found is None and likely is not None and self.nested(mesh) and isinstance(errors[-1], CapacityError):
                 break  # where devices are all alike what is lacking is lacking in any order
             if found is not None:
                 costs.append((found.cost, number))
                 best = found if best is None or found.cost < best.cost * (1 - _BETTER) else best
         if best is not None and not self.complete(mesh):
-            best = self._improved(best, judge, least, costs, errors, enough, exchanges, likely)
+            best = self._improve_by_exchange(best, judge, least, costs, errors, enough, exchanges, likely)
         if best is None:
-            raise nearest(errors)
+            raise find_least_shortage(errors)
         return best
 
-    def _improved(
+    def _improve_by_exchange(
         self,
         best: BestPlacement[Result],
         judge: Callable[[PlacedMesh], tuple[float, Result]],
@@ -200,7 +205,7 @@ class Placements:
         candidates, which took ``costs``, and ranks on their namesakes, are enough. Where ``likely`` tells placements
         apart, exchanges go by that first."""
         mesh = best.machine.mesh
-        key = _key(mesh)
+        key = _mesh_to_key(mesh)
         if key not in self._narrowed:
             self._narrowed.add(key)
             near = min(costs)[0] * _AS_GOOD
@@ -212,15 +217,15 @@ class Placements:
         improved = best
         if likely is not None:
             start = BestPlacement(best.machine, likely(best.machine), None)
-            told = self._exchange(start, lambda machine: (likely(machine), None), None, [], np.inf, EXCHANGES)
-            if told is not start and (found := _judged(told.machine, judge, errors)) is not None:
+            told = self._exchange_groups(start, lambda machine: (likely(machine), None), None, [], np.inf, EXCHANGES)
+            if told is not start and (found := _evaluate_mesh_placement(told.machine, judge, errors)) is not None:
                 improved = found if found.cost < best.cost * (1 - _BETTER) else best
-        improved = self._exchange(improved, judge, least, errors, enough, exchanges)
+        improved = self._exchange_groups(improved, judge, least, errors, enough, exchanges)
         if improved is not best:
             self._candidates[key].append(improved.machine)
         return improved
 
-    def _exchange(
+    def _exchange_groups(
         self,
         best: BestPlacement[Result],
         judge: Callable[[PlacedMesh], tuple[float, Result]],
@@ -231,14 +236,14 @@ class Placements:
     ) -> BestPlacement[Result]:
         """Exchange groups between stages, and stages with each other, until nothing helps."""
         mesh = best.machine.mesh
-        seen = {self._mark(machine) for machine in self.candidates(mesh)}
+        seen = {self._identify_placement(machine) for machine in self.candidates(mesh)}
         looks = _LOOKS
         improved = True
         while improved and left > 0 and looks > 0:
             improved = False
-            for devices in _neighbours(np.asarray(best.machine.devices), mesh, self._differ_inside):
+            for devices in _list_exchange_neighbours(np.asarray(best.machine.devices), mesh, self._differ_inside):
                 machine = PlacedMesh(self.topology, mesh, self.precision, devices)
-                mark = self._mark(machine)
+                mark = self._identify_placement(machine)
                 looks -= 1
                 if left <= 0 or looks <= 0:
                     break
@@ -248,7 +253,7 @@ class Placements:
                 if least is not None and least(machine, min(best.cost, enough)) >= min(best.cost, enough):
                     continue
                 left -= 1
-                found = _judged(machine, judge, errors)
+                found = _evaluate_mesh_placement(machine, judge, errors)
                 if found is not None and self._is_better(found, best):
                     best, improved = found, True
                     break
@@ -261,12 +266,12 @@ class Placements:
         alike = self._differ_inside and found.cost <= best.cost * (1 + _BETTER)
         return alike and _in_groups(found.machine) < _in_groups(best.machine) * (1 - _BETTER)
 
-    def _mark(self, machine: PlacedMesh) -> Hashable:
+    def _identify_placement(self, machine: PlacedMesh) -> Hashable:
         """Equal for placements of which one is enough."""
-        return signature(machine), _in_groups(machine) if self._differ_inside else 0.0
+        return identify_equal_cost(machine), _in_groups(machine) if self._differ_inside else 0.0
 
 
-def signature(machine: PlacedMesh) -> Hashable:
+def identify_equal_cost(machine: PlacedMesh) -> Hashable:
     """Equal for placements that cost the same."""
     wide = [axis for axis in AXES if axis != "pp" and machine.mesh.get(axis, 1) > 1]
     together = [machine.stage_groups(*axes) for axes in combinations(wide, 2)]
@@ -286,7 +291,7 @@ def _in_groups(machine: PlacedMesh) -> float:
     return total
 
 
-def _neighbours(devices: Ints, mesh: Mapping[str, int], inside: bool) -> Iterator[Ints]:
+def _list_exchange_neighbours(devices: Ints, mesh: Mapping[str, int], inside: bool) -> Iterator[Ints]:
     """Two stages exchanged, then two groups of different stages; ``inside``: then two devices of any groups."""
     stages = mesh.get("pp", 1)
     by_stage = devices.reshape(stages, -1)
@@ -307,7 +312,7 @@ def _neighbours(devices: Ints, mesh: Mapping[str, int], inside: bool) -> Iterato
         yield changed
 
 
-def _judged(
+def _evaluate_mesh_placement(
     machine: PlacedMesh, judge: Callable[[PlacedMesh], tuple[float, Result]], errors: list[PartitionError]
 ) -> BestPlacement[Result] | None:
     try:
@@ -317,5 +322,5 @@ def _judged(
         return None
 
 
-def _key(mesh: Mapping[str, int]) -> Key:
+def _mesh_to_key(mesh: Mapping[str, int]) -> Key:
     return tuple(mesh.get(axis, 1) for axis in AXES)

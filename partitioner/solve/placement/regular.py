@@ -57,7 +57,7 @@ def equal_levels(topology: Topology) -> tuple[int, ...] | None:
     return tuple(dict.fromkeys(sizes[1:])) if sizes[-1] == topology.num_devices else None
 
 
-def fits(mesh: Mapping[str, int], levels: Sequence[int]) -> bool:
+def is_regular_nesting(mesh: Mapping[str, int], levels: Sequence[int]) -> bool:
     """Whether ranks on their namesakes are a nesting: no axis straddles a level, like 2 ranks in nodes of 3."""
     product = 1
     for axis in reversed(AXES):
@@ -67,15 +67,18 @@ def fits(mesh: Mapping[str, int], levels: Sequence[int]) -> bool:
     return True
 
 
-def nestings(topology: Topology, mesh: Mapping[str, int], levels: Sequence[int]) -> list[tuple[Ints, Steps]]:
+def list_best_nestings(topology: Topology, mesh: Mapping[str, int], levels: Sequence[int]) -> list[tuple[Ints, Steps]]:
     """The devices of the ranks under each nesting that may be best, shape ``[ranks]``, and its steps.
 
     ``levels``: see :func:`equal_levels`. First are ranks on their namesakes, if no other nesting beats them.
     """
     sizes = tuple(mesh.get(axis, 1) for axis in AXES)
-    made = [(_devices(factors), _steps(factors)) for factors in _spread(sizes, _ways(levels))]
+    made = [
+        (_factors_to_devices(factors), _factors_to_steps(factors))
+        for factors in _list_axis_factors(sizes, _count_parts_per_level(levels))
+    ]
     made.sort(key=lambda nesting: bool((nesting[0] != np.arange(len(nesting[0]))).any()))
-    costs = [_costs(topology, devices.reshape(sizes)) for devices, _ in made]
+    costs = [_measure_nesting_costs(topology, devices.reshape(sizes)) for devices, _ in made]
     kept: list[int] = []
     for i, cost in enumerate(costs):
         if not any((costs[k] <= cost).all() for k in kept):
@@ -86,38 +89,38 @@ def nestings(topology: Topology, mesh: Mapping[str, int], levels: Sequence[int])
 
 def all_nestings(sizes: tuple[int, ...], levels: Sequence[int]) -> list[Ints]:
     """One placement of each choice of factors of the axes' ``sizes``."""
-    return [_devices(factors) for factors in _spread(sizes, _ways(levels))]
+    return [_factors_to_devices(factors) for factors in _list_axis_factors(sizes, _count_parts_per_level(levels))]
 
 
-def _ways(levels: Sequence[int]) -> tuple[int, ...]:
+def _count_parts_per_level(levels: Sequence[int]) -> tuple[int, ...]:
     """How many parts of the level below each level joins."""
     return tuple(size // below for size, below in zip(levels, (1, *levels), strict=False))
 
 
-def _spread(sizes: tuple[int, ...], ways: tuple[int, ...]) -> Iterator[Factors]:
+def _list_axis_factors(sizes: tuple[int, ...], ways: tuple[int, ...]) -> Iterator[Factors]:
     """Every way to split the axes' ``sizes`` into factors whose product is ``ways`` on each level."""
     if not ways:
         if all(size == 1 for size in sizes):
             yield ()
         return
-    for inner in _factorings(sizes, ways[0]):
+    for inner in _list_factorings(sizes, ways[0]):
         rest = tuple(size // factor for size, factor in zip(sizes, inner, strict=True))
-        yield from ((inner, *outer) for outer in _spread(rest, ways[1:]))
+        yield from ((inner, *outer) for outer in _list_axis_factors(rest, ways[1:]))
 
 
 @cache
-def _factorings(sizes: tuple[int, ...], product: int) -> tuple[tuple[int, ...], ...]:
+def _list_factorings(sizes: tuple[int, ...], product: int) -> tuple[tuple[int, ...], ...]:
     """A divisor of each of ``sizes`` so that they multiply to ``product``."""
     if not sizes:
         return ((),) if product == 1 else ()
     found = []
     for factor in range(1, math.gcd(sizes[0], product) + 1):
         if sizes[0] % factor == 0 and product % factor == 0:
-            found += [(factor, *rest) for rest in _factorings(sizes[1:], product // factor)]
+            found += [(factor, *rest) for rest in _list_factorings(sizes[1:], product // factor)]
     return tuple(found)
 
 
-def _devices(factors: Factors) -> Ints:
+def _factors_to_devices(factors: Factors) -> Ints:
     """The device of every rank: digits of the device's number, by level and axis, brought together by axis."""
     outward = factors[::-1]
     grid = np.arange(math.prod(chain.from_iterable(factors))).reshape([f for level in outward for f in level])
@@ -126,7 +129,7 @@ def _devices(factors: Factors) -> Ints:
     return np.ascontiguousarray(grid.transpose(by_axis)).reshape(-1)
 
 
-def _steps(factors: Factors) -> Steps:
+def _factors_to_steps(factors: Factors) -> Steps:
     steps = [1]
     for axis in reversed(range(len(AXES))):
         for of_level in factors:
@@ -134,7 +137,7 @@ def _steps(factors: Factors) -> Steps:
     return tuple(dict.fromkeys(steps))
 
 
-def _costs(topology: Topology, grid: Ints) -> NDArray[np.float64]:
+def _measure_nesting_costs(topology: Topology, grid: Ints) -> NDArray[np.float64]:
     """What collectives over each axis, over axes together, and messages between stages take; less is never worse.
 
     All groups of an axis are alike, so the first one stands for them.

@@ -41,19 +41,25 @@ def linked_groups(topology: Topology, devices: Sequence[int], size: int, classes
     alike = len(set(classes)) == 1 and len(np.unique(apart)) <= 1
     if size in (1, n) or alike or comb(n, size) > MOST_GROUPS:
         return plain
-    kinds = _alike(bandwidth, list(zip(classes, topology.node_of[list(devices)].tolist(), strict=True)))
+    kinds = _find_interchangeable_devices(
+        bandwidth, list(zip(classes, topology.node_of[list(devices)].tolist(), strict=True))
+    )
     groups = {tuple(sorted(kinds[i] for i in group)): group for group in combinations(range(n), size)}
     mixed = [len({classes[i] for i in g}) - 1 for g in groups.values()]
     rate = [group_of(topology, np.array([devices[i] for i in g])).bus_bandwidth for g in groups.values()]
     inside = [float(bandwidth[np.ix_(g, g)].sum() - bandwidth[list(g), list(g)].sum()) for g in groups.values()]
     left = {kind: [d for d, k in zip(devices, kinds, strict=True) if k == kind] for kind in dict.fromkeys(kinds)}
-    chosen = _partition([Counter(group) for group in groups], Counter(kinds), [mixed, _ranks(rate), _whole(inside)])
+    chosen = _solve_set_partition(
+        [Counter(group) for group in groups],
+        Counter(kinds),
+        [mixed, _rank_distinct_values(rate), _scale_to_integers(inside)],
+    )
     return [
         [left[kind].pop(0) for kind in group] for group, times in zip(groups, chosen, strict=True) for _ in range(times)
     ]
 
 
-def _alike(bandwidth: Floats, known: Sequence[Hashable]) -> list[int]:
+def _find_interchangeable_devices(bandwidth: Floats, known: Sequence[Hashable]) -> list[int]:
     """For each device the first one that it could change places with: what is ``known`` of both is the same, and so are
     their links to all others."""
     places = np.arange(len(known))
@@ -66,19 +72,21 @@ def _alike(bandwidth: Floats, known: Sequence[Hashable]) -> list[int]:
     return [next(i for i in range(j + 1) if i == j or change(i, j)) for j in range(len(known))]
 
 
-def _ranks(values: Sequence[float]) -> list[int]:
+def _rank_distinct_values(values: Sequence[float]) -> list[int]:
     """The place of each value among the different ones, rounded to what a float keeps of a sum."""
     rounded = [float(f"{value:.9g}") for value in values]
     order = {value: k for k, value in enumerate(sorted(set(rounded)))}
     return [order[value] for value in rounded]
 
 
-def _whole(values: Sequence[float]) -> list[int]:
+def _scale_to_integers(values: Sequence[float]) -> list[int]:
     """The values as whole numbers in the same proportions, to be added up."""
     return [round(value / max(*values, _LEAST) * _PARTS) for value in values]
 
 
-def _partition(groups: Sequence[Counter[int]], things: Counter[int], goals: Sequence[Sequence[int]]) -> list[int]:
+def _solve_set_partition(
+    groups: Sequence[Counter[int]], things: Counter[int], goals: Sequence[Sequence[int]]
+) -> list[int]:
     """How often each of ``groups`` is in a partition of ``things``, both by kind, by three goals one after the other:
     the least sum of the first, the greatest minimum of the second, the greatest sum of the third."""
     check_threads()
@@ -106,7 +114,7 @@ def _partition(groups: Sequence[Counter[int]], things: Counter[int], goals: Sequ
     return chosen
 
 
-def aligned(bandwidth: Floats) -> list[int]:
+def match_widest_links(bandwidth: Floats) -> list[int]:
     """For each row a column of its own, so that the narrowest link is as wide as can be, and then all of them."""
     levels = np.unique(bandwidth)[::-1]
     rank = np.searchsorted(-levels, -bandwidth)

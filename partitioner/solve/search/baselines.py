@@ -26,10 +26,18 @@ from partitioner.candidate import MeshCandidate
 from partitioner.constraints import OF_POINT, Constraints
 from partitioner.plan import Baseline, Candidate
 from partitioner.solve.bounds.model_bounds import ModelBounds
-from partitioner.solve.search.interleaved import effort
-from partitioner.solve.search.outcomes import EvaluatedCandidate, candidate, refused
-from partitioner.solve.search.space import SearchSpace, baselines, hybrids, least, points, several_stages, uneven
-from partitioner.units import divisors
+from partitioner.solve.search.interleaved import estimate_interleaved_effort
+from partitioner.solve.search.outcomes import EvaluatedCandidate, build_candidate_report, build_refused_report
+from partitioner.solve.search.space import (
+    SearchSpace,
+    explain_uneven_batch,
+    find_baseline_candidates,
+    find_least_bound_candidate,
+    list_candidates,
+    list_hybrid_candidates,
+    several_stages,
+)
+from partitioner.units import list_divisors
 from passes.errors import PartitionError
 
 DATA_PARALLEL, FULLY_SHARDED, MEGATRON = "Plain data parallelism", "ZeRO-3 (fully sharded)", "Megatron's layout"
@@ -107,17 +115,17 @@ class StandardLayout:
     family: LayoutFamily | None = None
 
 
-def standards(
+def list_standard_layouts(
     space: SearchSpace, candidates: Sequence[MeshCandidate], bounds: ModelBounds, free: ModelBounds
 ) -> list[StandardLayout]:
     """The layouts to compare with, among the candidates if possible. ``free``: the bounds of the job without pins."""
-    wide = replace(space, constraints=unpinned(space.constraints))
-    own = best = _textbook(space, candidates, bounds)
+    wide = replace(space, constraints=unpin_constraints(space.constraints))
+    own = best = _find_textbook_layouts(space, candidates, bounds)
     others: Sequence[MeshCandidate] = candidates
     known = own_points = frozenset(candidates)
     if wide.constraints != space.constraints:
-        others = _points(wide)
-        best = _textbook(wide, others, free)
+        others = _list_candidates_if_any(wide)
+        best = _find_textbook_layouts(wide, others, free)
         known = known.union(others)
     plain = own["data parallel"] or best["data parallel"]
     megatron = best["megatron"] or own["megatron"]
@@ -126,13 +134,13 @@ def standards(
         found.append((FULLY_SHARDED, _fully_sharded(space, free)))
     if megatron is None or megatron.tp > 1:
         found.append((MEGATRON, megatron))
-    several = _families(wide, others, free)
-    why = uneven(space, space.world_size)
+    several = _find_layout_families(wide, others, free)
+    why = explain_uneven_batch(space, space.world_size)
     none = {DATA_PARALLEL: why, FULLY_SHARDED: why, MEGATRON: "no mesh has it"}
     return [
         StandardLayout(
             name,
-            () if point is None else (point, *_leaner(space, point, known)),
+            () if point is None else (point, *_list_leaner_candidates(space, point, known)),
             none[name] if point is None else "" if point in own_points else _EXCLUDED,
             several.get(name),
         )
@@ -140,32 +148,36 @@ def standards(
     ]
 
 
-def _families(space: SearchSpace, candidates: Sequence[MeshCandidate], bounds: ModelBounds) -> dict[str, LayoutFamily]:
+def _find_layout_families(
+    space: SearchSpace, candidates: Sequence[MeshCandidate], bounds: ModelBounds
+) -> dict[str, LayoutFamily]:
     """The families of ZeRO-3, whose ranks are all data-parallel as far as the batch allows, and of Megatron's
     layouts."""
     sharded = [p for p in candidates if p.pp == 1 and p.zero == 3 and not p.dp_shard]
     plainest = min(((p.tp, p.cp) for p in sharded), default=(1, 1))
     sharded = [p for p in sharded if (p.tp, p.cp) == plainest]
-    sharded += [other for p in sharded for other in hybrids(space, p) if other.zero == 3]
+    sharded += [other for p in sharded for other in list_hybrid_candidates(space, p) if other.zero == 3]
     inside = space.topology.devices_per_node
     megatron = [p for p in candidates if p.tp <= inside and p.zero <= 1 and p.schedule == "1f1b"]
     found = {FULLY_SHARDED: sharded, MEGATRON: megatron}
     return {name: LayoutFamily(tuple(family), bounds, space) for name, family in found.items()}
 
 
-def _textbook(
+def _find_textbook_layouts(
     space: SearchSpace, candidates: Sequence[MeshCandidate], bounds: ModelBounds
 ) -> dict[str, MeshCandidate | None]:
-    """The best textbook layout of each kind, see :func:`partitioner.solve.search.space.baselines`; plain data
-    parallelism excludes ``ep``."""
-    found = baselines(space, candidates, bounds.times, _fits(bounds))
+    """The best textbook layout of each kind, see :func:`partitioner.solve.search.space.find_baseline_candidates`; plain
+    data parallelism excludes ``ep``."""
+    found = find_baseline_candidates(space, candidates, bounds.times, _build_fit_check(bounds))
     plain = [p for p in candidates if p.pp == p.tp == p.cp == p.ep == 1 and not p.zero]
-    return {**found, "data parallel": least(plain, bounds.times, _fits(bounds))}
+    return {**found, "data parallel": find_least_bound_candidate(plain, bounds.times, _build_fit_check(bounds))}
 
 
-def _leaner(space: SearchSpace, point: MeshCandidate, known: Collection[MeshCandidate]) -> Iterator[MeshCandidate]:
+def _list_leaner_candidates(
+    space: SearchSpace, point: MeshCandidate, known: Collection[MeshCandidate]
+) -> Iterator[MeshCandidate]:
     """Points like ``point`` that take less memory: smaller microbatches, then (with ``tp``) also more stages."""
-    for pp in divisors(point.pp * point.dp):
+    for pp in list_divisors(point.pp * point.dp):
         dp = point.pp * point.dp // pp
         if pp < point.pp or (pp > point.pp and point.tp == 1) or not space.splits(dp):
             continue
@@ -183,11 +195,11 @@ def is_known(standard: StandardLayout, rows: Sequence[Candidate]) -> bool:
         return best is not None and best.status == "chosen"
     if not standard.points:
         return True
-    row = None if standard.excluded else _row(standard.points[0], rows)
+    row = None if standard.excluded else _find_candidate_row(standard.points[0], rows)
     return row is not None and row.step_time is not None
 
 
-def compared(
+def compare_standard_layouts(
     found: Sequence[StandardLayout],
     rows: Sequence[Candidate],
     evaluate: Callable[[MeshCandidate, float], EvaluatedCandidate],
@@ -210,13 +222,13 @@ def compared(
             continue
         tried: list[Candidate] = []
         for point in standard.points[:MOST_TRIED]:
-            row = None if standard.excluded else _row(point, rows)
+            row = None if standard.excluded else _find_candidate_row(point, rows)
             known = row if row is not None and row.status != "bounded" else None
-            tried.append(known or _planned(point, evaluate))
+            tried.append(known or _plan_candidate_report(point, evaluate))
             if tried[-1].step_time is not None:
                 break
         shortest = min(tried, key=lambda c: (c.step_time is None, c.missing or 0), default=None)
-        best, excluded = _tuned(standard, shortest, rows, evaluate, until), standard.excluded
+        best, excluded = _tune_standard_layout(standard, shortest, rows, evaluate, until), standard.excluded
         if best is not shortest and best is not None:
             excluded = "" if _row_like(best, rows) is not None else _EXCLUDED if excluded else ""
         hosted = offload if best is not None else ()
@@ -229,21 +241,24 @@ def _best_row(standard: StandardLayout, rows: Sequence[Candidate]) -> Candidate 
     family = standard.family
     if family is None:
         return None
-    known = {_key(candidate(point)) for point in family.points}
+    known = {_identify_layout(build_candidate_report(point)) for point in family.points}
     mine = [
         row
         for row in rows
         if row.step_time is not None
-        and (_key(row) in known or (row.schedule == "interleaved" and _key(_plain(row)) in known))
+        and (
+            _identify_layout(row) in known
+            or (row.schedule == "interleaved" and _identify_layout(_row_to_1f1b(row)) in known)
+        )
     ]
     return min(mine, key=lambda row: (row.step_time, row.status != "chosen"), default=None)
 
 
-def _plain(row: Candidate) -> Candidate:
+def _row_to_1f1b(row: Candidate) -> Candidate:
     return row.model_copy(update={"schedule": "1f1b", "virtual_stages": 1})
 
 
-def _tuned(
+def _tune_standard_layout(
     standard: StandardLayout,
     textbook: Candidate | None,
     rows: Sequence[Candidate],
@@ -259,24 +274,24 @@ def _tuned(
         best = row
     if best is not None and best.status == "chosen":
         return best
-    known = {_key(row): row for row in rows}
-    points = {_key(candidate(point)): point for point in family.points}
+    known = {_identify_layout(row): row for row in rows}
+    points = {_identify_layout(build_candidate_report(point)): point for point in family.points}
     planned: set[MeshCandidate] = set()
 
     def plan(point: MeshCandidate) -> Candidate | None:
         """The outcome of a point that may be better; ``None`` if it is known not to be, or if time ran out."""
         nonlocal best
-        most_s, told = _seconds(best), known.get(_key(candidate(point)))
+        most_s, told = _read_step_seconds(best), known.get(_identify_layout(build_candidate_report(point)))
         if time.monotonic() > until or point in planned:
             return None
         if told is not None and (told.status != "bounded" or told.bound >= most_s):
             return None
         planned.add(point)
-        found = _planned(point, evaluate, most_s)
-        best = found if _seconds(found) < most_s else best
+        found = _plan_candidate_report(point, evaluate, most_s)
+        best = found if _read_step_seconds(found) < most_s else best
         return found
 
-    tried = [row for row in rows if _key(row) in points and row.step_time is not None]
+    tried = [row for row in rows if _identify_layout(row) in points and row.step_time is not None]
 
     def improve(choices: Iterable[MeshCandidate], most: int) -> None:
         for point in choices:
@@ -286,22 +301,24 @@ def _tuned(
 
     every = frozenset(family.points)
     if standard.name == MEGATRON:  # first, since a good plan here prunes most of the others
-        shared = ((row, points[_key(row)]) for row in tried)
+        shared = ((row, points[_identify_layout(row)]) for row in tried)
         lean = [(row, replace(p, zero=1) if replace(p, zero=1) in every else p) for row, p in shared]
-        _fill(family, lean, lambda: _seconds(best), plan)
+        _plan_interleaved_layouts(family, lean, lambda: _read_step_seconds(best), plan)
     filled = best
-    promising = family.promising(_seconds(best))
+    promising = family.promising(_read_step_seconds(best))
     improve(promising, _MOST_OF_FAMILY)
-    here = points.get(_key(best)) if best is not None else None
-    seen = {_key(row) for row in tried}
+    here = points.get(_identify_layout(best)) if best is not None else None
+    seen = {_identify_layout(row) for row in tried}
     alike = [p for p in promising if here is not None and (p.pp, p.tp, p.cp) == (here.pp, here.tp, here.cp)]
-    improve([p for p in alike if _key(candidate(p)) not in seen], _MOST_ALIKE)
+    improve([p for p in alike if _identify_layout(build_candidate_report(p)) not in seen], _MOST_ALIKE)
     if standard.name == MEGATRON and best is not filled:
-        _fill(family, [(row, points[_key(row)]) for row in tried], lambda: _seconds(best), plan)
+        _plan_interleaved_layouts(
+            family, [(row, points[_identify_layout(row)]) for row in tried], lambda: _read_step_seconds(best), plan
+        )
     return best
 
 
-def _fill(
+def _plan_interleaved_layouts(
     family: LayoutFamily,
     tried: Sequence[tuple[Candidate, MeshCandidate]],
     best_s: Callable[[], float],
@@ -309,12 +326,14 @@ def _fill(
 ) -> None:
     """Plan pipelines again with several virtual stages, which leave about an eighth of the bubble: the most promising
     first, within a limited effort."""
-    filled = sorted((_seconds(row) - _FILLED * (row.breakdown or {}).get("bubble", 0.0), p) for row, p in tried)
+    filled = sorted(
+        (_read_step_seconds(row) - _FILLED * (row.breakdown or {}).get("bubble", 0.0), p) for row, p in tried
+    )
     spent = 0.0
     for seconds, point in filled[:_MOST_INTERLEAVED]:
         chunks = family.interleaved(point)[:_MOST_CHUNKS] if seconds < best_s() else []
         for other in chunks:
-            work = effort(family.space, other)
+            work = estimate_interleaved_effort(family.space, other)
             if spent and spent + work > _MOST_EFFORT:
                 return
             if plan(other) is not None:
@@ -322,18 +341,18 @@ def _fill(
                 break
 
 
-def _seconds(row: Candidate | None) -> float:
+def _read_step_seconds(row: Candidate | None) -> float:
     return math.inf if row is None or row.step_time is None else row.step_time
 
 
-def _key(row: Candidate) -> tuple[object, ...]:
+def _identify_layout(row: Candidate) -> tuple[object, ...]:
     """Key that distinguishes layouts."""
     others = row.microbatch_size, row.schedule, row.zero, row.dp_shard, row.virtual_stages, row.etp
     return tuple(row.mesh.values()), *others
 
 
 def _row_like(row: Candidate, rows: Sequence[Candidate]) -> Candidate | None:
-    return next((other for other in rows if _key(other) == _key(row)), None)
+    return next((other for other in rows if _identify_layout(other) == _identify_layout(row)), None)
 
 
 def no_candidates(found: Sequence[StandardLayout], names: Collection[str]) -> list[StandardLayout]:
@@ -341,16 +360,16 @@ def no_candidates(found: Sequence[StandardLayout], names: Collection[str]) -> li
     return [replace(standard, excluded=standard.excluded or _EXCLUDED) for standard in found if standard.name in names]
 
 
-def _planned(
+def _plan_candidate_report(
     point: MeshCandidate, evaluate: Callable[[MeshCandidate, float], EvaluatedCandidate], enough_s: float = math.inf
 ) -> Candidate:
     try:
-        return candidate(point, evaluate(point, enough_s))
+        return build_candidate_report(point, evaluate(point, enough_s))
     except PartitionError as error:
-        return refused(point, error)
+        return build_refused_report(point, error)
 
 
-def unpinned(constraints: Constraints) -> Constraints:
+def unpin_constraints(constraints: Constraints) -> Constraints:
     """``constraints`` without pins of the mesh, microbatches, schedule or stages, except those that change the
     computation."""
     free: dict[str, Any] = {
@@ -363,14 +382,14 @@ def unpinned(constraints: Constraints) -> Constraints:
     return constraints.model_copy(update=free)
 
 
-def _points(space: SearchSpace) -> list[MeshCandidate]:
+def _list_candidates_if_any(space: SearchSpace) -> list[MeshCandidate]:
     try:
-        return points(space)
+        return list_candidates(space)
     except PartitionError:
         return []
 
 
-def _fits(bounds: ModelBounds) -> Callable[[MeshCandidate], bool]:
+def _build_fit_check(bounds: ModelBounds) -> Callable[[MeshCandidate], bool]:
     @cache
     def fits(point: MeshCandidate) -> bool:
         try:
@@ -389,8 +408,12 @@ def _fully_sharded(space: SearchSpace, bounds: ModelBounds) -> MeshCandidate | N
     world = space.world_size
     if space.units % world:
         return None
-    return least([MeshCandidate(1, world, 1, size, zero=3) for size in space.sizes(world)], bounds.times, _fits(bounds))
+    return find_least_bound_candidate(
+        [MeshCandidate(1, world, 1, size, zero=3) for size in space.sizes(world)],
+        bounds.times,
+        _build_fit_check(bounds),
+    )
 
 
-def _row(point: MeshCandidate, rows: Sequence[Candidate]) -> Candidate | None:
-    return _row_like(candidate(point), rows)
+def _find_candidate_row(point: MeshCandidate, rows: Sequence[Candidate]) -> Candidate | None:
+    return _row_like(build_candidate_report(point), rows)

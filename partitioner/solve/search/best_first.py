@@ -110,7 +110,7 @@ class _BestFirstState:
         return min(self.best_time, self.enough_s)
 
 
-def search(
+def search_best_first(
     points: Sequence[MeshCandidate],
     bounds: Bounds,
     evaluate: Callable[[MeshCandidate], EvaluatedCandidate],
@@ -161,21 +161,21 @@ def search(
         row = state.rows.setdefault(which, CandidateOutcome(which, old.bound))
         row.bound = max(row.bound, old.bound)
         if old.error is not None:
-            _infeasible(row, old.error)
+            _mark_infeasible(row, old.error)
     cut_off: CutOff | None = None
     try:
         for point in always:
             if point in state.rows and state.rows[point].evaluated is None:
-                _evaluate(state, point, evaluate, progress)
+                _evaluate_candidate(state, point, evaluate, progress)
         done = _best_first(state, bounds, evaluate, in_vain, progress, deadline, tolerance, patience, effort)
-        done = (last is None or _tighten(state, last, deadline)) and done
+        done = (last is None or _tighten_least_bound(state, last, deadline)) and done
         cut_off = None if done else "time limit"
     except KeyboardInterrupt:
         if state.best is None:
             raise
         cut_off = "interruption"
     if state.best is None:
-        raise _nothing(state, bounds, cut_off is not None)
+        raise _explain_no_plan(state, bounds, cut_off is not None)
     for point, reason in (left_out or {}).items():
         state.rows.setdefault(point, CandidateOutcome(point, 0.0, "infeasible", reason=reason))
     best = state.rows[state.best]
@@ -201,7 +201,7 @@ def _best_first(
     Schedules without a formula come after the others: their bounds are quick once a good plan is known.
     """
     rows, shared = state.rows, len(bounds.together)
-    nodes = _families(state, bounds)
+    nodes = _group_open_families(state, bounds)
     unknown = list(dict.fromkeys(p for members in nodes for p in members if p not in rows))
     estimates = bounds.times(unknown).tolist() if unknown else []
     first = {p: row.bound for p, row in rows.items()} | dict(zip(unknown, estimates, strict=True))
@@ -233,18 +233,18 @@ def _best_first(
                 state.in_vain.add(bounds.family(members[0]))
                 state.spent += effort(members[0])
             if not _is_in_vain(state, members[0], in_vain):
-                _evaluate(state, members[0], evaluate, progress, len(heap) + 1)
+                _evaluate_candidate(state, members[0], evaluate, progress, len(heap) + 1)
             continue
         state.num_bounded += 1
         if time.monotonic() > state.told + _TOLD_EVERY_S:
-            _tell(state, members[0], progress, len(heap) + 1)
-        tighter = _bounded(state, bounds, members, step)
+            _report_progress(state, members[0], progress, len(heap) + 1)
+        tighter = _compute_next_bound(state, bounds, members, step)
         if tighter is not None:
             heapq.heappush(heap, (later, max(bound, tighter), number, step + 1))
     return True
 
 
-def _families(state: _BestFirstState, bounds: Bounds) -> list[Sequence[MeshCandidate]]:
+def _group_open_families(state: _BestFirstState, bounds: Bounds) -> list[Sequence[MeshCandidate]]:
     """The families of the points, in order, without points that are closed."""
     families: dict[Hashable, list[MeshCandidate]] = {}
     for point in state.rows:
@@ -254,7 +254,9 @@ def _families(state: _BestFirstState, bounds: Bounds) -> list[Sequence[MeshCandi
     return [members for members in nodes if len(members) > 1 or state.rows[members[0]].is_open]
 
 
-def _bounded(state: _BestFirstState, bounds: Bounds, members: Sequence[MeshCandidate], step: int) -> float | None:
+def _compute_next_bound(
+    state: _BestFirstState, bounds: Bounds, members: Sequence[MeshCandidate], step: int
+) -> float | None:
     """The bound of the next step, of a family or of one point; ``None`` if there is no plan."""
     of_family = len(bounds.together)
     known = [state.rows[point] for point in members if point in state.rows]
@@ -266,14 +268,14 @@ def _bounded(state: _BestFirstState, bounds: Bounds, members: Sequence[MeshCandi
             bound = bounds.steps[step - of_family](members[0], state.limit)
     except PartitionError as error:
         for row in rows:
-            _infeasible(row, error)
+            _mark_infeasible(row, error)
         return None
     for row in rows:
         row.bound = max(row.bound, bound)
     return bound
 
 
-def _evaluate(
+def _evaluate_candidate(
     state: _BestFirstState,
     point: MeshCandidate,
     evaluate: Callable[[MeshCandidate], EvaluatedCandidate],
@@ -281,12 +283,12 @@ def _evaluate(
     num_open: int = 0,
 ) -> None:
     row = state.rows[point]
-    _tell(state, point, progress, num_open or len(state.rows))
+    _report_progress(state, point, progress, num_open or len(state.rows))
     state.num_evaluated += 1
     try:
         row.evaluated = evaluate(point)
     except PartitionError as error:
-        _infeasible(row, error)
+        _mark_infeasible(row, error)
         return
     found = row.evaluated
     row.status, row.loose = "solved", found.partly or found.unsure
@@ -319,11 +321,13 @@ def _is_in_vain(state: _BestFirstState, point: MeshCandidate, in_vain: Callable[
         row.loose, row.in_vain_s = True, state.limit
         return True
     except PartitionError as error:
-        _infeasible(row, error)
+        _mark_infeasible(row, error)
         return True
 
 
-def _tighten(state: _BestFirstState, last: Callable[[MeshCandidate, float], float], deadline: float) -> bool:
+def _tighten_least_bound(
+    state: _BestFirstState, last: Callable[[MeshCandidate, float], float], deadline: float
+) -> bool:
     """Make the least of all bounds as tight as possible. Returns ``False`` if time ran out."""
     while state.best is not None:
         row = min((row for row in state.rows.values() if row.says), key=lambda row: row.bound, default=None)
@@ -337,13 +341,13 @@ def _tighten(state: _BestFirstState, last: Callable[[MeshCandidate, float], floa
             tighter = last(row.point, state.best_time)
         except PartitionError as error:
             if found is None:
-                _infeasible(row, error)
+                _mark_infeasible(row, error)
             continue
         row.bound = max(row.bound, tighter if found is None else min(tighter, found.step_time))
     return True
 
 
-def _tell(
+def _report_progress(
     state: _BestFirstState, point: MeshCandidate, progress: Callable[[SearchProgress], None] | None, num_open: int
 ) -> None:
     state.told = time.monotonic()
@@ -353,12 +357,12 @@ def _tell(
         progress(SearchProgress(state.num_evaluated, num_open, best, bound, point, state.num_bounded))
 
 
-def _infeasible(row: CandidateOutcome, error: PartitionError) -> None:
+def _mark_infeasible(row: CandidateOutcome, error: PartitionError) -> None:
     row.status, row.error = "infeasible", error.with_traceback(None)  # the traceback holds all tables
     row.reason = error.shortage if isinstance(error, CapacityError) else str(error)
 
 
-def _nothing(state: _BestFirstState, bounds: Bounds, interrupted: bool) -> InfeasibleError:
+def _explain_no_plan(state: _BestFirstState, bounds: Bounds, interrupted: bool) -> InfeasibleError:
     """The error that explains why no point has a plan."""
     if any(row.is_open for row in state.rows.values()) and state.enough_s < float("inf"):
         return PlanError(f"no plan takes less than {state.enough_s:.3g} s a step")

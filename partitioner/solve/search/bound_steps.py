@@ -19,7 +19,7 @@ from partitioner.solve.bounds.schedule_memory import MicrobatchMemory, RankCapac
 from partitioner.solve.bounds.zero_and_reduction import BlockLowerBound, Gathers
 from partitioner.solve.evaluate.evaluate_placement import split_of, virtual_ranks
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
-from partitioner.solve.search.space import SearchSpace, hybrids
+from partitioner.solve.search.space import SearchSpace, list_hybrid_candidates
 from partitioner.solve.search.uniform_cluster import UniformClusterBound
 from partitioner.solve.stages.lower_bound import LeastTime
 from passes.errors import PartitionError
@@ -64,24 +64,24 @@ class BoundCascade:
         found = self.bounds.times(points)
         if len(points) > 1 and not self._expected:
             self._expected = True
-            self._expect([points[i] for i in np.argsort(found, kind="stable")])
+            self._prefetch_shardings([points[i] for i in np.argsort(found, kind="stable")])
         return found
 
-    def _expect(self, points: Sequence[MeshCandidate]) -> None:
+    def _prefetch_shardings(self, points: Sequence[MeshCandidate]) -> None:
         """Request the shardings that bound the first points: those of the largest microbatches, then each point's
         own."""
         first: dict[tuple[int, ...], MeshCandidate] = {}
         for point in points:
             first.setdefault((point.tp, point.cp, point.ep, point.etp, point.microbatch_size), point)
         fit = [point for point in first.values() if point.microbatch_size in self._sizes[point.tp]]
-        largest = [(p, self._largest(p)) for p in fit if self._scales and not p.tp == p.cp == p.ep == 1]
+        largest = [(p, self._find_largest_microbatch(p)) for p in fit if self._scales and not p.tp == p.cp == p.ep == 1]
         self.evaluator.expect(self._of_families(points), [*largest, *((p, p.microbatch_size) for p in fit)])
 
     def _of_families(self, points: Sequence[MeshCandidate]) -> Iterator[tuple[MeshCandidate, int]]:
         """The points and microbatch sizes that :meth:`_of_largest` will need."""
         for family in dict.fromkeys(map(self.family, points)) if self._scales else ():
             if family.microbatch_size in self._sizes[family.tp] and not family.tp == family.cp == family.ep == 1:
-                yield family, self._largest(family)
+                yield family, self._find_largest_microbatch(family)
 
     def family(self, point: MeshCandidate) -> MeshCandidate:
         """Key of the points that are bounded together: the point without ZeRO."""
@@ -92,14 +92,14 @@ class BoundCascade:
         point = points[0]
         key = point.dp, point.cp, point.tp  # all that they depend on
         if key not in self._parts:
-            self._parts[key] = [(other.zero, other.dp_shard) for other in hybrids(self.space, point)]
+            self._parts[key] = [(other.zero, other.dp_shard) for other in list_hybrid_candidates(self.space, point)]
         return list(dict.fromkeys([*points, *(point.sharing(*part) for part in self._parts[key])]))
 
     @property
     def together(self) -> Sequence[Callable[[Sequence[MeshCandidate], float], float]]:
         """Bounds of a family: even stages, then the best stages in the least memory of any member, by the largest
         microbatch's sharding; then both by the family's own sharding."""
-        return self._even, self._leanest, self._own_even, self._own_lean
+        return self._even, self._bound_least_memory_stages, self._own_even, self._own_lean
 
     @cached_property
     def steps(self) -> Sequence[Callable[[MeshCandidate, float], float]]:
@@ -109,8 +109,8 @@ class BoundCascade:
         microbatch's sharding. Then both by the point's own sharding, the best stages first in the least memory of any
         family member. Last, plans on a cluster of equal nodes, if not all placements are tried.
         """
-        relaxed = self._held, self._gathered, self._staged, self._thoroughly
-        return *relaxed, self._own, self._own_leanest, self._own_staged, self._alike.quickly
+        relaxed = self._held, self._gathered, self._bound_candidate_stages, self._bound_stages_thoroughly
+        return *relaxed, self._bound_own_microbatch, self._own_leanest, self._own_staged, self._alike.quickly
 
     def of_point(self, point: MeshCandidate, enough_s: float = np.inf) -> float:
         """The tightest lower bound in seconds on a point that has a plan, wherever its ranks are. ``enough_s``: a bound
@@ -144,11 +144,11 @@ class BoundCascade:
             self.evaluator.wish(points[0], points[0].microbatch_size)
         return self.bounds.with_floor(points, floor) if floor else 0.0
 
-    def _leanest(self, points: Sequence[MeshCandidate], enough_s: float) -> float:
+    def _bound_least_memory_stages(self, points: Sequence[MeshCandidate], enough_s: float) -> float:
         """Lower bound in seconds from the best stages in the least memory of any member."""
         key = self.family(points[0])
         if not is_plain(key.schedule, key.virtual_stages):
-            return self._roomy(points, enough_s)
+            return self._bound_simulated_recompute(points, enough_s)
         if len(points) < 2:
             return 0.0
         plain = self._shared.get(replace(key, schedule="1f1b"))  # 1F1B holds no more microbatches
@@ -185,11 +185,11 @@ class BoundCascade:
 
     def _gathered(self, point: MeshCandidate, _: float) -> float:
         if point.zero == 2:
-            return self._scattered(point)
+            return self._bound_zero2_scatters(point)
         floor = self._of_all(point) if point.zero == 3 else None  # for others the family's bound included it
         return self.bounds.with_floor([point], floor) if floor else 0.0
 
-    def _scattered(self, point: MeshCandidate) -> float:
+    def _bound_zero2_scatters(self, point: MeshCandidate) -> float:
         """Lower bound in seconds under ZeRO-2, where gradients are scattered after every backward."""
         job, m = self.evaluator.job, int(self.bounds.rounds(point))
         if m == 1 or not job.train or job.constraints.grad_compression is not None or self.bounds.may_differ(point):
@@ -200,9 +200,9 @@ class BoundCascade:
         known = self.bounds.with_floor([point], floor) if floor else float(self.bounds.times([point])[0])
         return self._gathers.scattered(point, m, known, self.bounds.forward_s(point, floor))
 
-    def _staged(self, point: MeshCandidate, enough_s: float) -> float:
+    def _bound_candidate_stages(self, point: MeshCandidate, enough_s: float) -> float:
         if not is_plain(point.schedule, point.virtual_stages):
-            return self._roomy([point], enough_s)
+            return self._bound_simulated_recompute([point], enough_s)
         if self._has_room(point):
             return 0.0  # the family's bound included it
         quick = is_formula(point.schedule)  # others come when runs that make a step too long are known
@@ -221,7 +221,7 @@ class BoundCascade:
         needed = self.bounds.state_bytes(point) + kept + self.bounds.layer_bytes(point)
         return needed <= self.bounds.capacity(point)
 
-    def _roomy(self, points: Sequence[MeshCandidate], enough_s: float) -> float:
+    def _bound_simulated_recompute(self, points: Sequence[MeshCandidate], enough_s: float) -> float:
         """Lower bound in seconds for a simulated schedule: enough recomputation that everything fits on all ranks
         together, none of which computes for longer than the step."""
         point = min(points, key=self.bounds.state_bytes)
@@ -275,14 +275,14 @@ class BoundCascade:
             left -= size
         return float(m / speeds * seconds)
 
-    def _thoroughly(self, point: MeshCandidate, enough_s: float) -> float:
+    def _bound_stages_thoroughly(self, point: MeshCandidate, enough_s: float) -> float:
         """Lower bound by a thorough search of the stages, for points of which the quick search found no stages that
         fit."""
         if point not in self._unseen:
             return 0.0
         return self.bounds.staged([point], self.bounds.relaxed(point, self._of_all(point), enough_s=enough_s))
 
-    def _own(self, point: MeshCandidate, _: float) -> float:
+    def _bound_own_microbatch(self, point: MeshCandidate, _: float) -> float:
         if self._says_most(point):
             return 0.0  # an earlier bound included it
         floor = self.evaluator.floor(point, point.microbatch_size)
@@ -290,7 +290,7 @@ class BoundCascade:
 
     def _says_most(self, point: MeshCandidate) -> bool:
         """Whether the point's own sharding is the one that bounds other points with its size of ``tp``."""
-        return self._scales and point.microbatch_size == self._largest(point)
+        return self._scales and point.microbatch_size == self._find_largest_microbatch(point)
 
     def _own_leanest(self, point: MeshCandidate, enough_s: float) -> float:
         leanest = self._lean.get(self.family(point), point)
@@ -325,9 +325,9 @@ class BoundCascade:
     def _of_largest(self, point: MeshCandidate) -> BlockLowerBound | None:
         if not self._scales or point.tp == point.cp == point.ep == 1:  # without collectives little is gained
             return None
-        return self.evaluator.floor(point, self._largest(point))
+        return self.evaluator.floor(point, self._find_largest_microbatch(point))
 
-    def _largest(self, point: MeshCandidate) -> int:
+    def _find_largest_microbatch(self, point: MeshCandidate) -> int:
         """The largest microbatch size that a device can hold and whose sharding bounds the point's: a multiple of the
         point's size that is divisible by ``tp`` exactly if the point's size is, since that decides whether the batch
         itself may be sharded.

@@ -18,7 +18,7 @@ from typing import Literal, Protocol, cast
 from partitioner.background import Future
 from partitioner.candidate import MeshCandidate
 from partitioner.constraints import Constraints
-from partitioner.cost.call.recomputation import remade
+from partitioner.cost.call.recomputation import find_recomputed_nodes
 from partitioner.cost.call.saved_activations import kept_by
 from partitioner.cost.step.estimate import with_step_time
 from partitioner.cost.step.offload import check_disks, check_hosts
@@ -27,8 +27,8 @@ from partitioner.errors import CapacityError, TimeLimitError
 from partitioner.optimizers import OPTIMIZERS
 from partitioner.plan import NEAR, Candidate, Certificate, ContextWay, Estimate
 from partitioner.schedules.formulas import is_split
-from partitioner.simulate.program_memory import followed
-from partitioner.simulate.program_time import ProgramOnDevices, follow
+from partitioner.simulate.program_memory import replace_estimated_memory
+from partitioner.simulate.program_time import ProgramOnDevices, simulate_plan
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator, SolvedCandidate
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.search.outcomes import bound_and_gap
@@ -113,7 +113,7 @@ def plan_to_fit(
             least_s = least_s if job.reserve else explored.certificate.bound
             job = replace(job, reserve=max(untold, job.reserve + 1), reserves={}, refused={})
         try:
-            emit = None if estimate_only or job.constraints.planned_only else partial(_emitted, job)
+            emit = None if estimate_only or job.constraints.planned_only else partial(_emit_chosen_program, job)
             explored = find(job, left, before=explored, emit=emit)
         except (CapacityError, TimeLimitError) as error:
             if lacking is None and isinstance(error, TimeLimitError):
@@ -122,7 +122,11 @@ def plan_to_fit(
             break
         with explored.baselines, nullcontext() if explored.ahead is None else explored.ahead[1]:
             found = _finished(job, explored, estimate_only)
-            lacks = None if found.program is None else _lack(job, chosen=found.chosen, estimate=found.estimate)
+            lacks = (
+                None
+                if found.program is None
+                else _find_memory_shortfall(job, chosen=found.chosen, estimate=found.estimate)
+            )
             if lacks is None:
                 point, seconds = found.chosen.point, found.estimate.simulated
                 if point in job.simulated or not _is_slower(found.estimate):
@@ -133,7 +137,7 @@ def plan_to_fit(
                 done = explored.certificate.cut_off is not None or len(job.simulated) >= _MOST_SIMULATED
                 if done or _rivals_s(explored) >= seconds * (1 - SAME_TIME):
                     certificate = _as_followed(explored.compared(least_s), found)
-                    return replace(_corrected(found, certificate), lacking=explored.lacking)
+                    return replace(_correct_step_time(found, certificate), lacking=explored.lacking)
                 job = replace(job, simulated={**job.simulated, point: seconds})
                 continue
         if near is None and lacks.error.missing_bytes <= NEAR * lacks.room:
@@ -158,7 +162,7 @@ def _rivals_s(explored: PlanSearchResult) -> float:
     return min((row.least_s for row in rows), default=math.inf)
 
 
-def _corrected(found: PlannedProgram, certificate: Certificate) -> PlannedProgram:
+def _correct_step_time(found: PlannedProgram, certificate: Certificate) -> PlannedProgram:
     """``found`` with the step time of its program, and the gap of that."""
     seconds = found.estimate.simulated
     assert seconds is not None
@@ -213,7 +217,7 @@ def _finished(job: Job, explored: PlanSearchResult, estimate_only: bool) -> Plan
         return PlannedProgram(chosen, explored.certificate, *emit_program(job, chosen), (), later.result())
 
 
-def _emitted(job: Job, chosen: SolvedCandidate) -> EmittedProgram:
+def _emit_chosen_program(job: Job, chosen: SolvedCandidate) -> EmittedProgram:
     """The program, and what is told of it, unless that takes what only the first process has."""
     program, estimate = emit_program(job, chosen)
     try:
@@ -232,15 +236,15 @@ class _MemoryShortfall:
     untold: int
 
 
-def fits(job: Job, chosen: SolvedCandidate) -> bool:
+def can_fit_program(job: Job, chosen: SolvedCandidate) -> bool:
     """Whether the program of ``chosen`` does, as nearly as is let pass; what is planned only has none."""
     if planned_only(job, chosen.point, job.constraints):
         return True
-    lacks = _lack(job, chosen, emit_program(job, chosen)[1])
+    lacks = _find_memory_shortfall(job, chosen, emit_program(job, chosen)[1])
     return lacks is None or lacks.error.missing_bytes <= NEAR * lacks.room
 
 
-def _lack(job: Job, chosen: SolvedCandidate, estimate: Estimate) -> _MemoryShortfall | None:
+def _find_memory_shortfall(job: Job, chosen: SolvedCandidate, estimate: Estimate) -> _MemoryShortfall | None:
     """``None`` where the program fits, which takes what ``estimate`` says."""
     mesh = chosen.point.grid
     rooms = stage_capacity(job.topology, mesh, chosen.devices)
@@ -335,7 +339,9 @@ def emit_program(job: Job, chosen: SolvedCandidate) -> tuple[Program, Estimate]:
         etp=point.etp if point.ep > 1 else 0,
         recompute=chosen.recompute,
         selective=chosen.selective,
-        again={n: frozenset(x.name for x in remade(b, job.remade)) for n, b in local.model.blocks.items()}
+        again={
+            n: frozenset(x.name for x in find_recomputed_nodes(b, job.remade)) for n, b in local.model.blocks.items()
+        }
         if chosen.selective
         else None,
         zero=cast(Literal[0, 1, 2, 3], point.zero),
@@ -353,13 +359,13 @@ def emit_program(job: Job, chosen: SolvedCandidate) -> tuple[Program, Estimate]:
     if program.offload:
         _check_hosts(facts, job, chosen)
     working = {name: kept_by(block, job.train).passing for name, block in local.model.blocks.items()}
-    estimate = followed(chosen.estimate, facts, job.optimizer, working)
-    return program, estimate.model_copy(update={"simulated": _simulated(job, chosen, program, facts)})
+    estimate = replace_estimated_memory(chosen.estimate, facts, job.optimizer, working)
+    return program, estimate.model_copy(update={"simulated": _simulate_step_seconds(job, chosen, program, facts)})
 
 
-def _simulated(job: Job, chosen: SolvedCandidate, program: Program, facts: ProgramFacts) -> float:
+def _simulate_step_seconds(job: Job, chosen: SolvedCandidate, program: Program, facts: ProgramFacts) -> float:
     """Seconds of a step at which the simulation of a program ends; with what devices lose that cannot all compute at a
     time, which it does not follow."""
     laid = ProgramOnDevices(program, job.topology, chosen.devices, job.constraints, job.precision, job.optimizer)
     contention = chosen.estimate.breakdown.get("contention", 0.0)
-    return follow(laid, facts).timeline.step_time + contention
+    return simulate_plan(laid, facts).timeline.step_time + contention

@@ -18,7 +18,13 @@ from partitioner.candidate import MeshCandidate
 from partitioner.plan import Candidate, Certificate
 from partitioner.solve.evaluate.evaluator import SolvedCandidate
 from partitioner.solve.search.best_first import Bounds
-from partitioner.solve.search.outcomes import CandidateOutcome, EvaluatedCandidate, bound_and_gap, candidate, refused
+from partitioner.solve.search.outcomes import (
+    CandidateOutcome,
+    EvaluatedCandidate,
+    bound_and_gap,
+    build_candidate_report,
+    build_refused_report,
+)
 from partitioner.solve.search.space import SearchSpace, even_chunks, several_stages
 from passes.errors import PartitionError
 
@@ -33,7 +39,7 @@ _HOPED, _MOST_ASKED = 0.93, 1000  # of the best plan: what such estimates, which
 _RELAXED = 4  # bounds of a point by the sharding of the largest microbatch
 
 
-def effort(space: SearchSpace, point: MeshCandidate) -> float:
+def estimate_interleaved_effort(space: SearchSpace, point: MeshCandidate) -> float:
     """What it takes to cut the calls into a point's virtual stages, as a share of what may be in vain."""
     return point.pp * point.virtual_stages * space.num_calls**2 / _MOST_RUNS
 
@@ -66,7 +72,7 @@ def schedules_of_several(
     for _, point in sorted(waiting[mesh] for mesh in waiting.keys() - best.keys())[:_BEST]:
         sharing = point.sharing(1)
         groups.append(sorted(several_stages(space, sharing if sharing in rows else point), key=_far_from_few))
-    for point in _promising(space, rows.values(), {*map(mesh_of, solved)}, enough, bounds):
+    for point in _list_promising_candidates(space, rows.values(), {*map(mesh_of, solved)}, enough, bounds):
         if len(best) >= _BEST + _PROBED:
             break
         if mesh_of(point) not in best:
@@ -85,7 +91,7 @@ def mesh_of(point: MeshCandidate) -> MeshCandidate:
     return replace(point, schedule="", virtual_stages=1, zero=0, dp_shard=0)
 
 
-def _promising(
+def _list_promising_candidates(
     space: SearchSpace,
     rows: Iterable[CandidateOutcome],
     solved: Collection[MeshCandidate],
@@ -111,13 +117,13 @@ def _promising(
             families[mesh_of(row.point)].append(row)
     known = {row.point: row.bound for row in left}
     for members in families.values():
-        shorter = _shorter(space, members[0].point)
+        shorter = _bound_interleaved_ratio(space, members[0].point)
         push(shorter * min(row.bound for row in members), [row.point for row in members], 0)
     asked = 0
     while heap and heap[0][0] < _HOPED * enough_s:
         least_s, number, step = heapq.heappop(heap)
         points = nodes[number]
-        shorter = _shorter(space, points[0])
+        shorter = _bound_interleaved_ratio(space, points[0])
         if step > last:
             yield points[0]
         elif step == alone and len(points) > 1:
@@ -127,7 +133,7 @@ def _promising(
             asked += 1
             with suppress(PartitionError):  # it has no plan
                 if step == last:
-                    seconds = least_s + bounds.again_s(_virtual(space, points[0]))
+                    seconds = least_s + bounds.again_s(_interleave_candidate(space, points[0]))
                 elif step < alone:
                     seconds = shorter * together[step](points, enough_s / shorter)
                 else:
@@ -135,18 +141,18 @@ def _promising(
                 push(max(least_s, seconds), points, step + 1)
 
 
-def _most(space: SearchSpace, point: MeshCandidate) -> int:
+def _count_most_virtual_stages(space: SearchSpace, point: MeshCandidate) -> int:
     return even_chunks(space, point.pp)[-1]
 
 
-def _virtual(space: SearchSpace, point: MeshCandidate) -> MeshCandidate:
-    return replace(point, schedule="interleaved", virtual_stages=_most(space, point))
+def _interleave_candidate(space: SearchSpace, point: MeshCandidate) -> MeshCandidate:
+    return replace(point, schedule="interleaved", virtual_stages=_count_most_virtual_stages(space, point))
 
 
-def _shorter(space: SearchSpace, point: MeshCandidate) -> float:
+def _bound_interleaved_ratio(space: SearchSpace, point: MeshCandidate) -> float:
     """How many times as long as under 1F1B a step takes with most virtual stages, at best."""
     idle = (point.pp - 1) / point.num_microbatches(space.global_batch)
-    return (1 + idle / _most(space, point)) / (1 + idle)
+    return (1 + idle / _count_most_virtual_stages(space, point)) / (1 + idle)
 
 
 def best_schedule(
@@ -164,7 +170,7 @@ def best_schedule(
 
     ``attempt``: as ``evaluate``, which is asked for the best plan alone, but without a bound of the plan's own (nor has
     that one where not all placements are tried);
-    ``last``: as :func:`partitioner.solve.search.best_first.search` has it.
+    ``last``: as :func:`partitioner.solve.search.best_first.search_best_first` has it.
     """
     best, rows, cut_off = found, list[Candidate](), certificate.cut_off
     better: EvaluatedCandidate | None = None
@@ -178,10 +184,12 @@ def best_schedule(
             least = max([least, *(bound([point], enough_s) for bound in bounds.together)])
             told = attempt(point) if least < enough_s else None
         except PartitionError as error:
-            rows.append(refused(point, error))
+            rows.append(build_refused_report(point, error))
             return None
         if told is not None:
-            rows.append(_at_least(candidate(point, told), max(least, 0.0 if told.partly else told.least or 0.0)))
+            rows.append(
+                _at_least(build_candidate_report(point, told), max(least, 0.0 if told.partly else told.least or 0.0))
+            )
         return told
 
     left = [list(group) for group in several]
@@ -206,11 +214,11 @@ def best_schedule(
     if better is not None:
         whole = better if better.partly else evaluate(best.point)  # of some placements a bound says nothing
         proven = last(best.point, whole.step_time) if whole.partly else whole.least_s
-        chosen = candidate(best.point, whole)
+        chosen = build_candidate_report(best.point, whole)
         if whole.step_time < best.estimate.step_time:
-            best, rows = whole.payload, [chosen if _same(row, chosen) else row for row in rows]
-        rows = [_at_least(row, proven) if _same(row, chosen) else row for row in rows]
-    return best, _with(certificate, rows, best, found)
+            best, rows = whole.payload, [chosen if _is_same_candidate(row, chosen) else row for row in rows]
+        rows = [_at_least(row, proven) if _is_same_candidate(row, chosen) else row for row in rows]
+    return best, _add_rows_to_certificate(certificate, rows, best, found)
 
 
 def without_limit(
@@ -219,8 +227,8 @@ def without_limit(
     """The better one of a plan that was looked for as one that beats others, and of one without such a limit."""
     if again.estimate.step_time >= found.estimate.step_time:
         return found, certificate
-    told = evaluated(again)
-    row = candidate(again.point, told).model_copy(update={"status": "chosen"})
+    told = solved_to_evaluated(again)
+    row = build_candidate_report(again.point, told).model_copy(update={"status": "chosen"})
     rows = [
         row.model_copy(update={"bound": min(old.bound, told.step_time)}) if old.status == "chosen" else old
         for old in certificate.candidates
@@ -230,22 +238,22 @@ def without_limit(
     return again, certificate.model_copy(update=better)
 
 
-def evaluated(solved: SolvedCandidate) -> EvaluatedCandidate:
+def solved_to_evaluated(solved: SolvedCandidate) -> EvaluatedCandidate:
     """What the search asks of a solved candidate."""
     estimate = solved.estimate
     return EvaluatedCandidate(estimate.step_time, max(estimate.memory), solved, solved.least_s, estimate.breakdown)
 
 
-def _with(
+def _add_rows_to_certificate(
     certificate: Certificate, rows: Sequence[Candidate], best: SolvedCandidate, found: SolvedCandidate
 ) -> Certificate:
     """The rows come behind those of the search; the bound is that of the schedules of one stage on each rank, and of
     the plan that is used."""
     if best is found:
         return certificate.model_copy(update={"candidates": (*certificate.candidates, *rows)})
-    step, chosen = best.estimate.step_time, candidate(best.point)
+    step, chosen = best.estimate.step_time, build_candidate_report(best.point)
     solved = [c.model_copy(update={"status": "solved"}) if c.status == "chosen" else c for c in certificate.candidates]
-    rows = [row.model_copy(update={"status": "chosen"}) if _same(row, chosen) else row for row in rows]
+    rows = [row.model_copy(update={"status": "chosen"}) if _is_same_candidate(row, chosen) else row for row in rows]
     chosen_s = [row.bound for row in rows if row.status == "chosen"]
     bound, gap = bound_and_gap(step, [certificate.bound, *chosen_s])
     return certificate.model_copy(
@@ -258,10 +266,18 @@ def _at_least(row: Candidate, seconds: float) -> Candidate:
     return row.model_copy(update={"bound": min(max(row.bound, seconds), row.step_time)})
 
 
-def _same(row: Candidate, other: Candidate) -> bool:
+def _is_same_candidate(row: Candidate, other: Candidate) -> bool:
     """Whether two rows are of one point."""
     names = "mesh", "microbatch_size", "schedule", "virtual_stages", "zero", "dp_shard", "etp"
     return all(getattr(row, name) == getattr(other, name) for name in names)
 
 
-__all__ = ["PATIENCE", "best_schedule", "effort", "evaluated", "mesh_of", "schedules_of_several", "without_limit"]
+__all__ = [
+    "PATIENCE",
+    "best_schedule",
+    "estimate_interleaved_effort",
+    "mesh_of",
+    "schedules_of_several",
+    "solved_to_evaluated",
+    "without_limit",
+]

@@ -74,7 +74,7 @@ class CandidateOutcome:
         return self.status == "bounded" or (self.evaluated is not None and self.evaluated.least is not None)
 
 
-def solved(rows: Mapping[MeshCandidate, CandidateOutcome]) -> dict[MeshCandidate, EvaluatedCandidate]:
+def list_solved_candidates(rows: Mapping[MeshCandidate, CandidateOutcome]) -> dict[MeshCandidate, EvaluatedCandidate]:
     """The points that have a plan, by step time."""
     known = {point: row.evaluated for point, row in rows.items() if row.evaluated is not None}
     return dict(sorted(known.items(), key=lambda item: item[1].step_time))
@@ -85,16 +85,16 @@ def certificate_of(every: Collection[CandidateOutcome], objective: float, cut_of
     ``cut_off``: what ended the search before it was done."""
     order = {"chosen": 0, "solved": 1, "bounded": 2, "infeasible": 3}
     bound, gap = bound_and_gap(objective, (row.bound for row in every if row.says))
-    rows = sorted(every, key=lambda r: (r.evaluated is None, order[r.status], _seconds(r)))
+    rows = sorted(every, key=lambda r: (r.evaluated is None, order[r.status], _outcome_seconds(r)))
     shown = max(_MOST_ROWS, sum(row.evaluated is not None for row in rows))
     made = Certificate(
         objective=objective,
         bound=bound,
         gap=gap,
-        candidates=tuple(_candidate(row) for row in rows[:shown]),
+        candidates=tuple(_outcome_to_report(row) for row in rows[:shown]),
         cut_off=cut_off,
     )
-    left = Counter(OPEN if made.is_open(_candidate(row)) else row.status for row in rows[shown:])
+    left = Counter(OPEN if made.is_open(_outcome_to_report(row)) else row.status for row in rows[shown:])
     return made.model_copy(update={"left": dict(left)})
 
 
@@ -106,17 +106,19 @@ def bound_and_gap(objective: float, bounds: Iterable[float]) -> tuple[float, flo
     return bound, (objective - bound) / objective
 
 
-def _seconds(row: CandidateOutcome) -> float:
+def _outcome_seconds(row: CandidateOutcome) -> float:
     return row.evaluated.step_time if row.evaluated is not None else row.bound
 
 
-def _candidate(row: CandidateOutcome) -> Candidate:
-    found = candidate(row.point, row.evaluated, row.reason)
+def _outcome_to_report(row: CandidateOutcome) -> Candidate:
+    found = build_candidate_report(row.point, row.evaluated, row.reason)
     missing = row.error.missing_bytes if isinstance(row.error, CapacityError) else None
     return found.model_copy(update={"status": row.status, "bound": row.bound, "missing": missing})
 
 
-def candidate(point: MeshCandidate, evaluated: EvaluatedCandidate | None = None, reason: str = "") -> Candidate:
+def build_candidate_report(
+    point: MeshCandidate, evaluated: EvaluatedCandidate | None = None, reason: str = ""
+) -> Candidate:
     """The report's row of a point: what it takes, or why it takes nothing."""
     breakdown = evaluated.breakdown if evaluated is not None else None
     return Candidate(
@@ -135,10 +137,12 @@ def candidate(point: MeshCandidate, evaluated: EvaluatedCandidate | None = None,
     )
 
 
-def refused(point: MeshCandidate, error: PartitionError) -> Candidate:
+def build_refused_report(point: MeshCandidate, error: PartitionError) -> Candidate:
     """The row of a point that has no plan: why, and what a rank lacks."""
     missing = error.missing_bytes if isinstance(error, CapacityError) else None
-    return candidate(point, reason=getattr(error, "message", str(error))).model_copy(update={"missing": missing})
+    return build_candidate_report(point, reason=getattr(error, "message", str(error))).model_copy(
+        update={"missing": missing}
+    )
 
 
 __all__ = [
@@ -146,8 +150,8 @@ __all__ = [
     "CutOff",
     "EvaluatedCandidate",
     "bound_and_gap",
-    "candidate",
+    "build_candidate_report",
+    "build_refused_report",
     "certificate_of",
-    "refused",
-    "solved",
+    "list_solved_candidates",
 ]

@@ -18,21 +18,32 @@ from partitioner.plan import Baseline, Candidate, Certificate, ContextWay, Estim
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator, SolvedCandidate
 from partitioner.solve.evaluate.job import Job
-from partitioner.solve.search.baselines import compared, is_known, no_candidates, standards, unpinned
-from partitioner.solve.search.best_first import SearchProgress, ZeroInfeasibility, search
+from partitioner.solve.search.baselines import (
+    compare_standard_layouts,
+    is_known,
+    list_standard_layouts,
+    no_candidates,
+    unpin_constraints,
+)
+from partitioner.solve.search.best_first import SearchProgress, ZeroInfeasibility, search_best_first
 from partitioner.solve.search.bound_steps import BoundCascade
 from partitioner.solve.search.interleaved import (
     PATIENCE,
     best_schedule,
-    effort,
-    evaluated,
+    estimate_interleaved_effort,
     mesh_of,
     schedules_of_several,
+    solved_to_evaluated,
     without_limit,
 )
-from partitioner.solve.search.outcomes import CandidateOutcome, EvaluatedCandidate, bound_and_gap, solved
+from partitioner.solve.search.outcomes import (
+    CandidateOutcome,
+    EvaluatedCandidate,
+    bound_and_gap,
+    list_solved_candidates,
+)
 from partitioner.solve.search.smaller_clusters import JobOf, faster_batches, is_even, without_laggards
-from partitioner.solve.search.space import SearchSpace, beyond_the_bound, left_out, points
+from partitioner.solve.search.space import SearchSpace, beyond_the_bound, left_out, list_candidates
 from partitioner.solve.search.warm_start import WarmStart
 from partitioner.solve.sharding.context_parallel import check_algorithm
 from partitioner.topology.hosts import can_offload, has_disks
@@ -97,7 +108,7 @@ def space_of(job: Job, bounds: ModelBounds) -> SearchSpace:
     )
 
 
-def explore(
+def search_for_plan(
     job: Job,
     time_limit_s: float | None = None,
     *,
@@ -130,7 +141,7 @@ def explore(
     hosts_lacked: list[bool] = []
     had = before.chosen.offload if before else ()
     tried = before is None
-    for asked in rooms(job, lambda: any(hosts_lacked) or "disk" in had):
+    for asked in list_offload_variants(job, lambda: any(hosts_lacked) or "disk" in had):
         tried = tried or (asked.constraints.offload or ()) == had
         if not tried:  # with less in host memory nothing fitted before
             continue
@@ -141,7 +152,7 @@ def explore(
             known = before.rows if before and (asked.constraints.offload or ()) == had else {}
             hosts = asked is not job
             how = progress, compare, deadline, enough_s, known, emit
-            found = _explore(asked, evaluator, bounds, *how, other_batch=other_batch, hosts=hosts)
+            found = _search_candidates(asked, evaluator, bounds, *how, other_batch=other_batch, hosts=hosts)
             lacking = short.shortage if short is not None else before.lacking if before else ""
             return replace(found, lacking=lacking if hosts else "")
         except CapacityError as error:
@@ -153,7 +164,7 @@ def explore(
     raise short
 
 
-def rooms(job: Job, host_lacks: Callable[[], bool] = lambda: False) -> Iterator[Job]:
+def list_offload_variants(job: Job, host_lacks: Callable[[], bool] = lambda: False) -> Iterator[Job]:
     """The job as it is, then with more and more kinds in host memory; then the same with optimizer states on disk, if
     there are disks, and a host's memory was what was lacking (``host_lacks``). Only the job as it is where the user
     fixed offload or the mesh."""
@@ -174,7 +185,7 @@ def _with_offload(job: Job, kinds: tuple[Offload, ...]) -> Job:
     return replace(job, constraints=job.constraints.model_copy(update={"offload": kinds}))
 
 
-def _explore(
+def _search_candidates(
     job: Job,
     evaluator: CandidateEvaluator,
     bounds: ModelBounds,
@@ -191,9 +202,9 @@ def _explore(
     """``hosts``: whether nothing fitted without the host memory that ``job`` has."""
     start = time.monotonic()
     space = space_of(job, bounds)
-    candidates = points(space)
-    free = replace(job, constraints=unpinned(job.constraints))
-    always = standards(space, candidates, bounds, bounds.with_job(free)) if compare else []
+    candidates = list_candidates(space)
+    free = replace(job, constraints=unpin_constraints(job.constraints))
+    always = list_standard_layouts(space, candidates, bounds, bounds.with_job(free)) if compare else []
 
     siblings = ZeroInfeasibility(bounds.state_bytes)
     early = WarmStart(space, frozenset(candidates), bounds, always, deadline, enough_s)
@@ -208,7 +219,7 @@ def _explore(
         proven = proven and evaluator.placements.complete(point.grid)
         solve = partial(evaluator.solve, devices=devices, proven=proven, enough_s=best_s)
         try:
-            found = evaluated(siblings.tried(point, solve))
+            found = solved_to_evaluated(siblings.tried(point, solve))
         except PartitionError as error:
             early.tell(point, error)
             raise
@@ -217,16 +228,16 @@ def _explore(
         partly, unsure = not evaluator.placements.complete(point.grid), not evaluator.tries_all(point)
         return replace(found, partly=partly, unsure=unsure)
 
-    result = search(
+    result = search_best_first(
         candidates,
         floors,
         evaluate,
-        always=chain(list(solved(before))[:1], early.points() if compare else ()),
+        always=chain(list(list_solved_candidates(before))[:1], early.points() if compare else ()),
         left_out=left_out(space, candidates),
         progress=progress,
         time_limit_s=deadline - time.monotonic(),
         patience=PATIENCE,
-        effort=partial(effort, space),
+        effort=partial(estimate_interleaved_effort, space),
         in_vain=evaluator.is_in_vain,
         last=floors.of_point,
         enough_s=enough_s,
@@ -237,9 +248,13 @@ def _explore(
     ahead: tuple[SolvedCandidate, Future[EmittedProgram]] | None = None
     if not result.interrupted and job.train and job.constraints.leaves_schedule:
         evaluator.locals.end()  # its process makes room for the next
-        known = {**solved(before), **solved(result.rows)}
+        known = {**list_solved_candidates(before), **list_solved_candidates(result.rows)}
         several = schedules_of_several(space, known, found.point, result.rows, floors)
-        if emit is not None and sum(effort(space, point) for group in several for point in group[:1]) > _MUCH_EFFORT:
+        if (
+            emit is not None
+            and sum(estimate_interleaved_effort(space, point) for group in several for point in group[:1])
+            > _MUCH_EFFORT
+        ):
             ahead = found, Future(partial(emit, found))
         devices = {mesh_of(e.payload.point): e.payload.devices for e in sorted(known.values(), key=_slowest_first)}
 
@@ -268,17 +283,17 @@ def _explore(
             found.estimate.step_time,
             lambda: float(bounds.times(candidates).min()),
             space_of,
-            lambda *asked: best(until - time.monotonic(), *asked),
+            lambda *asked: find_best_report(until - time.monotonic(), *asked),
         )
         offload = job.constraints.offload or ()
         tried = {s.name for s in always if offload and (s.excluded or not hosts)}
-        alone = _unhosted(job, tried) if tried else {}
+        alone = _plan_without_host_memory(job, tried) if tried else {}
         tuned_by = min(deadline, time.monotonic() + as_long_s)
-        found_beside = compared(always, rows, partial(_solved_beside, beside), offload, alone, tuned_by)
+        found_beside = compare_standard_layouts(always, rows, partial(_solved_beside, beside), offload, alone, tuned_by)
         if other_batch is not None and not offload:
             step_s = found.estimate.step_time
             fewer += faster_batches(
-                job, step_s, other_batch, space_of, lambda *asked: best(until - time.monotonic(), *asked)
+                job, step_s, other_batch, space_of, lambda *asked: find_best_report(until - time.monotonic(), *asked)
             )
         return (*found_beside, *(b.model_copy(update={"offload": offload}) for b in fewer))
 
@@ -289,7 +304,7 @@ def _explore(
     beyond = beyond_the_bound(space)
     if not evaluator.placements.complete(found.point.grid) and job.constraints.placement is None:
         beyond["placement"] = "The best placements of ranks on devices were tried, not all."
-    certificate = certificate.model_copy(update={"limits": _limits(space), "beyond": beyond})
+    certificate = certificate.model_copy(update={"limits": _space_to_limits(space), "beyond": beyond})
     return PlanSearchResult(found, certificate, baselines, result.rows, ahead)
 
 
@@ -297,7 +312,7 @@ def _slowest_first(found: EvaluatedCandidate) -> float:
     return -found.step_time
 
 
-def _limits(space: SearchSpace) -> Limits:
+def _space_to_limits(space: SearchSpace) -> Limits:
     dims = tuple(sorted(space.dims))
     return Limits(
         calls=space.num_calls,
@@ -309,28 +324,28 @@ def _limits(space: SearchSpace) -> Limits:
     )
 
 
-def _unhosted(job: Job, names: Collection[str]) -> dict[str, Baseline]:
+def _plan_without_host_memory(job: Job, names: Collection[str]) -> dict[str, Baseline]:
     """The standard layouts of these names without host memory, by name."""
-    alone = replace(job, constraints=unpinned(job.constraints).model_copy(update={"offload": ()}))
+    alone = replace(job, constraints=unpin_constraints(job.constraints).model_copy(update={"offload": ()}))
     evaluator = CandidateEvaluator(alone)
     bounds = ModelBounds(alone, evaluator.placements)
     space = space_of(alone, bounds)
     try:
-        found = no_candidates(standards(space, points(space), bounds, bounds), names)
+        found = no_candidates(list_standard_layouts(space, list_candidates(space), bounds, bounds), names)
     except PartitionError:
         return {}
     until = time.monotonic() + _LEAST_S
-    return {b.name: b for b in compared(found, (), partial(_solved_beside, evaluator), until=until)}
+    return {b.name: b for b in compare_standard_layouts(found, (), partial(_solved_beside, evaluator), until=until)}
 
 
 def _solved_beside(evaluator: CandidateEvaluator, point: MeshCandidate, enough_s: float) -> EvaluatedCandidate:
-    return evaluated(evaluator.solve(point, improved=False, enough_s=enough_s))
+    return solved_to_evaluated(evaluator.solve(point, improved=False, enough_s=enough_s))
 
 
-def best(time_limit_s: float, job: Job, enough_s: float) -> Candidate:
-    """The row of the best plan of ``job``. Raises as :func:`explore` does."""
-    rows = explore(job, time_limit_s, compare=False, enough_s=enough_s).certificate.candidates
+def find_best_report(time_limit_s: float, job: Job, enough_s: float) -> Candidate:
+    """The row of the best plan of ``job``. Raises as :func:`search_for_plan` does."""
+    rows = search_for_plan(job, time_limit_s, compare=False, enough_s=enough_s).certificate.candidates
     return next(row for row in rows if row.status == "chosen").model_copy(update={"status": "solved"})
 
 
-__all__ = ["OFFLOAD_SETS", "MeshCandidate", "PlanSearchResult", "explore", "rooms", "space_of"]
+__all__ = ["OFFLOAD_SETS", "MeshCandidate", "PlanSearchResult", "list_offload_variants", "search_for_plan", "space_of"]

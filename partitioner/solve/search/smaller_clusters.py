@@ -18,10 +18,10 @@ from partitioner.plan import WITHOUT, Baseline, Candidate
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.placement.regular import equal_levels
-from partitioner.solve.search.space import SearchSpace, points
+from partitioner.solve.search.space import SearchSpace, list_candidates
 from partitioner.topology import Topology
 from partitioner.topology.files import with_nodes
-from partitioner.units import divisors
+from partitioner.units import list_divisors
 from passes.errors import PartitionError
 
 _MOST = 3  # smaller clusters that are looked at
@@ -87,39 +87,41 @@ def without_laggards(
     each with its plan (``best``); ``least_s``: what no step takes less than on all devices, asked for where these are
     even."""
     found = []
-    clusters = [(topology, _WORTH) for topology in _smaller(job.topology, best_s, least_s)]
+    clusters = [(topology, _WORTH) for topology in _list_smaller_clusters(job.topology, best_s, least_s)]
     if is_even(job.topology):
         clusters += [(topology, _AS_FAST) for topology in rounder_clusters(job.topology)]
     for topology, worth in clusters:
         fewer = replace(job, topology=topology)
         try:
-            if _least(fewer, space_of) >= worth * best_s:
+            if _bound_job_seconds(fewer, space_of) >= worth * best_s:
                 continue
             candidate = best(fewer, worth * best_s)
         except PartitionError:
             continue
         if (candidate.step_time or math.inf) < worth * best_s:
-            found.append(Baseline(name=f"{WITHOUT} {_gone(topology, job.topology)}", candidate=candidate))
+            found.append(
+                Baseline(name=f"{WITHOUT} {_describe_removed_devices(topology, job.topology)}", candidate=candidate)
+            )
     return tuple(found)
 
 
-def _gone(smaller: Topology, whole: Topology) -> str:
+def _describe_removed_devices(smaller: Topology, whole: Topology) -> str:
     if is_even(whole):
         return f"{whole.num_devices - smaller.num_devices} of the {whole.num_devices} devices"
     return smaller.name.removeprefix(f"{whole.name} without ")
 
 
-def _smaller(topology: Topology, best_s: float, least_s: Callable[[], float]) -> Iterator[Topology]:
+def _list_smaller_clusters(topology: Topology, best_s: float, least_s: Callable[[], float]) -> Iterator[Topology]:
     if not is_even(topology):
         return smaller_clusters(topology)
     least = least_s()
     return parts_alone(topology, _NEARLY * best_s / least if least else math.inf)
 
 
-def _least(job: Job, space_of: SpaceOf) -> float:
+def _bound_job_seconds(job: Job, space_of: SpaceOf) -> float:
     """What no plan of ``job`` goes below. Raises a :class:`PartitionError` where there is none."""
     bounds = ModelBounds(job)
-    return float(bounds.times(points(space_of(job, bounds))).min())
+    return float(bounds.times(list_candidates(space_of(job, bounds))).min())
 
 
 _FARTHEST = 0.25  # of the batch, that another one may differ by
@@ -133,7 +135,7 @@ def batches_near(global_batch: int, num_devices: int) -> list[int]:
     """Batches that divide over the devices, or their divisors, the nearest first; none where ``global_batch`` does."""
     if global_batch % num_devices == 0 or num_devices % global_batch == 0:
         return []
-    step = max(part for part in divisors(num_devices) if part <= global_batch)
+    step = max(part for part in list_divisors(num_devices) if part <= global_batch)
     both = {global_batch // step * step, -(-global_batch // step) * step} - {0, global_batch}
     near = [batch for batch in both if abs(batch - global_batch) <= _FARTHEST * global_batch]
     return sorted(near, key=lambda batch: (abs(batch - global_batch), batch))
@@ -149,7 +151,7 @@ def faster_batches(job: Job, best_s: float, job_of: JobOf, space_of: SpaceOf, be
         try:
             other = job_of(batch)
             bounds = ModelBounds(other)
-            if float(bounds.times(points(space_of(other, bounds))).min()) >= most_s:
+            if float(bounds.times(list_candidates(space_of(other, bounds))).min()) >= most_s:
                 continue
             candidate = best(other, most_s)
         except PartitionError:

@@ -20,10 +20,10 @@ from partitioner.schedules.csv_table import ScheduleTable, table_of
 from partitioner.schedules.registry import SCHEDULES, chunks_of, schedule_name
 from partitioner.topology.hosts import can_offload
 from partitioner.topology.topology import Topology
-from partitioner.units import divisors, plural
+from partitioner.units import format_plural, list_divisors
 
 
-def uneven(space: SearchSpace, dp: int) -> str:
+def explain_uneven_batch(space: SearchSpace, dp: int) -> str:
     """What to say where the batch does not split over ``dp``."""
     size = space.constraints.group_size
     groups = "" if size is None else f", in groups of {size} samples that meet,"
@@ -48,9 +48,10 @@ def why_none(space: SearchSpace) -> PlanError | ConstraintError:
     fixed = {**space.constraints.pinned, **{k: v for k, v in fixed.items() if v is not None}}
     pinned = ", ".join(f"{k}={v}" for k, v in fixed.items())
     return PlanError(
-        f"no mesh of {plural(space.world_size, 'rank')}{' with ' + pinned if pinned else ''} fits: dp must "
-        f"{_shared(space)} the {batch}, {_depth(space)} (the calls that can be placed), tp must "
-        f"divide a dim of a weight{_widest(space)}"
+        f"no mesh of {format_plural(space.world_size, 'rank')}{' with ' + pinned if pinned else ''} fits: dp must "
+        f"{_describe_batch_limit(space)} the {batch}, {_describe_pipeline_limit(space)} (the calls that "
+        f"can be placed), tp must "
+        f"divide a dim of a weight{_describe_tensor_limit(space)}"
         + (f", dp is {len(asked.data_shares)}, as many as data_shares" if asked.data_shares else "")
         + (", dp_shard must divide dp" if space.constraints.dp_shard else "")
         + (", ep x etp must divide dp x cp x tp" if space.constraints.ep or space.constraints.etp else "")
@@ -58,12 +59,12 @@ def why_none(space: SearchSpace) -> PlanError | ConstraintError:
     )
 
 
-def _shared(space: SearchSpace) -> str:
+def _describe_batch_limit(space: SearchSpace) -> str:
     """What the batch asks of ``dp``."""
     return "divide" if space.even or space.experts else "be at most"
 
 
-def _depth(space: SearchSpace) -> str:
+def _describe_pipeline_limit(space: SearchSpace) -> str:
     """What pipelines there can be."""
     pinned = space.constraints
     if (pinned.virtual_stages or 1) > 1:
@@ -73,7 +74,7 @@ def _depth(space: SearchSpace) -> str:
     return f"pp is at most {space.num_calls}"
 
 
-def _widest(space: SearchSpace) -> str:
+def _describe_tensor_limit(space: SearchSpace) -> str:
     """How wide tensor groups may be, if that forbids any."""
     forbids = space.constraints.tp is None and space.widest < space.world_size
     return f" and be at most {space.widest}" if forbids else ""
@@ -151,8 +152,8 @@ class SearchSpace:
         """The microbatches that there may be."""
         pinned = self.constraints
         if self.units % dp and pinned.microbatch_size is None:
-            return [size for size in divisors(self.global_batch) if self.global_batch // size >= dp]
-        sizes = divisors(self.global_batch // dp) if self.units % dp == 0 else []
+            return [size for size in list_divisors(self.global_batch) if self.global_batch // size >= dp]
+        sizes = list_divisors(self.global_batch // dp) if self.units % dp == 0 else []
         given = pinned.microbatch_size
         if given is None or given in sizes:
             return sizes if given is None else [given]
@@ -168,7 +169,7 @@ class SearchSpace:
         return even or (not self.even and point.shares_out)
 
 
-def points(space: SearchSpace) -> list[MeshCandidate]:
+def list_candidates(space: SearchSpace) -> list[MeshCandidate]:
     """All points that the constraints allow.
 
     ``tp`` divides some dim of a weight, and is at most 8 or the devices of the largest node (``ahead``: of two) unless
@@ -184,10 +185,10 @@ def points(space: SearchSpace) -> list[MeshCandidate]:
     table = None if pinned.schedule is None else table_of(pinned.schedule)
     found = [
         point
-        for pp, dp, tp, cp in meshes(space)
+        for pp, dp, tp, cp in list_mesh_shapes(space)
         for ep, etp in _expert_axes(space, dp * cp * tp, tp)
-        for schedule, virtual in _schedules(space, pp)
-        for zero, shard in _zero(space, dp, cp)
+        for schedule, virtual in _list_schedules(space, pp)
+        for zero, shard in _list_zero_options(space, dp, cp)
         for size in space.sizes(dp)
         if space.allows(point := MeshCandidate(pp, dp, tp, size, schedule, cp, ep, etp, zero, virtual, shard))
         and _is_for(table, pp, point.num_microbatches(space.global_batch))
@@ -197,7 +198,7 @@ def points(space: SearchSpace) -> list[MeshCandidate]:
     return found
 
 
-def hybrids(space: SearchSpace, point: MeshCandidate) -> list[MeshCandidate]:
+def list_hybrid_candidates(space: SearchSpace, point: MeshCandidate) -> list[MeshCandidate]:
     """``point`` with its states shared by a part of its ``dp`` ranks, on several nodes, where that is left open.
 
     A part is as many ranks as a node holds, or four times that, and so on: gathers over few nodes start sooner, and
@@ -208,23 +209,23 @@ def hybrids(space: SearchSpace, point: MeshCandidate) -> list[MeshCandidate]:
     if pinned.hierarchical or not (space.train and several and pinned.zero is None and pinned.dp_shard is None):
         return []
     size, parts = max(1, space.topology.devices_per_node // (point.tp * point.cp)), dict[int, None]()
-    even = divisors(point.dp)
+    even = list_divisors(point.dp)
     while size < point.dp:
         parts[max(d for d in even if d <= size)] = None
         size *= _PART_GROWS
     whole = pinned.model_copy(update={"grad_compression": None})  # what whole shards cannot, parts of them can
-    stages = [stage for stage, _ in _zero(replace(space, constraints=whole), point.dp, point.cp) if stage]
+    stages = [stage for stage, _ in _list_zero_options(replace(space, constraints=whole), point.dp, point.cp) if stage]
     return [point.sharing(stage, part) for stage in stages for part in parts if part > 1]
 
 
-def meshes(space: SearchSpace) -> list[tuple[int, int, int, int]]:
+def list_mesh_shapes(space: SearchSpace) -> list[tuple[int, int, int, int]]:
     """The (pp, dp, tp, cp) that the constraints allow."""
     pinned, world = space.constraints, space.world_size
     found = []
-    for tp in divisors(world):
+    for tp in list_divisors(world):
         if not (pinned.tp in (None, tp) and _tensor_axis_fits(space, tp)):
             continue
-        for pp in divisors(world // tp):
+        for pp in list_divisors(world // tp):
             if pinned.pp not in (None, pp) or pp > space.num_calls:
                 continue
             for cp in _context_axes(space, world // tp // pp):
@@ -243,7 +244,7 @@ def _context_axes(space: SearchSpace, room: int) -> list[int]:
     if None not in (pinned.pp, pinned.dp, pinned.tp):  # the only one that makes as many ranks as there are
         left = room // (pinned.dp or 1)
         return [left] if left == 1 or (length and length % (2 * left) == 0) else []
-    even = [cp for cp in divisors(room) if cp == 1 or length % (2 * cp) == 0]
+    even = [cp for cp in list_divisors(room) if cp == 1 or length % (2 * cp) == 0]
     usual = [cp for cp in even if cp == 1 or length >= _LEAST_TOKENS * cp]
     if any(space.units % (room // cp) == 0 for cp in usual):
         return usual
@@ -256,16 +257,16 @@ def _expert_axes(space: SearchSpace, room: int, tp: int) -> list[tuple[int, int]
     pinned = space.constraints
     shards = [pinned.etp if pinned.etp not in (None, tp) else 0]
     if pinned.etp is None and space.experts and tp > 1:
-        shards = [*(divisors(tp)[:-1] if pinned.ahead else [1]), 0]
+        shards = [*(list_divisors(tp)[:-1] if pinned.ahead else [1]), 0]
     if pinned.ep is not None:
         sizes = [pinned.ep]
     else:
-        sizes = [ep for ep in divisors(space.experts) if ep <= room] if space.experts else [1]
+        sizes = [ep for ep in list_divisors(space.experts) if ep <= room] if space.experts else [1]
     pairs = [(ep, etp) for ep in sizes for etp in shards if ep > 1 or etp == shards[-1]]
     return [(ep, etp) for ep, etp in pairs if room % (ep * (etp or tp)) == 0]
 
 
-def _schedules(space: SearchSpace, pp: int) -> list[tuple[str | ScheduleTable, int]]:
+def _list_schedules(space: SearchSpace, pp: int) -> list[tuple[str | ScheduleTable, int]]:
     """Schedules with their virtual stages. GPipe takes as long as 1F1B and never less memory: only if it is pinned."""
     pinned = space.constraints
     table = None if pinned.schedule is None else table_of(pinned.schedule)
@@ -275,7 +276,7 @@ def _schedules(space: SearchSpace, pp: int) -> list[tuple[str | ScheduleTable, i
         if (pinned.virtual_stages or 1) > 1 or pinned.schedule not in (None, *OF_ONE_STAGE):
             return []  # one rank's virtual stages would be one stage, and other schedules say nothing of one
         return [(str(pinned.schedule or "1f1b"), 1)]
-    names = [str(pinned.schedule)] if pinned.schedule else _searched(space)
+    names = [str(pinned.schedule)] if pinned.schedule else _list_searched_schedules(space)
     found: list[tuple[str | ScheduleTable, int]] = []
     for name in names:
         chunks = SCHEDULES[name].chunks
@@ -289,7 +290,7 @@ def _schedules(space: SearchSpace, pp: int) -> list[tuple[str | ScheduleTable, i
     return found
 
 
-def _searched(space: SearchSpace) -> list[str]:
+def _list_searched_schedules(space: SearchSpace) -> list[str]:
     """The schedules to choose among where none is pinned."""
     pinned = space.constraints
     if not space.train:
@@ -335,7 +336,7 @@ def _is_for(table: ScheduleTable | None, pp: int, num_microbatches: int) -> bool
     return table is None or (len(table.own.orders), table.num_microbatches) == (pp, num_microbatches)
 
 
-def _zero(space: SearchSpace, dp: int, cp: int) -> list[tuple[int, int]]:
+def _list_zero_options(space: SearchSpace, dp: int, cp: int) -> list[tuple[int, int]]:
     """(stage, ranks of dp that share states; 0: all)."""
     pinned = space.constraints
     if pinned.dp_shard is not None and dp % pinned.dp_shard:
@@ -400,7 +401,7 @@ def widest_searched(topology: Topology, pinned: Constraints) -> int:
     return max(_WIDEST, max(group.devices for group in topology.nodes) * (2 if pinned.ahead else 1))
 
 
-def baselines(
+def find_baseline_candidates(
     space: SearchSpace, candidates: Sequence[MeshCandidate], times: Times, fits: Callable[[MeshCandidate], bool]
 ) -> dict[str, MeshCandidate | None]:
     """The points that every report has: plain data parallelism, and the textbook layout of Megatron-LM.
@@ -420,7 +421,10 @@ def baselines(
         if any(fits(p) for p in of_depth) or pp == depths[-1]:
             megatron = of_depth
             break
-    return {"data parallel": least(plain, times, fits), "megatron": least(megatron, times, fits)}
+    return {
+        "data parallel": find_least_bound_candidate(plain, times, fits),
+        "megatron": find_least_bound_candidate(megatron, times, fits),
+    }
 
 
 def left_out(space: SearchSpace, candidates: Sequence[MeshCandidate]) -> dict[MeshCandidate, str]:
@@ -430,11 +434,11 @@ def left_out(space: SearchSpace, candidates: Sequence[MeshCandidate]) -> dict[Me
     size = space.constraints.group_size or 1
     point = MeshCandidate(1, space.world_size, 1, size, space.constraints.schedule or "1f1b")
     if not space.splits(space.world_size):
-        return {point: uneven(space, space.world_size)}
+        return {point: explain_uneven_batch(space, space.world_size)}
     return {point: "excluded by the constraints"}
 
 
-def least(
+def find_least_bound_candidate(
     choices: Sequence[MeshCandidate], times: Times, fits: Callable[[MeshCandidate], bool]
 ) -> MeshCandidate | None:
     """The point of the least bound among those that fit, or among all if none does; ``None`` of none."""

@@ -22,9 +22,9 @@ from partitioner.cost.step.relaxed_mesh import best_type
 from partitioner.solve.evaluate.evaluate_placement import PlacementEvaluator
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
 from partitioner.solve.evaluate.job import Job
-from partitioner.solve.placement.irregular import arrangements
-from partitioner.solve.placement.placement import signature
-from partitioner.solve.placement.regular import all_nestings, equal_levels, fits
+from partitioner.solve.placement.irregular import list_arrangements
+from partitioner.solve.placement.placement import identify_equal_cost
+from partitioner.solve.placement.regular import all_nestings, equal_levels, is_regular_nesting
 from partitioner.topology.hardware import NodeGroup, NodeOverride
 from partitioner.topology.topology import Topology
 from passes.errors import PartitionError
@@ -35,7 +35,7 @@ BEST = "best"  # the kind of all devices
 _MOST = 30  # orders of nodes that are told apart
 
 
-def evened(topology: Topology) -> list[Topology]:
+def list_uniform_clusters(topology: Topology) -> list[Topology]:
     """``topology`` with devices that are all alike, one for each order of its nodes; of many orders one whose nodes all
     have the links that the best two leave each other. Empty where nodes have different numbers of devices or network
     cards, or links that single pairs or kinds of nodes have."""
@@ -57,7 +57,7 @@ def evened(topology: Topology) -> list[Topology]:
         pattern=one.pattern,
         nics=one.nics,
     )
-    shares = _shares(topology)
+    shares = _find_node_bandwidth_shares(topology)
     if _num_orders(shares) > _MOST or any((level.nodes or 1) > 1 for level in levels):
         shares = [sorted(shares)[-min(2, len(shares))]] * len(shares)
     return [
@@ -69,11 +69,11 @@ def evened(topology: Topology) -> list[Topology]:
             patterns=topology.patterns,
             node_overrides={n: NodeOverride(network=share) for n, share in enumerate(order) if share < 1},
         )
-        for order in _orders(shares)
+        for order in _list_share_orders(shares)
     ]
 
 
-def _shares(topology: Topology) -> list[float]:
+def _find_node_bandwidth_shares(topology: Topology) -> list[float]:
     """The fraction, for each node, of the bandwidth to others that its best device is left with."""
     best = np.zeros(topology.num_nodes)
     np.maximum.at(best, topology.node_of, topology.cards.left)
@@ -89,14 +89,14 @@ def _num_orders(shares: Sequence[float]) -> int:
     return math.factorial(len(shares)) // math.prod(math.factorial(n) for n in Counter(shares).values())
 
 
-def _orders(shares: Sequence[float]) -> Iterator[tuple[float, ...]]:
+def _list_share_orders(shares: Sequence[float]) -> Iterator[tuple[float, ...]]:
     """All orders of ``shares``, of which some are equal."""
     if not shares:
         yield ()
     for first in sorted(set(shares), reverse=True):
         rest = list(shares)
         rest.remove(first)
-        yield from ((first, *others) for others in _orders(rest))
+        yield from ((first, *others) for others in _list_share_orders(rest))
 
 
 _NEAR = 0.75  # least mean peak, as a share of the best device's
@@ -112,19 +112,26 @@ class UniformClusterBound:
 
     def quickly(self, point: MeshCandidate, enough_s: float) -> float:
         """:meth:`least`, stopped when the bound falls below ``enough_s``; 0 if devices differ much."""
-        return self._least(point, enough_s, enough_s) if self._are_near else 0.0
+        return self._bound_until(point, enough_s, enough_s) if self._are_near else 0.0
 
     def least(self, point: MeshCandidate, enough_s: float) -> float:
         """Lower bound in seconds on every plan of ``point``, at most ``enough_s``; 0 if nothing can be said. Raises the
         exceptions of :meth:`CandidateEvaluator.own`."""
-        return self._least(point, enough_s, 0.0)
+        return self._bound_until(point, enough_s, 0.0)
 
-    def _least(self, point: MeshCandidate, enough_s: float, stop_s: float) -> float:
+    def _bound_until(self, point: MeshCandidate, enough_s: float, stop_s: float) -> float:
         """:meth:`least` that stops refining once the bound is below ``stop_s``."""
-        if self._evaluator.tries_all(point) or not self._levels or not fits(point.grid, self._levels):
+        if (
+            self._evaluator.tries_all(point)
+            or not self._level_sizes
+            or not is_regular_nesting(point.grid, self._level_sizes)
+        ):
             return 0.0
-        judge = self._judge(point, enough_s)
-        floors = sorted(((judge.least(machine), machine) for machine in self._placed(point)), key=lambda pair: pair[0])
+        judge = self._build_uniform_evaluator(point, enough_s)
+        floors = sorted(
+            ((judge.least(machine), machine) for machine in self._list_distinct_placements(point)),
+            key=lambda pair: pair[0],
+        )
         least = enough_s
         for floor, machine in floors:
             if floor >= least:
@@ -132,17 +139,17 @@ class UniformClusterBound:
             if least < stop_s:  # the next floor bounds all remaining placements
                 return min(least, floor)
             if (told := judge.least(machine, least)) < least:
-                least = min(least, max(told, _judged(judge, machine)))
+                least = min(least, max(told, _evaluate_for_bound(judge, machine)))
         return least
 
     @cached_property
-    def _topologies(self) -> list[Topology]:
+    def _uniform_topologies(self) -> list[Topology]:
         """Topologies of the equalised cluster, one for each order of its nodes; empty if hosts are used or the
         placement is fixed."""
         job = self._evaluator.job
         if job.constraints.offload or self._evaluator.placements.in_order:  # hosts are not evened
             return []
-        return evened(job.topology)
+        return list_uniform_clusters(job.topology)
 
     @cached_property
     def _are_near(self) -> bool:
@@ -153,18 +160,18 @@ class UniformClusterBound:
         return bool(rates[of_device].mean() >= _NEAR * rates.max())
 
     @cached_property
-    def _levels(self) -> tuple[int, ...]:
+    def _level_sizes(self) -> tuple[int, ...]:
         """Number of devices that each level joins."""
-        if not self._topologies:
+        if not self._uniform_topologies:
             return ()
-        return equal_levels(self._topologies[0].changed(overrides={}, node_overrides={})) or ()
+        return equal_levels(self._uniform_topologies[0].changed(overrides={}, node_overrides={})) or ()
 
     @cached_property
-    def _job(self) -> Job:
-        return replace(self._evaluator.job, topology=self._topologies[0])
+    def _uniform_job(self) -> Job:
+        return replace(self._evaluator.job, topology=self._uniform_topologies[0])
 
-    def _judge(self, point: MeshCandidate, enough_s: float) -> PlacementEvaluator:
-        evaluator, job = self._evaluator, self._job
+    def _build_uniform_evaluator(self, point: MeshCandidate, enough_s: float) -> PlacementEvaluator:
+        evaluator, job = self._evaluator, self._uniform_job
         local, costs, states = evaluator.own(point)
         if id(costs) not in self._costs:
             self._costs[id(costs)] = CallCostCache(costs.blocks, job.topology, costs.train, costs.again, costs.works)
@@ -173,26 +180,26 @@ class UniformClusterBound:
             job, point, local, self._costs[id(costs)], states, reference, lambda *_: None, True, enough_s
         )
 
-    def _placed(self, point: MeshCandidate) -> list[PlacedMesh]:
+    def _list_distinct_placements(self, point: MeshCandidate) -> list[PlacedMesh]:
         """The placements of a mesh, one for each distinct cost."""
         key = tuple(point.grid.values())
         if key not in self._machines:
-            every = list(self._every(point))
-            self._machines[key] = list({signature(machine): machine for machine in every}.values())
+            every = list(self._list_all_placements(point))
+            self._machines[key] = list({identify_equal_cost(machine): machine for machine in every}.values())
         return self._machines[key]
 
-    def _every(self, point: MeshCandidate) -> Iterator[PlacedMesh]:
+    def _list_all_placements(self, point: MeshCandidate) -> Iterator[PlacedMesh]:
         sizes = tuple(point.grid.get(axis, 1) for axis in AXES)
-        nested = all_nestings(sizes, self._levels)
-        first, precision = self._topologies[0], self._job.precision
-        for devices in arrangements(first, point.grid):  # others that are tried on the cluster itself
+        nested = all_nestings(sizes, self._level_sizes)
+        first, precision = self._uniform_topologies[0], self._uniform_job.precision
+        for devices in list_arrangements(first, point.grid):  # others that are tried on the cluster itself
             yield PlacedMesh(first, point.grid, precision, devices)
-        for topology in self._topologies:
+        for topology in self._uniform_topologies:
             for devices in nested:
                 yield PlacedMesh(topology, point.grid, precision, devices)
 
 
-def _judged(judge: PlacementEvaluator, machine: PlacedMesh) -> float:
+def _evaluate_for_bound(judge: PlacementEvaluator, machine: PlacedMesh) -> float:
     try:
         judge(machine)
     except PartitionError:  # stages that are followed may fit though none were found that do

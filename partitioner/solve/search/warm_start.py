@@ -18,7 +18,7 @@ from partitioner.errors import CapacityError
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.search.baselines import MOST_TRIED, StandardLayout
 from partitioner.solve.search.space import SearchSpace
-from partitioner.units import divisors
+from partitioner.units import list_divisors
 from passes.errors import PartitionError
 
 _MOST_SPREAD = 64  # ranks that share the experts to begin with
@@ -54,10 +54,10 @@ class WarmStart:
             yield from self._first_that_fits(standard)
         if not self.space.experts:  # others are nearly as fast found as bounded
             return
-        yield from self._spread()
+        yield from self._list_expert_layouts()
         plans = {point: seconds for point, seconds in self._found.items() if isinstance(seconds, float)}
         for point in sorted(plans, key=plans.__getitem__):
-            yield from self._climb(point)
+            yield from self._climb_from_candidate(point)
 
     @property
     def _best_s(self) -> float:
@@ -86,14 +86,14 @@ class WarmStart:
             return False
         return bool(self.bounds.times([point])[0] < self._best_s)
 
-    def _spread(self) -> Iterator[MeshCandidate]:
+    def _list_expert_layouts(self) -> Iterator[MeshCandidate]:
         """The textbook layout of a mixture of experts, with as few stages and as large a microbatch as fit."""
         depths, pinned = 0, self.space.constraints
-        for pp in divisors(self.space.world_size):
+        for pp in list_divisors(self.space.world_size):
             room = self.space.world_size // pp
             inside = math.gcd(room, self.space.topology.devices_per_node)
-            tp = pinned.tp or max(n for n in divisors(inside) if n <= _MOST_WIDE)
-            ep = pinned.ep or max(n for n in divisors(math.gcd(self.space.experts, room)) if n <= _MOST_SPREAD)
+            tp = pinned.tp or max(n for n in list_divisors(inside) if n <= _MOST_WIDE)
+            ep = pinned.ep or max(n for n in list_divisors(math.gcd(self.space.experts, room)) if n <= _MOST_SPREAD)
             if room % tp or pinned.pp not in (None, pp):
                 continue
             zero = int(room > tp) if pinned.zero is None else pinned.zero
@@ -108,23 +108,23 @@ class WarmStart:
                 found = self._found.get(tried)
                 if isinstance(found, float):
                     return
-                most = self._fitting(tried, found) if isinstance(found, CapacityError) else 0
+                most = self._estimate_fitting_microbatch(tried, found) if isinstance(found, CapacityError) else 0
                 worth = [s for s in worth if s <= most]
             if depths == _MOST_DEPTHS:
                 return
 
-    def _fitting(self, point: MeshCandidate, error: CapacityError) -> int:
+    def _estimate_fitting_microbatch(self, point: MeshCandidate, error: CapacityError) -> int:
         """A microbatch size that is likely to fit, given the shortage ``error`` of ``point``: all memory except states
         is proportional to it."""
         room = self.bounds.capacity(point) - self.bounds.state_bytes(point)
         share = max(0.0, room) / max(1.0, room + error.missing_bytes)
         return min(point.microbatch_size - 1, max(1, int(point.microbatch_size * share)))
 
-    def _climb(self, start: MeshCandidate) -> Iterator[MeshCandidate]:
+    def _climb_from_candidate(self, start: MeshCandidate) -> Iterator[MeshCandidate]:
         """From a point that has a plan to better ones, taking the first improvement each time."""
         here = start
         while True:
-            for point in self._beside(here):
+            for point in self._list_neighbour_candidates(here):
                 if len(self._found) > _MOST_STEPS or time.monotonic() > self.deadline:
                     return
                 if self._is_worth(point):
@@ -136,26 +136,26 @@ class WarmStart:
             else:
                 return
 
-    def _beside(self, point: MeshCandidate) -> Iterator[MeshCandidate]:
+    def _list_neighbour_candidates(self, point: MeshCandidate) -> Iterator[MeshCandidate]:
         """The neighbours of ``point``. Neighbours with the same local graphs come first, since they are quick to
         plan."""
         if point.dp > 1:
             yield from (point.sharing(zero) for zero in (3, 2, 1, 0))
-        for ep in _next(divisors(self.space.experts), point.ep):
+        for ep in _find_adjacent_numbers(list_divisors(self.space.experts), point.ep):
             etp = 1 if point.tp > 1 and ep > 1 and (point.etp or point.ep == 1) else point.etp
             yield replace(point, ep=ep, etp=etp if ep > 1 else 0)
-        for tp in _next(divisors(math.gcd(point.dp * point.tp, self.space.widest)), point.tp):
+        for tp in _find_adjacent_numbers(list_divisors(math.gcd(point.dp * point.tp, self.space.widest)), point.tp):
             dp, etp = point.dp * point.tp // tp, 1 if tp > 1 and point.ep > 1 and (point.etp or point.tp == 1) else 0
             sizes = self.space.sizes(dp)
             size = max([s for s in sizes if s * point.tp <= point.microbatch_size * tp], default=1)
             yield replace(point, tp=tp, dp=dp, etp=etp, microbatch_size=size)
-        for size in _next(self.space.sizes(point.dp), point.microbatch_size):
+        for size in _find_adjacent_numbers(self.space.sizes(point.dp), point.microbatch_size):
             yield replace(point, microbatch_size=size)
-        for pp in _next(divisors(point.pp * point.dp), point.pp):
+        for pp in _find_adjacent_numbers(list_divisors(point.pp * point.dp), point.pp):
             yield replace(point, pp=pp, dp=point.pp * point.dp // pp)
 
 
-def _next(numbers: Sequence[int], number: int) -> list[int]:
+def _find_adjacent_numbers(numbers: Sequence[int], number: int) -> list[int]:
     """The neighbours of ``number`` among ``numbers``, in order."""
     below, above = [n for n in numbers if n < number], [n for n in numbers if n > number]
     return [*below[-1:], *above[:1]]

@@ -25,7 +25,7 @@ from passes.ir.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, divides
 from passes.ir.model import FoldedModel
 from passes.rules import factors_of
 from passes.rules.factors import Strategy, operands_of, results_of
-from passes.rules.strategies import NO_SIZES, strategies
+from passes.rules.strategies import NO_SIZES, enumerate_strategies
 
 
 class ShardingError(PartitionError):
@@ -61,13 +61,13 @@ class LayoutRules:
                     )
 
 
-def _dims(tie: LayoutTie, num_ranks: int) -> list[Layout]:
+def _list_dim_shards(tie: LayoutTie, num_ranks: int) -> list[Layout]:
     """One shard per dim that divides."""
     layouts = [shard(d) for d, size in enumerate(tie.spec.shape) if size > 0]
     return [layout for layout in layouts if divides(layout, tie.spec.shape, num_ranks)]
 
 
-def _zigzags(tie: LayoutTie, num_ranks: int, rules: LayoutRules) -> list[Layout]:
+def _list_zigzag_shards(tie: LayoutTie, num_ranks: int, rules: LayoutRules) -> list[Layout]:
     layouts = [shard(d, (), True) for d, size in enumerate(tie.spec.shape) if size in rules.lengths]
     return [layout for layout in layouts if divides(layout, tie.spec.shape, num_ranks)]
 
@@ -77,7 +77,7 @@ def value_options(model: FoldedModel, tie: LayoutTie, num_ranks: int, rules: Lay
     read = {v for call in model.calls for v in call.inputs}
     inputs = {i.value for i in model.inputs}
     outputs = {o.value for o in model.outputs if o.value is not None}
-    options = [REPLICATED, *_dims(tie, num_ranks), *_zigzags(tie, num_ranks, rules), READ_SHARDED]
+    options = [REPLICATED, *_list_dim_shards(tie, num_ranks), *_list_zigzag_shards(tie, num_ranks, rules), READ_SHARDED]
     ends = all(name in outputs and name not in read for name in tie.names)
     if ends or rules.partial_values:
         options.append(PARTIAL)
@@ -91,7 +91,7 @@ def value_options(model: FoldedModel, tie: LayoutTie, num_ranks: int, rules: Lay
             limits.append((name, "an output", [o for o in options if o != PARTIAL]))
         if name in rules.pins:
             limits.append((name, "pinned", (rules.pins[name],)))
-    return _within(options, limits, tie, num_ranks)
+    return _restrict_layouts(options, limits, tie, num_ranks)
 
 
 def state_options(
@@ -101,7 +101,7 @@ def state_options(
 
     Raises :class:`ShardingError` where none is left.
     """
-    options = [REPLICATED, *_dims(tie, num_ranks)]
+    options = [REPLICATED, *_list_dim_shards(tie, num_ranks)]
     options += [layout for layout in dict.fromkeys(asked) if layout.is_shard and layout not in options]
     if trained:
         options.append(READ_SHARDED)
@@ -114,7 +114,7 @@ def state_options(
                 limits.append((alias, "pinned", _pinned_state(rules.pins[alias], trained)))
     for _, _, allowed in limits:  # a pin may cut a state in sections that no operator asked for
         options += [a for a in allowed if a not in options and divides(a, tie.spec.shape, num_ranks) and a != PARTIAL]
-    return _within(options, limits, tie, num_ranks)
+    return _restrict_layouts(options, limits, tie, num_ranks)
 
 
 def _pinned_state(layout: Layout, trained: bool) -> Collection[Layout]:
@@ -122,27 +122,28 @@ def _pinned_state(layout: Layout, trained: bool) -> Collection[Layout]:
     return (REPLICATED, READ_SHARDED) if layout == REPLICATED and trained else (layout,)
 
 
-def _within(
+def _restrict_layouts(
     options: list[Layout], limits: list[tuple[str, str, Collection[Layout]]], tie: LayoutTie, num_ranks: int
 ) -> list[Layout]:
     left = [o for o in options if all(o in allowed for _, _, allowed in limits)]
     if not left:
         said = "; ".join(f"{name!r} is {why} {' or '.join(map(str, allowed))}" for name, why, allowed in limits)
         raise ShardingError(
-            f"no layout is left for {_names(tie)} of shape {list(tie.spec.shape)} over {num_ranks} ranks: it may be "
+            f"no layout is left for {_format_tie_names(tie)} of shape {list(tie.spec.shape)} over "
+            f"{num_ranks} ranks: it may be "
             f"{', '.join(map(str, options))}, but {said}. Loosen one of these, or change the number of ranks"
         )
     return left
 
 
-def _names(tie: LayoutTie) -> str:
+def _format_tie_names(tie: LayoutTie) -> str:
     return repr(tie.names[0]) + (f" (tied to {len(tie.names) - 1} more)" if len(tie.names) > 1 else "")
 
 
 MAX_WANTED = 6  # section layouts of one value that are passed on
 
 
-def candidates(
+def list_operator_strategies(
     values: Sequence[BlockValue], operators: Sequence[fx.Node], num_ranks: int, lengths: Collection[int] = NO_SIZES
 ) -> dict[fx.Node, list[Strategy]]:
     """The strategies of each operator of a block whose values are ``values``; ``lengths``: of sequences, which may be
@@ -164,8 +165,8 @@ def candidates(
         if asked.get(node) == wishes:
             continue
         asked[node] = wishes
-        found[node] = strategies(node, num_ranks, wishes, lengths)
-        for number in _offer(node, found[node], spots[node], wanted):
+        found[node] = enumerate_strategies(node, num_ranks, wishes, lengths)
+        for number in _offer_section_layouts(node, found[node], spots[node], wanted):
             value = values[number]
             queue.extend(r.node for r in value.readers if r.node is not None)
             if value.source in spots:
@@ -173,7 +174,7 @@ def candidates(
     return found
 
 
-def _offer(
+def _offer_section_layouts(
     node: fx.Node, found: Sequence[Strategy], spots: Mapping[int, int], wanted: Sequence[dict[Layout, None]]
 ) -> set[int]:
     """Adds the section layouts of a node's strategies to those wanted of its values; the values that gained one."""
@@ -193,7 +194,7 @@ def _offer(
 Shape = tuple[int, ...]
 
 
-def _contraction(operands: list[Shape], result: Shape) -> float:
+def _count_contraction_flops(operands: list[Shape], result: Shape) -> float:
     return 2.0 * math.prod(result) * operands[0][-1]
 
 
@@ -205,24 +206,24 @@ def _batches_added(operands: list[Shape], result: Shape) -> float:
     return 2.0 * math.prod(result) * operands[1][0] * operands[1][-1]
 
 
-def _attention(operands: list[Shape], result: Shape) -> float:
+def _count_attention_flops(operands: list[Shape], result: Shape) -> float:
     query, key = operands[0], operands[1]
     return 2.0 * key[-2] * (math.prod(query) + math.prod(result))
 
 
-def _convolution(operands: list[Shape], result: Shape) -> float:
+def _count_convolution_flops(operands: list[Shape], result: Shape) -> float:
     return 2.0 * math.prod(result) * math.prod(operands[1][1:])
 
 
 # Floating-point operations of one call, from the shapes of its operands and of its first result.
 FLOPS: dict[str, Callable[[list[Shape], Shape], float]] = {
-    **dict.fromkeys(("mm", "bmm", "mv", "dot", "linear", "matmul"), _contraction),
-    **dict.fromkeys(("_grouped_mm", "partition::expert_mm"), _contraction),
+    **dict.fromkeys(("mm", "bmm", "mv", "dot", "linear", "matmul"), _count_contraction_flops),
+    **dict.fromkeys(("_grouped_mm", "partition::expert_mm"), _count_contraction_flops),
     **dict.fromkeys(("addmm", "addmv", "baddbmm"), _with_addend),
     "addbmm": _batches_added,
-    "scaled_dot_product_attention": _attention,
-    **dict.fromkeys(("partition::band_attention", "partition::context_attention"), _attention),
-    **dict.fromkeys(("convolution", "conv1d", "conv2d", "conv3d"), _convolution),
+    "scaled_dot_product_attention": _count_attention_flops,
+    **dict.fromkeys(("partition::band_attention", "partition::context_attention"), _count_attention_flops),
+    **dict.fromkeys(("convolution", "conv1d", "conv2d", "conv3d"), _count_convolution_flops),
 }
 
 
@@ -236,9 +237,9 @@ def matmul_flops(node: fx.Node) -> float:
         return 0.0 if factors is None else 2.0 * math.prod(factors.sizes.values())
     if name not in FLOPS:
         return 0.0
-    operands = [_shape(o.meta["val"]) for o in operands_of(node)]
-    return FLOPS[name](operands, _shape(results_of(node)[0]))
+    operands = [_tensor_to_shape(o.meta["val"]) for o in operands_of(node)]
+    return FLOPS[name](operands, _tensor_to_shape(results_of(node)[0]))
 
 
-def _shape(value: Tensor) -> Shape:
+def _tensor_to_shape(value: Tensor) -> Shape:
     return tuple(value.shape)

@@ -28,8 +28,8 @@ from partitioner.solve.sharding.costs import TensorCosts
 from partitioner.solve.sharding.sharding import Allowed, ShardingSolution, solve_sharding
 from passes.ir.layouts import REPLICATED, Layout, divides, local_shape, shard
 from passes.ir.model import FoldedModel, TensorSpec
-from passes.rules.attention import band
-from passes.rules.factors import Strategy, argument, operands_of, shape
+from passes.rules.attention import find_attention_band
+from passes.rules.factors import Strategy, get_meta_shape, get_node_argument, operands_of
 from passes.shard.repeated_heads import group_queries
 from passes.shard.shard_block import shard_block
 from passes.shard.split_batch import sample_dims, splits_samples
@@ -65,7 +65,7 @@ def shard_context(
     ``algorithm``: that of every attention. ``known``: the sharding, where it was found before. Raises
     :class:`PlanError` where that, or sharing at all, is not possible.
     """
-    solution = known or _solved(split, batch, num_ranks, costs, tp, algorithm, allowed)
+    solution = known or _solve_context_sharding(split, batch, num_ranks, costs, tp, algorithm, allowed)
     _check_divided(split, solution)
     blocks = {
         name: group_queries(shard_block(block, solution.blocks[name], "cp", num_ranks), tp)
@@ -78,7 +78,7 @@ def shard_context(
     return ContextModel(split.with_(blocks=blocks, values=values), solution)
 
 
-def _solved(
+def _solve_context_sharding(
     split: FoldedModel,
     batch: ShardingSolution,
     num_ranks: int,
@@ -114,7 +114,7 @@ def _input_layouts(spec: TensorSpec, batch: Layout, num_ranks: int) -> list[Layo
     return [REPLICATED, *(to for to in found if divides(to, spec.shape, num_ranks))]
 
 
-def attentions(model: FoldedModel) -> Iterator[fx.Node]:
+def list_fused_attentions(model: FoldedModel) -> Iterator[fx.Node]:
     """The fused attentions of all blocks."""
     for block in model.blocks.values():
         yield from (node for node in block.graph.nodes if node.op == "call_function" and is_attention(node))
@@ -124,22 +124,24 @@ def check_algorithm(model: FoldedModel, num_ranks: int, tp: int, algorithm: Algo
     """Raise :class:`PlanError` where some attention cannot run by ``algorithm``: which, and why."""
     if algorithm is None or num_ranks == 1:
         return
-    found = list(attentions(model))
+    found = list(list_fused_attentions(model))
     if not found:
         raise PlanError(f"context={algorithm!r}: no fused attention was found in the model's graph; leave context out")
     for node in found:
-        problem = _obstacle(node, num_ranks, tp, algorithm)
+        problem = _explain_algorithm_obstacle(node, num_ranks, tp, algorithm)
         if problem:
-            others = [a for a in ALGORITHMS if a != algorithm and not _obstacle(node, num_ranks, tp, a)]
+            others = [
+                a for a in ALGORITHMS if a != algorithm and not _explain_algorithm_obstacle(node, num_ranks, tp, a)
+            ]
             advice = f"use context={' or '.join(map(repr, others))}" if others else f"use another cp than {num_ranks}"
             where = f"{node.meta.get('path') or 'the model'} ({node.meta.get('source') or 'source unknown'})"
             raise PlanError(f"context={algorithm!r} with cp={num_ranks}: the attention of {where} {problem}; {advice}")
 
 
-def _obstacle(node: fx.Node, num_ranks: int, tp: int, algorithm: str) -> str:
+def _explain_algorithm_obstacle(node: fx.Node, num_ranks: int, tp: int, algorithm: str) -> str:
     """Why an attention cannot run by an algorithm; nothing where it can."""
-    query, key = (shape(o) for o in operands_of(node)[:2])
-    if argument(node, "dropout_p"):
+    query, key = (get_meta_shape(o) for o in operands_of(node)[:2])
+    if get_node_argument(node, "dropout_p"):
         return "drops out weights within the operator"
     if algorithm == "ulysses":
         heads = min(query[-3], key[-3]) if len(query) > 2 else 1
@@ -147,9 +149,9 @@ def _obstacle(node: fx.Node, num_ranks: int, tp: int, algorithm: str) -> str:
             over = f"cp={num_ranks}" + (f" x tp={tp}" if tp > 1 else "")
             return f"has {heads} heads of keys, which do not divide over {over}"
         return ""
-    if query[-2] % num_ranks or (band(node) is not None and key[-2] % num_ranks):
+    if query[-2] % num_ranks or (find_attention_band(node) is not None and key[-2] % num_ranks):
         return f"has {query[-2]} queries and {key[-2]} keys, which do not divide over {num_ranks} ranks"
-    if algorithm == "ring" and band(node) is None:
+    if algorithm == "ring" and find_attention_band(node) is None:
         return "has a mask that is no band of positions, whose rows need all keys at once"
     return ""
 
@@ -186,9 +188,11 @@ class _ContextRules:
         if not is_attention(node):
             return True
         if strategy.factor is None:
-            return all(_obstacle(node, self.num_ranks, self.tp, algorithm) for algorithm in ALGORITHMS)
+            return all(
+                _explain_algorithm_obstacle(node, self.num_ranks, self.tp, algorithm) for algorithm in ALGORITHMS
+            )
         how = algorithm_of(node, strategy)
-        if how == "ulysses" and _obstacle(node, self.num_ranks, self.tp, "ulysses"):
+        if how == "ulysses" and _explain_algorithm_obstacle(node, self.num_ranks, self.tp, "ulysses"):
             return False
         if strategy.form and strategy.operands[0].zigzag != self._is_zigzag(node, strategy):
             return False
@@ -209,10 +213,10 @@ class _ContextRules:
 
     def _is_zigzag(self, node: fx.Node, strategy: Strategy) -> bool:
         """A causal attention is as even as may be; others are as is best for those around them."""
-        seen = band(node)
+        seen = find_attention_band(node)
         if seen is None or not seen.is_causal:
             return strategy.operands[0].zigzag
-        return all(shape(o)[-2] % (2 * self.num_ranks) == 0 for o in operands_of(node)[:2])
+        return all(get_meta_shape(o)[-2] % (2 * self.num_ranks) == 0 for o in operands_of(node)[:2])
 
 
 def _states_of(node: fx.Node, states: set[str]) -> list[bool]:
@@ -230,9 +234,9 @@ def algorithm_of(node: fx.Node, strategy: Strategy) -> str:
     if strategy.form:
         return strategy.form
     query, key, *_ = strategy.operands
-    rank = len(shape(operands_of(node)[0]))
+    rank = len(get_meta_shape(operands_of(node)[0]))
     if query.is_shard and query.dim == rank - 2:
-        return "all_gather" if band(node) is None else ""  # by a form: it keeps no gathered keys
+        return "all_gather" if find_attention_band(node) is None else ""  # by a form: it keeps no gathered keys
     if query.is_shard and query.dim == rank - 3 and key.is_shard:
         return "ulysses" if not (query.sections or query.zigzag) else ""
     return ""

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from partitioner.cost.call.block_profile import operand_needs, tensors_of
 from partitioner.cost.call.call_cost import exchange_time
 from partitioner.cost.call.collectives import collective_time, exchange_seconds, moved_share
-from partitioner.cost.call.expert_parallel import hidden
+from partitioner.cost.call.expert_parallel import compute_exposed_seconds
 from partitioner.cost.call.operators import (
     VIEWS,
     Operand,
@@ -40,7 +40,7 @@ from passes.ir.layouts import Layout, local_shape
 from passes.ir.model import FoldedModel, TensorSpec
 from passes.ops.attention import Band
 from passes.rules import Lowering, factors_of
-from passes.rules.attention import band
+from passes.rules.attention import find_attention_band
 from passes.rules.factors import Strategy, operands_of, results_of
 from passes.rules.strategies import needs_gradient
 from passes.shard.repeated_heads import exchanged_times, repetitions
@@ -87,16 +87,16 @@ class TensorCosts:
             lowering = operator.lowering(strategy)
             seconds = operator.seconds(strategy, num_ranks, self.device)
             if lowering is not None and lowering.divides_work:
-                seconds = self._divided(node, strategy, num_ranks, seconds)
+                seconds = self._divide_compute_seconds(node, strategy, num_ranks, seconds)
             if strategy.factor is None and self.undivided and num_ranks > 1:
                 seconds += self.undivided * matmul_flops(node)
             if strategy.factor is None and self.repeated and num_ranks > 1:
                 seconds += self.repeated * made_bytes(node)
             seconds += self._of_form(operator, strategy, seconds, num_ranks) if strategy.form else 0.0
-            self._nodes[key] = seconds + self._sent(node, lowering)
+            self._nodes[key] = seconds + self._sum_collective_seconds(node, lowering)
         return self._nodes[key]
 
-    def _divided(self, node: fx.Node, strategy: Strategy, num_ranks: int, seconds: float) -> float:
+    def _divide_compute_seconds(self, node: fx.Node, strategy: Strategy, num_ranks: int, seconds: float) -> float:
         """Seconds if each rank works on its own rows only; the sharded operands are read whole."""
         read = sum(
             o.meta["val"].nbytes / num_ranks
@@ -110,13 +110,15 @@ class TensorCosts:
     def _of_form(self, operator: _Operator, strategy: Strategy, seconds: float, num_ranks: int) -> float:
         """Seconds that an attention's communication adds to its computation."""
         query, key, value = operator.operands(strategy, num_ranks)[:3]
-        zigzag, seen = strategy.operands[0].zigzag, band(operator.node) or Band()
+        zigzag, seen = strategy.operands[0].zigzag, find_attention_band(operator.node) or Band()
         sent = exchange_seconds(query, key, value, seen, strategy.form, zigzag, self.group)
         passes = 2 if operator.backward else 1
         beside = strategy.form == "ring"
-        return sum(hidden(seconds / passes, s, self.device.overlap_slowdown, beside) for s in sent[:passes])
+        return sum(
+            compute_exposed_seconds(seconds / passes, s, self.device.overlap_slowdown, beside) for s in sent[:passes]
+        )
 
-    def _sent(self, node: fx.Node, lowering: Lowering | None) -> float:
+    def _sum_collective_seconds(self, node: fx.Node, lowering: Lowering | None) -> float:
         if lowering is None:
             return 0.0
         itemsize = results_of(node)[0].dtype.itemsize
@@ -167,7 +169,7 @@ class _Operator:
         self.node, self._tp = node, tp
         self._places = [place for place, o in enumerate(operands_of(node)) if isinstance(o.meta["val"], Tensor)]
         self._operands = [(tuple(o.meta["val"].shape), o.meta["val"].dtype) for o in tensors_of(node)]
-        self._repeated = [_repeated(o) for o in tensors_of(node)]
+        self._repeated = [_find_repeated_dim(o) for o in tensors_of(node)]
         self._results = [(tuple(r.shape), r.dtype) for r in results_of(node)]
         self._needs = operand_needs(node)
         self.backward = train and needs_gradient(node)
@@ -189,13 +191,15 @@ class _Operator:
             # consecutive heads of one group are one head of keys, which a view repeats; other parts are copied first
             alike = layout.is_shard and layout.dim == dim and not layout.sections and local[dim] <= group
             found.append(Operand(local, dtype, repeats=local[dim] if alike else 1.0))
-        if not strategy.form or self._spared == 1:
+        if not strategy.form or self._key_head_reduction == 1:
             return found
-        fewer = [replace(o, shape=(o.shape[0], o.shape[1] // self._spared, *o.shape[2:])) for o in found[1:3]]
+        fewer = [
+            replace(o, shape=(o.shape[0], o.shape[1] // self._key_head_reduction, *o.shape[2:])) for o in found[1:3]
+        ]
         return [found[0], *fewer, *found[3:]]
 
     @cached_property
-    def _spared(self) -> int:
+    def _key_head_reduction(self) -> int:
         """Factor by which the number of key heads shrinks when repeated heads are not materialised."""
         times = repetitions(self.node)
         return times // exchanged_times(self._operands[1][0][1], times, self._tp) if times > 1 else 1
@@ -223,7 +227,7 @@ class _Operator:
         return self._seconds[key]
 
 
-def _repeated(node: fx.Node) -> tuple[int, float]:
+def _find_repeated_dim(node: fx.Node) -> tuple[int, float]:
     """The dim of ``node`` in which a view repeats each part of a smaller tensor consecutively (keys of a group of
     heads), and the number of repetitions; ``(-1, 1.0)`` if there is none."""
     group, source = repeats_of(node, copied=True), node
@@ -253,10 +257,10 @@ _UNDIVIDED_RESULTS = 4.0
 def divided_costs(model: FoldedModel, axis: str, device: DeviceType, group: Group, precision: str) -> TensorCosts:
     """Costs on ``axis`` over ``group``: products and weights are dear where they are left whole; over ``cp`` all values
     are, whose memory is what that axis is there to divide."""
-    products = [(often, node) for often, node in _operators(model) if matmul_flops(node)]
+    products = [(often, node) for often, node in _list_weighted_operators(model) if matmul_flops(node)]
     flops = sum(often * matmul_flops(node) for often, node in products)
     results = sum(often * made_bytes(node) for often, node in products)
-    made = sum(often * made_bytes(node) for often, node in _operators(model)) if axis == "cp" else 0
+    made = sum(often * made_bytes(node) for often, node in _list_weighted_operators(model)) if axis == "cp" else 0
     trained = sum(s.spec.nbytes for s in model.states.values() if s.requires_grad)
     starts = max(_UNDIVIDED_EXCHANGES, _UNDIVIDED_OF_EACH * sum(often for often, _ in products))
     moved_s = moved_share("all_reduce", group.size) * results / group.all_reduce_bandwidth
@@ -271,7 +275,7 @@ def divided_costs(model: FoldedModel, axis: str, device: DeviceType, group: Grou
     )
 
 
-def _operators(model: FoldedModel) -> Iterator[tuple[int, fx.Node]]:
+def _list_weighted_operators(model: FoldedModel) -> Iterator[tuple[int, fx.Node]]:
     """Every operator, with how often its block is called."""
     for name, block in model.blocks.items():
         often = model.num_calls(name)

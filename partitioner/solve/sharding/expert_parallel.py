@@ -47,7 +47,7 @@ def allowed_strategies(model: FoldedModel, split: Split, *, in_order: bool = Tru
     """Which strategies leave the experts' work as ``split`` says; ``in_order``: rows are cut into consecutive parts."""
     if not split:
         return None
-    rows, tables = _places(model)
+    rows, tables = _find_expert_row_dims(model)
     products = {node for regions in regions_of(model).values() for region in regions for node in region.products}
 
     def within(node: fx.Node, strategy: Strategy) -> bool:
@@ -63,7 +63,7 @@ def allowed_strategies(model: FoldedModel, split: Split, *, in_order: bool = Tru
     return _by_rows(rows, tables, in_order) if split == "rows" else within
 
 
-def _places(model: FoldedModel) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
+def _find_expert_row_dims(model: FoldedModel) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
     """What works by row in the experts, with the dim of its rows, and what only their states make, with theirs."""
     rows: dict[fx.Node, int] = {}
     tables: dict[fx.Node, int] = {}
@@ -101,17 +101,17 @@ def _all_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int]) -> All
 def spread_batch(model: FoldedModel, batch: ShardingSolution, samples: int) -> ShardingSolution:
     """``batch`` where the ranks of a batch may have different experts as it is, or else a split with which they may;
     ``batch`` where there is none."""
-    if spreads(model, batch):
+    if can_spread_experts(model, batch):
         return batch
     for way in (_by_rows, _all_rows):
         with contextlib.suppress(ShardingError):
-            return shard_batch(model, samples, way(*_places(model)))
+            return shard_batch(model, samples, way(*_find_expert_row_dims(model)))
     return batch
 
 
-def spreads(model: FoldedModel, batch: ShardingSolution) -> bool:
+def can_spread_experts(model: FoldedModel, batch: ShardingSolution) -> bool:
     """Whether ranks with different parts of the batch may have different experts: nothing but rows is cut within."""
-    ways = [way(*_places(model)) for way in (_by_rows, _all_rows)]
+    ways = [way(*_find_expert_row_dims(model)) for way in (_by_rows, _all_rows)]
     for name, regions in regions_of(model).items():
         chosen = batch.blocks[name].strategies
         for region in regions:

@@ -94,7 +94,7 @@ def tied_values(model: FoldedModel) -> list[LayoutTie]:
     for call in model.calls:
         pairs += [(value, (call.block, "input", i)) for i, value in enumerate(call.inputs)]
         pairs += [(value, (call.block, "output", i)) for i, value in enumerate(call.outputs)]
-    return [LayoutTie(names, ports, model.values[names[0]]) for names, ports in _grouped(pairs)]
+    return [LayoutTie(names, ports, model.values[names[0]]) for names, ports in _group_connected_ports(pairs)]
 
 
 def tied_states(model: FoldedModel) -> list[LayoutTie]:
@@ -102,10 +102,10 @@ def tied_states(model: FoldedModel) -> list[LayoutTie]:
     pairs: list[tuple[str, Port | None]] = [(name, None) for name in model.states]
     for call in model.calls:
         pairs += [(name, (call.block, "state", i)) for i, name in enumerate(call.states)]
-    return [LayoutTie(names, ports, model.states[names[0]].spec) for names, ports in _grouped(pairs)]
+    return [LayoutTie(names, ports, model.states[names[0]].spec) for names, ports in _group_connected_ports(pairs)]
 
 
-def _grouped(pairs: Iterable[tuple[str, Port | None]]) -> list[tuple[tuple[str, ...], tuple[Port, ...]]]:
+def _group_connected_ports(pairs: Iterable[tuple[str, Port | None]]) -> list[tuple[tuple[str, ...], tuple[Port, ...]]]:
     """The connected groups of names and ports, in order of first appearance."""
     parent: dict[str | Port, str | Port] = {}
 

@@ -47,7 +47,7 @@ class LocalModel:
         return replace(self, model=model, experts=experts, by_rows=split_of(tp, ep, etp) == "rows")
 
 
-def localized(
+def build_local_model(
     split: FoldedModel,
     solution: ShardingSolution,
     context: ShardingSolution | None,
@@ -103,7 +103,9 @@ def layouts_of(local: LocalModel, batch: ShardingSolution) -> Layouts:
         values=tensor.values,
         grad_axes=axes,
         batch_dims=dims,
-        batch={name: "P" if name == local.model.loss else _joined(batch.values[name]) for name in leaving},
+        batch={
+            name: "P" if name == local.model.loss else _describe_layout_join(batch.values[name]) for name in leaving
+        },
         context=local.context.values if local.context is not None else {},
     )
 
@@ -112,6 +114,6 @@ def _batch_dim(layout: Layout) -> int | None:
     return layout.dim if layout.is_shard else None
 
 
-def _joined(layout: Layout) -> str:
+def _describe_layout_join(layout: Layout) -> str:
     """How the parts that microbatches and ranks have make the whole."""
     return "R" if layout.is_whole else str(layout)

@@ -60,11 +60,11 @@ class Reshards:
         """Indexed (made, target)."""
         key = spec, grad, tuple(made), tuple(targets)
         if key not in self._tables:
-            costs = [[self._of(spec, grad, source, target) for target in targets] for source in made]
+            costs = [[self._reshard_seconds(spec, grad, source, target) for target in targets] for source in made]
             self._tables[key] = np.array(costs, dtype=np.float64).reshape(len(made), -1)
         return self._tables[key]
 
-    def _of(self, spec: TensorSpec, grad: bool, source: Layout, target: Layout) -> float:
+    def _reshard_seconds(self, spec: TensorSpec, grad: bool, source: Layout, target: Layout) -> float:
         if source == target and source.kind != "P":
             return 0.0
         key = (spec, grad, source, target)
@@ -103,7 +103,7 @@ class Asker:
     layouts: Sequence[frozenset[Layout]]
 
 
-def connect(
+def add_reshard_costs(
     builder: ProblemBuilder,
     reshards: Reshards,
     name: str,
@@ -116,8 +116,8 @@ def connect(
 
     ``value`` is its spec and whether it carries a gradient.
     """
-    made, made_of = _distinct(source.layouts)
-    asked = [_distinct(a.layouts) for a in askers]
+    made, made_of = _index_distinct_items(source.layouts)
+    asked = [_index_distinct_items(a.layouts) for a in askers]
     targets = list(dict.fromkeys(t for sets, _ in asked for s in sets for t in sorted(s)))
     cost = weight * reshards.table(*value, made, targets)
     # what each reader asks for, as 0/1 per target
@@ -127,7 +127,7 @@ def connect(
         builder.edges.append((source.variable, askers[0].variable, bare[np.ix_(made_of, asked[0][1])]))
         return
     sizes = [int(w.sum(axis=1).max(initial=0)) for w in wants]
-    sets = _available(cost, sum(sizes))
+    sets = _list_available_layout_sets(cost, sum(sizes))
     if sets is None:
         _connect_by_target(builder, name, source, askers, cost, made_of, wants, [of for _, of in asked])
         return
@@ -135,24 +135,24 @@ def connect(
     price = np.where(has & np.isfinite(cost[origin]), cost[origin], 0.0).sum(axis=1)
     node = builder.add(name, price)
     if len(made) > 1:
-        builder.edges.append((source.variable, node, _forbid(made_of[:, None] != origin[None, :])))
+        builder.edges.append((source.variable, node, _mask_to_infinite_cost(made_of[:, None] != origin[None, :])))
     for asker, want, (_, of) in zip(askers, wants, asked, strict=True):
         missing = (want[None, :, :] & ~has[:, None, :]).any(axis=2)
-        builder.edges.append((node, asker.variable, _forbid(missing)[:, of]))
+        builder.edges.append((node, asker.variable, _mask_to_infinite_cost(missing)[:, of]))
 
 
-def _distinct(items: Sequence[T]) -> tuple[list[T], NDArray[np.intp]]:
+def _index_distinct_items(items: Sequence[T]) -> tuple[list[T], NDArray[np.intp]]:
     """The distinct items, and which of them each item is."""
     places: dict[T, int] = {}
     which = [places.setdefault(item, len(places)) for item in items]
     return list(places), np.array(which, dtype=np.intp)
 
 
-def _forbid(mask: NDArray[Any] | np.bool_) -> Table:
+def _mask_to_infinite_cost(mask: NDArray[Any] | np.bool_) -> Table:
     return np.where(mask, np.inf, 0.0)
 
 
-def _available(cost: Table, most: int) -> tuple[NDArray[np.intp], NDArray[np.bool_]] | None:
+def _list_available_layout_sets(cost: Table, most: int) -> tuple[NDArray[np.intp], NDArray[np.bool_]] | None:
     """Per choice the layout made and the layouts available; ``None`` where there are too many.
 
     ``cost`` is indexed (made, target). No more than ``most`` layouts are ever read at once.
@@ -192,4 +192,4 @@ def _connect_by_target(
         builder.edges.append((source.variable, node, table[made_of]))
         for asker, want, of in zip(askers, wants, asked_of, strict=True):
             absent = np.stack([want[:, target], np.zeros(len(want), dtype=bool)])
-            builder.edges.append((node, asker.variable, _forbid(absent)[:, of]))
+            builder.edges.append((node, asker.variable, _mask_to_infinite_cost(absent)[:, of]))

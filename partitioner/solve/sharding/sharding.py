@@ -31,7 +31,7 @@ from partitioner.solve.pairwise.presolve import InfeasibleAssignmentError
 from partitioner.solve.sharding.choices import (
     LayoutRules,
     ShardingError,
-    candidates,
+    list_operator_strategies,
     matmul_flops,
     state_options,
     value_options,
@@ -45,7 +45,7 @@ from partitioner.solve.sharding.layout_ties import (
     tied_values,
     values_of,
 )
-from partitioner.solve.sharding.reshard_graph import Asker, ProblemBuilder, Reshards, Source, connect
+from partitioner.solve.sharding.reshard_graph import Asker, ProblemBuilder, Reshards, Source, add_reshard_costs
 from passes.ir.layouts import PARTIAL, REPLICATED, Layout
 from passes.ir.model import Block, FoldedModel, TensorSpec
 from passes.rules import factors_of
@@ -125,7 +125,7 @@ def solve_sharding(
         ShardingError: a name is unknown, or what is asked excludes every sharding.
         TimeLimitError: no sharding was found in time.
     """
-    rules = _rules(model, axis, input_layouts, output_layouts, pins, whole_states, lengths)
+    rules = _build_layout_rules(model, axis, input_layouts, output_layouts, pins, whole_states, lengths)
     if num_ranks == 1:
         return whole_sharding(model, axis, costs)
     return ShardingProblem(model, axis, num_ranks, costs, rules).solve(allowed, time_limit_s)
@@ -133,10 +133,10 @@ def solve_sharding(
 
 def sharding_problem(model: FoldedModel, axis: str, num_ranks: int, costs: ShardingCosts) -> ShardingProblem:
     """The problem of :func:`solve_sharding` over at least two ranks, with nothing fixed from outside."""
-    return ShardingProblem(model, axis, num_ranks, costs, _rules(model, axis))
+    return ShardingProblem(model, axis, num_ranks, costs, _build_layout_rules(model, axis))
 
 
-def _rules(
+def _build_layout_rules(
     model: FoldedModel,
     axis: str,
     input_layouts: Mapping[str, Collection[Layout]] | None = None,
@@ -185,13 +185,13 @@ class ShardingProblem:
         self._tie_updates()
         for name in model.blocks:
             for value in values[name]:
-                self._connect(name, value)
+                self._connect_value_readers(name, value)
 
     def solve(self, allowed: Allowed | None = None, time_limit_s: float = 60.0) -> ShardingSolution:
         """The best sharding of the strategies that are allowed. Raises as :func:`solve_sharding` does."""
         start = time.perf_counter()
         try:
-            answer = self._answer(allowed, time_limit_s)
+            answer = self._solve_with_allowed(allowed, time_limit_s)
         except InfeasibleAssignmentError as error:
             around = ", ".join(dict.fromkeys(self.builder.names[i] for i in error.nodes[:6]))
             raise ShardingError(
@@ -199,9 +199,9 @@ class ShardingProblem:
                 f"at {around}. Allow other layouts for the inputs, outputs or pins nearby, or use another number of "
                 "ranks"
             ) from error
-        return self._solution(answer, time.perf_counter() - start)
+        return self._assignment_to_solution(answer, time.perf_counter() - start)
 
-    def _answer(self, allowed: Allowed | None, time_limit_s: float) -> Assignment:
+    def _solve_with_allowed(self, allowed: Allowed | None, time_limit_s: float) -> Assignment:
         """The best of all strategies is also that of those allowed where it has no others."""
         problem = self.builder.problem()
         if self._best is None:
@@ -219,7 +219,7 @@ class ShardingProblem:
         return solve_assignment(replace(problem, costs=costs), time_limit_s=time_limit_s, settle=True)
 
     def _add_operators(self, name: str, block: Block, values: list[BlockValue]) -> None:
-        found = candidates(values, operators_of(block), self.num_ranks, self.rules.lengths)
+        found = list_operator_strategies(values, operators_of(block), self.num_ranks, self.rules.lengths)
         weight = self.weights[name]
         self.operators[name] = {}
         for node, choices in found.items():
@@ -253,10 +253,10 @@ class ShardingProblem:
                         asked.update(dict.fromkeys(t for wants in asker.layouts for t in sorted(wants) if t.sections))
         return state_options(self.model, tie, self.num_ranks, self.rules, trained, asked)
 
-    def _connect(self, name: str, value: BlockValue) -> None:
+    def _connect_value_readers(self, name: str, value: BlockValue) -> None:
         block = self.model.blocks[name]
         if value.source.op == "placeholder":
-            source = Source(*self.ports[_port(block, value.source)])
+            source = Source(*self.ports[_placeholder_to_port(block, value.source)])
         else:
             variable, choices = self.operators[name][value.source]
             source = Source(variable, [s.results[value.index] for s in choices])
@@ -264,7 +264,7 @@ class ShardingProblem:
         label = f"{name}/{value.source.name}"
         is_state = value.source.op == "placeholder" and value.source.name in block.states
         reshards = self.state_reshards if is_state else self.reshards
-        connect(self.builder, reshards, label, (value.spec, value.grad), source, askers, self.weights[name])
+        add_reshard_costs(self.builder, reshards, label, (value.spec, value.grad), source, askers, self.weights[name])
 
     def _state_reshard(self, spec: TensorSpec, source: Layout, target: Layout, differentiable: bool) -> float:
         """A state is read as it is kept: gathering weights for every microbatch is what sharding over ``dp`` is for."""
@@ -285,7 +285,7 @@ class ShardingProblem:
         for variable, options in dict(self.ports[name, "output", p] for p in places).items():
             yield Asker(variable, [frozenset((layout,)) for layout in options])
 
-    def _solution(self, answer: Assignment, seconds: float) -> ShardingSolution:
+    def _assignment_to_solution(self, answer: Assignment, seconds: float) -> ShardingSolution:
         chosen = {
             name: {node: choices[answer.choice[variable]] for node, (variable, choices) in operators.items()}
             for name, operators in self.operators.items()
@@ -301,7 +301,7 @@ class ShardingProblem:
             for name, block in self.model.blocks.items()
         }
         layouts = {name: o[answer.choice[v]] for tie, v, o in self.ties for name in tie.names}
-        sharded, without_rule = _shares(self.model, chosen, self.costs, self.num_ranks)
+        sharded, without_rule = _measure_sharded_work(self.model, chosen, self.costs, self.num_ranks)
         return ShardingSolution(
             self.axis,
             self.num_ranks,
@@ -317,13 +317,13 @@ class ShardingProblem:
         )
 
 
-def _port(block: Block, placeholder: fx.Node) -> Port:
+def _placeholder_to_port(block: Block, placeholder: fx.Node) -> Port:
     if placeholder.name in block.states:
         return block.name, "state", block.states.index(placeholder.name)
     return block.name, "input", block.inputs.index(placeholder.name)
 
 
-def _shares(
+def _measure_sharded_work(
     model: FoldedModel, chosen: Mapping[str, Mapping[fx.Node, Strategy]], costs: ShardingCosts, num_ranks: int
 ) -> tuple[float, dict[str, float]]:
     """The share of matrix-multiply work that is sharded, and of compute time per operator without a rule."""
@@ -364,7 +364,7 @@ def whole_sharding(model: FoldedModel, axis: str, costs: ShardingCosts) -> Shard
     )
     objective += sum(costs.state(state.spec, REPLICATED, 1) for state in model.states.values())
     objective += sum(costs.boundary(spec, REPLICATED) for spec in model.values.values())
-    _, without_rule = _shares(model, chosen, costs, 1)
+    _, without_rule = _measure_sharded_work(model, chosen, costs, 1)
     values, states = dict.fromkeys(model.values, REPLICATED), dict.fromkeys(model.states, REPLICATED)
     return ShardingSolution(axis, 1, blocks, values, states, objective, objective, 0.0, without_rule)
 

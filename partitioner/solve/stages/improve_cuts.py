@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.schedules.actions import Timetable
-from partitioner.schedules.makespan import Phases, follow, follow_all, longest_path
+from partitioner.schedules.makespan import Phases, compute_makespan, follow_all, longest_path
 from partitioner.solve.stages.tables import TINY, StageTables
 
 Table = NDArray[np.float64]
@@ -58,7 +58,7 @@ def better_cuts(
     calls, stages = len(tables.problem.calls), tables.problem.num_stages
     if math.comb(calls - 1, stages - 1) * actions <= _ALL:
         return _best_of_all(costs, timetable, how, calls, stages)
-    bands = costs.bands(follow(timetable, costs.phases(cuts), **how) / _microbatches(timetable))
+    bands = costs.bands(compute_makespan(timetable, costs.phases(cuts), **how) / _count_microbatches(timetable))
     turns = max(4, min(_MOST_TURNS, _ACTIONS // actions) // (4 if quick else 1))
     for turn in range(1, turns + 1):
         seconds, path = longest_path(timetable, costs.phases(cuts), **how)
@@ -69,25 +69,25 @@ def better_cuts(
         if min(min(seen.values()) * (1 - _CLOSE), enough_s) <= bound:
             break
     else:
-        _moved(costs, timetable, how, seen, (_MOVED // 4 if quick else _MOVED) // actions)
+        _improve_cuts_locally(costs, timetable, how, seen, (_MOVED // 4 if quick else _MOVED) // actions)
     order = sorted((taken, found) for found, taken in seen.items())
     return RankedCuts(tuple(order), min(bound, order[0][0]))
 
 
-def _moved(
+def _improve_cuts_locally(
     costs: _Costs, timetable: Timetable, how: Mapping[str, bool], seen: dict[tuple[int, ...], float], left: int
 ) -> None:
     """Local search from the best of ``seen``: move single cuts, and neighbouring cuts together, as long as that helps.
     ``left``: greatest number of schedules to simulate."""
     best, before = min(seen, key=lambda cuts: seen[cuts]), None
     while best != before and left > 0:
-        near = [cuts for cuts in _near(best) if cuts not in seen][:left]
+        near = [cuts for cuts in _list_neighbour_cuts(best) if cuts not in seen][:left]
         seen |= costs.taken(timetable, np.array(near, dtype=np.int64).reshape(-1, len(best)), how)
         left -= len(near)
         best, before = min(seen, key=lambda cuts: seen[cuts]), best
 
 
-def _near(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+def _list_neighbour_cuts(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """``cuts`` with one or more neighbouring cuts moved by a few calls, fewest moved cuts first."""
     inner = len(cuts) - 2
     for count in range(1, inner + 1):
@@ -191,6 +191,6 @@ class _Bands:
         return float(reached[-1]), tuple(cuts[::-1])
 
 
-def _microbatches(timetable: Timetable) -> int:
+def _count_microbatches(timetable: Timetable) -> int:
     """Number of microbatches of a timetable."""
     return sum(action.kind == "F" and action.chunk == 0 for action in timetable.orders[0])

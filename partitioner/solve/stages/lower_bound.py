@@ -18,7 +18,7 @@ from partitioner.schedules.formulas import is_formula, least_fill
 from partitioner.solve.stages.problem import Pace, StageProblem
 from partitioner.solve.stages.split import capacity_error, stage_plan
 from partitioner.solve.stages.tables import ROUNDING_BYTES, TINY, StageTables
-from partitioner.units import bytes_text, plural
+from partitioner.units import bytes_text, format_plural
 
 Vector = NDArray[np.float64]
 
@@ -129,7 +129,7 @@ def _over_runs(tables: StageTables, limit: float) -> tuple[float, float, float] 
         if followed:
             pace = problem.pace(stage)
             if id(pace) not in of_pace:
-                of_pace[id(pace)] = _others(problem, pace)
+                of_pace[id(pace)] = _bound_other_stages(problem, pace)
             others = of_pace[id(pace)]
             np.maximum(before[2], _after_others(problem, stage, others, start, stop, time), out=values[2])
         least.fill(np.inf)
@@ -166,7 +166,7 @@ def _after_others(
     return through
 
 
-def _others(problem: StageProblem, pace: Pace) -> OtherStageTimes:
+def _bound_other_stages(problem: StageProblem, pace: Pace) -> OtherStageTimes:
     """``pace``: of the stage's devices."""
     paces = {id(pace): pace for pace in map(problem.pace, range(problem.num_stages))}.values()
     ahead = [min(costs) for costs in zip(*([c.forward_total_s for c in p.costs] for p in paces), strict=True)]
@@ -191,7 +191,8 @@ def _check_memory(tables: StageTables) -> None:
     if most[-1] > ROUNDING_BYTES:
         missing = bytes_text(float(most[-1]))
         raise CapacityError(
-            f"one of {plural(problem.num_stages, 'stage')} needs at least {missing} more than is usable on a device, "
+            f"one of {format_plural(problem.num_stages, 'stage')} needs at least {missing} more than is "
+            f"usable on a device, "
             "however layers are divided and recomputed",
             missing_bytes=round(float(most[-1])),
             at_least=True,

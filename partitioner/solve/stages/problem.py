@@ -96,10 +96,10 @@ class StageProblem:
         return self.num_microbatches * self.chunks
 
     def pace(self, stage: int) -> Pace:
-        return self.paces[stage] if self.paces else self._plain
+        return self.paces[stage] if self.paces else self._unscaled_pace
 
     @cached_property
-    def _plain(self) -> Pace:
+    def _unscaled_pace(self) -> Pace:
         return Pace(tuple(call.cost for call in self.calls), self.overhead)
 
     def held(self, stage: int) -> tuple[Counts, ...]:
@@ -107,7 +107,7 @@ class StageProblem:
         The memory of the stage peaks at one of these pairs."""
         if not self.train:
             return ((1, 0),)
-        return self.flying[stage] if self.flying else self._formula(stage)
+        return self.flying[stage] if self.flying else self._count_formula_in_flight(stage)
 
     def in_flight(self, stage: int) -> int:
         """Upper bound on the number of microbatches that a stage holds at a time."""
@@ -121,7 +121,7 @@ class StageProblem:
         """Upper bound on the number of microbatches between the two backward halves."""
         return max(half for _, half in self.held(stage))
 
-    def _formula(self, stage: int) -> tuple[Counts, ...]:
+    def _count_formula_in_flight(self, stage: int) -> tuple[Counts, ...]:
         return stage_in_flight(self.schedule, stage, self.num_stages, self.num_microbatches)
 
     @cached_property

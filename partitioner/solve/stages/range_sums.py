@@ -59,7 +59,7 @@ def segments_of(calls: Sequence[StageCall], local: Collection[str] = frozenset()
         )
         for call in calls
     )
-    return (_remembered if len(calls) <= _MOST_REMEMBERED else Segments)(holdings, frozenset(local))
+    return (_build_cached_segments if len(calls) <= _MOST_REMEMBERED else Segments)(holdings, frozenset(local))
 
 
 class Segments:
@@ -82,13 +82,13 @@ class Segments:
     @cached_property
     def largest_again(self) -> Table:
         """Greatest bytes that one recomputed call keeps and works with."""
-        return self._largest([c.saved_bytes + c.working_bytes for c in self.calls])
+        return self._tabulate_run_maxima([c.saved_bytes + c.working_bytes for c in self.calls])
 
     @cached_property
     def largest_working(self) -> Table:
         """Greatest temporary bytes. A peak may be the start of a microbatch's backward in the last call, while
         gradients of the first call are still in flight from the previous microbatch."""
-        table = self._largest([c.working_bytes for c in self.calls])
+        table = self._tabulate_run_maxima([c.working_bytes for c in self.calls])
         last, lingering, _ = zip(*(c.at_ends for c in self.calls), strict=True)
         if not any(lingering):
             return table
@@ -108,14 +108,17 @@ class Segments:
     @cached_property
     def saved_inputs(self) -> Table:
         """Bytes of the distinct inputs that are kept per microbatch."""
-        return self._union(
-            [[item for item, kept in zip(self._inputs(c), c.saved_inputs, strict=True) if kept] for c in self.calls]
+        return self._tabulate_distinct_bytes(
+            [
+                [item for item, kept in zip(self._list_input_items(c), c.saved_inputs, strict=True) if kept]
+                for c in self.calls
+            ]
         )
 
     @cached_property
     def all_inputs(self) -> Table:
         """Bytes of the distinct inputs, which recomputation keeps."""
-        return self._union([self._inputs(c) for c in self.calls])
+        return self._tabulate_distinct_bytes([self._list_input_items(c) for c in self.calls])
 
     @cached_property
     def forward(self) -> Table:
@@ -133,7 +136,7 @@ class Segments:
         both: Table = self.forward + self.backward
         return both[:, None] + both[None, :]
 
-    def _inputs(self, call: Holding) -> list[Item]:
+    def _list_input_items(self, call: Holding) -> list[Item]:
         return list(zip(call.inputs, call.input_bytes, strict=True))
 
     def sums(self, per_call: Sequence[float]) -> Table:
@@ -141,18 +144,18 @@ class Segments:
         prefix: Table = np.concatenate([[0.0], np.cumsum(np.asarray(per_call, dtype=np.float64))])
         return np.maximum(0.0, prefix[None, :] - prefix[:, None])
 
-    def _largest(self, per_call: Sequence[float]) -> Table:
+    def _tabulate_run_maxima(self, per_call: Sequence[float]) -> Table:
         n = len(per_call)
         table = np.zeros((n + 1, n + 1))
         grid = np.where(np.arange(n)[None, :] >= np.arange(n)[:, None], np.asarray(per_call)[None, :], 0.0)
         table[:n, 1:] = np.maximum.accumulate(grid, axis=1)
         return table
 
-    def _union(self, items: Sequence[Sequence[Item]]) -> Table:
+    def _tabulate_distinct_bytes(self, items: Sequence[Sequence[Item]]) -> Table:
         """Bytes of the distinct items of every run, each counted once."""
-        places, counted = _places([[name for name, _ in own] for own in items])
+        places, counted = _index_first_occurrences([[name for name, _ in own] for own in items])
         sizes = np.array([size for own in items for _, size in own], dtype=np.float64)
-        return _counted(places, sizes[counted], len(items))
+        return _sum_first_occurrences(places, sizes[counted], len(items))
 
     def _passing(self, gradients: bool) -> Table:
         last = {name: k for k, call in enumerate(self.calls) for name in call.inputs}
@@ -169,7 +172,7 @@ class _StateReads:
     """The states that calls read, by call."""
 
     def __init__(self, names: Sequence[Sequence[str]]) -> None:
-        self._places, counted = _places(names)
+        self._places, counted = _index_first_occurrences(names)
         each = list(chain.from_iterable(names))
         self._names, self._calls = [each[number] for number in counted.tolist()], len(names)
         self._known: dict[int, tuple[Mapping[str, float], Table]] = {}
@@ -180,7 +183,7 @@ class _StateReads:
             if len(self._known) * (self._calls + 1) ** 2 > _MOST_KNOWN:
                 self._known.clear()
             of_names = np.array([sizes.get(name, 0.0) for name in self._names], dtype=np.float64)
-            table = _counted(self._places, of_names, self._calls)
+            table = _sum_first_occurrences(self._places, of_names, self._calls)
             self._known[id(sizes)] = sizes, table  # keeps the id valid
         return self._known[id(sizes)][1]
 
@@ -191,11 +194,11 @@ def _states_of(names: tuple[tuple[str, ...], ...]) -> _StateReads:
 
 
 @lru_cache(maxsize=32)
-def _remembered(calls: tuple[Holding, ...], local: frozenset[str]) -> Segments:
+def _build_cached_segments(calls: tuple[Holding, ...], local: frozenset[str]) -> Segments:
     return Segments(calls, local)
 
 
-def _counted(places: NDArray[np.int64], sizes: NDArray[np.float64], n: int) -> Table:
+def _sum_first_occurrences(places: NDArray[np.int64], sizes: NDArray[np.float64], n: int) -> Table:
     """Table of runs of ``n`` calls: the entry ``[i, k + 1]`` sums the bytes that calls ``i`` to ``k`` add, each item
     once."""
     added = np.bincount(places, sizes, minlength=n * n).reshape(n, n)
@@ -205,7 +208,7 @@ def _counted(places: NDArray[np.int64], sizes: NDArray[np.float64], n: int) -> T
     return table
 
 
-def _places(names: Sequence[Sequence[str]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _index_first_occurrences(names: Sequence[Sequence[str]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """For the items of calls, by name: the first start from which a call adds each item (the call after the last that
     has the item), as a flat index into ``[start, call]``; and the numbers of the counted items, since an item that a
     call has twice counts once."""

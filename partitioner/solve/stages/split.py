@@ -38,16 +38,16 @@ def check_room(takes: str, needed: float, room: float) -> None:
         raise CapacityError(text, missing_bytes=missing, at_least=True)
 
 
-def _shortage(tables: StageTables) -> tuple[float, int, list[int]]:
+def _find_least_shortage(tables: StageTables) -> tuple[float, int, list[int]]:
     """Over all splits, the least that any rank can lack (bytes, negative: to spare), on which stage, and the cuts."""
-    least = [_pinned(tables, stage) for stage in range(len(tables.allowed))]
+    least = [_find_pinned_memory(tables, stage) for stage in range(len(tables.allowed))]
     excess = [m - c for m, c in zip(least, tables.problem.capacity, strict=True)]
     worst, cuts = min_max(excess)
     lacking = [float(excess[s][cuts[s], cuts[s + 1]]) for s in range(len(excess))]
     return worst, int(np.argmax(lacking)), cuts
 
 
-def _pinned(tables: StageTables, stage: int) -> Table:
+def _find_pinned_memory(tables: StageTables, stage: int) -> Table:
     """The least peak bytes of every segment: where "full" is asked for, with just that recomputed."""
     if tables.problem.recompute != "full" or not tables.problem.train:
         return tables.least_memory[stage]
@@ -60,7 +60,7 @@ def _pinned(tables: StageTables, stage: int) -> Table:
 def capacity_error(tables: StageTables, *, relaxed: bool = False) -> PlanError:
     """Why no split of a problem is possible: what lacks least, and where; ``relaxed``: a plan lacks that or more."""
     problem = tables.problem
-    missing, stage, cuts = _shortage(tables)
+    missing, stage, cuts = _find_least_shortage(tables)
     if not np.isfinite(missing):
         pins = ", ".join(f"{problem.calls[i].path} on stage {s}" for i, s in sorted(problem.pinned.items()))
         return PlanError(f"no split into {problem.num_stages} stages has {pins}; leave every stage at least one call")

@@ -73,7 +73,7 @@ def cut_for_step(
         if pipeline + lowest >= min(enough_s, best[1]) * (1 - _ROUNDING) or not left:
             least = min(least, pipeline + lowest)
             break
-        behind = max(_of(tails, split))
+        behind = max(_list_stage_tails(tails, split))
         least = min(least, pipeline + max(behind, lowest))  # of the cuts that are barred now
         if behind <= lowest * (1 + _ROUNDING):
             break
@@ -95,7 +95,7 @@ def cut_for_step(
     return PricedSplit(*best, min(least, best[1], enough_s))
 
 
-def _of(tails: Sequence[Table], split: StageSplit) -> list[float]:
+def _list_stage_tails(tails: Sequence[Table], split: StageSplit) -> list[float]:
     """What follows the pipeline at least, by stage."""
     stages = split.virtual or split.stages
     return [float(tail[stage.start, stage.stop]) for tail, stage in zip(tails, stages, strict=True)]

@@ -43,7 +43,7 @@ class StageTables:
         self.segments = segments_of(problem.calls, problem.local)
         self.states = self.segments.states_of(problem.state_bytes)
         self._capacity = np.array(problem.capacity, dtype=np.float64)
-        self._counts = _counts([problem.held(stage) for stage in range(p)])
+        self._counts = _stack_in_flight_counts([problem.held(stage) for stage in range(p)])
         paces = [problem.pace(stage) for stage in range(p)]
         places = {id(pace): place for place, pace in enumerate({id(pace): pace for pace in paces}.values())}
         self._pace_of = np.array([places[id(pace)] for pace in paces])
@@ -54,7 +54,7 @@ class StageTables:
         whole = [[c.forward_total_s - c.remade_s for c in pace.costs] for pace in different]
         self._whole_again = np.stack([np.concatenate([[0.0], np.cumsum(seconds)]) for seconds in whole])
         self._overhead = np.array([pace.overhead.forward_total_s for pace in paces])
-        self.allowed = self._allowed()
+        self.allowed = self._allowed_segments()
         self.slim = StageTables(problem.slim) if problem.slim is not None else None
 
     @property
@@ -67,7 +67,7 @@ class StageTables:
         """:attr:`times`, and by stage the segments that recompute selectively."""
         p, n = self.problem.num_stages, len(self.problem.calls)
         chunks = np.array_split(np.arange(p), math.ceil(p * (n + 1) ** 2 / _MOST_ENTRIES))
-        times = [table for stages in chunks for table in self._times(stages)]
+        times = [table for stages in chunks for table in self._tabulate_segment_times(stages)]
         if self.slim is None:
             return times, []
         always = self.problem.recompute == "selective"
@@ -87,7 +87,7 @@ class StageTables:
     @cached_property
     def least_memory(self) -> list[Table]:
         """Peak bytes of every segment on every stage under the most recomputation allowed."""
-        start, stop = self._runs
+        start, stop = self._segment_ranges
         least = np.full((self.problem.num_stages, *self.segments.saved.shape), np.inf)
         least[:, start, stop] = self.least_bytes(start, stop)
         return [np.where(allowed, of_stage, np.inf) for allowed, of_stage in zip(self.allowed, least, strict=True)]
@@ -97,24 +97,24 @@ class StageTables:
         ``[stages, segments]``."""
         stages = np.arange(self.problem.num_stages)[:, None]
         fixed = np.broadcast_to(self.fixed_memory[start, stop], (len(stages), len(start)))
-        least: Table = self._whole(stages, start, stop) if self.problem.train else fixed
+        least: Table = self._compute_peak_without_recompute(stages, start, stop) if self.problem.train else fixed
         if self.most_recomputed.any():
-            again = self._again(stages, start, stop)
+            again = self._compute_peak_with_recompute(stages, start, stop)
             least = np.where(self.most_recomputed[start, stop] > 0, np.minimum(least, again), least)
         if self.slim is None:
             return least
         slim = self.slim.least_bytes(start, stop)
         return slim if self.problem.recompute == "selective" else np.minimum(least, slim)
 
-    def _times(self, stages: Counts) -> Table:
+    def _tabulate_segment_times(self, stages: Counts) -> Table:
         """Seconds of every segment on ``stages``, shape ``[stages, calls + 1, calls + 1]``, see :meth:`run_times`."""
-        start, stop = self._runs
+        start, stop = self._segment_ranges
         times = np.full((len(stages), *self.segments.saved.shape), np.inf)
         times[:, start, stop] = self.run_times(stages, start, stop)
         return times
 
     @property
-    def _runs(self) -> tuple[Counts, Counts]:
+    def _segment_ranges(self) -> tuple[Counts, Counts]:
         """The starts and stops of the segments that leave at least one call to each of the other stages."""
         n = len(self.problem.calls)
         return _runs_of(n, n - self.problem.num_stages + 1)
@@ -124,13 +124,13 @@ class StageTables:
         infinite if a segment does not fit or is barred. Shape ``[stages, segments]``."""
         problem, pace = self.problem, self._pace_of[stages][:, None]
         usable = self._capacity[stages][:, None]
-        before, after = (of_ends[stages] for of_ends in self._ends)
+        before, after = (of_ends[stages] for of_ends in self._end_wait_seconds)
         time: Table = self._forward[pace, start, stop] + self._overhead[stages][:, None]
         time += before[:, start] + after[:, stop]
         plain = self.fixed_memory[start, stop]
         if problem.train:
             time += self._backward[pace, start, stop]
-            plain = self._whole(stages[:, None], start, stop)
+            plain = self._compute_peak_without_recompute(stages[:, None], start, stop)
         different = stages if problem.pinned or problem.barred else stages[:1]
         every = [self.allowed[stage][start, stop] for stage in different.tolist()]
         allowed = np.broadcast_to(np.stack(every), time.shape)
@@ -138,7 +138,7 @@ class StageTables:
         if problem.train and self.most_recomputed.any():
             again = allowed & (self.most_recomputed[start, stop] > 0)
             if problem.recompute != "full":  # only segments that do not fit without recomputation and may fit with it
-                least = self._again(stages[:, None], start, stop)
+                least = self._compute_peak_with_recompute(stages[:, None], start, stop)
                 again &= ~(plain <= usable) & (least <= usable + ROUNDING_BYTES)
             here, run = np.nonzero(again)
             stage, begin, end = stages[here], start[run], stop[run]
@@ -150,7 +150,7 @@ class StageTables:
 
     def short_runs(self, limit: float) -> tuple[Counts, Counts]:
         """The segments whose work takes at most ``limit`` seconds on the fastest stage."""
-        start, stop = self._runs
+        start, stop = self._segment_ranges
         near = np.flatnonzero(self.least_work[start, stop] <= limit)
         return start[near], stop[near]
 
@@ -160,17 +160,17 @@ class StageTables:
         least: Table = (self._forward + self._backward if self.problem.train else self._forward).min(axis=0)
         return least
 
-    def _allowed(self) -> list[NDArray[np.bool_]]:
+    def _allowed_segments(self) -> list[NDArray[np.bool_]]:
         """Segments that each stage may hold: not empty, with the calls pinned to the stage and no calls pinned to
         another."""
         n = len(self.problem.calls)
         start, stop = np.arange(n + 1)[:, None], np.arange(n + 1)[None, :]
         if self.problem.barred:
-            both = zip(self._pinned(start, stop), self.problem.barred, strict=True)
+            both = zip(self._mask_pinned_segments(start, stop), self.problem.barred, strict=True)
             return [allowed & ~barred for allowed, barred in both]
-        return self._pinned(start, stop)
+        return self._mask_pinned_segments(start, stop)
 
-    def _pinned(self, start: Counts, stop: Counts) -> list[NDArray[np.bool_]]:
+    def _mask_pinned_segments(self, start: Counts, stop: Counts) -> list[NDArray[np.bool_]]:
         if not self.problem.pinned:
             return [start < stop] * self.problem.num_stages
         tables = []
@@ -189,11 +189,11 @@ class StageTables:
 
     def transfers(self, stage: int) -> tuple[Table, Table]:
         """Seconds that a stage waits: for values at its start ``[i, 1]``, for gradients at its end ``[1, j]``."""
-        before, after = self._ends
+        before, after = self._end_wait_seconds
         return before[stage][:, None], after[stage][None, :]
 
     @cached_property
-    def _ends(self) -> tuple[Table, Table]:
+    def _end_wait_seconds(self) -> tuple[Table, Table]:
         """Seconds that each stage waits at its start and at its end, each of shape ``[stages, calls + 1]``."""
         problem, cut = self.problem, self.segments
         before, after = np.zeros((2, problem.num_stages, len(problem.calls) + 1))
@@ -235,11 +235,19 @@ class StageTables:
             excess = np.maximum(excess, over / np.maximum(whole[stage], TINY))
             if cut.closing.any():  # when one of these microbatches is already freed
                 gone = np.minimum(whole[stage], 1.0)
-                over = taken - gone * (saved + inputs) + self._rest[start, stop] + cut.closing[start] - capacity
+                over = (
+                    taken
+                    - gone * (saved + inputs)
+                    + self._fixed_bytes_without_working[start, stop]
+                    + cut.closing[start]
+                    - capacity
+                )
                 excess = np.maximum(excess, over / np.maximum(whole[stage] - gone, TINY))
         count = np.searchsorted(prefix, prefix[start] + excess * (1 - TINY), side="left")
         count = np.clip(count - start, 1, np.maximum(most, 1))
-        return np.where(self._whole(stage, start, stop) <= capacity, 0, np.minimum(count, most))
+        return np.where(
+            self._compute_peak_without_recompute(stage, start, stop) <= capacity, 0, np.minimum(count, most)
+        )
 
     def again(self, stage: int | Counts, start: Counts, recomputed: Counts) -> Table:
         """Seconds of recomputing the first ``recomputed`` calls from ``start`` on whole."""
@@ -255,7 +263,7 @@ class StageTables:
         return self.states + cut.largest_working + cut.boundary + self.problem.overhead.working_bytes
 
     @cached_property
-    def _fixed(self) -> Table:
+    def _fixed_bytes_without_recompute(self) -> Table:
         """:attr:`fixed_memory` without recomputation. Late gradients count only as far as they exceed the bytes that
         backward has freed by then."""
         late = self.problem.late_bytes
@@ -268,19 +276,25 @@ class StageTables:
         behind = np.where(np.arange(len(after))[None, :] > np.arange(len(after))[:, None], after[None, :], np.inf)
         grown = np.maximum(0.0, after[None, :] - np.minimum.accumulate(behind, axis=1))
         coming = self.segments.states_of(late)
-        return np.maximum(self.fixed_memory - coming + np.minimum(grown, coming), self.states - self._kept)
+        return np.maximum(
+            self.fixed_memory - coming + np.minimum(grown, coming), self.states - self._kept_segment_bytes
+        )
 
     @cached_property
     def _fixed_again(self) -> Table:
         """Bytes besides inputs under recomputation: one call at a time holds its saved bytes. The peak may also be in a
         call that is not recomputed, whose gradients are as large."""
-        return self._rest + np.maximum(self.segments.largest_working, self.segments.largest_again)
+        return self._fixed_bytes_without_working + np.maximum(
+            self.segments.largest_working, self.segments.largest_again
+        )
 
     @cached_property
-    def _kept(self) -> Table:
+    def _kept_segment_bytes(self) -> Table:
         return self.segments.saved + self.segments.saved_inputs
 
-    def _held(self, stage: int | Counts, whole: Table, half: Table, gone: Table | float = 0.0) -> Table:
+    def _bound_in_flight_bytes(
+        self, stage: int | Counts, whole: Table, half: Table, gone: Table | float = 0.0
+    ) -> Table:
         """Greatest bytes of the microbatches that a stage holds at a time.
 
         ``whole``: of a microbatch whose backward has not begun. ``half``: of one between the two backward halves. One
@@ -293,12 +307,12 @@ class StageTables:
             held = np.maximum(held, taken) if begun else taken
         return held
 
-    def _whole(self, stage: int | Counts, start: Counts, stop: Counts) -> Table:
+    def _compute_peak_without_recompute(self, stage: int | Counts, start: Counts, stop: Counts) -> Table:
         """Peak bytes of segments without full recomputation."""
         inputs = self.segments.saved_inputs[start, stop]
         carried = self.segments.carried[start, stop] + inputs
         held = self.segments.saved[start, stop] + inputs, carried
-        peak: Table = self._fixed[start, stop] + self._held(stage, *held)
+        peak: Table = self._fixed_bytes_without_recompute[start, stop] + self._bound_in_flight_bytes(stage, *held)
         return self._closed(peak, stage, start, stop, *held)
 
     def _closed(
@@ -309,18 +323,23 @@ class StageTables:
         closing = self.segments.closing[start]
         if not closing.any():
             return peak
-        return np.maximum(peak, self._rest[start, stop] + closing + self._held(stage, whole, half, whole))
+        return np.maximum(
+            peak,
+            self._fixed_bytes_without_working[start, stop]
+            + closing
+            + self._bound_in_flight_bytes(stage, whole, half, whole),
+        )
 
     @cached_property
-    def _rest(self) -> Table:
+    def _fixed_bytes_without_working(self) -> Table:
         """:attr:`fixed_memory` without the working memory of calls."""
         return self.fixed_memory - self.segments.largest_working
 
-    def _again(self, stage: int | Counts, start: Counts, stop: Counts) -> Table:
+    def _compute_peak_with_recompute(self, stage: int | Counts, start: Counts, stop: Counts) -> Table:
         """Peak bytes of segments whose calls are all recomputed, so that only inputs are kept."""
         inputs = self.segments.all_inputs[start, stop]
         held = inputs, inputs + self.segments.carried[start, stop]
-        peak: Table = self._fixed_again[start, stop] + self._held(stage, *held)
+        peak: Table = self._fixed_again[start, stop] + self._bound_in_flight_bytes(stage, *held)
         return self._closed(peak, stage, start, stop, *held)
 
     def each(self, start: Counts, stop: Counts, recomputed: Counts) -> tuple[Table, Table]:
@@ -335,9 +354,11 @@ class StageTables:
         recomputed."""
         if not self.problem.train:
             return self.fixed_memory[start, stop]
-        fixed = np.where(recomputed > 0, self._fixed_again[start, stop], self._fixed[start, stop])
+        fixed = np.where(
+            recomputed > 0, self._fixed_again[start, stop], self._fixed_bytes_without_recompute[start, stop]
+        )
         each = self.each(start, stop, recomputed)
-        peak: Table = fixed + self._held(stage, *each)
+        peak: Table = fixed + self._bound_in_flight_bytes(stage, *each)
         return self._closed(peak, stage, start, stop, *each)
 
 
@@ -349,7 +370,7 @@ def _runs_of(calls: int, most: int) -> tuple[Counts, Counts]:
     return start[short], stop[short]
 
 
-def _counts(held: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[Vector, Vector]]:
+def _stack_in_flight_counts(held: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[Vector, Vector]]:
     """The pairs of counts that stages hold, one array of shape ``[stages]`` each; the last pair of a stage is
     repeated."""
     most = max(map(len, held))

@@ -24,9 +24,15 @@ from itertools import pairwise
 import numpy as np
 
 from partitioner.errors import CapacityError
-from partitioner.schedules.actions import held
+from partitioner.schedules.actions import group_stages_by_rank
 from partitioner.schedules.csv_table import ScheduleTable
-from partitioner.schedules.formulas import Counts, InFlightMicrobatches, held_microbatches, pipeline_seconds, shortened
+from partitioner.schedules.formulas import (
+    Counts,
+    InFlightMicrobatches,
+    held_microbatches,
+    pipeline_seconds,
+    shorten_timetable,
+)
 from partitioner.schedules.makespan import Phases
 from partitioner.schedules.registry import ranks_of
 from partitioner.solve.stages.improve_cuts import better_cuts
@@ -38,16 +44,18 @@ from partitioner.units import bytes_text
 Taken = Callable[[Sequence[StagePlan]], float]
 
 
-def fitted(tables: StageTables, plans: Sequence[StagePlan], taken: Taken, capacity: float) -> list[StagePlan] | None:
+def fit_virtual_stages(
+    tables: StageTables, plans: Sequence[StagePlan], taken: Taken, capacity: float
+) -> list[StagePlan] | None:
     """A rank's virtual stages, cut as ``plans`` are, that take no more than ``capacity`` bytes together by what
     ``taken`` says; ``None`` where too much is left, whatever is made again."""
     every = _by_calls(tables, plans), _in_part(tables, plans), _by_calls(tables, plans, in_part=True)
     found = [ways for ways in map(list, every) if ways]
-    fits = [best for ways in found if (best := _shortest(ways, taken, capacity)) is not None]
+    fits = [best for ways in found if (best := _find_least_recompute_fit(ways, taken, capacity)) is not None]
     return min(fits, key=lambda plans: sum(plan.time_s for plan in plans), default=None)
 
 
-def _shortest(ways: Sequence[list[StagePlan]], taken: Taken, capacity: float) -> list[StagePlan] | None:
+def _find_least_recompute_fit(ways: Sequence[list[StagePlan]], taken: Taken, capacity: float) -> list[StagePlan] | None:
     """The first of ``ways``, each of which makes more again than the one before it, that fits."""
     low, high = 0, len(ways) - 1
     if taken(ways[high]) > capacity:
@@ -128,7 +136,7 @@ def solve_virtual(
     lacking: CapacityError | None = None
     found: list[StageSplit] = []
     try:
-        found.append(_solved(problem, schedule, num_ranks, chunks, proven, improved, enough_s))
+        found.append(_solve_virtual_stages(problem, schedule, num_ranks, chunks, proven, improved, enough_s))
     except CapacityError as error:
         lacking = error
     if found and not _cut_by_memory(problem, found[0]):
@@ -138,11 +146,13 @@ def solve_virtual(
     for how in ("selective", "full") if problem.slim is not None else ("full",):
         with suppress(CapacityError):
             found.append(
-                _solved(replace(problem, recompute=how), schedule, num_ranks, chunks, False, improved, enough_s)
+                _solve_virtual_stages(
+                    replace(problem, recompute=how), schedule, num_ranks, chunks, False, improved, enough_s
+                )
             )
     if lacking is not None and found:
         roomy = replace(problem, capacity=tuple(_ENOUGH for _ in problem.capacity))  # no stages go below its bound
-        least = _solved(roomy, schedule, num_ranks, chunks, proven, improved, enough_s).least_s
+        least = _solve_virtual_stages(roomy, schedule, num_ranks, chunks, proven, improved, enough_s).least_s
     elif lacking is not None:
         raise lacking
     else:
@@ -167,8 +177,8 @@ class _VirtualStageRanks:
     def of(
         cls, problem: StageProblem, schedule: str | ScheduleTable, num_ranks: int, chunks: int | None
     ) -> _VirtualStageRanks:
-        own = held(ranks_of(schedule, num_ranks, chunks), num_ranks)
-        return cls(followed(problem, schedule, num_ranks, chunks), schedule, chunks, own)
+        own = group_stages_by_rank(ranks_of(schedule, num_ranks, chunks), num_ranks)
+        return cls(set_scheduled_in_flight(problem, schedule, num_ranks, chunks), schedule, chunks, own)
 
     @cached_property
     def flying(self) -> InFlightMicrobatches:
@@ -219,12 +229,12 @@ class _VirtualStageRanks:
         for k, plan, way, (start, stop) in zip(stages, plans, ways, places, strict=True):
             sizes = way.each(start, stop, np.array([plan.recompute]))
             each.append((float(sizes[0][0]), float(sizes[1][0])))
-            apart += max(_held(pair, each[-1]) for pair in problem.held(k))
-        at_once = max(sum(map(_held, counts, each)) for counts in self.flying.together[rank])
+            apart += max(_sum_in_flight_bytes(pair, each[-1]) for pair in problem.held(k))
+        at_once = max(sum(map(_sum_in_flight_bytes, counts, each)) for counts in self.flying.together[rank])
         return total - apart + at_once
 
 
-def _solved(
+def _solve_virtual_stages(
     problem: StageProblem,
     schedule: str | ScheduleTable,
     num_ranks: int,
@@ -250,7 +260,9 @@ def _solved(
         if attempt == _ROUNDS - 1:
             break
         needs = [float(stage.memory) for stage in split.stages]
-        limits = _shares(needs, ranks.own, [c - max(0.0, e) for c, e in zip(capacity, excess, strict=True)])
+        limits = _divide_rank_capacity(
+            needs, ranks.own, [c - max(0.0, e) for c, e in zip(capacity, excess, strict=True)]
+        )
         limited = replace(ranks.problem, capacity=tuple(int(limit) for limit in limits))
         try:
             tables = StageTables(limited)
@@ -262,8 +274,8 @@ def _solved(
         quick = not proven and _cut_by_memory(ranks.problem, split)
         bound = 0.0
         if improved:
-            split, bound = _improved(whole, split, ranks, enough_s, quick)
-        return _joined(split, ranks, ranks.memory(whole, split.stages), bound)
+            split, bound = _improve_virtual_cuts(whole, split, ranks, enough_s, quick)
+        return _join_stages_by_rank(split, ranks, ranks.memory(whole, split.stages), bound)
     stage, missing = lacking
     raise CapacityError(
         f"rank {stage} of {num_ranks} needs {bytes_text(capacity[stage] + missing)} of the "
@@ -274,7 +286,9 @@ def _solved(
     )
 
 
-def followed(problem: StageProblem, schedule: str | ScheduleTable, num_ranks: int, chunks: int | None) -> StageProblem:
+def set_scheduled_in_flight(
+    problem: StageProblem, schedule: str | ScheduleTable, num_ranks: int, chunks: int | None
+) -> StageProblem:
     """``problem`` with the microbatches that each stage holds, from the schedule's order."""
     if not problem.train:
         return problem
@@ -290,7 +304,7 @@ def _made_again(tables: StageTables, split: StageSplit, ranks: _VirtualStageRank
         plans = [stages[k] for k in virtual]
         if taken(plans) <= room:
             continue
-        made = fitted(tables, plans, taken, room)
+        made = fit_virtual_stages(tables, plans, taken, room)
         if made is None:
             return None
         for k, plan in zip(virtual, made, strict=True):
@@ -298,7 +312,9 @@ def _made_again(tables: StageTables, split: StageSplit, ranks: _VirtualStageRank
     return replace(split, stages=tuple(stages))
 
 
-def _shares(needs: Sequence[float], own: Sequence[Sequence[int]], capacity: Sequence[float]) -> list[float]:
+def _divide_rank_capacity(
+    needs: Sequence[float], own: Sequence[Sequence[int]], capacity: Sequence[float]
+) -> list[float]:
     """Each rank's capacity, divided among its stages in proportion to ``needs``."""
     limits = [0.0] * len(needs)
     for stages, room in zip(own, capacity, strict=True):
@@ -308,12 +324,12 @@ def _shares(needs: Sequence[float], own: Sequence[Sequence[int]], capacity: Sequ
     return limits
 
 
-def _held(counts: Counts, each: tuple[float, float]) -> float:
+def _sum_in_flight_bytes(counts: Counts, each: tuple[float, float]) -> float:
     """Bytes of the microbatches in ``counts``: (backward not begun, between the two backward halves)."""
     return counts[0] * each[0] + counts[1] * each[1]
 
 
-def _improved(
+def _improve_virtual_cuts(
     tables: StageTables, split: StageSplit, ranks: _VirtualStageRanks, enough_s: float, quick: bool
 ) -> tuple[StageSplit, float]:
     """The fastest cuts that fit, searched from those of ``split``, and a lower bound in seconds on all cuts.
@@ -321,7 +337,7 @@ def _improved(
     ``tables``: of stages that may each use all of their rank's memory.
     """
     problem, p = ranks.problem, len(ranks.own)
-    table, more = shortened(ranks.schedule, p, problem.num_microbatches, ranks.chunks)
+    table, more = shorten_timetable(ranks.schedule, p, problem.num_microbatches, ranks.chunks)
     times = np.array(
         [
             [c.forward_total_s + (c.backward_total_s if problem.train else 0.0) for c in pace.costs]
@@ -353,17 +369,19 @@ def _cut_by_memory(problem: StageProblem, split: StageSplit) -> bool:
     return problem.recompute is None and any(plan.recompute or plan.selective for plan in split.stages)
 
 
-def _joined(split: StageSplit, ranks: _VirtualStageRanks, memory: Sequence[float], bound: float) -> StageSplit:
+def _join_stages_by_rank(
+    split: StageSplit, ranks: _VirtualStageRanks, memory: Sequence[float], bound: float
+) -> StageSplit:
     """The stages by rank, and the seconds of the schedule with them."""
     seconds = ranks.seconds(split)
     stages = tuple(
-        _together([split.stages[k] for k in virtual], round(taken))
+        _merge_virtual_stages([split.stages[k] for k in virtual], round(taken))
         for virtual, taken in zip(ranks.own, memory, strict=True)
     )
     return StageSplit(stages, seconds, min(seconds, bound), split.microbatch_s, split.stages)
 
 
-def _together(parts: Sequence[StagePlan], memory: int) -> StagePlan:
+def _merge_virtual_stages(parts: Sequence[StagePlan], memory: int) -> StagePlan:
     """A rank's virtual stages as one stage."""
     total = {
         name: sum(getattr(part, name) for part in parts)

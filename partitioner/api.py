@@ -20,14 +20,7 @@ from partitioner.solve.search.best_first import SearchProgress
 from partitioner.solve.search.fit_memory import plan_to_fit
 from partitioner.solve.search.search import search_for_plan
 from partitioner.topology import Topology
-from partitioner.validate import (
-    check_options,
-    check_precision,
-    check_request,
-    precision_of,
-    rate_topology,
-    torch_device,
-)
+from partitioner.validate import check_options, check_precision, check_request, precision_of, rate_cluster, torch_device
 from passes.faults import typed_errors
 
 
@@ -74,7 +67,7 @@ def partition(
     def job_of(topology: Topology, constraints: Constraints, global_batch: int | None) -> Job:
         work = prepared.at(global_batch, constraints, torch_device(topology))
         kind = precision_of(work[0], prepared.precision)
-        return Job(*work, rate_topology(topology, kind, constraints.memory_margin), constraints, train, optimizer, kind)
+        return Job(*work, rate_cluster(topology, kind, constraints.memory_margin), constraints, train, optimizer, kind)
 
     with attach_advice(RelaxationRequest(topology, constraints, global_batch, job_of)):
         check_request(topology, constraints, optimizer, train)

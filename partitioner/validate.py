@@ -123,7 +123,7 @@ def type_of(precision: str | None) -> str | None:
     return _AROUND.get(precision, precision) if precision else precision
 
 
-def rate_topology(topology: Topology, precision: str, margin: float = 0.0) -> Topology:
+def rate_cluster(topology: Topology, precision: str, margin: float = 0.0) -> Topology:
     """``topology`` with the rates that its products have in ``precision``, as :func:`precision_of` gives it, and
     without the ``margin`` of its memory that is to stay free."""
     return with_margin(topology.in_tf32 if precision == "tf32" else topology, margin)

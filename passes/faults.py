@@ -42,7 +42,7 @@ PHASES = {
     ("passes/shard/shard_block.py", "shard_block"): "sharding a block",
     ("passes/shard/differentiate.py", "joint_of"): "differentiating a block",
     ("partitioner/solve/sharding/batch.py", "shard_batch"): "splitting the batch",
-    ("partitioner/solve/search/search.py", "explore"): "searching for a layout",
+    ("partitioner/solve/search/search.py", "search_for_plan"): "searching for a layout",
     ("partitioner/emit/program.py", "emit"): "emitting the programs",
     ("partitioner/plans/reference.py", "run_reference"): "running the unmodified model",
     ("runtime/prove/prove.py", "prove"): "proving the programs",
@@ -50,7 +50,7 @@ PHASES = {
     ("runtime/state/parameters.py", "check_weights"): "checking the weights",
     ("runtime/state/parameters.py", "load_states"): "loading the weights",
 }
-_REPORTS_PROGRESS = ("partitioner/solve/search/best_first.py", "_tell")
+_REPORTS_PROGRESS = ("partitioner/solve/search/best_first.py", "_report_progress")
 _OF_ARGUMENTS = (TypeError, AttributeError, ValueError, RuntimeError)  # where an entry point itself raises them
 _BEFORE_GRAPHS = ("reading the inputs", "copying the model without its numbers", "capturing the model")
 _NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")

@@ -159,7 +159,7 @@ def test_typed_errors_pass_as_they_are():
     "error", [MemoryError(), OSError(28, "No space left on device"), RuntimeError("out of memory")]
 )
 def test_a_machine_without_room_is_not_a_fault(error: Exception, plan: Plan, monkeypatch: pytest.MonkeyPatch):
-    broken(monkeypatch, importlib.import_module("partitioner.plans.files"), "_wrap", error)
+    broken(monkeypatch, importlib.import_module("partitioner.plans.files"), "_wrap_plan_content", error)
     with pytest.raises(ResourceError, match=r"Plan.save\(\) failed( for want of memory)?: "):
         plan.save("plan.json")
 
@@ -171,7 +171,7 @@ def test_phases_are_functions_that_exist():
 
 
 def test_the_command_line_says_that_it_is_at_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    broken(monkeypatch, importlib.import_module("partitioner.plans.files"), "_unwrap", KeyError("inside"))
+    broken(monkeypatch, importlib.import_module("partitioner.plans.files"), "_unwrap_plan_file", KeyError("inside"))
     result = CliRunner().invoke(app, ["show", str(tmp_path / "plan.json")])
     assert result.exit_code == 3
     assert "Internal error" in result.output + result.stderr

@@ -777,7 +777,7 @@ def test_scattering_takes_no_more_than_that_bound(
     """However gradients and work are divided among stages."""
     gathers = Gathers.__new__(Gathers)
     gathers.slowdown, gathers.overlap = slowdown, overlap
-    gathers._again = lambda point: sum(again for *_, again in of_stages)  # type: ignore[method-assign]
+    gathers._bound_scatter_seconds = lambda point: sum(again for *_, again in of_stages)  # type: ignore[method-assign]
     each = [ahead + back for ahead, back, _ in of_stages]
     pipeline, tail, waited = (m - 1) * max(each) + sum(each), 0.0, 0.0
     for _, back, again in of_stages:

@@ -29,7 +29,7 @@ from partitioner.topology.group import Group
 from partitioner.topology.hardware import DeviceType
 from partitioner.topology.hosts import BOUNDLESS
 from partitioner.topology.topology import Topology
-from partitioner.validate import rate_topology
+from partitioner.validate import rate_cluster
 from passes.ir.gradient_flow import mark_block
 from passes.ir.model import Block
 from passes.ir.serialize import block_from_data, dtype_of
@@ -150,7 +150,7 @@ class PlanDurations:
         self._copied: dict[tuple[int, tuple[str, ...]], tuple[float, float]] = {}
         precision = plan.precision or common_precision(plan.program)
         ep, etp = plan.program.size("ep"), plan.program.etp
-        self.topology = rate_topology(plan.topology, precision)
+        self.topology = rate_cluster(plan.topology, precision)
         self.machine = PlacedMesh(self.topology, plan.program.mesh, precision, plan.devices, ep=ep, etp=etp)
 
     def call(self, stage: int, call: int, part: Part) -> float:

@@ -14,8 +14,8 @@ from torch import fx
 
 from partitioner.emit.program import Layouts, emit
 from passes.ir.collectives import ops
-from passes.ir.interpret import call
-from passes.ir.layouts import shard
+from passes.ir.interpret import insert_operator_node
+from passes.ir.layouts import make_shard_layout
 from passes.ir.model import Block, Call, FoldedModel, ModelInput, ModelOutput, ModelState, TensorSpec
 from runtime.program.program import Program
 from runtime.prove.prove import prove
@@ -37,11 +37,20 @@ def layer(tp: int) -> Block:
     h.meta["val"] = torch.empty((B, H), device="meta")
     states = tuple(n.name for n in nodes)
     for up, down in zip(nodes[::2], nodes[1::2], strict=True):
-        x = call(graph, ops.copy.default, (h, "tp", tp))
-        x = call(
-            graph, aten.mm.default, (call(graph, aten.relu.default, (call(graph, aten.mm.default, (x, up)),)), down)
+        x = insert_operator_node(graph, ops.copy.default, (h, "tp", tp))
+        x = insert_operator_node(
+            graph,
+            aten.mm.default,
+            (
+                insert_operator_node(
+                    graph, aten.relu.default, (insert_operator_node(graph, aten.mm.default, (x, up)),)
+                ),
+                down,
+            ),
         )
-        h = call(graph, aten.add.Tensor, (h, call(graph, ops.all_reduce.default, (x, "tp", tp, "copy"))))
+        h = insert_operator_node(
+            graph, aten.add.Tensor, (h, insert_operator_node(graph, ops.all_reduce.default, (x, "tp", tp, "copy")))
+        )
     graph.output((h,))
     return Block("layer", graph, states, ("h",))
 
@@ -50,7 +59,7 @@ def loss() -> Block:
     graph = fx.Graph()
     h = graph.create_node("placeholder", "h", name="h")
     h.meta["val"] = torch.empty((B, H), device="meta")
-    graph.output((call(graph, aten.sum.default, (h,)),))
+    graph.output((insert_operator_node(graph, aten.sum.default, (h,)),))
     return Block("loss", graph, (), ("h",))
 
 
@@ -64,7 +73,7 @@ def large_program(pp: int, dp: int, tp: int, num_microbatches: int, calls_per_st
             dim = 1 if ".up" in name else 0
             shape = tuple(s * tp if d == dim else s for d, s in enumerate(node.meta["val"].shape))
             states[name] = ModelState(name, TensorSpec(shape, torch.float32), "parameter", True)
-            layouts[name] = shard(dim)
+            layouts[name] = make_shard_layout(dim)
         calls.append(Call("layer", f"layers.{i}", names, (f"h{i}",), (f"h{i + 1}",)))
     calls.append(Call("loss", "loss", (), (f"h{number}",), ("loss",)))
     spec = TensorSpec((B, H), torch.float32)

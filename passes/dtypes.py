@@ -33,7 +33,7 @@ OTHERS = {
 }
 
 
-def itemsize(name: str) -> int:
+def get_dtype_itemsize(name: str) -> int:
     """Bytes of one element of the type ``name``. Raises ``GraphFormatError`` where there is no such type."""
     size = FLOATING.get(name) or OTHERS.get(name)
     if size is not None:
@@ -55,4 +55,4 @@ def is_floating(name: str) -> bool:
 def sum_type(name: str) -> str:
     """The type in which elements of the type ``name`` are added up, as in
     :func:`passes.ir.gradient_flow.accumulated_in`."""
-    return "float32" if is_floating(name) and itemsize(name) < 4 else name
+    return "float32" if is_floating(name) and get_dtype_itemsize(name) < 4 else name

@@ -70,10 +70,10 @@ def typed_errors(entry: str, passing: Callable[[Exception], bool] = lambda error
     except Exception as error:
         if passing(error) or _is_of_progress(error):
             raise
-        raise typed(error, entry) from error
+        raise build_typed_error(error, entry) from error
 
 
-def typed(error: Exception, entry: str) -> PartitionError:
+def build_typed_error(error: Exception, entry: str) -> PartitionError:
     """The typed error that stands for ``error``, which left ``entry`` unexpectedly."""
     said = f"{type(error).__name__}: {_first_line(error)}"
     if isinstance(error, OSError):
@@ -87,7 +87,8 @@ def typed(error: Exception, entry: str) -> PartitionError:
     if codes and is_users(codes[-1][0].co_filename):
         code, line = codes[-1]
         return UserCodeError(
-            f"{entry} called {code.co_name} ({shorten(code.co_filename)}:{line}), which raised {said}; mend it "
+            f"{entry} called {code.co_name} ({shorten_file_path(code.co_filename)}:{line}), which raised "
+            f"{said}; mend it "
             "there, or do not pass it"
         )
     if [is_ours(code.co_filename) for code, _ in codes] == [True, True] and isinstance(error, _OF_ARGUMENTS):
@@ -95,8 +96,9 @@ def typed(error: Exception, entry: str) -> PartitionError:
     phase = phase_of(frames)
     return InternalError(
         f"internal error of the partitioner in {entry}{f', {phase}' if phase else ''}{_operator_text(error)}: {said}\n"
-        f"It is raised at {_place(error)}. This is a fault of the partitioner and not of the model. {_advice(phase)} "
-        f"Please report it with the traceback (its cause) and the model: {versions()}.",
+        f"It is raised at {_format_error_location(error)}. This is a fault of the partitioner and not of "
+        f"the model. {_choose_phase_advice(phase)} "
+        f"Please report it with the traceback (its cause) and the model: {format_versions()}.",
         phase=phase,
     )
 
@@ -106,7 +108,7 @@ def phase_of(frames: list[tuple[FrameType, int]]) -> str:
     for frame, _ in reversed(frames):
         file = frame.f_code.co_filename
         if is_ours(file):
-            phase = PHASES.get((_inside(file), frame.f_code.co_name))
+            phase = PHASES.get((_format_project_path(file), frame.f_code.co_name))
             if phase is not None:
                 return phase
     return ""
@@ -136,15 +138,15 @@ def _operator_text(error: Exception) -> str:
     return f" at the operator {node.name} ({node.target}){of}" + (f" in {path}" if path else "")
 
 
-def _place(error: Exception) -> str:
+def _format_error_location(error: Exception) -> str:
     """``passes/shard/shard_block.py:112 (operator)`` of the innermost frame of this project."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if is_ours(f.filename)]
     if not frames:
         return "no line of the partitioner"
-    return f"{_inside(frames[-1].filename)}:{frames[-1].lineno} ({frames[-1].name})"
+    return f"{_format_project_path(frames[-1].filename)}:{frames[-1].lineno} ({frames[-1].name})"
 
 
-def _advice(phase: str) -> str:
+def _choose_phase_advice(phase: str) -> str:
     if phase in _BEFORE_GRAPHS:
         return "Try to pass an ExportedProgram (torch.export.export) instead of the module."
     if phase:
@@ -152,13 +154,15 @@ def _advice(phase: str) -> str:
     return "Try it with fewer options and smaller inputs."
 
 
-def versions() -> str:
+def format_versions() -> str:
     """Versions of what a report has to name."""
     names = ("partitioner", "torch", "ortools")
-    return ", ".join([f"{name} {_version(name)}" for name in names] + [f"Python {platform.python_version()}"])
+    return ", ".join(
+        [f"{name} {_find_package_version(name)}" for name in names] + [f"Python {platform.python_version()}"]
+    )
 
 
-def _version(name: str) -> str:
+def _find_package_version(name: str) -> str:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -178,10 +182,10 @@ def _lacks_memory(error: Exception) -> bool:
 def _is_of_progress(error: Exception) -> bool:
     """Whether the callback raised it that the search reports to."""
     ours = [f for f in traceback.extract_tb(error.__traceback__) if is_ours(f.filename)]
-    return bool(ours) and (_inside(ours[-1].filename), ours[-1].name) == _REPORTS_PROGRESS
+    return bool(ours) and (_format_project_path(ours[-1].filename), ours[-1].name) == _REPORTS_PROGRESS
 
 
-def _inside(file: str) -> str:
+def _format_project_path(file: str) -> str:
     """``passes/shard/shard_block.py`` for a file of this project."""
     return Path(file).relative_to(_ROOT).as_posix()
 
@@ -196,7 +200,7 @@ def is_ours(file: str) -> bool:
 def is_users(file: str) -> bool:
     """Whether a source file is neither Python's own, nor of this project or of a library that it calls."""
     in_python = file.startswith(_PYTHON) and "site-packages" not in file
-    return not in_python and not is_ours(file) and not file.startswith(("<", *_folders()))
+    return not in_python and not is_ours(file) and not file.startswith(("<", *_find_library_folders()))
 
 
 def _is_librarys(file: str) -> bool:
@@ -204,13 +208,13 @@ def _is_librarys(file: str) -> bool:
 
 
 @cache
-def _folders() -> tuple[str, ...]:
+def _find_library_folders() -> tuple[str, ...]:
     specs = (util.find_spec(name) for name in _LIBRARIES)
     return tuple(f"{folder}/" for spec in specs if spec is not None for folder in spec.submodule_search_locations or ())
 
 
 @lru_cache(maxsize=4096)
-def shorten(file: str) -> str:
+def shorten_file_path(file: str) -> str:
     """A path from the package's or the working directory on."""
     if "site-packages/" in file:
         return file.rsplit("site-packages/", 1)[1]
@@ -222,4 +226,4 @@ def shorten(file: str) -> str:
 def source_of(stack_trace: str | None) -> str:
     """``file:line`` of the innermost frame that is not torch's own; ``""`` where none is known."""
     frames = [f for f in FRAME.findall(stack_trace or "") if is_users(f[0])]
-    return f"{shorten(frames[-1][0])}:{frames[-1][1]}" if frames else ""
+    return f"{shorten_file_path(frames[-1][0])}:{frames[-1][1]}" if frames else ""

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from passes.ir.collectives import ops
-from passes.ir.interpret import call
+from passes.ir.interpret import insert_operator_node
 from passes.ir.model import Block
 from passes.ir.serialize import block_to_data
 from runtime.program.buckets import Bucket
@@ -98,7 +98,7 @@ class _Graph:
         return self.placeholder(name, *shape)
 
     def __call__(self, target: Any, *args: Any) -> fx.Node:
-        node = call(self.graph, target, args)
+        node = insert_operator_node(self.graph, target, args)
         node.meta.update(path=self.path, source=f"net.py:{len(self.graph.nodes)}")
         return node
 

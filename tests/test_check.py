@@ -11,7 +11,7 @@ from torch import fx
 
 from passes.ir.collectives import ops
 from passes.ir.model import Block, TensorSpec
-from passes.ir.verify import GraphError, check_block, check_model, misuse, sameness
+from passes.ir.verify import GraphError, check_block, check_model, compare_across_ranks, find_misused_collective
 from tests.tiny_programs import Graph, layer_block, tiny_model
 
 aten = torch.ops.aten
@@ -109,11 +109,11 @@ def test_the_models_values_are_those_of_its_graphs():
 def test_what_differs_from_rank_to_rank():
     """Shards differ, products of shards differ, sums over the axis are alike again."""
     block = layer_block(2)
-    known = sameness(block.graph, {"up": "different", "down": "different"}, "tp", 2)
+    known = compare_across_ranks(block.graph, {"up": "different", "down": "different"}, "tp", 2)
     assert [known[n] for n in ("copy_default", "mm_default", "mm_default_1")] == ["alike", "different", "different"]
     assert known["all_reduce_default"] == known["add_tensor_1"] == "alike"
-    assert misuse(block.graph, known, "tp") is None
-    over_dp = sameness(block.graph, {"up": "different", "down": "different"}, "dp", 2)
+    assert find_misused_collective(block.graph, known, "tp") is None
+    over_dp = compare_across_ranks(block.graph, {"up": "different", "down": "different"}, "dp", 2)
     assert over_dp["add_tensor_1"] == "different"
 
 
@@ -122,17 +122,17 @@ def test_an_expanded_value_may_be_a_part():
     g = Graph("expanded", {}, {"x": (2, 4, 1)})
     expanded = g(torch.ops.aten.expand.default, g["x"], [2, 4, 1])
     graph = g.block(g(ops.all_gather.default, expanded, 2, "tp", 2, "slice")).graph
-    assert misuse(graph, sameness(graph, {}, "tp", 2), "tp") is None
+    assert find_misused_collective(graph, compare_across_ranks(graph, {}, "tp", 2), "tp") is None
 
 
 def test_a_whole_value_is_not_added_up_nor_a_part_cut():
     g = Graph("twice", {}, {"x": (2, 4), "part": (2, 4)})
     again = g(ops.all_reduce.default, g["x"], "tp", 2, "copy")
     graph = g.block(again, g(ops.shard_slice.default, g["part"], 0, "tp", 2)).graph
-    found = misuse(graph, sameness(graph, {"part": "different"}, "tp", 2), "tp")
+    found = find_misused_collective(graph, compare_across_ranks(graph, {"part": "different"}, "tp", 2), "tp")
     assert found == (again, "all_reduce over tp of a value that is whole on every rank counts it 2 times")
     again.args = (again.args[0], "dp", 2, "copy")
-    found = misuse(graph, sameness(graph, {"part": "different"}, "tp", 2), "tp")
+    found = find_misused_collective(graph, compare_across_ranks(graph, {"part": "different"}, "tp", 2), "tp")
     assert found is not None
     assert found[1] == "shard_slice over tp of a value that differs from rank to rank"
 
@@ -143,4 +143,4 @@ def test_new_expanded_and_spread_values_may_be_parts():
     spread = g(aten.mul.Tensor, g["x"], 0.5)
     ones = g(aten.ones_like.default, g["x"])
     graph = g.block(*(g(ops.all_reduce.default, v, "tp", 2, "copy") for v in (expanded, spread, ones))).graph
-    assert misuse(graph, sameness(graph, {}, "tp", 2), "tp") is None
+    assert find_misused_collective(graph, compare_across_ranks(graph, {}, "tp", 2), "tp") is None

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from passes.ir.gradient_flow import mark_block
-from passes.ir.interpret import META, call
-from passes.ir.layouts import REPLICATED, Layout, join_shards, shard, take_shard
+from passes.ir.interpret import META, insert_operator_node
+from passes.ir.layouts import REPLICATED, Layout, join_shards, make_shard_layout, take_shard
 from passes.ir.model import Block
 from passes.rules.factors import Strategy, operands_of
 from passes.rules.strategies import enumerate_strategies
@@ -39,35 +39,53 @@ def block() -> Block:
     }  # fmt: skip
     p = {name: placeholder(g, name, *shape) for name, shape in states.items()}
     tokens, targets = (placeholder(g, n, B, S, dtype=torch.int64) for n in ("tokens", "targets"))
-    x = call(g, aten.embedding.default, (p["table"], tokens, 0))
-    position = call(g, aten.arange.default, (S,), {"device": META, "dtype": torch.float64})
-    position = call(g, aten.view.default, (call(g, aten.mul.Tensor, (position, 0.1)), [S, 1]))
-    x = call(g, aten.add.Tensor, (x, position))
-    square = call(g, aten.sum.dim_IntList, (call(g, aten.pow.Tensor_Scalar, (x, 2)), [-1], True))
-    norm = call(g, aten.rsqrt.default, (call(g, aten.add.Tensor, (call(g, aten.mul.Tensor, (square, 1 / E)), 1e-5)),))
-    y = call(g, aten.mul.Tensor, (p["scale"], call(g, aten.mul.Tensor, (x, norm))))
-    fused = call(g, aten.linear.default, (y, p["qkv"]))
-    parts = call(g, aten.split_with_sizes.default, (fused, [E, 2 * D, 2 * D], -1))
+    x = insert_operator_node(g, aten.embedding.default, (p["table"], tokens, 0))
+    position = insert_operator_node(g, aten.arange.default, (S,), {"device": META, "dtype": torch.float64})
+    position = insert_operator_node(
+        g, aten.view.default, (insert_operator_node(g, aten.mul.Tensor, (position, 0.1)), [S, 1])
+    )
+    x = insert_operator_node(g, aten.add.Tensor, (x, position))
+    square = insert_operator_node(
+        g, aten.sum.dim_IntList, (insert_operator_node(g, aten.pow.Tensor_Scalar, (x, 2)), [-1], True)
+    )
+    norm = insert_operator_node(
+        g,
+        aten.rsqrt.default,
+        (insert_operator_node(g, aten.add.Tensor, (insert_operator_node(g, aten.mul.Tensor, (square, 1 / E)), 1e-5)),),
+    )
+    y = insert_operator_node(g, aten.mul.Tensor, (p["scale"], insert_operator_node(g, aten.mul.Tensor, (x, norm))))
+    fused = insert_operator_node(g, aten.linear.default, (y, p["qkv"]))
+    parts = insert_operator_node(g, aten.split_with_sizes.default, (fused, [E, 2 * D, 2 * D], -1))
     heads = []
     for n in range(3):
-        part = call(g, operator.getitem, (parts, n))
-        part = call(g, aten.view.default, (part, [B, S, -1, D]))
-        heads.append(call(g, aten.transpose.int, (part, 1, 2)))
-    attended = call(g, aten.scaled_dot_product_attention.default, tuple(heads), {"is_causal": True, "enable_gqa": True})
-    attended = call(g, aten.reshape.default, (call(g, aten.transpose.int, (attended, 1, 2)), [B, S, -1]))
-    attended = call(g, aten.add.Tensor, (call(g, aten.linear.default, (attended, p["out"])), p["bias"]))
-    x = call(g, aten.add.Tensor, (x, attended))
-    both = call(g, aten.linear.default, (x, p["gate_up"]))
-    gate, up = (call(g, aten.slice.Tensor, (both, 2, start, start + F)) for start in (0, F))
-    inner = call(g, aten.mul.Tensor, (call(g, aten.silu.default, (gate,)), up))
-    x = call(g, aten.add.Tensor, (x, call(g, aten.linear.default, (inner, p["down"]))))
-    logits = call(g, aten.linear.default, (call(g, aten.view.default, (x, [B * S, E])), p["table"]))
-    labels = call(g, aten.view.default, (targets, [B * S, 1]))
-    total = call(g, aten.logsumexp.default, (logits, [1], True))
-    picked = call(g, aten.gather.default, (logits, 1, labels))
-    ignored = call(g, aten.eq.Scalar, (labels, 0))
-    losses = call(g, aten.masked_fill.Scalar, (call(g, aten.sub.Tensor, (total, picked)), ignored, 0.0))
-    g.output((call(g, aten.sum.default, (losses,)), x))
+        part = insert_operator_node(g, operator.getitem, (parts, n))
+        part = insert_operator_node(g, aten.view.default, (part, [B, S, -1, D]))
+        heads.append(insert_operator_node(g, aten.transpose.int, (part, 1, 2)))
+    attended = insert_operator_node(
+        g, aten.scaled_dot_product_attention.default, tuple(heads), {"is_causal": True, "enable_gqa": True}
+    )
+    attended = insert_operator_node(
+        g, aten.reshape.default, (insert_operator_node(g, aten.transpose.int, (attended, 1, 2)), [B, S, -1])
+    )
+    attended = insert_operator_node(
+        g, aten.add.Tensor, (insert_operator_node(g, aten.linear.default, (attended, p["out"])), p["bias"])
+    )
+    x = insert_operator_node(g, aten.add.Tensor, (x, attended))
+    both = insert_operator_node(g, aten.linear.default, (x, p["gate_up"]))
+    gate, up = (insert_operator_node(g, aten.slice.Tensor, (both, 2, start, start + F)) for start in (0, F))
+    inner = insert_operator_node(g, aten.mul.Tensor, (insert_operator_node(g, aten.silu.default, (gate,)), up))
+    x = insert_operator_node(g, aten.add.Tensor, (x, insert_operator_node(g, aten.linear.default, (inner, p["down"]))))
+    logits = insert_operator_node(
+        g, aten.linear.default, (insert_operator_node(g, aten.view.default, (x, [B * S, E])), p["table"])
+    )
+    labels = insert_operator_node(g, aten.view.default, (targets, [B * S, 1]))
+    total = insert_operator_node(g, aten.logsumexp.default, (logits, [1], True))
+    picked = insert_operator_node(g, aten.gather.default, (logits, 1, labels))
+    ignored = insert_operator_node(g, aten.eq.Scalar, (labels, 0))
+    losses = insert_operator_node(
+        g, aten.masked_fill.Scalar, (insert_operator_node(g, aten.sub.Tensor, (total, picked)), ignored, 0.0)
+    )
+    g.output((insert_operator_node(g, aten.sum.default, (losses,)), x))
     made = Block("layer", g, tuple(p), ("tokens", "targets"))
     mark_block(made, set(states))
     return made
@@ -77,7 +95,7 @@ def some_sharding(block: Block, num_ranks: int, rng: random.Random) -> BlockShar
     """Any strategy for each operator that its operands' layouts allow; ``None`` where the dice led nowhere."""
 
     def whole_or_sharded(node: fx.Node, source: Layout | None = None) -> list[Layout]:
-        shards = [shard(d) for d, size in enumerate(node.meta["val"].shape) if size % num_ranks == 0]
+        shards = [make_shard_layout(d) for d, size in enumerate(node.meta["val"].shape) if size % num_ranks == 0]
         return [to for to in (REPLICATED, *shards) if source is None or (source.kind, to.kind) in RESHARDS]
 
     produced: dict[fx.Node, tuple[Layout, ...]] = {p: (rng.choice(whole_or_sharded(p)),) for p in block.placeholders}

@@ -18,7 +18,7 @@ import passes.ops.attention  # noqa: F401 - defines the operator
 import runtime
 from partitioner import Constraints, Plan, PlanError, Topology, partition, run_reference
 from partitioner.plans.verify import TOLERANCE, compare
-from passes.ir.layouts import Layout, join_shards, shard, shard_slices, take_shard
+from passes.ir.layouts import Layout, join_shards, make_shard_layout, shard_slices, take_shard
 from passes.ops.attention import Band, most_pairs, ring_steps
 from runtime.comm.thread_backend import ThreadWorld
 from runtime.execute.calls import BoundCall
@@ -44,7 +44,7 @@ def ranks() -> Iterator[runtime.LocalRanks]:
 @given(st.integers(1, 4), st.lists(st.integers(1, 3), min_size=1, max_size=3), st.booleans())
 def test_shards_make_the_whole_again(num_ranks: int, sections: list[int], zigzag: bool):
     sizes = tuple(2 * num_ranks * s for s in sections)
-    layout = shard(1, sizes, zigzag)
+    layout = make_shard_layout(1, sizes, zigzag)
     whole = torch.arange(2 * sum(sizes)).view(2, -1)
     parts = [take_shard(whole, layout, num_ranks, rank) for rank in range(num_ranks)]
     assert len({part.shape for part in parts}) == 1
@@ -53,7 +53,10 @@ def test_shards_make_the_whole_again(num_ranks: int, sections: list[int], zigzag
 
 
 def test_zigzag_has_a_piece_from_either_end():
-    assert [shard_slices(shard(0, (), True), 16, 4, rank) for rank in (0, 3)] == [[(0, 2), (14, 2)], [(6, 2), (8, 2)]]
+    assert [shard_slices(make_shard_layout(0, (), True), 16, 4, rank) for rank in (0, 3)] == [
+        [(0, 2), (14, 2)],
+        [(6, 2), (8, 2)],
+    ]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
@@ -122,7 +125,7 @@ def test_attention_in_tiles_is_attention(queries: int, keys: int, before: Any, a
 def test_ranks_together_do_what_one_does(
     num_ranks: int, zigzag: bool, algorithm: str, before: Any, after: Any, queries: int, keys: int
 ):
-    band, layout = Band(before, after), shard(2, (), zigzag)
+    band, layout = Band(before, after), make_shard_layout(2, (), zigzag)
     whole = _tensors(2 * num_ranks * queries, 2 * num_ranks * keys, (4, 2))
     world, found = ThreadWorld(num_ranks), dict[int, tuple[Tensor, ...]]()
 

@@ -39,8 +39,8 @@ from partitioner.topology.groups import stage_capacity
 from passes.capture.capture import capture
 from passes.ir.collectives import ops
 from passes.ir.gradient_flow import mark_block, mark_gradients
-from passes.ir.interpret import META, call
-from passes.ir.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, shard
+from passes.ir.interpret import META, insert_operator_node
+from passes.ir.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, make_shard_layout
 from passes.ir.model import Block, ModelState, TensorSpec
 from passes.normalize.pipeline import normalize
 from passes.rules.factors import Strategy
@@ -65,7 +65,7 @@ def block(
         node = graph.placeholder(name)
         node.meta["val"] = value.to("meta")
         nodes.append(node)
-    outputs = build(lambda target, *args, **kwargs: call(graph, target, args, kwargs), *nodes)
+    outputs = build(lambda target, *args, **kwargs: insert_operator_node(graph, target, args, kwargs), *nodes)
     graph.output(outputs if isinstance(outputs, tuple) else (outputs,))
     made = Block("block", graph, tuple(states), tuple(inputs))
     mark_block(made, {n.name for n in nodes if n.meta["val"].is_floating_point()})
@@ -247,15 +247,15 @@ def test_a_collective_is_transposed_backward(
 @pytest.mark.parametrize(
     ("source", "target", "sent"),
     [
-        (shard(0), shard(0), []),
-        (shard(0), shard(2), ["all_to_all", "all_to_all"]),
-        (shard(0), READ_SHARDED, ["all_gather", "reduce_scatter"]),
+        (make_shard_layout(0), make_shard_layout(0), []),
+        (make_shard_layout(0), make_shard_layout(2), ["all_to_all", "all_to_all"]),
+        (make_shard_layout(0), READ_SHARDED, ["all_gather", "reduce_scatter"]),
         (REPLICATED, READ_SHARDED, ["all_reduce"]),
-        (READ_SHARDED, shard(1), []),
-        (PARTIAL, shard(0), ["reduce_scatter", "all_gather"]),
+        (READ_SHARDED, make_shard_layout(1), []),
+        (PARTIAL, make_shard_layout(0), ["reduce_scatter", "all_gather"]),
         (PARTIAL, REPLICATED, ["all_reduce"]),
         (READ_SHARDED, REPLICATED, None),
-        (shard(0), PARTIAL, None),
+        (make_shard_layout(0), PARTIAL, None),
     ],
     ids=str,
 )
@@ -276,7 +276,7 @@ def test_sharded_work_takes_a_share_of_the_time():
     made = block(lambda f, w, x: f(aten.linear.default, x, w), {"w": big["x"]}, big)
     node, costs = last(made), TensorCosts(DEVICE, NVLINK)
     whole = costs.node(node, Strategy(None, (), (REPLICATED, REPLICATED), (REPLICATED,)), 8)
-    columns = costs.node(node, Strategy("n", (), (READ_SHARDED, shard(0)), (shard(1),)), 8)
+    columns = costs.node(node, Strategy("n", (), (READ_SHARDED, make_shard_layout(0)), (make_shard_layout(1),)), 8)
     assert whole / 8 < columns < whole / 6
 
 
@@ -288,8 +288,8 @@ def test_a_state_read_as_a_partial_sum_pays_for_its_gradient():
     short = TensorCosts(DEVICE, NVLINK, num_microbatches=2, short_gradients=True)
     extra = short.state(spec, READ_SHARDED, 8) - short.state(spec, REPLICATED, 8)
     assert extra == pytest.approx(collective_time("all_reduce", spec.nbytes, NVLINK) / 2)
-    assert costs.state(spec, shard(0), 8) < costs.state(spec, REPLICATED, 8)
-    assert math.isinf(TensorCosts(DEVICE, NVLINK, sequence_parallel=False).boundary(spec, shard(0)))
+    assert costs.state(spec, make_shard_layout(0), 8) < costs.state(spec, REPLICATED, 8)
+    assert math.isinf(TensorCosts(DEVICE, NVLINK, sequence_parallel=False).boundary(spec, make_shard_layout(0)))
 
 
 def test_adam_takes_eighteen_bytes_per_short_parameter():
@@ -298,7 +298,7 @@ def test_adam_takes_eighteen_bytes_per_short_parameter():
         "frozen": ModelState("frozen", TensorSpec((64, 64), BF16), "parameter", False),
         "norm": ModelState("norm", TensorSpec((64,), torch.float32), "parameter", True),
     }
-    layouts = {"w": shard(0), "norm": READ_SHARDED}
+    layouts = {"w": make_shard_layout(0), "norm": READ_SHARDED}
     costs = state_costs(kinds_of(states, layouts), {"dp": 2, "tp": 4})
     assert costs["w"].total == 18 * 64 * 64 / 4
     assert costs["w"].grad_axes == ("dp",)

@@ -10,7 +10,7 @@ from partitioner.cost.call.block_profile import node_operands
 from partitioner.cost.call.call_cost import call_costs
 from partitioner.cost.call.operators import Kernel, forward_kernels
 from partitioner.solve.bounds.block_work import block_work
-from passes.ir.interpret import call
+from passes.ir.interpret import insert_operator_node
 from passes.ir.model import Block
 
 aten = torch.ops.aten
@@ -28,10 +28,12 @@ def attention_block(kv_heads: int, heads: int) -> Block:
     nodes = {name: graph.placeholder(name) for name in shapes}
     for name, node in nodes.items():
         node.meta["val"] = torch.empty(shapes[name], dtype=BF16, device="meta")
-    one = call(graph, aten.unsqueeze.default, (nodes["kv"], 2), {})
-    each = call(graph, aten.expand.default, (one, [-1, -1, heads // kv_heads, -1, -1]), {})
-    keys = call(graph, aten.reshape.default, (each, [BATCH, heads, LENGTH, WIDTH]), {})
-    graph.output((call(graph, aten.scaled_dot_product_attention.default, (nodes["q"], keys, keys), {}),))
+    one = insert_operator_node(graph, aten.unsqueeze.default, (nodes["kv"], 2), {})
+    each = insert_operator_node(graph, aten.expand.default, (one, [-1, -1, heads // kv_heads, -1, -1]), {})
+    keys = insert_operator_node(graph, aten.reshape.default, (each, [BATCH, heads, LENGTH, WIDTH]), {})
+    graph.output(
+        (insert_operator_node(graph, aten.scaled_dot_product_attention.default, (nodes["q"], keys, keys), {}),)
+    )
     return Block("block", graph, (), ("q", "kv"))
 
 
@@ -73,7 +75,7 @@ def test_rows_are_written_over_a_copy_of_the_table():
         node.meta["val"] = torch.empty(shapes[node.name], dtype=BF16, device="meta")
     place = graph.placeholder("place")
     place.meta["val"] = torch.empty(1, dtype=torch.int64, device="meta")
-    graph.output((call(graph, aten.index_copy.default, (table, 2, place, row), {}),))
+    graph.output((insert_operator_node(graph, aten.index_copy.default, (table, 2, place, row), {}),))
     copied, written = kernels(Block("block", graph, (), ("table", "row", "place")))
     assert (copied.kind, copied.num_bytes) == ("pointwise", 2 * BATCH * LENGTH * WIDTH * 2)
     assert (written.kind, written.num_bytes) == ("lookup", 2 * BATCH * WIDTH * 2 + 8)

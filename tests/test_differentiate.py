@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from passes.ir.collectives import ops
-from passes.ir.interpret import call
+from passes.ir.interpret import insert_operator_node
 from passes.ir.model import Block
 from passes.ir.serialize import GraphFormatError, block_from_data, block_to_data
 from passes.shard.differentiate import collectives_of, differentiate
@@ -30,10 +30,10 @@ def mlp() -> Block:
     """linear, gelu, layer norm, linear; the input is also an output."""
     graph = fx.Graph()
     up, down, x = (placeholder(graph, n, *s) for n, s in (("up", (8, 4)), ("down", (4, 8)), ("x", (2, 3, 4))))
-    h = call(graph, aten.linear.default, (x, up), like=x)
-    h = call(graph, aten.gelu.default, (h,), like=x)
-    h = call(graph, aten.layer_norm.default, (h, [8]), like=x)
-    y = call(graph, aten.linear.default, (h, down), like=x)
+    h = insert_operator_node(graph, aten.linear.default, (x, up), like=x)
+    h = insert_operator_node(graph, aten.gelu.default, (h,), like=x)
+    h = insert_operator_node(graph, aten.layer_norm.default, (h, [8]), like=x)
+    y = insert_operator_node(graph, aten.linear.default, (h, down), like=x)
     graph.output((y, x))
     return Block("mlp", graph, ("up", "down"), ("x",))
 
@@ -70,9 +70,9 @@ def test_a_gradient_that_is_zero_is_none() -> None:
 def test_backward_collectives_are_the_transposed_forward_ones() -> None:
     graph = fx.Graph()
     w, x = placeholder(graph, "w", 8, 4), placeholder(graph, "x", 2, 3, 4)
-    whole = call(graph, ops.all_gather.default, (x, 1, "tp", 2, "reduce"), like=x)
-    y = call(graph, aten.linear.default, (whole, w), like=x)
-    graph.output((call(graph, ops.reduce_scatter.default, (y, 1, "tp", 2), like=x),))
+    whole = insert_operator_node(graph, ops.all_gather.default, (x, 1, "tp", 2, "reduce"), like=x)
+    y = insert_operator_node(graph, aten.linear.default, (whole, w), like=x)
+    graph.output((insert_operator_node(graph, ops.reduce_scatter.default, (y, 1, "tp", 2), like=x),))
     parts = differentiate(Block("column", graph, ("w",), ("x",)), CPU, [True], [True], [True])
     forward, backward = collectives_of(parts.forward.graph), collectives_of(parts.backward.graph)
     assert [(u.op, u.shape) for u in forward] == [("all_gather", (2, 3, 4)), ("reduce_scatter", (2, 6, 8))]
@@ -109,8 +109,8 @@ def test_what_goes_between_functions_is_contiguous() -> None:
     """Tracing takes contiguous values for granted, and so do the kernels that it chooses."""
     graph = fx.Graph()
     x = placeholder(graph, "x", 2, 3, 4)
-    y = call(graph, aten.transpose.int, (x, 1, 2), like=x)
-    graph.output((y, call(graph, aten.mul.Tensor, (y, 2.0), like=x)))
+    y = insert_operator_node(graph, aten.transpose.int, (x, 1, 2), like=x)
+    graph.output((y, insert_operator_node(graph, aten.mul.Tensor, (y, 2.0), like=x)))
     parts = differentiate(Block("turned", graph, (), ("x",)), CPU, [True], [], [True, False])
     value = torch.randn(2, 3, 4, dtype=torch.float64)
     turned, doubled, *saved = parts.forward.module(value)
@@ -126,8 +126,10 @@ def test_what_derivatives_write_into_is_not_lost(pool: Any) -> None:
     """Pooling of values that are not contiguous writes into buffers that only the write reads, forward and backward."""
     graph = fx.Graph()
     x = placeholder(graph, "x", 4, 9, 6)
-    y = call(graph, pool, (call(graph, aten.transpose.int, (x, 1, 2), like=x), [1]), like=x)
-    y = call(graph, operator.getitem, (y, 0), like=x) if pool is aten.adaptive_max_pool1d.default else y
+    y = insert_operator_node(
+        graph, pool, (insert_operator_node(graph, aten.transpose.int, (x, 1, 2), like=x), [1]), like=x
+    )
+    y = insert_operator_node(graph, operator.getitem, (y, 0), like=x) if pool is aten.adaptive_max_pool1d.default else y
     graph.output((y,))
     parts = differentiate(Block("pooled", graph, (), ("x",)), CPU, [True], [], [True])
     pieces = (parts.forward, parts.backward, parts.backward_input)

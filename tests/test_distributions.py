@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from partitioner import Constraints, Plan, PlanError, Topology, partition
 from partitioner.plans.reference import run_reference
 from passes.errors import CaptureError, UnsupportedError
-from passes.ops.random import drawn, ops
+from passes.ops.random import draw_whole_tensor, ops
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 
@@ -197,7 +197,7 @@ COUNT = 1 << 16
 
 def numbers(distribution: Any, *parameters: float) -> Tensor:
     given = [torch.tensor(p, dtype=torch.float64) for p in parameters]
-    return drawn(distribution, (COUNT,), torch.device("cpu"), [7, 3], 0, given).double()
+    return draw_whole_tensor(distribution, (COUNT,), torch.device("cpu"), [7, 3], 0, given).double()
 
 
 def close(x: Tensor, mean: float, variance: float) -> None:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from partitioner import Constraints, Topology, partition
 from partitioner.plans.reference import run_reference
-from passes.ops.random import MOST_BITS, drawn, ops
+from passes.ops.random import MOST_BITS, draw_whole_tensor, ops
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 
@@ -112,7 +112,7 @@ MOMENTS = {  # mean, variance, and how large what is drawn is at least and at mo
 @pytest.mark.parametrize("distribution", MOMENTS, ids=str)
 def test_numbers_have_their_distribution(distribution: Any):
     count = 1 << 18
-    numbers = drawn(distribution, (count,), torch.device("cpu"), [7, 3]).double()
+    numbers = draw_whole_tensor(distribution, (count,), torch.device("cpu"), [7, 3]).double()
     mean, variance, least, most = MOMENTS[distribution]
     assert abs(float(numbers.mean()) - mean) < 5 * math.sqrt(variance / count)
     assert abs(float(numbers.var()) / variance - 1) < 0.02
@@ -124,7 +124,7 @@ def test_numbers_have_their_distribution(distribution: Any):
 
 def test_whole_numbers_are_spread_evenly():
     count = 1 << 18
-    numbers = drawn(ops.bits.default, (count,), torch.device("cpu"), [7, 3])
+    numbers = draw_whole_tensor(ops.bits.default, (count,), torch.device("cpu"), [7, 3])
     assert int(numbers.min()) >= 0 and int(numbers.max()) < MOST_BITS
     of_each = torch.bincount(numbers % 10, minlength=10)
     assert int((of_each - count / 10).abs().max()) < 5 * math.sqrt(count / 10)

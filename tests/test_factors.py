@@ -10,7 +10,7 @@ import torch
 from rule_cases import META, aten, f, i, operator
 
 from passes.errors import RuleError
-from passes.ir.layouts import shard
+from passes.ir.layouts import make_shard_layout
 from passes.rules import factors_of, registry, rule
 from passes.rules.reshape import find_shared_factors
 from passes.rules.strategies import enumerate_strategies
@@ -119,32 +119,32 @@ def test_pieces_that_do_not_divide_keep_the_dim_whole():
 
 
 def test_a_slice_takes_whole_sections():
-    found = described("slice.Tensor", f(4, 24), 1, 8, 16, wanted={0: [shard(1, (8, 4, 4, 8))]})
+    found = described("slice.Tensor", f(4, 24), 1, 8, 16, wanted={0: [make_shard_layout(1, (8, 4, 4, 8))]})
     assert "d1[8,8,8]: S1[8,8,8] -> S1" in found
     assert "d1[8,4,4,8]: S1[8,4,4,8] -> S1[4,4]" in found
 
 
 def test_sections_that_a_slice_would_cut_are_refined():
-    found = described("slice.Tensor", f(4, 24), 1, 0, 8, wanted={0: [shard(1, (12, 12))]})
+    found = described("slice.Tensor", f(4, 24), 1, 0, 8, wanted={0: [make_shard_layout(1, (12, 12))]})
     assert "d1[8,4,12]: S1[8,4,12] -> S1" in found
 
 
 def test_a_join_has_a_section_per_operand():
-    found = described("cat", [f(4, 8), f(4, 2), f(4, 6)], 1, wanted={0: [shard(1, (4, 4))]})
+    found = described("cat", [f(4, 8), f(4, 2), f(4, 6)], 1, wanted={0: [make_shard_layout(1, (4, 4))]})
     assert "d1[8,2,6]: S1, S1, S1 -> S1[8,2,6]" in found
     assert "d1[4,4,2,6]: S1[4,4], S1, S1 -> S1[4,4,2,6]" in found
 
 
 def test_products_and_elementwise_operators_carry_sections():
-    wanted = {~0: [shard(2, (4, 2, 2))]}
+    wanted = {~0: [make_shard_layout(2, (4, 2, 2))]}
     assert "o[4,2,2]: R', S0[4,2,2] -> S2[4,2,2]" in described("linear", f(2, 4, 6), f(8, 6), wanted=wanted)
     assert "d2[4,2,2]: S2[4,2,2], S0[4,2,2] -> S2[4,2,2]" in described("add.Tensor", f(2, 4, 8), f(8), wanted=wanted)
 
 
 def test_wishes_are_joined():
-    wanted = {~0: [shard(0, (4, 12)), shard(0, (8, 8))]}
+    wanted = {~0: [make_shard_layout(0, (4, 12)), make_shard_layout(0, (8, 8))]}
     assert "o[4,4,8]: R', S0[4,4,8] -> S0[4,4,8]" not in described("linear", f(4, 6), f(16, 6), wanted=wanted)
-    wanted = {~0: [shard(1, (4, 12)), shard(1, (8, 8))]}
+    wanted = {~0: [make_shard_layout(1, (4, 12)), make_shard_layout(1, (8, 8))]}
     assert "o[4,4,8]: R', S0[4,4,8] -> S1[4,4,8]" in described("linear", f(4, 6), f(16, 6), wanted=wanted)
 
 
@@ -152,7 +152,10 @@ def test_an_inner_factor_is_sharded_in_equal_sections():
     assert "d1: S1 -> S0[6,6,6,6]" in described("view", f(4, 6), [24])
     assert "d2: S1[6,6] -> S2" in described("view", f(4, 12), [4, 2, 6])
     found = described(
-        "view", f(4, 24), [4, 8, 3], wanted={0: [shard(1, (12, 12)), shard(1, (6, 18)), shard(1, (5, 19))]}
+        "view",
+        f(4, 24),
+        [4, 8, 3],
+        wanted={0: [make_shard_layout(1, (12, 12)), make_shard_layout(1, (6, 18)), make_shard_layout(1, (5, 19))]},
     )
     assert [s for s in found if s.startswith("d1")] == [
         "d1: S1 -> S1",
@@ -168,12 +171,13 @@ def test_too_many_sections_are_not_offered():
 
 
 def test_logsumexp_does_not_care_for_order():
-    assert "d1[2,6]: S1[2,6] -> R" in described("logsumexp", f(4, 8), [1], wanted={0: [shard(1, (2, 6))]})
+    assert "d1[2,6]: S1[2,6] -> R" in described("logsumexp", f(4, 8), [1], wanted={0: [make_shard_layout(1, (2, 6))]})
 
 
 def test_a_sequence_is_made_in_sections():
     assert "d0[2,6]: -> S0[2,6]" in [
-        s.replace(":  ->", ": ->") for s in described("arange", 8, device=META, wanted={~0: [shard(0, (2, 6))]})
+        s.replace(":  ->", ": ->")
+        for s in described("arange", 8, device=META, wanted={~0: [make_shard_layout(0, (2, 6))]})
     ]
 
 

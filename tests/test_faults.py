@@ -80,7 +80,7 @@ def test_an_internal_error_names_phase_operator_and_line(monkeypatch: pytest.Mon
 
 INSIDE: dict[str, tuple[Any, str, Callable[[Plan], Any]]] = {
     "folding layers into blocks": (fold, "_join_results", lambda plan: make_plan()),
-    "differentiating a block": (differentiate, "_simplify", lambda plan: plan.verify(Net(), batch())),
+    "differentiating a block": (differentiate, "_simplify_views", lambda plan: plan.verify(Net(), batch())),
     "checking the weights": (parameters, "_find_differences", lambda plan: run_threads(plan, Net(), batch())),
 }
 

@@ -4,7 +4,7 @@ import pickle
 from dataclasses import dataclass, replace
 
 from passes.ir.hashing import hashed_once
-from passes.ir.layouts import REPLICATED, shard
+from passes.ir.layouts import REPLICATED, make_shard_layout
 
 
 @hashed_once
@@ -22,7 +22,7 @@ def test_equal_ones_have_equal_hashes():
 
 
 def test_a_hash_stays_in_its_process():
-    known = shard(1, (2, 4))
+    known = make_shard_layout(1, (2, 4))
     hash(known)
     for again in (pickle.loads(pickle.dumps(known)), pickle.loads(pickle.dumps(REPLICATED))):
         assert vars(again) == {name: vars(again)[name] for name in ("kind", "dim", "sections", "zigzag")}

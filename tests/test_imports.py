@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from partitioner import Constraints, Topology, partition
-from passes.dtypes import FLOATING, OTHERS, is_floating, itemsize, sum_type
+from passes.dtypes import FLOATING, OTHERS, get_dtype_itemsize, is_floating, sum_type
 from passes.ir.gradient_flow import accumulated_in
 from passes.ir.serialize import GraphFormatError, dtype_of
 
@@ -105,11 +105,11 @@ def test_a_plan_is_read_explained_and_drawn_without_torch(tmp_path: Path):
 
 def test_sizes_of_types_are_those_of_torch():
     """For example a bfloat16 has 2 bytes and is added up in float32, an int8 has 1 and stays an int8."""
-    assert (itemsize("bfloat16"), sum_type("bfloat16"), sum_type("int8")) == (2, "float32", "int8")
+    assert (get_dtype_itemsize("bfloat16"), sum_type("bfloat16"), sum_type("int8")) == (2, "float32", "int8")
     for name in (*FLOATING, *OTHERS):
         dtype = dtype_of(name)
-        assert (itemsize(name), is_floating(name)) == (dtype.itemsize, dtype.is_floating_point), name
+        assert (get_dtype_itemsize(name), is_floating(name)) == (dtype.itemsize, dtype.is_floating_point), name
         assert dtype_of(sum_type(name)) == accumulated_in(dtype), name
-    for function in (itemsize, is_floating, sum_type):
+    for function in (get_dtype_itemsize, is_floating, sum_type):
         with pytest.raises(GraphFormatError, match="float33"):
             function("float33")

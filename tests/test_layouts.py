@@ -12,10 +12,10 @@ from passes.ir.layouts import (
     READ_SHARDED,
     REPLICATED,
     Layout,
-    divides,
+    can_shard_evenly,
     join_shards,
     local_shape,
-    shard,
+    make_shard_layout,
     take_shard,
 )
 
@@ -24,7 +24,7 @@ sections = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
 @given(st.integers(0, 3), st.lists(st.integers(1, 99), min_size=2, max_size=4).map(tuple) | st.just(()))
 def test_text_form_round_trips(dim: int, parts: tuple[int, ...]) -> None:
-    for layout in (shard(dim, parts), REPLICATED, PARTIAL, READ_SHARDED):
+    for layout in (make_shard_layout(dim, parts), REPLICATED, PARTIAL, READ_SHARDED):
         assert Layout.parse(str(layout)) == layout
 
 
@@ -40,8 +40,8 @@ def test_shards_join_to_the_whole(parts: list[int], num_ranks: int, dim: int) ->
     shape = [2, 3, 2]
     shape[dim] = sum(sizes)
     whole = torch.randn(shape)
-    layout = shard(dim, sizes)
-    assert divides(layout, tuple(shape), num_ranks)
+    layout = make_shard_layout(dim, sizes)
+    assert can_shard_evenly(layout, tuple(shape), num_ranks)
     shards = [take_shard(whole, layout, num_ranks, i) for i in range(num_ranks)]
     assert all(s.shape == local_shape(layout, tuple(shape), num_ranks) for s in shards)
     assert torch.equal(join_shards(shards, layout), whole)
@@ -49,7 +49,7 @@ def test_shards_join_to_the_whole(parts: list[int], num_ranks: int, dim: int) ->
 
 def test_a_fused_projection_puts_a_part_of_each_section_on_each_rank() -> None:
     qkv = torch.arange(12)
-    assert take_shard(qkv, shard(0, (8, 2, 2)), 2, 1).tolist() == [4, 5, 6, 7, 9, 11]
+    assert take_shard(qkv, make_shard_layout(0, (8, 2, 2)), 2, 1).tolist() == [4, 5, 6, 7, 9, 11]
 
 
 def test_partial_sums_add_up() -> None:
@@ -58,7 +58,12 @@ def test_partial_sums_add_up() -> None:
 
 @pytest.mark.parametrize(
     ("layout", "shape"),
-    [(shard(0), (3, 4)), (shard(2), (4, 4)), (shard(1, (2, 3)), (4, 5)), (shard(1, (2, 2)), (4, 6))],
+    [
+        (make_shard_layout(0), (3, 4)),
+        (make_shard_layout(2), (4, 4)),
+        (make_shard_layout(1, (2, 3)), (4, 5)),
+        (make_shard_layout(1, (2, 2)), (4, 6)),
+    ],
 )
 def test_uneven_shards_do_not_divide(layout: Layout, shape: tuple[int, ...]) -> None:
-    assert not divides(layout, shape, 2)
+    assert not can_shard_evenly(layout, shape, 2)

@@ -19,7 +19,7 @@ from partitioner import Constraints, Topology, partition, prepare
 from passes.errors import UnsupportedError
 from passes.ir.linearity import NotAffine
 from passes.trace import autograd_functions
-from passes.trace.transpose import transpose
+from passes.trace.transpose import transpose_backward
 from runtime import Engine
 from runtime.comm.thread_backend import ThreadWorld
 from runtime.program.analysis import ProgramFacts
@@ -600,9 +600,9 @@ def test_layers_that_are_alike_each_inject_a_loss_and_are_traced_once(monkeypatc
 
     def counted(*args: Any, **options: Any) -> Any:
         traced.append(args)
-        return transpose(*args, **options)
+        return transpose_backward(*args, **options)
 
-    monkeypatch.setattr(autograd_functions, "transpose", counted)
+    monkeypatch.setattr(autograd_functions, "transpose_backward", counted)
     torch.manual_seed(0)
     check(GatedLayers(6), meshes=MESHES)
     assert len(traced) < 6
@@ -829,9 +829,9 @@ def test_a_transpose_and_a_constant_make_up_any_affine_backward(names: list[str]
     like = [torch.empty(3, 4, dtype=torch.float64)]
     if any(name in _NONLINEAR_STEPS for name in names):
         with pytest.raises(NotAffine):
-            transpose(backward, like, like)
+            transpose_backward(backward, like, like)
         return
-    made = transpose(backward, like, like)
+    made = transpose_backward(backward, like, like)
     grad, change = torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     (moved,), constants = made([change])
     constant = constants.get(0, torch.zeros_like(grad))

@@ -20,7 +20,7 @@ from partitioner.cost.call.recomputation import find_recomputed_nodes
 from partitioner.cost.call.saved_activations import find_needed_values, kept_by, size_of
 from passes.capture.capture import capture
 from passes.ir.gradient_flow import mark_block, mark_gradients
-from passes.ir.interpret import call
+from passes.ir.interpret import insert_operator_node
 from passes.ir.model import Block
 from passes.normalize.pipeline import normalize
 from passes.rules.strategies import needs_gradient
@@ -137,13 +137,13 @@ def blocks(draw: st.DrawFn) -> Block:
         kind = draw(st.sampled_from(["mm", "mul", "add", "row", *_KINDS]))
         one, two = (values[draw(st.integers(0, len(values) - 1))] for _ in range(2))
         if kind == "mm" and one.meta["val"].shape[-1] == width:
-            made = call(graph, aten.mm.default, (one, weight))
+            made = insert_operator_node(graph, aten.mm.default, (one, weight))
         elif kind in ("mul", "add"):
-            made = call(graph, aten.mul.Tensor if kind == "mul" else aten.add.Tensor, (one, two))
+            made = insert_operator_node(graph, aten.mul.Tensor if kind == "mul" else aten.add.Tensor, (one, two))
         elif kind == "row":
-            made = call(graph, aten.sum.dim_IntList, (one, [1], True))
+            made = insert_operator_node(graph, aten.sum.dim_IntList, (one, [1], True))
         else:
-            made = call(graph, _KINDS.get(kind, aten.exp.default), (one,))
+            made = insert_operator_node(graph, _KINDS.get(kind, aten.exp.default), (one,))
         values.append(made)
     graph.output((values[-1],))
     made_block = Block("block", graph, ("w",), ("x",))

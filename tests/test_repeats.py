@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from passes.capture import tracing
 from passes.errors import UnsupportedError
 from passes.ir.model import FoldedModel
-from passes.trace.layer_equality import alike, state_of
+from passes.trace.layer_equality import find_equal_layers, state_of
 from passes.trace.layer_reuse import Journal, Repeats
 from tests.folding import folded
 from tests.models import CASES, Case
@@ -53,7 +53,7 @@ class Traces:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.exports, self.shortened = 0, 0
-        export, expand = tracing.export, tracing.expand
+        export, expand = tracing.export_parameterless_copy, tracing.expand_layer_operators
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             self.exports += 1
@@ -63,8 +63,8 @@ class Traces:
             self.shortened = sum("partition.layer" in str(n.target) and not n.args[1] for n in captured.graph.nodes)
             return expand(captured, *away)
 
-        monkeypatch.setattr(tracing, "export", counted)
-        monkeypatch.setattr(tracing, "expand", shortened)
+        monkeypatch.setattr(tracing, "export_parameterless_copy", counted)
+        monkeypatch.setattr(tracing, "expand_layer_operators", shortened)
 
 
 def both(monkeypatch: pytest.MonkeyPatch, model: nn.Module, inputs: Any, **options: Any) -> tuple[FoldedModel, Traces]:
@@ -404,7 +404,7 @@ def test_gpt2_scaled_by_its_index(monkeypatch: pytest.MonkeyPatch):
 def test_the_model_is_left_alone_on_an_interrupt(monkeypatch: pytest.MonkeyPatch):
     model = Stack(Layer)
     before = [(vars(m).copy(), list(m.named_parameters())) for m in model.modules()]
-    monkeypatch.setattr(tracing, "expand", lambda *captured: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(tracing, "expand_layer_operators", lambda *captured: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         folded(model, (torch.ones(4, 8),))
     assert [(vars(m), list(m.named_parameters())) for m in model.modules()] == before
@@ -463,7 +463,7 @@ def test_journals_tell_operands_numbers_and_calls_apart():
 
 
 def test_groups_name_what_each_member_has_for_itself():
-    (group,) = alike(Stack(Layer), 4)
+    (group,) = find_equal_layers(Stack(Layer), 4)
     assert len(group.members) == 8
     assert group.own == (("", "index"),)
 

@@ -11,8 +11,8 @@ from rule_cases_more import MORE
 from torch import Tensor, fx
 
 from passes.ir.collectives import ops as collective
-from passes.ir.interpret import call
-from passes.ir.layouts import divides, local_shape
+from passes.ir.interpret import insert_operator_node
+from passes.ir.layouts import can_shard_evenly, local_shape
 from passes.rules import factors_of, registry
 from passes.rules.factors import Strategy
 from passes.rules.pointwise import LINEAR, NONLINEAR
@@ -141,7 +141,7 @@ def test_collectives_of_one_axis_on_shards_of_another(op: Any, shape: tuple[int,
     checked = 0
     for strategy in enumerate_strategies(node, 2):
         (before,), (after,) = strategy.operands, strategy.results
-        if not divides(before, shape, 2) or (before.kind == "P" and not trained):
+        if not can_shard_evenly(before, shape, 2) or (before.kind == "P" and not trained):
             continue
         local_graph, (operand,) = _operands(node, tensors[:1], strategy)
         made = local_call(node, strategy, AXIS, 2, [operand], local_graph)
@@ -168,5 +168,5 @@ def _graph(op: Any, shape: tuple[int, ...], args: tuple[Any, ...]) -> fx.Graph:
     operand = graph.placeholder("x")
     operand.meta["val"] = torch.empty(shape, dtype=torch.float64, device="meta")
     operand.meta["grad"] = True
-    graph.output((call(graph, op, (operand, *args)),))
+    graph.output((insert_operator_node(graph, op, (operand, *args)),))
     return graph

@@ -19,7 +19,7 @@ from partitioner.solve.sharding.layout_ties import values_of
 from partitioner.solve.sharding.sharding import ShardingCosts, ShardingSolution, solve_sharding
 from passes.capture.capture import capture
 from passes.ir.gradient_flow import mark_gradients
-from passes.ir.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, local_shape, shard
+from passes.ir.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, local_shape, make_shard_layout
 from passes.ir.model import Block, FoldedModel, TensorSpec
 from passes.normalize.pipeline import normalize
 from passes.rules import factors_of
@@ -162,7 +162,7 @@ def test_one_all_gather_serves_query_key_and_value() -> None:
     solution = solve_sharding(model, "tp", 4, H100(4))
     layer = Layer.of(model, solution, "q_proj.weight")
     (norm,) = {layer.reading(f"{w}_proj_weight").args[0] for w in "qkv"}
-    assert solution.blocks[layer.block.name].strategies[norm.name].results == (shard(1),)
+    assert solution.blocks[layer.block.name].strategies[norm.name].results == (make_shard_layout(1),)
     local = shard_block(layer.block, layer.sharding, "tp", 4)
     names = [n.target._schema.name for n in local.graph.nodes if "partition" in str(n.target)]
     assert sorted(names) == ["partition::all_gather"] * 2 + ["partition::reduce_scatter"] * 2
@@ -176,8 +176,8 @@ def test_llama_vocabulary_is_sharded_through_head_and_loss() -> None:
     assert head.of_operator("cross_entropy") == ["S1, R -> R"]
     assert solution.values[model.loss] == REPLICATED
     # Untied, the table is cut along its width: an all-to-all then does what takes a reduce-scatter n times its size.
-    assert solution.states["model.embed_tokens.weight"] == shard(1)
-    pinned = solve_sharding(model, "tp", 4, H100(4), pins={"model.embed_tokens.weight": shard(0)})
+    assert solution.states["model.embed_tokens.weight"] == make_shard_layout(1)
+    pinned = solve_sharding(model, "tp", 4, H100(4), pins={"model.embed_tokens.weight": make_shard_layout(0)})
     assert pinned.objective > solution.objective
 
 
@@ -204,8 +204,8 @@ def test_gpt2_shards_its_fused_projection_in_sections_and_its_tied_vocabulary() 
     assert layer.of_operator("scaled_dot_product_attention") == ["S1, S1, S1 -> S1"]
     assert layer.strategy("attn_c_proj_weight") == "S2, S1 -> P"
     assert layer.of_operator("layer_norm") == ["S1, R', R' -> S1"] * 2
-    assert solution.states["transformer.wte.weight"] == shard(0)
-    assert Layer.of(model, solution, "wpe.weight").sharding.outputs == (shard(1),)
+    assert solution.states["transformer.wte.weight"] == make_shard_layout(0)
+    assert Layer.of(model, solution, "wpe.weight").sharding.outputs == (make_shard_layout(1),)
 
 
 def test_small_blocks_are_solved_in_a_moment() -> None:
@@ -234,9 +234,9 @@ class Batch(H100):
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_the_batch_is_split_and_the_loss_is_a_partial_sum(family: str) -> None:
     model = decoder(family, layers=2, batch=8, length=64)
-    inputs = {i.value: (shard(0), REPLICATED) for i in model.inputs}
+    inputs = {i.value: (make_shard_layout(0), REPLICATED) for i in model.inputs}
     solution = solve_sharding(model, "data", 8, Batch(8), input_layouts=inputs)
-    assert {solution.values[i.value] for i in model.inputs} == {shard(0)}
+    assert {solution.values[i.value] for i in model.inputs} == {make_shard_layout(0)}
     assert solution.values[model.loss] == PARTIAL
     trained = {name for name, state in model.states.items() if state.kind == "parameter"}
     assert {solution.states[name] for name in trained} == {READ_SHARDED}
@@ -255,7 +255,7 @@ def test_samples_that_meet_are_seen() -> None:
             return (y @ y.T).logsumexp(-1).sum()
 
     model = folded(InBatch(), (torch.zeros(8, 4),))
-    inputs = {i.value: (shard(0),) for i in model.inputs}
+    inputs = {i.value: (make_shard_layout(0),) for i in model.inputs}
     with pytest.raises(ShardingError, match="no sharding over 8 ranks of 'data'"):
         solve_sharding(model, "data", 8, Batch(8), input_layouts=inputs)
 
@@ -380,9 +380,11 @@ def cheapest_tower(model: FoldedModel, costs: ShardingCosts, hidden_layouts: lis
     """Layers share the layout of their input, output and weight."""
     layers, head = (model.blocks[name] for name in dict.fromkeys(c.block for c in model.calls))
     best = math.inf
-    for hidden, weight in itertools.product(hidden_layouts, (REPLICATED, READ_SHARDED, shard(0), shard(1))):
+    for hidden, weight in itertools.product(
+        hidden_layouts, (REPLICATED, READ_SHARDED, make_shard_layout(0), make_shard_layout(1))
+    ):
         inner = 2 * cheapest(layers, costs, hidden, (weight,), hidden)
-        for scale in (REPLICATED, READ_SHARDED, shard(0)):
+        for scale in (REPLICATED, READ_SHARDED, make_shard_layout(0)):
             values = {v: REPLICATED if v == model.loss else hidden for v in model.values}
             states = {s: scale if "scale" in s else weight for s in model.states}
             outer = cheapest(head, costs, hidden, (scale,), REPLICATED)
@@ -393,7 +395,7 @@ def cheapest_tower(model: FoldedModel, costs: ShardingCosts, hidden_layouts: lis
 @pytest.mark.parametrize("seed", range(4))
 def test_no_other_sharding_is_cheaper(seed: int) -> None:
     model, costs = tower(), Random(seed)
-    hidden = [REPLICATED, READ_SHARDED, shard(0), shard(1)]
+    hidden = [REPLICATED, READ_SHARDED, make_shard_layout(0), make_shard_layout(1)]
     inputs = {i.value: hidden for i in model.inputs}
     solution = solve_sharding(model, "tp", 2, costs, input_layouts=inputs)
     best = cheapest_tower(model, costs, hidden)
@@ -410,7 +412,7 @@ def test_the_objective_is_what_the_sharding_costs(family: str) -> None:
 
 
 def test_both_forms_of_a_value_with_many_readers_have_one_optimum(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs = tower(), {i.value: (REPLICATED, shard(0), shard(1)) for i in tower().inputs}
+    model, inputs = tower(), {i.value: (REPLICATED, make_shard_layout(0), make_shard_layout(1)) for i in tower().inputs}
     by_set = [solve_sharding(model, "tp", 2, Random(seed), input_layouts=inputs).objective for seed in range(8)]
     monkeypatch.setattr(reshard_graph, "MAX_SETS", 0)
     by_target = [solve_sharding(model, "tp", 2, Random(seed), input_layouts=inputs).objective for seed in range(8)]
@@ -423,21 +425,21 @@ def test_both_forms_of_a_value_with_many_readers_have_one_optimum(monkeypatch: p
 def test_pins_are_kept() -> None:
     model = decoder("llama")
     hidden = next(c.outputs[0] for c in model.calls if c.path == "model.layers.1")
-    pins = {"model.layers.2.self_attn.q_proj.weight": shard(1), hidden: REPLICATED}
+    pins = {"model.layers.2.self_attn.q_proj.weight": make_shard_layout(1), hidden: REPLICATED}
     solution = solve_sharding(model, "tp", 4, H100(4), pins=pins)
     assert {name: (solution.values | solution.states)[name] for name in pins} == pins
     # the other layers run the same block
-    assert solution.states["model.layers.0.self_attn.q_proj.weight"] == shard(1)
+    assert solution.states["model.layers.0.self_attn.q_proj.weight"] == make_shard_layout(1)
 
 
 def test_an_unknown_pin_is_refused() -> None:
     with pytest.raises(ShardingError, match="pins: no value or state is called 'q_proj'"):
-        solve_sharding(tower(), "tp", 2, Random(0), pins={"q_proj": shard(0)})
+        solve_sharding(tower(), "tp", 2, Random(0), pins={"q_proj": make_shard_layout(0)})
 
 
 def test_a_pin_that_does_not_divide_is_refused() -> None:
     with pytest.raises(ShardingError, match=r"of shape \[4, 4\] over 3 ranks.*pinned S0"):
-        solve_sharding(tower(), "tp", 3, Random(0), pins={"layers.0.weight": shard(0)})
+        solve_sharding(tower(), "tp", 3, Random(0), pins={"layers.0.weight": make_shard_layout(0)})
 
 
 def test_one_rank_holds_everything_whole() -> None:

@@ -18,8 +18,8 @@ from torch import fx
 from partitioner.emit.program import Layouts, emit
 from partitioner.schedules.registry import build_timetable
 from passes.ir.collectives import ops
-from passes.ir.interpret import call
-from passes.ir.layouts import READ_SHARDED, shard
+from passes.ir.interpret import insert_operator_node
+from passes.ir.layouts import READ_SHARDED, make_shard_layout
 from passes.ir.model import Block, Call, FoldedModel, ModelInput, ModelOutput, ModelState, TensorSpec
 from runtime.program.program import Program
 
@@ -43,7 +43,7 @@ class Graph:
         return self.nodes[name]
 
     def __call__(self, op: Any, *args: Any) -> fx.Node:
-        node = call(self.graph, op, args)
+        node = insert_operator_node(self.graph, op, args)
         node.meta["source"] = f"tiny.py:{len(self.graph.nodes)}"
         return node
 
@@ -112,7 +112,9 @@ def tiny_model(num_layers: int = 4, tp: int = 1, num_pieces: int = 1, tied: bool
         names = {k: f"layers.{i}.{k}" for k in ("up", "down", "bias", "gain")}
         for k, shape in {"up": (H, F), "down": (F, H), "bias": (H,), "gain": (H,)}.items():
             states[names[k]] = ModelState(names[k], TensorSpec(shape, torch.float32), "parameter", True)
-        layouts.update({names["up"]: shard(1), names["down"]: shard(0), names["bias"]: READ_SHARDED})
+        layouts.update(
+            {names["up"]: make_shard_layout(1), names["down"]: make_shard_layout(0), names["bias"]: READ_SHARDED}
+        )
         calls.append(Call("layer", f"layers.{i}", tuple(names.values()), (f"h{i}", "mask"), (f"h{i + 1}",)))
     calls.append(Call("head", "head", (head,), (f"h{num_layers}", "h0"), ("y",)))
     calls.append(Call("loss", "loss", (), ("y", "t", "count"), ("loss",)))

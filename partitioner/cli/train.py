@@ -10,7 +10,7 @@ import runtime
 from partitioner.cli.options import TargetError, TargetModel
 from partitioner.errors import PlanError
 from partitioner.plan import Plan
-from passes.capture.wrappers import unwrapped
+from passes.capture.wrappers import unwrap_model
 
 
 def train_on_target(plan: Plan, target: TargetModel, steps: int, lr: float) -> Iterator[float]:
@@ -23,7 +23,7 @@ def train_on_target(plan: Plan, target: TargetModel, steps: int, lr: float) -> I
         raise PlanError("this plan is for inference; make one with --objective train to run it")
     if target.inputs is None:
         raise TargetError("the function returned no inputs; expected (model, inputs), with one whole global batch")
-    parameters = dict(unwrapped(target.model)[0].named_parameters(remove_duplicate=False))
+    parameters = dict(unwrap_model(target.model)[0].named_parameters(remove_duplicate=False))
     optimizer = torch.optim.AdamW(target.model.parameters(), lr=lr)
     with runtime.LocalRanks(plan.program.world_size) as ranks:
         for _ in range(steps):

@@ -30,7 +30,7 @@ from partitioner.schedules.csv_table import ScheduleTable
 from partitioner.schedules.registry import build_timetable, ranks_of, schedule_name
 from partitioner.schedules.steady_state import SteadyState, find_steady_state, parts_of
 from passes.ir.gradient_flow import GradientFlow, accumulated_in, gradient_flow, gradient_paths
-from passes.ir.layouts import REPLICATED, Layout, divides, local_shape
+from passes.ir.layouts import REPLICATED, Layout, can_shard_evenly, local_shape
 from passes.ir.model import CallSignature, FoldedModel, TensorSpec
 from passes.ir.serialize import block_to_data, dtype_name, dtype_of
 from runtime.program.buckets import Bucket
@@ -341,12 +341,12 @@ def _build_state_data(
         if state.kind == "constant" and not read[name]:
             continue
         layout = layouts.states.get(name, REPLICATED)
-        if not divides(layout, state.spec.shape, sizes["tp"]):
+        if not can_shard_evenly(layout, state.spec.shape, sizes["tp"]):
             raise EmitError(f"state {name!r} of shape {state.spec.shape} cannot be {layout} over tp={sizes['tp']}")
         by_expert = layouts.experts.get(name, REPLICATED)
         if name in model.updates and by_expert.is_shard:
             raise EmitError(f"forward changes the experts' buffer {name!r}, which ranks of ep would share; use ep=1")
-        if not divides(by_expert, state.spec.shape, sizes["ep"]):
+        if not can_shard_evenly(by_expert, state.spec.shape, sizes["ep"]):
             raise EmitError(f"state {name!r} of shape {state.spec.shape} cannot be {by_expert} over ep={sizes['ep']}")
         grad_axes = _select_split_axes(layouts.grad_axes.get(name, ()), sizes)
         result[name] = StateData(

@@ -40,7 +40,7 @@ from partitioner.units import (
     format_ranges,
     seconds_text,
 )
-from passes.dtypes import itemsize, sum_type
+from passes.dtypes import get_dtype_itemsize, sum_type
 from passes.ir.layouts import Layout
 from passes.products import is_product_name
 from runtime.program.program import Program, StateData
@@ -702,7 +702,7 @@ def explain_expert_axis(plan: Plan) -> Iterator[RenderableType]:
         numbers = sorted({s.shape[Layout.parse(s.expert_layout).dim] for s in spread})
         of_layer = " or ".join(f"{n // ep} of {n}" for n in numbers)
         nodes = {int(plan.topology.node_of[plan.devices[rank]]) for rank in program.group(0, ("ep",))}
-        size = sum(math.prod(s.shape) * itemsize(s.dtype) for s in spread)
+        size = sum(math.prod(s.shape) * get_dtype_itemsize(s.dtype) for s in spread)
         yield format_text_line(
             f"Each rank holds {of_layer} experts of a layer. Tokens are sent to the ranks that hold their experts, and "
             f"back, among {ep} ranks on {format_plural(len(nodes), 'node')}. All experts together have "

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from passes.dtypes import is_floating, itemsize
+from passes.dtypes import get_dtype_itemsize, is_floating
 from passes.ir.layouts import Layout
 from runtime.program.program import BlockGraph, CallData, StateData
 
@@ -190,5 +190,5 @@ def _is_floating_value(value: Any) -> bool:
 
 def _count_value_bytes(value: Any) -> int:
     if isinstance(value, list) and len(value) == 2 and isinstance(value[1], str):
-        return math.prod(value[0]) * itemsize(value[1])
+        return math.prod(value[0]) * get_dtype_itemsize(value[1])
     return 0

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from partitioner.plans.block_outline import BlockCollective, Weight, block_collectives, block_weights
 from partitioner.units import bytes_text
-from passes.dtypes import itemsize, sum_type
+from passes.dtypes import get_dtype_itemsize, sum_type
 from runtime.program.buckets import Bucket
 from runtime.program.instructions import Instruction, count_repetitions
 from runtime.program.program import Program, Stage
@@ -39,7 +39,7 @@ BUCKET_OPS = {"GATHER": "all_gather", "SCATTER": "reduce_scatter", "REDUCE": "al
 
 
 def tensor_bytes(shape: Sequence[int], dtype: str) -> int:
-    return math.prod(shape) * itemsize(dtype)
+    return math.prod(shape) * get_dtype_itemsize(dtype)
 
 
 def kept_bytes(program: Program, state: str) -> int:
@@ -92,7 +92,9 @@ def describe_bucket_exchange(program: Program, bucket: Bucket, op: str, axes: tu
     if bucket.compression and what == "gradients" and level == max(0, len(bucket.levels) - 1) and op != "REDUCE":
         from runtime.program.codecs import wire_share  # where gradients are compressed: it imports PyTorch
 
-        moved = int(moved * wire_share(bucket.compression, itemsize(sum_type(program.states[bucket.states[0]].dtype))))
+        moved = int(
+            moved * wire_share(bucket.compression, get_dtype_itemsize(sum_type(program.states[bucket.states[0]].dtype)))
+        )
         what = f"gradients in {bucket.compression}"
         kind = "all_to_all" if op == "SCATTER" else kind
     return (kind, "×".join(axes), what), moved

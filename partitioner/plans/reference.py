@@ -25,7 +25,7 @@ from passes.capture.wrappers import copy_model
 from passes.errors import InputsError, PartitionError
 from passes.ir.rewrite import as_type
 from passes.ops.fake_quantize import FORMULAS, fused_quantizers_traced
-from passes.ops.random import Sampler, arguments_of, drawn, dropout, formula_of
+from passes.ops.random import Sampler, apply_dropout, arguments_of, draw_whole_tensor, formula_of
 from passes.trace.autograd_functions import collections_kept, drop_looking_hooks, looking_hooks_skipped
 from runtime.engine.batches import leaves_by_path
 from runtime.state.weights import number_of
@@ -240,12 +240,14 @@ class _ByPlace(TorchFunctionMode):
         """Draws numbers, each call from the next stream."""
 
         def draw(distribution: torch._ops.OpOverload, sizes: Sequence[int], *parameters: Tensor) -> Tensor:
-            return drawn(distribution, tuple(sizes), device, [self.seed, self.next()], self.group, parameters)
+            return draw_whole_tensor(
+                distribution, tuple(sizes), device, [self.seed, self.next()], self.group, parameters
+            )
 
         return draw
 
     def drop(self, x: Tensor, p: float) -> Tensor:
-        return dropout(x, p, self.seed, self.next(), self.group)
+        return apply_dropout(x, p, self.seed, self.next(), self.group)
 
     def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         dropped = self.drop(input, p)

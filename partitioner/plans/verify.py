@@ -19,7 +19,7 @@ from partitioner.plans.reference import Reference, run_reference
 from partitioner.solve.evaluate.prepared_model import modes_of_a_new_process
 from partitioner.validate import type_of
 from passes.capture.export import leaf_paths
-from passes.capture.wrappers import unwrapped
+from passes.capture.wrappers import unwrap_model
 from passes.errors import InputsError
 from passes.ir.layouts import Layout
 from runtime.launch.local import run_threads
@@ -145,7 +145,7 @@ def verify(
     train = program.objective == "train"
     if not isinstance(model, nn.Module):
         raise InputsError(f"verify runs the model itself; expected an nn.Module, got {type(model).__name__}")
-    model, _ = unwrapped(model)
+    model, _ = unwrap_model(model)
     run = run_threads(program, model, inputs, precision="fp64")
     counters, size = counters_of(program, model), plan.constraints.group_size
     precision = type_of(plan.precision)

@@ -40,7 +40,7 @@ _STRIDE_FREE: dict[Any, Any] = {
 }
 
 
-def assemble(
+def assemble_program_graph(
     program: ExportedProgram,
     canonical: Mapping[str, str],
     with_loss: bool,
@@ -54,7 +54,7 @@ def assemble(
     path, the inputs that are Python numbers of which the graph reads tensors."""
     graph = fx.Graph()
     env: dict[fx.Node, Any] = {}
-    states = _states(program, canonical)
+    states = _collect_model_states(program, canonical)
     nodes = list(program.graph.nodes)
     sources = dict(zip([n for n in nodes if n.op == "placeholder"], program.graph_signature.input_specs, strict=True))
     placeholders: dict[str, str] = {}
@@ -63,7 +63,7 @@ def assemble(
         if spec.kind in _KINDS and node.users:
             name = canonical.get(str(spec.target), str(spec.target))
             if name not in made:
-                made[name] = _placeholder(graph, node, states[name].spec)
+                made[name] = _make_placeholder(graph, node, states[name].spec)
                 placeholders[made[name].name] = name
             env[node] = made[name]
     inputs = []
@@ -73,8 +73,8 @@ def assemble(
         if spec.kind is InputKind.USER_INPUT:
             path = next(paths)
             if isinstance(node.meta.get("val"), Tensor):
-                inputs.append(ModelInput(path, path, _spec(node), _number_kind((numbers or {}).get(path))))
-                env[node] = _placeholder(graph, node, inputs[-1].spec)
+                inputs.append(ModelInput(path, path, _build_tensor_spec(node), _number_kind((numbers or {}).get(path))))
+                env[node] = _make_placeholder(graph, node, inputs[-1].spec)
                 placeholders[env[node].name] = path
             else:
                 fixed[path] = getattr(spec.arg, "value", None)
@@ -87,24 +87,24 @@ def assemble(
     empty = find_empty_expert_masks(nodes, empty_turns, decided) if empty_turns is not None else ()
     for node in nodes:
         if empty_turns is not None and (is_turn(node, empty_turns) or node in empty):
-            env[node] = empty_mask(graph, node, _place(node, classes))
+            env[node] = empty_mask(graph, node, _find_model_location(node, classes))
         elif node.target in MARKS:
             env[node] = env[node.args[0]]
         elif node.op == "call_function" and selected.concerns(node, env):
-            env[node] = _select(selected, node, env, classes)
+            env[node] = _copy_selected_rows(selected, node, env, classes)
         elif node.op == "call_function":
             env[node] = graph.node_copy(node, env.__getitem__)
             env[node].target = _STRIDE_FREE.get(node.target, node.target)
             env[node].meta = _clean_meta(node, classes)
             env[node].args = fx.node.map_aggregate(env[node].args, _on_meta)
             env[node].kwargs = fx.node.map_aggregate(env[node].kwargs, _on_meta)
-    outputs, loss, tree, updates = _outputs(program, env, with_loss, canonical)
+    outputs, loss, tree, updates = _collect_model_outputs(program, env, with_loss, canonical)
     results = dict.fromkeys([o.value for o in outputs if o.value is not None] + ([loss] if loss else []))
     results |= dict.fromkeys(updates.values())
     by_name = {n.name: n for n in graph.nodes}
     graph.output(tuple(by_name[name] for name in results))
     drop_unused(graph)
-    constants = _constants(program, set(placeholders.values()) | updates.keys())
+    constants = _collect_read_constants(program, set(placeholders.values()) | updates.keys())
     states = {name: s for name, s in states.items() if s.kind != "constant" or name in constants}
     notes = (SELECTS,) if selected.rows else ()
     found = Captured(graph, states, placeholders, inputs, outputs, loss, constants, tree, notes, classes, updates)
@@ -117,25 +117,29 @@ def _number_kind(value: int | float | None) -> Literal["int", "float"] | None:
     return "float" if isinstance(value, float) else "int"
 
 
-def _select(selected: SelectedRows, node: fx.Node, env: Mapping[fx.Node, Any], classes: dict[str, str]) -> Any:
+def _copy_selected_rows(
+    selected: SelectedRows, node: fx.Node, env: Mapping[fx.Node, Any], classes: dict[str, str]
+) -> Any:
     try:
-        return selected.copy(node, env, _place(node, classes))
+        return selected.copy(node, env, _find_model_location(node, classes))
     except Unselectable as error:
         if str(error):
-            raise UnsupportedError(f"{node.target} ({_where(node)}): {error}") from None
+            raise UnsupportedError(f"{node.target} ({_format_node_location(node)}): {error}") from None
         if not selected.reads_rows(node, env):
             raise UnsupportedError(
-                f"the item() that {node.target} reads ({_where(node)}) takes a number out of a tensor, which plans do "
+                f"the item() that {node.target} reads ({_format_node_location(node)}) takes a number out "
+                f"of a tensor, which plans do "
                 "not know beforehand; keep it a tensor of no dims (no item(), float() or int()), or pass it as an input"
             ) from None
         _check_static(node, node.meta.get("val"))
         raise UnsupportedError(
-            f"{node.target} ({_where(node)}) reads rows that a mask selects, of which there is no fixed number; "
+            f"{node.target} ({_format_node_location(node)}) reads rows that a mask selects, of which there "
+            f"is no fixed number; "
             "write it with a fixed size (torch.where, a mask) instead"
         ) from None
 
 
-def _placeholder(graph: fx.Graph, node: fx.Node, spec: TensorSpec) -> fx.Node:
+def _make_placeholder(graph: fx.Graph, node: fx.Node, spec: TensorSpec) -> fx.Node:
     made = graph.create_node("placeholder", node.name, name=node.name)
     made.meta["val"] = spec.meta()
     return made
@@ -145,7 +149,7 @@ def _on_meta(argument: Any) -> Any:
     return META if isinstance(argument, torch.device) else argument
 
 
-def _spec(node: fx.Node) -> TensorSpec:
+def _build_tensor_spec(node: fx.Node) -> TensorSpec:
     value = node.meta["val"]
     _check_static(node, value)
     return TensorSpec(tuple(value.shape), value.dtype)
@@ -154,22 +158,22 @@ def _spec(node: fx.Node) -> TensorSpec:
 def _check_static(node: fx.Node, value: Any) -> None:
     if isinstance(value, Tensor) and not all(isinstance(s, int) for s in value.shape):
         raise UnsupportedError(
-            f"{node.target} ({_where(node)}) has a shape that depends on tensors' numbers: "
+            f"{node.target} ({_format_node_location(node)}) has a shape that depends on tensors' numbers: "
             f"{tuple(value.shape)}; write it with a fixed size (torch.where, a mask) instead"
         )
 
 
-def _where(node: fx.Node) -> str:
+def _format_node_location(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {"": ("the model", "")}
     return f"{next(reversed(stack.values()))[0] or 'the model'}, {source_of(node.meta.get('stack_trace'))}"
 
 
 def _clean_meta(node: fx.Node, classes: dict[str, str]) -> dict[str, Any]:
     value = pytree.tree_map(lambda v: _meta_value(node, v), node.meta.get("val"))
-    return {"val": value, **_place(node, classes)}
+    return {"val": value, **_find_model_location(node, classes)}
 
 
-def _place(node: fx.Node, classes: dict[str, str]) -> dict[str, Any]:
+def _find_model_location(node: fx.Node, classes: dict[str, str]) -> dict[str, Any]:
     """Where in the model a node is; ``classes`` gets the classes of its modules."""
     stack = node.meta.get("nn_module_stack") or {}
     calls = []
@@ -191,7 +195,7 @@ def _meta_value(node: fx.Node, value: Any) -> Any:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
 
 
-def _states(program: ExportedProgram, canonical: Mapping[str, str]) -> dict[str, ModelState]:
+def _collect_model_states(program: ExportedProgram, canonical: Mapping[str, str]) -> dict[str, ModelState]:
     names: dict[str, list[str]] = {}
     for alias, name in canonical.items():
         names.setdefault(name, []).append(alias)
@@ -210,7 +214,7 @@ def _states(program: ExportedProgram, canonical: Mapping[str, str]) -> dict[str,
     return states
 
 
-def _constants(program: ExportedProgram, read: set[str]) -> dict[str, Tensor]:
+def _collect_read_constants(program: ExportedProgram, read: set[str]) -> dict[str, Tensor]:
     """The values of the constants that the graph reads."""
     constants = {}
     for spec in program.graph_signature.input_specs:
@@ -235,7 +239,7 @@ def _input_paths(program: ExportedProgram) -> Iterator[str]:
         yield path
 
 
-def _outputs(
+def _collect_model_outputs(
     program: ExportedProgram, env: Mapping[fx.Node, fx.Node], with_loss: bool, canonical: Mapping[str, str]
 ) -> tuple[list[ModelOutput], str | None, str | None, dict[str, str]]:
     """The leaves of the result, the loss, the result's tree, and what forward leaves in buffers and parameters."""
@@ -257,7 +261,7 @@ def _outputs(
     if with_loss:
         loss = leaves.pop()
         if not isinstance(loss, fx.Node) or not _is_scalar(loss):
-            raise InputsError(f"loss(output) must be a floating scalar; it is {_describe(loss)}")
+            raise InputsError(f"loss(output) must be a floating scalar; it is {_format_output_value(loss)}")
         tree = tree.child(0)
     paths = leaf_paths(pytree.tree_unflatten([0] * tree.num_leaves, tree))
     outputs = [
@@ -285,7 +289,7 @@ def _is_scalar(node: fx.Node) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0 and value.dtype.is_floating_point
 
 
-def _describe(value: Any) -> str:
+def _format_output_value(value: Any) -> str:
     if isinstance(value, fx.Node):
         tensor = value.meta["val"]
         return f"a tensor of shape {tuple(tensor.shape)} and type {tensor.dtype}"

@@ -39,7 +39,7 @@ from torch.utils import _pytree as pytree
 
 from passes.errors import UnsupportedError
 from passes.ir.inplace import is_view
-from passes.ir.interpret import infer
+from passes.ir.interpret import infer_meta_value
 from passes.ir.model import Captured, FoldedModel, ModelState
 from passes.trace.concrete_scalars import memory_of, written_by
 
@@ -57,14 +57,14 @@ _STATISTICS, _FROM_BATCH = (3, 4), 5  # the places of their operands, and of wha
 
 def spell_out(graph: fx.Graph) -> bool:
     """Rewrite ``graph`` in place; whether some operator in it changes running statistics."""
-    found = [n for n in graph.nodes if n.target in _NORMS and n.args[_FROM_BATCH] and _changed(n)]
+    found = [n for n in graph.nodes if n.target in _NORMS and n.args[_FROM_BATCH] and _list_changed_statistics(n)]
     for node in found:
         if node.target is aten.instance_norm.default:
             _as_batch_norm(graph, node)
     return bool(found)
 
 
-def _changed(node: fx.Node) -> list[fx.Node]:
+def _list_changed_statistics(node: fx.Node) -> list[fx.Node]:
     return [a for a in (node.args[place] for place in _STATISTICS) if isinstance(a, fx.Node)]
 
 
@@ -111,7 +111,7 @@ def writes_traced(model: nn.Module, *, double: bool) -> Iterator[None]:
     ``double``: floating tensors of all types are float64 in the trace. Raises :class:`UnsupportedError` for what a plan
     cannot keep: other shapes or types, states that come or go, and states that share memory from then on.
     """
-    averaging = [m for m in model.modules() if isinstance(m, _BatchNorm) and _averages(m)]
+    averaging = [m for m in model.modules() if isinstance(m, _BatchNorm) and _has_cumulative_average(m)]
     for module in averaging:
         module.__dict__["forward"] = functools.partial(_averaging_forward, module)
     own = model.__dict__.get("forward")
@@ -260,7 +260,8 @@ class _HeldStates:
         for (module, key), plain in self.plain.items():
             if id(plain) in data.read and vars(module).get(key) is not plain:
                 raise UnsupportedError(
-                    f"forward reads {self._name(module, key)!r}, a tensor that is no buffer, and sets it anew: a plan "
+                    f"forward reads {self._format_tensor_name(module, key)!r}, a tensor that is no buffer, "
+                    f"and sets it anew: a plan "
                     "would read the old one at each step; register it (register_buffer)"
                 )
         for module in self.model.modules():
@@ -268,7 +269,8 @@ class _HeldStates:
                 for key in module.__dict__[table]:
                     if (module, table, key) not in self.states:
                         raise UnsupportedError(
-                            f"forward registers the {kind} {self._name(module, key)!r}; expected it in the model "
+                            f"forward registers the {kind} {self._format_tensor_name(module, key)!r}; "
+                            f"expected it in the model "
                             "before, of the shape that it is to have: a plan holds what there is when it is made"
                         )
         now = {place: place[0].__dict__[place[1]].get(place[2]) for place in self.states}
@@ -276,10 +278,11 @@ class _HeldStates:
             value = now[module, table, key]
             if value is before:
                 continue
-            name, kind = self._name(module, key), _TABLES[table]
+            name, kind = self._format_tensor_name(module, key), _TABLES[table]
             if before is None or value is None:
                 raise UnsupportedError(
-                    f"forward sets the {kind} {name!r}, {_shown(before)}, to {_shown(value)}; expected the same shape: "
+                    f"forward sets the {kind} {name!r}, {_format_tensor_spec(before)}, to "
+                    f"{_format_tensor_spec(value)}; expected the same shape: "
                     f"a plan holds {kind}s of fixed shapes"
                 )
             if kind == "parameter" and (before.requires_grad or value.requires_grad):
@@ -295,7 +298,7 @@ class _HeldStates:
             module.__dict__[table][key] = before
             yield _Write(before, data.now(value), f"sets the {kind} {name!r}")
 
-    def _name(self, module: nn.Module, key: str) -> str:
+    def _format_tensor_name(self, module: nn.Module, key: str) -> str:
         path = next((path for path, part in self.model.named_modules() if part is module), type(module).__name__)
         return f"{path}.{key}" if path else key
 
@@ -319,7 +322,7 @@ class _DataAccess(TorchFunctionMode):
             self.read |= {id(a) for a in pytree.tree_leaves((args, kwargs))} & self._plain
         if func == _DATA_SET and isinstance(args[1], Tensor):
             value = self.now(args[1])
-            _check_alike(f"sets .data of {self._name(args[0])}", args[0], value, self.double)
+            _check_alike(f"sets .data of {self._format_tensor_name(args[0])}", args[0], value, self.double)
             self.values[id(args[0])] = args[0], value
             return None
         if self.values:
@@ -333,7 +336,8 @@ class _DataAccess(TorchFunctionMode):
             return value
         if value.requires_grad and not alone:
             raise UnsupportedError(
-                f"forward sets .data of {self._name(value)}, which takes a gradient, and reads it afterwards: its "
+                f"forward sets .data of {self._format_tensor_name(value)}, which takes a gradient, and "
+                f"reads it afterwards: its "
                 "gradient would be that of numbers that it no longer has. Change what is trained after the "
                 "optimizer's step, or freeze it (requires_grad_(False)) where it is not trained"
             )
@@ -347,9 +351,9 @@ class _DataAccess(TorchFunctionMode):
         """What was set of tensors that the trace is given: of the model, or its inputs."""
         for tensor, value in self.values.values():
             if id(tensor) in self.held.names or id(tensor) in self.inputs:
-                yield _Write(tensor, value, f"sets .data of {self._name(tensor)}")
+                yield _Write(tensor, value, f"sets .data of {self._format_tensor_name(tensor)}")
 
-    def _name(self, tensor: Tensor) -> str:
+    def _format_tensor_name(self, tensor: Tensor) -> str:
         name = self.held.names.get(id(tensor))
         return "a tensor" if name is None else repr(name)
 
@@ -372,11 +376,11 @@ def _check_apart(writes: Mapping[int, _Write], held: _HeldStates) -> None:
     """Raise :class:`UnsupportedError` where states share memory after forward, and one of them is changed in place."""
     before = {id(t): t for t in held.states.values() if t is not None}
     after = {key: writes[key].value if key in writes else tensor for key, tensor in before.items()}
-    memory = {key: _memory(tensor) for key, tensor in after.items()}
-    changed = {memory_of(to) for node in _nodes(memory.values()) for to in written_by(node)}
+    memory = {key: _find_tensor_memory(tensor) for key, tensor in after.items()}
+    changed = {memory_of(to) for node in _find_graph_nodes(memory.values()) for to in written_by(node)}
     for key, write in writes.items():
-        sharing = [k for k in after if memory[k] is memory.get(key) and _overlap(after[k], write.value)]
-        moved = any(before[k].requires_grad or _memory(before[k]) in changed for k in sharing)
+        sharing = [k for k in after if memory[k] is memory.get(key) and _can_share_elements(after[k], write.value)]
+        moved = any(before[k].requires_grad or _find_tensor_memory(before[k]) in changed for k in sharing)
         if key in memory and memory[key] is not None and len(sharing) > 1 and moved:
             others = ", ".join(repr(held.names[k]) for k in sharing if k != key)
             raise UnsupportedError(
@@ -385,12 +389,12 @@ def _check_apart(writes: Mapping[int, _Write], held: _HeldStates) -> None:
             )
 
 
-def _nodes(some: Iterable[fx.Node | None]) -> Iterable[fx.Node]:
+def _find_graph_nodes(some: Iterable[fx.Node | None]) -> Iterable[fx.Node]:
     """All nodes of the graph that ``some`` are in."""
     return next((node.graph.nodes for node in some if node is not None), ())
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
+def _can_share_elements(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors in the same memory may have elements in common."""
     (start, end), (first, last) = (
         (t.storage_offset(), t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))
@@ -401,7 +405,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 def _is_given(tensor: Tensor) -> bool:
     """Whether a tensor has the memory of a state or an input."""
-    memory = _memory(tensor)
+    memory = _find_tensor_memory(tensor)
     return memory is not None and memory.op == "placeholder"
 
 
@@ -411,7 +415,8 @@ def _check_alike(what: str, tensor: Tensor, value: Tensor, double: bool) -> None
         return
     wanted = "shape" if tensor.shape != value.shape else "type"
     raise UnsupportedError(
-        f"forward {what}, {_shown(tensor)}, to {_shown(value)}; expected the same {wanted}: a plan holds states of "
+        f"forward {what}, {_format_tensor_spec(tensor)}, to {_format_tensor_spec(value)}; expected the "
+        f"same {wanted}: a plan holds states of "
         "fixed shapes and types"
     )
 
@@ -423,18 +428,18 @@ def _node_of(tensor: Tensor) -> fx.Node | None:
     return slot.proxy.node if slot is not None else None
 
 
-def _memory(tensor: Tensor) -> fx.Node | None:
+def _find_tensor_memory(tensor: Tensor) -> fx.Node | None:
     node = _node_of(tensor)
     return memory_of(node) if node is not None else None
 
 
-def _shown(value: Tensor | None) -> str:
+def _format_tensor_spec(value: Tensor | None) -> str:
     if value is None:
         return "None"
     return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
 
 
-def _averages(module: _BatchNorm) -> bool:
+def _has_cumulative_average(module: _BatchNorm) -> bool:
     """Whether a module asks how many batches it has seen."""
     plain = type(module).forward is _BatchNorm.forward
     return plain and module.momentum is None and module.training and module.num_batches_tracked is not None
@@ -471,7 +476,7 @@ def settle_updates(captured: Captured) -> dict[str, fx.Node]:
     for state, name in captured.updates.items():
         value = by_name[name]
         with graph.inserting_before(output if value.op == "placeholder" else value.next):
-            made[state] = _settled(graph, value, captured.states[state])
+            made[state] = _settle_written_value(graph, value, captured.states[state])
     named = {captured.loss, *(o.value for o in captured.outputs)}
     returned: tuple[fx.Node, ...] = output.args[0]  # type: ignore[assignment]
     output.args = ((*(n for n in returned if n.name in named), *made.values()),)
@@ -495,14 +500,14 @@ def _check_frozen(captured: Captured) -> None:
             )
 
 
-def _settled(graph: fx.Graph, value: fx.Node, state: ModelState) -> fx.Node:
+def _settle_written_value(graph: fx.Graph, value: fx.Node, state: ModelState) -> fx.Node:
     place = {k: value.meta[k] for k in _PLACE if k in value.meta}
     place = place or {"path": state.name.rpartition(".")[0], "source": "", "stack": ()}
 
     def then(target: torch._ops.OpOverload, node: fx.Node, **how: Any) -> fx.Node:
         with graph.inserting_after(node) if node is not value else nullcontext():
             after = graph.call_function(target, (node,), how)
-        after.meta = {**place, "val": infer(target, (node.meta["val"],), how)}
+        after.meta = {**place, "val": infer_meta_value(target, (node.meta["val"],), how)}
         return after
 
     made = then(aten.detach.default, value)
@@ -545,13 +550,13 @@ def initial_values(model: nn.Module | ExportedProgram, folded: FoldedModel) -> d
     for name, state in folded.states.items():
         value = next((named[n] for n in (name, *state.aliases) if n in named), None)
         if state.kind == "buffer" and name not in folded.constants and value is not None:
-            written = _written(value)
+            written = _read_written_numbers(value)
             if written is not None:
                 found[name] = written
     return found
 
 
-def _written(value: Tensor) -> Any | None:
+def _read_written_numbers(value: Tensor) -> Any | None:
     known = not (value.is_meta or isinstance(value, FakeTensor) or value.is_complex() or value.is_quantized)
     if not known or value.layout != torch.strided or not 0 < value.numel() <= _LOOKED_AT:
         return None

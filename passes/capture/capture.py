@@ -20,8 +20,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from passes.capture.assemble import assemble
-from passes.capture.export import ParameterlessCopy, cast, export, leaf_paths, make_twin, try_forward
+from passes.capture.assemble import assemble_program_graph
+from passes.capture.export import (
+    ParameterlessCopy,
+    cast_floating_dtype,
+    export_parameterless_copy,
+    leaf_paths,
+    make_twin,
+    try_forward,
+)
 from passes.capture.functionalize import flatten_program
 from passes.capture.inputs import (
     NO_BATCH,
@@ -36,9 +43,9 @@ from passes.capture.inputs import (
 from passes.capture.tracing import Tracer, make_hookless_twin, notes_on_fixed
 from passes.capture.wrappers import check_inputs, check_model
 from passes.errors import InputsError, UnsupportedError
-from passes.ir.interpret import propagate
+from passes.ir.interpret import refresh_graph_values
 from passes.ir.model import Captured, TensorSpec
-from passes.ir.rewrite import retype
+from passes.ir.rewrite import cast_graph_dtype
 from passes.trace.autocast import autocast_on
 from passes.trace.autograd_functions import (
     check_hooks,
@@ -102,7 +109,7 @@ def capture(
         if loss is not None:
             raise InputsError("loss= needs the module: an ExportedProgram must return its loss itself")
         canonical, kept = _canonical_names(program.state_dict.items()), {}
-        captured = assemble(flatten_program(program), canonical, with_loss=False)
+        captured = assemble_program_graph(flatten_program(program), canonical, with_loss=False)
     else:
         train = objective == "train"
         of_hooks = list(check_hooks(model, train=train))
@@ -122,15 +129,15 @@ def capture(
             trace = tracer.capture(twin, arguments, lift_numbers, before)
         captured = trace.captured
         notes += (*dict.fromkeys(of_hooks), *_other_losses(captured, loss))
-        notes += _decided(captured, {canonical[name] for name in twin.asked})
+        notes += _list_decision_notes(captured, {canonical[name] for name in twin.asked})
         notes += tuple(notes_on_fixed(captured.signature, trace.uses))
     captured = captured.with_(notes=notes + captured.notes, constants=captured.constants | kept)
     if precision == "fp64":
-        captured = _cast(captured, torch.float64, ("parameter", "buffer", "constant"))
-        retype(captured.graph, torch.float64)
+        captured = _cast_inputs_and_states(captured, torch.float64, ("parameter", "buffer", "constant"))
+        cast_graph_dtype(captured.graph, torch.float64)
     elif dtype is not None and isinstance(model, ExportedProgram):
-        captured = _cast(captured, dtype, ("parameter", "buffer"))
-        propagate(captured.graph)
+        captured = _cast_inputs_and_states(captured, dtype, ("parameter", "buffer"))
+        refresh_graph_values(captured.graph)
     return captured
 
 
@@ -160,7 +167,7 @@ def _with_caches_settled(
     return twin, (_CACHES_KEPT if matter else _CACHES_OFF,)
 
 
-def _decided(captured: Captured, asked: set[str]) -> tuple[str, ...]:
+def _list_decision_notes(captured: Captured, asked: set[str]) -> tuple[str, ...]:
     """What a plan takes for granted of the numbers of buffers by which forward has decided."""
     changed = sorted(asked & set(captured.updates))
     if changed:
@@ -188,10 +195,10 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 def _canonical_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     """For every name the first name of the same tensor."""
     first: dict[Any, str] = {}
-    return {name: first.setdefault(_identity(tensor), name) for name, tensor in named}
+    return {name: first.setdefault(_build_tensor_key(tensor), name) for name, tensor in named}
 
 
-def _identity(tensor: Tensor) -> Any:
+def _build_tensor_key(tensor: Tensor) -> Any:
     if _without_numbers(tensor) or tensor.numel() == 0:
         return id(tensor)
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
@@ -205,7 +212,7 @@ def _unsaved_buffers(model: nn.Module, dtype: torch.dtype | None) -> dict[str, T
     """The values of small buffers that no checkpoint holds."""
     saved = set(model.state_dict(keep_vars=True))
     return {
-        name: buffer.detach().to("cpu", cast(buffer.dtype, dtype))
+        name: buffer.detach().to("cpu", cast_floating_dtype(buffer.dtype, dtype))
         for name, buffer in model.named_buffers()
         if name not in saved and not buffer.is_meta and buffer.numel() <= _KEPT_BUFFER_NUMEL
     }
@@ -235,7 +242,7 @@ def _fit_program(
                 f"the ExportedProgram was made for {node.name} of shape {tuple(want.shape)}; got {tuple(leaf.shape)}: "
                 "export it with a dynamic batch dim, or pass the module"
             )
-    return (program if _is_static(program) else export(twin, args, kwargs)), ()
+    return (program if _is_static(program) else export_parameterless_copy(twin, args, kwargs)), ()
 
 
 def _is_static(program: ExportedProgram) -> bool:
@@ -243,11 +250,11 @@ def _is_static(program: ExportedProgram) -> bool:
     return all(isinstance(s, int) for v in values if isinstance(v, Tensor) for s in v.shape)
 
 
-def _cast(captured: Captured, dtype: torch.dtype, kinds: tuple[str, ...]) -> Captured:
+def _cast_inputs_and_states(captured: Captured, dtype: torch.dtype, kinds: tuple[str, ...]) -> Captured:
     """Inputs, and states of ``kinds``, in ``dtype``; the graph's operators are left as they are."""
 
     def recast(spec: TensorSpec) -> TensorSpec:
-        return replace(spec, dtype=cast(spec.dtype, dtype))
+        return replace(spec, dtype=cast_floating_dtype(spec.dtype, dtype))
 
     states = {k: replace(s, spec=recast(s.spec)) if s.kind in kinds else s for k, s in captured.states.items()}
     inputs = [replace(i, spec=recast(i.spec)) for i in captured.inputs]

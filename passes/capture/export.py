@@ -38,7 +38,7 @@ from passes.capture.buffers import aliases_traced, writes_traced
 from passes.capture.wrappers import copy_model, leaves_text
 from passes.errors import CaptureError, InputsError, PartitionError
 from passes.experts.traced_loops import TracedLoops, hits_traced
-from passes.faults import FRAME, is_users, shorten
+from passes.faults import FRAME, is_users, shorten_file_path
 from passes.ir.lifted_numbers import LiftedNumber, LiftScope, NotLiftable, is_lifted, numbers_followed
 from passes.ops.experts import grouped_traced
 from passes.ops.fake_quantize import OBSERVERS_OFF, fused_quantizers_traced
@@ -125,7 +125,7 @@ def make_twin(
     memo: dict[int, Any] = {}
 
     def fake(tensor: Tensor) -> Tensor:
-        empty = torch.empty(tensor.shape, dtype=cast(tensor.dtype, dtype), device=_META)
+        empty = torch.empty(tensor.shape, dtype=cast_floating_dtype(tensor.dtype, dtype), device=_META)
         return FakeTensor(mode, empty, _CPU)  # ten times as fast as an operator in the mode
 
     for parameter in model.parameters():
@@ -151,12 +151,12 @@ def make_twin(
     return ParameterlessCopy(twin, mode, () if keep_caches else switch_caches_off(twin), casts, keep_caches, held)
 
 
-def cast(dtype: torch.dtype, to: torch.dtype | None) -> torch.dtype:
+def cast_floating_dtype(dtype: torch.dtype, to: torch.dtype | None) -> torch.dtype:
     """What ``module.to(to)`` makes of a tensor of ``dtype``."""
     return to if to is not None and dtype.is_floating_point else dtype
 
 
-def export(
+def export_parameterless_copy(
     twin: ParameterlessCopy, args: tuple[Any, ...], kwargs: dict[str, Any], *, train: bool = True, diagnose: bool = True
 ) -> ExportedProgram:
     """Export the twin, to ``train`` it or not. Without ``diagnose``, what goes wrong is raised as it comes.
@@ -175,7 +175,7 @@ def export(
         )
         aliases = aliases_traced(twin.module)
         with (
-            _quiet(),
+            _silence_torch(),
             _lines_noted(),
             own,
             casts,
@@ -185,7 +185,7 @@ def export(
             _inference_traced(),
             inner_gradients_traced(_line_now),
             grouped_traced(),
-            _conversions(twin),
+            _trace_conversions(twin),
             known,
             selections_traced(is_users),
             draws_traced(_line_now),
@@ -205,11 +205,11 @@ def export(
         failure = _forward_failure(twin, args, kwargs)
         if failure is not None:
             raise InputsError(_explain_failure(twin.module, failure, args, kwargs)) from error
-        raise CaptureError(_explain(twin.module, error, drawn)) from error
+        raise CaptureError(_explain_trace_failure(twin.module, error, drawn)) from error
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_torch() -> Iterator[None]:
     """None of torch's warnings, logs and dumps; encoder layers as operators, not as one fused inference kernel; and
     distributions do not look at the numbers that they are given."""
     fused, disabled = torch.backends.mha.get_fastpath_enabled(), logging.root.manager.disable
@@ -351,13 +351,13 @@ def try_forward(
     inputs nor weights has numbers."""
     try:
         mode = contextlib.nullcontext() if constants else twin.mode
-        with _quiet(), mode, torch.no_grad(), grouped_traced(), _conversions(twin), _numbers_lifted(twin):
+        with _silence_torch(), mode, torch.no_grad(), grouped_traced(), _trace_conversions(twin), _numbers_lifted(twin):
             return twin.module(*args, **kwargs)
     except Exception as error:
         return error
 
 
-def _conversions(twin: ParameterlessCopy) -> contextlib.AbstractContextManager[None]:
+def _trace_conversions(twin: ParameterlessCopy) -> contextlib.AbstractContextManager[None]:
     return conversions_traced(twin.module, double=twin.casts is None)
 
 
@@ -372,7 +372,7 @@ def _forward_failure(twin: ParameterlessCopy, args: tuple[Any, ...], kwargs: dic
 def _explain_failure(model: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     return (
         f"{type(model).__name__}.forward fails on these inputs{place_of(error)}: "
-        f"{type(error).__name__}: {_reason(error)}\n"
+        f"{type(error).__name__}: {_read_first_line(error)}\n"
         f"The inputs are {leaves_text([*leaf_paths(args), *leaf_paths(kwargs)])}."
     )
 
@@ -410,7 +410,7 @@ _ADVICE = {
 }
 
 
-def _explain(model: nn.Module, error: Exception, drawn: list[str]) -> str:
+def _explain_trace_failure(model: nn.Module, error: Exception, drawn: list[str]) -> str:
     """Why the model cannot be traced; ``drawn``: the operators that drew what forward asked for last."""
     called = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
     where, said = place_of(error), f"{type(error).__name__}: {error}"
@@ -422,11 +422,11 @@ def _explain(model: nn.Module, error: Exception, drawn: list[str]) -> str:
     instead = [*(by_draw if is_drawn else ()), *by_function, *by_text, *((_LEN,) if asks_len else ()), _NUMBERS][0]
     return (
         f"{type(model).__name__} cannot be traced{where}.\n"
-        f"torch.export says: {type(error).__name__}: {_reason(error)}\n{instead[0].upper()}{instead[1:]}."
+        f"torch.export says: {type(error).__name__}: {_read_first_line(error)}\n{instead[0].upper()}{instead[1:]}."
     )
 
 
-def _reason(error: Exception) -> str:
+def _read_first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
@@ -435,21 +435,21 @@ def place_of(error: Exception, *, but: str = "") -> str:
     frames = traceback.extract_tb(error.__traceback__)
     user = [f for f in frames if is_users(f.filename) and f.filename != but]
     if user:
-        return f" at {shorten(user[-1].filename)}:{user[-1].lineno} ({user[-1].line})"
+        return f" at {shorten_file_path(user[-1].filename)}:{user[-1].lineno} ({user[-1].line})"
     named = [f for f in FRAME.findall(str(error)) if is_users(f[0])]
-    return f" at {shorten(named[-1][0])}:{named[-1][1]}" if named else ""
+    return f" at {shorten_file_path(named[-1][0])}:{named[-1][1]}" if named else ""
 
 
 def _line_now() -> str:
     """`` (file:line)`` of the innermost frame that is the user's."""
     frames = [f for f in traceback.extract_stack() if is_users(f.filename)]
-    return f" ({shorten(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+    return f" ({shorten_file_path(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
 
 
 def line_of(frame: FrameType) -> str:
     """`` at file:line (code)`` of a frame."""
     code = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-    return f" at {shorten(frame.f_code.co_filename)}:{frame.f_lineno}" + (f" ({code})" if code else "")
+    return f" at {shorten_file_path(frame.f_code.co_filename)}:{frame.f_lineno}" + (f" ({code})" if code else "")
 
 
 def in_containers(tree: Any) -> Any:
@@ -470,7 +470,7 @@ def in_containers(tree: Any) -> Any:
 def leaf_paths(tree: Any) -> list[tuple[str, Any]]:
     """The leaves of a pytree with their paths: ``logits``, ``0``, ``past.0.key``."""
     leaves, _ = pytree.tree_flatten_with_path(tree)
-    return [(".".join(str(_key(k)) for k in path), leaf) for path, leaf in leaves]
+    return [(".".join(str(_get_path_key(k)) for k in path), leaf) for path, leaf in leaves]
 
 
 def map_leaves(change: Callable[[str, Any], Any], tree: Any) -> Any:
@@ -480,7 +480,7 @@ def map_leaves(change: Callable[[str, Any], Any], tree: Any) -> Any:
     return pytree.tree_unflatten([change(p, leaf) for p, leaf in zip(paths, leaves, strict=True)], spec)
 
 
-def _key(key: Any) -> Any:
+def _get_path_key(key: Any) -> Any:
     for name in ("key", "idx", "name"):
         if hasattr(key, name):
             return getattr(key, name)

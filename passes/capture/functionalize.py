@@ -127,7 +127,7 @@ class StorageTracker:
             if not detaches:
                 self._history[made] = self._history.get(source, source)
         for written in _written_nodes(made):
-            self._writes(made, written)
+            self._record_detached_write(made, written)
             if brings and _is_in_place(target):
                 self.marks(written)
             memory = self._memory.get(written, written)
@@ -139,7 +139,7 @@ class StorageTracker:
             for kept in () if alias or target in _KEEPS_NOTHING else (*made.all_input_nodes, made):
                 self._kept.setdefault(self._memory.get(kept, kept), made)
 
-    def _writes(self, made: fx.Node, written: fx.Node) -> None:
+    def _record_detached_write(self, made: fx.Node, written: fx.Node) -> None:
         """Note where ``made`` writes, by ``.data`` or ``detach()``, to what is kept."""
         memory = self._memory.get(written, written)
         apart = written not in self._without and self._history.get(written, written) is not memory
@@ -151,8 +151,10 @@ class StorageTracker:
         """Raises :class:`UnsupportedError` if some operator's gradient would be computed from numbers written later."""
         for writer, reader in self._spoilt:
             raise UnsupportedError(
-                f"forward changes a tensor in place by .data or detach() ({_text(writer)}) after an operator has read "
-                f"it ({_text(reader)}), whose gradient torch would compute from the new numbers; change it before it "
+                f"forward changes a tensor in place by .data or detach() ({_format_operator_line(writer)}) "
+                f"after an operator has read "
+                f"it ({_format_operator_line(reader)}), whose gradient torch would compute from the new "
+                f"numbers; change it before it "
                 "is read, or set new ones (x.data = ...)"
             )
 
@@ -161,13 +163,14 @@ class StorageTracker:
         writer = self._hidden.get(self._memory.get(node, node))
         if writer is not None and self.needs_grad(node):
             raise UnsupportedError(
-                f"forward changes a tensor in place behind the back of its gradient ({_text(writer)}) and reads it "
+                f"forward changes a tensor in place behind the back of its gradient "
+                f"({_format_operator_line(writer)}) and reads it "
                 "afterwards; change a copy, or write what is meant: y = y + (changed - y).detach() for other numbers "
                 "under the old gradient, y = changed without torch.no_grad() for the gradient of the change"
             )
 
 
-def _text(node: fx.Node) -> str:
+def _format_operator_line(node: fx.Node) -> str:
     """An operator's name and line."""
     name = str(node.target).removeprefix("aten.").partition(".")[0]
     return f"{name}, {source_of(node.meta.get('stack_trace')) or 'under torch.no_grad() or after detach()'}"
@@ -178,10 +181,12 @@ def _is_alias(made: fx.Node, source: fx.Node) -> bool:
     schema = getattr(made.target, "_schema", None)
     if schema is None or not schema.returns or schema.returns[0].alias_info is None:
         return False
-    return _dtype(made) is None or _dtype(made) == _dtype(source)  # ``to`` another type copies
+    return _get_node_dtype(made) is None or _get_node_dtype(made) == _get_node_dtype(
+        source
+    )  # ``to`` another type copies
 
 
-def _dtype(node: fx.Node) -> torch.dtype | None:
+def _get_node_dtype(node: fx.Node) -> torch.dtype | None:
     value = node.meta.get("val")
     return value.dtype if isinstance(value, Tensor) else None
 
@@ -215,7 +220,7 @@ def flatten_program(program: ExportedProgram, own: Mapping[int, str] | None = No
     Raises :class:`UnsupportedError` for a region or operator that cannot be kept exact.
     """
     _check_followed(program, own or {})
-    inliner = _RegionInliner(_trainable(program))
+    inliner = _RegionInliner(_find_trainable_placeholders(program))
     graph = inliner.run(program)
     functional = not spell_out(graph) and inliner.transforms is None and not inliner.closed
     functional = functional and (not inliner.mutates or remove_inplace(graph))
@@ -293,12 +298,15 @@ def _untie_buffers(program: ExportedProgram) -> None:
         first = by_tensor.setdefault(id(tensor), node)
         if first is not node:
             node.replace_all_uses_with(first)
-            untied[str(spec.target)], node.meta["val"] = _apart(tensor), _apart(node.meta["val"])
+            untied[str(spec.target)], node.meta["val"] = (
+                _allocate_tensor_like(tensor),
+                _allocate_tensor_like(node.meta["val"]),
+            )
     program._state_dict = {n: untied.get(n, t) for n, t in program.state_dict.items()}
     program._constants = {n: untied.get(n, t) for n, t in program.constants.items()}
 
 
-def _apart(tensor: Tensor) -> Tensor:
+def _allocate_tensor_like(tensor: Tensor) -> Tensor:
     """A tensor like another, in memory of its own."""
     with tensor.fake_mode if isinstance(tensor, FakeTensor) else nullcontext():
         return torch.empty_like(tensor)
@@ -321,7 +329,7 @@ def _held_twice(program: ExportedProgram) -> dict[fx.Node, fx.Node]:
     }
 
 
-def _trainable(program: ExportedProgram) -> set[str]:
+def _find_trainable_placeholders(program: ExportedProgram) -> set[str]:
     """The placeholders of parameters that take a gradient."""
     return {
         spec.arg.name
@@ -431,7 +439,7 @@ class _RegionInliner:
         return made
 
     def without_grad(self, value: fx.Node, reader: fx.Node) -> fx.Node:
-        if not _floating(value):
+        if not _is_floating_node(value):
             return value
         if value not in self.detached:
             self.detached[value] = self.graph.call_function(aten.detach.default, (value,))
@@ -468,6 +476,6 @@ def _returns_itself(node: fx.Node) -> bool:
     return (before.dtype, before.device, before.layout) == (after.dtype, after.device, after.layout)
 
 
-def _floating(node: fx.Node) -> bool:
+def _is_floating_node(node: fx.Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from passes.capture.export import ParameterlessCopy, cast, leaf_paths, map_leaves, try_forward
+from passes.capture.export import ParameterlessCopy, cast_floating_dtype, leaf_paths, map_leaves, try_forward
 from passes.errors import InputsError
 from passes.ir.model import Argument
 
@@ -86,14 +86,14 @@ def split_inputs(model: nn.Module | ExportedProgram, inputs: Any) -> Bound:
     if isinstance(inputs, tuple | list):
         return tuple(inputs), {}
     if inputs is None:
-        return _examples(model) if isinstance(model, ExportedProgram) else ((), _dummy_inputs(model))
+        return _read_example_inputs(model) if isinstance(model, ExportedProgram) else ((), _dummy_inputs(model))
     raise InputsError(
         "inputs must be a tuple (positional) or a dict (keyword arguments), one whole global batch; "
         f"got {type(inputs).__name__}"
     )
 
 
-def _examples(program: ExportedProgram) -> Bound:
+def _read_example_inputs(program: ExportedProgram) -> Bound:
     """What a program was exported with."""
     if program.example_inputs is None:
         raise InputsError("the ExportedProgram carries no example inputs: pass inputs=")
@@ -139,7 +139,7 @@ def without_numbers(tree: Any, twin: ParameterlessCopy, global_batch: int | None
     if global_batch is not None and sample is None:
         raise InputsError(f"global_batch is given, but {NO_BATCH}")
     made = [
-        twin.empty(enlarged(leaf, sample, global_batch), cast(leaf.dtype, dtype))
+        twin.empty(enlarge_batch_shape(leaf, sample, global_batch), cast_floating_dtype(leaf.dtype, dtype))
         if isinstance(leaf, Tensor)
         else python_number(leaf)
         for leaf in leaves
@@ -158,13 +158,14 @@ def sample_batch(leaves: list[Any]) -> int | None:
 
 
 def sample_dims_of(arguments: Bound) -> tuple[int | None, dict[str, int | None]]:
-    """The samples of a batch, and in each tensor, by path, the dim that :func:`enlarged` takes for theirs."""
+    """The samples of a batch, and in each tensor, by path, the dim that :func:`enlarge_batch_shape` takes for
+    theirs."""
     leaves = [(path, leaf) for part in arguments for path, leaf in leaf_paths(part) if isinstance(leaf, Tensor)]
     sample = sample_batch([leaf for _, leaf in leaves])
     return sample, {p: next((d for d, size in enumerate(x.shape) if size == sample), None) for p, x in leaves}
 
 
-def enlarged(tensor: Tensor, sample: int | None, global_batch: int | None) -> tuple[int, ...]:
+def enlarge_batch_shape(tensor: Tensor, sample: int | None, global_batch: int | None) -> tuple[int, ...]:
     """The shape of ``tensor`` with its first dim of ``sample`` elements made ``global_batch``."""
     shape = list(tensor.shape)
     if global_batch is not None and sample in shape:

@@ -108,7 +108,7 @@ class PythonState:
         generators: dict[int, tuple[str, Any, Any]] = {}
         for name, generator in (("Python's random", random), ("NumPy's random", np.random)):
             generators[id(generator)] = (name, generator, _generator_state(generator))
-        places = list(_places(module, functions))
+        places = list(_iterate_reachable_variables(module, functions))
         for place in places:
             if _generator_state(place.value) is not None:
                 generators.setdefault(id(place.value), (place.what, place.value, _generator_state(place.value)))
@@ -123,8 +123,8 @@ class PythonState:
                 of = f"the attribute {name!r} of {f'the module {path!r}' if path else 'the model'}"
                 was = None if before is None else before[1]
                 generator = _generator_state(value) is not None
-                found.append(StateChange(of, path, name, _number(was), _number(value), generator))
-        found += [StateChange(p.what) for p in self.places if _told(p.read(), {}) != p.told]
+                found.append(StateChange(of, path, name, _get_plain_number(was), _get_plain_number(value), generator))
+        found += [StateChange(p.what) for p in self.places if _build_value_key(p.read(), {}) != p.told]
         found += [
             StateChange(what, generator=True)
             for what, generator, state in self.generators
@@ -152,14 +152,14 @@ def attributes_of(module: nn.Module) -> Attributes:
     """The attributes of a module and its parts, as they are now."""
     known: dict[int, Any] = {}
     return {
-        (path, name): (_told(value, known), value)
+        (path, name): (_build_value_key(value, known), value)
         for path, part in module.named_modules()
         for name, value in vars(part).items()
         if name not in _OWN
     }
 
 
-def _places(module: nn.Module, functions: tuple[Any, ...]) -> Iterator[_Variable]:
+def _iterate_reachable_variables(module: nn.Module, functions: tuple[Any, ...]) -> Iterator[_Variable]:
     """The variables that code can reach: of the classes of the model's modules, of their files, of closures."""
     seen: set[int] = set()
     classes = {cls for part in module.modules() for cls in type(part).__mro__ if _has_code_of_users(cls.__module__)}
@@ -169,7 +169,7 @@ def _places(module: nn.Module, functions: tuple[Any, ...]) -> Iterator[_Variable
         for name, value in list(vars(cls).items()):
             if not name.startswith("__") and _is_data(value):
                 what = f"the attribute {name!r} of the class {cls.__qualname__}"
-                yield _place(what, vars(cls), name, functools.partial(setattr, cls, name))
+                yield _make_settable_variable(what, vars(cls), name, functools.partial(setattr, cls, name))
             elif _is_function(value):
                 codes.append(value)
     names = {cls.__module__ for cls in classes}
@@ -179,32 +179,36 @@ def _places(module: nn.Module, functions: tuple[Any, ...]) -> Iterator[_Variable
             if id(cell) not in seen and _cell_has_data(cell):
                 seen.add(id(cell))
                 what = f"the variable {variable!r} that {function.__qualname__} closes over"
-                yield _place(what, cell, "cell_contents", functools.partial(setattr, cell, "cell_contents"))
+                yield _make_settable_variable(
+                    what, cell, "cell_contents", functools.partial(setattr, cell, "cell_contents")
+                )
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), vars(function)):
             if isinstance(value, list | dict | set | collections.deque) and id(value) not in seen:
                 seen.add(id(value))
-                yield _kept(f"a default value of {function.__qualname__}", value)
+                yield _make_fixed_variable(f"a default value of {function.__qualname__}", value)
     for name in names:
         file = sys.modules.get(name)
         for variable, value in list(vars(file).items()) if file is not None and _has_code_of_users(name) else ():
             if not variable.startswith("__") and _is_data(value):
                 what = f"the global {variable!r} of {name}"
-                yield _place(what, vars(file), variable, functools.partial(setattr, file, variable))
+                yield _make_settable_variable(what, vars(file), variable, functools.partial(setattr, file, variable))
 
 
-def _place(what: str, holder: Any, name: str, write: Callable[[Any], None]) -> _Variable:
+def _make_settable_variable(what: str, holder: Any, name: str, write: Callable[[Any], None]) -> _Variable:
     def read() -> Any:
         return holder[name] if isinstance(holder, Mapping) else getattr(holder, name)
 
     value = read()
-    return _Variable(what, read, write, value, _copied(value), _told(value, {}))
+    return _Variable(what, read, write, value, _copy_mutable_value(value), _build_value_key(value, {}))
 
 
-def _kept(what: str, value: Any) -> _Variable:
-    return _Variable(what, lambda: value, lambda _: None, value, _copied(value), _told(value, {}))
+def _make_fixed_variable(what: str, value: Any) -> _Variable:
+    return _Variable(
+        what, lambda: value, lambda _: None, value, _copy_mutable_value(value), _build_value_key(value, {})
+    )
 
 
-def _copied(value: Any) -> Any:
+def _copy_mutable_value(value: Any) -> Any:
     mutable = isinstance(value, list | set | dict | collections.deque) and len(value) <= _MOST_ELEMENTS
     return type(value)(value) if mutable and type(value) in (list, set, dict, collections.deque) else None
 
@@ -270,7 +274,7 @@ def _has_code_of_users(module: str) -> bool:
     return file is None or is_users(file)
 
 
-def _told(value: Any, known: dict[int, Any], depth: int = 0) -> Any:
+def _build_value_key(value: Any, known: dict[int, Any], depth: int = 0) -> Any:
     """How ``value`` is told from what it was, hashable or not; what cannot be looked into is told by its type.
 
     ``known``: of objects that were told already, by identity.
@@ -291,22 +295,30 @@ def _told(value: Any, known: dict[int, Any], depth: int = 0) -> Any:
     if isinstance(value, itertools.count):
         told = repr(value)
     elif _generator_state(value) is not None:
-        told = kind, repr(_listed(_generator_state(value)))
+        told = kind, repr(_arrays_to_lists(_generator_state(value)))
     elif isinstance(value, dict) and len(value) <= _MOST_ELEMENTS:
-        told = kind, tuple((_told(k, known, depth + 1), _told(v, known, depth + 1)) for k, v in value.items())
+        told = (
+            kind,
+            tuple(
+                (_build_value_key(k, known, depth + 1), _build_value_key(v, known, depth + 1)) for k, v in value.items()
+            ),
+        )
     elif isinstance(value, set | frozenset) and len(value) <= _MOST_ELEMENTS:
         told = kind, len(value), frozenset(repr(v) for v in value if type(v) in _PLAIN)
     elif isinstance(value, list | tuple | collections.deque) and len(value) <= _MOST_ELEMENTS:
-        told = kind, tuple(_told(v, known, depth + 1) for v in value)
+        told = kind, tuple(_build_value_key(v, known, depth + 1) for v in value)
     elif isinstance(value, _CONTAINERS):
         told = kind, len(value)
     elif not _is_function(value) and _has_attributes(value):
-        told = kind, tuple((n, _told(v, known, depth + 1)) for n, v in getattr(value, "__dict__", {}).items())
+        told = (
+            kind,
+            tuple((n, _build_value_key(v, known, depth + 1)) for n, v in getattr(value, "__dict__", {}).items()),
+        )
     known[id(value)] = told
     return told
 
 
-def _number(value: Any) -> int | float | None:
+def _get_plain_number(value: Any) -> int | float | None:
     return value if type(value) in (int, float) else None
 
 
@@ -332,12 +344,12 @@ def _set_generator_state(generator: Any, state: Any) -> None:
 
 
 def _same_state(one: Any, other: Any) -> bool:
-    return repr(_listed(one)) == repr(_listed(other))
+    return repr(_arrays_to_lists(one)) == repr(_arrays_to_lists(other))
 
 
-def _listed(state: Any) -> Any:
+def _arrays_to_lists(state: Any) -> Any:
     if isinstance(state, Mapping):
-        return {k: _listed(v) for k, v in state.items()}
+        return {k: _arrays_to_lists(v) for k, v in state.items()}
     return state.tolist() if isinstance(state, np.ndarray) else state
 
 
@@ -402,7 +414,7 @@ class Clock:
         """Inside, the clock tells the time ``shift_s`` later, and who asked."""
         originals = {name: getattr(time, name) for name in _CLOCKS}
         by_function = {id(f): name for name, f in originals.items()}
-        watched = {name: self._watched(name, f) for name, f in originals.items()}
+        watched = {name: self._wrap_clock_function(name, f) for name, f in originals.items()}
         with contextlib.ExitStack() as stack:
             for name, function in watched.items():
                 stack.enter_context(mock.patch.object(time, name, function))
@@ -413,7 +425,7 @@ class Clock:
                         stack.enter_context(mock.patch.object(file, variable, watched[by_function[id(value)]]))
             yield
 
-    def _watched(self, name: str, function: Callable[[], Any]) -> Callable[[], Any]:
+    def _wrap_clock_function(self, name: str, function: Callable[[], Any]) -> Callable[[], Any]:
         shift = self.shift_s * (10**9 if name.endswith("_ns") else 1)
 
         def now() -> Any:
@@ -431,16 +443,16 @@ def same_computation(one: Captured, other: Captured) -> bool:
 
     What depends on constants alone is compared by its numbers: a table that one has computed the other may have kept.
     """
-    return bool(_described(one) == _described(other))
+    return bool(_build_capture_key(one) == _build_capture_key(other))
 
 
-def _described(captured: Captured) -> Any:
+def _build_capture_key(captured: Captured) -> Any:
     fixed = _constant_values(captured)
     places: dict[fx.Node, str] = {}
     rows: list[tuple[str, str, str, str]] = []
     for node in captured.graph.nodes:
         if node in fixed:
-            places[node] = _digest(fixed[node])
+            places[node] = _digest_constant_value(fixed[node])
             continue
         target = captured.placeholders.get(node.name, "") if node.op == "placeholder" else str(node.target)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), places.__getitem__)
@@ -482,9 +494,9 @@ def _on_cpu(argument: Any) -> Any:
     return torch.device("cpu") if isinstance(argument, torch.device) else argument
 
 
-def _digest(value: Any) -> str:
+def _digest_constant_value(value: Any) -> str:
     if isinstance(value, tuple | list):
-        return repr([_digest(v) for v in value])
+        return repr([_digest_constant_value(v) for v in value])
     if not isinstance(value, Tensor):
         return repr(value)
     data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

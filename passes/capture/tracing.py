@@ -21,8 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from passes.capture.assemble import assemble
-from passes.capture.export import Counter, ParameterlessCopy, export, make_twin, try_forward
+from passes.capture.assemble import assemble_program_graph
+from passes.capture.export import Counter, ParameterlessCopy, export_parameterless_copy, make_twin, try_forward
 from passes.capture.functionalize import flatten_program
 from passes.capture.inputs import Bound, arguments_of, lift_leaves, plain_numbers
 from passes.capture.python_state import (
@@ -41,7 +41,7 @@ from passes.ir.lifted_numbers import Expression, Guard, LiftScope, NotLiftable
 from passes.ir.model import CallSignature, Captured, ModelState, TensorSpec
 from passes.trace.autograd_functions import drop_looking_hooks, with_terms_added
 from passes.trace.layer_equality import ModuleGroup, ParkedParameters
-from passes.trace.layer_expansion import Unrepeated, expand, in_order
+from passes.trace.layer_expansion import Unrepeated, expand_layer_operators, in_order
 from passes.trace.layer_reuse import Repeats
 
 
@@ -168,7 +168,9 @@ class Tracer:
             def captured(parity: int | None) -> Captured:
                 decided = hits.guards.decided if hits.guards is not None else ()
                 with_loss, numbers = self.loss is not None, twin.numbers
-                found = assemble(program, canonical, with_loss, empty_turns=parity, decided=decided, numbers=numbers)
+                found = assemble_program_graph(
+                    program, canonical, with_loss, empty_turns=parity, decided=decided, numbers=numbers
+                )
                 return with_terms_added(_with_counters(finish(found), twin.counters))
 
             whole = captured(hits.leaves_out if hits.guards is not None else None)
@@ -181,34 +183,38 @@ class Tracer:
             away = repeats.away
             try:
                 with repeats.tracing():
-                    program = flatten_program(export(twin, args, kwargs, train=self.train, diagnose=False), own)
+                    program = flatten_program(
+                        export_parameterless_copy(twin, args, kwargs, train=self.train, diagnose=False), own
+                    )
                 if away is None:
-                    return made(twin, program, expand)
-                return made(twin, program, functools.partial(_restored, _states_of(away, canonical), canonical))
+                    return made(twin, program, expand_layer_operators)
+                return made(
+                    twin, program, functools.partial(_restore_shared_layers, _states_of(away, canonical), canonical)
+                )
             except Unrepeated as error:
                 repeats.refuse(error.number)
             except Exception:  # the shortcut's or the model's own: the full trace will tell
                 pass
             refused, given_up = repeats.refused, given_up + repeats.refused
-            twin = self._again(twin, twin.hits.leaving_out(twin.hits.leaves_out), left)
+            twin = self._prepare_retry_copy(twin, twin.hits.leaving_out(twin.hits.leaves_out), left)
             remaining = Repeats.of(twin.module).without(given_up)
             if refused:
                 repeats = remaining.put_away(twin.module) if away is not None else remaining
             else:  # the weights that were put away may have been missed
                 repeats = remaining if away is not None else Repeats([])
         try:
-            program = export(twin, args, kwargs, train=self.train)
+            program = export_parameterless_copy(twin, args, kwargs, train=self.train)
         except CaptureError as error:
             if not isinstance(error.__cause__, GuardOnDataDependentSymNode) or twin.hits.guards is not None:
                 raise
-            twin = self._again(twin, twin.hits.guarded(), left)
+            twin = self._prepare_retry_copy(twin, twin.hits.guarded(), left)
             try:
-                program = export(twin, args, kwargs, train=self.train, diagnose=False)
+                program = export_parameterless_copy(twin, args, kwargs, train=self.train, diagnose=False)
             except Exception:  # another decision stands in the way, which has been told
                 raise error from error.__cause__
         return made(twin, flatten_program(program, own), lambda captured: captured)
 
-    def _again(self, twin: ParameterlessCopy, hits: TracedLoops, left: Attributes) -> ParameterlessCopy:
+    def _prepare_retry_copy(self, twin: ParameterlessCopy, hits: TracedLoops, left: Attributes) -> ParameterlessCopy:
         """Another twin for another attempt at the same trace."""
         made = replace(self.renew(twin, hits=hits), scope=twin.scope)
         self.prepare(made, left)
@@ -294,7 +300,7 @@ class _Settling:
             self.before.restore()
             twin = self.tracer.renew(self.first.twin)
             self.before.draw_first(twin.module, below)
-            other = self._try(twin, self.first.arguments)
+            other = self._trace_if_possible(twin, self.first.arguments)
             if other is None or not same_computation(self.first.captured, other.captured):
                 self.before.restore()
                 twin = self.tracer.renew(self.first.twin)
@@ -314,7 +320,7 @@ class _Settling:
             return
         later = Clock(shift_s=86_399)
         with later.watched(self.first.twin.module):
-            other = self._try(self.tracer.renew(self.first.twin), self.first.arguments)
+            other = self._trace_if_possible(self.tracer.renew(self.first.twin), self.first.arguments)
         if other is None or not same_computation(self.first.captured, other.captured):
             raise UnsupportedError(
                 f"the forward asks for the time{clock.asked_at}, and what it computes depends on it: a plan would keep "
@@ -330,11 +336,11 @@ class _Settling:
         if same and not changed_again:  # from now on the state stays as it is, and so does what is computed
             return self.first, []
         others = [c for c in changes if not c.is_number]
-        counted = self._count([c for c in changes if c.is_number])
+        counted = self._trace_with_counters([c for c in changes if c.is_number])
         if counted is not None:
             return self._settle_counted(counted, others)
         if not same:
-            self._refuse(changes)
+            self._refuse_state_changes(changes)
         return self.first, [_note_unused(changes)]
 
     def _settle_counted(self, counted: Trace, others: Sequence[StateChange]) -> tuple[Trace, list[str]]:
@@ -346,7 +352,7 @@ class _Settling:
         if others:
             second, _ = self._trace_after(counted)
             if second is None or not same_computation(counted.captured, second.captured):
-                self._refuse(others)
+                self._refuse_state_changes(others)
         counters = counted.twin.counters
         used = {c.full_name for c in counters if _is_used(counted.captured, c.full_name)}
         notes = [_note_unused(others)] if others else []
@@ -362,7 +368,7 @@ class _Settling:
         captured = counted.captured.with_(signature=replace(counted.captured.signature, guards=guards))
         return replace(counted, captured=captured), notes
 
-    def _count(self, numbers: Sequence[StateChange]) -> Trace | None:
+    def _trace_with_counters(self, numbers: Sequence[StateChange]) -> Trace | None:
         """A trace with a buffer for each of ``numbers``; nothing where there are none, or that cannot be."""
         counters = tuple(
             Counter(c.module or "", c.name, f"counter_{k}", c.before)
@@ -380,7 +386,7 @@ class _Settling:
 
     def _count_flipped(self, counted: Trace, expression: Expression) -> Trace | None:
         self.before.restore()
-        return self._try(self.tracer.renew(counted.twin, flipped=(expression,)), counted.arguments)
+        return self._trace_if_possible(self.tracer.renew(counted.twin, flipped=(expression,)), counted.arguments)
 
     def _trace_after(self, trace: Trace) -> tuple[Trace | None, list[StateChange]]:
         """The trace of a second call of the forward, nothing where it fails; and what the second call changes."""
@@ -392,7 +398,7 @@ class _Settling:
             counters = {(c.path, c.name) for c in trace.twin.counters}
             twin = self.tracer.renew(trace.twin, attributes={k: v for k, v in left.items() if k not in counters})
         state = self.tracer.state_of(twin.module)
-        second = self._try(twin, trace.arguments)
+        second = self._trace_if_possible(twin, trace.arguments)
         changed = [] if second is None else state.changes(second.left)
         return second, [c for c in changed if not c.generator]
 
@@ -409,7 +415,7 @@ class _Settling:
         if isinstance(result, Exception):
             raise _NotRun from result
 
-    def _try(self, twin: ParameterlessCopy, arguments: Bound) -> Trace | None:
+    def _trace_if_possible(self, twin: ParameterlessCopy, arguments: Bound) -> Trace | None:
         try:
             return self.tracer.trace(twin, arguments, self.first.uses)
         except (PartitionError, NotLiftable, _NotRun):
@@ -417,9 +423,10 @@ class _Settling:
 
     # -- what is said
 
-    def _refuse(self, changes: Sequence[StateChange]) -> None:
+    def _refuse_state_changes(self, changes: Sequence[StateChange]) -> None:
         raise UnsupportedError(
-            f"the forward changes {_listed(changes)}, and what it computes at its next call depends on it: a plan "
+            f"the forward changes {_format_changed_names(changes)}, and what it computes at its next call "
+            f"depends on it: a plan "
             "would repeat the first call at every step; keep it in a buffer of the module (self.register_buffer, a "
             "tensor that forward changes in place), or pass it as an input"
         )
@@ -435,12 +442,13 @@ class _Settling:
 
 def _note_unused(changes: Sequence[StateChange]) -> str:
     return (
-        f"forward changes {_listed(changes)}, which had no effect on what it computes at its next call: the plan does "
+        f"forward changes {_format_changed_names(changes)}, which had no effect on what it computes at its "
+        f"next call: the plan does "
         "not change it"
     )
 
 
-def _listed(changes: Sequence[StateChange]) -> str:
+def _format_changed_names(changes: Sequence[StateChange]) -> str:
     names = list(dict.fromkeys(c.what for c in changes))
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
@@ -482,11 +490,11 @@ def _copy_container(value: Any) -> Any:
 
 
 # --- layers that are alike --------------------------------------------------------------------------------------------
-def _restored(
+def _restore_shared_layers(
     states: Mapping[int, Sequence[ModelState | None]], canonical: Mapping[str, str], captured: Captured
 ) -> Captured:
     """``captured`` with copies for the layers that are alike, and the states that the trace did not see."""
-    return in_order(expand(captured, states), canonical.values())
+    return in_order(expand_layer_operators(captured, states), canonical.values())
 
 
 def _states_of(away: ParkedParameters, canonical: Mapping[str, str]) -> dict[int, list[ModelState | None]]:

@@ -5,7 +5,7 @@ deep inside a trace or a rank. They are refused with a message that says what to
 
 ``torch.compile``, ``DataParallel``, ``DistributedDataParallel`` and ``checkpoint_wrapper`` put a module around another,
 and a part such as ``_orig_mod.`` into the names of its weights. They say how to run a model, not what it computes.
-:func:`unwrapped` removes them with a note, or refuses them. Requires: a module as the user gives it. Provides: the
+:func:`unwrap_model` removes them with a note, or refuses them. Requires: a module as the user gives it. Provides: the
 module inside, with the same tensors, under the names of the model's own code.
 """
 
@@ -146,25 +146,25 @@ _REPLICATED_NOTE = "{kind} ({where}) is left out: the plan itself divides the ba
 _SHOWN = 3  # places that a note lists
 
 
-def unwrapped(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
+def unwrap_model(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
     """The model without wrappers, with the same tensors, and a note on each kind that was left out; a model without
     any is given back itself.
 
     Raises :class:`UnsupportedError` for a wrapper that does more than its kind: that has hooks.
     """
     named = [(_own_name(model, path), module) for path, module in model.named_modules()]
-    wrappers = [(name, module) for name, module in named if _inside(module) is not None]
+    wrappers = [(name, module) for name, module in named if _find_wrapped_module(module) is not None]
     compiled = [name for name, module in named if _is_compiled(module)]
     for path, wrapper in wrappers:
         _refuse_hooked(path, wrapper)
-    notes = tuple(_notes(wrappers, compiled))
-    while (inner := _inside(model)) is not None:
+    notes = tuple(_iterate_wrapper_notes(wrappers, compiled))
+    while (inner := _find_wrapped_module(model)) is not None:
         model = inner
-    if not any(_inside(module) is not None or _holds_compiled(module) for module in model.modules()):
+    if not any(_find_wrapped_module(module) is not None or _holds_compiled(module) for module in model.modules()):
         return model, notes
     memo = shared_tensors(model)
     for module in reversed([*model.modules()]):  # those inside of others first
-        if (inner := _inside(module)) is not None:
+        if (inner := _find_wrapped_module(module)) is not None:
             memo[id(module)] = copy.deepcopy(inner, memo)
     return copy_model(model, memo), notes
 
@@ -173,8 +173,8 @@ def refuse_sharded(model: nn.Module) -> None:
     """Raise :class:`UnsupportedError` for a model of which this process has a part, and :class:`CaptureError` for one
     that has no Python code."""
     for path, module in model.named_modules():
-        kind = next((said for of, said in _SHARDED.items() if _is(module, of)), None)
-        if kind is None and any(_is(p, _DTENSOR) for p in module.parameters(recurse=False)):
+        kind = next((said for of, said in _SHARDED.items() if _is_instance_of(module, of)), None)
+        if kind is None and any(_is_instance_of(p, _DTENSOR) for p in module.parameters(recurse=False)):
             kind = "DTensors (parallelize_module or distribute_tensor)"
         if kind is not None:
             raise UnsupportedError(
@@ -189,20 +189,20 @@ def refuse_sharded(model: nn.Module) -> None:
             )
 
 
-def _notes(wrappers: Sequence[tuple[str, nn.Module]], compiled: Sequence[str]) -> Iterator[str]:
+def _iterate_wrapper_notes(wrappers: Sequence[tuple[str, nn.Module]], compiled: Sequence[str]) -> Iterator[str]:
     if compiled:
-        yield COMPILED_NOTE.format(where=_places(compiled))
+        yield COMPILED_NOTE.format(where=_format_module_names(compiled))
     for of, note in (
         (_REPLICATED, _REPLICATED_NOTE),
         (_THREADS, _REPLICATED_NOTE),
         (_CHECKPOINTED, CHECKPOINT_NOTE),
         (_OFFLOADED, OFFLOAD_NOTE),
     ):
-        if places := [path for path, module in wrappers if _is(module, of)]:
-            yield note.format(kind=of[1], where=_places(places))
+        if places := [path for path, module in wrappers if _is_instance_of(module, of)]:
+            yield note.format(kind=of[1], where=_format_module_names(places))
 
 
-def _places(paths: Sequence[str]) -> str:
+def _format_module_names(paths: Sequence[str]) -> str:
     """``the whole model``, or the modules' names."""
     names = list(dict.fromkeys(path or "the whole model" for path in paths))
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
@@ -213,19 +213,19 @@ def _own_name(model: nn.Module, path: str) -> str:
     """The name of a module without the parts that wrappers around it put into it."""
     names, module = [], model
     for part in filter(None, path.split(".")):
-        if _inside(module) is None:
+        if _find_wrapped_module(module) is None:
             names.append(part)
         module = module.get_submodule(part)
     return ".".join(names)
 
 
-def _inside(module: nn.Module) -> nn.Module | None:
+def _find_wrapped_module(module: nn.Module) -> nn.Module | None:
     """The module that ``module`` is a wrapper of; ``None`` where it is none."""
-    attribute = next((name for of, name in _INSIDE.items() if _is(module, of)), None)
+    attribute = next((name for of, name in _INSIDE.items() if _is_instance_of(module, of)), None)
     return None if attribute is None else module._modules[attribute]
 
 
-def _is(value: Any, of: _Class) -> bool:
+def _is_instance_of(value: Any, of: _Class) -> bool:
     """Whether ``value`` is of a class; not where its module was never loaded."""
     kind = getattr(sys.modules.get(of[0]), of[1], None)
     return kind is not None and isinstance(value, kind)
@@ -234,15 +234,15 @@ def _is(value: Any, of: _Class) -> bool:
 def _is_compiled(module: nn.Module) -> bool:
     own = getattr(module, "_compiled_call_impl", None) is not None  # by module.compile()
     decorated = getattr(type(module).forward, "_torchdynamo_orig_callable", None) is not None
-    return _is(module, _COMPILED) or own or decorated or _holds_compiled(module)
+    return _is_instance_of(module, _COMPILED) or own or decorated or _holds_compiled(module)
 
 
 def _holds_compiled(module: nn.Module) -> bool:
     """Whether an attribute, such as a ``forward`` of the instance, is a function that ``torch.compile`` made."""
-    return any(_original(value) is not None for value in vars(module).values())
+    return any(_find_uncompiled_function(value) is not None for value in vars(module).values())
 
 
-def _original(value: Any) -> Any:
+def _find_uncompiled_function(value: Any) -> Any:
     """The function that ``torch.compile`` made ``value`` of; ``None`` where it is no such."""
     return getattr(value, "_torchdynamo_orig_callable", None) if isinstance(value, FunctionType) else None
 
@@ -278,24 +278,24 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
             if name in _CHILDREN:
                 continue
             if isinstance(value, dict):  # of hooks, say
-                value.update({key: _rebound(entry, memo) for key, entry in value.items() if callable(entry)})
-            elif (changed := _rebound(value, memo)) is not value:
+                value.update({key: _rebind_to_copies(entry, memo) for key, entry in value.items() if callable(entry)})
+            elif (changed := _rebind_to_copies(value, memo)) is not value:
                 module.__dict__[name] = changed
                 if name == "forward" and changed == MethodType(type(module).forward, module):
                     del module.__dict__[name]
     return made
 
 
-def _rebound(value: Any, memo: dict[int, Any]) -> Any:
+def _rebind_to_copies(value: Any, memo: dict[int, Any]) -> Any:
     """``value`` with copies for the modules of which there are some; itself where it holds none."""
     if isinstance(value, nn.Module):
         return memo.get(id(value), value)
     if isinstance(value, MethodType):
-        owner = _rebound(value.__self__, memo) if isinstance(value.__self__, nn.Module) else value.__self__
+        owner = _rebind_to_copies(value.__self__, memo) if isinstance(value.__self__, nn.Module) else value.__self__
         return value if owner is value.__self__ else MethodType(value.__func__, owner)
     if isinstance(value, partial):
         parts = [value.func, *value.args, *value.keywords.values()]
-        changed = [_rebound(part, memo) for part in parts]
+        changed = [_rebind_to_copies(part, memo) for part in parts]
         if all(a is b for a, b in zip(parts, changed, strict=True)):
             return value
         function, *rest = changed
@@ -310,12 +310,12 @@ def _rebound_function(function: FunctionType, memo: dict[int, Any]) -> Any:
     if id(function) in memo:  # it calls itself, too
         return memo[id(function)]
     memo[id(function)] = function
-    original = _original(function)
+    original = _find_uncompiled_function(function)
     if original is not None:
-        return _rebound(original, memo)
+        return _rebind_to_copies(original, memo)
     cells, defaults = function.__closure__ or (), function.__defaults__ or ()
-    held = [*map(_content, cells), *defaults]
-    changed = [_rebound(value, memo) for value in held]
+    held = [*map(_read_cell_content, cells), *defaults]
+    changed = [_rebind_to_copies(value, memo) for value in held]
     if all(a is b for a, b in zip(held, changed, strict=True)):
         return function
     closure = tuple(
@@ -330,7 +330,7 @@ def _rebound_function(function: FunctionType, memo: dict[int, Any]) -> Any:
     return made
 
 
-def _content(cell: CellType) -> Any:
+def _read_cell_content(cell: CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # nothing yet
@@ -371,7 +371,7 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _PARTS)
 
 
-def spellings(present: Iterable[str], wanted: Collection[str]) -> dict[str, str]:
+def match_state_names(present: Iterable[str], wanted: Collection[str]) -> dict[str, str]:
     """For names that are ``present`` and not ``wanted``, the wanted ones that are meant: those with or without the
     parts of wrappers, and of a wrapper around the whole model, which all of them have, without its prefix."""
     held = set(present)

@@ -21,8 +21,8 @@ from torch import Tensor, fx
 from passes.errors import UnsupportedError
 from passes.experts.regions import ExpertRegion
 from passes.ir.collectives import collective_name, is_over, ops
-from passes.ir.interpret import call, infer, value_of
-from passes.ir.layouts import Layout, local_shape, shard
+from passes.ir.interpret import infer_meta_value, insert_operator_node, value_of
+from passes.ir.layouts import Layout, local_shape, make_shard_layout
 from passes.ir.model import Block, TensorSpec
 from passes.ir.rewrite import drop_unused
 from passes.rules.factors import operands_of, with_operands
@@ -57,7 +57,7 @@ def spread_experts(
     for node in block.graph.nodes:
         rewriter.copy(node)
     drop_unused(rewriter.graph)
-    layouts = {name: shard(dim) for region in regions for name, dim in region.states.items()}
+    layouts = {name: make_shard_layout(dim) for region in regions for name, dim in region.states.items()}
     return Block(block.name, rewriter.graph, block.states, block.inputs), layouts
 
 
@@ -97,7 +97,7 @@ class _Spreader:
         if node.op == "placeholder":
             local = self.graph.create_node("placeholder", node.name, name=node.name)
             local.meta.update(node.meta)
-            shape = local_shape(shard(dim), tuple(node.meta["val"].shape), self.size)
+            shape = local_shape(make_shard_layout(dim), tuple(node.meta["val"].shape), self.size)
             local.meta["val"] = TensorSpec(shape, node.meta["val"].dtype).meta()
             self.env[node] = local
             return
@@ -106,9 +106,11 @@ class _Spreader:
             self.env[node] = self.env[operands[0]]
             return
         self._check_apart(node)
-        wanted = tuple(shard(self.tables[o]) for o in operands)
+        wanted = tuple(make_shard_layout(self.tables[o]) for o in operands)
         found = (
-            s for s in enumerate_strategies(node, self.size) if s.operands == wanted and s.results == (shard(dim),)
+            s
+            for s in enumerate_strategies(node, self.size)
+            if s.operands == wanted and s.results == (make_shard_layout(dim),)
         )
         strategy = next(found, None)
         if strategy is None:
@@ -126,7 +128,7 @@ class _Spreader:
         if region.keys is not None:
             self._check_rows(node, region, args, kwargs)
         assert callable(node.target)
-        made = call(self.graph, node.target, args, kwargs, like=node)
+        made = insert_operator_node(self.graph, node.target, args, kwargs, like=node)
         made.meta.update({k: v for k, v in node.meta.items() if k != "val"})
         self.inside[node] = made
         if node in region.exits:
@@ -155,7 +157,7 @@ class _Spreader:
         return self.routes[region.keys]
 
     def _append_getitem(self, source: fx.Node, index: int) -> fx.Node:
-        return call(self.graph, operator.getitem, (source, index), like=source)
+        return insert_operator_node(self.graph, operator.getitem, (source, index), like=source)
 
     def _send_to_experts(self, local: fx.Node, node: fx.Node, region: ExpertRegion) -> fx.Node:
         if region.keys is None:
@@ -168,7 +170,7 @@ class _Spreader:
         return self._append_collective("combine", node, local, *self._route_rows(region, region.keys))
 
     def _append_collective(self, name: str, like: fx.Node, *args: Any) -> fx.Node:
-        made = call(self.graph, getattr(ops, name).default, (*args, self.axis, self.size), like=like)
+        made = insert_operator_node(self.graph, getattr(ops, name).default, (*args, self.axis, self.size), like=like)
         if name == "route":
             made.meta["grad"] = False
         return made
@@ -200,8 +202,8 @@ class _Spreader:
             return tuple(map(longer, value)) if isinstance(value, tuple) else longer(value)
 
         try:
-            made = infer(node.target, fx.node.map_arg(args, given), fx.node.map_arg(kwargs, given))  # type: ignore[arg-type]
-            plain = infer(node.target, value_of(args), value_of(kwargs))  # type: ignore[arg-type]
+            made = infer_meta_value(node.target, fx.node.map_arg(args, given), fx.node.map_arg(kwargs, given))  # type: ignore[arg-type]
+            plain = infer_meta_value(node.target, value_of(args), value_of(kwargs))  # type: ignore[arg-type]
         except Exception as error:
             raise UnsupportedError(
                 f"{_format_location(node)} cannot work on another number of rows: {error}"

@@ -26,7 +26,7 @@ from torch import fx
 from passes.experts.routing_masks import RoutingChoice, choice_of
 from passes.experts.stacked_modules import Different, Packing, addends_of, is_inner, is_sum
 from passes.ir.interpret import META
-from passes.ir.rewrite import Builder, shape, val
+from passes.ir.rewrite import Builder, get_node_tensor, list_node_sizes
 from passes.ir.value_numbering import Numbers
 
 aten = torch.ops.aten
@@ -90,16 +90,16 @@ def _find_choice_loops(head: fx.Node, numbers: Numbers) -> Iterator[Loop]:
     chain: set[fx.Node] = set()
     where = _find_condition_shape(head)
     node: Any = head
-    while _is_choice(node) and shape(node) == shape(head) and (not chain or len(node.users) == 1):
+    while _is_choice(node) and list_node_sizes(node) == list_node_sizes(head) and (not chain or len(node.users) == 1):
         choice, negated = _find_mask_choice(node.args[0])
-        if choice is None or negated or shape(node.args[1]) != shape(head) or node.args[1] in found:
+        if choice is None or negated or list_node_sizes(node.args[1]) != list_node_sizes(head) or node.args[1] in found:
             break
-        if _find_condition_shape(node) != where or math.prod(where) != val(choice.of).numel():
+        if _find_condition_shape(node) != where or math.prod(where) != get_node_tensor(choice.of).numel():
             break
         found[node.args[1]] = choice
         chain.add(node)
         node = node.args[2]
-    if len(found) >= _LEAST and shape(node) == shape(head):
+    if len(found) >= _LEAST and list_node_sizes(node) == list_node_sizes(head):
         for loop in _group_into_loops(
             found, lambda parts: [node] if len(parts) == len(found) else [], chain, numbers, adds=False
         ):
@@ -111,8 +111,8 @@ def _find_condition_shape(node: fx.Node) -> tuple[int, ...]:
     condition: Any = node.args[0]
     while condition.target is aten.expand.default:
         condition = condition.args[0]
-    sizes = shape(condition)
-    return (*[1] * (len(shape(node)) - len(sizes)), *sizes)
+    sizes = list_node_sizes(condition)
+    return (*[1] * (len(list_node_sizes(node)) - len(sizes)), *sizes)
 
 
 def _is_choice(node: Any) -> bool:
@@ -195,21 +195,21 @@ class ExpertColumns:
         if [n.args[2] for n in nodes] != list(wanted) or len({self.numbers(n.args[0]) for n in nodes}) > 1:  # type: ignore[arg-type]
             return None
         whole: Any = first.args[0]
-        dim: int = first.args[1] % len(shape(whole))  # type: ignore[operator, assignment]
-        others = [d for d in range(len(shape(whole))) if d != dim]
+        dim: int = first.args[1] % len(list_node_sizes(whole))  # type: ignore[operator, assignment]
+        others = [d for d in range(len(list_node_sizes(whole))) if d != dim]
         if dim < len(others):
             whole = self.build(aten.permute.default, whole, [*others, dim])
-        if shape(whole)[-1] != len(nodes):
+        if list_node_sizes(whole)[-1] != len(nodes):
             whole = self.build(aten.slice.Tensor, whole, len(others), wanted.start, wanted.stop)
         return ExpertColumn(whole)
 
     def of_choice(self) -> ExpertColumn:
         """Which numbers are each expert's."""
         numbers = self.loop.of
-        every = self.build(aten.arange.default, len(self.loop.parts), dtype=val(numbers).dtype, device=META)
+        every = self.build(aten.arange.default, len(self.loop.parts), dtype=get_node_tensor(numbers).dtype, device=META)
         if self.loop.first:
             every = self.build(aten.add.Tensor, every, self.loop.first)
-        apart = self.build(aten.unsqueeze.default, numbers, len(shape(numbers)))
+        apart = self.build(aten.unsqueeze.default, numbers, len(list_node_sizes(numbers)))
         return ExpertColumn(self.build(aten.eq.Tensor, apart, every))
 
     def made(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExpertColumn:
@@ -217,12 +217,12 @@ class ExpertColumns:
         assert isinstance(node.target, torch._ops.OpOverload)
         value, rest, many = args[0], list(args[1:]), len(self.loop.parts)
         if node.target in _SIZED:
-            operands = [value.node, [*shape(node), many]]
+            operands = [value.node, [*list_node_sizes(node), many]]
         elif node.target in _ONE_DIM:
-            rank = max(len(shape(node)), len(shape(node.args[0])))  # type: ignore[arg-type]
+            rank = max(len(list_node_sizes(node)), len(list_node_sizes(node.args[0])))  # type: ignore[arg-type]
             operands = [value.node, rest[0] % rank]
         elif node.target in _OVER:
-            rank, dims = len(shape(node.args[0])), rest[0]  # type: ignore[arg-type]
+            rank, dims = len(list_node_sizes(node.args[0])), rest[0]  # type: ignore[arg-type]
             if dims is None or dims == []:  # all of them, of which the experts would be one
                 raise Different
             over = [d % rank for d in dims] if isinstance(dims, list | tuple) else dims % rank
@@ -235,7 +235,7 @@ class ExpertColumns:
 
     def at(self, column: ExpertColumn, keys: fx.Node, dim: int) -> fx.Node:
         """For each row its own expert's, by ``keys``; ``dim``: the one of the rows, beside dims of size 1."""
-        sizes = shape(column.node)
+        sizes = list_node_sizes(column.node)
         if any(size != 1 for d, size in enumerate(sizes[:-1]) if d != dim):
             raise Different
         rows = self.build(aten.reshape.default, column.node, [sizes[dim], sizes[-1]])
@@ -245,8 +245,8 @@ class ExpertColumns:
     def _append_expert_dim(self, argument: Any) -> Any:
         if isinstance(argument, ExpertColumn):
             return argument.node
-        if isinstance(argument, fx.Node) and val(argument).dim():
-            return self.build(aten.unsqueeze.default, argument, val(argument).dim())
+        if isinstance(argument, fx.Node) and get_node_tensor(argument).dim():
+            return self.build(aten.unsqueeze.default, argument, get_node_tensor(argument).dim())
         return argument
 
 
@@ -342,7 +342,7 @@ class LoopWeights:
             return None
         if [(n.target, *n.args) for n in nodes] != [(aten.select.int, source, 0, first + i) for i in range(len(nodes))]:
             return None
-        if shape(source)[0] == len(nodes):
+        if list_node_sizes(source)[0] == len(nodes):
             return PackedParameter(source)
         return PackedParameter(self.build(aten.slice.Tensor, source, 0, first, first + len(nodes)))
 
@@ -353,7 +353,7 @@ class LoopWeights:
 
     def turned(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PackedParameter:
         """A parameter with its dims in another order, or of another type. Raises :class:`Different`."""
-        whole, rank, rest = self.of_all(args[0]), len(shape(node)), list(args[1:])
+        whole, rank, rest = self.of_all(args[0]), len(list_node_sizes(node)), list(args[1:])
         if node.target is aten.t.default and rank == len(rest) + 2:
             return PackedParameter(self.build(aten.transpose.int, whole, 1, 2))
         if node.target is aten.transpose.int:
@@ -371,10 +371,12 @@ class LoopWeights:
         Raises :class:`Different` where it does not."""
         assert isinstance(node.target, torch._ops.OpOverload)
         whole = self.of_all(stack)
-        own = shape(whole)[1:]
-        after = len(shape(node)) - 1 - rows.dim  # dims behind the rows
+        own = list_node_sizes(whole)[1:]
+        after = len(list_node_sizes(node)) - 1 - rows.dim  # dims behind the rows
         if torch.Tag.pointwise not in node.target.tags or any(s != 1 for s in own[: max(0, len(own) - after)]):
             raise Different
         found = self.build(aten.index_select.default, whole, 0, expert())
         kept = own[max(0, len(own) - after) :]
-        return self.build(aten.reshape.default, found, [shape(rows.node)[rows.dim], *[1] * (after - len(kept)), *kept])
+        return self.build(
+            aten.reshape.default, found, [list_node_sizes(rows.node)[rows.dim], *[1] * (after - len(kept)), *kept]
+        )

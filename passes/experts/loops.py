@@ -40,7 +40,7 @@ from passes.experts.loop_patterns import (
 from passes.experts.routing_masks import choice_of, num_choices
 from passes.experts.stacked_modules import Different, Packing
 from passes.ir.model import Captured
-from passes.ir.rewrite import Builder, drop_unused, shape, val
+from passes.ir.rewrite import Builder, drop_unused, get_node_tensor, list_node_sizes
 from passes.ir.value_numbering import Numbers
 from passes.ops import experts
 from passes.rules import factors_of
@@ -87,7 +87,7 @@ class _Merging:
         self.columns = ExpertColumns(self.build, loop, numbers)
         self.weights = LoopWeights(self.packing, self.build, loop)
         self.head, self.loop, self.numbers = head, loop, numbers
-        self.num_rows = val(loop.of).numel()
+        self.num_rows = get_node_tensor(loop.of).numel()
         self.known: dict[tuple[fx.Node, ...], Any] = {}
         self.inner: set[fx.Node] = set()  # what is done to rows, and to parameters
         self.keys: fx.Node | None = None
@@ -213,15 +213,17 @@ class _Merging:
             choice = choice_of(node)
             if choice is None or (choice.number, choice.dims, self.numbers(choice.of)) != (number, loop.dims, of):
                 return None
-        return ExpertMask(0 if val(nodes[0]).dim() == 1 else None, False, loop.dims == tuple(range(len(loop.dims))))
+        return ExpertMask(
+            0 if get_node_tensor(nodes[0]).dim() == 1 else None, False, loop.dims == tuple(range(len(loop.dims)))
+        )
 
     def _transform_mask(self, node: fx.Node, mask: ExpertMask) -> ExpertMask:
         """The opposite of a mask, or the same in another shape."""
         if node.target is aten.logical_not.default:
             return ExpertMask(mask.dim, not mask.negated)
-        sizes = shape(node)
+        sizes = list_node_sizes(node)
         along = [d for d, size in enumerate(sizes) if size == self.num_rows]
-        if node.target not in RESHAPES or val(node).numel() != self.num_rows:
+        if node.target not in RESHAPES or get_node_tensor(node).numel() != self.num_rows:
             raise Different
         if len(sizes) == 1:
             return ExpertMask(0, mask.negated)
@@ -234,15 +236,19 @@ class _Merging:
         held = value.node if isinstance(value, ExpertRows | ExpertColumn) else value
         if not mask.negated or mask.dim is None or not isinstance(held, fx.Node):
             raise Different
-        dim = mask.dim + val(node).dim() - val(node.args[1]).dim()  # type: ignore[arg-type]
+        dim = mask.dim + get_node_tensor(node).dim() - get_node_tensor(node.args[1]).dim()  # type: ignore[arg-type]
         if isinstance(value, ExpertColumn) and dim >= 0:
             held = self.columns.at(value, self._find_row_experts(), dim)
-        if dim < 0 or shape(held)[dim] != self.num_rows or (isinstance(value, ExpertRows) and value.dim != dim):
+        if (
+            dim < 0
+            or list_node_sizes(held)[dim] != self.num_rows
+            or (isinstance(value, ExpertRows) and value.dim != dim)
+        ):
             raise Different
         number: Any = node.args[2]
         if not self.covers:
             none = self.build(aten.logical_not.default, self._mask_expert_rows())
-            none = self.build(aten.reshape.default, none, shape(node.args[1]))  # type: ignore[arg-type]
+            none = self.build(aten.reshape.default, none, list_node_sizes(node.args[1]))  # type: ignore[arg-type]
             held = self.build(aten.masked_fill.Scalar, held, none, number)
         return ExpertRows(held, dim, zeroed=bool(number == 0))
 
@@ -255,7 +261,7 @@ class _Merging:
     def _chosen_numbers(self) -> fx.Node:
         """The place among the experts of the number that each row chose; of some rows, none."""
         loop, numbers = self.loop, self.loop.of
-        if val(numbers).dtype not in (torch.int32, torch.int64):  # by which others can be looked up
+        if get_node_tensor(numbers).dtype not in (torch.int32, torch.int64):  # by which others can be looked up
             numbers = self.build(aten.to.dtype, numbers, torch.int64)
         if loop.dims != tuple(range(len(loop.dims))):
             numbers = self.build(aten.permute.default, numbers, list(loop.dims))
@@ -274,16 +280,16 @@ class _Merging:
 
     def _merge_products(self, node: fx.Node, args: Sequence[Any]) -> ExpertRows:
         x, weight = args[0], self.weights.of_all(args[1])
-        if not isinstance(x, ExpertRows) or len(args) != 2 or len(shape(weight)) != 3:
+        if not isinstance(x, ExpertRows) or len(args) != 2 or len(list_node_sizes(weight)) != 3:
             raise Different
-        sizes = shape(x.node)
+        sizes = list_node_sizes(x.node)
         if x.dim == len(sizes) - 1 or any(s != 1 for d, s in enumerate(sizes[:-1]) if d != x.dim):
             raise Different
         rows = x.node if len(sizes) == 2 else self.build(aten.reshape.default, x.node, [self.num_rows, sizes[-1]])
         if _PRODUCTS[node.target]:
             weight = self.build(aten.transpose.int, weight, 1, 2)
         made = self.build(experts.ops.expert_mm.default, rows, weight, self._find_row_experts())
-        made = made if len(sizes) == 2 else self.build(aten.reshape.default, made, shape(node))
+        made = made if len(sizes) == 2 else self.build(aten.reshape.default, made, list_node_sizes(node))
         return ExpertRows(made, x.dim, x.zeroed)
 
     def _apply_to_sum(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ExpertSum:
@@ -362,13 +368,13 @@ class _Merging:
 
 def _keep_only_dim(node: fx.Node, dim: int) -> tuple[int, ...]:
     """The shape of ``node`` with 1 in all dims but ``dim``."""
-    return tuple(size if d == dim else 1 for d, size in enumerate(shape(node)))
+    return tuple(size if d == dim else 1 for d, size in enumerate(list_node_sizes(node)))
 
 
 def _taken_apart(rows: ExpertRows, made: fx.Node) -> tuple[int, ...]:
     """The shape of ``made`` with 1 in all dims but those into which it takes the dim of ``rows`` apart."""
-    sizes, end = shape(made), len(shape(made)) - (len(shape(rows.node)) - 1 - rows.dim)
-    before, after = shape(rows.node)[: rows.dim], shape(rows.node)[rows.dim + 1 :]
+    sizes, end = list_node_sizes(made), len(list_node_sizes(made)) - (len(list_node_sizes(rows.node)) - 1 - rows.dim)
+    before, after = list_node_sizes(rows.node)[: rows.dim], list_node_sizes(rows.node)[rows.dim + 1 :]
     if sizes[: len(before)] != before or sizes[end:] != after or end < len(before):
         raise Different
     return (*[1] * len(before), *sizes[len(before) : end], *[1] * len(after))

@@ -24,9 +24,9 @@ from torch import fx
 
 from passes.errors import PartitionError
 from passes.experts.regions import ExpertRegion, find_regions
-from passes.ir.interpret import META, call
+from passes.ir.interpret import META, insert_operator_node
 from passes.ir.model import Block
-from passes.ir.rewrite import Builder, drop_unused, shape, val
+from passes.ir.rewrite import Builder, drop_unused, get_node_tensor, list_node_sizes
 from passes.ops import experts
 from passes.ops.experts import ops
 from passes.rules import factors_of
@@ -43,7 +43,7 @@ _LOOKUPS = (aten.index.Tensor, aten.index_select.default)
 def remove_row_sorts(graph: fx.Graph) -> None:
     """Rewrite ``graph`` in place. Requires and keeps values on every node."""
     for node in list(graph.nodes):
-        if node.target in (*_SORTS, *_ARGSORTS) and len(shape(operands_of(node)[0])) == 1:
+        if node.target in (*_SORTS, *_ARGSORTS) and len(list_node_sizes(operands_of(node)[0])) == 1:
             _Unsorter(graph, node).run()
     drop_unused(graph)
 
@@ -64,7 +64,7 @@ class _Unsorter:
         self.graph = graph
         self.sort = sort
         self.keys = operands_of(sort)[0]
-        self.num_rows = shape(self.keys)[0]
+        self.num_rows = list_node_sizes(self.keys)[0]
         self.ascending = not get_node_argument(sort, "descending", False)
         self.twins: dict[fx.Node, _UnsortedValue] = {}
         self.order: fx.Node | None = None
@@ -100,8 +100,8 @@ class _Unsorter:
             self.inverse.add(node)
         elif self._finds_keys(node):
             keys = self.keys
-            if val(keys).dtype != val(node).dtype:
-                keys = build(aten.to.dtype, keys, val(node).dtype)
+            if get_node_tensor(keys).dtype != get_node_tensor(node).dtype:
+                keys = build(aten.to.dtype, keys, get_node_tensor(node).dtype)
             self.twins[node] = _UnsortedValue(keys)
         elif node.target is operator.getitem:
             self._unsort_getitem(node, build)
@@ -135,12 +135,14 @@ class _Unsorter:
             return node.args[0] is self.order and not get_node_argument(node, "descending", False)
         if node.target is aten.index_put.default:
             base, places, values, *_ = node.args
-            if shape(base) != [self.num_rows] or list(places) != [self.order]:  # type: ignore[arg-type]
+            sized = list_node_sizes(base) == [self.num_rows]  # type: ignore[arg-type]
+            if not sized or list(places) != [self.order]:  # type: ignore[arg-type]
                 return False
             return _is_full_arange(values, self.num_rows)
         if node.target is aten.scatter.src:
             base, _, places, values = node.args
-            return shape(base) == [self.num_rows] and places is self.order and _is_full_arange(values, self.num_rows)  # type: ignore[arg-type]
+            sized = list_node_sizes(base) == [self.num_rows]  # type: ignore[arg-type]
+            return sized and places is self.order and _is_full_arange(values, self.num_rows)
         return False
 
     def _put_back(self, node: fx.Node) -> _UnsortedValue | None:
@@ -162,7 +164,7 @@ class _Unsorter:
             return None
         if base in self.twins or not all(n in self.twins and self.twins[n].dims == (0,) for n in (places, rows)):
             return None
-        if self.twins[places].node is not self.place or shape(base) != shape(rows):
+        if self.twins[places].node is not self.place or list_node_sizes(base) != list_node_sizes(rows):
             return None
         return _UnsortedValue(self.twins[rows].node, (None,))
 
@@ -172,11 +174,11 @@ class _Unsorter:
             return False
         ends, rows = node.args[:2]
         plain = get_node_argument(node, "side") is None and get_node_argument(node, "sorter") is None
-        return plain and _is_full_arange(rows, self.num_rows) and self._are_ends(ends, shape(ends)[0])  # type: ignore[arg-type]
+        return plain and _is_full_arange(rows, self.num_rows) and self._are_ends(ends, list_node_sizes(ends)[0])  # type: ignore[arg-type]
 
     def _unsort_grouped_product(self, node: fx.Node, build: Builder) -> _UnsortedValue | None:
         """Products group by group, where the groups are those of the keys."""
-        how = experts.grouped(node.target)
+        how = experts.find_grouped_product(node.target)
         if how is None:
             return None
         operands = operands_of(node)
@@ -184,7 +186,11 @@ class _Unsorter:
             return None
         rows, weight, ends = operands
         are_groups = self._are_ends if how.groups == "ends" else self._are_sizes
-        if weight in self.twins or len(shape(weight)) != 3 or not are_groups(ends, shape(weight)[0]):
+        if (
+            weight in self.twins
+            or len(list_node_sizes(weight)) != 3
+            or not are_groups(ends, list_node_sizes(weight)[0])
+        ):
             return None
         weight = build(aten.transpose.int, weight, 1, 2) if how.transposed else weight
         made = build(experts.ops.expert_mm.default, self.twins[rows].node, weight, self.keys)
@@ -223,10 +229,12 @@ class _Unsorter:
         if not all(n in self.twins and self.twins[n].dims == (0,) for n in (places, rows)):  # type: ignore[index]
             return None
         where, what = self.twins[places].node, self.twins[rows].node  # type: ignore[index]
-        times = self._count_repeats(where, shape(base)[0])  # type: ignore[arg-type]
+        times = self._count_repeats(where, list_node_sizes(base)[0])  # type: ignore[arg-type]
         if times is None:
             return _UnsortedValue(build(node.target, base, 0, where, what), (None,))
-        split = build(aten.reshape.default, what, [shape(what)[0] // times, times, *shape(what)[1:]])
+        split = build(
+            aten.reshape.default, what, [list_node_sizes(what)[0] // times, times, *list_node_sizes(what)[1:]]
+        )
         summed = build(aten.sum.dim_IntList, split, [1])
         return _UnsortedValue(build(aten.add.Tensor, base, summed), (None,))
 
@@ -270,14 +278,14 @@ class _Unsorter:
         rows, where = found[0], self.twins[found[1]].node if found[1] in self.twins else found[1]
         if rows in self.twins:
             return None
-        times = self._count_repeats(where, shape(rows)[0])
+        times = self._count_repeats(where, list_node_sizes(rows)[0])
         if times is None:
             return None
         if times == 1:
             return rows
         wide = build(aten.unsqueeze.default, rows, 1)
-        wide = build(aten.expand.default, wide, [shape(rows)[0], times, *shape(rows)[1:]])
-        return build(aten.reshape.default, wide, [self.num_rows, *shape(rows)[1:]])
+        wide = build(aten.expand.default, wide, [list_node_sizes(rows)[0], times, *list_node_sizes(rows)[1:]])
+        return build(aten.reshape.default, wide, [self.num_rows, *list_node_sizes(rows)[1:]])
 
     def _count_repeats(self, where: fx.Node, num_places: int) -> int | None:
         """``k`` where ``where`` is ``0 0 .. 0 1 1 .. 1 ..`` with each of ``num_places`` numbers k times."""
@@ -366,9 +374,9 @@ class _Sorter:
         with self.graph.inserting_after(self.keys):
             found = self._append_call(ops.sort_experts.default, self.keys, self.keys, self.region.num_experts)
         with self.graph.inserting_after(found):
-            self.order = call(self.graph, operator.getitem, (found, 0), like=found)
+            self.order = insert_operator_node(self.graph, operator.getitem, (found, 0), like=found)
         with self.graph.inserting_after(self.order):
-            self.ends = call(self.graph, operator.getitem, (found, 1), like=found)
+            self.ends = insert_operator_node(self.graph, operator.getitem, (found, 1), like=found)
         for node in nodes:
             with self.graph.inserting_before(node):
                 self._rewrite_region_node(node)
@@ -395,6 +403,6 @@ class _Sorter:
         return self.moved[node]
 
     def _append_call(self, target: object, like: fx.Node, *args: object) -> fx.Node:
-        made = call(self.graph, target, args, like=like)  # type: ignore[arg-type]
+        made = insert_operator_node(self.graph, target, args, like=like)  # type: ignore[arg-type]
         made.meta[MADE_BY] = like.name
         return made

@@ -23,7 +23,7 @@ from torch import fx
 
 from passes.experts.regions import CHOICES
 from passes.ir.model import Captured, ModelState, TensorSpec
-from passes.ir.rewrite import Builder, drop_unused, placeholder_name, shape
+from passes.ir.rewrite import Builder, drop_unused, list_node_sizes, placeholder_name
 from passes.ops import experts
 
 aten = torch.ops.aten
@@ -113,7 +113,7 @@ def is_sum(node: fx.Node) -> bool:
         node.target is aten.add.Tensor
         and len(nodes) == len(node.args) == 2
         and not node.kwargs
-        and all(shape(n) == shape(node) for n in nodes)
+        and all(list_node_sizes(n) == list_node_sizes(node) for n in nodes)
     )
 
 
@@ -150,7 +150,7 @@ class _Stacking:
 
     def run(self) -> bool:
         """Stack the sum's experts; ``False``, and nothing done, where it has none."""
-        if not is_sum(self.head) or len(shape(self.head)) != 2:
+        if not is_sum(self.head) or len(list_node_sizes(self.head)) != 2:
             return False
         addends, self.sums = addends_of(self.head)
         gated = {n: found for n in addends if (found := self._split_gated_output(n)) is not None}
@@ -179,8 +179,12 @@ class _Stacking:
             return None
         for made, gate in (node.args, node.args[::-1]):
             if isinstance(made, fx.Node) and isinstance(gate, fx.Node):
-                rows = shape(node)[0]
-                if made.op == "call_function" and shape(made) == shape(node) and shape(gate) == [rows, 1]:
+                rows = list_node_sizes(node)[0]
+                if (
+                    made.op == "call_function"
+                    and list_node_sizes(made) == list_node_sizes(node)
+                    and list_node_sizes(gate) == [rows, 1]
+                ):
                     return made, gate
         return None
 
@@ -193,7 +197,7 @@ class _Stacking:
             if node not in seen:
                 seen.add(node)
                 stack += node.all_input_nodes
-        return any(n.target in CHOICES and shape(n.args[0])[-1:] == [len(addends)] for n in seen)  # type: ignore[arg-type]
+        return any(n.target in CHOICES and list_node_sizes(n.args[0])[-1:] == [len(addends)] for n in seen)  # type: ignore[arg-type]
 
     def _check_stackable(self, nodes: tuple[fx.Node, ...]) -> None:
         """Visit what makes ``nodes``; raises :class:`Different` unless all of it can be stacked."""
@@ -223,7 +227,7 @@ class _Stacking:
     def _has_form(self, node: fx.Node) -> bool:
         if node.target in _PRODUCTS:
             weight: Any = node.args[1]
-            return len(node.args) == 2 and len(shape(node)) == 2 and len(shape(weight)) == 2
+            return len(node.args) == 2 and len(list_node_sizes(node)) == 2 and len(list_node_sizes(weight)) == 2
         if node.target in _ON_DIM or node.target is operator.getitem:
             return True
         return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
@@ -274,7 +278,7 @@ class _Stacking:
         for place, argument in enumerate(first.args):
             if isinstance(argument, fx.Node):
                 made, stacked = self._stack_nodes(_collect_arguments(nodes, place))
-                for _ in range(rank + 1 - len(shape(made)) if stacked else 0):
+                for _ in range(rank + 1 - len(list_node_sizes(made)) if stacked else 0):
                     made = self.build(aten.unsqueeze.default, made, 1)
                 args.append(made)
             else:
@@ -282,7 +286,9 @@ class _Stacking:
         return self.build(first.target, *args, **first.kwargs)
 
     def _repeat_for_experts(self, x: fx.Node) -> fx.Node:
-        return self.build(aten.expand.default, self.build(aten.unsqueeze.default, x, 0), [self.num, *shape(x)])
+        return self.build(
+            aten.expand.default, self.build(aten.unsqueeze.default, x, 0), [self.num, *list_node_sizes(x)]
+        )
 
 
 def _flatten_arguments(node: fx.Node) -> list[Any]:
@@ -324,10 +330,10 @@ def replace_gathered_products(graph: fx.Graph) -> None:
 def _rewrite_gathered_product(node: fx.Node, build: Builder) -> None:
     left, right = node.args
     assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
-    if len(shape(left)) != 3 or len(shape(right)) != 3:
+    if len(list_node_sizes(left)) != 3 or len(list_node_sizes(right)) != 3:
         return
-    column = shape(right)[2] == 1 and _find_picked_matrices(left)
-    row = shape(left)[1] == 1 and _find_picked_matrices(right)
+    column = list_node_sizes(right)[2] == 1 and _find_picked_matrices(left)
+    row = list_node_sizes(left)[1] == 1 and _find_picked_matrices(right)
     if column:
         stack, expert = column
         x, dim = right, 2
@@ -340,7 +346,7 @@ def _rewrite_gathered_product(node: fx.Node, build: Builder) -> None:
     rows = build(aten.squeeze.dim, x, dim)
     made = build(experts.ops.expert_mm.default, rows, stack, expert)
     whole = build(aten.unsqueeze.default, made, dim)
-    if whole.meta["val"].dtype == node.meta["val"].dtype and shape(whole) == shape(node):
+    if whole.meta["val"].dtype == node.meta["val"].dtype and list_node_sizes(whole) == list_node_sizes(node):
         for user in list(node.users):  # a squeeze that undoes the unsqueeze
             if user.target == aten.squeeze.dim and user.args[1] in (dim, dim - 3):
                 user.replace_all_uses_with(made)
@@ -358,7 +364,11 @@ def _find_picked_matrices(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     else:
         return None
     assert isinstance(stack, fx.Node) and isinstance(picks, fx.Node)
-    if len(shape(stack)) != 3 or len(shape(picks)) != 1 or not _in_range(picks, shape(stack)[0]):
+    if (
+        len(list_node_sizes(stack)) != 3
+        or len(list_node_sizes(picks)) != 1
+        or not _in_range(picks, list_node_sizes(stack)[0])
+    ):
         return None
     return stack, picks
 
@@ -382,7 +392,7 @@ def _in_range(node: Any, size: int) -> bool:
 
 def _count_choices(node: Any) -> int:
     """How many places a choice is made of: along its dim, the last one unless it says another."""
-    among = shape(node.args[0])
+    among = list_node_sizes(node.args[0])
     names = [a.name for a in node.target._schema.arguments]
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
     dim = given.get("dim", -1)

@@ -29,8 +29,8 @@ from passes.experts.loop_patterns import LINEAR, RESHAPES
 from passes.experts.routing_masks import ALIKE, SHAPED, dims_over, is_count, skip_operators
 from passes.experts.trace_marks import HITS
 from passes.experts.traced_branches import LISTING, SOME, TracedBranches, guards_traced, node_of
-from passes.ir.interpret import META, call
-from passes.ir.rewrite import drop_unused, shape
+from passes.ir.interpret import META, insert_operator_node
+from passes.ir.rewrite import drop_unused, list_node_sizes
 from passes.ir.value_numbering import Numbers
 from passes.rules.factors import get_node_argument
 from passes.trace.concrete_scalars import is_written, memory_of
@@ -210,7 +210,9 @@ def is_turn(node: fx.Node, parity: int) -> bool:
 def empty_mask(graph: fx.Graph, node: fx.Node, where: dict[str, Any]) -> fx.Node:
     """What stands for the mask ``node`` where no row has chosen its expert."""
     value: Tensor = node.meta["val"]
-    made = call(graph, aten.full.default, (list(value.shape), 0), {"dtype": value.dtype, "device": META})
+    made = insert_operator_node(
+        graph, aten.full.default, (list(value.shape), 0), {"dtype": value.dtype, "device": META}
+    )
     made.meta.update(where)
     return made
 
@@ -278,5 +280,5 @@ def _is_in(value: Any, nodes: set[fx.Node]) -> bool:
 
 
 def _stand_in(node: fx.Node, other: Any) -> None:
-    if shape(other) == shape(node) and other.meta["val"].dtype == node.meta["val"].dtype:
+    if list_node_sizes(other) == list_node_sizes(node) and other.meta["val"].dtype == node.meta["val"].dtype:
         node.replace_all_uses_with(other)

@@ -71,13 +71,13 @@ for _name, _schema in _SCHEMAS.items():
 ops = torch.ops.partition
 
 
-def _scaled(x: Tensor, dim: int, times: int, over: int) -> Tensor:
+def _make_scaled_result(x: Tensor, dim: int, times: int, over: int) -> Tensor:
     shape = list(x.shape)
     shape[dim] = shape[dim] * times // over
     return x.new_empty(shape)
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _make_attention_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     sums = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
     return _by_position(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=sums)
 
@@ -92,7 +92,7 @@ def _by_position(like: Tensor, width: int) -> Tensor:
     return like.new_empty((batch, length, heads, width)).transpose(1, 2)
 
 
-def _route(experts: Tensor, num_experts: int, axis: str, size: int) -> tuple[Tensor, Tensor, Tensor]:
+def _make_route_results(experts: Tensor, num_experts: int, axis: str, size: int) -> tuple[Tensor, Tensor, Tensor]:
     rows: Any = experts.shape[0]
     device: Any = experts.device
     if isinstance(experts, FakeTensor):
@@ -104,22 +104,22 @@ def _route(experts: Tensor, num_experts: int, axis: str, size: int) -> tuple[Ten
 
 
 _FAKES: dict[str, Callable[..., Any]] = {
-    "all_gather": lambda x, dim, axis, size, grad: _scaled(x, dim, size, 1),
-    "shard_slice": lambda x, dim, axis, size: _scaled(x, dim, 1, size),
-    "shard_narrow": lambda x, dim, axis, size: _scaled(x, dim, 1, size),
-    "shard_pad": lambda x, dim, axis, size: _scaled(x, dim, size, 1),
+    "all_gather": lambda x, dim, axis, size, grad: _make_scaled_result(x, dim, size, 1),
+    "shard_slice": lambda x, dim, axis, size: _make_scaled_result(x, dim, 1, size),
+    "shard_narrow": lambda x, dim, axis, size: _make_scaled_result(x, dim, 1, size),
+    "shard_pad": lambda x, dim, axis, size: _make_scaled_result(x, dim, size, 1),
     "copy": lambda x, axis, size: torch.empty_like(x),
-    "reduce_scatter": lambda x, dim, axis, size: _scaled(x, dim, 1, size),
+    "reduce_scatter": lambda x, dim, axis, size: _make_scaled_result(x, dim, 1, size),
     "all_reduce": lambda x, axis, size, grad: torch.empty_like(x, memory_format=torch.contiguous_format),
     "all_reduce_max": lambda x, axis, size: torch.empty_like(x, memory_format=torch.contiguous_format),
-    "all_to_all": lambda x, split_dim, concat_dim, axis, size: _scaled(
-        _scaled(x, split_dim, 1, size), concat_dim, size, 1
+    "all_to_all": lambda x, split_dim, concat_dim, axis, size: _make_scaled_result(
+        _make_scaled_result(x, split_dim, 1, size), concat_dim, size, 1
     ),
     "axis_index": lambda axis, size: torch.empty((), dtype=torch.int64),
-    "route": _route,
+    "route": _make_route_results,
     "dispatch": lambda x, order, counts, experts, axis, size: x.new_empty((experts.shape[0], *x.shape[1:])),
     "combine": lambda x, order, counts, experts, axis, size: x.new_empty((order.shape[0], *x.shape[1:])),
-    "context_attention": _attended,
+    "context_attention": _make_attention_results,
     "context_attention_backward": _attended_back,
 }
 for _name, _fake in _FAKES.items():
@@ -128,7 +128,7 @@ for _name, _fake in _FAKES.items():
 _library.impl("axis_index", lambda axis, size: torch.empty((), dtype=torch.int64, device="meta"), "BackendSelect")
 
 
-def _keep(*names: str) -> Any:
+def _make_argument_saver(*names: str) -> Any:
     """A ``setup_context`` that keeps the operator's non-tensor arguments under ``names``."""
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -175,7 +175,7 @@ def _all_to_all_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return ops.all_to_all(grad, k["concat_dim"], k["split_dim"], k["axis"], k["size"]), None, None, None, None
 
 
-def _routed(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _save_routing_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _, order, counts, experts, axis, size = inputs
     ctx.save_for_backward(order, counts, experts)
     ctx.kept = axis, size
@@ -200,14 +200,20 @@ _BACKWARD = {
     "all_to_all": (_all_to_all_backward, ("split_dim", "concat_dim", "axis", "size")),
 }
 for _name, (_backward, _names) in _BACKWARD.items():
-    torch.library.register_autograd(f"{NAMESPACE}::{_name}", _backward, setup_context=_keep(*_names), lib=_library)
+    torch.library.register_autograd(
+        f"{NAMESPACE}::{_name}", _backward, setup_context=_make_argument_saver(*_names), lib=_library
+    )
 
-torch.library.register_autograd(f"{NAMESPACE}::dispatch", _dispatch_backward, setup_context=_routed, lib=_library)
+torch.library.register_autograd(
+    f"{NAMESPACE}::dispatch", _dispatch_backward, setup_context=_save_routing_context, lib=_library
+)
 
-torch.library.register_autograd(f"{NAMESPACE}::combine", _combine_backward, setup_context=_routed, lib=_library)
+torch.library.register_autograd(
+    f"{NAMESPACE}::combine", _combine_backward, setup_context=_save_routing_context, lib=_library
+)
 
 
-def _attending(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_attention_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:3], *output)
     ctx.set_materialize_grads(False)
     ctx.kept = inputs[3:]
@@ -221,7 +227,7 @@ def _attention_backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...
 
 
 torch.library.register_autograd(
-    f"{NAMESPACE}::context_attention", _attention_backward, setup_context=_attending, lib=_library
+    f"{NAMESPACE}::context_attention", _attention_backward, setup_context=_save_attention_context, lib=_library
 )
 
 ROUTED = frozenset({"route", "dispatch", "combine"})  # in numbers of rows that only the data tells

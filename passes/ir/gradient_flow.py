@@ -31,10 +31,10 @@ def stops_gradient(node: fx.Node) -> bool:
     return bool(node.target == torch.ops.aten.detach.default)
 
 
-def differentiable(value: Any) -> bool:
+def is_differentiable(value: Any) -> bool:
     """Whether a (meta) value is of a type that can carry a gradient."""
     if isinstance(value, tuple | list):
-        return any(differentiable(v) for v in value)
+        return any(is_differentiable(v) for v in value)
     return isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
 
 
@@ -47,15 +47,15 @@ def mark_block(block: Block, sources: set[str]) -> tuple[bool, ...]:
     """Mark the nodes of ``block`` that depend on the placeholders ``sources``; which outputs need a gradient."""
     for node in block.graph.nodes:
         if node.op == "placeholder":
-            node.meta["grad"] = node.name in sources and differentiable(node.meta["val"])
+            node.meta["grad"] = node.name in sources and is_differentiable(node.meta["val"])
         elif node.op == "call_function":
             node.meta["grad"] = (
-                differentiable(node.meta["val"])
+                is_differentiable(node.meta["val"])
                 and not stops_gradient(node)
                 and any(n.meta["grad"] for n in node.all_input_nodes)
             )
             if node.target is operator.getitem:
-                node.meta["grad"] = node.meta["grad"] and differentiable(node.meta["val"])
+                node.meta["grad"] = node.meta["grad"] and is_differentiable(node.meta["val"])
     return tuple(bool(n.meta["grad"]) for n in block.outputs)
 
 
@@ -72,7 +72,9 @@ def mark_gradients(model: FoldedModel, train: bool = True) -> set[str]:
         for call in model.calls:
             block, wanted = model.blocks[call.block], sources[call.block]
             bound = [*zip(block.states, call.states, strict=True), *zip(block.inputs, call.inputs, strict=True)]
-            new = {p for p, name in bound if (name in needed or _trainable(model, name)) and p not in wanted}
+            new = {
+                p for p, name in bound if (name in needed or _is_trainable_parameter(model, name)) and p not in wanted
+            }
             if new or not wanted:
                 wanted |= new
             for value, grad in zip(call.outputs, mark_block(block, wanted), strict=True):
@@ -85,7 +87,7 @@ def mark_gradients(model: FoldedModel, train: bool = True) -> set[str]:
     return needed
 
 
-def _trainable(model: FoldedModel, name: str) -> bool:
+def _is_trainable_parameter(model: FoldedModel, name: str) -> bool:
     state = model.states.get(name)
     return state is not None and state.kind == "parameter" and state.requires_grad
 
@@ -107,10 +109,10 @@ def gradient_paths(block: Block) -> tuple[tuple[int, ...], ...]:
     """For each output, the positions of the placeholders (states, then inputs) that its gradient reaches."""
     reached: dict[fx.Node, frozenset[int]] = {}
     for position, node in enumerate(block.placeholders):
-        reached[node] = frozenset([position] if differentiable(node.meta["val"]) else [])
+        reached[node] = frozenset([position] if is_differentiable(node.meta["val"]) else [])
     for node in block.graph.nodes:
         if node.op == "call_function":
-            stops = stops_gradient(node) or not differentiable(node.meta["val"])
+            stops = stops_gradient(node) or not is_differentiable(node.meta["val"])
             reached[node] = frozenset() if stops else frozenset().union(*(reached[n] for n in node.all_input_nodes))
     return tuple(tuple(sorted(reached[n])) for n in block.outputs)
 
@@ -158,7 +160,7 @@ def freeze_unreached(captured: Captured) -> Captured:
     """``captured`` with the parameters frozen that its loss sends no gradient to."""
     if captured.loss is None:
         return captured
-    reached = _reached(captured.graph, captured.loss)
+    reached = _find_gradient_nodes(captured.graph, captured.loss)
     trained = {captured.placeholders[n] for n in reached if n in captured.placeholders}
     states = {
         name: replace(state, requires_grad=state.requires_grad and name in trained)
@@ -167,10 +169,10 @@ def freeze_unreached(captured: Captured) -> Captured:
     return captured.with_(states=states)
 
 
-def _reached(graph: fx.Graph, loss: str) -> set[str]:
+def _find_gradient_nodes(graph: fx.Graph, loss: str) -> set[str]:
     """The nodes to which the gradient of ``loss`` flows."""
     reached = {loss}
     for node in reversed(graph.nodes):
         if node.name in reached and node.op == "call_function" and not stops_gradient(node):
-            reached |= {n.name for n in node.all_input_nodes if differentiable(n.meta["val"])}
+            reached |= {n.name for n in node.all_input_nodes if is_differentiable(n.meta["val"])}
     return reached

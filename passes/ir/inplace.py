@@ -32,21 +32,21 @@ def remove_inplace(graph: fx.Graph) -> bool:
     order = {node: place for place, node in enumerate(graph.nodes)}
     clean = True
     for node in list(graph.nodes):
-        if _writes(node) and not _replace(graph, node, order):
+        if _is_mutating_node(node) and not _replace_inplace_operator(graph, node, order):
             clean = False
     if clean:
-        _refresh(graph)
+        _refresh_without_gradients(graph)
     return clean
 
 
-def _refresh(graph: fx.Graph) -> None:
+def _refresh_without_gradients(graph: fx.Graph) -> None:
     """Values as without gradients: strides depend on which attention kernel can be taken."""
     for node in graph.nodes:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-            if any(isinstance(size, SymInt) for v in _tensors(node.meta.get("val")) for size in v.shape):
+            if any(isinstance(size, SymInt) for v in _iterate_tensors(node.meta.get("val")) for size in v.shape):
                 continue  # rows that the data select: slow to find anew, and of no fixed strides
             values: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
-            mode = next((v.fake_mode for v in _tensors(values) if isinstance(v, FakeTensor)), None)
+            mode = next((v.fake_mode for v in _iterate_tensors(values) if isinstance(v, FakeTensor)), None)
             if mode is not None:
                 with mode, torch.no_grad():
                     node.meta["val"] = node.target(*values[0], **values[1])
@@ -55,11 +55,11 @@ def _refresh(graph: fx.Graph) -> None:
             node.meta["val"] = source.meta["val"][index]
 
 
-def _writes(node: fx.Node) -> bool:
+def _is_mutating_node(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def _replace(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) -> bool:
+def _replace_inplace_operator(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) -> bool:
     """Take one in-place operator out; ``False`` where others may see what it writes."""
     target, kin = node.args[0] if node.args else None, functional_kin(node.target)
     if kin is None or not isinstance(target, fx.Node):
@@ -74,13 +74,13 @@ def _replace(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) -> bool:
     if view is not None and any(is_view(user) and order[user] < order[node] for user in view.users):
         return False
     with graph.inserting_before(node):
-        added = [_written(graph, kin, node)]
+        added = [_build_written_value(graph, kin, node)]
         if view is not None:
             added.append(graph.call_function(_INTO[view.target], (base, added[0], *view.args[1:]), dict(view.kwargs)))
             added.append(graph.create_node("call_function", view.target, (added[1], *view.args[1:]), dict(view.kwargs)))
     wanted = [target] if view is None else [target, base, view]
     pairs = zip(added, wanted, strict=True)
-    if not all(_like(made, old, strides=made is not added[0] or view is None) for made, old in pairs):
+    if not all(_infer_matching_value(made, old, strides=made is not added[0] or view is None) for made, old in pairs):
         for unwanted in reversed(added):
             graph.erase_node(unwanted)
         return False
@@ -97,7 +97,7 @@ def _replace(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) -> bool:
     return True
 
 
-def _written(graph: fx.Graph, kin: Any, node: fx.Node) -> fx.Node:
+def _build_written_value(graph: fx.Graph, kin: Any, node: fx.Node) -> fx.Node:
     """What ``node`` writes."""
     if kin is not aten.copy.default:
         return graph.call_function(kin, node.args, dict(node.kwargs))
@@ -149,11 +149,11 @@ def _is_fresh(node: fx.Node) -> bool:
     return node.op == "call_function" and not is_view(node) and node.target is not _ITEM
 
 
-def _like(made: fx.Node, old: fx.Node, *, strides: bool) -> bool:
+def _infer_matching_value(made: fx.Node, old: fx.Node, *, strides: bool) -> bool:
     """Set the value of ``made``, and whether it is as that of ``old``: shape, type and ``strides``."""
     wanted = old.meta.get("val")
     values: Any = fx.node.map_arg((made.args, made.kwargs), lambda n: n.meta.get("val"))
-    modes = [v.fake_mode for v in _tensors(values) if isinstance(v, FakeTensor)]
+    modes = [v.fake_mode for v in _iterate_tensors(values) if isinstance(v, FakeTensor)]
     if not modes or not isinstance(wanted, Tensor):
         return False
     with modes[0]:
@@ -163,14 +163,14 @@ def _like(made: fx.Node, old: fx.Node, *, strides: bool) -> bool:
     return same and (not strides or value.stride() == wanted.stride())
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def _iterate_tensors(values: Any) -> Iterator[Tensor]:
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, tuple | list):
         for value in values:
-            yield from _tensors(value)
+            yield from _iterate_tensors(value)
     elif isinstance(values, dict):
-        yield from _tensors(list(values.values()))
+        yield from _iterate_tensors(list(values.values()))
 
 
 def _read_later(old: fx.Node, new: fx.Node, order: dict[fx.Node, int], place: int) -> None:

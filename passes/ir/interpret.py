@@ -25,34 +25,39 @@ _known: dict[Any, Any] = {}
 _MOST_KNOWN = 1 << 14
 
 
-def infer(target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+def infer_meta_value(target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
     """The result of ``target`` on meta tensors: shapes and types, no numbers. It may be shared: do not change it."""
     if target is operator.getitem and isinstance(args[0], tuple | list):
         return args[0][args[1]]  # without a look at all the others, of which there may be hundreds
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
-        return _run(target, args, kwargs)  # a mode may change what operators make
+        return _run_on_meta(target, args, kwargs)  # a mode may change what operators make
     try:
-        key = (target, torch.get_default_dtype(), _described(args), _described(tuple(kwargs.items())))
+        key = (target, torch.get_default_dtype(), _build_argument_key(args), _build_argument_key(tuple(kwargs.items())))
         known = _known.get(key, _known)
     except TypeError:  # an argument that cannot be told from others
-        return _run(target, args, kwargs)
+        return _run_on_meta(target, args, kwargs)
     if known is _known:
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
-        known = _known[key] = _run(target, args, kwargs)
+        known = _known[key] = _run_on_meta(target, args, kwargs)
     return known
 
 
-def _described(argument: Any) -> Any:
+def _build_argument_key(argument: Any) -> Any:
     """A hashable value, equal for tensors of equal shapes, strides and types and for equal constants."""
     if isinstance(argument, Tensor):
         if type(argument) is not Tensor:
             raise TypeError("a tensor of another kind")
         return "tensor", tuple(argument.shape), argument.stride(), argument.dtype, argument.device
     if isinstance(argument, tuple | list):
-        return type(argument), tuple([_described(a) for a in argument])
+        return type(argument), tuple([_build_argument_key(a) for a in argument])
     if isinstance(argument, slice):
-        return "slice", _described(argument.start), _described(argument.stop), _described(argument.step)
+        return (
+            "slice",
+            _build_argument_key(argument.start),
+            _build_argument_key(argument.stop),
+            _build_argument_key(argument.step),
+        )
     return type(argument), repr(argument) if isinstance(argument, float) else argument
 
 
@@ -70,7 +75,7 @@ _LIKE_FIRST = frozenset(
 )
 
 
-def _run(target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+def _run_on_meta(target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
     if target in _LIKE_FIRST:
         other = args[1].shape if target is torch.ops.aten.binomial.default else ()
         return args[0].new_empty(torch.broadcast_shapes(args[0].shape, other), device=META)
@@ -84,11 +89,11 @@ def value_of(argument: Any) -> Any:
     return fx.node.map_arg(argument, lambda node: node.meta["val"])
 
 
-def refresh(node: fx.Node) -> None:
+def refresh_node_value(node: fx.Node) -> None:
     """Set ``node.meta["val"]`` from its operands' values."""
     assert callable(node.target), node
     try:
-        node.meta["val"] = infer(node.target, value_of(node.args), value_of(node.kwargs))
+        node.meta["val"] = infer_meta_value(node.target, value_of(node.args), value_of(node.kwargs))
     except PartitionError:
         raise
     except NotImplementedError as error:
@@ -103,14 +108,14 @@ def refresh(node: fx.Node) -> None:
         raise AssertionError(f"{node.format_node()} on operand shapes {shapes} ({where}): {error}") from error
 
 
-def propagate(graph: fx.Graph) -> None:
+def refresh_graph_values(graph: fx.Graph) -> None:
     """Refresh the values of all operators of ``graph`` in order."""
     for node in graph.nodes:
         if node.op == "call_function":
-            refresh(node)
+            refresh_node_value(node)
 
 
-def call(
+def insert_operator_node(
     graph: fx.Graph,
     target: Callable[..., Any],
     args: tuple[Any, ...] = (),
@@ -121,7 +126,7 @@ def call(
     node = graph.call_function(target, args, dict(kwargs or {}))
     if like is not None:
         node.meta.update({k: like.meta[k] for k in ("path", "source", "grad") if k in like.meta})
-    refresh(node)
+    refresh_node_value(node)
     return node
 
 

@@ -59,7 +59,7 @@ class Layout:
         kind, dim, sections, zigzag = match.groups()
         if kind is not None:
             return Layout(kind)  # type: ignore[arg-type]
-        return shard(int(dim), tuple(map(int, sections.split(","))) if sections else (), bool(zigzag))
+        return make_shard_layout(int(dim), tuple(map(int, sections.split(","))) if sections else (), bool(zigzag))
 
     @property
     def is_shard(self) -> bool:
@@ -77,7 +77,7 @@ PARTIAL = Layout("P")
 READ_SHARDED = Layout("R'")
 
 
-def shard(dim: int, sections: tuple[int, ...] = (), zigzag: bool = False) -> Layout:
+def make_shard_layout(dim: int, sections: tuple[int, ...] = (), zigzag: bool = False) -> Layout:
     """Sharded on ``dim`` (not negative), each of ``sections`` on its own; one section is written ``()``."""
     assert dim >= 0, dim
     return Layout("S", dim, sections if len(sections) > 1 else (), zigzag)
@@ -88,7 +88,7 @@ def sections_of(layout: Layout, size: int) -> tuple[int, ...]:
     return layout.sections or (size,)
 
 
-def divides(layout: Layout, shape: tuple[int, ...], num_ranks: int) -> bool:
+def can_shard_evenly(layout: Layout, shape: tuple[int, ...], num_ranks: int) -> bool:
     """Whether ``layout`` shards a tensor of ``shape`` evenly over ``num_ranks``."""
     if not layout.is_shard:
         return True
@@ -164,12 +164,12 @@ def join_shards(parts: list[Tensor], layout: Layout) -> Tensor:
     placed = [
         (start, part)
         for rank, whole in enumerate(parts)
-        for (start, _), part in zip(*_pieces(whole, layout, size, num_ranks, rank), strict=True)
+        for (start, _), part in zip(*_split_shard_slices(whole, layout, size, num_ranks, rank), strict=True)
     ]
     return torch.cat([part for _, part in sorted(placed, key=lambda p: p[0])], layout.dim)
 
 
-def _pieces(
+def _split_shard_slices(
     part: Tensor, layout: Layout, size: int, num_ranks: int, rank: int
 ) -> tuple[list[tuple[int, int]], tuple[Tensor, ...]]:
     slices = shard_slices(layout, size, num_ranks, rank)

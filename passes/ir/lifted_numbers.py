@@ -44,7 +44,7 @@ class Guard:
     def holds(self, numbers: Mapping[str, Number]) -> bool:
         """Whether the decision is the same for these numbers, by name; true where one of them is not given."""
         try:
-            return bool(evaluate(self.expression, numbers)) == self.outcome
+            return bool(evaluate_expression(self.expression, numbers)) == self.outcome
         except KeyError:
             return True
         except (ArithmeticError, ValueError):
@@ -56,7 +56,7 @@ class Guard:
         return _reads_state(self.expression)
 
     def __str__(self) -> str:
-        text = describe(self.expression)
+        text = format_expression(self.expression)
         return text if self.outcome else f"not ({text})"
 
 
@@ -104,18 +104,18 @@ class NumberOperator:
     real: bool = False  # operands are converted to float64 first
 
 
-def _smaller(*values: Any) -> Any:
+def _compute_minimum(*values: Any) -> Any:
     return builtins_min(*values)
 
 
-def _larger(*values: Any) -> Any:
+def _compute_maximum(*values: Any) -> Any:
     return builtins_max(*values)
 
 
 builtins_min, builtins_max = builtins.min, builtins.max
 
 
-def _power(base: Number, exponent: Number) -> Number:
+def _raise_to_power(base: Number, exponent: Number) -> Number:
     made = base**exponent
     if isinstance(made, complex):
         raise ValueError("a negative number to a fractional power")
@@ -129,11 +129,11 @@ OPERATORS: dict[str, NumberOperator] = {
     "truediv": NumberOperator(operator.truediv, torch.true_divide, "/", real=True),
     "floordiv": NumberOperator(operator.floordiv, torch.floor_divide, "//"),
     "mod": NumberOperator(operator.mod, torch.remainder, "%"),
-    "pow": NumberOperator(_power, torch.pow, "**"),
+    "pow": NumberOperator(_raise_to_power, torch.pow, "**"),
     "neg": NumberOperator(operator.neg, torch.neg, "-"),
     "abs": NumberOperator(abs, torch.abs),
-    "min": NumberOperator(_smaller, torch.minimum),
-    "max": NumberOperator(_larger, torch.maximum),
+    "min": NumberOperator(_compute_minimum, torch.minimum),
+    "max": NumberOperator(_compute_maximum, torch.maximum),
     **{
         name: NumberOperator(getattr(math, name), getattr(torch, name), real=True)
         for name in ("exp", "expm1", "log", "log2", "log10", "log1p", "sqrt", "sin", "cos", "tan", "sinh", "cosh",
@@ -157,24 +157,24 @@ _DOMAINS: dict[str, tuple[int, str, Number]] = {
 }
 
 
-def evaluate(expression: Expression, numbers: Mapping[str, Number]) -> Any:
+def evaluate_expression(expression: Expression, numbers: Mapping[str, Number]) -> Any:
     """The value of ``expression`` for these numbers, by name."""
     kind, *operands = expression
     if kind == "number":
         return operands[0]
     if kind in ("given", "state"):
         return numbers[operands[0]]
-    return OPERATORS[kind].on_numbers(*(evaluate(o, numbers) for o in operands))
+    return OPERATORS[kind].on_numbers(*(evaluate_expression(o, numbers) for o in operands))
 
 
-def describe(expression: Expression) -> str:
+def format_expression(expression: Expression) -> str:
     """``expression`` as Python writes it."""
     kind, *operands = expression
     if kind == "number":
         return repr(operands[0])
     if kind in ("given", "state"):
         return str(operands[0])
-    texts = [describe(o) for o in operands]
+    texts = [format_expression(o) for o in operands]
     symbol = OPERATORS[kind].symbol
     if symbol and len(texts) == 2:
         nested = [
@@ -198,14 +198,14 @@ class LiftedNumber:
         return type(self.value)
 
     def __repr__(self) -> str:
-        return f"LiftedNumber({describe(self.expression)})"
+        return f"LiftedNumber({format_expression(self.expression)})"
 
     def __deepcopy__(self, memo: Any) -> LiftedNumber:
         return self
 
     # -- questions that only the number can answer
 
-    def _decide(self, name: str, other: Any) -> Any:
+    def _decide_comparison(self, name: str, other: Any) -> Any:
         if not _is_number(other):
             return NotImplemented
         theirs, value = _expression_of(other), _value_of(other)
@@ -213,99 +213,99 @@ class LiftedNumber:
         return self.scope.decide((name, self.expression, theirs), outcome)
 
     def __lt__(self, other: Any) -> Any:
-        return self._compare("lt", other)
+        return self._compare_with_value("lt", other)
 
     def __le__(self, other: Any) -> Any:
-        return self._compare("le", other)
+        return self._compare_with_value("le", other)
 
     def __gt__(self, other: Any) -> Any:
-        return self._compare("gt", other)
+        return self._compare_with_value("gt", other)
 
     def __ge__(self, other: Any) -> Any:
-        return self._compare("ge", other)
+        return self._compare_with_value("ge", other)
 
     def __eq__(self, other: Any) -> Any:
-        return self._compare("eq", other)
+        return self._compare_with_value("eq", other)
 
     def __ne__(self, other: Any) -> Any:
-        return self._compare("ne", other)
+        return self._compare_with_value("ne", other)
 
-    def _compare(self, name: str, other: Any) -> Any:
+    def _compare_with_value(self, name: str, other: Any) -> Any:
         if isinstance(other, Tensor):
-            return getattr(torch, name)(_matched(self, [other]), other)
-        return self._decide(name, other)
+            return getattr(torch, name)(_match_number_dtype(self, [other]), other)
+        return self._decide_comparison(name, other)
 
     def __bool__(self) -> bool:
-        return bool(self._decide("ne", 0))
+        return bool(self._decide_comparison("ne", 0))
 
     def is_integer(self) -> bool:
         """Whether it is a whole number, as :meth:`float.is_integer` says."""
-        return bool(apply("mod", self, 1) == 0)
+        return bool(apply_number_operator("mod", self, 1) == 0)
 
-    def _unknown(self, use: str) -> Any:
+    def _refuse_number_use(self, use: str) -> Any:
         raise self.scope.refuse(use)
 
     def __float__(self) -> float:
-        return self._unknown("float()")  # type: ignore[no-any-return]
+        return self._refuse_number_use("float()")  # type: ignore[no-any-return]
 
     def __int__(self) -> int:
-        return self._unknown("int()")  # type: ignore[no-any-return]
+        return self._refuse_number_use("int()")  # type: ignore[no-any-return]
 
     def __index__(self) -> int:
-        return self._unknown("an index, a size or a count")  # type: ignore[no-any-return]
+        return self._refuse_number_use("an index, a size or a count")  # type: ignore[no-any-return]
 
     def __hash__(self) -> int:
-        return self._unknown("a key")  # type: ignore[no-any-return]
+        return self._refuse_number_use("a key")  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
-        return self._unknown("a text")  # type: ignore[no-any-return]
+        return self._refuse_number_use("a text")  # type: ignore[no-any-return]
 
     def __format__(self, spec: str) -> str:
-        return self._unknown("a text")  # type: ignore[no-any-return]
+        return self._refuse_number_use("a text")  # type: ignore[no-any-return]
 
     def __complex__(self) -> complex:
-        return self._unknown("complex()")  # type: ignore[no-any-return]
+        return self._refuse_number_use("complex()")  # type: ignore[no-any-return]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self._unknown(f"the attribute {name!r}")
+        return self._refuse_number_use(f"the attribute {name!r}")
 
     # -- arithmetic
 
     def __neg__(self) -> Any:
-        return apply("neg", self)
+        return apply_number_operator("neg", self)
 
     def __pos__(self) -> Any:
         return self
 
     def __abs__(self) -> Any:
-        return apply("abs", self)
+        return apply_number_operator("abs", self)
 
     def __floor__(self) -> Any:
-        return apply("floor", self)
+        return apply_number_operator("floor", self)
 
     def __ceil__(self) -> Any:
-        return apply("ceil", self)
+        return apply_number_operator("ceil", self)
 
     def __trunc__(self) -> Any:
-        return apply("trunc", self)
+        return apply_number_operator("trunc", self)
 
     def __round__(self, digits: int | None = None) -> Any:
-        return self._unknown("round()")
+        return self._refuse_number_use("round()")
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Call an operator of torch on tensors, with the number's own tensor in its place."""
-        return func(*_unlifted(func, args), **_unlifted(func, args, kwargs or {}))
+        return func(*_replace_lifted_numbers(func, args), **_replace_lifted_numbers(func, args, kwargs or {}))
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         name = _UFUNCS.get(ufunc.__name__)
         if method != "__call__" or kwargs or name is None or not all(map(_is_number, inputs)):
-            return self._unknown(f"numpy.{ufunc.__name__}")
-        return apply(name, *inputs)
+            return self._refuse_number_use(f"numpy.{ufunc.__name__}")
+        return apply_number_operator(name, *inputs)
 
 
 _UFUNCS = {
@@ -316,23 +316,23 @@ _UFUNCS = {
 }  # fmt: skip
 
 
-def _binary(name: str, swapped: bool) -> Callable[[Any, Any], Any]:
+def _make_binary_method(name: str, swapped: bool) -> Callable[[Any, Any], Any]:
     def method(self: Any, other: Any) -> Any:
         if isinstance(other, Tensor):
-            mine = _matched(self, [other])
+            mine = _match_number_dtype(self, [other])
             function = OPERATORS[name].on_tensors
             assert function is not None
             return function(other, mine) if swapped else function(mine, other)
         if not _is_number(other):
             return NotImplemented
-        return apply(name, other, self) if swapped else apply(name, self, other)
+        return apply_number_operator(name, other, self) if swapped else apply_number_operator(name, self, other)
 
     return method
 
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-    setattr(LiftedNumber, f"__{_name}__", _binary(_name, swapped=False))
-    setattr(LiftedNumber, f"__r{_name}__", _binary(_name, swapped=True))
+    setattr(LiftedNumber, f"__{_name}__", _make_binary_method(_name, swapped=False))
+    setattr(LiftedNumber, f"__r{_name}__", _make_binary_method(_name, swapped=True))
 
 
 def is_lifted(value: Any) -> bool:
@@ -352,13 +352,13 @@ def _expression_of(value: Any) -> Expression:
     return value.expression if is_lifted(value) else ("number", value)
 
 
-def apply(name: str, *operands: Any) -> Any:
+def apply_number_operator(name: str, *operands: Any) -> Any:
     """An operator of the table on numbers of which at least one is lifted."""
     scope = next(o.scope for o in operands if is_lifted(o))
     if name in _DOMAINS:
         place, question, bound = _DOMAINS[name]
         if is_lifted(operands[place]):
-            operands[place]._decide(question, bound)
+            operands[place]._decide_comparison(question, bound)
     used = OPERATORS[name]
     expression: Expression = (name, *map(_expression_of, operands))
     try:
@@ -385,36 +385,36 @@ def _tensor_of(value: Any, real: bool) -> Tensor:
 _OF_ONE_TYPE = frozenset({torch.lerp, Tensor.lerp, Tensor.lerp_})  # operands that torch does not promote
 
 
-def _matched(number: LiftedNumber, others: Sequence[Tensor], of_one_type: bool = False) -> Tensor:
+def _match_number_dtype(number: LiftedNumber, others: Sequence[Tensor], of_one_type: bool = False) -> Tensor:
     """The number's tensor, of a type that leaves the result's type what a Python number leaves it."""
     tensor = number.tensor
     real = [t for t in others if t.is_floating_point() or t.is_complex()]
     if tensor.dtype == torch.int64 and not of_one_type:
         whole = [t for t in others if not t.is_floating_point() and not t.is_complex() and t.dtype != torch.bool]
         small = whole and not real and all(t.dim() == 0 for t in whole)
-        return tensor.to(_promoted(whole)) if small else tensor
+        return tensor.to(_promote_tensor_dtypes(whole)) if small else tensor
     if not real:
         return tensor.to(torch.get_default_dtype()) if tensor.is_floating_point() else tensor
     if any(t.dim() for t in real) and not of_one_type:
         return tensor
-    dtype = _promoted(real)
+    dtype = _promote_tensor_dtypes(real)
     return tensor.to(dtype.to_real() if dtype.is_complex else dtype)
 
 
-def _promoted(tensors: Sequence[Tensor]) -> torch.dtype:
+def _promote_tensor_dtypes(tensors: Sequence[Tensor]) -> torch.dtype:
     dtype = tensors[0].dtype
     for tensor in tensors[1:]:
         dtype = torch.promote_types(dtype, tensor.dtype)
     return dtype
 
 
-def _unlifted(func: Any, args: Any, tree: Any = None) -> Any:
+def _replace_lifted_numbers(func: Any, args: Any, tree: Any = None) -> Any:
     """``tree`` (default: ``args``) with tensors for the lifted numbers in it."""
     tree = args if tree is None else tree
     others = [leaf for leaf in pytree.tree_leaves((args, tree)) if isinstance(leaf, Tensor)]
 
     def replace(leaf: Any) -> Any:
-        return _matched(leaf, others, func in _OF_ONE_TYPE) if is_lifted(leaf) else leaf
+        return _match_number_dtype(leaf, others, func in _OF_ONE_TYPE) if is_lifted(leaf) else leaf
 
     return pytree.tree_map(replace, tree)
 
@@ -478,12 +478,12 @@ def numbers_followed() -> Iterator[None]:
         mock.patch.object(builtins, "min", _followed_extreme("min", builtins_min)),
         mock.patch.object(builtins, "max", _followed_extreme("max", builtins_max)),
         *(
-            mock.patch.object(math, name, _followed(name, getattr(math, name)))
+            mock.patch.object(math, name, _wrap_math_function(name, getattr(math, name)))
             for name in OPERATORS
             if hasattr(math, name) and name not in ("floor", "ceil", "trunc")
         ),
-        mock.patch.object(math, "pow", _followed("pow", math.pow)),
-        mock.patch.object(math, "fabs", _followed("abs", math.fabs)),
+        mock.patch.object(math, "pow", _wrap_math_function("pow", math.pow)),
+        mock.patch.object(math, "fabs", _wrap_math_function("abs", math.fabs)),
     ]
     with contextlib.ExitStack() as stack:
         for patch in patches:
@@ -492,13 +492,15 @@ def numbers_followed() -> Iterator[None]:
         yield
 
 
-def _followed(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_math_function(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         if not any(type(a) is LiftedNumber for a in args):
             return original(*args)
         if name == "log" and len(args) == 2:
-            return apply("log", args[0]) / (apply("log", args[1]) if is_lifted(args[1]) else original(args[1]))
-        return apply(name, *args)
+            return apply_number_operator("log", args[0]) / (
+                apply_number_operator("log", args[1]) if is_lifted(args[1]) else original(args[1])
+            )
+        return apply_number_operator(name, *args)
 
     return call
 
@@ -514,7 +516,11 @@ def _followed_extreme(name: str, original: Callable[..., Any]) -> Callable[..., 
             return original(*args, **kwargs)
         found = values[0]
         for value in values[1:]:
-            found = apply(name, found, value) if is_lifted(found) or is_lifted(value) else original(found, value)
+            found = (
+                apply_number_operator(name, found, value)
+                if is_lifted(found) or is_lifted(value)
+                else original(found, value)
+            )
         return found
 
     return call

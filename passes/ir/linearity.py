@@ -51,7 +51,7 @@ def parts_of(graph: fx.Graph, inputs: Collection[fx.Node], zeros: Collection[fx.
         if node.op == "placeholder":
             found[node] = AffinePart(node in inputs, node in inputs or node in zeros)
         elif node.op == "call_function":
-            found[node] = _part(node, found)
+            found[node] = _find_affine_part(node, found)
     return found
 
 
@@ -59,33 +59,35 @@ def without_shape_reads(graph: fx.Graph) -> None:
     """Replace operators that read nothing but the shape and type of an operand (``zeros_like``, ``copy`` into it) by
     ones that do not read it."""
     for node in list(graph.nodes):
-        name = _name(node.target)
+        name = _read_operator_name(node.target)
         if node.op != "call_function" or name not in _SHAPE_ALONE:
             continue
         value, options = node.meta["val"], {}
         if name != "copy":
             options = {"dtype": value.dtype, "device": value.device}
         with graph.inserting_before(node):
-            made = _remade(graph, node, name, list(value.shape), options)
+            made = _rebuild_filled_tensor(graph, node, name, list(value.shape), options)
         made.meta = dict(node.meta)
         node.replace_all_uses_with(made)
         graph.erase_node(node)
 
 
-def _remade(graph: fx.Graph, node: fx.Node, name: str, shape: list[int], options: dict[str, Any]) -> fx.Node:
+def _rebuild_filled_tensor(
+    graph: fx.Graph, node: fx.Node, name: str, shape: list[int], options: dict[str, Any]
+) -> fx.Node:
     if name in ("full_like", "fill", "new_full"):
         number = node.args[-1]
         if isinstance(number, fx.Node):
-            return _like(graph, number, node)
+            return _cast_and_expand(graph, number, node)
         return graph.call_function(aten.full.default, (shape, number), options)
     if name == "copy":
         assert isinstance(node.args[1], fx.Node), node
-        return _like(graph, node.args[1], node)
+        return _cast_and_expand(graph, node.args[1], node)
     ones = name in ("ones_like", "new_ones")
     return graph.call_function((aten.ones if ones else aten.zeros).default, (shape,), options)
 
 
-def _like(graph: fx.Graph, source: fx.Node, node: fx.Node) -> fx.Node:
+def _cast_and_expand(graph: fx.Graph, source: fx.Node, node: fx.Node) -> fx.Node:
     """``source`` in the shape and type of ``node``."""
     value, given = node.meta["val"], source.meta["val"]
     if given.dtype != value.dtype:
@@ -94,23 +96,23 @@ def _like(graph: fx.Graph, source: fx.Node, node: fx.Node) -> fx.Node:
     return graph.call_function(aten.expand.default, (source, list(value.shape)))
 
 
-def _part(node: fx.Node, found: Mapping[fx.Node, AffinePart]) -> AffinePart:
+def _find_affine_part(node: fx.Node, found: Mapping[fx.Node, AffinePart]) -> AffinePart:
     if node.target is operator.getitem:
         return found[node.args[0]]  # type: ignore[index]
     choices = _linear_in(node)
-    zero = any(_zero(node.args, positions, found) for positions in choices)
+    zero = any(_has_zero_operands(node.args, positions, found) for positions in choices)
     if not any(found[n].depends for n in node.all_input_nodes):
         return AffinePart(False, zero or _is_zero_by_itself(node))
-    dependent = {i for i, a in enumerate(node.args) if any(found[n].depends for n in _nodes(a))}
+    dependent = {i for i, a in enumerate(node.args) if any(found[n].depends for n in _iterate_nodes(a))}
     fits = any(dependent <= positions for positions in choices)
-    if not fits or any(found[n].depends for n in _nodes(list(node.kwargs.values()))):
-        raise NotAffine(NOT_LINEAR.format(_text(node.target)))
-    if not all(_floating(v) for v in _values(node.meta.get("val"))):
-        raise NotAffine(NOT_LINEAR.format(_text(node.target)))
+    if not fits or any(found[n].depends for n in _iterate_nodes(list(node.kwargs.values()))):
+        raise NotAffine(NOT_LINEAR.format(_format_operator(node.target)))
+    if not all(_is_floating_tensor(v) for v in _iterate_values(node.meta.get("val"))):
+        raise NotAffine(NOT_LINEAR.format(_format_operator(node.target)))
     return AffinePart(True, zero)
 
 
-def _zero(operands: tuple[Any, ...], positions: Positions, found: Mapping[fx.Node, AffinePart]) -> bool:
+def _has_zero_operands(operands: tuple[Any, ...], positions: Positions, found: Mapping[fx.Node, AffinePart]) -> bool:
     """Whether all operands at ``positions`` are zero."""
     return all(_is_zero(operands[i], found) for i in positions if i < len(operands))
 
@@ -124,7 +126,7 @@ def _is_zero(operand: Any, found: Mapping[fx.Node, AffinePart]) -> bool:
 
 
 def _is_zero_by_itself(node: fx.Node) -> bool:
-    name = _name(node.target)
+    name = _read_operator_name(node.target)
     if name in ("full", "fill", "full_like", "new_full"):
         return _is_zero(node.args[-1], {}) if not isinstance(node.args[-1], fx.Node) else False
     return name in ("zeros", "zeros_like", "new_zeros", "zero")
@@ -135,7 +137,7 @@ def _linear_in(node: fx.Node) -> tuple[Positions, ...]:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return ()
-    name = _name(target)
+    name = _read_operator_name(target)
     if name in _ONLY_IF and not _ONLY_IF[name](node):
         return ()
     if name in _LINEAR:
@@ -146,34 +148,34 @@ def _linear_in(node: fx.Node) -> tuple[Positions, ...]:
     return ()
 
 
-def _name(target: Any) -> str:
+def _read_operator_name(target: Any) -> str:
     if not isinstance(target, torch._ops.OpOverload):
         return getattr(target, "__name__", str(target))
     name = target._schema.name
     return name.removeprefix("aten::")
 
 
-def _text(target: Any) -> str:
+def _format_operator(target: Any) -> str:
     return str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
 
 
-def _nodes(argument: Any) -> Iterator[fx.Node]:
+def _iterate_nodes(argument: Any) -> Iterator[fx.Node]:
     if isinstance(argument, fx.Node):
         yield argument
     elif isinstance(argument, tuple | list):
         for a in argument:
-            yield from _nodes(a)
+            yield from _iterate_nodes(a)
 
 
-def _values(value: Any) -> Iterator[Any]:
+def _iterate_values(value: Any) -> Iterator[Any]:
     if isinstance(value, tuple | list):
         for v in value:
-            yield from _values(v)
+            yield from _iterate_values(v)
     elif value is not None:
         yield value
 
 
-def _floating(value: Any) -> bool:
+def _is_floating_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.dtype.is_floating_point or value.dtype.is_complex)
 
 
@@ -184,11 +186,11 @@ _SHAPE_ALONE = frozenset(
 )  # fmt: skip
 
 
-def _table(*rows: tuple[str, tuple[tuple[int, ...], ...]]) -> dict[str, tuple[Positions, ...]]:
+def _build_position_table(*rows: tuple[str, tuple[tuple[int, ...], ...]]) -> dict[str, tuple[Positions, ...]]:
     return {name: tuple(map(frozenset, choices)) for names, choices in rows for name in names.split()}
 
 
-_LINEAR = _table(
+_LINEAR = _build_position_table(
     (  # views, copies, moves, selections and sums; maps with fixed numbers
         "alias as_strided clone contiguous detach diagonal expand lift lift_fresh lift_fresh_copy narrow_copy permute "
         "_reshape_alias _reshape_copy reshape select slice slice_inverse split split_with_sizes squeeze t transpose "

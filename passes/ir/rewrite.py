@@ -3,9 +3,9 @@
 A rule has the signature of the operator that it replaces, after the :class:`Builder`: it gets the operator's arguments
 with graph nodes for tensors, and returns the node (or tuple of nodes) that stands for the result, or ``KEEP``.
 
-:func:`retype` changes every floating type of a graph to one type. Requires: placeholders that have the type already or
-are retyped here. Provides: values of the new type throughout. A model that computes its norms and losses in float32,
-whatever the type of its parameters, computes them in the new type, too.
+:func:`cast_graph_dtype` changes every floating type of a graph to one type. Requires: placeholders that have the type
+already or are retyped here. Provides: values of the new type throughout. A model that computes its norms and losses in
+float32, whatever the type of its parameters, computes them in the new type, too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx
 
-from passes.ir.interpret import infer, propagate, value_of
+from passes.ir.interpret import infer_meta_value, refresh_graph_values, value_of
 
 aten = torch.ops.aten
 
@@ -60,16 +60,16 @@ class Builder:
         made = self.graph.call_function(target, args, kwargs)
         if self.node is not None:
             made.meta = {k: self.node.meta[k] for k in _INHERITED if k in self.node.meta}
-        made.meta["val"] = infer(target, value_of(args), value_of(kwargs))
+        made.meta["val"] = infer_meta_value(target, value_of(args), value_of(kwargs))
         return made
 
     @property
     def where(self) -> str:
         """The module path and source line of the operator at hand, for messages."""
-        return where(self.node)
+        return format_node_location(self.node)
 
 
-def where(node: fx.Node | None) -> str:
+def format_node_location(node: fx.Node | None) -> str:
     """The module path and source line of an operator, for messages."""
     meta = node.meta if node is not None else {}
     return f"{meta.get('path') or 'the model'} ({meta.get('source') or 'unknown line'})"
@@ -79,17 +79,17 @@ def placeholder_name(constant: str) -> str:
     return "c_" + constant.replace(".", "_")
 
 
-def val(node: fx.Node) -> Tensor:
+def get_node_tensor(node: fx.Node) -> Tensor:
     value = node.meta["val"]
     assert isinstance(value, Tensor), node
     return value
 
 
-def shape(node: fx.Node) -> list[int]:
-    return list(val(node).shape)
+def list_node_sizes(node: fx.Node) -> list[int]:
+    return list(get_node_tensor(node).shape)
 
 
-def rewrite(graph: fx.Graph, rules: Mapping[Any, Rule]) -> tuple[fx.Graph, dict[str, str], dict[str, Tensor]]:
+def rewrite_by_rules(graph: fx.Graph, rules: Mapping[Any, Rule]) -> tuple[fx.Graph, dict[str, str], dict[str, Tensor]]:
     """A new graph in which every operator in ``rules`` is replaced; where each old node's value went, by name; and the
     constants that the rules added.
 
@@ -104,25 +104,25 @@ def rewrite(graph: fx.Graph, rules: Mapping[Any, Rule]) -> tuple[fx.Graph, dict[
         elif node.target is operator.getitem and isinstance(env[node.args[0]], tuple):
             env[node] = env[node.args[0]][node.args[1]]
         else:
-            env[node] = _replace(build, node, env, rules.get(node.target))
+            env[node] = _apply_rewrite_rule(build, node, env, rules.get(node.target))
     drop_unused(build.graph)
     moved = {old.name: new.name for old, new in env.items() if isinstance(new, fx.Node)}
     return build.graph, moved, build.constants
 
 
-def _replace(build: Builder, node: fx.Node, env: dict[fx.Node, Any], rule: Rule | None) -> Any:
+def _apply_rewrite_rule(build: Builder, node: fx.Node, env: dict[fx.Node, Any], rule: Rule | None) -> Any:
     if rule is not None:
         args = fx.node.map_arg(node.args, env.__getitem__)
         kwargs = fx.node.map_arg(node.kwargs, env.__getitem__)
         made = rule(build, *args, **kwargs)
-        if made is not KEEP and not _lacks(made, node):
+        if made is not KEEP and not _is_result_missing(made, node):
             return made
     copied = build.graph.node_copy(node, env.__getitem__)
     copied.meta = dict(node.meta)
     return copied
 
 
-def _lacks(made: Any, node: fx.Node) -> bool:
+def _is_result_missing(made: Any, node: fx.Node) -> bool:
     """Whether a rule has left out a result that is read."""
     read = [u.args[1] for u in node.users if u.target is operator.getitem] if isinstance(made, tuple) else []
     return any(made[i] is None for i in read)
@@ -141,7 +141,7 @@ def as_type(given: torch.dtype, dtype: torch.dtype) -> torch.dtype:
 _WITH_PARTS = {torch.float64: torch.complex128, torch.float32: torch.complex64}
 
 
-def retype(graph: fx.Graph, dtype: torch.dtype) -> None:
+def cast_graph_dtype(graph: fx.Graph, dtype: torch.dtype) -> None:
     """Turn every floating placeholder and every floating type among the arguments into ``dtype``, in place."""
 
     def retyped(argument: Any) -> Any:
@@ -157,9 +157,9 @@ def retype(graph: fx.Graph, dtype: torch.dtype) -> None:
             node.kwargs = fx.node.map_aggregate(node.kwargs, retyped)
             if _takes_default(node):
                 node.kwargs = {**node.kwargs, "dtype": dtype}
-            elif dtype == torch.float64 and _promotes(node):
-                _promote(graph, node, dtype)
-    propagate(graph)
+            elif dtype == torch.float64 and _is_integer_promotion(node):
+                _cast_node_operands(graph, node, dtype)
+    refresh_graph_values(graph)
 
 
 def _takes_default(node: fx.Node) -> bool:
@@ -172,7 +172,7 @@ def _takes_default(node: fx.Node) -> bool:
     return named and node.kwargs.get("dtype") is None
 
 
-def _promotes(node: fx.Node) -> bool:
+def _is_integer_promotion(node: fx.Node) -> bool:
     """Whether whole numbers are computed with as fractions, of torch's default type."""
     value, operands = node.meta.get("val"), [n.meta.get("val") for n in node.all_input_nodes]
     if not isinstance(value, Tensor) or not (value.dtype.is_floating_point or value.dtype.is_complex) or not operands:
@@ -186,7 +186,7 @@ def _promotes(node: fx.Node) -> bool:
 _OF_GIVEN_TYPE = ("aten::where", "aten::to", "aten::_to_copy", "aten::type_as")
 
 
-def _promote(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> None:
+def _cast_node_operands(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> None:
     for operand in node.all_input_nodes:
         with graph.inserting_before(node):
             wide = graph.call_function(torch.ops.aten._to_copy.default, (operand,), {"dtype": dtype})

@@ -36,11 +36,11 @@ class Numbers:
             waiting.pop()
             if last not in self._known:
                 args = fx.node.map_arg((last.args, last.kwargs), lambda n: ("node", self._known[n]))
-                key = self._own(last), str(last.target), str(args)
+                key = self._build_instance_key(last), str(last.target), str(args)
                 self._known[last] = self._alike.setdefault(key, len(self._alike))
         return self._known[node]
 
-    def _own(self, node: fx.Node) -> str:
+    def _build_instance_key(self, node: fx.Node) -> str:
         """What tells ``node`` from others of its kind."""
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             self._draws += 1
@@ -57,7 +57,7 @@ class Signature:
     inputs: tuple[fx.Node, ...]
 
 
-def signature(nodes: Sequence[fx.Node], outputs: Iterable[fx.Node] = ()) -> Signature:
+def compute_signature(nodes: Sequence[fx.Node], outputs: Iterable[fx.Node] = ()) -> Signature:
     """The signature of the operators ``nodes`` (in order), of which ``outputs`` are read elsewhere.
 
     Operators, constants, shapes, types, the flow of data inside and which operands are the same all count.
@@ -88,14 +88,14 @@ def signature(nodes: Sequence[fx.Node], outputs: Iterable[fx.Node] = ()) -> Sign
         index[node] = len(index)
     key = (
         tuple(rows),
-        tuple([(*_spec(n), n.meta["state"].kind, n.meta["state"].requires_grad) for n in states]),
-        tuple([_spec(n) for n in inputs]),
+        tuple([(*_build_value_spec(n), n.meta["state"].kind, n.meta["state"].requires_grad) for n in states]),
+        tuple([_build_value_spec(n) for n in inputs]),
         tuple([index[n] for n in outputs]),
     )
     return Signature(key, tuple(states), tuple(inputs))
 
 
-def _spec(node: fx.Node) -> tuple[Any, ...]:
+def _build_value_spec(node: fx.Node) -> tuple[Any, ...]:
     value = node.meta["val"]
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype

@@ -3,13 +3,13 @@
 Values are inferred anew and compared with the values that the nodes carry. A graph that would fail, or would give
 another shape, is reported by the name of its first wrong node.
 
-:func:`sameness` computes whether a value is equal on all ranks of a mesh axis. A whole value (``R``) must be. This
-follows from the local graph alone: shards and data differ, gathered and reduced values are equal again, and an
+:func:`compare_across_ranks` computes whether a value is equal on all ranks of a mesh axis. A whole value (``R``) must
+be. This follows from the local graph alone: shards and data differ, gathered and reduced values are equal again, and an
 operator's result differs where one of its operands does. A collective that is missing, is there twice, or runs over
 another axis is thus found without computing anything. JAX checks ``shard_map`` in this way. ``unknown`` marks a value
 that is equal on all ranks but may stand for a shard or a partial sum: a new or expanded tensor of a shard's size, or a
-whole value scaled by 1/n that will be summed. :func:`misuse` reports collectives whose operands are not of the expected
-kind.
+whole value scaled by 1/n that will be summed. :func:`find_misused_collective` reports collectives whose operands are
+not of the expected kind.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from passes.errors import PartitionError
 from passes.ir.collectives import COMMUNICATING, CONTEXT, collective_name
-from passes.ir.interpret import infer, value_of
+from passes.ir.interpret import infer_meta_value, value_of
 from passes.ir.model import Block, FoldedModel, TensorSpec
 
 Shape = tuple[tuple[int, ...], torch.dtype]
@@ -102,11 +102,13 @@ def _check_operator(node: fx.Node, axes: Mapping[str, int] | None) -> None:
     if axes is not None:
         _check_axis(node, axes)
     try:
-        inferred = infer(target, value_of(node.args), value_of(node.kwargs))
+        inferred = infer_meta_value(target, value_of(node.args), value_of(node.kwargs))
     except Exception as error:
         raise GraphError(f"{target} does not accept its operands: {error}") from error
     if shape_of(inferred) != shape_of(node.meta["val"]):
-        raise GraphError(f"{target} gives {describe(inferred)}, the node carries {describe(node.meta['val'])}")
+        raise GraphError(
+            f"{target} gives {format_meta_value(inferred)}, the node carries {format_meta_value(node.meta['val'])}"
+        )
 
 
 def _check_axis(node: fx.Node, axes: Mapping[str, int]) -> None:
@@ -149,12 +151,12 @@ def shape_of(value: Any) -> Any:
     return None
 
 
-def describe(value: Any) -> str:
+def format_meta_value(value: Any) -> str:
     """A meta value for an error message: ``float32[4, 8]``."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, tuple | list):
-        return f"({', '.join(describe(v) for v in value)})"
+        return f"({', '.join(format_meta_value(v) for v in value)})"
     return repr(value)
 
 
@@ -198,8 +200,10 @@ def check_model(model: FoldedModel, axes: Mapping[str, int] | None = None) -> No
 
 def _check_spec(where: str, spec: TensorSpec, node: fx.Node, value: str) -> None:
     if spec != TensorSpec.of(node.meta["val"]):
-        have = describe(spec.meta())
-        raise GraphError(f"{where} has {value!r} as {describe(node.meta['val'])}, the model as {have}", node=node.name)
+        have = format_meta_value(spec.meta())
+        raise GraphError(
+            f"{where} has {value!r} as {format_meta_value(node.meta['val'])}, the model as {have}", node=node.name
+        )
 
 
 Sameness = Literal["alike", "different", "unknown"]
@@ -216,7 +220,7 @@ _EXPANDS = ("aten.expand.", "aten.repeat.", "aten.repeat_interleave.")
 _WANTS_WHOLE = frozenset({"copy", "shard_slice", "shard_narrow"})
 
 
-def sameness(graph: fx.Graph, given: Mapping[str, Sameness], axis: str, size: int) -> dict[str, Sameness]:
+def compare_across_ranks(graph: fx.Graph, given: Mapping[str, Sameness], axis: str, size: int) -> dict[str, Sameness]:
     """How each node's value compares over the ``size`` ranks of ``axis``. ``given``: the placeholders, by name."""
     result: dict[str, Sameness] = {}
     for node in graph.nodes:
@@ -247,25 +251,25 @@ def _makes_elements(node: fx.Node) -> bool:
     """Whether the result's size may come from a constant rather than from an operand."""
     if node.target is operator.getitem:
         return False
-    sizes = [v.numel() for n in node.all_input_nodes for v in _tensors(n.meta["val"])]
+    sizes = [v.numel() for n in node.all_input_nodes for v in _list_tensors(n.meta["val"])]
     name = str(node.target)
     if not sizes or ".new_" in name or "_like" in name or name.startswith(_EXPANDS):
         return True
     constants = any(isinstance(a, int) for a in pytree.tree_leaves((node.args, node.kwargs)))
-    return constants and max((v.numel() for v in _tensors(node.meta["val"])), default=0) > max(sizes)
+    return constants and max((v.numel() for v in _list_tensors(node.meta["val"])), default=0) > max(sizes)
 
 
 def _is_spread(node: fx.Node, size: int) -> bool:
     return any(isinstance(a, float) and a == 1.0 / size for a in node.args)
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def _list_tensors(value: Any) -> list[Tensor]:
     if isinstance(value, tuple | list):
-        return [t for v in value for t in _tensors(v)]
+        return [t for v in value for t in _list_tensors(v)]
     return [value] if isinstance(value, Tensor) else []
 
 
-def misuse(graph: fx.Graph, known: Mapping[str, Sameness], axis: str) -> tuple[fx.Node, str] | None:
+def find_misused_collective(graph: fx.Graph, known: Mapping[str, Sameness], axis: str) -> tuple[fx.Node, str] | None:
     """The first collective over ``axis`` that is given what it makes no sense of, and why."""
     for node in graph.nodes:
         named = axis_of(node)
@@ -301,7 +305,7 @@ def _routed_apart(node: fx.Node, known: Mapping[str, Sameness]) -> bool:
     return False
 
 
-def culprit(node: fx.Node, known: Mapping[str, Sameness]) -> fx.Node:
+def find_difference_origin(node: fx.Node, known: Mapping[str, Sameness]) -> fx.Node:
     """Where a difference comes from: the furthest operator before ``node`` whose value differs."""
     while True:
         before = [n for n in node.all_input_nodes if n.op == "call_function" and known[n.name] == "different"]

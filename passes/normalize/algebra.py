@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from passes.ir.interpret import META
-from passes.ir.rewrite import KEEP, Builder, Rule, aten, shape, val
+from passes.ir.rewrite import KEEP, Builder, Rule, aten, get_node_tensor, list_node_sizes
 from passes.normalize.shapes import add_nothing, to_dtype
 
 
@@ -27,7 +27,7 @@ def add_product(product: Any) -> Rule:
     """``beta * c + alpha * product(a, b)``."""
 
     def rule(build: Builder, c: fx.Node, a: fx.Node, b: fx.Node, *, beta: Any = 1, alpha: Any = 1) -> Any:
-        whole_numbers = not val(c).dtype.is_floating_point and not val(c).dtype.is_complex
+        whole_numbers = not get_node_tensor(c).dtype.is_floating_point and not get_node_tensor(c).dtype.is_complex
         if whole_numbers and not (isinstance(beta, int) and isinstance(alpha, int)):
             return KEEP  # torch rounds the factors
         result = _scale_by_factor(build, build(product, a, b), alpha)
@@ -66,11 +66,11 @@ def number_minus(build: Builder, x: fx.Node, other: Any, alpha: Any = 1) -> Any:
 
 def _is_sum_and_number(x: Any, other: Any) -> bool:
     plain = isinstance(x, fx.Node) and isinstance(other, int | float)
-    return plain and not shape(x) and val(x).dtype.is_floating_point
+    return plain and not list_node_sizes(x) and get_node_tensor(x).dtype.is_floating_point
 
 
 def _create_scalar(build: Builder, like: fx.Node, value: float) -> fx.Node:
-    return build(aten.full.default, [], value, dtype=val(like).dtype, device=META)
+    return build(aten.full.default, [], value, dtype=get_node_tensor(like).dtype, device=META)
 
 
 def drop_error_check(build: Builder, *_: Any, **__: Any) -> None:
@@ -81,12 +81,12 @@ def drop_error_check(build: Builder, *_: Any, **__: Any) -> None:
 def sum_over_dims(build: Builder, x: fx.Node, dims: Sequence[int] | None, keepdim: bool) -> fx.Node:
     if not dims and not keepdim:
         return build(aten.sum.default, x)
-    return build(aten.sum.dim_IntList, x, list(dims or range(len(shape(x)))), keepdim)
+    return build(aten.sum.dim_IntList, x, list(dims or range(len(list_node_sizes(x)))), keepdim)
 
 
 def count_reduced_elements(x: fx.Node, dims: Sequence[int] | None) -> int:
     """How many elements of ``x`` go into one element of its reduction over ``dims`` (none: all)."""
-    sizes = shape(x)
+    sizes = list_node_sizes(x)
     return math.prod(sizes[d] for d in dims) if dims and sizes else math.prod(sizes)
 
 
@@ -102,14 +102,14 @@ def _compute_moments(
     build: Builder, x: fx.Node, dims: Any, correction: float, keepdim: bool
 ) -> tuple[fx.Node, fx.Node]:
     """(variance, mean)"""
-    centre = rewrite_mean(build, x, dims or list(range(len(shape(x)))), True)
+    centre = rewrite_mean(build, x, dims or list(range(len(list_node_sizes(x)))), True)
     distance = build(aten.sub.Tensor, x, centre)
     square = build(aten.mul.Tensor, distance, distance)
     variance = build(
         aten.mul.Tensor, sum_over_dims(build, square, dims, keepdim), 1 / (count_reduced_elements(x, dims) - correction)
     )
-    kept = shape(variance)
-    return variance, centre if shape(centre) == kept else build(aten.reshape.default, centre, kept)
+    kept = list_node_sizes(variance)
+    return variance, centre if list_node_sizes(centre) == kept else build(aten.reshape.default, centre, kept)
 
 
 def rewrite_variance(build: Builder, x: fx.Node, dims: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -139,7 +139,7 @@ def _checked_moments(
     if isinstance(dims, bool):  # var(x, unbiased)
         dims, unbiased = None, dims
     divisor = (1.0 if unbiased else 0.0) if correction is None else float(correction)
-    if val(x).dtype.is_complex or count_reduced_elements(x, dims) <= divisor:
+    if get_node_tensor(x).dtype.is_complex or count_reduced_elements(x, dims) <= divisor:
         return None
     return _compute_moments(build, x, dims, divisor, keepdim)
 
@@ -158,7 +158,7 @@ def batch_norm(
     *_: Any,
 ) -> Any:
     """Per channel: by the running statistics, or by those of the batch."""
-    if len(shape(x)) < 2:  # of no elements
+    if len(list_node_sizes(x)) < 2:  # of no elements
         return KEEP
     if training or running_mean is None or running_var is None:
         return _normalize_channels(build, x, weight, bias, *_compute_moments(build, x, _per_channel(x), 0.0, True), eps)
@@ -175,11 +175,11 @@ def batch_norm(
 
 def _per_channel(x: fx.Node) -> list[int]:
     """The dims besides that of the channels."""
-    return [0, *range(2, len(shape(x)))]
+    return [0, *range(2, len(list_node_sizes(x)))]
 
 
 def _broadcast_channels(build: Builder, node: fx.Node, x: fx.Node) -> fx.Node:
-    return build(aten.reshape.default, node, [1, shape(x)[1]] + [1] * (len(shape(x)) - 2))
+    return build(aten.reshape.default, node, [1, list_node_sizes(x)[1]] + [1] * (len(list_node_sizes(x)) - 2))
 
 
 def _normalize_channels(
@@ -218,8 +218,8 @@ def batch_norm_of_training(
     result = _normalize_channels(build, x, weight, bias, variance, centre, eps)
 
     def moved(running: fx.Node, seen: fx.Node, part: float) -> fx.Node:
-        seen = build(aten.reshape.default, build(aten.detach.default, seen), shape(running))
-        seen = build(aten.mul.Tensor, to_dtype(build, seen, val(running).dtype), part)
+        seen = build(aten.reshape.default, build(aten.detach.default, seen), list_node_sizes(running))
+        seen = build(aten.mul.Tensor, to_dtype(build, seen, get_node_tensor(running).dtype), part)
         return build(aten.add.Tensor, build(aten.mul.Tensor, running, 1.0 - momentum), seen)
 
     unbiased = momentum * size / (size - 1) if size > 1 else math.nan  # of one value torch divides by zero

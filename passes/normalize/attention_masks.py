@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, fx
 
-from passes.ir.interpret import call
-from passes.ir.rewrite import aten, drop_unused, shape
+from passes.ir.interpret import insert_operator_node
+from passes.ir.rewrite import aten, drop_unused, list_node_sizes
 from passes.normalize.constant_folding import LIMIT, ConditionalValue, ConstantEvaluator, Term, Value
 from passes.ops.attention import Band, limits_of
 
@@ -32,9 +32,9 @@ def drop_constant_masks(graph: fx.Graph, constants: Mapping[str, Tensor]) -> Non
         mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
         if not isinstance(mask, fx.Node):
             continue
-        queries = shape(node.args[0])[-2]
+        queries = list_node_sizes(node.args[0])[-2]
         if (mask, queries) not in kinds:
-            kinds[mask, queries] = _classify_mask(evaluator.value(mask), queries, shape(mask)[-1])
+            kinds[mask, queries] = _classify_mask(evaluator.value(mask), queries, list_node_sizes(mask)[-1])
         band = kinds[mask, queries]
         if band is not None:
             _replace_mask_by_band(graph, node, band)
@@ -50,8 +50,8 @@ def _replace_mask_by_band(graph: fx.Graph, node: fx.Node, band: Band) -> None:
     elif _is_plain(node):
         with graph.inserting_before(node):
             arguments = (*node.args[:3], *limits_of(band), node.kwargs.get("scale"))
-            made = call(graph, torch.ops.partition.band_attention.default, arguments)
-            out = call(graph, operator.getitem, (made, 0))
+            made = insert_operator_node(graph, torch.ops.partition.band_attention.default, arguments)
+            out = insert_operator_node(graph, operator.getitem, (made, 0))
         for new in (made, out):
             new.meta.update({k: v for k, v in node.meta.items() if k != "val"})
         node.replace_all_uses_with(out)
@@ -60,7 +60,7 @@ def _replace_mask_by_band(graph: fx.Graph, node: fx.Node, band: Band) -> None:
 
 def _is_plain(node: fx.Node) -> bool:
     """Whether the attention is on ``[batch, heads, positions, d]`` of one batch, and no result of the model."""
-    query, key, value = (shape(n) for n in node.args[:3])  # type: ignore[arg-type]
+    query, key, value = (list_node_sizes(n) for n in node.args[:3])  # type: ignore[arg-type]
     if any(user.op == "output" for user in node.users) or not len(query) == len(key) == len(value) == 4:
         return False
     heads = node.kwargs.get("enable_gqa") or query[1] == key[1] == value[1]

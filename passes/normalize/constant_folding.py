@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.ir.rewrite import aten, shape, val
+from passes.ir.rewrite import aten, get_node_tensor, list_node_sizes
 
 LIMIT = 1 << 22  # elements of a tensor that is evaluated as it is
 
@@ -93,11 +93,11 @@ class ConstantEvaluator:
         """What any other operator gives, run on operands of their true sizes."""
         target: Any = node.target
         random = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
-        if random or not isinstance(val(node), Tensor) or val(node).numel() > LIMIT:
+        if random or not isinstance(get_node_tensor(node), Tensor) or get_node_tensor(node).numel() > LIMIT:
             raise _Unknown
         args: Any
         args, kwargs = fx.node.map_arg(
-            (node.args, node.kwargs), lambda n: _expand_to_sizes(self.values[n], list(shape(n)))
+            (node.args, node.kwargs), lambda n: _expand_to_sizes(self.values[n], list(list_node_sizes(n)))
         )
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("cpu")}
@@ -131,13 +131,13 @@ def _expand_along_dim(tensor: Any, dim: int, size: int) -> Tensor:
 
 # --- operators --------------------------------------------------------------------------------------------------------
 def _evaluate_full(node: fx.Node, sizes: list[int], value: Any, **_: Any) -> Tensor:
-    return torch.full([1] * len(sizes), value, dtype=val(node).dtype)
+    return torch.full([1] * len(sizes), value, dtype=get_node_tensor(node).dtype)
 
 
 def _evaluate_arange(node: fx.Node, start: Any, end: Any, step: Any, **_: Any) -> Tensor:
-    if shape(node)[0] > LIMIT:
+    if list_node_sizes(node)[0] > LIMIT:
         raise _Unknown
-    return torch.arange(start, end, step, dtype=val(node).dtype)
+    return torch.arange(start, end, step, dtype=get_node_tensor(node).dtype)
 
 
 def _evaluate_pointwise(node: fx.Node, *args: Any, **kwargs: Any) -> Tensor:
@@ -147,7 +147,7 @@ def _evaluate_pointwise(node: fx.Node, *args: Any, **kwargs: Any) -> Tensor:
     if torch.broadcast_shapes(*(t.shape for t in tensors)).numel() > LIMIT:
         raise _Unknown
     result: Tensor = node.target(*args, **kwargs)  # type: ignore[operator]
-    return result.reshape([1] * (val(node).dim() - result.dim()) + list(result.shape))
+    return result.reshape([1] * (get_node_tensor(node).dim() - result.dim()) + list(result.shape))
 
 
 def _evaluate_comparison(node: fx.Node, a: Any, b: Any) -> Value:
@@ -158,7 +158,7 @@ def _evaluate_comparison(node: fx.Node, a: Any, b: Any) -> Value:
     if torch.broadcast_shapes(a.shape, b.shape).numel() <= LIMIT:
         return _evaluate_pointwise(node, *given)
     name = str(node.target._schema.name).rpartition("::")[2]  # type: ignore[union-attr]
-    rank, kind = val(node).dim(), torch.result_type(a, b)
+    rank, kind = get_node_tensor(node).dim(), torch.result_type(a, b)
     a, b = (_widen_number_type(x.to(kind)).reshape([1] * (rank - x.dim()) + list(x.shape)) for x in (a, b))
     return (Term(name, a, b),)
 
@@ -179,19 +179,21 @@ def _evaluate_and(node: fx.Node, a: Any, b: Any) -> Value:
         return _evaluate_pointwise(node, a, b)
     for one, other in ((a, b), (b, a)):
         if isinstance(one, Tensor) and one.numel() == 1 and bool(one):
-            return _map_value_parts(other, lambda t: t.reshape([1] * (val(node).dim() - t.dim()) + list(t.shape)))
+            return _map_value_parts(
+                other, lambda t: t.reshape([1] * (get_node_tensor(node).dim() - t.dim()) + list(t.shape))
+            )
     return _require_terms(a) + _require_terms(b)
 
 
 def _evaluate_where(node: fx.Node, condition: Any, a: Any, b: Any) -> Value:
     if isinstance(a, tuple | ConditionalValue) or isinstance(b, tuple | ConditionalValue):
         raise _Unknown
-    a, b = (torch.as_tensor(x, dtype=val(node).dtype) for x in (a, b))
+    a, b = (torch.as_tensor(x, dtype=get_node_tensor(node).dtype) for x in (a, b))
     if isinstance(condition, Tensor):
         if torch.broadcast_shapes(condition.shape, a.shape, b.shape).numel() > LIMIT:
             raise _Unknown
         result = torch.where(condition, a, b)
-        return result.reshape([1] * (val(node).dim() - result.dim()) + list(result.shape))
+        return result.reshape([1] * (get_node_tensor(node).dim() - result.dim()) + list(result.shape))
     if a.numel() == b.numel() == 1:
         return ConditionalValue(_require_terms(condition), a.reshape(()), b.reshape(()))
     raise _Unknown
@@ -232,12 +234,12 @@ def _map_term_operands(terms: tuple[Term, ...], move: Callable[[Tensor], Tensor]
 
 
 def _evaluate_expand(node: fx.Node, value: Value, _: Any) -> Value:
-    rank = val(node).dim()
+    rank = get_node_tensor(node).dim()
     return _map_value_parts(value, lambda t: t.reshape([1] * (rank - t.dim()) + list(t.shape)))
 
 
 def _evaluate_reshape(node: fx.Node, value: Value, sizes: list[int]) -> Value:
-    old = shape(node.args[0])  # type: ignore[arg-type]
+    old = list_node_sizes(node.args[0])  # type: ignore[arg-type]
     if [s for s in old if s != 1] != [s for s in sizes if s != 1]:
         return _expand_to_sizes(value, old).reshape(sizes)
     wide = [d for d, s in enumerate(old) if s != 1]
@@ -250,7 +252,7 @@ def _evaluate_reshape(node: fx.Node, value: Value, sizes: list[int]) -> Value:
 
 
 def _evaluate_slice(node: fx.Node, value: Value, dim: int, start: int, end: int, step: int) -> Value:
-    if shape(node)[dim] == 0:
+    if list_node_sizes(node)[dim] == 0:
         raise _Unknown
     return _map_value_parts(value, lambda t: t if t.shape[dim] == 1 else aten.slice.Tensor(t, dim, start, end, step))
 
@@ -272,17 +274,17 @@ def _evaluate_index(node: fx.Node, source: Any, indices: list[Any]) -> Tensor:
     if torch.broadcast_shapes(*(i.shape for i in used)).numel() > LIMIT:
         raise _Unknown
     result = source[tuple(used)]
-    return result.reshape([1] * (val(node).dim() - result.dim()) + list(result.shape))
+    return result.reshape([1] * (get_node_tensor(node).dim() - result.dim()) + list(result.shape))
 
 
 def _evaluate_cumsum(node: fx.Node, x: Any, dim: int, **kwargs: Any) -> Tensor:
-    return torch.cumsum(_expand_along_dim(x, dim, shape(node)[dim]), dim, **kwargs)
+    return torch.cumsum(_expand_along_dim(x, dim, list_node_sizes(node)[dim]), dim, **kwargs)
 
 
 def _evaluate_diff(node: fx.Node, x: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Tensor:
     def whole(position: int, value: Any) -> Tensor | None:
         given = node.args[position] if len(node.args) > position else None
-        return _expand_along_dim(value, dim, shape(given)[dim]) if isinstance(given, fx.Node) else None
+        return _expand_along_dim(value, dim, list_node_sizes(given)[dim]) if isinstance(given, fx.Node) else None
 
     parts = [p for p in (whole(3, prepend), whole(0, x), whole(4, append)) if p is not None]
     sizes = torch.broadcast_shapes(*([*p.shape[:dim], 1, *p.shape[dim % p.dim() + 1 :]] for p in parts))
@@ -293,17 +295,17 @@ def _evaluate_diff(node: fx.Node, x: Any, n: int = 1, dim: int = -1, prepend: An
 def _evaluate_triangle(node: fx.Node, x: Any, diagonal: int = 0) -> Value:
     """``tril`` and ``triu``; of a constant also where it is too large to be made."""
     lower = node.target is aten.tril.default
-    rows, columns = shape(node)[-2:]
+    rows, columns = list_node_sizes(node)[-2:]
     if isinstance(x, Tensor) and x[..., :1, :1].numel() * rows * columns <= LIMIT:
         whole = x.expand([*x.shape[:-2], rows, columns])
         return whole.tril(diagonal) if lower else whole.triu(diagonal)
     if not isinstance(x, Tensor) or x.numel() != 1:
         raise _Unknown
-    rank = val(node).dim()
+    rank = get_node_tensor(node).dim()
     row = torch.arange(rows).reshape([1] * (rank - 2) + [rows, 1])
     column = torch.arange(columns).reshape([1] * (rank - 1) + [columns])
     terms = (Term("le" if lower else "ge", column, row + diagonal),)
-    if val(node).dtype is torch.bool and bool(x):
+    if get_node_tensor(node).dtype is torch.bool and bool(x):
         return terms
     return ConditionalValue(terms, x.reshape(()), torch.zeros((), dtype=x.dtype))
 

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from passes.ir.inplace import remove_inplace
 from passes.ir.interpret import META
-from passes.ir.rewrite import KEEP, Builder, Rule, aten, rewrite
+from passes.ir.rewrite import KEEP, Builder, Rule, aten, rewrite_by_rules
 from passes.rules import has_rule
 
 _MOST_PARTS = 4096
@@ -34,7 +34,7 @@ def decompose_operators(graph: fx.Graph, known: Collection[Any]) -> tuple[fx.Gra
     apart = {t for t in targets if _is_composite(t) and t not in known and not has_rule(t)}
     if not apart:
         return graph, {n.name: n.name for n in graph.nodes}
-    made, moved, _ = rewrite(graph, dict.fromkeys(apart, _inline_operators))
+    made, moved, _ = rewrite_by_rules(graph, dict.fromkeys(apart, _inline_operators))
     return made, moved
 
 

@@ -20,7 +20,7 @@ from torch import fx
 
 from passes.errors import UnsupportedError
 from passes.ir.interpret import META
-from passes.ir.rewrite import KEEP, Builder, Rule, aten, shape, val
+from passes.ir.rewrite import KEEP, Builder, Rule, aten, get_node_tensor, list_node_sizes
 from passes.normalize.shapes import to_dtype
 
 _SUM, _MEAN, _MAX = range(3)  # as torch numbers the modes
@@ -39,7 +39,7 @@ def embedding_bag(
     padding_idx: int | None = None,
 ) -> Any:
     """``[bags, width]``. Raises :class:`UnsupportedError` for bags of several sizes."""
-    bags, length = shape(offsets)[0] - include_last_offset, shape(ids)[0]
+    bags, length = list_node_sizes(offsets)[0] - include_last_offset, list_node_sizes(ids)[0]
     size = length // bags if bags > 0 else 0
     regular = offsets.target is aten.arange.start_step and offsets.args[0] == 0 and offsets.args[2] == size
     if not size or size * bags != length or not regular:
@@ -66,7 +66,7 @@ def embedding_bag(
 def _by_bag(build: Builder, flat: fx.Node, sizes: list[int]) -> fx.Node:
     while flat.target is aten.reshape.default:
         flat = flat.args[0]  # type: ignore[assignment]
-    return flat if shape(flat) == sizes else build(aten.reshape.default, flat, sizes)
+    return flat if list_node_sizes(flat) == sizes else build(aten.reshape.default, flat, sizes)
 
 
 def _reduce_bags(build: Builder, rows: fx.Node, kept: fx.Node | None, mode: int) -> fx.Node:
@@ -87,8 +87,8 @@ def _reduce_bags(build: Builder, rows: fx.Node, kept: fx.Node | None, mode: int)
     if mode == _SUM:
         return total
     if kept is None:
-        return build(aten.mul.Tensor, total, 1 / shape(rows)[1])
-    count = build(aten.sum.dim_IntList, to_dtype(build, kept, val(rows).dtype), [1], True)
+        return build(aten.mul.Tensor, total, 1 / list_node_sizes(rows)[1])
+    count = build(aten.sum.dim_IntList, to_dtype(build, kept, get_node_tensor(rows).dtype), [1], True)
     return build(aten.div.Tensor, total, build(aten.clamp.default, count, 1))
 
 
@@ -123,34 +123,34 @@ def rewrite_scatter(build: Builder, x: fx.Node, dim: int, index: fx.Node, source
 
 def index_fill(build: Builder, x: fx.Node, dim: int, index: fx.Node, value: fx.Node) -> Any:
     """A choice: the operator's own gradient counts the places that recur, of which only the data tell how many."""
-    if not shape(x):
+    if not list_node_sizes(x):
         return KEEP
-    rank, size = len(shape(x)), shape(x)[dim]
+    rank, size = len(list_node_sizes(x)), list_node_sizes(x)[dim]
     none = build(aten.full.default, [size], False, dtype=torch.bool, device=META)
     mask = build(aten.index_fill.int_Scalar, none, 0, index, True)
     mask = build(aten.reshape.default, mask, [size if d == dim % rank else 1 for d in range(rank)])
-    return build(aten.where.self, mask, to_dtype(build, value, val(x).dtype), x)
+    return build(aten.where.self, mask, to_dtype(build, value, get_node_tensor(x).dtype), x)
 
 
 def _rewrite_slice_write(build: Builder, target: Any, x: fx.Node, dim: int, index: fx.Node, source: fx.Node) -> Any:
-    places = _find_slice_indices(build, x, dim, index) if shape(source) == shape(index) else None
+    places = _find_slice_indices(build, x, dim, index) if list_node_sizes(source) == list_node_sizes(index) else None
     return KEEP if places is None else build(target, x, dim, places, source)
 
 
 def _find_slice_indices(build: Builder, x: fx.Node, dim: int, index: fx.Node) -> fx.Node | None:
     """The vector that ``index`` holds along ``dim`` for every slice of ``x``."""
-    sizes, rank = shape(index), len(shape(index))
-    if rank < 2 or index.target not in _VIEWS or val(index).dtype != torch.int64:
+    sizes, rank = list_node_sizes(index), len(list_node_sizes(index))
+    if rank < 2 or index.target not in _VIEWS or get_node_tensor(index).dtype != torch.int64:
         return None
     dim %= rank
     source: Any = index.args[0]
     others = [d for d in range(rank) if d != dim]
-    known = [1] * (rank - len(shape(source))) + shape(source)
-    if any(sizes[d] != shape(x)[d] or known[d] != 1 for d in others) or known[dim] != sizes[dim]:
+    known = [1] * (rank - len(list_node_sizes(source))) + list_node_sizes(source)
+    if any(sizes[d] != list_node_sizes(x)[d] or known[d] != 1 for d in others) or known[dim] != sizes[dim]:
         return None
     while source.target is aten.reshape.default:
         source = source.args[0]
-    return source if shape(source) == [sizes[dim]] else build(aten.reshape.default, source, [sizes[dim]])
+    return source if list_node_sizes(source) == [sizes[dim]] else build(aten.reshape.default, source, [sizes[dim]])
 
 
 INDICES: dict[Any, Rule] = {
@@ -166,18 +166,18 @@ _RESHAPES = (aten.unsqueeze.default, aten.reshape.default, aten.view.default, at
 
 def rewrite_index(build: Builder, x: fx.Node, indices: list[fx.Node | None]) -> Any:
     """Leading indices that count the rows of their dim, and one more: along its dim, ``x`` is gathered."""
-    if any(i is None or val(i).dtype not in (torch.int64, torch.int32) for i in indices):
+    if any(i is None or get_node_tensor(i).dtype not in (torch.int64, torch.int32) for i in indices):
         return KEEP
     *rows, places = (i for i in indices if i is not None)
-    sizes = list(torch.broadcast_shapes(*(shape(i) for i in (*rows, places))))
-    if not rows or any(_find_counted_dim(i, len(sizes)) != (d, shape(x)[d]) for d, i in enumerate(rows)):
+    sizes = list(torch.broadcast_shapes(*(list_node_sizes(i) for i in (*rows, places))))
+    if not rows or any(_find_counted_dim(i, len(sizes)) != (d, list_node_sizes(x)[d]) for d, i in enumerate(rows)):
         return KEEP
     dim = len(rows)
-    outer, inner, rest = sizes[:dim], sizes[dim:], shape(x)[dim + 1 :]
+    outer, inner, rest = sizes[:dim], sizes[dim:], list_node_sizes(x)[dim + 1 :]
     negative = build(aten.lt.Scalar, places, 0)
-    places = build(aten.where.self, negative, build(aten.add.Tensor, places, shape(x)[dim]), places)
+    places = build(aten.where.self, negative, build(aten.add.Tensor, places, list_node_sizes(x)[dim]), places)
     places = build(aten.to.dtype, places, torch.int64)
-    if shape(places) != sizes:
+    if list_node_sizes(places) != sizes:
         places = build(aten.expand.default, places, sizes)
     count = math.prod(inner)
     places = build(aten.reshape.default, places, [*outer, count, *[1] * len(rest)])
@@ -189,7 +189,7 @@ def rewrite_index(build: Builder, x: fx.Node, indices: list[fx.Node | None]) -> 
 
 def _find_counted_dim(node: fx.Node, rank: int) -> tuple[int, int] | None:
     """The dim of ``rank`` that numbers 0, 1, .. run along, and how many there are; ``None`` for other numbers."""
-    sizes = [1] * (rank - len(shape(node))) + shape(node)
+    sizes = [1] * (rank - len(list_node_sizes(node))) + list_node_sizes(node)
     along = [d for d, size in enumerate(sizes) if size > 1]
     while node.target in _RESHAPES and isinstance(node.args[0], fx.Node):
         node = node.args[0]
@@ -207,12 +207,12 @@ def index_put(
 ) -> Any:
     """One value wherever a mask of the leading dims is true, be it a number or of the dims behind."""
     mask = indices[0] if len(indices) == 1 else None
-    if mask is None or val(mask).dtype != torch.bool:
+    if mask is None or get_node_tensor(mask).dtype != torch.bool:
         return KEEP
-    behind, sizes = len(shape(x)) - len(shape(mask)), shape(value)
+    behind, sizes = len(list_node_sizes(x)) - len(list_node_sizes(mask)), list_node_sizes(value)
     if len(sizes) > behind and math.prod(sizes[: len(sizes) - behind]) != 1:
         return KEEP
-    mask = build(aten.reshape.default, mask, shape(mask) + [1] * behind)
+    mask = build(aten.reshape.default, mask, list_node_sizes(mask) + [1] * behind)
     if len(sizes) > behind:
         value = build(aten.reshape.default, value, sizes[len(sizes) - behind :])
     if accumulate:

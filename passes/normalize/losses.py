@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.ir.rewrite import Builder, Rule, drop_unused, shape, val
+from passes.ir.rewrite import Builder, Rule, drop_unused, get_node_tensor, list_node_sizes
 from passes.normalize.shapes import to_dtype
 from passes.ops.cross_entropy import CROSS_ENTROPY, NARROW
 from passes.rules.factors import as_dim, get_node_argument
@@ -49,19 +49,19 @@ def undo_target_shift(build: Builder, logits: fx.Node, target: fx.Node, ignore_i
         swaps += node.target in SWAPS
         assert isinstance(node.args[0], fx.Node)
         node = node.args[0]
-    if node.target != aten.slice.Tensor or len(shape(node)) != 3 or swaps > 1:
+    if node.target != aten.slice.Tensor or len(list_node_sizes(node)) != 3 or swaps > 1:
         return logits, target
     given: list[Any] = [*node.args, *_DEFAULTS[len(node.args) :]]
     whole, dim, start, _, step = given
     assert isinstance(whole, fx.Node)
-    batch, length, classes = shape(whole)
-    kept = shape(node)[1]
+    batch, length, classes = list_node_sizes(whole)
+    kept = list_node_sizes(node)[1]
     first = start or 0
     if dim != 1 or step != 1 or not isinstance(first, int):
         return logits, target
     first = first + length if first < 0 else first
     form = [batch, classes, kept] if swaps else [batch * kept, classes]
-    if shape(logits) != form or shape(target) != ([batch, kept] if swaps else [batch * kept]):
+    if list_node_sizes(logits) != form or list_node_sizes(target) != ([batch, kept] if swaps else [batch * kept]):
         return logits, target
     for cast in reversed(casts):
         whole = build(cast.target, whole, *cast.args[1:], **cast.kwargs)
@@ -84,7 +84,7 @@ def _apply_reduction(build: Builder, terms: fx.Node, reduction: int) -> fx.Node:
     if reduction == NONE:
         return terms
     result = build(aten.sum.default, terms)
-    return build(aten.mul.Tensor, result, 1 / math.prod(shape(terms))) if reduction == MEAN else result
+    return build(aten.mul.Tensor, result, 1 / math.prod(list_node_sizes(terms))) if reduction == MEAN else result
 
 
 def cross_entropy(
@@ -97,8 +97,8 @@ def cross_entropy(
     label_smoothing: float = 0.0,
 ) -> fx.Node:
     """logsumexp(logits) - logits[target], summed over the targets that count. logits ``[N, C, ...]`` or ``[C]``."""
-    dim = min(1, len(shape(logits)) - 1)
-    if val(target).dtype.is_floating_point:
+    dim = min(1, len(list_node_sizes(logits)) - 1)
+    if get_node_tensor(target).dtype.is_floating_point:
         return _cross_entropy_of_probabilities(build, logits, target, weight, reduction, label_smoothing, dim)
     if reduction != NONE:
         logits, target = undo_target_shift(build, logits, target, ignore_index)
@@ -114,7 +114,7 @@ def cross_entropy(
         terms = build(aten.mul.Tensor, terms, weights)
     if normalizer is not None:
         smooth = _smooth_terms(build, logits, normalizer, weight, dim)
-        size = shape(logits)[dim]
+        size = list_node_sizes(logits)[dim]
         terms = build(
             aten.add.Tensor,
             build(aten.mul.Tensor, terms, 1 - label_smoothing),
@@ -128,14 +128,14 @@ def target_terms(build: Builder, logits: fx.Node, index: fx.Node, dim: int) -> f
     narrow = _before_cast(build, logits)
     if narrow is None:
         return build(CROSS_ENTROPY, logits, index, dim)
-    return build(CROSS_ENTROPY, narrow, index, dim, val(logits).dtype)
+    return build(CROSS_ENTROPY, narrow, index, dim, get_node_tensor(logits).dtype)
 
 
 def _before_cast(build: Builder, node: fx.Node) -> fx.Node | None:
     """``node`` without a cast to float32 that its elements have gone through on the way; ``None`` without one."""
-    if node.target in CASTS and val(node).dtype == torch.float32:
+    if node.target in CASTS and get_node_tensor(node).dtype == torch.float32:
         source = node.args[0]
-        return source if isinstance(source, fx.Node) and val(source).dtype in NARROW else None
+        return source if isinstance(source, fx.Node) and get_node_tensor(source).dtype in NARROW else None
     if node.target not in _MOVES or not isinstance(node.args[0], fx.Node):
         return None
     source = _before_cast(build, node.args[0])
@@ -151,7 +151,7 @@ def rewrite_nll_loss(
     ignore_index: int = -100,
 ) -> fx.Node:
     """-logs[target], summed over the targets that count. logs ``[N, C, ...]`` or ``[C]``."""
-    dim = min(1, len(shape(logs)) - 1)
+    dim = min(1, len(list_node_sizes(logs)) - 1)
     counts, index = _mask_ignored_targets(build, target, ignore_index, dim)
     terms = build(aten.neg.default, build(aten.gather.default, logs, dim, index))
     weights = None
@@ -179,28 +179,28 @@ def _reduce_counted(
         return result
     if weights is not None:
         counts = build(aten.where.ScalarOther, counts, weights, 0.0)
-    number = to_dtype(build, build(aten.sum.default, counts), val(result).dtype)
+    number = to_dtype(build, build(aten.sum.default, counts), get_node_tensor(result).dtype)
     return build(aten.div.Tensor, result, number)
 
 
 def _smooth_terms(build: Builder, logits: fx.Node, normalizer: fx.Node, weight: fx.Node | None, dim: int) -> fx.Node:
     """The sum over classes of -log softmax(logits), times the class weights."""
     if weight is None:
-        whole = build(aten.mul.Tensor, normalizer, shape(logits)[dim])
+        whole = build(aten.mul.Tensor, normalizer, list_node_sizes(logits)[dim])
         return build(aten.sub.Tensor, whole, build(aten.sum.dim_IntList, logits, [dim], True))
     logs = build(aten.sub.Tensor, normalizer, logits)
     return build(aten.sum.dim_IntList, build(aten.mul.Tensor, logs, _by_class(build, weight, logits, dim)), [dim], True)
 
 
 def _by_class(build: Builder, weight: fx.Node, logits: fx.Node, dim: int) -> fx.Node:
-    sizes = [s if d == dim else 1 for d, s in enumerate(shape(logits))]
+    sizes = [s if d == dim else 1 for d, s in enumerate(list_node_sizes(logits))]
     return build(aten.reshape.default, weight, sizes)
 
 
 def _cross_entropy_of_probabilities(
     build: Builder, logits: fx.Node, target: fx.Node, weight: fx.Node | None, reduction: int, smoothing: float, dim: int
 ) -> fx.Node:
-    size = shape(logits)[dim]
+    size = list_node_sizes(logits)[dim]
     if smoothing:
         target = build(aten.add.Tensor, build(aten.mul.Tensor, target, 1 - smoothing), smoothing / size)
     logs = build(aten.log_softmax.int, logits, dim)
@@ -286,9 +286,9 @@ def pick_before_softmax(graph: fx.Graph) -> None:
 def _rewrite_gathered_logs(node: fx.Node, build: Builder) -> bool:
     logs, dim, index = node.args[:3]
     assert isinstance(logs, fx.Node) and isinstance(dim, int) and isinstance(index, fx.Node), node
-    sizes = shape(logs)
+    sizes = list_node_sizes(logs)
     dim = as_dim(dim, len(sizes))
-    if shape(index) != [1 if d == dim else size for d, size in enumerate(sizes)]:
+    if list_node_sizes(index) != [1 if d == dim else size for d, size in enumerate(sizes)]:
         return False
     scores = _find_softmax_scores(build, logs, dim)
     if scores is None:
@@ -310,17 +310,17 @@ def _find_softmax_scores(build: Builder, logs: fx.Node, dim: int) -> fx.Node | N
     if logs.target in _LOGS:
         source = logs.args[0]
         assert isinstance(source, fx.Node), logs
-        if as_dim(get_node_argument(logs, "dim"), len(shape(logs))) != dim:
+        if as_dim(get_node_argument(logs, "dim"), len(list_node_sizes(logs))) != dim:
             return None
         dtype = logs.meta["val"].dtype
         return source if source.meta["val"].dtype == dtype else build(aten.to.dtype, source, dtype)
-    last = len(shape(logs)) - 1
+    last = len(list_node_sizes(logs)) - 1
     if dim != last or not isinstance(logs.args[0], fx.Node):
         return None
     inner = logs.args[0]
-    if logs.target in KEEPS and shape(inner) and shape(inner)[-1] == shape(logs)[-1]:
+    if logs.target in KEEPS and list_node_sizes(inner) and list_node_sizes(inner)[-1] == list_node_sizes(logs)[-1]:
         pass
     elif logs.target is not aten.slice.Tensor or as_dim(get_node_argument(logs, "dim"), last + 1) == last:
         return None
-    scores = _find_softmax_scores(build, inner, len(shape(inner)) - 1)
+    scores = _find_softmax_scores(build, inner, len(list_node_sizes(inner)) - 1)
     return None if scores is None else build(logs.target, scores, *logs.args[1:], **logs.kwargs)

@@ -28,7 +28,7 @@ from passes.experts.sorted_rows import remove_row_sorts
 from passes.experts.stacked_modules import replace_gathered_products, stack_experts
 from passes.experts.traced_loops import check_turns
 from passes.ir.model import Captured, ModelState, TensorSpec
-from passes.ir.rewrite import placeholder_name, rewrite, where
+from passes.ir.rewrite import format_node_location, placeholder_name, rewrite_by_rules
 from passes.normalize.algebra import ALGEBRA
 from passes.normalize.attention_masks import drop_constant_masks
 from passes.normalize.decompose import RECURRENT, decompose_operators
@@ -62,20 +62,21 @@ def refuse_unsupported_nodes(graph: fx.Graph) -> None:
             continue
         if isinstance(node.meta.get("val"), _NUMBERS):
             raise UnsupportedError(
-                f"{_format_target(node)} at {where(node)} takes a number out of a tensor, which plans do "
+                f"{_format_target(node)} at {format_node_location(node)} takes a number out of a tensor, "
+                f"which plans do "
                 f"not know beforehand; "
                 "keep it a tensor of no dims (no item(), float() or int()), or pass it as an input"
             )
         sparse = [v for v in pytree.tree_leaves(node.meta.get("val")) if getattr(v, "layout", STRIDED) is not STRIDED]
         if sparse:
             raise UnsupportedError(
-                f"{_format_target(node)} at {where(node)} makes a tensor of layout {sparse[0].layout}; "
+                f"{_format_target(node)} at {format_node_location(node)} makes a tensor of layout {sparse[0].layout}; "
                 f"expected dense ones: "
                 "write a product with a sparse matrix as index_add of rows that its columns select, times its values"
             )
         if not isinstance(node.target, torch._ops.OpOverload) and node.target is not operator.getitem:
             raise UnsupportedError(
-                f"{_format_target(node)} at {where(node)} is no operator of torch and cannot be "
+                f"{_format_target(node)} at {format_node_location(node)} is no operator of torch and cannot be "
                 f"partitioned; write the line "
                 "with operators on tensors"
             )
@@ -89,7 +90,7 @@ def _check_types(node: fx.Node) -> None:
     if len(set(found)) > 1:
         types = " and ".join(str(dtype).removeprefix("torch.") for dtype in found)
         raise InputsError(
-            f"{_format_target(node)} at {where(node)} is given {types}; expected operands of one type: "
+            f"{_format_target(node)} at {format_node_location(node)} is given {types}; expected operands of one type: "
             f"convert the inputs "
             "or the parameters, or give precision= for both"
         )
@@ -119,10 +120,10 @@ def normalize(captured: Captured) -> Captured:
 def _normalize_graph(captured: Captured) -> Captured:
     graph, layers = captured.graph, {n.name: n.name for n in captured.graph.nodes}
     if any(node.target in RECURRENT for node in graph.nodes):
-        graph, layers, _ = rewrite(graph, RECURRENT)
+        graph, layers, _ = rewrite_by_rules(graph, RECURRENT)
     graph, parts = decompose_operators(graph, RULES)
     first = {old: parts[new] for old, new in layers.items() if new in parts}
-    graph, then, drawn = rewrite(graph, RULES)
+    graph, then, drawn = rewrite_by_rules(graph, RULES)
     refuse_draws(graph)
     moved = {old: then[new] for old, new in first.items() if new in then}
     captured = _with_constants(captured, drawn)
@@ -142,7 +143,7 @@ def _unflatten_captured(captured: Captured) -> Captured:
     unflatten_dims(graph)
     moved = _deduplicate_results(graph, results)
     if any(node.target in PLACES for node in graph.nodes):  # that are not a mask's, or counted in order
-        graph, last, _ = rewrite(graph, PLACES)
+        graph, last, _ = rewrite_by_rules(graph, PLACES)
         moved = {old: last[new] for old, new in moved.items()}
     return _replace_graph(captured, graph, moved)
 

@@ -11,15 +11,15 @@ from torch import Tensor, fx
 
 from passes.errors import UnsupportedError
 from passes.ir.interpret import META
-from passes.ir.rewrite import KEEP, Builder, Rule, shape, val, where
+from passes.ir.rewrite import KEEP, Builder, Rule, format_node_location, get_node_tensor, list_node_sizes
 from passes.ops import random
 from passes.ops.random import (
     SEED,
     Sampler,
     arguments_of,
-    drawing,
     formula_of,
     is_stream,
+    list_drawing_operators,
     ops,
     sample_gamma,
     stream_name,
@@ -41,7 +41,7 @@ def native_dropout(build: Builder, x: fx.Node, p: float, train: bool | None) -> 
 
 
 def _build_dropout(build: Builder, x: fx.Node, p: float) -> tuple[fx.Node, fx.Node]:
-    dropped, kept = native(_create_sampler(build, {"input": x, "p": p, "train": True}, val(x)))
+    dropped, kept = native(_create_sampler(build, {"input": x, "p": p, "train": True}, get_node_tensor(x)))
     return dropped, kept
 
 
@@ -71,7 +71,7 @@ def rewrite_gamma(build: Builder, concentration: fx.Node, generator: Any = None)
     """Numbers of the gamma distribution, with the gradient that torch has of them: by implicit differentiation."""
     if generator is not None:
         return KEEP
-    sample = sample_gamma(_create_sampler(build, {"self": concentration}, val(concentration)))
+    sample = sample_gamma(_create_sampler(build, {"self": concentration}, get_node_tensor(concentration)))
     fixed = build(aten.detach.default, concentration)
     slope = build(ops.gamma_grad.default, fixed, sample)
     change = build(aten.sub.Tensor, concentration, fixed)
@@ -82,7 +82,7 @@ def rewrite_dirichlet(build: Builder, concentration: fx.Node, generator: Any = N
     """Numbers of Dirichlet distributions, with the gradient that torch has of them."""
     if generator is not None:
         return KEEP
-    sample = random.dirichlet(_create_sampler(build, {"self": concentration}, val(concentration)))
+    sample = random.sample_dirichlet(_create_sampler(build, {"self": concentration}, get_node_tensor(concentration)))
     fixed = build(aten.detach.default, concentration)
     total = build(aten.sum.dim_IntList, fixed, [-1], True)
     slope = build(ops.dirichlet_grad.default, sample, fixed, total)
@@ -102,7 +102,7 @@ def rewrite_rrelu(
     if generator is not None:
         return KEEP
     given = {"self": x, "lower": lower, "upper": upper, "training": training}
-    return random.rrelu(_create_sampler(build, given, val(x)))[0]
+    return random.apply_random_relu(_create_sampler(build, given, get_node_tensor(x)))[0]
 
 
 def _draw_random_numbers(
@@ -144,14 +144,14 @@ def rewrite_attention_dropout(
     """Attention whose weights are dropped out is written as products and softmax: the weights must be at hand."""
     if not dropout_p:
         return KEEP
-    groups = shape(q)[-3] // shape(k)[-3] if enable_gqa else 1
+    groups = list_node_sizes(q)[-3] // list_node_sizes(k)[-3] if enable_gqa else 1
     if groups > 1:
         k, v = (_repeat_key_heads(build, x, groups) for x in (k, v))
-    scale = 1.0 / math.sqrt(shape(q)[-1]) if scale is None else scale
+    scale = 1.0 / math.sqrt(list_node_sizes(q)[-1]) if scale is None else scale
     scores = build(aten.matmul.default, build(aten.mul.Tensor, q, scale), build(aten.transpose.int, k, -2, -1))
     if is_causal:
-        mask = _build_causal_mask(build, shape(q)[-2], shape(k)[-2])
-    if mask is not None and val(mask).dtype == torch.bool:
+        mask = _build_causal_mask(build, list_node_sizes(q)[-2], list_node_sizes(k)[-2])
+    if mask is not None and get_node_tensor(mask).dtype == torch.bool:
         scores = build(aten.where.ScalarOther, mask, scores, -math.inf)
     elif mask is not None:
         scores = build(aten.add.Tensor, scores, mask)
@@ -160,7 +160,7 @@ def rewrite_attention_dropout(
 
 
 def _repeat_key_heads(build: Builder, x: fx.Node, groups: int) -> fx.Node:
-    *outer, heads, length, width = shape(x)
+    *outer, heads, length, width = list_node_sizes(x)
     x = build(aten.unsqueeze.default, x, -3)
     x = build(aten.expand.default, x, [*outer, heads, groups, length, width])
     return build(aten.reshape.default, x, [*outer, heads * groups, length, width])
@@ -198,7 +198,8 @@ def _create_draw_error(node: fx.Node) -> UnsupportedError:
     whole = "random" in str(node.target) or "randint" in str(node.target)
     instead = "give whole bounds that are at most 2**40 apart, or " if whole else ""
     return UnsupportedError(
-        f"{node.target} at {where(node)} draws random numbers that would differ between plans; {instead}draw them "
+        f"{node.target} at {format_node_location(node)} draws random numbers that would differ between "
+        f"plans; {instead}draw them "
         "outside of the model and pass them as an input, or call model.eval()"
     )
 
@@ -236,14 +237,14 @@ _SATURATED = 1.7580993408473766  # what SELU gives far below zero, without its s
 
 def _draw_kept_mask(build: Builder, x: fx.Node, p: float, of_channels: bool) -> fx.Node:
     """Ones for what is kept, of each element or each channel, and zeros."""
-    sizes = shape(x)
+    sizes = list_node_sizes(x)
     sizes = sizes[:2] + [1] * (len(sizes) - 2) if of_channels else sizes
-    kept: fx.Node = random.bernoulli(_create_sampler(build, {"p": 1 - p}, val(x).new_empty(sizes)))
+    kept: fx.Node = random.sample_bernoulli(_create_sampler(build, {"p": 1 - p}, get_node_tensor(x).new_empty(sizes)))
     return kept
 
 
 RANDOM: dict[Any, Rule] = {
-    **dict.fromkeys(drawing(), rewrite_random_draw),
+    **dict.fromkeys(list_drawing_operators(), rewrite_random_draw),
     aten._standard_gamma.default: rewrite_gamma,
     aten._sample_dirichlet.default: rewrite_dirichlet,
     aten.rrelu.default: rewrite_rrelu,

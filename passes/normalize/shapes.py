@@ -12,9 +12,9 @@ import torch
 from torch import fx
 
 from passes.errors import UnsupportedError
-from passes.ir.gradient_flow import differentiable
+from passes.ir.gradient_flow import is_differentiable
 from passes.ir.interpret import META
-from passes.ir.rewrite import KEEP, Builder, Rule, aten, shape, val
+from passes.ir.rewrite import KEEP, Builder, Rule, aten, get_node_tensor, list_node_sizes
 
 
 def drop_identity(build: Builder, x: fx.Node, *_: Any, **__: Any) -> Any:
@@ -22,7 +22,7 @@ def drop_identity(build: Builder, x: fx.Node, *_: Any, **__: Any) -> Any:
 
 
 def to_dtype(build: Builder, x: fx.Node, dtype: torch.dtype | None) -> fx.Node:
-    if dtype is None or val(x).dtype == dtype:
+    if dtype is None or get_node_tensor(x).dtype == dtype:
         return x
     return build(aten.to.dtype, x, dtype)
 
@@ -35,36 +35,36 @@ def cast_to(build: Builder, x: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(argument, torch.dtype):
             return to_dtype(build, x, argument)
         if isinstance(argument, fx.Node):
-            return to_dtype(build, x, val(argument).dtype)
+            return to_dtype(build, x, get_node_tensor(argument).dtype)
     return x
 
 
 def rewrite_reshape(build: Builder, x: fx.Node, *_: Any, **__: Any) -> Any:
     """Any view that keeps the order of elements, to the shape that it gave; a chain of them is one."""
     assert build.node is not None
-    sizes = shape(build.node)
+    sizes = list_node_sizes(build.node)
     while x.target is aten.reshape.default:
         x = x.args[0]  # type: ignore[assignment]
-    return x if sizes == shape(x) else build(aten.reshape.default, x, sizes)
+    return x if sizes == list_node_sizes(x) else build(aten.reshape.default, x, sizes)
 
 
 def rewrite_expand(build: Builder, x: fx.Node, *_: Any, **__: Any) -> Any:
     assert build.node is not None
-    sizes = shape(build.node)
-    return x if sizes == shape(x) else build(aten.expand.default, x, sizes)
+    sizes = list_node_sizes(build.node)
+    return x if sizes == list_node_sizes(x) else build(aten.expand.default, x, sizes)
 
 
 def rewrite_broadcast_tensors(build: Builder, tensors: list[fx.Node]) -> tuple[fx.Node, ...]:
     assert build.node is not None
     sizes = list(build.node.meta["val"][0].shape)
-    return tuple(x if shape(x) == sizes else build(aten.expand.default, x, sizes) for x in tensors)
+    return tuple(x if list_node_sizes(x) == sizes else build(aten.expand.default, x, sizes) for x in tensors)
 
 
 def rewrite_slice(
     build: Builder, x: fx.Node, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Any:
-    dim %= len(shape(x))
-    size = shape(x)[dim]
+    dim %= len(list_node_sizes(x))
+    size = list_node_sizes(x)[dim]
     start, end, step = slice(start, end, step).indices(size)
     if (start, step) == (0, 1) and end >= size:
         return x
@@ -74,14 +74,14 @@ def rewrite_slice(
 def rewrite_narrow(build: Builder, x: fx.Node, dim: int, start: Any, length: int) -> Any:
     if not isinstance(start, int):
         return KEEP
-    start = start + shape(x)[dim] if start < 0 else start
+    start = start + list_node_sizes(x)[dim] if start < 0 else start
     return rewrite_slice(build, x, dim, start, start + length)
 
 
 def rewrite_split(build: Builder, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
     """``split`` and ``chunk`` with the sizes that they gave."""
     assert build.node is not None
-    dim %= len(shape(x))
+    dim %= len(list_node_sizes(x))
     return build(aten.split_with_sizes.default, x, [v.shape[dim] for v in build.node.meta["val"]], dim)
 
 
@@ -91,16 +91,18 @@ def rewrite_padding(
     if mode != "constant":
         return KEEP
     fill = value if value is not None else 0
-    return build(aten.constant_pad_nd.default, x, pads, int(fill) if not val(x).dtype.is_floating_point else fill)
+    return build(
+        aten.constant_pad_nd.default, x, pads, int(fill) if not get_node_tensor(x).dtype.is_floating_point else fill
+    )
 
 
 def rewrite_detach(build: Builder, x: fx.Node) -> Any:
     """Stays where it stops a gradient."""
-    return KEEP if differentiable(val(x)) else x
+    return KEEP if is_differentiable(get_node_tensor(x)) else x
 
 
 def add_nothing(build: Builder, x: fx.Node, other: Any, **_: Any) -> Any:
-    integral = not val(x).dtype.is_floating_point and not val(x).dtype.is_complex
+    integral = not get_node_tensor(x).dtype.is_floating_point and not get_node_tensor(x).dtype.is_complex
     return x if integral and type(other) is int and other == 0 else KEEP
 
 
@@ -108,14 +110,16 @@ def rewrite_overwrite(build: Builder, x: fx.Node, value: Any, *_: Any) -> Any:
     """What a tensor is after all of it was set to ``value``."""
     if not isinstance(value, fx.Node):
         return _create_full_tensor(build, value)
-    value = to_dtype(build, value, val(x).dtype)
-    return value if shape(value) == shape(x) else build(aten.expand.default, value, shape(x))
+    value = to_dtype(build, value, get_node_tensor(x).dtype)
+    return (
+        value if list_node_sizes(value) == list_node_sizes(x) else build(aten.expand.default, value, list_node_sizes(x))
+    )
 
 
 # --- creation: nothing but ``full`` and ``arange``, on the rank's own device ------------------------------------------
 def _create_full_tensor(build: Builder, value: Any) -> fx.Node:
     assert build.node is not None
-    like = val(build.node)
+    like = get_node_tensor(build.node)
     value = bool(value) if like.dtype is torch.bool else value
     return build(aten.full.default, list(like.shape), value, dtype=like.dtype, device=META)
 
@@ -143,7 +147,7 @@ def scalar_tensor(build: Builder, value: Any, **_: Any) -> fx.Node:
 def rewrite_arange(build: Builder, *bounds: Any, **kwargs: Any) -> fx.Node:
     assert build.node is not None
     start, end, step = {1: (0, *bounds, 1), 2: (*bounds, 1), 3: bounds}[len(bounds)]
-    return build(aten.arange.start_step, start, end, step, dtype=val(build.node).dtype, device=META)
+    return build(aten.arange.start_step, start, end, step, dtype=get_node_tensor(build.node).dtype, device=META)
 
 
 _SAME = (
@@ -260,7 +264,7 @@ def diagonal_scatter(
     build: Builder, x: fx.Node, source: fx.Node, offset: int = 0, dim1: int = 0, dim2: int = 1
 ) -> fx.Node:
     """A choice by place between what is written and what was there."""
-    sizes = shape(x)
+    sizes = list_node_sizes(x)
     first, second = dim1 % len(sizes), dim2 % len(sizes)
     along, across = (first, second) if offset >= 0 else (second, first)  # a place counts the diagonal along the first
 
@@ -268,7 +272,7 @@ def diagonal_scatter(
         numbers = build(aten.arange.start_step, start, start + sizes[dim], 1, dtype=torch.int64, device=META)
         return build(aten.reshape.default, numbers, [size if d == dim else 1 for d, size in enumerate(sizes)])
 
-    missing = sizes[along] - shape(source)[-1]
+    missing = sizes[along] - list_node_sizes(source)[-1]
     if missing:
         source = build(aten.constant_pad_nd.default, source, [0, missing], 0)
     rest = [d for d in range(len(sizes)) if d not in (first, second)]
@@ -292,7 +296,7 @@ def as_strided_scatter(
         raise UnsupportedError(f"as_strided at {build.where} writes several values to one place: write each place once")
     flat, order = flat_in_memory(build, x)
     flat = build(aten.index_put.default, flat, [strided_places(build, sizes, strides, offset)], source)
-    there = build(aten.reshape.default, flat, [shape(x)[d] for d in order])
+    there = build(aten.reshape.default, flat, [list_node_sizes(x)[d] for d in order])
     return build(aten.permute.default, there, [order.index(d) for d in range(len(order))])
 
 
@@ -300,10 +304,12 @@ def written_piece(target: Any) -> Rule:
     """``target`` puts a piece into a whole; of complex numbers by their parts, since torch differentiates no other."""
 
     def rule(build: Builder, x: fx.Node, source: fx.Node, dim: int = 0, *place: Any, **named: Any) -> Any:
-        if not val(x).dtype.is_complex:
+        if not get_node_tensor(x).dtype.is_complex:
             return KEEP
         parts = [build(aten.view_as_real.default, value) for value in (x, source)]
-        return build(aten.view_as_complex.default, build(target, *parts, dim % len(shape(x)), *place, **named))
+        return build(
+            aten.view_as_complex.default, build(target, *parts, dim % len(list_node_sizes(x)), *place, **named)
+        )
 
     return rule
 

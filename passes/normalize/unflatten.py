@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.ir.rewrite import Builder, aten, drop_unused, shape
+from passes.ir.rewrite import Builder, aten, drop_unused, list_node_sizes
 
 _PRODUCTS = (aten.mm.default, aten.linear.default)
 
@@ -32,7 +32,7 @@ def unflatten_dims(graph: fx.Graph) -> None:
 
 
 def _unflatten_product(graph: fx.Graph, node: fx.Node) -> None:
-    sizes = shape(node)
+    sizes = list_node_sizes(node)
     value: Any = node.args[0]
     bias: Any = None
     if value.target is aten.add.Tensor and not value.kwargs and len(value.users) == 1:
@@ -41,10 +41,10 @@ def _unflatten_product(graph: fx.Graph, node: fx.Node) -> None:
         return
     rows, weight = value.args
     source = rows.args[0] if rows.target is aten.reshape.default else rows
-    split = [*sizes[:-1], shape(rows)[-1]]
+    split = [*sizes[:-1], list_node_sizes(rows)[-1]]
     with graph.inserting_before(value):
         build = Builder(graph, value)
-        whole = source if shape(source) == split else build(aten.reshape.default, source, split)
+        whole = source if list_node_sizes(source) == split else build(aten.reshape.default, source, split)
         if value.target is aten.mm.default:
             weight = build(aten.t.default, weight)
         product = build(aten.linear.default, whole, weight)
@@ -57,12 +57,12 @@ def _is_flat_product(value: Any, sizes: list[int]) -> bool:
     """Whether ``value`` is a product of ``[b * s, k]``, read here alone, where ``sizes`` are ``[b, s, n]``."""
     if not isinstance(value, fx.Node) or value.target not in _PRODUCTS or len(value.users) > 1:
         return False
-    flat = shape(value)
+    flat = list_node_sizes(value)
     return len(value.args) == 2 and len(flat) == 2 and len(sizes) > 2 and sizes[-1] == flat[-1]
 
 
 def _is_bias(bias: Any, size: int) -> bool:
-    return bias is None or (isinstance(bias, fx.Node) and shape(bias) == [size])
+    return bias is None or (isinstance(bias, fx.Node) and list_node_sizes(bias) == [size])
 
 
 def _unflatten_transpose(graph: fx.Graph, node: fx.Node) -> None:
@@ -71,7 +71,7 @@ def _unflatten_transpose(graph: fx.Graph, node: fx.Node) -> None:
     flat = moved.args[0] if order is not None else None
     if order is None or flat is None or flat.target is not aten.reshape.default:
         return
-    parts = _split_dim_sizes(shape(moved), shape(node))
+    parts = _split_dim_sizes(list_node_sizes(moved), list_node_sizes(node))
     if parts is None:
         return
     by_source = {source: parts[place] for place, source in enumerate(order)}
@@ -89,13 +89,13 @@ def _unflatten_transpose(graph: fx.Graph, node: fx.Node) -> None:
 def _unflatten_elementwise(graph: fx.Graph, node: fx.Node) -> None:
     """Where all that an elementwise operator reads was flattened or repeated for it, or broadcasts."""
     value: Any = node.args[0]
-    if not _is_elementwise(value) or len(value.users) > 1 or len(shape(node)) <= len(shape(value)):
+    if not _is_elementwise(value) or len(value.users) > 1 or len(list_node_sizes(node)) <= len(list_node_sizes(value)):
         return
-    parts = _split_dim_sizes(shape(value), shape(node))
+    parts = _split_dim_sizes(list_node_sizes(value), list_node_sizes(node))
     operands = value.all_input_nodes
     if parts is None or not any(x.target in _FLAT for x in operands):
         return
-    into = {x: _broadcast_dim_parts(x, shape(value), parts) for x in operands}
+    into = {x: _broadcast_dim_parts(x, list_node_sizes(value), parts) for x in operands}
     if not all(_can_split(x, sizes) for x, sizes in into.items()):
         return
     with graph.inserting_before(value):
@@ -115,7 +115,7 @@ def _is_elementwise(value: Any) -> bool:
 
 def _broadcast_dim_parts(x: fx.Node, sizes: list[int], parts: list[list[int]]) -> list[list[int]]:
     """The parts that the dims of an operand are split into where those of ``sizes`` are split into ``parts``."""
-    own = shape(x)
+    own = list_node_sizes(x)
     last = list(zip(sizes, parts, strict=True))[len(sizes) - len(own) :]
     return [part if size == whole else [1] * len(part) for size, (whole, part) in zip(own, last, strict=True)]
 
@@ -132,7 +132,7 @@ def _read_repeat_counts(x: fx.Node) -> list[tuple[int, int]]:
     """How often each dim of what ``repeat`` makes was repeated, and the size that it had."""
     source: Any = x.args[0]
     times: Any = x.args[1]
-    own = [1] * (len(times) - len(shape(source))) + shape(source)
+    own = [1] * (len(times) - len(list_node_sizes(source))) + list_node_sizes(source)
     return list(zip(times, own, strict=True))
 
 
@@ -141,17 +141,19 @@ def _split_operand(build: Builder, x: fx.Node, parts: list[list[int]]) -> fx.Nod
     source: Any = x.args[0] if x.target in _FLAT else x
     sizes = [size for part in parts for size in part]
     if x.target is not aten.repeat.default:
-        return source if shape(source) == sizes else build(aten.reshape.default, source, sizes)
+        return source if list_node_sizes(source) == sizes else build(aten.reshape.default, source, sizes)
     once = [p if times == 1 else [1, *p[1:]] for (times, _), p in zip(_read_repeat_counts(x), parts, strict=True)]
     own = [size for part in once for size in part]
     return build(
-        aten.expand.default, source if shape(source) == own else build(aten.reshape.default, source, own), sizes
+        aten.expand.default,
+        source if list_node_sizes(source) == own else build(aten.reshape.default, source, own),
+        sizes,
     )
 
 
 def _find_transpose_order(node: fx.Node) -> list[int] | None:
     """For each dim of a transpose's result, the dim that it was; ``None`` for another operator."""
-    rank = len(shape(node)) if node.target in _TRANSPOSES else 0
+    rank = len(list_node_sizes(node)) if node.target in _TRANSPOSES else 0
     given: Any = node.args[1:]
     if node.target is aten.permute.default:
         return [d % rank for d in given[0]]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from passes.ir.collectives import NAMESPACE, _library
-from passes.ir.layouts import shard, shard_slices
+from passes.ir.layouts import make_shard_layout, shard_slices
 
 aten = torch.ops.aten
 
@@ -67,7 +67,7 @@ class Tile(NamedTuple):
 
 def parts_of(length: int, num_ranks: int, rank: int, zigzag: bool) -> tuple[PositionRange, ...]:
     """The positions that ``rank`` has of a sequence of which each rank has ``length``."""
-    slices = shard_slices(shard(0, (), zigzag), length * num_ranks, num_ranks, rank)
+    slices = shard_slices(make_shard_layout(0, (), zigzag), length * num_ranks, num_ranks, rank)
     starts = accumulate((n for _, n in slices), initial=0)
     return tuple(PositionRange(start, n, place) for start, (place, n) in zip(starts, slices, strict=False))
 
@@ -114,19 +114,19 @@ def tiles_of(queries: tuple[PositionRange, ...], keys: tuple[PositionRange, ...]
     for q in queries:
         for k in keys:
             offset = q.place - k.place
-            for rows, columns, kind in _tiles(q.length, k.length, offset, band):
+            for rows, columns, kind in _generate_band_tiles(q.length, k.length, offset, band):
                 tile = Tile(
                     (q.start + rows[0], q.start + rows[1]),
                     (k.start + columns[0], k.start + columns[1]),
                     kind,
                     offset + rows[0] - columns[0],
                 )
-                if not any(_joined(found, i, tile) for i in range(len(found))):
+                if not any(_merge_adjacent_tiles(found, i, tile) for i in range(len(found))):
                     found.append(tile)
     return tuple(found)
 
 
-def _joined(found: list[Tile], place: int, tile: Tile) -> bool:
+def _merge_adjacent_tiles(found: list[Tile], place: int, tile: Tile) -> bool:
     """Make one of two tiles that are seen whole and lie side by side, if they do."""
     other = found[place]
     if tile.kind != "all" or other.kind != "all":
@@ -142,7 +142,7 @@ def _joined(found: list[Tile], place: int, tile: Tile) -> bool:
 _Tile = tuple[tuple[int, int], tuple[int, int], Literal["all", "diagonal", "band"]]
 
 
-def _tiles(num_queries: int, num_keys: int, offset: int, band: Band) -> Iterator[_Tile]:
+def _generate_band_tiles(num_queries: int, num_keys: int, offset: int, band: Band) -> Iterator[_Tile]:
     """The tiles where query 0 stands ``offset`` places after key 0."""
     before, after = band
     first = 0 if after is None else max(0, -offset - after)
@@ -153,12 +153,12 @@ def _tiles(num_queries: int, num_keys: int, offset: int, band: Band) -> Iterator
         yield (0, num_queries), (0, num_keys), "all"
     elif before is None:
         assert after is not None
-        yield from _causal(first, last, num_keys, first + offset + after)
+        yield from _generate_causal_tiles(first, last, num_keys, first + offset + after)
     else:
-        yield from _window(first, last, num_keys, offset, before, after)
+        yield from _generate_window_tiles(first, last, num_keys, offset, before, after)
 
 
-def _causal(first: int, last: int, num_keys: int, shared: int) -> Iterator[_Tile]:
+def _generate_causal_tiles(first: int, last: int, num_keys: int, shared: int) -> Iterator[_Tile]:
     """Queries ``first`` to ``last``, of which the first sees the keys up to place ``shared``, the next one more."""
     shared = min(shared, num_keys)
     if shared > 0:
@@ -170,7 +170,9 @@ def _causal(first: int, last: int, num_keys: int, shared: int) -> Iterator[_Tile
             yield (first + square, last), (shared, num_keys), "all"
 
 
-def _window(first: int, last: int, num_keys: int, offset: int, before: int, after: int | None) -> Iterator[_Tile]:
+def _generate_window_tiles(
+    first: int, last: int, num_keys: int, offset: int, before: int, after: int | None
+) -> Iterator[_Tile]:
     for start in range(first, last, _ROWS):
         stop = min(start + _ROWS, last)
         lowest = max(0, start + offset - before)
@@ -203,27 +205,29 @@ class Attention:
         """Let queries see some of the keys ``k`` ``[..., kv heads, keys, d]`` and of the values ``v``."""
         rows, keys = slice(*tile.rows), slice(*tile.keys)
         mask = _mask_of(tile, self.band, self.q, self._masks)
-        out, lse = attend(
+        out, lse = compute_tile_attention(
             self.q[..., rows, :], k[..., keys, :], v[..., keys, :], tile.kind == "diagonal", mask, self.scale
         )
-        self._merge(rows, out, lse)
+        self._merge_tile_result(rows, out, lse)
 
-    def _merge(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        wide = _wide(self.q)
+    def _merge_tile_result(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+        wide = _find_accumulation_dtype(self.q)
         if self.out is None and (rows.start, rows.stop) == (0, self.q.shape[-2]):
             self.out, self.lse = out.to(wide), lse.to(wide)
         else:
-            self._place(rows, out, lse, *self._held())
+            self._accumulate_tile_rows(rows, out, lse, *self._ensure_result_tensors())
         self._seen.append((rows.start, rows.stop))
 
-    def _held(self) -> tuple[Tensor, Tensor]:
+    def _ensure_result_tensors(self) -> tuple[Tensor, Tensor]:
         if self.out is None or self.lse is None:
             batch, heads, length, _ = self.q.shape
-            self.out = self.q.new_zeros((batch, length, heads, self.width), dtype=_wide(self.q)).transpose(1, 2)
-            self.lse = self.q.new_full(self.q.shape[:-1], -math.inf, dtype=_wide(self.q))
+            self.out = self.q.new_zeros(
+                (batch, length, heads, self.width), dtype=_find_accumulation_dtype(self.q)
+            ).transpose(1, 2)
+            self.lse = self.q.new_full(self.q.shape[:-1], -math.inf, dtype=_find_accumulation_dtype(self.q))
         return self.out, self.lse
 
-    def _place(self, rows: slice, out: Tensor, lse: Tensor, all_out: Tensor, all_lse: Tensor) -> None:
+    def _accumulate_tile_rows(self, rows: slice, out: Tensor, lse: Tensor, all_out: Tensor, all_lse: Tensor) -> None:
         if any(start < rows.stop and rows.start < stop for start, stop in self._seen):
             before = all_lse[..., rows]
             both = torch.logaddexp(before, lse)
@@ -236,7 +240,7 @@ class Attention:
 
     def result(self) -> tuple[Tensor, Tensor]:
         """The whole attention in the queries' type, and the logarithms of its sums."""
-        out, lse = self._held()
+        out, lse = self._ensure_result_tensors()
         return by_position(out.to(self.q.dtype)), lse
 
 
@@ -254,7 +258,7 @@ class AttentionGradients:
     _masks: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.of_q = torch.zeros_like(self.q, dtype=_wide(self.q))
+        self.of_q = torch.zeros_like(self.q, dtype=_find_accumulation_dtype(self.q))
 
     def add(self, tile: Tile, k: Tensor, v: Tensor, of_k: Tensor, of_v: Tensor) -> None:
         """Add what the queries of a tile give to the gradients of its keys and values, and these to theirs."""
@@ -288,7 +292,7 @@ def _mask_of(tile: Tile, band: Band, q: Tensor, made: _Masks) -> Tensor | None:
     return made[key]
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def _find_accumulation_dtype(x: Tensor) -> torch.dtype:
     """The type in which addends of ``x``'s type are added up."""
     return torch.float32 if x.dtype in _NARROW else x.dtype
 
@@ -307,7 +311,7 @@ def band_mask(num_queries: int, num_keys: int, offset: int, band: Band, like: Te
 
 # One tile on one device. Tensors are [batch, heads, positions, d]; with fewer heads of keys than of queries, several
 # query heads share one.
-def attend(
+def compute_tile_attention(
     q: Tensor, k: Tensor, v: Tensor, diagonal: bool, mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """The result and the logarithms of the sums of exponents of one tile."""
@@ -318,9 +322,9 @@ def attend(
         k, v = _for_flash(k, q), _for_flash(v, q)
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, diagonal, False, scale=scale)
         return out, lse[..., : q.shape[-2]]
-    scores = _scores(q, _repeated(k, q), diagonal, mask, scale)
+    scores = _compute_masked_scores(q, _repeat_key_heads(k, q), diagonal, mask, scale)
     lse = scores.logsumexp(-1)
-    return (scores - lse.unsqueeze(-1)).exp_().to(v.dtype) @ _repeated(v, q), lse
+    return (scores - lse.unsqueeze(-1)).exp_().to(v.dtype) @ _repeat_key_heads(v, q), lse
 
 
 def attend_backward(
@@ -347,14 +351,14 @@ def attend_backward(
             state[:0], scale=scale,
         )  # fmt: skip
     else:
-        keys, values = _repeated(k, q), _repeated(v, q)
+        keys, values = _repeat_key_heads(k, q), _repeat_key_heads(v, q)
         factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-        weights = (_scores(q, keys, diagonal, mask, scale) - lse.unsqueeze(-1)).exp_()
+        weights = (_compute_masked_scores(q, keys, diagonal, mask, scale) - lse.unsqueeze(-1)).exp_()
         of_v = weights.transpose(-2, -1).to(grad.dtype) @ grad
         inner = (grad * out).sum(-1, keepdim=True, dtype=weights.dtype)
         of_scores = (weights * (grad @ values.transpose(-2, -1) - inner) * factor).to(q.dtype)
         of_q, of_k = of_scores @ keys, of_scores.transpose(-2, -1) @ q
-    return of_q, _summed(of_k, k), _summed(of_v, v)
+    return of_q, _sum_repeated_heads(of_k, k), _sum_repeated_heads(of_v, v)
 
 
 def _has_flash(q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
@@ -370,16 +374,16 @@ def _has_flash(q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
     )
 
 
-def _scores(q: Tensor, k: Tensor, diagonal: bool, mask: Tensor | None, scale: float | None) -> Tensor:
+def _compute_masked_scores(q: Tensor, k: Tensor, diagonal: bool, mask: Tensor | None, scale: float | None) -> Tensor:
     factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    scores = (q @ k.transpose(-2, -1)).to(_wide(q)) * factor
+    scores = (q @ k.transpose(-2, -1)).to(_find_accumulation_dtype(q)) * factor
     if diagonal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         return scores.masked_fill_(hidden, -math.inf)
     return scores if mask is None else scores + mask
 
 
-def _repeated(x: Tensor, q: Tensor) -> Tensor:
+def _repeat_key_heads(x: Tensor, q: Tensor) -> Tensor:
     """Keys or values with a head for each head of queries."""
     if x.dim() < 3 or x.shape[-3] == q.shape[-3]:
         return x
@@ -388,10 +392,10 @@ def _repeated(x: Tensor, q: Tensor) -> Tensor:
 
 def _for_flash(x: Tensor, q: Tensor) -> Tensor:
     """Keys or values as the device's fused kernel takes them: that of CUDA shares a head among several of queries."""
-    return x if torch.version.hip is None else _repeated(x, q)
+    return x if torch.version.hip is None else _repeat_key_heads(x, q)
 
 
-def _summed(gradient: Tensor, x: Tensor) -> Tensor:
+def _sum_repeated_heads(gradient: Tensor, x: Tensor) -> Tensor:
     """The inverse for gradients: one for each head of ``x``."""
     if gradient.shape == x.shape:
         return gradient
@@ -444,7 +448,7 @@ def limits_of(band: Band) -> tuple[int, int]:
 
 
 def _empty_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return empty_by_position(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=_wide(q))
+    return empty_by_position(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=_find_accumulation_dtype(q))
 
 
 def _empty_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -465,16 +469,18 @@ torch.library.register_fake(f"{NAMESPACE}::band_attention_backward", _empty_grad
 ops = torch.ops.partition
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_attention_operands(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:3], *output)
     ctx.set_materialize_grads(False)
     ctx.kept = inputs[3:]
 
 
-def _backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
+def _compute_attention_gradients(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:
     if grad is None:
         return (None,) * 6
     return *ops.band_attention_backward(grad, *ctx.saved_tensors, *ctx.kept), None, None, None
 
 
-torch.library.register_autograd(f"{NAMESPACE}::band_attention", _backward, setup_context=_setup, lib=_library)
+torch.library.register_autograd(
+    f"{NAMESPACE}::band_attention", _compute_attention_gradients, setup_context=_save_attention_operands, lib=_library
+)

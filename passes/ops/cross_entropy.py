@@ -72,12 +72,12 @@ def cross_entropy(logits: Tensor, index: Tensor, dim: int, dtype: torch.dtype | 
     return terms.to(dtype or logits.dtype)
 
 
-def _results(logits: Tensor, index: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+def _make_fake_results(logits: Tensor, index: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     target, logsumexp = (logits.new_empty(index.shape, dtype=accumulated_in(logits.dtype)) for _ in range(2))
     return target, logsumexp
 
 
-def _gradient(of_target: Tensor, of_logsumexp: Tensor, logits: Tensor, *_: Any) -> Tensor:
+def _make_fake_gradient(of_target: Tensor, of_logsumexp: Tensor, logits: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(logits)
 
 
@@ -91,20 +91,22 @@ _library.define("cross_entropy(Tensor logits, Tensor index, int dim, ScalarType?
 _library.impl("target_and_logsumexp", target_and_logsumexp, "CompositeExplicitAutograd")
 _library.impl("target_and_logsumexp_backward", target_and_logsumexp_backward, "CompositeExplicitAutograd")
 _library.impl("cross_entropy", cross_entropy, "CompositeImplicitAutograd")
-torch.library.register_fake(f"{NAMESPACE}::target_and_logsumexp", _results, lib=_library)
-torch.library.register_fake(f"{NAMESPACE}::target_and_logsumexp_backward", _gradient, lib=_library)
+torch.library.register_fake(f"{NAMESPACE}::target_and_logsumexp", _make_fake_results, lib=_library)
+torch.library.register_fake(f"{NAMESPACE}::target_and_logsumexp_backward", _make_fake_gradient, lib=_library)
 ops = torch.ops.partition
 CROSS_ENTROPY = ops.cross_entropy.default
 
 
-def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: tuple[Tensor, Tensor]) -> None:
+def _save_logits_and_index(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: tuple[Tensor, Tensor]) -> None:
     logits, index, ctx.dim = inputs
     ctx.save_for_backward(logits, index, output[1])
 
 
-def _backward(ctx: Any, of_target: Tensor, of_logsumexp: Tensor) -> tuple[Tensor, None, None]:
+def _compute_logits_gradient(ctx: Any, of_target: Tensor, of_logsumexp: Tensor) -> tuple[Tensor, None, None]:
     gradient = ops.target_and_logsumexp_backward(of_target, of_logsumexp, *ctx.saved_tensors, ctx.dim)
     return gradient, None, None
 
 
-torch.library.register_autograd(f"{NAMESPACE}::target_and_logsumexp", _backward, setup_context=_setup, lib=_library)
+torch.library.register_autograd(
+    f"{NAMESPACE}::target_and_logsumexp", _compute_logits_gradient, setup_context=_save_logits_and_index, lib=_library
+)

@@ -64,7 +64,7 @@ def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
             return made.masked_fill_((torch.arange(len(rows), device=rows.device) >= ends[-1]).unsqueeze(1), 0)
     else:
         made = rows.new_empty(len(rows), weight.shape[2])
-        for e, (start, end) in enumerate(_groups(ends)):
+        for e, (start, end) in enumerate(_list_group_borders(ends)):
             torch.mm(rows[start:end], weight[e], out=made[start:end])
     made[int(ends[-1]) :].zero_()
     return made
@@ -75,7 +75,7 @@ def grouped_mm_weight(rows: Tensor, grads: Tensor, ends: Tensor) -> Tensor:
     if _has_kernel(rows, grads):
         return torch._grouped_mm(rows.contiguous().t(), grads.contiguous(), offs=ends)
     made = rows.new_empty(len(ends), rows.shape[1], grads.shape[1])
-    for e, (start, end) in enumerate(_groups(ends)):
+    for e, (start, end) in enumerate(_list_group_borders(ends)):
         torch.mm(rows[start:end].t(), grads[start:end], out=made[e])
     return made
 
@@ -85,7 +85,7 @@ def add_weight_gradient(total: Tensor, rows: Tensor, grads: Tensor, ends: Tensor
 
     ``fresh``: overwrite ``total`` instead.
     """
-    for e, (start, end) in enumerate(_groups(ends)):
+    for e, (start, end) in enumerate(_list_group_borders(ends)):
         if fresh:
             torch.mm(rows[start:end].t(), grads[start:end], out=total[e])
         else:
@@ -98,7 +98,7 @@ def _has_kernel(a: Tensor, b: Tensor) -> bool:
     return known and all(s * a.itemsize % _ALIGNED_BYTES == 0 for s in sizes)
 
 
-def _groups(ends: Tensor) -> list[tuple[int, int]]:
+def _list_group_borders(ends: Tensor) -> list[tuple[int, int]]:
     borders = [0, *ends.tolist()]
     return list(pairwise(borders))
 
@@ -142,15 +142,15 @@ def _keep_order(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None
     ctx.save_for_backward(inputs[1])
 
 
-def _unsorted(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+def _unsort_row_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     return ops.unsort_rows(grad, *ctx.saved_tensors), None
 
 
-def _sorted(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+def _sort_row_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     return ops.sort_rows(grad, *ctx.saved_tensors), None
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+def _save_grouped_operands(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
@@ -161,10 +161,16 @@ def _product_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | N
     return of_rows, of_weight, None
 
 
-torch.library.register_autograd(f"{NAMESPACE}::sort_rows", _unsorted, setup_context=_keep_order, lib=_library)
+torch.library.register_autograd(
+    f"{NAMESPACE}::sort_rows", _unsort_row_gradient, setup_context=_keep_order, lib=_library
+)
 
-torch.library.register_autograd(f"{NAMESPACE}::unsort_rows", _sorted, setup_context=_keep_order, lib=_library)
-torch.library.register_autograd(f"{NAMESPACE}::grouped_mm", _product_backward, setup_context=_keep, lib=_library)
+torch.library.register_autograd(
+    f"{NAMESPACE}::unsort_rows", _sort_row_gradient, setup_context=_keep_order, lib=_library
+)
+torch.library.register_autograd(
+    f"{NAMESPACE}::grouped_mm", _product_backward, setup_context=_save_grouped_operands, lib=_library
+)
 
 
 def expert_mm(x: Tensor, weight: Tensor, expert: Tensor) -> Tensor:
@@ -240,7 +246,7 @@ def by_group(name: str, groups: Literal["ends", "sizes"] = "ends", transposed: b
     _grouped[name] = GroupedProduct(groups, transposed)
 
 
-def grouped(target: Any) -> GroupedProduct | None:
+def find_grouped_product(target: Any) -> GroupedProduct | None:
     """What is known of an operator as a product by group."""
     return _grouped.get(target._schema.name) if isinstance(target, torch._ops.OpOverload) else None
 
@@ -282,15 +288,17 @@ torch.library.register_fake(f"{NAMESPACE}::expert_mm", _fake_expert_mm, lib=_lib
 torch.library.register_fake(f"{NAMESPACE}::expert_mm_weight", _fake_weight, lib=_library)
 
 
-def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+def _save_expert_operands(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+def _compute_expert_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     x, weight, expert = ctx.saved_tensors
     of_x = ops.expert_mm(grad, weight.transpose(1, 2), expert) if ctx.needs_input_grad[0] else None
     of_weight = ops.expert_mm_weight(x, grad, expert, weight.shape[0]) if ctx.needs_input_grad[1] else None
     return of_x, of_weight, None
 
 
-torch.library.register_autograd(f"{NAMESPACE}::expert_mm", _backward, setup_context=_setup, lib=_library)
+torch.library.register_autograd(
+    f"{NAMESPACE}::expert_mm", _compute_expert_gradients, setup_context=_save_expert_operands, lib=_library
+)

@@ -27,36 +27,36 @@ Run = Callable[..., Any]  # (operator, *its arguments) -> its result
 
 def per_tensor(run: Run, x: Any, scale: Any, zero_point: Any, quant_min: int, quant_max: int) -> Any:
     """One scale and zero point for all elements, numbers or tensors."""
-    return _quantized(run, x, scale, zero_point, quant_min, quant_max)
+    return _build_fake_quantize(run, x, scale, zero_point, quant_min, quant_max)
 
 
 def per_channel(run: Run, x: Any, scale: Any, zero_point: Any, axis: int, quant_min: int, quant_max: int) -> Any:
     """A scale and a zero point for each place of a dim."""
-    scale, zero_point = (_aligned(run, p, x, axis) for p in (scale, zero_point))
-    return _quantized(run, x, scale, zero_point, quant_min, quant_max)
+    scale, zero_point = (_broadcast_along_axis(run, p, x, axis) for p in (scale, zero_point))
+    return _build_fake_quantize(run, x, scale, zero_point, quant_min, quant_max)
 
 
 def learnable_per_tensor(
     run: Run, x: Any, scale: Any, zero_point: Any, quant_min: int, quant_max: int, grad_factor: float = 1.0
 ) -> Any:
-    return _learnable(run, x, scale, zero_point, quant_min, quant_max, grad_factor)
+    return _build_learnable_quantize(run, x, scale, zero_point, quant_min, quant_max, grad_factor)
 
 
 def learnable_per_channel(
     run: Run, x: Any, scale: Any, zero_point: Any, axis: int, quant_min: int, quant_max: int, grad_factor: float = 1.0
 ) -> Any:
-    scale, zero_point = (_aligned(run, p, x, axis) for p in (scale, zero_point))
-    return _learnable(run, x, scale, zero_point, quant_min, quant_max, grad_factor)
+    scale, zero_point = (_broadcast_along_axis(run, p, x, axis) for p in (scale, zero_point))
+    return _build_learnable_quantize(run, x, scale, zero_point, quant_min, quant_max, grad_factor)
 
 
-def _aligned(run: Run, parameter: Any, x: Any, axis: int) -> Any:
+def _broadcast_along_axis(run: Run, parameter: Any, x: Any, axis: int) -> Any:
     """A parameter for each place of a dim of ``x``, to be broadcast."""
     dims = [1] * len(sizes_of(x))
     dims[axis] = sizes_of(parameter)[0]
     return run(aten.reshape.default, parameter, dims)
 
 
-def _quantized(run: Run, x: Any, scale: Any, zero_point: Any, low: int, high: int) -> Any:
+def _build_fake_quantize(run: Run, x: Any, scale: Any, zero_point: Any, low: int, high: int) -> Any:
     fixed = run(aten.detach.default, x)
     if isinstance(scale, Tensor | fx.Node):
         scale = run(aten.detach.default, scale)
@@ -84,7 +84,7 @@ def _straight_through(
     return run(aten.add.Tensor, value, change)
 
 
-def _learnable(run: Run, x: Any, scale: Any, zero_point: Any, low: int, high: int, factor: float) -> Any:
+def _build_learnable_quantize(run: Run, x: Any, scale: Any, zero_point: Any, low: int, high: int, factor: float) -> Any:
     fixed, scale_now, zero_now = (run(aten.detach.default, v) for v in (x, scale, zero_point))
     zero = run(aten.clamp.default, run(aten.round.default, zero_now), low, high)
     scaled = run(aten.mul.Tensor, fixed, run(aten.reciprocal.default, scale_now))
@@ -118,7 +118,7 @@ FORMULAS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _rule(formula: Callable[..., Any]) -> Rule:
+def _make_rewrite_rule(formula: Callable[..., Any]) -> Rule:
     def rule(build: Builder, *args: Any, **kwargs: Any) -> Any:
         return formula(build, *args, **kwargs)
 
@@ -126,11 +126,11 @@ def _rule(formula: Callable[..., Any]) -> Rule:
 
 
 QUANTIZED: dict[Any, Rule] = {
-    aten.fake_quantize_per_tensor_affine.default: _rule(per_tensor),
-    aten.fake_quantize_per_tensor_affine.tensor_qparams: _rule(per_tensor),
-    aten.fake_quantize_per_channel_affine.default: _rule(per_channel),
-    aten._fake_quantize_learnable_per_tensor_affine.default: _rule(learnable_per_tensor),
-    aten._fake_quantize_learnable_per_channel_affine.default: _rule(learnable_per_channel),
+    aten.fake_quantize_per_tensor_affine.default: _make_rewrite_rule(per_tensor),
+    aten.fake_quantize_per_tensor_affine.tensor_qparams: _make_rewrite_rule(per_tensor),
+    aten.fake_quantize_per_channel_affine.default: _make_rewrite_rule(per_channel),
+    aten._fake_quantize_learnable_per_tensor_affine.default: _make_rewrite_rule(learnable_per_tensor),
+    aten._fake_quantize_learnable_per_channel_affine.default: _make_rewrite_rule(learnable_per_channel),
 }
 
 

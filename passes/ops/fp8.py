@@ -1,10 +1,10 @@
 """Products with weights in 8 bits: operands in ``float8_e4m3fn``, gradients in ``float8_e5m2``.
 
 Requires: local blocks, after the last :func:`passes.shard.shard_block.fuse_bias`. Provides: ``partition::linear_fp8``
-in place of ``linear``, ``mm``, ``matmul`` and ``addmm`` with a state of two dims, where kernels take it (:func:`fits`,
-by which the planner prices them, too). Each tensor is scaled by its own largest number, found anew every time
-(Micikevicius et al. 2022, FP8 formats for deep learning), and what comes out is in the type that it had. What is not
-finite stays so.
+in place of ``linear``, ``mm``, ``matmul`` and ``addmm`` with a state of two dims, where kernels take it
+(:func:`can_multiply_in_fp8`, by which the planner prices them, too). Each tensor is scaled by its own largest number,
+found anew every time (Micikevicius et al. 2022, FP8 formats for deep learning), and what comes out is in the type that
+it had. What is not finite stays so.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SHORT = (torch.bfloat16, torch.float16)
 _LEAST = 1e-30  # of a largest number: tensors of zeros have a scale too
 
 
-def _scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _quantize_to_fp8(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """``x`` in 8 bits, and the number that it was divided by. It is scaled in its own type, in which the largest is
     near enough to the largest of ``dtype`` to be rounded to it."""
     largest = torch.linalg.vector_norm(x, math.inf, dtype=torch.float32)
@@ -36,7 +36,7 @@ def _scaled(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (x * scale.reciprocal()).to(dtype), scale
 
 
-def _product(
+def _multiply_in_fp8(
     left: Tensor,
     right: Tensor,
     kinds: tuple[torch.dtype, torch.dtype],
@@ -45,15 +45,15 @@ def _product(
     bias: Tensor | None = None,
 ) -> Tensor:
     """``left @ right.T``, both in rows of what is added up. ``exact``: sums in full float32, as gradients want them."""
-    a, of_a = _scaled(left, kinds[0])
-    b, of_b = _scaled(right, kinds[1])
+    a, of_a = _quantize_to_fp8(left, kinds[0])
+    b, of_b = _quantize_to_fp8(right, kinds[1])
     product: Tensor = torch._scaled_mm(
         a.contiguous(), b.contiguous().t(), of_a, of_b, bias=bias, out_dtype=left.dtype, use_fast_accum=not exact
     )
     return product
 
 
-def _rows(x: Tensor) -> Tensor:
+def _flatten_to_rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
@@ -61,22 +61,22 @@ def linear_fp8(x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed
     """``x @ weight.T + bias``, with ``x[..., in]`` and ``weight[out, in]`` rounded to 8 bits; ``transposed``:
     ``x @ weight + bias``, with ``weight[in, out]``."""
     rows = weight.t() if transposed else weight
-    product = _product(_rows(x), rows, (_NUMBERS, _NUMBERS), exact=False, bias=bias)
+    product = _multiply_in_fp8(_flatten_to_rows(x), rows, (_NUMBERS, _NUMBERS), exact=False, bias=bias)
     return product.view(*x.shape[:-1], rows.shape[0])
 
 
 def linear_fp8_input(grad: Tensor, weight: Tensor, transposed: bool = False) -> Tensor:
     """The gradient of ``x``."""
     rows = weight if transposed else weight.t()
-    product = _product(_rows(grad), rows, (_GRADIENTS, _NUMBERS), exact=True)
+    product = _multiply_in_fp8(_flatten_to_rows(grad), rows, (_GRADIENTS, _NUMBERS), exact=True)
     return product.view(*grad.shape[:-1], rows.shape[0])
 
 
 def linear_fp8_weight(grad: Tensor, x: Tensor, transposed: bool = False) -> Tensor:
     """The gradient of ``weight``."""
     if transposed:
-        return _product(_rows(x).t(), _rows(grad).t(), (_NUMBERS, _GRADIENTS), exact=True)
-    return _product(_rows(grad).t(), _rows(x).t(), (_GRADIENTS, _NUMBERS), exact=True)
+        return _multiply_in_fp8(_flatten_to_rows(x).t(), _flatten_to_rows(grad).t(), (_NUMBERS, _GRADIENTS), exact=True)
+    return _multiply_in_fp8(_flatten_to_rows(grad).t(), _flatten_to_rows(x).t(), (_GRADIENTS, _NUMBERS), exact=True)
 
 
 _library.define("linear_fp8(Tensor x, Tensor weight, Tensor? bias=None, bool transposed=False) -> Tensor")
@@ -89,7 +89,7 @@ for _device in ("CPU", "CUDA"):
 ops = torch.ops.partition
 
 
-def _empty(x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False) -> Tensor:
+def _make_fake_output(x: Tensor, weight: Tensor, bias: Tensor | None = None, transposed: bool = False) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[1 if transposed else 0])
 
 
@@ -102,24 +102,26 @@ def _empty_weight(grad: Tensor, x: Tensor, transposed: bool = False) -> Tensor:
     return grad.new_empty(inner, out) if transposed else grad.new_empty(out, inner)
 
 
-for _name, _fake in (("", _empty), ("_input", _empty_input), ("_weight", _empty_weight)):
+for _name, _fake in (("", _make_fake_output), ("_input", _empty_input), ("_weight", _empty_weight)):
     torch.library.register_fake(f"{NAMESPACE}::linear_fp8{_name}", _fake, lib=_library)
 
 
-def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None, bool], output: Tensor) -> None:
+def _save_linear_operands(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None, bool], output: Tensor) -> None:
     x, weight, _, ctx.transposed = inputs
     ctx.save_for_backward(x, weight)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _compute_linear_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (x, weight), needed = ctx.saved_tensors, ctx.needs_input_grad  # of what was given, without what is as by default
     of_x = ops.linear_fp8_input(grad, weight, ctx.transposed) if needed[0] else None
     of_weight = ops.linear_fp8_weight(grad, x, ctx.transposed) if needed[1] else None
-    of_bias = _rows(grad).sum(0) if any(needed[2:]) else None
+    of_bias = _flatten_to_rows(grad).sum(0) if any(needed[2:]) else None
     return (of_x, of_weight, of_bias, None)[: len(needed)]
 
 
-torch.library.register_autograd(f"{NAMESPACE}::linear_fp8", _backward, setup_context=_setup, lib=_library)
+torch.library.register_autograd(
+    f"{NAMESPACE}::linear_fp8", _compute_linear_gradients, setup_context=_save_linear_operands, lib=_library
+)
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ def _is_state(node: fx.Node, states: Collection[str]) -> bool:
     return node.op == "placeholder" and node.name in states
 
 
-def fits(product: Product) -> bool:
+def can_multiply_in_fp8(product: Product) -> bool:
     """Whether kernels take it in 8 bits."""
     operands = [o.meta["val"] for o in (product.x, product.weight, product.bias) if o is not None]
     alike = operands[0].dtype in _SHORT and all(o.dtype == operands[0].dtype for o in operands)
@@ -183,7 +185,7 @@ def found_in(block: Block) -> dict[fx.Node, Product]:
     """The products of ``block`` that are in 8 bits where that is asked for."""
     states = frozenset(block.states)
     known = {node: product_of(node, states) for node in block.graph.nodes}
-    return {node: product for node, product in known.items() if product is not None and fits(product)}
+    return {node: product for node, product in known.items() if product is not None and can_multiply_in_fp8(product)}
 
 
 def in_eight_bits(block: Block) -> int:
@@ -214,7 +216,7 @@ __all__ = [
     "ALIGNED",
     "Product",
     "as_it_was",
-    "fits",
+    "can_multiply_in_fp8",
     "found_in",
     "in_eight_bits",
     "linear_fp8",

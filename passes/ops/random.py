@@ -46,20 +46,20 @@ def is_stream(name: str) -> bool:
     return name.startswith("random.stream.")
 
 
-def _shifted(x: Tensor, bits: int) -> Tensor:
+def _shift_right_unsigned(x: Tensor, bits: int) -> Tensor:
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
-def _hash(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
+def _hash_element_index(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
     # The finalizer maps zero to zero, so that the first element of the first stream counts from one.
-    return _mixed((index + (stream * _STREAM_STRIDE + seed * _GOLDEN)).add_(1).mul_(_GOLDEN))
+    return _finalize_hash_bits((index + (stream * _STREAM_STRIDE + seed * _GOLDEN)).add_(1).mul_(_GOLDEN))
 
 
-def _mixed(x: Tensor) -> Tensor:
+def _finalize_hash_bits(x: Tensor) -> Tensor:
     """The finalizer of splitmix64, in place."""
-    x.bitwise_xor_(_shifted(x, 30)).mul_(_MIX1)
-    x.bitwise_xor_(_shifted(x, 27)).mul_(_MIX2)
-    return x.bitwise_xor_(_shifted(x, 31))
+    x.bitwise_xor_(_shift_right_unsigned(x, 30)).mul_(_MIX1)
+    x.bitwise_xor_(_shift_right_unsigned(x, 27)).mul_(_MIX2)
+    return x.bitwise_xor_(_shift_right_unsigned(x, 31))
 
 
 def uniform(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
@@ -67,25 +67,34 @@ def uniform(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
 
     ``index`` (int64, any shape): the elements' indices in the whole tensor. ``seed``, ``stream``: 0-d int64 tensors.
     """
-    return _shifted(_hash(index, seed, stream), 64 - _BITS).to(torch.float32).mul_(2.0**-_BITS)
+    return (
+        _shift_right_unsigned(_hash_element_index(index, seed, stream), 64 - _BITS).to(torch.float32).mul_(2.0**-_BITS)
+    )
 
 
-def _between(bits: Tensor, count: int = _BITS) -> Tensor:
+def _bits_to_open_interval(bits: Tensor, count: int = _BITS) -> Tensor:
     """Map integers of ``count`` bits to float64 numbers in the open interval (0, 1)."""
     return bits.to(torch.float64).add_(0.5).mul_(2.0**-count)
 
 
 def normal(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
     """Draw float32 numbers of the standard normal distribution (Box and Muller 1958); operands as :func:`uniform`."""
-    x = _hash(index, seed, stream)
-    radius = _between(_shifted(x, 64 - _BITS)).log_().mul_(-2.0).sqrt_()
-    angle = _between(_shifted(x, 64 - 2 * _BITS).bitwise_and_((1 << _BITS) - 1)).mul_(2 * math.pi)
+    x = _hash_element_index(index, seed, stream)
+    radius = _bits_to_open_interval(_shift_right_unsigned(x, 64 - _BITS)).log_().mul_(-2.0).sqrt_()
+    angle = _bits_to_open_interval(_shift_right_unsigned(x, 64 - 2 * _BITS).bitwise_and_((1 << _BITS) - 1)).mul_(
+        2 * math.pi
+    )
     return radius.mul_(angle.cos_()).to(torch.float32)
 
 
 def exponential(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
     """Draw float32 numbers of the exponential distribution with rate 1; operands as for :func:`uniform`."""
-    return _between(_shifted(_hash(index, seed, stream), 64 - _BITS)).log_().neg_().to(torch.float32)
+    return (
+        _bits_to_open_interval(_shift_right_unsigned(_hash_element_index(index, seed, stream), 64 - _BITS))
+        .log_()
+        .neg_()
+        .to(torch.float32)
+    )
 
 
 def _like_index(index: Tensor, seed: Tensor, stream: Tensor, *, dtype: torch.dtype) -> Tensor:
@@ -94,29 +103,29 @@ def _like_index(index: Tensor, seed: Tensor, stream: Tensor, *, dtype: torch.dty
 
 def bits(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
     """Draw uniform integers (int64) in [0, ``MOST_BITS``); operands as for :func:`uniform`."""
-    return _shifted(_hash(index, seed, stream), 1)
+    return _shift_right_unsigned(_hash_element_index(index, seed, stream), 1)
 
 
 def fraction(index: Tensor, seed: Tensor, stream: Tensor) -> Tensor:
     """Draw uniform float64 numbers of 52 bits in the open interval (0, 1), for inverse distribution functions."""
-    return _fraction(_hash(index, seed, stream))
+    return _hash_to_fraction(_hash_element_index(index, seed, stream))
 
 
-def _fraction(hashed: Tensor) -> Tensor:
-    return _between(_shifted(hashed, 64 - _FINE_BITS), _FINE_BITS)
+def _hash_to_fraction(hashed: Tensor) -> Tensor:
+    return _bits_to_open_interval(_shift_right_unsigned(hashed, 64 - _FINE_BITS), _FINE_BITS)
 
 
 class _Sequence:
     """A splitmix64 generator per element, seeded by the element's hash, for samplers that need several numbers."""
 
     def __init__(self, index: Tensor, seed: Tensor, stream: Tensor) -> None:
-        self.state = _hash(index, seed, stream)
+        self.state = _hash_element_index(index, seed, stream)
         self.step = 0
 
     def fraction(self) -> Tensor:
         self.step += 1
         step = self.step * _GOLDEN & ((1 << 64) - 1)
-        return _fraction(_mixed(self.state + (step - (1 << 64) if step >> 63 else step)))
+        return _hash_to_fraction(_finalize_hash_bits(self.state + (step - (1 << 64) if step >> 63 else step)))
 
     def normal(self) -> Tensor:
         return self.fraction().log_().mul_(-2.0).sqrt_().mul_(self.fraction().mul_(2 * math.pi).cos_())
@@ -282,7 +291,7 @@ def element_index(shape: tuple[int, ...], device: torch.device, group: int = 0) 
     return torch.arange(group * count, (group + 1) * count, device=device).view(shape)
 
 
-def drawn(
+def draw_whole_tensor(
     distribution: torch._ops.OpOverload,
     shape: tuple[int, ...],
     device: torch.device,
@@ -299,9 +308,9 @@ def drawn(
     return numbers
 
 
-def dropout(x: Tensor, p: float, seed: int, stream: int, group: int = 0) -> Tensor:
+def apply_dropout(x: Tensor, p: float, seed: int, stream: int, group: int = 0) -> Tensor:
     """Apply dropout to a whole tensor; elements that are kept are scaled by ``1 / (1 - p)``."""
-    kept = drawn(ops.uniform.default, tuple(x.shape), x.device, [seed, stream], group) >= p
+    kept = draw_whole_tensor(ops.uniform.default, tuple(x.shape), x.device, [seed, stream], group) >= p
     return torch.where(kept, x * (1.0 / (1.0 - p) if p < 1 else 0.0), torch.zeros_like(x))
 
 
@@ -350,7 +359,7 @@ def formula_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> F
         return None
     formula = _FORMULAS.get(_operator_name(target))
     given = arguments_of(target, args, kwargs) if formula is not None else {}
-    if given.get("generator") is not None or (formula is _whole and _whole_range(given) is None):
+    if given.get("generator") is not None or (formula is _sample_integers and _whole_range(given) is None):
         return None
     return formula
 
@@ -375,32 +384,32 @@ def sizes_of(value: Tensor | fx.Node) -> list[int]:
 
 
 # --- numbers scaled, and compared -------------------------------------------------------------------------------------
-def _uniform(s: Sampler) -> Any:
+def _sample_uniform(s: Sampler) -> Any:
     low, high = s.given.get("from", 0.0), s.given.get("to", 1.0)
     return s.placed(s.numbers(ops.uniform.default, s.sizes), low, high - low)
 
 
-def _normal(s: Sampler) -> Any:
+def _sample_normal(s: Sampler) -> Any:
     mean, std = s.parameter("mean", 0.0), s.parameter("std", 1.0)
     return s.placed(s.numbers(ops.normal.default, s.sizes), mean, std)
 
 
 def _log_normal(s: Sampler) -> Any:
-    return s.run(aten.exp.default, _normal(s))
+    return s.run(aten.exp.default, _sample_normal(s))
 
 
-def _exponential(s: Sampler) -> Any:
+def _sample_exponential(s: Sampler) -> Any:
     return s.placed(s.numbers(ops.exponential.default, s.sizes), 0.0, 1.0 / s.given["lambd"])
 
 
-def _cauchy(s: Sampler) -> Any:
+def _sample_cauchy(s: Sampler) -> Any:
     angle = s.run(aten.sub.Tensor, s.numbers(ops.fraction.default, s.sizes), 0.5)
     return s.placed(
         s.run(aten.tan.default, s.run(aten.mul.Tensor, angle, math.pi)), s.given["median"], s.given["sigma"]
     )
 
 
-def _geometric(s: Sampler) -> Any:
+def _sample_geometric(s: Sampler) -> Any:
     """How many trials until the first success: the inverse of the distribution function."""
     failing = math.log1p(-s.given["p"]) if s.given["p"] < 1 else -1e300
     logs = s.run(aten.log.default, s.numbers(ops.fraction.default, s.sizes))
@@ -408,7 +417,7 @@ def _geometric(s: Sampler) -> Any:
     return s.typed(s.run(aten.clamp_min.default, trials, 1))
 
 
-def bernoulli(s: Sampler) -> Any:
+def sample_bernoulli(s: Sampler) -> Any:
     likely = s.parameter("p") if "p" in s.given else s.parameter("self", s.given.get("input"))
     if isinstance(likely, fx.Node | Tensor):
         return s.typed(s.run(aten.lt.Tensor, s.numbers(ops.uniform.default, s.sizes), likely))
@@ -422,7 +431,7 @@ def _whole_range(given: Mapping[str, Any]) -> tuple[int, int] | None:
     """
     low, high = given.get("low", given.get("from", 0)), given.get("high", given.get("to"))
     if high is None and "self" in given and "from" not in given:
-        bits = _EXACT_BITS.get(_dtype(given["self"]))
+        bits = _EXACT_BITS.get(_get_tensor_dtype(given["self"]))
         high = None if bits is None else 1 << bits
     if not isinstance(low, int) or not isinstance(high, int):
         return None
@@ -434,12 +443,12 @@ def _whole_range(given: Mapping[str, Any]) -> tuple[int, int] | None:
 _EXACT_BITS = {torch.bool: 1, torch.uint8: 8, torch.int8: 7, torch.int16: 15, torch.int32: 31, torch.int64: 63}
 
 
-def _dtype(value: Tensor | fx.Node) -> torch.dtype:
+def _get_tensor_dtype(value: Tensor | fx.Node) -> torch.dtype:
     tensor: Tensor = value.meta["val"] if isinstance(value, fx.Node) else value
     return tensor.dtype
 
 
-def _whole(s: Sampler) -> Any:
+def _sample_integers(s: Sampler) -> Any:
     found = _whole_range(s.given)
     assert found is not None
     low, count = found
@@ -450,11 +459,11 @@ def _whole(s: Sampler) -> Any:
 
 
 # --- distributions with parameters ------------------------------------------------------------------------------------
-def _poisson(s: Sampler) -> Any:
+def _sample_poisson(s: Sampler) -> Any:
     return s.numbers(ops.poisson.default, s.sizes, s.parameter("self"))
 
 
-def _binomial(s: Sampler) -> Any:
+def _sample_binomial(s: Sampler) -> Any:
     return s.numbers(ops.binomial.default, s.sizes, s.parameter("count"), s.parameter("prob"))
 
 
@@ -462,19 +471,19 @@ def sample_gamma(s: Sampler) -> Any:
     return s.numbers(ops.gamma.default, s.sizes, s.parameter("self"))
 
 
-def dirichlet(s: Sampler) -> Any:
+def sample_dirichlet(s: Sampler) -> Any:
     parts = sample_gamma(s)
     return s.run(aten.div.Tensor, parts, s.run(aten.sum.dim_IntList, parts, [-1], True))
 
 
 # --- choices ----------------------------------------------------------------------------------------------------------
-def _permutation(s: Sampler) -> Any:
+def _sample_permutation(s: Sampler) -> Any:
     """The order of numbers."""
     order = s.run(aten.sort.stable, s.numbers(ops.bits.default, s.sizes), stable=True, dim=0, descending=False)
     return s.typed(s.run(operator.getitem, order, 1))
 
 
-def _multinomial(s: Sampler) -> Any:
+def _sample_multinomial(s: Sampler) -> Any:
     """With replacement: the inverse of each row's distribution function. Without: a race of exponential numbers whose
     rates are the weights; whoever comes in first is first."""
     weights = s.run(aten.to.dtype, s.parameter("self"), torch.float64)
@@ -500,7 +509,7 @@ def native_dropout(s: Sampler) -> Any:
     return s.run(aten.where.self, kept, scaled, s.run(aten.zeros_like.default, scaled)), kept
 
 
-def rrelu(s: Sampler) -> Any:
+def apply_random_relu(s: Sampler) -> Any:
     """Negative elements times a slope that is drawn, and all slopes."""
     x, low, high = s.given["self"], s.given["lower"], s.given["upper"]
     if not s.given["training"]:
@@ -512,26 +521,26 @@ def rrelu(s: Sampler) -> Any:
 
 
 _FORMULAS: dict[str, Formula] = {
-    **dict.fromkeys(("rand", "rand_like", "uniform"), _uniform),
-    **dict.fromkeys(("randn", "randn_like", "normal"), _normal),
-    **dict.fromkeys(("randint", "randint_like", "random"), _whole),
-    "exponential": _exponential,
+    **dict.fromkeys(("rand", "rand_like", "uniform"), _sample_uniform),
+    **dict.fromkeys(("randn", "randn_like", "normal"), _sample_normal),
+    **dict.fromkeys(("randint", "randint_like", "random"), _sample_integers),
+    "exponential": _sample_exponential,
     "log_normal": _log_normal,
-    "cauchy": _cauchy,
-    "geometric": _geometric,
-    "bernoulli": bernoulli,
-    "poisson": _poisson,
-    "binomial": _binomial,
+    "cauchy": _sample_cauchy,
+    "geometric": _sample_geometric,
+    "bernoulli": sample_bernoulli,
+    "poisson": _sample_poisson,
+    "binomial": _sample_binomial,
     "_standard_gamma": sample_gamma,
-    "_sample_dirichlet": dirichlet,
-    "randperm": _permutation,
-    "multinomial": _multinomial,
+    "_sample_dirichlet": sample_dirichlet,
+    "randperm": _sample_permutation,
+    "multinomial": _sample_multinomial,
     "native_dropout": native_dropout,
-    "rrelu_with_noise": rrelu,
+    "rrelu_with_noise": apply_random_relu,
 }
 
 
-def drawing() -> list[torch._ops.OpOverload]:
+def list_drawing_operators() -> list[torch._ops.OpOverload]:
     """The operators of the table that write to nothing."""
     names = [*_FORMULAS, "normal_functional", "rrelu_with_noise_functional"]
     found = (getattr(getattr(aten, name), overload) for name in names for overload in getattr(aten, name).overloads())

@@ -17,9 +17,9 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from passes.ir.gradient_flow import differentiable
+from passes.ir.gradient_flow import is_differentiable
 from passes.ir.hashing import hashed_once
-from passes.ir.interpret import call
+from passes.ir.interpret import insert_operator_node
 from passes.ir.layouts import Layout, local_shape
 
 Dims = tuple[tuple[str, ...], ...]  # the factors of each dim of one tensor
@@ -137,8 +137,8 @@ class Local:
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """Append an operator with its meta value."""
-        node = call(self.graph, target, args, kwargs, like=self.node)
-        node.meta["grad"] = bool(node.meta.get("grad", True)) and differentiable(node.meta["val"])
+        node = insert_operator_node(self.graph, target, args, kwargs, like=self.node)
+        node.meta["grad"] = bool(node.meta.get("grad", True)) and is_differentiable(node.meta["val"])
         return node
 
     def copy(self, **changes: Any) -> fx.Node:

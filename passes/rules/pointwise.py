@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from passes.ir.collectives import ops as collective
-from passes.ir.gradient_flow import differentiable
+from passes.ir.gradient_flow import is_differentiable
 from passes.ir.layouts import sections_of
 from passes.rules.factors import (
     FIRST,
@@ -96,7 +96,7 @@ def shard_dtype_cast(node: fx.Node) -> OpFactors:
     gives the type only."""
     source, *others = operands_of(node)
     names = NAMES[: len(get_meta_shape(source))]
-    keeps = differentiable(node.meta["val"]) or node.meta["val"].dtype == source.meta["val"].dtype
+    keeps = is_differentiable(node.meta["val"]) or node.meta["val"].dtype == source.meta["val"].dtype
     unread: list[tuple[None, ...]] = [(None,) * len(get_meta_shape(o)) for o in others]
     return build_factor_rule(node, [names, *unread], [names], linear=FIRST if keeps else ())
 
@@ -104,7 +104,7 @@ def shard_dtype_cast(node: fx.Node) -> OpFactors:
 @register_family("copy")
 def shard_copy(node: fx.Node) -> OpFactors:
     """Copies the second operand's elements into the first one's shape and type: linear in the second operand."""
-    return shard_elementwise(node, mark_linear_each(1) if differentiable(node.meta["val"]) else ())
+    return shard_elementwise(node, mark_linear_each(1) if is_differentiable(node.meta["val"]) else ())
 
 
 @register_family("where")

@@ -23,9 +23,9 @@ from itertools import accumulate
 
 from torch import Tensor, fx
 
-from passes.ir.gradient_flow import differentiable
-from passes.ir.interpret import call
-from passes.ir.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, shard
+from passes.ir.gradient_flow import is_differentiable
+from passes.ir.interpret import insert_operator_node
+from passes.ir.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, make_shard_layout
 from passes.rules import factors_of
 from passes.rules.factors import MAX_SECTIONS, Local, OpFactors, Strategy, operands_of, results_of, with_operands
 from passes.rules.factors import get_meta_shape as shape_of
@@ -50,7 +50,7 @@ Wanted = Mapping[int, Collection[Layout]]
 def needs_gradient(node: fx.Node) -> bool:
     """Whether the node's value carries a gradient; by its type where no pass has marked it."""
     grad = node.meta.get("grad")
-    return differentiable(node.meta["val"]) if grad is None else bool(grad)
+    return is_differentiable(node.meta["val"]) if grad is None else bool(grad)
 
 
 def enumerate_strategies(
@@ -71,7 +71,7 @@ def enumerate_strategies(
     factors = factors_of(node)
     carries = needs_gradient(node)
     reads = tuple(READ_SHARDED if needs_gradient(o) else REPLICATED for o in nodes)
-    makes = tuple(READ_SHARDED if carries and differentiable(r) else REPLICATED for r in results_of(node))
+    makes = tuple(READ_SHARDED if carries and is_differentiable(r) else REPLICATED for r in results_of(node))
     found = [Strategy(None, (), (REPLICATED,) * len(nodes), (REPLICATED,) * len(makes))]
     if READ_SHARDED in reads:
         found.append(Strategy(None, (), reads, makes))
@@ -94,7 +94,7 @@ def enumerate_strategies(
     for positions in factors.linear:
         if any(i >= len(nodes) for i in positions):
             continue  # the operand is a number
-        if not all(differentiable(v) for v in (*(nodes[i].meta["val"] for i in positions), *results_of(node))):
+        if not all(is_differentiable(v) for v in (*(nodes[i].meta["val"] for i in positions), *results_of(node))):
             continue  # booleans do not add up, integers cannot be divided by n, and a cast to either rounds
         operands = tuple(PARTIAL if i in positions else layout for i, layout in enumerate(reads))
         found.append(Strategy(None, (), operands, (PARTIAL,) * len(makes)))
@@ -121,7 +121,7 @@ def local_call(
             return factors.local(local)
     args, kwargs = with_operands(node, operands)
     assert callable(node.target), node
-    return call(graph, node.target, args, kwargs, like=node)
+    return insert_operator_node(graph, node.target, args, kwargs, like=node)
 
 
 Place = tuple[int, int, tuple[str, ...]]  # operand i or result ~k; dim; the factors of that dim
@@ -167,9 +167,12 @@ def _in_forms(
             if any(size % (num_ranks * (1 + zigzag)) for size in sizes):
                 continue
             operands = tuple(
-                read if d is None else shard(d, (), zigzag) for read, d in zip(reads, form.operands, strict=True)
+                read if d is None else make_shard_layout(d, (), zigzag)
+                for read, d in zip(reads, form.operands, strict=True)
             )
-            made = tuple(REPLICATED if d is None else shard(d, (), zigzag) for d in form.results[: len(results)])
+            made = tuple(
+                REPLICATED if d is None else make_shard_layout(d, (), zigzag) for d in form.results[: len(results)]
+            )
             found.append(Strategy(form.factor, (), operands, made, name))
     return found
 
@@ -200,7 +203,7 @@ def _shard_factor(
             span = spans.operands[position] if position >= 0 else spans.results[~position]
             parts = sections if span is None else select_sections_within(sections, span)
         side, index = (operands, position) if position >= 0 else (results, ~position)
-        side[index] = shard(dim, parts, zigzag)
+        side[index] = make_shard_layout(dim, parts, zigzag)
     return Strategy(factor, sections, tuple(operands), tuple(results))
 
 

@@ -20,9 +20,9 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from passes.ir.collectives import collective_name
-from passes.ir.gradient_flow import differentiable
-from passes.ir.interpret import META, call
-from passes.ir.layouts import Layout, divides, join_shards, local_shape, take_shard
+from passes.ir.gradient_flow import is_differentiable
+from passes.ir.interpret import META, insert_operator_node
+from passes.ir.layouts import Layout, can_shard_evenly, join_shards, local_shape, take_shard
 from passes.rules import factors_of
 from passes.rules.factors import OpFactors, Strategy, operands_of, results_of, with_operands
 from passes.rules.strategies import enumerate_strategies, local_call
@@ -173,12 +173,12 @@ def node_of(
         node = graph.placeholder(f"x{len(tensors)}")
         node.meta["val"] = leaf.detach().to("meta")
         needs = grad if isinstance(grad, bool) else len(tensors) in grad
-        node.meta["grad"] = needs and differentiable(leaf)
+        node.meta["grad"] = needs and is_differentiable(leaf)
         tensors.append(leaf.detach())
         return node
 
-    node = call(graph, target, *pytree.tree_map(placeholder, (tuple(args), dict(kwargs))))
-    node.meta["grad"] = bool(grad) and differentiable(node.meta["val"])
+    node = insert_operator_node(graph, target, *pytree.tree_map(placeholder, (tuple(args), dict(kwargs))))
+    node.meta["grad"] = bool(grad) and is_differentiable(node.meta["val"])
     return node, tensors
 
 
@@ -216,7 +216,7 @@ class OperatorReference:
         self.operands = tensors
         self.needs = [bool(o.meta["grad"]) for o in operands_of(node)]
         leaves = [t.clone().requires_grad_(need) for t, need in zip(tensors, self.needs, strict=True)]
-        graph = graph_of(node, lambda graph, local: call(graph, _get_callable_target(node), *local))
+        graph = graph_of(node, lambda graph, local: insert_operator_node(graph, _get_callable_target(node), *local))
         self.results: list[Tensor] = list(run_ranks(graph, [[t] for t in leaves], {AXIS: 1})[0])
         node.meta["grad"] = any(r.requires_grad for r in self.results)
         self.grads_out = [torch.randn_like(r) if r.requires_grad else None for r in self.results]
@@ -227,7 +227,7 @@ class OperatorReference:
         """What is wrong when ``num_ranks`` ranks run the operator by ``strategy``."""
         layouts = (*strategy.operands, *strategy.results)
         for layout, tensor in zip(layouts, (*self.operands, *self.results), strict=True):
-            if not divides(layout, tuple(tensor.shape), num_ranks):
+            if not can_shard_evenly(layout, tuple(tensor.shape), num_ranks):
                 return [f"{layout} does not divide {list(tensor.shape)} by {num_ranks}"]
         try:
             return self._check_results(strategy, num_ranks)
@@ -294,7 +294,11 @@ def graph_of(node: fx.Node, write: Callable[..., fx.Node], shapes: Sequence[tupl
         operands.append(placeholder)
     made = write(graph, with_operands(node, operands) if shapes is None else operands)
     many = isinstance(made.meta["val"], tuple | list)
-    outputs = [call(graph, operator.getitem, (made, i)) for i in range(len(made.meta["val"]))] if many else [made]
+    outputs = (
+        [insert_operator_node(graph, operator.getitem, (made, i)) for i in range(len(made.meta["val"]))]
+        if many
+        else [made]
+    )
     graph.output(tuple(o for o in outputs if isinstance(o.meta["val"], Tensor)))
     return graph
 
@@ -323,7 +327,7 @@ def split_among_ranks(tensor: Tensor, layout: Layout, num_ranks: int) -> Ranks:
     """The ranks' parts of ``tensor``; random addends for a partial sum."""
     if layout.kind != "P":
         return [take_shard(tensor, layout, num_ranks, r) for r in range(num_ranks)]
-    if differentiable(tensor):
+    if is_differentiable(tensor):
         parts = [torch.randn_like(tensor) for _ in range(num_ranks - 1)]
     else:
         parts = [torch.randint_like(tensor, 0, 5) for _ in range(num_ranks - 1)]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from passes.experts.routing_masks import RESHAPES, skip_inverse_squeezes
-from passes.ir.interpret import META, call
+from passes.ir.interpret import META, insert_operator_node
 from passes.ir.value_numbering import Numbers
 from passes.normalize.decompose import parts_of
 from passes.rules import factors_of
@@ -400,7 +400,7 @@ class SelectedRows:
     # -- helpers ----------------------------------------------------------------------------------------------------
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        made = call(self.graph, target, args, kwargs)
+        made = insert_operator_node(self.graph, target, args, kwargs)
         made.meta.update(self._where)
         return made
 

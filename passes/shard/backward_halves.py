@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from passes.ir.collectives import collective_name
 
 
-def slimmed(
+def choose_saved_nodes(
     saved: Sequence[fx.Node], again: set[fx.Node], nodes: Sequence[fx.Node], results: Collection[fx.Node | None] = ()
 ) -> tuple[list[fx.Node], set[fx.Node]]:
     """Choose the nodes to save instead of ``saved``, in the order of ``nodes``, and the nodes to recompute.
@@ -34,7 +34,7 @@ def slimmed(
     for node in nodes:
         if node not in results and _is_copy(node) and node.all_input_nodes[0] in again:
             again.add(node)
-    kept = {n for n in saved if not _remakable(n, again)}
+    kept = {n for n in saved if not _can_recompute_node(n, again)}
     remade: set[fx.Node] = set()
     stack = [n for n in saved if n not in kept]
     while stack:
@@ -43,14 +43,14 @@ def slimmed(
             continue
         remade.add(node)
         for operand in node.all_input_nodes:
-            if _remakable(operand, again) or _views_kept(operand, kept):
+            if _can_recompute_node(operand, again) or _views_kept(operand, kept):
                 stack.append(operand)
             else:
                 kept.add(operand)
     return [n for n in nodes if n in kept], remade
 
 
-def woven(body: Sequence[fx.Node], remade: set[fx.Node], order: Sequence[fx.Node]) -> list[fx.Node]:
+def insert_recomputed_nodes(body: Sequence[fx.Node], remade: set[fx.Node], order: Sequence[fx.Node]) -> list[fx.Node]:
     """``body`` with the recomputed nodes that it reads, each right before its first reader, so that it is short-lived.
 
     ``remade``: all recomputed nodes. ``order``: the nodes of the joint graph.
@@ -59,14 +59,14 @@ def woven(body: Sequence[fx.Node], remade: set[fx.Node], order: Sequence[fx.Node
     result: list[fx.Node] = []
     there: set[fx.Node] = set()
     for node in body:
-        missing = needed([node], remade - there)
+        missing = find_recomputed_ancestors([node], remade - there)
         result += sorted(missing, key=place.__getitem__)
         result.append(node)
         there |= missing
     return result
 
 
-def needed(readers: Iterable[fx.Node], remade: set[fx.Node]) -> set[fx.Node]:
+def find_recomputed_ancestors(readers: Iterable[fx.Node], remade: set[fx.Node]) -> set[fx.Node]:
     """The recomputed nodes (in ``remade``) that ``readers`` depend on through recomputed nodes alone."""
     found: set[fx.Node] = set()
     stack = [o for n in readers for o in n.all_input_nodes if o in remade]
@@ -78,7 +78,7 @@ def needed(readers: Iterable[fx.Node], remade: set[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _remakable(node: fx.Node, again: set[fx.Node]) -> bool:
+def _can_recompute_node(node: fx.Node, again: set[fx.Node]) -> bool:
     """Whether ``node`` may be recomputed; one of several results only if its operator is recomputed as well."""
     if node.target is operator.getitem:
         source = node.args[0]
@@ -135,22 +135,24 @@ class JointHalves:
         """The operators that make the gradients ``of_inputs``, those that make the ones ``of_states``, and what the
         first hand on to the second; ``None``: a gradient is zero."""
         gradients = [g for g in of_states if g is not None]
-        through = upwards(g for g in of_inputs if g is not None) - set(self.forward)
+        through = collect_ancestor_nodes(g for g in of_inputs if g is not None) - set(self.forward)
         if through:
-            through |= _sums(gradients, {*self.forward, *through})
-        first = woven([n for n in self.nodes if n in through and n.op == "call_function"], self.remade, self.nodes)
+            through |= _find_weight_gradient_sums(gradients, {*self.forward, *through})
+        first = insert_recomputed_nodes(
+            [n for n in self.nodes if n in through and n.op == "call_function"], self.remade, self.nodes
+        )
         last, left = [n for n in self.backward if n not in through], self.remade - {*first}
         place = {n: k for k, n in enumerate(self.nodes)}
-        early = sorted(needed(last, left), key=place.__getitem__) if through else []
+        early = sorted(find_recomputed_ancestors(last, left), key=place.__getitem__) if through else []
         found = []
         for ahead in ([], early):
-            later = woven(last, left.difference(ahead), self.nodes)
+            later = insert_recomputed_nodes(last, left.difference(ahead), self.nodes)
             known = {*self.start, *through, *first, *ahead}
             picked = [n for n in later if n.target is operator.getitem and n.args[0] in known]  # of several results
             later, known = [n for n in later if n not in picked], known.union(picked)
             read = {o for n in later for o in n.all_input_nodes} | set(gradients)
             found.append(([*first, *ahead, *picked], later, [n for n in self.nodes if n in known and n in read]))
-        return min(found, key=lambda half: _size(half[2]))
+        return min(found, key=lambda half: _sum_storage_bytes(half[2]))
 
 
 def is_early(size: int, summed: int) -> bool:
@@ -158,27 +160,27 @@ def is_early(size: int, summed: int) -> bool:
     return _SMALL * size <= summed
 
 
-def _sums(gradients: Sequence[fx.Node], known: Collection[fx.Node]) -> set[fx.Node]:
+def _find_weight_gradient_sums(gradients: Sequence[fx.Node], known: Collection[fx.Node]) -> set[fx.Node]:
     """What makes those gradients of weights that are sums over much larger tensors, as those of norms: the half for
     inputs makes them, rather than hand these tensors on."""
     found: set[fx.Node] = set()
     for gradient in gradients:
-        made = upwards([gradient], known)
+        made = collect_ancestor_nodes([gradient], known)
         read = {o for n in made for o in n.all_input_nodes} & set(known)
         sums = all(isinstance(n.target, torch._ops.OpOverload) and n.target._opname in _SUMMING for n in made)
-        if sums and is_early(_size([gradient]), _size(read)):
+        if sums and is_early(_sum_storage_bytes([gradient]), _sum_storage_bytes(read)):
             found |= made
     return found
 
 
-def _size(nodes: Iterable[fx.Node]) -> int:
+def _sum_storage_bytes(nodes: Iterable[fx.Node]) -> int:
     """Bytes of tensors that operators make; views have those of what they view."""
     values = [n.meta.get("val") for n in nodes if n.op == "call_function"]
     storages = [v.untyped_storage() for v in values if isinstance(v, Tensor)]
     return sum({s._cdata: s.nbytes() for s in storages}.values())
 
 
-def upwards(nodes: Iterable[fx.Node], known: Collection[fx.Node] = ()) -> set[fx.Node]:
+def collect_ancestor_nodes(nodes: Iterable[fx.Node], known: Collection[fx.Node] = ()) -> set[fx.Node]:
     """``nodes`` and all that they are computed from, as far as that is not ``known``."""
     seen: set[fx.Node] = set()
     stack = [n for n in nodes if n is not None]

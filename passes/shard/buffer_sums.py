@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, fx
 
 from passes.ir.collectives import COMMUNICATING, collective_name, ops
-from passes.ir.interpret import META, call
-from passes.ir.layouts import PARTIAL, shard
+from passes.ir.interpret import META, insert_operator_node
+from passes.ir.layouts import PARTIAL, make_shard_layout
 from passes.ir.model import FoldedModel, TensorSpec
-from passes.ir.rewrite import drop_unused, val
+from passes.ir.rewrite import drop_unused, get_node_tensor
 from passes.ir.verify import axis_of
 from passes.rules import factors_of
 from passes.rules.factors import Strategy, as_dim, get_node_argument, operands_of, with_operands
@@ -63,12 +63,12 @@ class _Accumulation:
         self.model, self.axis, self.parts = model, axis, parts
         self.blocks, self.calls, self.values = dict(model.blocks), list(model.calls), dict(model.values)
         self.producer = {v: (c.block, k) for c in self.calls for k, v in enumerate(c.outputs)}
-        self.meeting = self._meeting()
+        self.meeting = self._find_combining_nodes()
         self._found: dict[fx.Node, Part] = {}
         self._passed: dict[tuple[str, int], int] = {}  # output of a block -> the place of its part among the outputs
         self._looking: set[fx.Node] = set()
 
-    def _meeting(self) -> set[fx.Node]:
+    def _find_combining_nodes(self) -> set[fx.Node]:
         """The operators that bring samples together, and what depends on them, in any call."""
         found: set[fx.Node] = set()
         values: set[str] = set()
@@ -80,12 +80,14 @@ class _Accumulation:
                 inside = {n for n, v in zip(block.inputs, run.inputs, strict=True) if v in values}
                 found |= {n for n in block.placeholders if n.name in inside}
                 for node in block.graph.nodes:
-                    if node.op == "call_function" and (self._meets(node) or not found.isdisjoint(node.all_input_nodes)):
+                    if node.op == "call_function" and (
+                        self._is_combining_collective(node) or not found.isdisjoint(node.all_input_nodes)
+                    ):
                         found.add(node)
                 values |= {v for v, n in zip(run.outputs, block.outputs, strict=True) if n in found}
         return found
 
-    def _meets(self, node: fx.Node) -> bool:
+    def _is_combining_collective(self, node: fx.Node) -> bool:
         named = axis_of(node)
         return named is not None and named[0] == self.axis and collective_name(node.target) in COMMUNICATING
 
@@ -96,7 +98,7 @@ class _Accumulation:
         if node not in self.meeting:
             return False  # the same in every microbatch
         try:
-            part = self._sum(name, node)
+            part = self._build_microbatch_addend(name, node)
         except _NotLinear:
             return False
         outputs = list(block.outputs)
@@ -140,28 +142,28 @@ class _Accumulation:
                     del self.values[gone]
         return dropped
 
-    def _sum(self, name: str, node: fx.Node) -> fx.Node:
+    def _build_microbatch_addend(self, name: str, node: fx.Node) -> fx.Node:
         """A microbatch's part: of the first, with what is added once."""
-        if val(node).dtype == torch.bool:
+        if get_node_tensor(node).dtype == torch.bool:
             raise _NotLinear
-        adds, once = self._part(name, node)
+        adds, once = self._find_node_part(name, node)
         assert adds is not None, node
         if once is None:
             return adds
-        build = self._builder(name, node)
+        build = self._make_node_builder(name, node)
         first = build(aten.eq.Scalar, build(ops.axis_index.default, self.axis, self.parts), 0)
         return build(aten.add.Tensor, adds, build(aten.where.self, first, once, build(aten.zeros_like.default, once)))
 
-    def _builder(self, name: str, node: fx.Node) -> Callable[..., fx.Node]:
+    def _make_node_builder(self, name: str, node: fx.Node) -> Callable[..., fx.Node]:
         graph = self.blocks[name].graph
 
         def build(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
             with graph.inserting_before(graph.output_node()):
-                return call(graph, target, args, kwargs, like=node)
+                return insert_operator_node(graph, target, args, kwargs, like=node)
 
         return build
 
-    def _part(self, name: str, node: fx.Node) -> Part:
+    def _find_node_part(self, name: str, node: fx.Node) -> Part:
         if node not in self.meeting:
             return None, node
         if node not in self._found:
@@ -169,76 +171,81 @@ class _Accumulation:
                 raise _NotLinear  # a value that goes from layer to layer
             self._looking.add(node)
             try:
-                self._found[node] = self._made(name, node)
+                self._found[node] = self._compute_node_part(name, node)
             finally:
                 self._looking.discard(node)
         return self._found[node]
 
-    def _made(self, name: str, node: fx.Node) -> Part:
-        build = self._builder(name, node)
+    def _compute_node_part(self, name: str, node: fx.Node) -> Part:
+        build = self._make_node_builder(name, node)
         if node.op == "placeholder":
             return self._passed_in(name, node)
-        if self._meets(node):
-            return self._own(node, build), None
+        if self._is_combining_collective(node):
+            return self._build_collective_addend(node, build), None
         if node.target is operator.getitem:
-            adds, once = self._part(name, node.args[0])  # type: ignore[arg-type]
-            return _item(build, adds, node.args[1]), _item(build, once, node.args[1])
+            adds, once = self._find_node_part(name, node.args[0])  # type: ignore[arg-type]
+            return _build_result_item(build, adds, node.args[1]), _build_result_item(build, once, node.args[1])
         operands = operands_of(node)
         if node.target in _SUMS and len(operands) == 1 and isinstance(node.args[0], fx.Node):
-            return self._with_number(node, self._part(name, operands[0]), build)
+            return self._with_number(node, self._find_node_part(name, operands[0]), build)
         summed = {i for i, o in enumerate(operands) if o in self.meeting}
         together = next((p for p in _linear_in(node) if summed <= p), None)
         if together is None:
             return self._of_rows(name, node, build)
-        if any(val(o).dtype == torch.bool for i, o in enumerate(operands) if i in together):
+        if any(get_node_tensor(o).dtype == torch.bool for i, o in enumerate(operands) if i in together):
             raise _NotLinear
         zero = aten.zeros_like.default
         added, terms = list(operands), list(operands)
-        of = {i: self._part(name, operands[i]) for i in together}
+        of = {i: self._find_node_part(name, operands[i]) for i in together}
         for i, (adds, once) in of.items():
             added[i] = adds if adds is not None else build(zero, operands[i])
             terms[i] = once if once is not None else build(zero, added[i])
         some = any(once is not None for _, once in of.values())
-        return _again(node, added, build), _again(node, terms, build) if some else None
+        return _rebuild_with_operands(node, added, build), _rebuild_with_operands(node, terms, build) if some else None
 
     def _with_number(self, node: fx.Node, part: Part, build: Callable[..., fx.Node]) -> Part:
         """``x`` and a number, added up: the number is added once."""
         adds, once = part
         assert adds is not None, node
         once = once if once is not None else build(aten.zeros_like.default, adds)
-        if val(adds).dtype != val(node).dtype:
-            adds = build(aten._to_copy.default, adds, dtype=val(node).dtype)
-        return adds, _again(node, [once], build)
+        if get_node_tensor(adds).dtype != get_node_tensor(node).dtype:
+            adds = build(aten._to_copy.default, adds, dtype=get_node_tensor(node).dtype)
+        return adds, _rebuild_with_operands(node, [once], build)
 
     def _of_rows(self, name: str, node: fx.Node, build: Callable[..., fx.Node]) -> Part:
         """A sum over samples of what each of them makes: added to the first operand at places, or of all of them."""
         operands = operands_of(node)
         rows = _added_rows(node)
         if rows is not None:
-            mine = [self._rows(name, o, dim) for o, dim in zip(operands[1:], rows, strict=True)]
-            adds, once = self._part(name, operands[0])
+            mine = [self._build_microbatch_rows(name, o, dim) for o, dim in zip(operands[1:], rows, strict=True)]
+            adds, once = self._find_node_part(name, operands[0])
             adds = adds if adds is not None else build(aten.zeros_like.default, operands[0])
-            return _again(node, [adds, *mine], build), once
+            return _rebuild_with_operands(node, [adds, *mine], build), once
         for strategy in enumerate_strategies(node, self.parts):
             if strategy.factor is not None and all(layout == PARTIAL for layout in strategy.results):
                 with suppress(_NotLinear):
                     return self._of_samples(name, node, strategy), None
         raise _NotLinear
 
-    def _rows(self, name: str, node: fx.Node, dim: int) -> fx.Node:
+    def _build_microbatch_rows(self, name: str, node: fx.Node, dim: int) -> fx.Node:
         """A microbatch's part of ``node`` along ``dim``. Raises :class:`_NotLinear` where it is not of its samples."""
-        build = self._builder(name, node)
+        build = self._make_node_builder(name, node)
         if node not in self.meeting:
-            if val(node).shape[dim] % self.parts:
+            if get_node_tensor(node).shape[dim] % self.parts:
                 raise _NotLinear
-            return build(aten.index_select.default, node, dim, self._places(build, val(node).shape[dim] // self.parts))
-        if self._meets(node):
+            return build(
+                aten.index_select.default,
+                node,
+                dim,
+                self._build_row_indices(build, get_node_tensor(node).shape[dim] // self.parts),
+            )
+        if self._is_combining_collective(node):
             if collective_name(node.target) == "all_gather" and node.args[1] == dim:
                 return node.all_input_nodes[0]
             raise _NotLinear
         if node.op == "call_function" and isinstance(node.meta["val"], Tensor):
             for strategy in enumerate_strategies(node, self.parts):
-                if strategy.factor is not None and strategy.results == (shard(dim),):
+                if strategy.factor is not None and strategy.results == (make_shard_layout(dim),):
                     with suppress(_NotLinear):
                         return self._of_samples(name, node, strategy)
         raise _NotLinear
@@ -248,7 +255,7 @@ class _Accumulation:
         operands = []
         for operand, layout in zip(operands_of(node), strategy.operands, strict=True):
             if layout.is_shard and not layout.sections:
-                operands.append(self._rows(name, operand, layout.dim))
+                operands.append(self._build_microbatch_rows(name, operand, layout.dim))
             elif layout.is_whole and operand not in self.meeting:
                 operands.append(operand)
             else:
@@ -257,21 +264,23 @@ class _Accumulation:
         with graph.inserting_before(graph.output_node()):
             return local_call(node, strategy, self.axis, self.parts, operands, graph)
 
-    def _places(self, build: Callable[..., fx.Node], length: int) -> fx.Node:
+    def _build_row_indices(self, build: Callable[..., fx.Node], length: int) -> fx.Node:
         """The places of a microbatch's ``length`` rows among those of all."""
         start = build(aten.mul.Tensor, build(ops.axis_index.default, self.axis, self.parts), length)
         return build(aten.add.Tensor, build(aten.arange.default, length, device=META), start)
 
-    def _own(self, node: fx.Node, build: Callable[..., fx.Node]) -> fx.Node:
+    def _build_collective_addend(self, node: fx.Node, build: Callable[..., fx.Node]) -> fx.Node:
         """What a microbatch adds to what ``node`` brings together."""
         kind, mine = collective_name(node.target), node.all_input_nodes[0]
         if kind == "all_reduce":
             return mine
-        if kind != "all_gather" or val(mine).dtype == torch.bool:
+        if kind != "all_gather" or get_node_tensor(mine).dtype == torch.bool:
             raise _NotLinear
         dim = int(node.args[1])  # type: ignore[arg-type]
-        places = self._places(build, val(mine).shape[dim])
-        whole = build(aten.zeros.default, list(val(node).shape), dtype=val(mine).dtype, device=META)
+        places = self._build_row_indices(build, get_node_tensor(mine).shape[dim])
+        whole = build(
+            aten.zeros.default, list(get_node_tensor(node).shape), dtype=get_node_tensor(mine).dtype, device=META
+        )
         return build(aten.index_add.default, whole, dim, places, mine)
 
     def _passed_in(self, name: str, node: fx.Node) -> Part:
@@ -279,21 +288,21 @@ class _Accumulation:
         place = self.blocks[name].inputs.index(node.name)
         sources = {c.inputs[place]: self.producer.get(c.inputs[place]) for c in self.calls if c.block == name}
         outputs = {source for source in sources.values() if source is not None}
-        if None in sources.values() or any(self._output(o) not in self.meeting for o in outputs):
+        if None in sources.values() or any(self._find_output_node(o) not in self.meeting for o in outputs):
             raise _NotLinear  # some calls read what is the same for all microbatches
         for output in outputs:
             self._pass_on(output)
         made = []
         for further in range(2):
-            values = {v: self._value(v, further) for v in sources}
-            made.append(self._add_input(name, place, values, val(node)))
+            values = {v: self._find_further_output(v, further) for v in sources}
+            made.append(self._add_input(name, place, values, get_node_tensor(node)))
         return made[0], made[1]
 
-    def _output(self, output: tuple[str, int]) -> fx.Node:
+    def _find_output_node(self, output: tuple[str, int]) -> fx.Node:
         block, place = output
         return self.blocks[block].outputs[place]
 
-    def _value(self, value: str, further: int) -> str:
+    def _find_further_output(self, value: str, further: int) -> str:
         source = self.producer[value]
         run = next(c for c in self.calls if value in c.outputs)
         return run.outputs[self._passed[source] + further]
@@ -303,10 +312,10 @@ class _Accumulation:
         if output in self._passed:
             return
         name, block = output[0], self.blocks[output[0]]
-        node = self._output(output)
-        adds, once = self._part(name, node)
+        node = self._find_output_node(output)
+        adds, once = self._find_node_part(name, node)
         assert adds is not None, node
-        build = self._builder(name, node)
+        build = self._make_node_builder(name, node)
         once = once if once is not None else build(aten.zeros_like.default, adds)
         made = [build(aten.detach.default, n) for n in (adds, once)]
         place = self._passed[output] = len(block.outputs)
@@ -314,7 +323,7 @@ class _Accumulation:
         for i, run in enumerate(self.calls):
             if run.block == name:
                 values = tuple(f"{run.outputs[output[1]]}.{part}" for part in ("part", "once"))
-                self.values |= {v: TensorSpec.of(val(n)) for v, n in zip(values, made, strict=True)}
+                self.values |= {v: TensorSpec.of(get_node_tensor(n)) for v, n in zip(values, made, strict=True)}
                 self.producer |= {v: (name, place + k) for k, v in enumerate(values)}
                 self.calls[i] = replace(run, outputs=(*run.outputs, *values))
 
@@ -349,7 +358,7 @@ def _linear_in(node: fx.Node) -> tuple[frozenset[int], ...]:
     """The sets of operands that an operator is linear in together."""
     factors = factors_of(node)
     known = _LINEAR.get(node.target, () if factors is None else factors.linear)
-    if node.target is aten.copy.default and val(node).dtype == val(operands_of(node)[1]).dtype:
+    if node.target is aten.copy.default and get_node_tensor(node).dtype == get_node_tensor(operands_of(node)[1]).dtype:
         return (*known, frozenset((1,)))
     return known
 
@@ -357,7 +366,7 @@ def _linear_in(node: fx.Node) -> tuple[frozenset[int], ...]:
 def _added_rows(node: fx.Node) -> list[int] | None:
     """The dim of rows of each other operand, for an operator that adds rows to its first operand at places."""
     operands = operands_of(node)
-    shapes = [val(o).shape for o in operands]
+    shapes = [get_node_tensor(o).shape for o in operands]
     if node.target in (aten.index_add.default, aten.scatter_add.default) and shapes[0] and shapes[2]:
         dim = as_dim(get_node_argument(node, "dim"), len(shapes[0]))
         rows = [0, dim] if node.target is aten.index_add.default else [dim, dim]
@@ -373,10 +382,10 @@ def _added_rows(node: fx.Node) -> list[int] | None:
     return rows if len(sizes) == 1 else None
 
 
-def _again(node: fx.Node, operands: Sequence[fx.Node], build: Callable[..., fx.Node]) -> fx.Node:
+def _rebuild_with_operands(node: fx.Node, operands: Sequence[fx.Node], build: Callable[..., fx.Node]) -> fx.Node:
     args, kwargs = with_operands(node, operands)
     return build(node.target, *args, **kwargs)
 
 
-def _item(build: Callable[..., fx.Node], node: fx.Node | None, index: Any) -> fx.Node | None:
+def _build_result_item(build: Callable[..., fx.Node], node: fx.Node | None, index: Any) -> fx.Node | None:
     return None if node is None else build(operator.getitem, node, index)

@@ -31,7 +31,12 @@ from passes.ir.collectives import COMMUNICATING, collective_name
 from passes.ir.interpret import META
 from passes.ir.model import Block
 from passes.ir.rewrite import drop_unused
-from passes.shard.backward_halves import JointHalves, slimmed, upwards, woven
+from passes.shard.backward_halves import (
+    JointHalves,
+    choose_saved_nodes,
+    collect_ancestor_nodes,
+    insert_recomputed_nodes,
+)
 
 aten = torch.ops.aten
 
@@ -81,17 +86,17 @@ def take_out_zeros(graph: fx.Graph) -> None:
             continue
         first, second = (*node.args, None)[:2]
         one, other = (isinstance(o, fx.Node) and o in zeros for o in (first, second))
-        if _vanishes(node, one, other):
+        if _is_zero_result(node, one, other):
             zeros.add(node)
-        elif node.target in _BOTH and other and _alike(first, node):
+        elif node.target in _BOTH and other and _can_replace_node(first, node):
             node.replace_all_uses_with(first)
-        elif node.target == aten.add.Tensor and one and _alike(second, node) and not node.kwargs:
+        elif node.target == aten.add.Tensor and one and _can_replace_node(second, node) and not node.kwargs:
             node.replace_all_uses_with(second)
     if zeros:
         drop_unused(graph)
 
 
-def _vanishes(node: fx.Node, first: bool, second: bool) -> bool:
+def _is_zero_result(node: fx.Node, first: bool, second: bool) -> bool:
     """Whether ``node`` is zero, whose ``first`` or ``second`` operand may be."""
     if node.target in _EITHER:
         return first or second
@@ -102,7 +107,7 @@ def _vanishes(node: fx.Node, first: bool, second: bool) -> bool:
     return node.target in _BOTH and first and second
 
 
-def _alike(operand: object, node: fx.Node) -> bool:
+def _can_replace_node(operand: object, node: fx.Node) -> bool:
     """Whether ``operand`` can stand for ``node``: of its shape, type and memory order."""
     if not isinstance(operand, fx.Node):
         return False
@@ -170,7 +175,7 @@ class JointGraph:
     def cut(self, again: Collection[str] = ()) -> Differentiated:
         """The block's functions. What the nodes ``again`` of the block make is not saved: backward makes it once
         more."""
-        return _cut(self.graph, self.block, self.needs, self.with_grad, frozenset(again))
+        return _cut_joint_graph(self.graph, self.block, self.needs, self.with_grad, frozenset(again))
 
 
 def differentiate(
@@ -210,7 +215,7 @@ def joint_of(
     def joint(primals: list[Tensor], tangents: list[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
         leaves = [p.detach().requires_grad_() if need else p for p, need in zip(primals, needs, strict=True)]
         with torch.enable_grad():
-            outputs = [o.contiguous() for o in _run(block.graph, leaves, device, fused)]
+            outputs = [o.contiguous() for o in _interpret_graph(block.graph, leaves, device, fused)]
         wanted = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
         with_grad = [i for i, o in enumerate(outputs) if output_grads[i] and o.requires_grad]
         taken[:] = with_grad
@@ -220,7 +225,7 @@ def joint_of(
         try:
             grads = torch.autograd.grad([outputs[i] for i in with_grad], wanted, seeds, allow_unused=True)
         except RuntimeError as error:  # NotImplementedError among them
-            raise _underivable(block, error) from error
+            raise _build_derivative_error(block, error) from error
         return outputs, [None if g is None else g.contiguous() for g in grads]
 
     # Rows that are dispatched are of a number that is not known before they are.
@@ -228,21 +233,21 @@ def joint_of(
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes)
     fake.cache_enabled = False  # few operators of a block are asked for twice: to note them all takes longer
     with fake, fx.traceback.preserve_node_meta():
-        primals = [_empty(n.meta["val"], device) for n in placeholders]
-        tangents = [_empty(n.meta["val"], device) for n in block.outputs]
-        traced = _traced(joint, primals, tangents)
-        if any(map(_mutates, traced.graph.nodes)):
-            traced = _functional(traced, [*primals, *tangents])
+        primals = [_make_empty_tensor(n.meta["val"], device) for n in placeholders]
+        tangents = [_make_empty_tensor(n.meta["val"], device) for n in block.outputs]
+        traced = _trace_function(joint, primals, tangents)
+        if any(map(_is_mutating_node, traced.graph.nodes)):
+            traced = _functionalize_graph(traced, [*primals, *tangents])
     graph = traced.graph
     if sizes is not None:
         _settle_sizes(graph)
-    _simplify(graph)
+    _simplify_views(graph)
     take_out_zeros(graph)
-    _locate(graph)
+    _assign_source_locations(graph)
     return JointGraph(graph, block, tuple(needs), tuple(taken))
 
 
-def _underivable(block: Block, error: RuntimeError) -> Exception:
+def _build_derivative_error(block: Block, error: RuntimeError) -> Exception:
     """What to raise where torch cannot differentiate ``block``: it names an operator without a derivative."""
     named = _NO_DERIVATIVE.search(str(error))
     if named is None:
@@ -256,15 +261,15 @@ def _underivable(block: Block, error: RuntimeError) -> Exception:
     )
 
 
-def _traced(function: Callable[..., Any], *arguments: Any) -> fx.GraphModule:
+def _trace_function(function: Callable[..., Any], *arguments: Any) -> fx.GraphModule:
     return make_fx(function, tracing_mode="real", _error_on_data_dependent_ops=False)(*arguments)
 
 
-def _mutates(node: fx.Node) -> bool:
+def _is_mutating_node(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def _functional(traced: fx.GraphModule, arguments: list[Tensor]) -> fx.GraphModule:
+def _functionalize_graph(traced: fx.GraphModule, arguments: list[Tensor]) -> fx.GraphModule:
     """``traced`` without operators that write into their operands, which nothing need read: kernels and derivatives of
     torch's own write into memory formats (channels last) and into what they just made."""
 
@@ -272,14 +277,14 @@ def _functional(traced: fx.GraphModule, arguments: list[Tensor]) -> fx.GraphModu
         interpreter = fx.Interpreter(traced)
         return list(interpreter.run(*flat, enable_io_processing=False))
 
-    return _traced(torch.func.functionalize(run, remove="mutations"), *arguments)
+    return _trace_function(torch.func.functionalize(run, remove="mutations"), *arguments)
 
 
-def _empty(value: Tensor, device: torch.device) -> Tensor:
+def _make_empty_tensor(value: Tensor, device: torch.device) -> Tensor:
     return torch.empty(value.shape, dtype=value.dtype, device=device)
 
 
-def _run(graph: fx.Graph, arguments: list[Tensor], device: torch.device, fused: bool) -> list[Tensor]:
+def _interpret_graph(graph: fx.Graph, arguments: list[Tensor], device: torch.device, fused: bool) -> list[Tensor]:
     """Interpret ``graph``; operators on ``meta`` run on ``device``."""
     env: dict[fx.Node, Any] = {}
     values = iter(arguments)
@@ -293,12 +298,12 @@ def _run(graph: fx.Graph, arguments: list[Tensor], device: torch.device, fused: 
             kwargs = {k: device if v == META else v for k, v in fx.node.map_arg(node.kwargs, env.__getitem__).items()}
             where = {k: node.meta.get(k, "") for k in ("path", "source")} | {MADE_BY: node.meta.get(MADE_BY, node.name)}
             with fx.traceback.annotate(where):
-                result = (_fused(node) if fused else node.target)(*args, **kwargs)
+                result = (_select_fused_kernel(node) if fused else node.target)(*args, **kwargs)
             env[node] = result
     raise AssertionError("a block's graph ends in an output node")
 
 
-def _fused(node: fx.Node) -> Any:
+def _select_fused_kernel(node: fx.Node) -> Any:
     """The kernel that an accelerator has for an operator: attention of heads and norms, not in double precision."""
     value, target = node.meta["val"], node.target
     if target is aten.scaled_dot_product_attention.default and value.dim() == 4 and value.dtype != torch.float64:
@@ -366,7 +371,7 @@ def _settle_sizes(graph: fx.Graph) -> None:
         node.meta["val"] = settle(value)
 
 
-def _simplify(graph: fx.Graph) -> None:
+def _simplify_views(graph: fx.Graph) -> None:
     """Drop aliases, transposes that undo each other and views of views: each costs an interpreter step per run."""
     for node in graph.nodes:
         source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
@@ -377,7 +382,7 @@ def _simplify(graph: fx.Graph) -> None:
         elif node.target == aten.t.default and source.target == aten.t.default:
             node.replace_all_uses_with(source.args[0])
         elif node.target == aten.transpose.int and source.target == aten.transpose.int:
-            if _dims(node) == _dims(source):
+            if _read_transposed_dims(node) == _read_transposed_dims(source):
                 node.replace_all_uses_with(source.args[0])
         elif node.target in _VIEWS:
             if source.target in _VIEWS:
@@ -387,24 +392,24 @@ def _simplify(graph: fx.Graph) -> None:
     drop_unused(graph)
 
 
-def _dims(node: fx.Node) -> set[int]:
+def _read_transposed_dims(node: fx.Node) -> set[int]:
     return {d % node.meta["val"].dim() for d in node.args[1:3]}
 
 
-def _inputs(node: fx.Node) -> list[fx.Node]:
+def _list_operand_nodes(node: fx.Node) -> list[fx.Node]:
     return node.all_input_nodes
 
 
-def _users(node: fx.Node) -> list[fx.Node]:
+def _list_user_nodes(node: fx.Node) -> list[fx.Node]:
     return list(node.users)
 
 
-def _locate(graph: fx.Graph) -> None:
+def _assign_source_locations(graph: fx.Graph) -> None:
     """Give backward nodes the module path and source line of the forward operators that they belong to."""
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     for node in nodes:
         node.meta.update(node.meta.pop("custom", {}))
-    from_inputs, from_users = (nodes, _inputs), (nodes[::-1], _users)
+    from_inputs, from_users = (nodes, _list_operand_nodes), (nodes[::-1], _list_user_nodes)
     for order, neighbours in (from_inputs, from_users, from_inputs):
         for node in order:
             if not node.meta.get("path"):
@@ -413,7 +418,7 @@ def _locate(graph: fx.Graph) -> None:
                     node.meta.update({k: known[-1].meta.get(k, "") for k in ("path", "source")})
 
 
-def _cut(
+def _cut_joint_graph(
     graph: fx.Graph, block: Block, needs: Sequence[bool], with_grad: Sequence[int], again: frozenset[str]
 ) -> Differentiated:
     """The pieces of the joint graph, which stays as it is."""
@@ -424,13 +429,13 @@ def _cut(
     primals, tangents = placeholders[:num_primals], placeholders[num_primals:]
     results = nodes[-1].args[0]
     outputs, gradients = results[: len(block.outputs)], results[len(block.outputs) :]
-    forward = upwards(outputs)
+    forward = collect_ancestor_nodes(outputs)
     forward |= {n for n in nodes if n.target is operator.getitem and n.args[0] in forward} | set(primals)
     backward = [n for n in nodes if n.op == "call_function" and n not in forward]
     read_later = {o for n in backward for o in n.all_input_nodes} | {g for g in gradients if g is not None}
     saved = [n for n in nodes if n in forward and n in read_later]
     unkept = {n for n in forward if n.meta.get(MADE_BY) in again}
-    saved, remade = slimmed(saved, unkept, [n for n in nodes if n in forward], gradients)
+    saved, remade = choose_saved_nodes(saved, unkept, [n for n in nodes if n in forward], gradients)
     seeds = [tangents[i] for i in with_grad]
 
     needed = [i for i, need in enumerate(needs) if need]
@@ -439,10 +444,10 @@ def _cut(
     start = [*saved, *seeds]
     first, later, carried = JointHalves(nodes, forward, backward, remade, start).cut(of_inputs, of_states)
     return Differentiated(
-        forward=_piece(_operators(nodes, forward), primals, [*outputs, *saved]),
-        backward=_piece(woven(backward, remade, nodes), start, [*of_inputs, *of_states]),
-        backward_input=_piece(first, start, [*of_inputs, *carried]),
-        backward_weight=_piece(later, carried, of_states),
+        forward=_extract_subgraph(_select_operators(nodes, forward), primals, [*outputs, *saved]),
+        backward=_extract_subgraph(insert_recomputed_nodes(backward, remade, nodes), start, [*of_inputs, *of_states]),
+        backward_input=_extract_subgraph(first, start, [*of_inputs, *carried]),
+        backward_weight=_extract_subgraph(later, carried, of_states),
         num_outputs=len(outputs),
         saved=tuple(n.name for n in saved),
         grad_outputs=tuple(with_grad),
@@ -451,11 +456,13 @@ def _cut(
     )
 
 
-def _operators(nodes: list[fx.Node], chosen: set[fx.Node]) -> list[fx.Node]:
+def _select_operators(nodes: list[fx.Node], chosen: set[fx.Node]) -> list[fx.Node]:
     return [n for n in nodes if n in chosen and n.op == "call_function"]
 
 
-def _piece(body: list[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node | None]) -> JointSubgraph:
+def _extract_subgraph(
+    body: list[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node | None]
+) -> JointSubgraph:
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in inputs:

@@ -19,9 +19,9 @@ from torch import Tensor, fx
 from passes.capture.buffers import leading_to, settle_updates, with_frozen_as_buffers
 from passes.ir.model import Block, Call, Captured, FoldedModel, ModelState, TensorSpec
 from passes.ir.rewrite import aten
-from passes.ir.value_numbering import Signature, signature
+from passes.ir.value_numbering import Signature, compute_signature
 from passes.ops.random import DRAWS
-from passes.shard.segment import Unit, is_product, segment
+from passes.shard.segment import Unit, is_product, segment_operators
 
 _SHARED = "shared"
 
@@ -40,7 +40,7 @@ def fold(captured: Captured) -> FoldedModel:
     _mark_copied(graph)
 
     operators = [n for n in graph.nodes if n.op == "call_function"]
-    units = segment([n for n in operators if n not in free], captured.classes)
+    units = segment_operators([n for n in operators if n not in free], captured.classes)
     shared, units = _place_free([n for n in operators if n in free], units)
     folder = _Folder(captured, shared, units)
     folder.run()
@@ -112,7 +112,7 @@ def _share_common(graph: fx.Graph, free: set[fx.Node]) -> dict[str, str]:
     for node in list(graph.nodes):
         if node not in free:
             continue
-        key = (node.target, _frozen(node.args), _frozen(tuple(sorted(node.kwargs.items()))))
+        key = (node.target, _freeze_argument(node.args), _freeze_argument(tuple(sorted(node.kwargs.items()))))
         first = seen.setdefault(key, node)
         if first is not node:
             node.replace_all_uses_with(first)
@@ -122,9 +122,9 @@ def _share_common(graph: fx.Graph, free: set[fx.Node]) -> dict[str, str]:
     return merged
 
 
-def _frozen(argument: Any) -> Any:
+def _freeze_argument(argument: Any) -> Any:
     if isinstance(argument, tuple | list):
-        return tuple([_frozen(a) for a in argument])
+        return tuple([_freeze_argument(a) for a in argument])
     if isinstance(argument, slice):
         return "slice", argument.start, argument.stop, argument.step
     if isinstance(argument, bool | int | float):
@@ -152,7 +152,7 @@ def _place_free(free: Sequence[fx.Node], units: list[Unit]) -> tuple[list[list[f
     placed = [
         Unit(unit.path, _before_use(unit.nodes, {n: order[n] for n in own.get(i, ())})) for i, unit in enumerate(units)
     ]
-    return _components(own.get(shared, []), order), placed
+    return _find_connected_components(own.get(shared, []), order), placed
 
 
 def _before_use(nodes: Sequence[fx.Node], free: Mapping[fx.Node, int]) -> list[fx.Node]:
@@ -186,7 +186,7 @@ def _is_copied(node: fx.Node) -> bool:
     return bool(node.meta["copied"])
 
 
-def _components(nodes: Sequence[fx.Node], order: Mapping[fx.Node, int]) -> list[list[fx.Node]]:
+def _find_connected_components(nodes: Sequence[fx.Node], order: Mapping[fx.Node, int]) -> list[list[fx.Node]]:
     """The connected groups of ``nodes``, each in order."""
     parent = {n: n for n in nodes}
 
@@ -234,7 +234,7 @@ class _Folder:
         inside = set(unit.nodes)
         outputs = [n for n in unit.nodes if any(u not in inside for u in n.users)]
         outputs = [n for n in outputs if isinstance(n.meta["val"], Tensor) and not _is_copied(n)]
-        sign = signature(unit.nodes, outputs)
+        sign = compute_signature(unit.nodes, outputs)
         if sign.key not in self.blocks:
             self.blocks[sign.key] = _make_block(unit, sign, outputs)
         path = self.unique(unit.path or "model")
@@ -282,9 +282,9 @@ def _make_block(unit: Unit, sign: Signature, outputs: Sequence[fx.Node]) -> Bloc
     prefix = unit.path.partition("@")[0] + "."
     for node in sign.states:
         state: ModelState = node.meta["state"]
-        env[node] = _placeholder(graph, node, _identifier(state.name.removeprefix(prefix)))
+        env[node] = _make_placeholder(graph, node, _format_identifier(state.name.removeprefix(prefix)))
     for node in sign.inputs:
-        env[node] = _placeholder(graph, node, node.name if node.op == "placeholder" else "x")
+        env[node] = _make_placeholder(graph, node, node.name if node.op == "placeholder" else "x")
     for node in unit.nodes:
         args = fx.node.map_arg(node.args, env.__getitem__)
         kwargs = fx.node.map_arg(node.kwargs, env.__getitem__)
@@ -295,14 +295,14 @@ def _make_block(unit: Unit, sign: Signature, outputs: Sequence[fx.Node]) -> Bloc
     return Block("", graph, states, tuple(env[n].name for n in sign.inputs))
 
 
-def _placeholder(graph: fx.Graph, node: fx.Node, name: str) -> fx.Node:
+def _make_placeholder(graph: fx.Graph, node: fx.Node, name: str) -> fx.Node:
     made = graph.create_node("placeholder", name, name=name)
     made.target = made.name
     made.meta["val"] = TensorSpec.of(node.meta["val"]).meta()
     return made
 
 
-def _identifier(name: str) -> str:
+def _format_identifier(name: str) -> str:
     return re.sub(r"\W", "_", name)
 
 

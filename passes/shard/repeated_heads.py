@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from passes.ir.collectives import ops
-from passes.ir.interpret import call
+from passes.ir.interpret import insert_operator_node
 from passes.ir.model import Block
 from passes.ir.rewrite import drop_unused
 from passes.rules.attention import find_attention_band
@@ -70,10 +70,10 @@ class RepeatedHeads:
         for step in self.steps:
             if isinstance(step, fx.Node):
                 assert callable(step.target), step
-                made = call(graph, step.target, (made, *step.args[1:]), dict(step.kwargs), like=step)
+                made = insert_operator_node(graph, step.target, (made, *step.args[1:]), dict(step.kwargs), like=step)
             else:
                 known = _reshaped_from(made, step)
-                made = known or call(graph, aten.reshape.default, (made, list(step)), like=made)
+                made = known or insert_operator_node(graph, aten.reshape.default, (made, list(step)), like=made)
             made.meta.setdefault("grad", given)
         return made
 
@@ -82,20 +82,20 @@ def repeated_heads(value: fx.Node) -> RepeatedHeads | None:
     """How the heads of ``value``, ``[..., heads, positions, d]``, are repeated; ``None`` where they are not."""
     chain: list[fx.Node] = []
     node = value
-    while (place := _repetition(node)) is None:
-        if node.op != "call_function" or not (node.target in _RESHAPES | _COPIES | _CASTS or _order(node)):
+    while (place := _find_repeated_dim(node)) is None:
+        if node.op != "call_function" or not (node.target in _RESHAPES | _COPIES | _CASTS or _find_dim_order(node)):
             return None
         chain.append(node)
         node = operands_of(node)[0]
     source, steps = operands_of(node)[0], list[tuple[int, ...] | fx.Node]()
     for step in reversed(chain):
-        order = _order(step)
+        order = _find_dim_order(step)
         if order is not None:
             dims = tuple(place.shape[d] for d in order)
             place = _RepeatedDim(dims, order.index(place.dim), place.outer, place.inner, place.times)
             steps.append(step)
         elif step.target in _RESHAPES:
-            moved = _reshaped(place, get_meta_shape(step))
+            moved = _reshape_repeated_dim(place, get_meta_shape(step))
             if moved is None:
                 return None
             place = moved
@@ -107,7 +107,7 @@ def repeated_heads(value: fx.Node) -> RepeatedHeads | None:
     return RepeatedHeads(source, tuple(steps), place.times)
 
 
-def _repetition(node: fx.Node) -> _RepeatedDim | None:
+def _find_repeated_dim(node: fx.Node) -> _RepeatedDim | None:
     """The place of the repetitions that ``node`` makes along one dim; ``None`` where it makes none."""
     if node.op != "call_function":
         return None
@@ -130,7 +130,7 @@ def _repetition(node: fx.Node) -> _RepeatedDim | None:
     return _RepeatedDim(before, dim, 1, before[dim], after[dim] // before[dim])
 
 
-def _order(node: fx.Node) -> tuple[int, ...] | None:
+def _find_dim_order(node: fx.Node) -> tuple[int, ...] | None:
     """The order of dims that ``node`` puts them in; ``None`` for other operators."""
     if node.op != "call_function" or node.target not in (aten.transpose.int, aten.permute.default):
         return None
@@ -143,7 +143,7 @@ def _order(node: fx.Node) -> tuple[int, ...] | None:
     return tuple(order)
 
 
-def _reshaped(place: _RepeatedDim, after: Sequence[int]) -> _RepeatedDim | None:
+def _reshape_repeated_dim(place: _RepeatedDim, after: Sequence[int]) -> _RepeatedDim | None:
     """The place after a reshape of the tensor to ``after``; ``None`` where that cuts through the repetitions."""
     before = math.prod(place.shape[: place.dim]) * place.outer  # slices that are repeated
     reached = 1
@@ -167,7 +167,7 @@ def _reshaped_from(node: fx.Node, dims: tuple[int, ...]) -> fx.Node | None:
     return node
 
 
-def repetitions(attention: fx.Node) -> int:
+def count_head_repetitions(attention: fx.Node) -> int:
     """How often an attention's key and value heads are repeated, both alike, where it can do without; else 1."""
     if find_attention_band(attention) is None:
         return 1
@@ -207,7 +207,7 @@ def _read_once(block: Block, target: Any, tp: int) -> bool:
     for node in list(block.graph.nodes):
         if node.op != "call_function" or node.target is not target:
             continue
-        times = repetitions(node)
+        times = count_head_repetitions(node)
         left = exchanged_times(get_meta_shape(operands_of(node)[1])[1], times, tp) if times > 1 else times
         if left == times:
             continue
@@ -228,9 +228,16 @@ def _with_heads(graph: fx.Graph, value: fx.Node, times: int) -> fx.Node:
     assert found is not None, value
     made = found.build(graph)
     if times > 1:
-        made = call(graph, aten.repeat_interleave.self_int, (made, times, 1), like=made)
+        made = insert_operator_node(graph, aten.repeat_interleave.self_int, (made, times, 1), like=made)
         made.meta.setdefault("grad", value.meta.get("grad"))
     return made
 
 
-__all__ = ["RepeatedHeads", "exchanged_times", "group_queries", "read_heads_once", "repeated_heads", "repetitions"]
+__all__ = [
+    "RepeatedHeads",
+    "count_head_repetitions",
+    "exchanged_times",
+    "group_queries",
+    "read_heads_once",
+    "repeated_heads",
+]

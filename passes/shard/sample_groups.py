@@ -21,10 +21,10 @@ from torch import fx
 
 from passes.errors import UnsupportedError
 from passes.ir.collectives import ops
-from passes.ir.gradient_flow import differentiable
-from passes.ir.layouts import PARTIAL, REPLICATED, Layout, shard
+from passes.ir.gradient_flow import is_differentiable
+from passes.ir.layouts import PARTIAL, REPLICATED, Layout, make_shard_layout
 from passes.ir.model import Captured, ModelState
-from passes.ir.rewrite import Builder, aten, shape, val
+from passes.ir.rewrite import Builder, aten, get_node_tensor, list_node_sizes
 from passes.ops.random import DRAWS
 from passes.shard.split_batch import DATA
 
@@ -54,22 +54,30 @@ def over_groups(group: Captured, num_groups: int, apart: Collection[fx.Node]) ->
     given = {nodes[name] for name in (group.loss, *(o.value for o in group.outputs)) if name is not None}
     for state, name in group.updates.items():
         new, old = nodes[name], held.get(state)
-        chain = _depending(old, output) if old is not None else set()
+        chain = _collect_dependent_nodes(old, output) if old is not None else set()
         read = next((n for n in chain if n in given or (output in n.users and n is not new)), None)
         if read is None and chain and new not in chain:
             read = next(iter(chain))
         if read is not None or old in given:
-            raise UnsupportedError(_refusal(group.states[state], _READ.format(line=_line(read))))
+            raise UnsupportedError(
+                _format_buffer_refusal(group.states[state], _READ.format(line=_format_source_line(read)))
+            )
         if new is old:
             continue
-        factor = _factor(new, old, chain)
+        factor = _find_linear_factor(new, old, chain)
         if factor is None:
-            raise UnsupportedError(_refusal(group.states[state], _OTHER.format(line=_line(new))))
+            raise UnsupportedError(
+                _format_buffer_refusal(group.states[state], _OTHER.format(line=_format_source_line(new)))
+            )
         if new not in chain and new not in apart:
             continue  # the same after every group
-        if new.meta["val"].dtype == torch.bool or (factor not in (0.0, 1.0) and not val(new).dtype.is_floating_point):
-            raise UnsupportedError(_refusal(group.states[state], _KIND.format(kind=val(new).dtype)))
-        found.updates[state] = _part(group.graph, new, old, chain, factor, num_groups).name
+        if new.meta["val"].dtype == torch.bool or (
+            factor not in (0.0, 1.0) and not get_node_tensor(new).dtype.is_floating_point
+        ):
+            raise UnsupportedError(
+                _format_buffer_refusal(group.states[state], _KIND.format(kind=get_node_tensor(new).dtype))
+            )
+        found.updates[state] = _build_group_addend(group.graph, new, old, chain, factor, num_groups).name
         found.keeps[state] = factor**num_groups
     return found
 
@@ -85,19 +93,19 @@ _OTHER = (
 _KIND = "what the groups leave in it, of type {kind}, cannot be added up"
 
 
-def _refusal(state: ModelState, why: str) -> str:
+def _format_buffer_refusal(state: ModelState, why: str) -> str:
     return (
         f"forward changes the buffer {state.name!r}: with couple='microbatch' each group of samples changes it after "
         f"the one before, and {why}; plan with couple='batch', or keep it as it is (model.eval())"
     )
 
 
-def _line(node: fx.Node | None) -> str:
+def _format_source_line(node: fx.Node | None) -> str:
     source = node.meta.get("source") if node is not None else None
     return f" ({source})" if source else ""
 
 
-def _depending(old: fx.Node, output: fx.Node) -> set[fx.Node]:
+def _collect_dependent_nodes(old: fx.Node, output: fx.Node) -> set[fx.Node]:
     found, stack = set[fx.Node](), [old]
     while stack:
         for user in stack.pop().users:
@@ -107,18 +115,18 @@ def _depending(old: fx.Node, output: fx.Node) -> set[fx.Node]:
     return found
 
 
-def _factor(node: Any, old: fx.Node | None, chain: Collection[fx.Node]) -> float | None:
+def _find_linear_factor(node: Any, old: fx.Node | None, chain: Collection[fx.Node]) -> float | None:
     """``a`` of ``node`` = ``a * old + b``; ``None`` where it is not of this form."""
     if node is old:
         return 1.0
     if node not in chain:
         return 0.0
-    of = [_factor(a, old, chain) if isinstance(a, fx.Node) else 0.0 for a in node.args]
+    of = [_find_linear_factor(a, old, chain) if isinstance(a, fx.Node) else 0.0 for a in node.args]
     if any(f is None for f in of):
         return None
     known = [f for f in of if f is not None]
     numbers = [a for a in node.args if isinstance(a, int | float) and not isinstance(a, bool)]
-    if val(node).shape != val(old).shape if old is not None else False:
+    if get_node_tensor(node).shape != get_node_tensor(old).shape if old is not None else False:
         return None
     match node.target:
         case aten.add.Tensor | aten.sub.Tensor:
@@ -130,12 +138,14 @@ def _factor(node: Any, old: fx.Node | None, chain: Collection[fx.Node]) -> float
             return -known[0]
         case aten.lerp.Scalar:
             return known[0] + float(numbers[0]) * (known[1] - known[0])
-        case aten._to_copy.default if val(node).dtype.is_floating_point and val(node.args[0]).dtype.is_floating_point:
+        case aten._to_copy.default if (
+            get_node_tensor(node).dtype.is_floating_point and get_node_tensor(node.args[0]).dtype.is_floating_point
+        ):
             return known[0]
     return known[0] if node.target in _SAME else None
 
 
-def _part(
+def _build_group_addend(
     graph: fx.Graph, new: fx.Node, old: fx.Node | None, chain: Collection[fx.Node], factor: float, num_groups: int
 ) -> fx.Node:
     """What a group adds: ``a^(n - 1 - i) * b``."""
@@ -153,7 +163,7 @@ def _part(
             last = build(aten.eq.Scalar, index, num_groups - 1)
             return build(aten.where.self, last, new, build(aten.zeros_like.default, new))
         after = build(aten.add.Tensor, build(aten.mul.Tensor, index, -1), num_groups - 1)
-        kind = torch.float64 if val(new).dtype == torch.float64 else torch.float32
+        kind = torch.float64 if get_node_tensor(new).dtype == torch.float64 else torch.float32
         weight = build(aten.pow.Scalar, factor, build(aten._to_copy.default, after, dtype=kind))
         return build(aten.mul.Tensor, new, weight)
 
@@ -189,11 +199,13 @@ def mean_over_groups(
     nodes = {n.name: n for n in group.graph.nodes}
     apart = _by_sample(group, {p for p, dim in inputs.items() if dim is not None})
     results = [(o.path, nodes[o.value]) for o in group.outputs if o.value is not None]
-    shapes = _result_shapes(twice()) if any(shape(node) for _, node in results) else {}
-    outputs = {path: _joined(path, node, shapes.get(path), node in apart) for path, node in results}
+    shapes = _result_shapes(twice()) if any(list_node_sizes(node) for _, node in results) else {}
+    outputs = {path: _find_output_layout(path, node, shapes.get(path), node in apart) for path, node in results}
     averaged = [o.value for o in group.outputs if outputs.get(o.path) == PARTIAL] + [group.loss]
     recurrences = over_groups(group, num_groups, apart)
-    moved = _scaled(group.graph, [nodes[name] for name in dict.fromkeys(averaged) if name is not None], num_groups)
+    moved = _divide_by_group_count(
+        group.graph, [nodes[name] for name in dict.fromkeys(averaged) if name is not None], num_groups
+    )
     _draw_apart(group.graph, num_groups)
     cut = ", ".join(f"{p} (dim {dim})" for p, dim in inputs.items() if dim is not None)
     whole = ", ".join(p for p, dim in inputs.items() if dim is None)
@@ -213,7 +225,7 @@ def mean_over_groups(
 
 def _result_shapes(captured: Captured) -> dict[str, list[int]]:
     by_name = {n.name: n for n in captured.graph.nodes}
-    return {o.path: shape(by_name[o.value]) for o in captured.outputs if o.value is not None}
+    return {o.path: list_node_sizes(by_name[o.value]) for o in captured.outputs if o.value is not None}
 
 
 def _by_sample(captured: Captured, paths: Collection[str]) -> set[fx.Node]:
@@ -229,9 +241,9 @@ def _by_sample(captured: Captured, paths: Collection[str]) -> set[fx.Node]:
     return found
 
 
-def _joined(path: str, node: fx.Node, larger: list[int] | None, apart: bool) -> Layout:
+def _find_output_layout(path: str, node: fx.Node, larger: list[int] | None, apart: bool) -> Layout:
     """How the groups' results of ``node`` make the whole; ``larger``: its shape with twice the samples."""
-    one = shape(node)
+    one = list_node_sizes(node)
     if larger is not None and len(larger) != len(one):
         raise UnsupportedError(
             f"the output {path!r} has {len(one)} dims in a group ({one}) and {len(larger)} in a larger one, so that "
@@ -240,12 +252,12 @@ def _joined(path: str, node: fx.Node, larger: list[int] | None, apart: bool) -> 
         )
     dim = next((d for d, (few, many) in enumerate(zip(one, larger or one, strict=True)) if few != many), None)
     if dim is not None:
-        return shard(dim)
+        return make_shard_layout(dim)
     if not apart:
         return REPLICATED
-    if differentiable(val(node)):
+    if is_differentiable(get_node_tensor(node)):
         return PARTIAL
-    kind = str(val(node).dtype).removeprefix("torch.")
+    kind = str(get_node_tensor(node).dtype).removeprefix("torch.")
     raise UnsupportedError(
         f"the output {path!r} ({kind}, shape {one}) depends on a group's samples and has no dim of them, so "
         "that what the groups give can be neither joined nor averaged; leave it out of what forward returns, return it "
@@ -253,7 +265,7 @@ def _joined(path: str, node: fx.Node, larger: list[int] | None, apart: bool) -> 
     )
 
 
-def _scaled(graph: fx.Graph, nodes: Collection[fx.Node], num_groups: int) -> dict[str, str]:
+def _divide_by_group_count(graph: fx.Graph, nodes: Collection[fx.Node], num_groups: int) -> dict[str, str]:
     """Return each of ``nodes`` divided by the number of groups; which name went where."""
     if num_groups == 1:
         return {}
@@ -275,5 +287,5 @@ def _draw_apart(graph: fx.Graph, num_groups: int) -> None:
         build, index = Builder(graph, node), node.args[0]
         with graph.inserting_before(node):
             group = build(ops.axis_index.default, DATA, num_groups)
-            before = build(aten.mul.Tensor, group, val(node).numel())
+            before = build(aten.mul.Tensor, group, get_node_tensor(node).numel())
             node.replace_input_with(index, build(aten.add.Tensor, index, before))

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, fx
 
-from passes.ir.value_numbering import signature
+from passes.ir.value_numbering import compute_signature
 from passes.products import is_product_name
 
 _CANDIDATES = 16  # periods that are tried
@@ -32,12 +32,12 @@ def split_by_period(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
 
     Of the places where the pattern can be cut, one is taken that the fewest values cross.
     """
-    tokens = _tokens(nodes)
-    best = max((_longest(tokens, p) for p in _periods(tokens)), default=(0, 0, 0))
+    tokens = _number_operators(nodes)
+    best = max((_find_longest_repetition(tokens, p) for p in _find_frequent_periods(tokens)), default=(0, 0, 0))
     length, start, period = best
     if length < 2 * period or length < _SHARE * len(nodes):
         return [list(nodes)]
-    crossing = _crossing(nodes)
+    crossing = _count_crossing_values(nodes)
     shift = min(range(period), key=lambda s: (sum(crossing[start + s : start + length : period]), s))
     first = start + shift
     cuts = [first + i * period for i in range((start + length - first) // period + 1)]
@@ -45,26 +45,26 @@ def split_by_period(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
     return [list(nodes[a:b]) for a, b in itertools.pairwise(borders)]
 
 
-def _tokens(nodes: Sequence[fx.Node]) -> np.ndarray[Any, Any]:
+def _number_operators(nodes: Sequence[fx.Node]) -> np.ndarray[Any, Any]:
     """A number for each operator: equal for equal operators, constants and shapes."""
     numbers: dict[Any, int] = {}
-    return np.array([numbers.setdefault(_token(n), len(numbers)) for n in nodes])
+    return np.array([numbers.setdefault(_build_operator_key(n), len(numbers)) for n in nodes])
 
 
-def _token(node: fx.Node) -> Any:
-    operands = tuple((n.op, _shape(n)) for n in node.all_input_nodes)
+def _build_operator_key(node: fx.Node) -> Any:
+    operands = tuple((n.op, _build_shape_key(n)) for n in node.all_input_nodes)
     constants = repr(fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: None))
-    return node.target, constants, operands, _shape(node)
+    return node.target, constants, operands, _build_shape_key(node)
 
 
-def _shape(node: fx.Node) -> Any:
+def _build_shape_key(node: fx.Node) -> Any:
     value = node.meta["val"]
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype
     return tuple(tuple(v.shape) for v in value if isinstance(v, Tensor))
 
 
-def _periods(tokens: np.ndarray[Any, Any]) -> list[int]:
+def _find_frequent_periods(tokens: np.ndarray[Any, Any]) -> list[int]:
     """The distances at which equal tokens most often follow each other, rare tokens first."""
     last: dict[int, int] = {}
     distances: Counter[int] = Counter()
@@ -75,7 +75,7 @@ def _periods(tokens: np.ndarray[Any, Any]) -> list[int]:
     return [d for d, _ in distances.most_common(_CANDIDATES)]
 
 
-def _longest(tokens: np.ndarray[Any, Any], period: int) -> tuple[int, int, int]:
+def _find_longest_repetition(tokens: np.ndarray[Any, Any], period: int) -> tuple[int, int, int]:
     """(length, start, -) of the longest stretch that repeats itself every ``period``; the period last."""
     equal = np.concatenate([[False], tokens[:-period] == tokens[period:], [False]])
     edges = np.flatnonzero(equal[1:] != equal[:-1])
@@ -86,7 +86,7 @@ def _longest(tokens: np.ndarray[Any, Any], period: int) -> tuple[int, int, int]:
     return int(ends[widest] - starts[widest]) + period, int(starts[widest]), period
 
 
-def _crossing(nodes: Sequence[fx.Node]) -> list[int]:
+def _count_crossing_values(nodes: Sequence[fx.Node]) -> list[int]:
     """For each place, how many values made before it are read at it or later."""
     place = {n: i for i, n in enumerate(nodes)}
     change = [0] * (len(nodes) + 1)
@@ -148,15 +148,15 @@ class _ModuleCall:
         return [c for c in self.children.values() if c.parameters]
 
 
-def segment(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> list[Unit]:
+def segment_operators(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> list[Unit]:
     """The units of ``nodes`` (operators, in order); every node is in exactly one."""
     root = _call_tree(nodes, classes)
     atoms: list[_ModuleCall] = []
-    _split(root, atoms, is_root=True)
+    _collect_unit_calls(root, atoms, is_root=True)
     owner: dict[fx.Node, _ModuleCall] = {n: atom for atom in atoms for n in atom.nodes}
     units: list[Unit] = []
-    for unit in _runs(nodes, owner):
-        work = sum(map(_work, unit.nodes))
+    for unit in _group_nodes_by_call(nodes, owner):
+        work = sum(map(_estimate_operator_work, unit.nodes))
         whole = unit.glue or work < _DOMINANT * root.work
         pieces = [unit.nodes] if whole else split_by_period(unit.nodes)
         units += [Unit(unit.path, piece, unit.glue, unit.leaf) for piece in pieces]
@@ -166,7 +166,7 @@ def segment(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> list[Unit]:
 def _call_tree(nodes: Sequence[fx.Node], classes: Mapping[str, str]) -> _ModuleCall:
     root = _ModuleCall("", "", None)
     for node in nodes:
-        work = _work(node)
+        work = _estimate_operator_work(node)
         parameters = sum(_is_parameter(n) for n in node.all_input_nodes)
         call = root
         for name in ("", *node.meta.get("stack", ())):
@@ -185,7 +185,7 @@ def _is_parameter(node: fx.Node) -> bool:
     return state is not None and state.kind == "parameter"
 
 
-def _work(node: fx.Node) -> float:
+def _estimate_operator_work(node: fx.Node) -> float:
     """A rough number of operations: of a product, twice the product of its result and its summed dim."""
     value = node.meta["val"]
     result = sum(math.prod(v.shape) for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, Tensor))
@@ -204,11 +204,11 @@ def is_product(node: fx.Node) -> bool:
 
 
 # --- which module calls are units -------------------------------------------------------------------------------------
-def _split(call: _ModuleCall, atoms: list[_ModuleCall], is_root: bool = False) -> None:
+def _collect_unit_calls(call: _ModuleCall, atoms: list[_ModuleCall], is_root: bool = False) -> None:
     """Append to ``atoms`` the calls below ``call`` that are units."""
     parts = call.parts
     for part in parts:
-        part.key = hash(signature(part.nodes).key)
+        part.key = hash(compute_signature(part.nodes).key)
     counts = Counter(p.key for p in parts)
     lists = {(p.list_prefix, p.class_name) for p in parts if counts[p.key] > 1 and p.list_prefix is not None}
     for part in parts:
@@ -216,37 +216,37 @@ def _split(call: _ModuleCall, atoms: list[_ModuleCall], is_root: bool = False) -
         like_siblings = (part.list_prefix, part.class_name) in lists
         inside = _longest_chain(part) if repeated else 0
         if (repeated and inside >= max(2, counts[part.key])) or (
-            not repeated and not like_siblings and _splittable(part)
+            not repeated and not like_siblings and _is_unit_container(part)
         ):
-            _split(part, atoms)
+            _collect_unit_calls(part, atoms)
         else:
             atoms.append(part)
 
 
-def _splittable(call: _ModuleCall) -> bool:
+def _is_unit_container(call: _ModuleCall) -> bool:
     """Whether a module that occurs once is a container of units rather than a unit."""
     parts = call.parts
     if not parts:
         return False
     listed = [p for p in parts if p.list_prefix is not None]
-    if call.class_name in _CONTAINERS or (call.list_prefix is None and listed and _chained(listed)):
+    if call.class_name in _CONTAINERS or (call.list_prefix is None and listed and _is_call_chain(listed)):
         return True
-    return _longest_chain(call) > 1 or any(_splittable(p) for p in parts)
+    return _longest_chain(call) > 1 or any(_is_unit_container(p) for p in parts)
 
 
 def _longest_chain(call: _ModuleCall) -> int:
     """How many of the children are like others, each feeding the next of its kind, and together most of the work."""
     groups: dict[int, list[_ModuleCall]] = {}
     for part in call.parts:
-        groups.setdefault(hash(signature(part.nodes).key), []).append(part)
-    repeated = [g for g in groups.values() if len(g) > 1 and _chained(g)]
+        groups.setdefault(hash(compute_signature(part.nodes).key), []).append(part)
+    repeated = [g for g in groups.values() if len(g) > 1 and _is_call_chain(g)]
     longest = sum(map(len, repeated))
     if sum(p.work for g in repeated for p in g) < _DOMINANT * call.work:
         longest = 0
     return max([longest, *(_longest_chain(p) for p in call.parts if p.work >= _DOMINANT * call.work)])
 
 
-def _chained(calls: Sequence[_ModuleCall]) -> bool:
+def _is_call_chain(calls: Sequence[_ModuleCall]) -> bool:
     """Whether each call reads, however indirectly, what the one before it made."""
     for before, after in itertools.pairwise(calls):
         last = after.nodes[-1]
@@ -267,7 +267,7 @@ def _chained(calls: Sequence[_ModuleCall]) -> bool:
 
 
 # --- runs and glue ----------------------------------------------------------------------------------------------------
-def _runs(nodes: Sequence[fx.Node], owner: Mapping[fx.Node, _ModuleCall]) -> list[Unit]:
+def _group_nodes_by_call(nodes: Sequence[fx.Node], owner: Mapping[fx.Node, _ModuleCall]) -> list[Unit]:
     units: list[Unit] = []
     current: Any = ()
     for node in nodes:
@@ -289,7 +289,7 @@ def _own_path(node: fx.Node) -> str:
 
 def _merge_glue(units: list[Unit]) -> list[Unit]:
     """Give each piece of glue to a neighbour where that keeps like units alike."""
-    keys = [hash(signature(u.nodes).key) for u in units]
+    keys = [hash(compute_signature(u.nodes).key) for u in units]
     counts = Counter(k for u, k in zip(units, keys, strict=True) if not u.glue)
     repeated = [not u.glue and not u.leaf and counts[k] > 1 for u, k in zip(units, keys, strict=True)]
     following = Counter((keys[i], keys[i + 1]) for i in range(len(units) - 1) if repeated[i] and units[i + 1].glue)

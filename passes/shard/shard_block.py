@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from passes.ir.collectives import ops
-from passes.ir.interpret import call, refresh
+from passes.ir.interpret import insert_operator_node, refresh_node_value
 from passes.ir.layouts import REPLICATED, Layout, local_shape, piece_order, sections_of
 from passes.ir.model import Block, TensorSpec
 from passes.ir.rewrite import drop_unused
@@ -112,7 +112,7 @@ class _Rewriter:
             layout = self.produced[source][index]
             self.produced[node] = (layout,)
             made = self.made[source, self.produced[source][0]]
-            self.made[node, layout] = call(self.graph, operator.getitem, (made, index), like=node)
+            self.made[node, layout] = insert_operator_node(self.graph, operator.getitem, (made, index), like=node)
             return
         strategy = strategies[node.name]
         operands = [self.read(o, to) for o, to in zip(operands_of(node), strategy.operands, strict=True)]
@@ -135,29 +135,29 @@ class _Rewriter:
     # Each of the steps below appends nodes and returns the resharded value.
 
     def collective(self, name: str, local: fx.Node, *args: object) -> fx.Node:
-        return call(self.graph, getattr(ops, name).default, (local, *args), like=local)
+        return insert_operator_node(self.graph, getattr(ops, name).default, (local, *args), like=local)
 
     def rank_major(self, local: fx.Node, layout: Layout) -> fx.Node:
         """A whole dim of sections, reordered so that the plain ``n``-th part is rank ``n``'s shard."""
         if not layout.sections and not layout.zigzag:
             return local
-        parts, order = _pieces(layout, local.meta["val"].shape[layout.dim], self.num_ranks)
+        parts, order = _order_dim_pieces(layout, local.meta["val"].shape[layout.dim], self.num_ranks)
         return self.reorder(local, layout.dim, parts, order)
 
     def section_major(self, local: fx.Node, layout: Layout) -> fx.Node:
         """The inverse of :meth:`rank_major`."""
         if not layout.sections and not layout.zigzag:
             return local
-        parts, order = _pieces(layout, local.meta["val"].shape[layout.dim], self.num_ranks)
+        parts, order = _order_dim_pieces(layout, local.meta["val"].shape[layout.dim], self.num_ranks)
         back = [0] * len(order)
         for place, piece in enumerate(order):
             back[piece] = place
         return self.reorder(local, layout.dim, [parts[piece] for piece in order], back)
 
     def reorder(self, local: fx.Node, dim: int, parts: list[int], order: list[int]) -> fx.Node:
-        split = call(self.graph, aten.split_with_sizes.default, (local, parts, dim), like=local)
-        pieces = [call(self.graph, operator.getitem, (split, i), like=local) for i in order]
-        return call(self.graph, aten.cat.default, (pieces, dim), like=local)
+        split = insert_operator_node(self.graph, aten.split_with_sizes.default, (local, parts, dim), like=local)
+        pieces = [insert_operator_node(self.graph, operator.getitem, (split, i), like=local) for i in order]
+        return insert_operator_node(self.graph, aten.cat.default, (pieces, dim), like=local)
 
     def gather(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
         grad = "reduce" if to.kind == "R'" else "slice"
@@ -188,13 +188,13 @@ class _Rewriter:
         """An n-th of a whole value is a partial sum of it."""
         if source.kind == "R" and local.meta.get("grad"):
             local = self.copy(local, source, to)
-        return call(self.graph, aten.mul.Tensor, (local, 1.0 / self.num_ranks), like=local)
+        return insert_operator_node(self.graph, aten.mul.Tensor, (local, 1.0 / self.num_ranks), like=local)
 
     def same(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
         return local
 
 
-def _pieces(layout: Layout, size: int, num_ranks: int) -> tuple[list[int], list[int]]:
+def _order_dim_pieces(layout: Layout, size: int, num_ranks: int) -> tuple[list[int], list[int]]:
     """The sizes of the equal pieces of a dim's sections, and their order rank by rank."""
     by_rank = piece_order(layout, num_ranks)
     count = sum(map(len, by_rank))
@@ -229,14 +229,14 @@ def fuse_bias(block: Block) -> Block:
         if node.target != aten.add.Tensor or node.kwargs or len(node.args) != 2:
             continue
         for product, bias in (node.args, node.args[::-1]):
-            if _fusible(product, bias, node):
-                _fuse(node, product, bias)
+            if _can_fuse_bias(product, bias, node):
+                _fuse_product_with_bias(node, product, bias)
                 break
     drop_unused(block.graph)
     return block
 
 
-def _fusible(product: object, bias: object, node: fx.Node) -> bool:
+def _can_fuse_bias(product: object, bias: object, node: fx.Node) -> bool:
     if not (isinstance(product, fx.Node) and isinstance(bias, fx.Node)) or len(product.users) != 1:
         return False
     if product.target not in (aten.linear.default, aten.mm.default) or len(product.args) != 2:
@@ -245,13 +245,13 @@ def _fusible(product: object, bias: object, node: fx.Node) -> bool:
     return bool(b.dim() == 1 and b.shape[0] == a.shape[-1] and a.shape == out.shape and a.dtype == b.dtype == out.dtype)
 
 
-def _fuse(node: fx.Node, product: fx.Node, bias: fx.Node) -> None:
+def _fuse_product_with_bias(node: fx.Node, product: fx.Node, bias: fx.Node) -> None:
     with node.graph.inserting_before(node):
         if product.target == aten.linear.default:
             fused = node.graph.call_function(aten.linear.default, (*product.args, bias))
         else:
             fused = node.graph.call_function(aten.addmm.default, (bias, *product.args))
     fused.meta.update(product.meta)
-    refresh(fused)
+    refresh_node_value(fused)
     node.replace_all_uses_with(fused)
     node.graph.erase_node(node)

@@ -23,7 +23,7 @@ from torch import fx
 
 from passes.errors import UnsupportedError
 from passes.ir.collectives import COMMUNICATING, collective_name, ops
-from passes.ir.interpret import META, call
+from passes.ir.interpret import META, insert_operator_node
 from passes.ir.layouts import Layout, local_shape
 from passes.ir.model import Block, Call, FoldedModel, TensorSpec
 from passes.ir.rewrite import drop_unused
@@ -59,7 +59,7 @@ def split_batch(
     split = _extract_totals(split)
     if num_microbatches > 1:
         split = accumulate_updates(split, DATA, parts)
-    _localise(split, num_microbatches)
+    _localise_data_collectives(split, num_microbatches)
     return split
 
 
@@ -78,14 +78,14 @@ def _extract_totals(model: FoldedModel) -> FoldedModel:
     for run in model.calls:
         block = model.blocks[run.block]
         totals = [n for n in block.graph.nodes if n.target == ops.all_reduce.default and n.args[1] == DATA]
-        totals = [n for n in totals if _pure(model, run, n, producers)]
+        totals = [n for n in totals if _is_independent_total(model, run, n, producers)]
         if not totals:
             calls.append(run)
             continue
         name = f"{block.name}.totals"
         names = tuple(f"{run.path}:total{i}" for i in range(len(totals)))
         blocks[name], states, inputs = _totals_block(model, run, totals, name, producers)
-        blocks[block.name + ".rest"] = _without(block, totals)
+        blocks[block.name + ".rest"] = _turn_totals_into_inputs(block, totals)
         prologue.append(Call(name, run.path, states, inputs, names, shared=True, prologue=True))
         values.update({v: TensorSpec.of(n.meta["val"]) for v, n in zip(names, totals, strict=True)})
         calls.append(replace(run, block=block.name + ".rest", inputs=(*run.inputs, *names)))
@@ -93,12 +93,14 @@ def _extract_totals(model: FoldedModel) -> FoldedModel:
     return model.with_(blocks={k: b for k, b in blocks.items() if k in used}, calls=[*prologue, *calls], values=values)
 
 
-def _pure(model: FoldedModel, call: Call, node: fx.Node, producers: Mapping[str, tuple[int, int]]) -> bool:
+def _is_independent_total(
+    model: FoldedModel, call: Call, node: fx.Node, producers: Mapping[str, tuple[int, int]]
+) -> bool:
     """Whether ``node`` depends on no parameter and on no other total."""
     block = model.blocks[call.block]
     bound = dict(zip(block.states, call.states, strict=True))
     passed = dict(zip(block.inputs, call.inputs, strict=True))
-    for n in _ancestors(node):
+    for n in _list_ancestor_nodes(node):
         if n is not node and collective_name(n.target) in COMMUNICATING:
             return False
         if n.name in bound and model.states[bound[n.name]].kind == "parameter":
@@ -106,12 +108,12 @@ def _pure(model: FoldedModel, call: Call, node: fx.Node, producers: Mapping[str,
         if n.name in passed and passed[n.name] in producers:
             index, output = producers[passed[n.name]]
             source = model.calls[index]
-            if not _pure(model, source, model.blocks[source.block].outputs[output], producers):
+            if not _is_independent_total(model, source, model.blocks[source.block].outputs[output], producers):
                 return False
     return True
 
 
-def _ancestors(node: fx.Node) -> list[fx.Node]:
+def _list_ancestor_nodes(node: fx.Node) -> list[fx.Node]:
     seen: dict[fx.Node, None] = {}
     stack = [node]
     while stack:
@@ -182,7 +184,7 @@ class _CallInliner:
         return Block(name, graph, tuple(names[:count]), tuple(names[count:])), states, inputs
 
 
-def _without(block: Block, totals: list[fx.Node]) -> Block:
+def _turn_totals_into_inputs(block: Block, totals: list[fx.Node]) -> Block:
     """``block`` reading ``totals`` as further inputs instead of computing them."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -199,7 +201,7 @@ def _without(block: Block, totals: list[fx.Node]) -> Block:
     return Block(block.name + ".rest", graph, block.states, inputs)
 
 
-def _localise(model: FoldedModel, num_microbatches: int) -> None:
+def _localise_data_collectives(model: FoldedModel, num_microbatches: int) -> None:
     """Say ``dp`` for ``data`` where one microbatch is the whole local batch; refuse communication where it is not."""
     for block in model.blocks.values():
         for node in list(block.graph.nodes):
@@ -210,7 +212,8 @@ def _localise(model: FoldedModel, num_microbatches: int) -> None:
                 node.args = tuple("dp" if a == DATA else a for a in node.args)
             elif name in COMMUNICATING or (node.meta.get("grad") and name in ("copy", "shard_slice")):
                 raise UnsupportedError(
-                    f"{_meeting(model, block, node)}, which cannot be kept exact over {num_microbatches} "
+                    f"{_describe_combining_operator(model, block, node)}, which cannot be kept exact over "
+                    f"{num_microbatches} "
                     "microbatches; use one microbatch: microbatch_size = batch / dp, or couple='microbatch', by which "
                     "samples meet within a microbatch alone and the step is the mean over microbatches"
                 )
@@ -218,9 +221,9 @@ def _localise(model: FoldedModel, num_microbatches: int) -> None:
                 _slice_by_index(block.graph, node)
 
 
-def _meeting(model: FoldedModel, block: Block, node: fx.Node) -> str:
+def _describe_combining_operator(model: FoldedModel, block: Block, node: fx.Node) -> str:
     """Where samples meet: at what adds them up, or at what reads all of those that ``node`` brings together."""
-    reader = node if collective_name(node.target) in _ADDING else _reader(model, block, node) or node
+    reader = node if collective_name(node.target) in _ADDING else _find_first_reader(model, block, node) or node
     where = f"{reader.meta.get('path') or 'the model'} ({reader.meta.get('source') or 'source unknown'})"
     if reader is node or not isinstance(reader.target, torch._ops.OpOverload):
         return f"{where} combines samples across the batch"
@@ -234,7 +237,7 @@ _ADDING = ("all_reduce", "all_reduce_max", "reduce_scatter")
 _MOVING = (aten.split_with_sizes.default, aten.cat.default, operator.getitem)
 
 
-def _reader(model: FoldedModel, block: Block, node: fx.Node) -> fx.Node | None:
+def _find_first_reader(model: FoldedModel, block: Block, node: fx.Node) -> fx.Node | None:
     """The first operator that reads what ``node`` makes, in this block or in what is called after it."""
     place = node.meta.get("path"), node.meta.get("source")
     waiting: list[tuple[Block, fx.Node]] = [(block, node)]
@@ -268,11 +271,11 @@ def _slice_by_index(graph: fx.Graph, node: fx.Node) -> None:
     whole, dim, axis, size = node.args
     length = node.meta["val"].shape[dim]
     with graph.inserting_before(node):
-        place = call(graph, ops.axis_index.default, (axis, size), like=node)
-        steps = call(graph, aten.arange.default, (length,), {"device": META}, like=node)
-        start = call(graph, aten.mul.Tensor, (place, length), like=node)
-        index = call(graph, aten.add.Tensor, (steps, start), like=node)
-        taken = call(graph, aten.index_select.default, (whole, dim, index), like=node)
+        place = insert_operator_node(graph, ops.axis_index.default, (axis, size), like=node)
+        steps = insert_operator_node(graph, aten.arange.default, (length,), {"device": META}, like=node)
+        start = insert_operator_node(graph, aten.mul.Tensor, (place, length), like=node)
+        index = insert_operator_node(graph, aten.add.Tensor, (steps, start), like=node)
+        taken = insert_operator_node(graph, aten.index_select.default, (whole, dim, index), like=node)
     for made in (place, steps, start, index):
         made.meta["grad"] = False
     node.replace_all_uses_with(taken)
@@ -328,7 +331,7 @@ def _of_operator(node: fx.Node, operands: Sequence[Samples]) -> Results:
     carried: set[str] = set()
     for samples, dims in zip(operands, rule.operands, strict=True):
         for dim, count in samples.items():
-            carried |= set(_outermost(dims[dim], count, rule.sizes))
+            carried |= set(_select_outer_factors(dims[dim], count, rule.sizes))
     results = []
     for dims in rule.results:
         of_dims = {d: math.prod(rule.sizes[f] for f in names if f in carried) for d, names in enumerate(dims)}
@@ -336,7 +339,7 @@ def _of_operator(node: fx.Node, operands: Sequence[Samples]) -> Results:
     return tuple(results)
 
 
-def _outermost(factors: Sequence[str], count: int, sizes: Mapping[str, int]) -> Sequence[str]:
+def _select_outer_factors(factors: Sequence[str], count: int, sizes: Mapping[str, int]) -> Sequence[str]:
     """The outer factors of a dim that are ``count`` together; none where no prefix is."""
     product = 1
     for place, name in enumerate(factors):

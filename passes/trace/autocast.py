@@ -53,8 +53,8 @@ def casts_traced(device: str | None, line: Callable[[], str]) -> Iterator[None]:
         plain_init(self, own, *args, **kwargs)
 
     def call(mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
-        asked = _asked(device)
-        with _off():
+        asked = _read_autocast_request(device)
+        with _disable_torch_autocast():
             if asked is None or not pre_dispatch:
                 return plain_call(mode, func, pre_dispatch, args, kwargs)
             to = casts_of(func, args, kwargs, asked, line)
@@ -72,8 +72,8 @@ def casts_traced(device: str | None, line: Callable[[], str]) -> Iterator[None]:
 
     patches: list[Any] = [
         mock.patch.object(autocast_mode.autocast, "__init__", init),
-        mock.patch.object(autocast_mode.autocast, "__enter__", _enter),
-        mock.patch.object(autocast_mode.autocast, "__exit__", _exit),
+        mock.patch.object(autocast_mode.autocast, "__enter__", _enter_autocast_region),
+        mock.patch.object(autocast_mode.autocast, "__exit__", _exit_autocast_region),
         mock.patch.object(proxy_tensor, "proxy_call", call),
     ]
     if device == "cuda":  # whether or not this machine has one
@@ -87,11 +87,11 @@ def casts_traced(device: str | None, line: Callable[[], str]) -> Iterator[None]:
 
 def autocast_on() -> Asked | None:
     """The region of autocast that the caller is in."""
-    return next(filter(None, map(_asked, DEVICES)), None)
+    return next(filter(None, map(_read_autocast_request, DEVICES)), None)
 
 
 @contextmanager
-def _off() -> Iterator[None]:
+def _disable_torch_autocast() -> Iterator[None]:
     """Inside, no operator is cast by torch itself."""
     on = [device for device in DEVICES if torch.is_autocast_enabled(device)]
     for device in on:
@@ -103,16 +103,16 @@ def _off() -> Iterator[None]:
             torch.set_autocast_enabled(device, True)
 
 
-without_autocast = _off
+without_autocast = _disable_torch_autocast
 
 
-def _asked(device: str | None) -> Asked | None:
+def _read_autocast_request(device: str | None) -> Asked | None:
     if device is None or not torch.is_autocast_enabled(device):
         return None
     return device, torch.get_autocast_dtype(device)
 
 
-def _enter(self: Any) -> Any:
+def _enter_autocast_region(self: Any) -> Any:
     """``autocast.__enter__``, but for the mark that torch.export would make of it."""
     self.prev = torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device)
     torch.set_autocast_enabled(self.device, self._enabled)
@@ -120,7 +120,7 @@ def _enter(self: Any) -> Any:
     return self
 
 
-def _exit(self: Any, *_: Any) -> bool:
+def _exit_autocast_region(self: Any, *_: Any) -> bool:
     torch.set_autocast_enabled(self.device, self.prev[0])
     torch.set_autocast_dtype(self.device, self.prev[1])
     return False
@@ -145,23 +145,29 @@ def casts_of(func: Any, args: Any, kwargs: Any, asked: Asked, line: Callable[[],
     if not (own or made_of_others) or not any(map(_is_cast, leaves)):
         return None
     try:
-        shown = [_spec(leaf) if isinstance(leaf, Tensor) else _plain(leaf) for leaf in leaves]
+        shown = [
+            _build_tensor_spec(leaf) if isinstance(leaf, Tensor) else _require_plain_value(leaf) for leaf in leaves
+        ]
     except TypeError:
         if not own:
             return None
-        raise UnsupportedError(_refusal(func, asked, line, "its sizes depend on tensors' numbers")) from None
+        raise UnsupportedError(
+            _format_autocast_refusal(func, asked, line, "its sizes depend on tensors' numbers")
+        ) from None
     key = (func, asked, tuple(map(repr, shown)), repr(tree))
     if key not in _known:
-        _known[key] = _in_thread(lambda: _observe(func, shown, tree, asked))
+        _known[key] = _in_thread(lambda: _observe_operand_cast(func, shown, tree, asked))
     found = _known[key]
     if isinstance(found, Exception):
-        raise UnsupportedError(_refusal(func, asked, line, f"torch says: {str(found).splitlines()[0]}"))
+        raise UnsupportedError(_format_autocast_refusal(func, asked, line, f"torch says: {str(found).splitlines()[0]}"))
     if found is not None and (own if found is _APART else func._schema.is_mutable):
-        raise UnsupportedError(_refusal(func, asked, line, "torch does more there than to cast its operands"))
+        raise UnsupportedError(
+            _format_autocast_refusal(func, asked, line, "torch does more there than to cast its operands")
+        )
     return found
 
 
-def _refusal(func: Any, asked: Asked, line: Callable[[], str], why: str) -> str:
+def _format_autocast_refusal(func: Any, asked: Asked, line: Callable[[], str], why: str) -> str:
     return (
         f"{func.name()}{line()} in a region of torch.autocast({asked[0]!r}, {asked[1]}) cannot be kept exact ({why}): "
         "take it out of the region, or cast its operands yourself within autocast(enabled=False)"
@@ -174,11 +180,13 @@ class _Spec(NamedTuple):
     dtype: torch.dtype
 
 
-def _spec(tensor: Tensor) -> _Spec:
-    return _Spec(tuple(map(_plain, tensor.shape)), tuple(map(_plain, tensor.stride())), tensor.dtype)
+def _build_tensor_spec(tensor: Tensor) -> _Spec:
+    return _Spec(
+        tuple(map(_require_plain_value, tensor.shape)), tuple(map(_require_plain_value, tensor.stride())), tensor.dtype
+    )
 
 
-def _plain(value: Any) -> Any:
+def _require_plain_value(value: Any) -> Any:
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         raise TypeError("depends on numbers")
     return value
@@ -200,19 +208,19 @@ def _in_thread(function: Callable[[], Any]) -> Any:
     return found[0]
 
 
-def _observe(func: Any, shown: list[Any], tree: pytree.TreeSpec, asked: Asked) -> Any:
+def _observe_operand_cast(func: Any, shown: list[Any], tree: pytree.TreeSpec, asked: Asked) -> Any:
     """The first type of operands with which an operator does without autocast what it does with it."""
     _, narrow = asked
     with mock.patch.object(fake_tensor, "init_gpu_context"):
         try:
-            wanted = _log(func, shown, tree, asked, None, on=True)
+            wanted = _log_operator_run(func, shown, tree, asked, None, on=True)
         except Exception:
             if _is_left_alone(func, shown, tree, asked):
                 return None
             raise
         for to in (None, narrow, torch.float32):
             try:
-                if _log(func, shown, tree, asked, to, on=False) == wanted:
+                if _log_operator_run(func, shown, tree, asked, to, on=False) == wanted:
                     return to
             except Exception:  # it does not take operands of these types
                 continue
@@ -221,7 +229,7 @@ def _observe(func: Any, shown: list[Any], tree: pytree.TreeSpec, asked: Asked) -
 
 def _is_left_alone(func: Any, shown: list[Any], tree: pytree.TreeSpec, asked: Asked) -> bool:
     """Whether autocast knows neither an operator nor any that it is made of: some need a GPU to be run on one."""
-    log, _ = _run(func, shown, tree, ("cpu", asked[1]), None, on=False)
+    log, _ = _run_with_cast_operands(func, shown, tree, ("cpu", asked[1]), None, on=False)
     return not any(_is_listed(name, asked[0]) for name in (func.name(), *log.names))
 
 
@@ -229,12 +237,12 @@ def _is_listed(name: str, device: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, f"Autocast{device.upper()}")
 
 
-def _log(*call: Any, on: bool) -> Any:
-    log, made = _run(*call, on=on)
+def _log_operator_run(*call: Any, on: bool) -> Any:
+    log, made = _run_with_cast_operands(*call, on=on)
     return log.entries, made
 
 
-def _run(
+def _run_with_cast_operands(
     func: Any, shown: list[Any], tree: pytree.TreeSpec, asked: Asked, to: torch.dtype | None, *, on: bool
 ) -> tuple[_AutocastLog, list[torch.dtype]]:
     """What is computed, and in which types, by an operator whose operands are cast ``to`` a type."""
@@ -258,7 +266,7 @@ def _run(
                 made = func(*args, **kwargs)
         finally:
             torch.set_autocast_enabled(device, False)
-    return log, _types(made)
+    return log, _list_floating_dtypes(made)
 
 
 class _AutocastLog(TorchDispatchMode):
@@ -271,7 +279,7 @@ class _AutocastLog(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        read, gives = _types((args, kwargs or {})), _types(made)
+        read, gives = _list_floating_dtypes((args, kwargs or {})), _list_floating_dtypes(made)
         if gives and func.overloadpacket not in _MOVES and not func.is_view:
             if _casts_itself(func, args, kwargs or {}):
                 read = [gives[0] for _ in read]
@@ -286,6 +294,6 @@ def _casts_itself(func: Any, args: Any, kwargs: Any) -> bool:
     return given.get("dtype") is not None or bool(given.get("half_to_float"))
 
 
-def _types(values: Any) -> list[torch.dtype]:
+def _list_floating_dtypes(values: Any) -> list[torch.dtype]:
     tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, Tensor)]
     return [t.dtype for t in tensors if t.dtype.is_floating_point]

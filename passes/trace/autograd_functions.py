@@ -46,17 +46,17 @@ from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
 from passes.errors import PartitionError, UnsupportedError
-from passes.faults import is_users, shorten
+from passes.faults import is_users, shorten_file_path
 from passes.ir.collectives import _library
-from passes.ir.gradient_flow import differentiable
-from passes.ir.interpret import META, call
+from passes.ir.gradient_flow import is_differentiable
+from passes.ir.interpret import META, insert_operator_node
 from passes.ir.linearity import NotAffine
 from passes.ir.model import Captured
 from passes.ir.rewrite import drop_unused
 from passes.trace.autocast import without_autocast
 from passes.trace.hook_sources import GIVEN, MODEL, HookValue, code_of, what_it_does
-from passes.trace.layer_reuse import aside
-from passes.trace.transpose import ASKS_NUMBERS, Transposed, transpose
+from passes.trace.layer_reuse import pause_trace_and_journal
+from passes.trace.transpose import ASKS_NUMBERS, Transposed, transpose_backward
 
 aten = torch.ops.aten
 CHECKPOINT_NOTE = (
@@ -119,12 +119,13 @@ def traced_with_own_gradients() -> Iterator[None]:
         takes_grad = any(isinstance(a, Tensor) and a.requires_grad for a in (*args, *kwargs.values()))
         if _is_torchs(cls) or not takes_grad or not torch.is_grad_enabled():
             return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
-        return _apply(cls, _positional(cls, args, kwargs))
+        return _apply_custom_function(cls, _bind_positional_arguments(cls, args, kwargs))
 
     def transformed(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if not _is_torchs(cls):
             raise UnsupportedError(
-                f"{_named(cls)}.apply is called inside a transform of torch.func (vmap, grad, jvp), through which a "
+                f"{_format_class_name(cls)}.apply is called inside a transform of torch.func (vmap, grad, "
+                f"jvp), through which a "
                 "plan cannot follow its gradient; expected a call outside of it, on the whole batch"
             )
         return custom_function_call(cls, *args, **kwargs)
@@ -141,7 +142,7 @@ def _is_torchs(cls: type) -> bool:
     return cls.__module__.split(".")[0] == "torch"
 
 
-def _positional(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def _bind_positional_arguments(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """All arguments of a call in the order of forward's parameters, as autograd counts them."""
     if not kwargs:
         return args
@@ -149,17 +150,18 @@ def _positional(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     bound = inspect.signature(cls.forward).bind(*before, *args, **kwargs)
     if bound.kwargs:
         raise UnsupportedError(
-            f"{_named(cls)}.apply is called with {', '.join(bound.kwargs)} by keyword; expected positional arguments"
+            f"{_format_class_name(cls)}.apply is called with {', '.join(bound.kwargs)} by keyword; "
+            f"expected positional arguments"
         )
     return bound.args[len(before) :]
 
 
-def _apply(cls: Any, args: tuple[Any, ...]) -> Any:
+def _apply_custom_function(cls: Any, args: tuple[Any, ...]) -> Any:
     needs = tuple(isinstance(a, Tensor) and a.requires_grad for a in args)
     ctx = _Context(needs)
-    inputs = _needing(args, needs)
+    inputs = _select_needing_gradient(args, needs)
     changes = [x - x.detach() for x in inputs]  # before forward, which may write to its arguments
-    given = tuple(_copied(a) for a in args) if _marks_dirty(cls) else args
+    given = tuple(_copy_tensor_argument(a) for a in args) if _marks_dirty(cls) else args
     with torch.no_grad():
         if _is_setup_context_defined(cls.setup_context):
             made = cls.forward(*given)
@@ -168,19 +170,20 @@ def _apply(cls: Any, args: tuple[Any, ...]) -> Any:
             made = cls.forward(ctx, *given)
     if ctx.dirty_tensors and given is args:
         raise UnsupportedError(
-            f"{_named(cls)}.forward changes its arguments in place and says so through another function; expected "
+            f"{_format_class_name(cls)}.forward changes its arguments in place and says so through another "
+            f"function; expected "
             "ctx.mark_dirty(...) in forward or setup_context itself"
         )
     outputs = list(made) if isinstance(made, tuple) else [made]
     fixed = {id(t) for t in ctx.non_differentiable}
-    which = [k for k, y in enumerate(outputs) if isinstance(y, Tensor) and _differentiable(y) and id(y) not in fixed]
+    which = [k for k, y in enumerate(outputs) if isinstance(y, Tensor) and _is_differentiable(y) and id(y) not in fixed]
     written = {id(copy): a for copy, a in zip(given, args, strict=True) if any(copy is d for d in ctx.dirty_tensors)}
     back = {k: written[id(y)] for k, y in enumerate(outputs) if id(y) in written}
     if which:
         with without_autocast():  # backward runs outside of any region
-            transposed = _transposed(cls, ctx, given, needs, outputs, which)
+            transposed = _transpose_custom_backward(cls, ctx, given, needs, outputs, which)
         added, constants = transposed(changes)
-        terms = [_term(constant.detach(), changes[place]) for place, constant in constants.items()]
+        terms = [_build_gradient_term(constant.detach(), changes[place]) for place, constant in constants.items()]
         for k, change in zip(which, added, strict=True):
             outputs[k] = outputs[k].detach() + change
             if not transposed.complete:
@@ -191,14 +194,14 @@ def _apply(cls: Any, args: tuple[Any, ...]) -> Any:
     return tuple(outputs) if isinstance(made, tuple) else outputs[0]
 
 
-def _term(constant: Tensor, change: Tensor) -> Tensor:
+def _build_gradient_term(constant: Tensor, change: Tensor) -> Tensor:
     """The scalar, zero where ``change`` is, that has ``constant`` as its gradient for ``change``."""
     if change.is_complex():
         return (constant.conj() * change).real.sum()
     return (constant * change).sum()
 
 
-def _needing(args: Sequence[Any], needs: Sequence[bool]) -> list[Tensor]:
+def _select_needing_gradient(args: Sequence[Any], needs: Sequence[bool]) -> list[Tensor]:
     return [a for a, need in zip(args, needs, strict=True) if need]
 
 
@@ -207,13 +210,13 @@ def _marks_dirty(cls: Any) -> bool:
     return any("mark_dirty" in f.__code__.co_names for f in functions if hasattr(f, "__code__"))
 
 
-def _copied(argument: Any) -> Any:
+def _copy_tensor_argument(argument: Any) -> Any:
     if not isinstance(argument, Tensor):
         return argument
     return argument.detach().clone().requires_grad_(argument.requires_grad)
 
 
-def _transposed(
+def _transpose_custom_backward(
     cls: Any,
     ctx: _Context,
     args: Sequence[Any],
@@ -234,27 +237,32 @@ def _transposed(
             except (PartitionError, *ASKS_NUMBERS):
                 raise
             except AssertionError as error:
-                raise _Wrong(_said(error)) from error
+                raise _Wrong(_format_error_reason(error)) from error
             except Exception as error:
-                raise _Untraced(f"cannot be traced ({_said(error)})") from error
+                raise _Untraced(f"cannot be traced ({_format_error_reason(error)})") from error
             return _as_inputs(found if isinstance(found, tuple | list) else (found,), args, needs)
 
     some = not ctx.materialize_grads and len(which) > 1
     try:
-        with aside():
-            made = transpose(backward, [outputs[k] for k in which], _needing(args, needs), some=some)
+        with pause_trace_and_journal():
+            made = transpose_backward(
+                backward, [outputs[k] for k in which], _select_needing_gradient(args, needs), some=some
+            )
     except _Wrong as error:
         raise UnsupportedError(
-            f"{_named(cls)}.backward does not run: {error}; the model cannot be trained as it is, with or without a "
+            f"{_format_class_name(cls)}.backward does not run: {error}; the model cannot be trained as it "
+            f"is, with or without a "
             "plan"
         ) from error
     except _Untraced as error:
         raise UnsupportedError(
-            f"{_named(cls)}.backward {error}; expected operators on tensors alone, without looking at their numbers"
+            f"{_format_class_name(cls)}.backward {error}; expected operators on tensors alone, without "
+            f"looking at their numbers"
         ) from error
     except NotAffine as error:
         raise UnsupportedError(
-            f"{_named(cls)}.backward {error.what}, so that its gradient cannot be kept exact on parts of the batch; "
+            f"{_format_class_name(cls)}.backward {error.what}, so that its gradient cannot be kept exact "
+            f"on parts of the batch; "
             f"{error.instead}"
         ) from error
     return made
@@ -291,7 +299,7 @@ class _Untraced(Exception):
     """Backward fails on tensors without numbers."""
 
 
-def _said(error: Exception) -> str:
+def _format_error_reason(error: Exception) -> str:
     return next(iter(str(error).splitlines()), "").rstrip(".") or f"{type(error).__name__} is raised"
 
 
@@ -301,7 +309,7 @@ def _side_effects_refused(cls: Any) -> Iterator[None]:
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise UnsupportedError(
-            f"{_named(cls)}.backward runs layers again and calls backward() on them, so that "
+            f"{_format_class_name(cls)}.backward runs layers again and calls backward() on them, so that "
             "gradients of weights come as a side effect, of which a plan cannot know; expected a backward that returns "
             "all gradients: call the layers in forward without it, and let the plan choose what is recomputed "
             "(recompute=)"
@@ -321,17 +329,18 @@ class _SettingGrad(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") == "__set__" and getattr(func, "__self__", None) is Tensor.grad:
             raise UnsupportedError(
-                f"{_named(self.cls)}.backward sets the gradient of a tensor as a side effect, of which a plan cannot "
+                f"{_format_class_name(self.cls)}.backward sets the gradient of a tensor as a side effect, "
+                f"of which a plan cannot "
                 "know; expected a backward that returns all gradients: pass the tensor to apply()"
             )
         return func(*args, **(kwargs or {}))
 
 
-def _named(cls: Any) -> str:
+def _format_class_name(cls: Any) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _differentiable(value: Tensor) -> bool:
+def _is_differentiable(value: Tensor) -> bool:
     return value.dtype.is_floating_point or value.dtype.is_complex
 
 
@@ -357,22 +366,22 @@ def check_hooks(model: nn.Module, *, train: bool) -> tuple[str, ...]:
     for name, parameter in model.named_parameters() if train else ():
         for table in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
             for hook in (table or {}).values():
-                _check(hook, (GIVEN,), f"the parameter {name!r} has a hook on its gradient")
-                notes.append(_note(hook, f"of the parameter {name!r}", "gradients"))
+                _check_hook_effects(hook, (GIVEN,), f"the parameter {name!r} has a hook on its gradient")
+                notes.append(_format_hook_note(hook, f"of the parameter {name!r}", "gradients"))
     for name, module in model.named_modules():
         of = f"of the module {name!r}" if name else "of the model"
         for hook, given in _of_tables(module, _BACKWARD) if train else ():
-            _check(hook, given, f"{f'the module {name!r}' if name else 'the model'} has a backward hook")
-            notes.append(_note(hook, of, "gradients"))
+            _check_hook_effects(hook, given, f"{f'the module {name!r}' if name else 'the model'} has a backward hook")
+            notes.append(_format_hook_note(hook, of, "gradients"))
         for hook, given in _forward_hooks(module).values():
             if what_it_does(hook, given) is None:
-                notes.append(_note(hook, of, "what forward computes"))
+                notes.append(_format_hook_note(hook, of, "what forward computes"))
     for hook, given in _of_tables(modules, _GLOBAL_BACKWARD) if train else ():
-        _check(hook, given, "a backward hook of all modules (register_module_full_backward_hook) is set")
-        notes.append(_note(hook, "of all modules", "gradients"))
+        _check_hook_effects(hook, given, "a backward hook of all modules (register_module_full_backward_hook) is set")
+        notes.append(_format_hook_note(hook, "of all modules", "gradients"))
     for hook, given in _of_tables(modules, _GLOBAL_FORWARD):
-        _check(hook, given, "a forward hook of all modules (register_module_forward_hook) is set")
-        notes.append(_note(hook, "of all modules", "what forward computes"))
+        _check_hook_effects(hook, given, "a forward hook of all modules (register_module_forward_hook) is set")
+        notes.append(_format_hook_note(hook, "of all modules", "what forward computes"))
     return tuple(dict.fromkeys(notes))
 
 
@@ -395,19 +404,19 @@ def forward_hooks_of(model: nn.Module) -> list[Any]:
     return [hook for module in model.modules() for hook, _ in _forward_hooks(module).values()]
 
 
-def _check(hook: Any, given: Sequence[HookValue], what: str) -> None:
+def _check_hook_effects(hook: Any, given: Sequence[HookValue], what: str) -> None:
     reason = what_it_does(hook, given)
     if reason is not None:
-        raise UnsupportedError(f"{what}, {_ADVICE}. The hook is {_described(hook)}; it {reason}")
+        raise UnsupportedError(f"{what}, {_ADVICE}. The hook is {_format_hook_location(hook)}; it {reason}")
 
 
-def _note(hook: Any, of: str, at: str) -> str:
-    return f"the hook {_described(hook)} {of} only looks at {at}: the plan does not call it"
+def _format_hook_note(hook: Any, of: str, at: str) -> str:
+    return f"the hook {_format_hook_location(hook)} {of} only looks at {at}: the plan does not call it"
 
 
-def _described(hook: Any) -> str:
+def _format_hook_location(hook: Any) -> str:
     name, code = code_of(hook)
-    return f"{name} ({shorten(code.co_filename)}:{code.co_firstlineno})" if code is not None else name
+    return f"{name} ({shorten_file_path(code.co_filename)}:{code.co_firstlineno})" if code is not None else name
 
 
 def drop_looking_hooks(model: nn.Module) -> None:
@@ -443,17 +452,17 @@ def hooks_refused(notes: list[str]) -> Iterator[None]:
             reason = what_it_does(hook, given)
             if reason is not None:
                 raise UnsupportedError(
-                    f"forward gives a {what} a hook on its gradient{_where()}, {_ADVICE}. The hook is "
-                    f"{_described(hook)}; it {reason}"
+                    f"forward gives a {what} a hook on its gradient{_format_user_location()}, {_ADVICE}. The hook is "
+                    f"{_format_hook_location(hook)}; it {reason}"
                 )
-            notes.append(_note(hook, f"that forward gives a {what}", "gradients"))
+            notes.append(_format_hook_note(hook, f"that forward gives a {what}", "gradients"))
             return RemovableHandle(collections.OrderedDict())
 
         return register
 
     def refused(what: str) -> Callable[..., Any]:
         def refuse(*args: Any, **kwargs: Any) -> Any:
-            raise UnsupportedError(f"forward gives {what} a hook{_where()}, {_ADVICE}")
+            raise UnsupportedError(f"forward gives {what} a hook{_format_user_location()}, {_ADVICE}")
 
         return refuse
 
@@ -537,11 +546,12 @@ def _memory_left_to_plan(notes: list[str]) -> Iterator[None]:
 
     def entered(hooks: Any) -> Any:
         if isinstance(hooks, graph.save_on_cpu):
-            left.offloaded.add(_line())
+            left.offloaded.add(_format_user_line())
             return None
         if not type(hooks).__module__.startswith("torch.") or type(hooks) is graph.saved_tensors_hooks:
             raise UnsupportedError(
-                f"forward packs what is saved for backward (saved_tensors_hooks){_where()}, which a plan would leave "
+                f"forward packs what is saved for backward (saved_tensors_hooks){_format_user_location()}, "
+                f"which a plan would leave "
                 "out; expected forward without it: let the plan choose what is recomputed (recompute=) or offloaded, "
                 "or write what it does to gradients as a torch.autograd.Function"
             )
@@ -553,10 +563,10 @@ def _memory_left_to_plan(notes: list[str]) -> Iterator[None]:
 
     def noted(run: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
         name = _class_of(function)
-        left.checkpointed.add(f"{name} at {_line()}" if name else _line())
+        left.checkpointed.add(f"{name} at {_format_user_line()}" if name else _format_user_line())
         takes_gradient = any(isinstance(a, Tensor) and a.requires_grad for a in args)
         if run is run_twice and torch.is_grad_enabled() and not takes_gradient:
-            left.without_gradients.add(_line())
+            left.without_gradients.add(_format_user_line())
         return run(function, *args, **kwargs)
 
     with (
@@ -579,15 +589,15 @@ def _class_of(function: Any) -> str:
     return type(module).__name__ if isinstance(module, nn.Module) else ""
 
 
-def _line() -> str:
+def _format_user_line() -> str:
     """``file:line`` of the user's code that is run now."""
     frames = [f for f in traceback.extract_stack()[:-1] if is_users(f.filename)]
-    return f"{shorten(frames[-1].filename)}:{frames[-1].lineno}" if frames else "a line that is not known"
+    return f"{shorten_file_path(frames[-1].filename)}:{frames[-1].lineno}" if frames else "a line that is not known"
 
 
-def _where() -> str:
+def _format_user_location() -> str:
     frames = [f for f in traceback.extract_stack()[:-1] if is_users(f.filename)]
-    return f" at {shorten(frames[-1].filename)}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
+    return f" at {shorten_file_path(frames[-1].filename)}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
 
 
 # --- what hooks on forward collect ------------------------------------------------------------------------------------
@@ -611,7 +621,9 @@ def collections_kept(model: nn.Module, notes: list[str]) -> Iterator[None]:
         for hook, name, held in before:
             if held.restore():
                 of = f"of the module {name!r}" if name else "of the model"
-                notes.append(f"the hook {_described(hook)} {of} keeps values outside of the model: the plan does not")
+                notes.append(
+                    f"the hook {_format_hook_location(hook)} {of} keeps values outside of the model: the plan does not"
+                )
 
 
 class _HookState:
@@ -645,14 +657,14 @@ class _HookState:
                 cell.cell_contents, changed = held, True
         for container, items in self.containers:
             now = list(container.items()) if isinstance(container, dict) else list(container)
-            if len(now) != len(items) or any(not _same(a, b) for a, b in zip(now, items, strict=True)):
+            if len(now) != len(items) or any(not _is_same_object(a, b) for a, b in zip(now, items, strict=True)):
                 changed = True
                 container.clear()
                 (container.update if isinstance(container, dict | set) else container.extend)(items)
         return changed
 
 
-def _same(a: Any, b: Any) -> bool:
+def _is_same_object(a: Any, b: Any) -> bool:
     if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b) == 2:
         return a[0] is b[0] and a[1] is b[1]
     return a is b
@@ -679,7 +691,7 @@ def with_terms_added(captured: Captured) -> Captured:
         became[mark] = mark.args[0]
         mark.replace_all_uses_with(became[mark])
     if loss is not None:
-        total = _sum(graph, became.get(loss, loss), terms)
+        total = _add_terms_to_loss(graph, became.get(loss, loss), terms)
         if terms:
             became[loss] = total
     names = {old.name: new.name for old, new in became.items()}
@@ -695,16 +707,18 @@ def with_terms_added(captured: Captured) -> Captured:
     return captured
 
 
-def _sum(graph: fx.Graph, loss: fx.Node, terms: Iterable[fx.Node]) -> fx.Node:
+def _add_terms_to_loss(graph: fx.Graph, loss: fx.Node, terms: Iterable[fx.Node]) -> fx.Node:
     with graph.inserting_before(graph.output_node()):
         for term in terms:
-            added = _called(graph, aten._to_copy.default, (term,), {"dtype": loss.meta["val"].dtype}, loss)
-            loss = _called(graph, aten.add.Tensor, (loss, added), {}, loss)
+            added = _insert_call_like(graph, aten._to_copy.default, (term,), {"dtype": loss.meta["val"].dtype}, loss)
+            loss = _insert_call_like(graph, aten.add.Tensor, (loss, added), {}, loss)
     return loss
 
 
-def _called(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node) -> fx.Node:
-    node = call(graph, target, args, kwargs, like=like)
+def _insert_call_like(
+    graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node
+) -> fx.Node:
+    node = insert_operator_node(graph, target, args, kwargs, like=like)
     node.meta["stack"] = like.meta.get("stack", ())
     return node
 
@@ -724,7 +738,7 @@ def _joined_by_gradients(graph: fx.Graph, loss: fx.Node, marks: Sequence[fx.Node
 
 def _has_edge(node: fx.Node, operand: fx.Node) -> bool:
     """Whether autograd notes an edge from ``node`` to ``operand``."""
-    if not differentiable(operand.meta["val"]) or not differentiable(node.meta["val"]):
+    if not is_differentiable(operand.meta["val"]) or not is_differentiable(node.meta["val"]):
         return False
     if node.target is OWN:
         result, _, inputs = cast(Any, node.args)

@@ -85,28 +85,28 @@ class _ConcreteScalarMode(TorchFunctionMode):
         mode = get_proxy_mode() if func in _ASKING else None
         if mode is not None:
             tensors, tree = pytree.tree_flatten((args, kwargs))
-            numbers = self._numbers([t for t in tensors if isinstance(t, Tensor)], mode.tracer)
+            numbers = self._compute_tensor_numbers([t for t in tensors if isinstance(t, Tensor)], mode.tracer)
             if numbers is not None:
                 found = iter(numbers)
                 leaves = [next(found) if isinstance(t, Tensor) else t for t in tensors]
-                with _plain():
+                with _suspend_tracing():
                     args, kwargs = pytree.tree_unflatten(leaves, tree)
                     return func(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _numbers(self, tensors: list[Tensor], tracer: Any) -> list[Tensor] | None:
+    def _compute_tensor_numbers(self, tensors: list[Tensor], tracer: Any) -> list[Tensor] | None:
         """The tensors of a trace with their numbers; ``None`` where they depend on more than the model."""
         slots = [get_proxy_slot(t, tracer, None) for t in tensors]
         buffers, wanted = self.placeholders, [slot.proxy.node for slot in slots if slot is not None]
         if not wanted or len(wanted) < len(tensors):
             return None
-        needed = _needed(wanted, set(buffers))
+        needed = _find_needed_nodes(wanted, set(buffers))
         if needed is None:
             self.drawn[:] = _draws_behind(wanted)
             return None
         try:
-            with _plain(), torch.no_grad():
-                values = _run(needed, tracer.root, {n: self.held[name] for n, name in buffers.items()})
+            with _suspend_tracing(), torch.no_grad():
+                values = _evaluate_nodes(needed, tracer.root, {n: self.held[name] for n, name in buffers.items()})
         except Exception:  # it is torch.export's to say what is wrong
             return None
         self.asked.update(buffers[node] for node in needed if node in buffers)
@@ -114,13 +114,13 @@ class _ConcreteScalarMode(TorchFunctionMode):
 
 
 @contextmanager
-def _plain() -> Iterator[None]:
+def _suspend_tracing() -> Iterator[None]:
     """Nothing is traced."""
     with _disable_current_modes(), torch._C.DisableTorchFunction(), without_autocast():
         yield
 
 
-def _needed(wanted: list[fx.Node], given: set[fx.Node]) -> list[fx.Node] | None:
+def _find_needed_nodes(wanted: list[fx.Node], given: set[fx.Node]) -> list[fx.Node] | None:
     """What has to run for the values of ``wanted``, in order; ``None`` where that is not only what the model holds.
 
     Who writes to what is read, or to a view of it, has to run as well.
@@ -198,7 +198,7 @@ def is_written(first: fx.Node, memory: set[fx.Node]) -> bool:
     return any(memory_of(to) in memory for node in nodes[nodes.index(first) :] for to in written_by(node))
 
 
-def _run(nodes: list[fx.Node], root: nn.Module, given: Mapping[fx.Node, Tensor]) -> dict[fx.Node, Any]:
+def _evaluate_nodes(nodes: list[fx.Node], root: nn.Module, given: Mapping[fx.Node, Tensor]) -> dict[fx.Node, Any]:
     values: dict[fx.Node, Any] = {}
     for node in nodes:
         if node in given:

@@ -63,7 +63,7 @@ class _SideEffect(Exception):
 def what_it_does(hook: Callable[..., Any], given: Sequence[HookValue]) -> str | None:
     """What ``hook`` does, or may do, besides looking at its arguments, of the kinds ``given``; ``None``: nothing."""
     try:
-        returned = _call(hook, list(given), {}, 0)
+        returned = _evaluate_call(hook, list(given), {}, 0)
     except _SideEffect as found:
         return str(found)
     return None if returned.kind == "none" else "returns a value, or may return one"
@@ -71,11 +71,11 @@ def what_it_does(hook: Callable[..., Any], given: Sequence[HookValue]) -> str | 
 
 def code_of(hook: Callable[..., Any]) -> tuple[str, types.CodeType | None]:
     """The qualified name of the function behind a hook, and its code; of what is no Python function, ``None``."""
-    function, _, _ = _unwrapped(hook)
+    function, _, _ = _unwrap_callable(hook)
     return getattr(function, "__qualname__", type(hook).__qualname__), getattr(function, "__code__", None)
 
 
-def _unwrapped(called: Any) -> tuple[Any, list[HookValue], dict[str, HookValue]]:
+def _unwrap_callable(called: Any) -> tuple[Any, list[HookValue], dict[str, HookValue]]:
     """The function behind a partial, a method or an object that can be called, and what it is given first."""
     first: list[HookValue] = []
     named: dict[str, HookValue] = {}
@@ -154,13 +154,13 @@ def _in_place(name: str) -> bool:
     return name in _WRITING or name in _TRAINING or (name.endswith("_") and not name.endswith("__"))
 
 
-def _call(called: Any, args: list[HookValue], named: dict[str, HookValue], depth: int) -> HookValue:
+def _evaluate_call(called: Any, args: list[HookValue], named: dict[str, HookValue], depth: int) -> HookValue:
     """What a call returns."""
-    function, first, more = _unwrapped(called)
+    function, first, more = _unwrap_callable(called)
     args, named = [*first, *args], {**more, **named}
     values = [*args, *named.values()]
     touched = [v for v in values if v.kind in ("given", "model", "unknown") or any(map(_is_state, v.objects))]
-    name, home = getattr(function, "__name__", type(function).__name__), _home(function)
+    name, home = getattr(function, "__name__", type(function).__name__), _find_home_module(function)
     if _hashable_in(function, _ASKING):
         return NONE if function is print else FRESH
     if name in _HIDING:
@@ -168,10 +168,10 @@ def _call(called: Any, args: list[HookValue], named: dict[str, HookValue], depth
     if _hashable_in(function, _HANDING_ON):
         if any(v.kind == "unknown" or any(callable(o) and o not in _ASKING for o in v.objects) for v in values):
             raise _SideEffect(f"calls {name} with what cannot be read")
-        return functools.reduce(HookValue.joined, map(_element, values), FRESH)
+        return functools.reduce(HookValue.joined, map(_join_value_elements, values), FRESH)
     owner = getattr(function, "__self__", None)
     if isinstance(owner, _CONTAINERS):
-        return NONE if name in _FILLING else _elements(owner)
+        return NONE if name in _FILLING else _join_object_elements(owner)
     if isinstance(owner, Tensor | nn.Module) or home == "torch" or home.startswith("torch."):
         return _call_torch(name, home, owner, values, touched)
     if home in ("logging", "warnings", "_warnings"):
@@ -196,7 +196,7 @@ def _hashable_in(function: Any, table: set[Any]) -> bool:
         return False
 
 
-def _home(function: Any) -> str:
+def _find_home_module(function: Any) -> str:
     owner = getattr(function, "__self__", None)
     home = getattr(function, "__module__", None) or type(owner if owner is not None else function).__module__
     return str(home)
@@ -223,14 +223,14 @@ def _call_torch(name: str, home: str, owner: Any, values: list[HookValue], touch
     return FRESH if name in _MEASURING or not touched else GIVEN
 
 
-def _element(value: HookValue) -> HookValue:
+def _join_value_elements(value: HookValue) -> HookValue:
     """One of what a value holds."""
     if value.kind != "known":
         return FRESH if value.kind == "none" else value
-    return functools.reduce(HookValue.joined, map(_elements, value.objects))
+    return functools.reduce(HookValue.joined, map(_join_object_elements, value.objects))
 
 
-def _elements(owner: Any) -> HookValue:
+def _join_object_elements(owner: Any) -> HookValue:
     if isinstance(owner, Tensor):
         return HookValue("known", (owner,))
     held = (
@@ -249,12 +249,12 @@ class _HookReader:
 
     def __init__(self, function: types.FunctionType, depth: int) -> None:
         self.function, self.depth = function, depth
-        self.node = _definition(function.__code__)
+        self.node = _find_code_definition(function.__code__)
         self.names: dict[str, HookValue] = {}
         self.result: HookValue | None = None
 
     def returned(self, args: list[HookValue], named: dict[str, HookValue]) -> HookValue:
-        self._bind(args, named)
+        self._bind_parameters(args, named)
         for _ in range(_MOST_ROUNDS):
             before, self.result = dict(self.names), None
             if isinstance(self.node, ast.Lambda):
@@ -264,7 +264,7 @@ class _HookReader:
                 return self.result or NONE
         raise _SideEffect("is too involved to be read")
 
-    def _bind(self, args: list[HookValue], named: dict[str, HookValue]) -> None:
+    def _bind_parameters(self, args: list[HookValue], named: dict[str, HookValue]) -> None:
         parameters = self.node.args
         names = [a.arg for a in (*parameters.posonlyargs, *parameters.args)]
         defaults = dict(zip(reversed(names), reversed(self.function.__defaults__ or ()), strict=False))
@@ -303,7 +303,7 @@ class _HookReader:
                     raise self.acts(f"changes {ast.unparse(node.target)} in place", node)
                 self.store(node.target, held.joined(added))
             case ast.For():
-                self.store(node.target, _element(self.value(node.iter)))
+                self.store(node.target, _join_value_elements(self.value(node.iter)))
                 self.run([*node.body, *node.orelse])
             case ast.While() | ast.If():
                 self.value(node.test)
@@ -319,7 +319,7 @@ class _HookReader:
             case ast.Expr():
                 self.value(node.value)
             case ast.Import() | ast.ImportFrom():
-                self._import(node)
+                self._bind_imported_names(node)
             case ast.Delete():
                 for target in node.targets:
                     if not isinstance(target, ast.Name):
@@ -331,7 +331,7 @@ class _HookReader:
             case _:
                 raise self.acts(f"has a statement that is not read ({type(node).__name__.lower()})", node)
 
-    def _import(self, node: ast.Import | ast.ImportFrom) -> None:
+    def _bind_imported_names(self, node: ast.Import | ast.ImportFrom) -> None:
         for alias in node.names:
             name = alias.asname or alias.name.partition(".")[0]
             if isinstance(node, ast.Import):
@@ -347,7 +347,7 @@ class _HookReader:
                 self.names[target.id] = found if held is None or held == found else held.joined(found)
             case ast.Tuple() | ast.List():
                 for part in target.elts:
-                    self.store(part, _element(found))
+                    self.store(part, _join_value_elements(found))
             case ast.Starred():
                 self.store(target.value, found)
             case ast.Attribute() | ast.Subscript():
@@ -369,7 +369,7 @@ class _HookReader:
                 return self.attribute(self.value(node.value), node.attr)
             case ast.Subscript():
                 self.value(node.slice)
-                return _element(self.value(node.value))
+                return _join_value_elements(self.value(node.value))
             case ast.Call():
                 return self.call(node)
             case ast.IfExp():
@@ -382,7 +382,7 @@ class _HookReader:
                 self.store(node.target, found)
                 return found
             case ast.Starred():
-                return _element(self.value(node.value))
+                return _join_value_elements(self.value(node.value))
             case ast.Lambda():  # whoever calls it, with whatever
                 for parameter in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
                     self.store(ast.Name(parameter.arg), GIVEN)
@@ -393,7 +393,7 @@ class _HookReader:
             case ast.Await() | ast.Yield() | ast.YieldFrom():
                 raise self.acts("is a generator", node)
         parts = [self.value(child) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
-        return FRESH if isinstance(node, ast.Compare | ast.JoinedStr | ast.FormattedValue) else _held(parts)
+        return FRESH if isinstance(node, ast.Compare | ast.JoinedStr | ast.FormattedValue) else _join_held_values(parts)
 
     def either(self, *nodes: ast.expr) -> HookValue:
         found = [self.value(n) for n in nodes]
@@ -403,11 +403,11 @@ class _HookReader:
 
     def comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> HookValue:
         for loop in node.generators:
-            self.store(loop.target, _element(self.value(loop.iter)))
+            self.store(loop.target, _join_value_elements(self.value(loop.iter)))
             for test in loop.ifs:
                 self.value(test)
         parts = (node.key, node.value) if isinstance(node, ast.DictComp) else (node.elt,)
-        return _held([self.value(p) for p in parts])
+        return _join_held_values([self.value(p) for p in parts])
 
     def name(self, name: str) -> HookValue:
         if name in self.names:
@@ -453,7 +453,7 @@ class _HookReader:
             called = self.value(node.func)
             if called.kind != "known":
                 raise _SideEffect(f"calls {text}, which cannot be read")
-            found = [_call(c, list(args), dict(named), self.depth + 1) for c in called.objects]
+            found = [_evaluate_call(c, list(args), dict(named), self.depth + 1) for c in called.objects]
             if all(f.kind == "none" for f in found):
                 return NONE
             return functools.reduce(HookValue.joined, [FRESH if f.kind == "none" else f for f in found])
@@ -471,7 +471,7 @@ class _HookReader:
             raise _SideEffect(f"calls {name} of a module")
         if name in _TRAINING or (base.kind == "given" and _in_place(name)):
             raise _SideEffect(f"changes what it is given, or the model ({name})")
-        held = _held([base, *values])
+        held = _join_held_values([base, *values])
         if base.kind == "fresh" and name in _FILLING:
             if isinstance(function.value, ast.Name):
                 self.store(function.value, held)
@@ -485,7 +485,7 @@ _DESCRIBING = {
 }  # fmt: skip
 
 
-def _held(values: Sequence[HookValue]) -> HookValue:
+def _join_held_values(values: Sequence[HookValue]) -> HookValue:
     """What is made of values, or holds them; objects that are no part of training can be held without harm."""
     plain = [
         FRESH if v.kind == "none" or (v.kind == "known" and not any(map(_is_state, v.objects))) else v for v in values
@@ -501,43 +501,49 @@ def _all_containers(value: HookValue) -> bool:
 Definition = ast.FunctionDef | ast.Lambda
 
 
-def _definition(code: types.CodeType) -> Definition:
+def _find_code_definition(code: types.CodeType) -> Definition:
     """The node that ``code`` was compiled of."""
     text = "".join(linecache.getlines(code.co_filename))
     try:
-        tree, compiled = _parsed(text, code.co_filename)
+        tree, compiled = _parse_and_compile(text, code.co_filename)
     except SyntaxError:
         raise _SideEffect("has no source that can be read") from None
     same = [
-        c for c in compiled if (c.co_name, c.co_firstlineno, c.co_code) == _key(code) and c.co_names == code.co_names
+        c
+        for c in compiled
+        if (c.co_name, c.co_firstlineno, c.co_code) == _build_code_key(code) and c.co_names == code.co_names
     ]
-    found = [node for node in _functions(tree) if _first_line(node) == code.co_firstlineno and _names(node, code)]
+    found = [
+        node
+        for node in _iterate_function_nodes(tree)
+        if _first_line(node) == code.co_firstlineno and _has_name_of_code(node, code)
+    ]
     inside = [p for p in code.co_positions() if p[0] is not None and p[2] is not None and p[2:] != (0, 0)]
     if len(found) > 1:
-        found = [n for n in found if all(_contains(n, p) for p in inside)]
+        found = [n for n in found if all(_has_position_inside(n, p) for p in inside)]
     if not same or not found:
         raise _SideEffect("has no source that can be read")
     return min(found, key=lambda n: (n.end_lineno or 0, n.end_col_offset or 0))
 
 
-def _key(code: types.CodeType) -> tuple[str, int, bytes]:
+def _build_code_key(code: types.CodeType) -> tuple[str, int, bytes]:
     return code.co_name, code.co_firstlineno, code.co_code
 
 
 @lru_cache(maxsize=64)
-def _parsed(text: str, file: str) -> tuple[ast.Module, tuple[types.CodeType, ...]]:
+def _parse_and_compile(text: str, file: str) -> tuple[ast.Module, tuple[types.CodeType, ...]]:
     whole = compile(text, file, "exec", dont_inherit=True)
-    return ast.parse(text), tuple(_inner(whole))
+    return ast.parse(text), tuple(_iterate_nested_code(whole))
 
 
-def _inner(code: types.CodeType) -> Iterator[types.CodeType]:
+def _iterate_nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield constant
-            yield from _inner(constant)
+            yield from _iterate_nested_code(constant)
 
 
-def _functions(tree: ast.Module) -> Iterator[Definition]:
+def _iterate_function_nodes(tree: ast.Module) -> Iterator[Definition]:
     return (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.Lambda))
 
 
@@ -546,11 +552,11 @@ def _first_line(node: Definition) -> int:
     return min([node.lineno, *(d.lineno for d in decorators)])
 
 
-def _names(node: Definition, code: types.CodeType) -> bool:
+def _has_name_of_code(node: Definition, code: types.CodeType) -> bool:
     return code.co_name == (node.name if isinstance(node, ast.FunctionDef) else "<lambda>")
 
 
-def _contains(node: Definition, place: tuple[int | None, int | None, int | None, int | None]) -> bool:
+def _has_position_inside(node: Definition, place: tuple[int | None, int | None, int | None, int | None]) -> bool:
     line, _, column, _ = place
     start, end = (node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)
     return start <= (line or 0, column or 0) <= end

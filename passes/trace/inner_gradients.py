@@ -85,9 +85,9 @@ def inner_gradients_traced(line: Callable[[], str]) -> Iterator[None]:
         ),
         mock.patch.object(Tensor, "requires_grad", property(_PLAIN_FLAG.__get__, gradients.set), create=True),
         mock.patch.object(eager_transforms, "grad_and_value_impl", gradients.unmapped(_grad_and_value)),
-        mock.patch.object(eager_transforms, "_vjp_with_argnums", gradients.unmapped(_vjp)),
-        mock.patch.object(eager_transforms, "_jvp_with_argnums", gradients.unmapped(_jvp)),
-        mock.patch.object(eager_transforms, "vmap", gradients.unmapped(_unrolled)),
+        mock.patch.object(eager_transforms, "_vjp_with_argnums", gradients.unmapped(_compute_output_and_vjp)),
+        mock.patch.object(eager_transforms, "_jvp_with_argnums", gradients.unmapped(_compute_output_and_jvp)),
+        mock.patch.object(eager_transforms, "vmap", gradients.unmapped(_unroll_vmap_rows)),
     ):
         yield
 
@@ -101,7 +101,7 @@ class _InnerGradients:
     begun: dict[fx.Node, int] = field(default_factory=dict)
 
     def ask(self, tensor: Tensor, flag: bool = True) -> Tensor:
-        tracer = _tracer()
+        tracer = _find_active_tracer()
         node = _node_of(tensor, tracer) if tracer is not None else None
         if node is not None and flag and not _PLAIN_FLAG.__get__(tensor):
             self.begun[node] = len(node.graph.nodes)
@@ -121,7 +121,7 @@ class _InnerGradients:
         accumulate_grad: bool = False,
     ) -> tuple[Any, ...]:
         """In place of the autograd engine."""
-        tracer = _tracer()
+        tracer = _find_active_tracer()
         if tracer is None:
             made: tuple[Any, ...] = _plain_engine(
                 outputs, grad_outputs, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
@@ -186,8 +186,8 @@ class _GradientBody:
             if node in reached or not enabled or node.op != "call_function":
                 continue
             before = [n for n in node.all_input_nodes if n in reached and gradients.begun.get(n, 0) <= index]
-            if before and not _stops(node):
-                _check(node, reached, gradients)
+            if before and not _is_gradient_stopped(node):
+                _check_recomputable(node, reached, gradients)
                 reached.add(node)
         wanted = {n for n in ends if n is not None and n in reached}
         for node in reversed(nodes):
@@ -215,7 +215,7 @@ class _GradientBody:
             tangents = list(flat[len(self.given) :])
             with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
                 for node in self.body:
-                    _replay(node, env)
+                    _replay_without_writes(node, env)
                 pairs = [(env[n], t) for n, t in zip(self.outputs, tangents, strict=True) if n in env]
                 pairs = [(o, t) for o, t in pairs if isinstance(o, Tensor) and o.requires_grad]
                 targets = [env[n] for n in self.inputs if n in env]
@@ -229,13 +229,15 @@ class _GradientBody:
             return [*(g for g in found if g is not None), *(env[n] for n in self.outputs if n in self.body)]
 
         with disable_proxy_modes_tracing():
-            examples = [*map(_like, values), *map(_like, seeds)]
+            examples = [*map(_make_empty_like, values), *map(_make_empty_like, seeds)]
             traced = make_fx(derivative, decomposition_table=_SIMPLER, tracing_mode="real")(*examples)
-            if any(_mutates(node) for node in traced.graph.nodes):
-                traced = _functional(traced, examples)
+            if any(_is_mutating_node(node) for node in traced.graph.nodes):
+                traced = _functionalize_graph(traced, examples)
             _take_out_detached(traced)
             _check_derivable(traced, examples, gradients)
-            operands = [_tracked(tracer, node, value) for node, value in zip(self.given, values, strict=True)]
+            operands = [
+                _make_tracked_tensor(tracer, node, value) for node, value in zip(self.given, values, strict=True)
+            ]
         results = iter(traced(*operands, *seeds))
         found = iter(reached)
         grads = [next(results) if n in (*self.given, *self.body) and next(found) else None for n in self.inputs]
@@ -250,7 +252,7 @@ class _GradientBody:
         track_tensor(tensor, get_proxy_slot(again, tracer).proxy, constant=None, tracer=tracer)
 
 
-def _tracer() -> Any:
+def _find_active_tracer() -> Any:
     """What records the operators that forward calls; ``None`` where nothing is traced, or something within it is."""
     mode = _get_dispatch_mode_pre_dispatch(_TorchDispatchModeKey.PROXY)
     return None if mode is None else mode.tracer
@@ -261,13 +263,13 @@ def _node_of(tensor: Tensor, tracer: Any) -> fx.Node | None:
     return None if slot is None else slot.proxy.node
 
 
-def _like(value: Tensor) -> Tensor:
+def _make_empty_like(value: Tensor) -> Tensor:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
-def _tracked(tracer: Any, node: fx.Node, value: Tensor) -> Tensor:
+def _make_tracked_tensor(tracer: Any, node: fx.Node, value: Tensor) -> Tensor:
     """A tensor that stands for the result of ``node`` in the trace."""
-    made = _like(value)
+    made = _make_empty_like(value)
     if made.is_floating_point() or made.is_complex():
         _plain_requires_grad_(made)
     track_tensor(made, fx.Proxy(node, tracer), constant=None, tracer=tracer)
@@ -275,7 +277,7 @@ def _tracked(tracer: Any, node: fx.Node, value: Tensor) -> Tensor:
 
 
 # --- operators --------------------------------------------------------------------------------------------------------
-def _stops(node: fx.Node) -> bool:
+def _is_gradient_stopped(node: fx.Node) -> bool:
     """Whether a result does not depend on the operands in a way that has a gradient."""
     value = node.meta.get("val")
     leaves = [v for v in pytree.tree_leaves(value) if isinstance(v, Tensor)]
@@ -285,7 +287,7 @@ def _stops(node: fx.Node) -> bool:
     return name.endswith("_like") or name in ("aten::bernoulli", "aten::multinomial") or "::new_" in name
 
 
-def _check(node: fx.Node, reached: set[fx.Node], gradients: _InnerGradients) -> None:
+def _check_recomputable(node: fx.Node, reached: set[fx.Node], gradients: _InnerGradients) -> None:
     """Raise :class:`UnsupportedError` for an operator that cannot be computed a second time, with the same result."""
     if node.target is operator.getitem:
         return
@@ -294,7 +296,7 @@ def _check(node: fx.Node, reached: set[fx.Node], gradients: _InnerGradients) -> 
         raise gradients.refused(
             does, f"leads through {node.target}, which is no operator of torch that has a derivative"
         )
-    if _draws(node):
+    if _is_random_operator(node):
         raise gradients.refused(
             does, f"leads through {node.target}, which draws random numbers: draw them before, or leave it out (eval())"
         )
@@ -303,14 +305,14 @@ def _check(node: fx.Node, reached: set[fx.Node], gradients: _InnerGradients) -> 
             does, "leads through an RMS norm whose eps depends on the type: give it (eps=1e-6, say)"
         )
     if node.target._schema.is_mutable:
-        *_, base = _written(node)
+        *_, base = _find_written_values(node)
         if functional_kin(node.target) is None or base not in reached or is_view(base):
             raise gradients.refused(
                 does, f"leads through {node.target}, which writes in place: write to a copy, or not in place"
             )
 
 
-def _written(node: fx.Node) -> list[fx.Node]:
+def _find_written_values(node: fx.Node) -> list[fx.Node]:
     """The values that an operator writes in place, which are one tensor: the last is what made it."""
     found = []
     while isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
@@ -319,7 +321,7 @@ def _written(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _draws(node: fx.Node) -> bool:
+def _is_random_operator(node: fx.Node) -> bool:
     tagged = torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
@@ -331,7 +333,7 @@ def _draws(node: fx.Node) -> bool:
     return tagged and bool(given.get("training", True))
 
 
-def _replay(node: fx.Node, env: dict[fx.Node, Any]) -> None:
+def _replay_without_writes(node: fx.Node, env: dict[fx.Node, Any]) -> None:
     """Compute ``node`` anew, without writing to its operands."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
     target: Any = node.target
@@ -340,14 +342,14 @@ def _replay(node: fx.Node, env: dict[fx.Node, Any]) -> None:
         args = tuple(None if first <= i <= last else a for i, a in enumerate(args))
     kin = functional_kin(target)
     env[node] = (kin or target)(*args, **kwargs)
-    env.update(dict.fromkeys(_written(node), env[node]))
+    env.update(dict.fromkeys(_find_written_values(node), env[node]))
 
 
-def _mutates(node: fx.Node) -> bool:
+def _is_mutating_node(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def _functional(traced: fx.GraphModule, arguments: list[Tensor]) -> fx.GraphModule:
+def _functionalize_graph(traced: fx.GraphModule, arguments: list[Tensor]) -> fx.GraphModule:
     """``traced`` without operators that write into what they just made."""
 
     def run(*flat: Tensor) -> list[Any]:
@@ -370,7 +372,9 @@ def _check_derivable(traced: fx.GraphModule, arguments: list[Tensor], gradients:
     """Raise :class:`UnsupportedError` where the derivative reads a second result of an operator that torch takes for a
     constant, though it depends on the operands: it would be derived wrongly."""
     env: dict[fx.Node, Any] = {}
-    floating = (a.requires_grad_() if a.is_floating_point() or a.is_complex() else a for a in map(_like, arguments))
+    floating = (
+        a.requires_grad_() if a.is_floating_point() or a.is_complex() else a for a in map(_make_empty_like, arguments)
+    )
     with torch.enable_grad():
         for node in traced.graph.nodes:
             if node.op == "placeholder":
@@ -416,7 +420,7 @@ def _grad_and_value(
 ) -> tuple[Any, Any]:
     """``torch.func.grad_and_value(func, argnums, has_aux)(*args, **kwargs)``."""
     with torch.enable_grad():
-        args, chosen = _apart(args, argnums)
+        args, chosen = _separate_arguments(args, argnums)
         output = func(*args, **kwargs)
         output, aux = output if has_aux else (output, None)
         if not isinstance(output, Tensor) or output.dim():
@@ -426,10 +430,12 @@ def _grad_and_value(
     return pytree.tree_unflatten(grads, spec), (output, aux) if has_aux else output
 
 
-def _vjp(func: Callable[..., Any], *primals: Any, argnums: Any = None, has_aux: bool = False) -> tuple[Any, ...]:
+def _compute_output_and_vjp(
+    func: Callable[..., Any], *primals: Any, argnums: Any = None, has_aux: bool = False
+) -> tuple[Any, ...]:
     """``torch.func.vjp``, of the arguments ``argnums`` (``None``: all)."""
     with torch.enable_grad():
-        primals, chosen = _apart(primals, argnums)
+        primals, chosen = _separate_arguments(primals, argnums)
         output = func(*primals)
         output, aux = output if has_aux else (output, None)
     leaves, spec = pytree.tree_flatten(chosen)
@@ -444,11 +450,11 @@ def _vjp(func: Callable[..., Any], *primals: Any, argnums: Any = None, has_aux: 
     return (output, pull_back, aux) if has_aux else (output, pull_back)
 
 
-def _jvp(
+def _compute_output_and_jvp(
     func: Callable[..., Any], primals: Any, tangents: Any, argnums: Any, *, strict: bool = False, has_aux: bool = False
 ) -> tuple[Any, ...]:
     """``torch.func.jvp``: the transpose of a gradient, which is linear in the gradient that it is given."""
-    output, pull_back, *aux = _vjp(func, *primals, argnums=argnums, has_aux=has_aux)
+    output, pull_back, *aux = _compute_output_and_vjp(func, *primals, argnums=argnums, has_aux=has_aux)
     ends, spec = pytree.tree_flatten(output)
     with torch.enable_grad():
         seeds = [torch.zeros_like(end).requires_grad_() for end in ends]
@@ -457,7 +463,7 @@ def _jvp(
     return (output, pytree.tree_unflatten(_zeros_for_none(moved, seeds), spec), *aux)
 
 
-def _unrolled(func: Callable[..., Any], in_dims: Any = 0, out_dims: int = 0, **_: Any) -> Callable[..., Any]:
+def _unroll_vmap_rows(func: Callable[..., Any], in_dims: Any = 0, out_dims: int = 0, **_: Any) -> Callable[..., Any]:
     """``torch.vmap`` over the rows of a basis, one after the other: what torch.func makes Jacobians by."""
 
     def mapped(*args: Any) -> Any:
@@ -471,17 +477,17 @@ def _unrolled(func: Callable[..., Any], in_dims: Any = 0, out_dims: int = 0, **_
     return mapped
 
 
-def _apart(args: tuple[Any, ...], argnums: Any) -> tuple[tuple[Any, ...], Any]:
+def _separate_arguments(args: tuple[Any, ...], argnums: Any) -> tuple[tuple[Any, ...], Any]:
     """The arguments, those that are differentiated as tensors of their own; and these."""
     numbers = range(len(args)) if argnums is None else (argnums,) if isinstance(argnums, int) else argnums
     numbers = [number % len(args) for number in numbers]
-    made = tuple(pytree.tree_map(_own, a) if i in numbers else a for i, a in enumerate(args))
+    made = tuple(pytree.tree_map(_make_separate_tensor, a) if i in numbers else a for i, a in enumerate(args))
     if isinstance(argnums, int):
         return made, made[numbers[0]]
     return made, tuple(made[i] for i in numbers)
 
 
-def _own(value: Any) -> Any:
+def _make_separate_tensor(value: Any) -> Any:
     """A tensor of its own that requires a gradient, connected with what it was made of."""
     if not isinstance(value, Tensor):
         return value

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from passes.trace.layer_equality import ModuleGroup, alike, tensor_spec, told
+from passes.trace.layer_equality import ModuleGroup, build_value_key, find_equal_layers, tensor_spec
 
 _LEAST = 2  # members of a group of which one stands for the others
 # Functions whose result has the numbers of their first operand.
@@ -54,10 +54,10 @@ def caches_matter(model: nn.Module, mode: FakeTensorMode, configs: Sequence[Any]
             in one (for want of numbers, say), what was asked of torch last is compared.
     """
     names: dict[Any, int] = {}
-    for groups in (alike(model, _LEAST), []):
-        without, last = _names(model, groups, _TensorNamingMode(mode, names), run)
+    for groups in (find_equal_layers(model, _LEAST), []):
+        without, last = _name_output_tensors(model, groups, _TensorNamingMode(mode, names), run)
         with _switched_on(configs):
-            made, also = _names(model, groups, _TensorNamingMode(mode, names), run)
+            made, also = _name_output_tensors(model, groups, _TensorNamingMode(mode, names), run)
         if isinstance(without, dict) and isinstance(made, dict):
             return any(made.get(path) != name for path, name in without.items())
         if isinstance(without, Exception) and isinstance(made, Exception):
@@ -77,7 +77,7 @@ def _switched_on(configs: Sequence[Any]) -> Iterator[None]:
             config.use_cache = False
 
 
-def _names(
+def _name_output_tensors(
     model: nn.Module, groups: Sequence[ModuleGroup], named: _TensorNamingMode, run: Callable[[], Any]
 ) -> tuple[dict[Any, int] | Exception, Any]:
     """The names of the tensors in what forward gives, by path, or what it raises; and what it asked of torch last."""
@@ -99,7 +99,7 @@ def _standing_in(groups: Sequence[ModuleGroup], named: _TensorNamingMode) -> Ite
         for group in groups:
             first: dict[Any, Any] = {}
             for module in group.members:
-                module.__dict__["forward"] = functools.partial(_called, named, first, module, module.forward)
+                module.__dict__["forward"] = functools.partial(_run_once_per_kind, named, first, module, module.forward)
         yield
     finally:
         for group in groups:
@@ -107,7 +107,7 @@ def _standing_in(groups: Sequence[ModuleGroup], named: _TensorNamingMode) -> Ite
                 module.__dict__.pop("forward", None)
 
 
-def _called(
+def _run_once_per_kind(
     named: _TensorNamingMode,
     first: dict[Any, Any],
     module: nn.Module,
@@ -150,16 +150,16 @@ class _TensorNamingMode(TorchFunctionMode):
         """Name what has no name yet."""
         if id(tensor) not in self._by_id:
             self._held.append(tensor)
-            self._by_id[id(tensor)] = self._name(_told(tensor) or key)
+            self._by_id[id(tensor)] = self._assign_key_number(_read_small_tensor(tensor) or key)
         return tensor
 
     def of(self, tensor: Tensor) -> int:
         """The name of a tensor as it is now; what came from elsewhere is like itself alone."""
         self.give(tensor, ("other", id(tensor)))
-        name, written = self._by_id[id(tensor)], self._written.get(_memory(tensor))
-        return name if written is None else self._name((name, written))
+        name, written = self._by_id[id(tensor)], self._written.get(_identify_storage(tensor))
+        return name if written is None else self._assign_key_number((name, written))
 
-    def _name(self, key: Any) -> int:
+    def _assign_key_number(self, key: Any) -> int:
         return self.names.setdefault(key, len(self.names))
 
     def __torch_function__(
@@ -171,21 +171,21 @@ class _TensorNamingMode(TorchFunctionMode):
                 args, kwargs = pytree.tree_map_only(Tensor, lambda t: self._instead.get(id(t), t), (args, kwargs))
             operands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             versions = [tensor._version for tensor in operands]
-            self.last = asked = func, self._entry(args), self._entry(kwargs)
+            self.last = asked = func, self._build_argument_key(args), self._build_argument_key(kwargs)
             if not any(isinstance(tensor, FakeTensor) for tensor in operands):
                 result = self._with_numbers(func, args, kwargs)
             else:
-                if _writes(func) and not isinstance(operands[0], FakeTensor):
+                if _is_in_place_function(func) and not isinstance(operands[0], FakeTensor):
                     args = (self._without_numbers(operands[0], asked), *args[1:])
                 with self.mode:  # what the function makes on its way is not of use
                     result = func(*args, **kwargs)
             changed = [t for t, version in zip(operands, versions, strict=True) if t._version != version]
-            for memory in {_memory(tensor) for tensor in changed}:
-                self._written[memory] = self._name((self._written.get(memory), asked))
-            source = _source(func, args, result)
+            for memory in {_identify_storage(tensor) for tensor in changed}:
+                self._written[memory] = self._assign_key_number((self._written.get(memory), asked))
+            source = _find_value_source(func, args, result)
             for place, made in enumerate(pytree.tree_leaves(result)):
                 if isinstance(made, Tensor):
-                    self.give(made, (asked, place)) if source is None else self._same(made, source)
+                    self.give(made, (asked, place)) if source is None else self._record_same_numbers(made, source)
         return result
 
     def _with_numbers(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -193,7 +193,7 @@ class _TensorNamingMode(TorchFunctionMode):
         if getattr(func, "__name__", "") == "__get__":
             return func(*args, **kwargs)
         try:
-            given, named = pytree.tree_map_only(Tensor, self._faked, (args, kwargs))
+            given, named = pytree.tree_map_only(Tensor, self._make_fake_tensor, (args, kwargs))
             with self.mode:
                 shape = func(*given, **named)
         except Exception:  # it asks for numbers
@@ -201,31 +201,31 @@ class _TensorNamingMode(TorchFunctionMode):
         large = any(isinstance(t, Tensor) and t.numel() > _MOST_NUMBERS for t in pytree.tree_leaves(shape))
         return shape if large else func(*args, **kwargs)
 
-    def _faked(self, tensor: Tensor) -> Tensor:
+    def _make_fake_tensor(self, tensor: Tensor) -> Tensor:
         return self.mode.from_tensor(tensor, static_shapes=True)
 
     def _without_numbers(self, tensor: Tensor, asked: Any) -> Tensor:
         """What stands for ``tensor`` from now on, into which what has no numbers is written."""
-        fake = self._faked(tensor.clone())
+        fake = self._make_fake_tensor(tensor.clone())
         self._held.append(fake)
         self._by_id[id(fake)] = self.of(tensor)
         self._instead[id(tensor)] = fake
-        for memory in (_memory(fake), _memory(tensor)):  # views of it have been written to as well
-            self._written[memory] = self._name((self._written.get(memory), asked))
+        for memory in (_identify_storage(fake), _identify_storage(tensor)):  # views of it have been written to as well
+            self._written[memory] = self._assign_key_number((self._written.get(memory), asked))
         return fake
 
-    def _same(self, made: Tensor, source: Tensor) -> None:
+    def _record_same_numbers(self, made: Tensor, source: Tensor) -> None:
         """``made`` has the numbers of ``source``."""
         if id(made) not in self._by_id:
             self._held.append(made)
             self._by_id[id(made)] = self.of(source)
 
-    def _entry(self, value: Any) -> Any:
+    def _build_argument_key(self, value: Any) -> Any:
         """What an argument is, equal for what is alike in two runs."""
-        return told(value, lambda tensor: ("tensor", self.of(tensor)))
+        return build_value_key(value, lambda tensor: ("tensor", self.of(tensor)))
 
 
-def _source(func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> Tensor | None:
+def _find_value_source(func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> Tensor | None:
     """The operand whose numbers a result has, as what joins a tensor to an empty cache has that tensor's."""
     first: Any = args[0] if args else None
     if func in _SAME and isinstance(first, Tensor):
@@ -237,7 +237,7 @@ def _source(func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> Ten
     return None
 
 
-def _told(tensor: Tensor) -> Any:
+def _read_small_tensor(tensor: Tensor) -> Any:
     """A small tensor by its numbers; ``None`` where it has none, or many."""
     if isinstance(tensor, FakeTensor) or type(tensor) is not Tensor or tensor.numel() > _MOST_TOLD or tensor.is_meta:
         return None
@@ -245,11 +245,11 @@ def _told(tensor: Tensor) -> Any:
     return tensor.dtype, tuple(tensor.shape), numbers
 
 
-def _writes(func: Callable[..., Any]) -> bool:
+def _is_in_place_function(func: Callable[..., Any]) -> bool:
     """Whether a function writes to its first operand."""
     name = getattr(func, "__name__", "")
     return name in _WRITES or (name.endswith("_") and not name.endswith("__"))
 
 
-def _memory(tensor: Tensor) -> int:
+def _identify_storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)

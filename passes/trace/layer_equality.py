@@ -41,14 +41,24 @@ class Unread:
     def __init__(self, kept: Any) -> None:
         self.kept = kept  # the value
 
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+    def _refuse_attribute_use(self, *args: Any, **kwargs: Any) -> Any:
         raise Unlike("forward reads an attribute that each layer has for itself")
 
-    __getattr__ = __call__ = __bool__ = __int__ = __index__ = __float__ = __str__ = __repr__ = __format__ = _refuse
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __len__ = __iter__ = __getitem__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = __neg__ = __abs__ = _refuse
-    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __pow__ = __rpow__ = __contains__ = _refuse
-    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __lshift__ = __rshift__ = __invert__ = _refuse
+    __getattr__ = __call__ = __bool__ = __int__ = __index__ = __float__ = __str__ = __repr__ = __format__ = (
+        _refuse_attribute_use
+    )
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __len__ = __iter__ = __getitem__ = (
+        _refuse_attribute_use
+    )
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = __neg__ = __abs__ = (
+        _refuse_attribute_use
+    )
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __pow__ = __rpow__ = __contains__ = (
+        _refuse_attribute_use
+    )
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __lshift__ = __rshift__ = __invert__ = (
+        _refuse_attribute_use
+    )
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,7 @@ class ModuleGroup:
     own: tuple[tuple[str, str], ...] = ()
 
 
-def alike(model: nn.Module, least: int) -> list[ModuleGroup]:
+def find_equal_layers(model: nn.Module, least: int) -> list[ModuleGroup]:
     """The groups of at least ``least`` members of lists (``nn.ModuleList``, ``nn.Sequential``) in ``model``."""
     counts: dict[int, int] = {}
     for name, _ in model.named_modules(remove_duplicate=False):
@@ -74,7 +84,7 @@ def alike(model: nn.Module, least: int) -> list[ModuleGroup]:
         if any(counts[id(m)] > counts[id(module)] or id(m) == id(model) for m in module.modules()):
             continue  # a part of it is also a part of another
         try:
-            described = describe(module)
+            described = describe_layer_module(module)
         except Unlike:
             continue
         found.setdefault(described.key, []).append((name, module, described.texts))
@@ -108,7 +118,7 @@ def _is_layer(module: nn.Module) -> bool:
     return not single and next(module.parameters(), None) is not None
 
 
-def hooked(module: nn.Module) -> bool:
+def has_call_hooks(module: nn.Module) -> bool:
     """Whether anything is hooked on a call of ``module`` or of a part of it."""
     return any(value for m in module.modules() for name, value in vars(m).items() if name.endswith("_hooks"))
 
@@ -121,9 +131,9 @@ class Description:
     texts: dict[tuple[str, str], Any]
 
 
-def describe(module: nn.Module) -> Description:
+def describe_layer_module(module: nn.Module) -> Description:
     """Raises :class:`Unlike` for a module whose call does more than its class's ``forward``."""
-    if hooked(module) or any("forward" in vars(m) for m in module.modules()):
+    if has_call_hooks(module) or any("forward" in vars(m) for m in module.modules()):
         raise Unlike("hooked")
     texts: dict[tuple[str, str], Any] = {}
     return Description(state_of(module, texts), texts)
@@ -177,7 +187,7 @@ def is_simple(value: Any) -> bool:
     return type(value) in _PLAIN
 
 
-def told(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
+def build_value_key(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
     """What a value is, hashable and equal for what is alike in two runs; ``of_tensor`` says so of tensors. What cannot
     be told is alike to itself alone."""
     if isinstance(value, Tensor):
@@ -185,11 +195,11 @@ def told(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
     if is_simple(value):
         return type(value), repr(value)
     if isinstance(value, tuple | list):
-        return type(value), tuple([told(item, of_tensor) for item in value])
+        return type(value), tuple([build_value_key(item, of_tensor) for item in value])
     if isinstance(value, dict):
-        return dict, tuple([(key, told(item, of_tensor)) for key, item in value.items()])
+        return dict, tuple([(key, build_value_key(item, of_tensor)) for key, item in value.items()])
     if isinstance(value, slice):
-        return slice, told((value.start, value.stop, value.step), of_tensor)
+        return slice, build_value_key((value.start, value.stop, value.step), of_tensor)
     return type(value), id(value)
 
 
@@ -219,24 +229,27 @@ class _Frozen:
             return "partial", *(self.of(v) for v in (value.func, value.args, value.keywords))
         if isinstance(value, dict) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
             if id(value) not in self._known:
-                self._known[id(value)] = value, self._items(value) if isinstance(value, dict) else self._fields(value)
+                self._known[id(value)] = (
+                    value,
+                    self._build_dict_key(value) if isinstance(value, dict) else self._fields(value),
+                )
             return self._known[id(value)][1]
         held = getattr(value, "__dict__", None)
         if isinstance(held, dict) and not isinstance(value, type | types.FunctionType | types.ModuleType | Tensor):
             return kind, id(value), tuple([(k, id(v)) for k, v in held.items()])
         return kind, id(value)
 
-    def _items(self, value: dict[Any, Any]) -> Any:
+    def _build_dict_key(self, value: dict[Any, Any]) -> Any:
         columns = tuple(value), tuple(value.values())
         if all(_EXACT.issuperset(map(type, column)) for column in columns):  # labels may be tens of thousands
             return type(value), columns, tuple([tuple(map(type, column)) for column in columns])
         return type(value), tuple([(self.of(k), self.of(v)) for k, v in value.items()])
 
     def _fields(self, value: Any) -> Any:
-        return type(value), self.of(tuple([_field(value, f.name) for f in dataclasses.fields(value)]))
+        return type(value), self.of(tuple([_read_stored_field(value, f.name) for f in dataclasses.fields(value)]))
 
 
-def _field(value: Any, name: str) -> Any:
+def _read_stored_field(value: Any, name: str) -> Any:
     """A field as it is held: some cannot be read from outside (a width that differs by layer)."""
     held = getattr(value, "__dict__", {})
     return held[name] if name in held else getattr(value, name)
@@ -258,25 +271,25 @@ class _ParkedParameterDict(dict[str, Any]):
             raise ParkedParameterError(f"the weight {name!r} is read outside of its layer's call")
         return False
 
-    def _all(self) -> dict[str, Any]:
+    def _list_as_empty_dict(self) -> dict[str, Any]:
         if self._running():
             raise ParkedParameterError("a layer's weights are listed outside of its call")
         return {}
 
     def items(self) -> Any:
-        return self._all().items()
+        return self._list_as_empty_dict().items()
 
     def keys(self) -> Any:
-        return self._all().keys()
+        return self._list_as_empty_dict().keys()
 
     def values(self) -> Any:
-        return self._all().values()
+        return self._list_as_empty_dict().values()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._all())
+        return iter(self._list_as_empty_dict())
 
     def __len__(self) -> int:
-        return len(self._all())
+        return len(self._list_as_empty_dict())
 
 
 @dataclass

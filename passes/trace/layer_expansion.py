@@ -41,7 +41,9 @@ class _Body:
         return self.stack[-1]
 
 
-def expand(captured: Captured, away: Mapping[int, Sequence[ModelState | None]] | None = None) -> Captured:
+def expand_layer_operators(
+    captured: Captured, away: Mapping[int, Sequence[ModelState | None]] | None = None
+) -> Captured:
     """``captured`` without layer operators; its graph is changed in place.
 
     ``away``: by number of a module whose parameters the trace did not see, its states; ``None`` for those that it saw.
@@ -59,22 +61,22 @@ def expand(captured: Captured, away: Mapping[int, Sequence[ModelState | None]] |
     classes = dict(captured.classes)
     moved: dict[str, str] = {}
     for node in found:
-        operands, results, number, member = _parts(node)
+        operands, results, number, member = _parse_layer_call(node)
         stack = node.meta["stack"]
         if not stack or "@" in stack[-1]:
             raise Unrepeated(number)
         if results:
-            body = _body(node)
+            body = _collect_layer_body(node)
             if changing.intersection(body.nodes):
                 raise Unrepeated(number)  # each call changes a buffer of its own
             if bodies.setdefault(number, body).key != body.key:
                 raise Unrepeated(number)
             made = body.results
         else:
-            made = _copy(graph, node, restored.operands(member, operands), bodies[number], classes)
+            made = _copy_layer_body(graph, node, restored.operands(member, operands), bodies[number], classes)
         for user in list(node.users):
             assert user.target is operator.getitem, user
-            result = made[_place(user)]
+            result = made[_read_result_index(user)]
             user.replace_all_uses_with(result)
             moved[user.name] = result.name
             graph.erase_node(user)
@@ -128,9 +130,9 @@ class _Restored:
         """All operands of a call of ``member``, of which the trace has ``seen`` some."""
         left = iter(seen)
         states = self.away[member] if member >= 0 else ()
-        return [*(next(left) if state is None else self._placeholder(state) for state in states), *left]
+        return [*(next(left) if state is None else self._ensure_state_placeholder(state) for state in states), *left]
 
-    def _placeholder(self, state: ModelState) -> fx.Node:
+    def _ensure_state_placeholder(self, state: ModelState) -> fx.Node:
         if state.name not in self._nodes:
             with self.graph.inserting_before(self._first):
                 name = "p_" + state.name.replace(".", "_").lower()
@@ -143,20 +145,20 @@ class _Restored:
         return self._nodes[state.name]
 
 
-def _parts(call: fx.Node) -> tuple[list[fx.Node], list[fx.Node], int, int]:
+def _parse_layer_call(call: fx.Node) -> tuple[list[fx.Node], list[fx.Node], int, int]:
     """The operands, results, memo and member of a layer operator."""
     operands, results, number, member = cast(Any, call.args)
     return list(operands), list(results), int(number), int(member)
 
 
-def _place(item: fx.Node) -> int:
+def _read_result_index(item: fx.Node) -> int:
     """Which of several results a ``getitem`` takes."""
     return int(cast(Any, item.args[1]))
 
 
-def _body(call: fx.Node) -> _Body:
+def _collect_layer_body(call: fx.Node) -> _Body:
     """The operators between a call's operands and its results. All of them must be the call's own."""
-    operands, results, number, _ = _parts(call)
+    operands, results, number, _ = _parse_layer_call(call)
     stack = call.meta["stack"]
     ends = set(operands)
     inside: set[fx.Node] = set()
@@ -171,13 +173,15 @@ def _body(call: fx.Node) -> _Body:
         inside.add(node)
         waiting += [n for n in node.all_input_nodes if n not in ends]
     nodes = sorted(inside)
-    key = _key(nodes, operands, results, stack)
+    key = _build_body_key(nodes, operands, results, stack)
     if key is None:
         raise Unrepeated(number)
     return _Body(nodes, operands, results, stack, key)
 
 
-def _key(nodes: Sequence[fx.Node], operands: Sequence[fx.Node], results: Sequence[fx.Node], stack: Any) -> Any:
+def _build_body_key(
+    nodes: Sequence[fx.Node], operands: Sequence[fx.Node], results: Sequence[fx.Node], stack: Any
+) -> Any:
     """Equal for bodies that are the same; ``None`` where a module in it is not a part of the layer."""
     place: dict[fx.Node, Any] = {}
     for i, node in enumerate(operands):
@@ -196,15 +200,19 @@ def _key(nodes: Sequence[fx.Node], operands: Sequence[fx.Node], results: Sequenc
 
     rows = []
     for node in nodes:
-        inner = _renamed(node.meta, stack, ("",))
+        inner = _rename_path_and_stack(node.meta, stack, ("",))
         if inner is None:
             return None
         kwargs = tuple([(k, encoded(v)) for k, v in node.kwargs.items()])
-        rows.append((node.target, encoded(node.args), kwargs, _spec(node.meta["val"]), *inner, node.meta["source"]))
+        rows.append(
+            (node.target, encoded(node.args), kwargs, _build_value_spec(node.meta["val"]), *inner, node.meta["source"])
+        )
     return tuple(rows), tuple([place[n] for n in results]), len(operands)
 
 
-def _renamed(meta: dict[str, Any], old: tuple[str, ...], new: tuple[str, ...]) -> tuple[str, tuple[str, ...]] | None:
+def _rename_path_and_stack(
+    meta: dict[str, Any], old: tuple[str, ...], new: tuple[str, ...]
+) -> tuple[str, tuple[str, ...]] | None:
     """``path`` and ``stack`` as in the call ``new`` of a layer instead of ``old``."""
     before, after = old[-1], new[-1]
     inner = meta.get("stack", ())[len(old) :]
@@ -215,13 +223,13 @@ def _renamed(meta: dict[str, Any], old: tuple[str, ...], new: tuple[str, ...]) -
     return path, (*new, *(after + name[len(before) :] for name in inner)) if named else ()
 
 
-def _spec(value: Any) -> Any:
+def _build_value_spec(value: Any) -> Any:
     if isinstance(value, Tensor):
         return tuple(value.shape), value.stride(), value.dtype
-    return tuple([_spec(v) for v in value]) if isinstance(value, tuple | list) else repr(value)
+    return tuple([_build_value_spec(v) for v in value]) if isinstance(value, tuple | list) else repr(value)
 
 
-def _copy(
+def _copy_layer_body(
     graph: fx.Graph, call: fx.Node, operands: Sequence[fx.Node], body: _Body, classes: dict[str, str]
 ) -> list[fx.Node]:
     """Append the operators of ``body`` before ``call``, on ``operands``; the results."""
@@ -230,7 +238,7 @@ def _copy(
     with graph.inserting_before(call):
         for node in body.nodes:
             made = graph.node_copy(node, env.__getitem__)
-            renamed = _renamed(node.meta, body.stack, stack)
+            renamed = _rename_path_and_stack(node.meta, body.stack, stack)
             assert renamed is not None, node
             made.meta = {**node.meta, "path": renamed[0], "stack": renamed[1]}
             for old, new in zip(node.meta["stack"][len(stack) :], renamed[1][len(stack) :], strict=True):

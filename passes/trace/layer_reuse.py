@@ -40,12 +40,12 @@ from passes.trace.layer_equality import (
     ParkedParameters,
     Unlike,
     Unread,
-    alike,
-    hooked,
+    build_value_key,
+    find_equal_layers,
+    has_call_hooks,
     is_simple,
     state_of,
     tensor_spec,
-    told,
 )
 
 _SYMBOLS = (SymInt, SymFloat, SymBool)
@@ -62,16 +62,16 @@ class Journal(TorchFunctionMode):
         self._places: dict[int, int] = {}
         self._held: list[Tensor] = []  # whose identities are not given to others
         for operand in operands:
-            self._name(operand)
+            self._assign_tensor_place(operand)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        asked = self._entry(args), self._entry(kwargs)
+        asked = self._build_argument_key(args), self._build_argument_key(kwargs)
         self.needs_trace |= autocast_on() is not None
         result = func(*args, **kwargs)
-        self.entries.append((func, *asked, self._made(result)))
+        self.entries.append((func, *asked, self._record_result_places(result)))
         return result
 
     def mark(self) -> tuple[int, int]:
@@ -85,42 +85,42 @@ class Journal(TorchFunctionMode):
         for tensor in self._held[held:]:
             self._places.pop(id(tensor), None)
         del self._held[held:]
-        asked = self._entry(list(operands))
-        self.entries.append((number, asked, self._made(list(results))))
+        asked = self._build_argument_key(list(operands))
+        self.entries.append((number, asked, self._record_result_places(list(results))))
 
-    def _name(self, tensor: Tensor) -> int:
+    def _assign_tensor_place(self, tensor: Tensor) -> int:
         if id(tensor) not in self._places:
             self._places[id(tensor)] = len(self._held)
             self._held.append(tensor)
         return self._places[id(tensor)]
 
-    def _made(self, result: Any) -> Any:
+    def _record_result_places(self, result: Any) -> Any:
         """The places of the tensors in a result; the rest follows from what was asked, or is the tracer's own."""
         if isinstance(result, Tensor):
             with torch._C.DisableTorchFunction():
                 self.needs_trace |= any(isinstance(size, SymInt) for size in result.shape)
-            return self._name(result)
+            return self._assign_tensor_place(result)
         if isinstance(result, tuple | list):
-            return [self._made(item) for item in result]
+            return [self._record_result_places(item) for item in result]
         self.needs_trace |= isinstance(result, _SYMBOLS)
         return None
 
-    def _entry(self, value: Any) -> Any:
+    def _build_argument_key(self, value: Any) -> Any:
         """What a value is, equal for what is alike in two calls. What cannot be told is alike to itself alone."""
-        return told(value, self._tensor)
+        return build_value_key(value, self._build_tensor_key)
 
-    def _tensor(self, tensor: Tensor) -> tuple[str, Any]:
+    def _build_tensor_key(self, tensor: Tensor) -> tuple[str, Any]:
         place = self._places.get(id(tensor))
-        return ("tensor", place) if place is not None else ("other", self._kept(tensor))
+        return ("tensor", place) if place is not None else ("other", self._keep_foreign_tensor(tensor))
 
-    def _kept(self, tensor: Tensor) -> int:
+    def _keep_foreign_tensor(self, tensor: Tensor) -> int:
         """The identity of a tensor that came from elsewhere."""
         self._held.append(tensor)
         return id(tensor)
 
 
 @contextlib.contextmanager
-def untraced(operands: Sequence[Tensor]) -> Iterator[None]:
+def run_without_tracing(operands: Sequence[Tensor]) -> Iterator[None]:
     """Inside a trace, what is run leaves nothing in the graph; it is computed as far as shapes go, as outside of it."""
     with contextlib.ExitStack() as stack:
         for _ in torch.overrides._get_current_function_mode_stack():
@@ -133,7 +133,7 @@ def untraced(operands: Sequence[Tensor]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def aside() -> Iterator[None]:
+def pause_trace_and_journal() -> Iterator[None]:
     """Inside a trace, what is run is noted neither by it nor by a journal; modes of the model's own stay."""
     modes = torch.overrides._get_current_function_mode_stack()
     with contextlib.ExitStack() as stack:
@@ -161,7 +161,7 @@ _library = torch.library.Library("partition", "FRAGMENT")  # quicker to trace th
 _library.define("layer(Tensor[] operands, Tensor[] results, int memo, int member) -> Tensor[]")
 
 
-def _like(operands: list[Tensor], results: list[Tensor], memo: int, member: int) -> list[Tensor]:
+def _make_layer_results(operands: list[Tensor], results: list[Tensor], memo: int, member: int) -> list[Tensor]:
     """A call of a module that reads ``operands`` (states, then arguments); ``results``: what it made, if it was run.
 
     ``member``: the number of a module whose parameters are put away and not among the operands; -1: none are. The
@@ -171,7 +171,7 @@ def _like(operands: list[Tensor], results: list[Tensor], memo: int, member: int)
     return [operands[0].new_empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in specs]
 
 
-torch.library.register_fake("partition::layer", _like, lib=_library)
+torch.library.register_fake("partition::layer", _make_layer_results, lib=_library)
 
 LAYER = torch.ops.partition.layer.default
 
@@ -203,7 +203,7 @@ class Repeats:
 
     @classmethod
     def of(cls, model: nn.Module) -> Repeats:
-        return cls(alike(model, _LEAST))
+        return cls(find_equal_layers(model, _LEAST))
 
     def put_away(self, model: nn.Module) -> Repeats:
         """With the parameters of all members put away that are not traced, if calls come in the order of names."""
@@ -235,7 +235,7 @@ class Repeats:
         try:
             for index, group in enumerate(self.groups):
                 for module in group.members:
-                    run = functools.partial(self._run, index, module, module.forward)
+                    run = functools.partial(self._run_or_reuse_call, index, module, module.forward)
                     module.__dict__["forward"] = run
             if self.away is not None and root is not None:
                 root.__dict__["forward"] = functools.wraps(root.forward)(self.away.watched(root.forward))
@@ -253,7 +253,9 @@ class Repeats:
             for memo in self.memos.values():
                 _made_by.pop(memo.number, None)
 
-    def _run(self, index: int, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_or_reuse_call(
+        self, index: int, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         if self.away is not None and id(module) in self.away.names:
             return self._stand_in(self.away, index, module, args, kwargs)
         again = id(module) in self._called
@@ -271,7 +273,9 @@ class Repeats:
         if memo.shown < _SHOWN:
             group = self.groups[index]
             try:
-                output, found = self._show(memo, call, module, group.own, functools.partial(forward, *args, **kwargs))
+                output, found = self._trace_example_call(
+                    memo, call, module, group.own, functools.partial(forward, *args, **kwargs)
+                )
             except Exception:
                 self.refused.append(group)
                 raise
@@ -283,9 +287,9 @@ class Repeats:
         made = LAYER(call.operands, traced, memo.number, -1)
         if outer is not None:
             outer.sum_up(mark, memo.number, call.operands, made)
-        return _result(memo, call.operands, made)
+        return _rebuild_call_output(memo, call.operands, made)
 
-    def _show(
+    def _trace_example_call(
         self,
         memo: _CallMemo,
         call: _RepeatedCall,
@@ -295,13 +299,16 @@ class Repeats:
     ) -> tuple[Any, list[Tensor] | None]:
         """What a call gives, and the results that are in the graph, of a call that shows what others do; ``None``: the
         first one cannot stand for others. Raises :class:`Unlike` where the second is not like the first."""
-        with _hidden(module, own if memo.shown else ()):
-            before, buffers = _state(module), _buffers(module)
+        with _hide_own_attributes(module, own if memo.shown else ()):
+            before, buffers = _read_module_state(module), _list_module_buffers(module)
             output, traced = self._run_once(memo, call, forward)
-            after, set_anew = _state(module), list(map(id, buffers)) != list(map(id, _buffers(module)))
+            after, set_anew = (
+                _read_module_state(module),
+                list(map(id, buffers)) != list(map(id, _list_module_buffers(module))),
+            )
         try:
             with torch._C.DisableTorchFunction():
-                results = _learn(memo, call, output)
+                results = _record_call_results(memo, call, output)
             if before != after or set_anew or not call.unchanged():
                 raise Unlike("a call changes what it is given")
         except Unlike:
@@ -324,7 +331,7 @@ class Repeats:
             return forward(), True
         beside, self._beside = self._beside, True
         try:
-            with untraced(call.operands), self._in_journal(journal):
+            with run_without_tracing(call.operands), self._in_journal(journal):
                 output = forward()
         finally:
             self._beside = beside
@@ -359,11 +366,11 @@ class Repeats:
         if not here or any(kind == "operand" and what not in here for kind, what in memo.leaves):
             raise ParkedParameterError("a layer reads or gives nothing but its weights")
         made = LAYER([call.operands[i] for i in here], [], memo.number, away.numbers[id(module)])
-        return _result(memo, call.operands, made)
+        return _rebuild_call_output(memo, call.operands, made)
 
 
 @contextlib.contextmanager
-def _hidden(module: nn.Module, own: tuple[tuple[str, str], ...]) -> Iterator[None]:
+def _hide_own_attributes(module: nn.Module, own: tuple[tuple[str, str], ...]) -> Iterator[None]:
     """Inside, the attributes ``own`` cannot be read."""
     kept = [(vars(module.get_submodule(path)), name) for path, name in own]
     values = [held[name] for held, name in kept]
@@ -389,7 +396,7 @@ class _RepeatedCall:
     @classmethod
     def of(cls, module: nn.Module, own: tuple[tuple[str, str], ...], args: Any, kwargs: Any) -> _RepeatedCall | None:
         """``None`` where a call may depend on more than its key says."""
-        if not torch.is_grad_enabled() or hooked(module):
+        if not torch.is_grad_enabled() or has_call_hooks(module):
             return None
         leaves, tree = pytree.tree_flatten((args, kwargs))
         plain = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
@@ -402,7 +409,11 @@ class _RepeatedCall:
         places: dict[int, int] = {}
         stored: dict[int, int] = {}
         specs = [
-            (*tensor_spec(t), places.setdefault(id(t), len(places)), stored.setdefault(_storage(t), len(stored)))
+            (
+                *tensor_spec(t),
+                places.setdefault(id(t), len(places)),
+                stored.setdefault(_identify_storage(t), len(stored)),
+            )
             for t in operands
         ]
         texts: dict[tuple[str, str], Any] = {}
@@ -425,25 +436,25 @@ class _RepeatedCall:
         return same and self.versions == [t._version for t in self.operands]
 
 
-def _state(module: nn.Module) -> Any:
+def _read_module_state(module: nn.Module) -> Any:
     with torch._C.DisableTorchFunction():
         return state_of(module)
 
 
-def _buffers(module: nn.Module) -> list[Tensor | None]:
+def _list_module_buffers(module: nn.Module) -> list[Tensor | None]:
     return [buffer for m in module.modules() for buffer in m._buffers.values()]
 
 
-def _storage(tensor: Tensor) -> int:
+def _identify_storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _learn(memo: _CallMemo, call: _RepeatedCall, output: Any) -> list[Tensor]:
+def _record_call_results(memo: _CallMemo, call: _RepeatedCall, output: Any) -> list[Tensor]:
     """Note what a call returns; the tensors that it made. Raises :class:`Unlike` where they cannot stand alone."""
     values, tree = pytree.tree_flatten(output)
     results: list[Tensor] = []
     leaves: list[tuple[str, Any]] = []
-    stored = {_storage(t) for t in call.operands}
+    stored = {_identify_storage(t) for t in call.operands}
     trains = any(t.requires_grad for t in call.operands)
     for value in values:
         passed = next((i for i, t in enumerate(call.operands) if t is value), None)
@@ -451,9 +462,9 @@ def _learn(memo: _CallMemo, call: _RepeatedCall, output: Any) -> list[Tensor]:
             leaves.append(("operand", passed))
         elif isinstance(value, Tensor):
             floating = value.dtype.is_floating_point or value.dtype.is_complex
-            if _storage(value) in stored or value.requires_grad != (trains and floating):
+            if _identify_storage(value) in stored or value.requires_grad != (trains and floating):
                 raise Unlike("a result is a view, or takes no gradient")
-            stored.add(_storage(value))
+            stored.add(_identify_storage(value))
             leaves.append(("made", len(results)))
             results.append(value)
         elif is_simple(value):
@@ -470,7 +481,7 @@ def _learn(memo: _CallMemo, call: _RepeatedCall, output: Any) -> list[Tensor]:
     return results
 
 
-def _result(memo: _CallMemo, operands: list[Tensor], made: list[Tensor]) -> Any:
+def _rebuild_call_output(memo: _CallMemo, operands: list[Tensor], made: list[Tensor]) -> Any:
     assert memo.tree is not None
     leaves = [
         made[what] if kind == "made" else operands[what] if kind == "operand" else what[1] for kind, what in memo.leaves

@@ -25,7 +25,7 @@ from passes.ir.linearity import NOT_LINEAR, AffinePart, NotAffine, parts_of, wit
 from passes.ir.rewrite import drop_unused
 from passes.rules import has_rule
 
-__all__ = ["ASKS_NUMBERS", "NotAffine", "Transposed", "transpose"]
+__all__ = ["ASKS_NUMBERS", "NotAffine", "Transposed", "transpose_backward"]
 
 aten = torch.ops.aten
 
@@ -57,7 +57,7 @@ class Transposed:
         return found[: self.num_results], dict(zip(self.constant, found[self.num_results :], strict=True))
 
 
-def transpose(
+def transpose_backward(
     backward: Backward, results: Sequence[Tensor], inputs: Sequence[Tensor], *, some: bool = False
 ) -> Transposed:
     """Trace and transpose ``backward``, which takes gradients like ``results`` and gives gradients for ``inputs``.
@@ -71,7 +71,9 @@ def transpose(
     traced = _Traced.of(backward, seeds)
     if some:
         _check_none_is_zero(backward, seeds, traced)
-    made, held = _functional(lambda *given: traced.transpose(given[: len(seeds)], given[len(seeds) :]), seeds + changes)
+    made, held = _trace_functional_graph(
+        lambda *given: traced.transpose(given[: len(seeds)], given[len(seeds) :]), seeds + changes
+    )
     _drop_seeds(made, len(seeds))
     output: Any = made.graph.output_node().args[0]
     given = [n for n in made.graph.nodes if n.op == "placeholder"][: len(changes)]
@@ -92,7 +94,7 @@ class _Traced:
     @classmethod
     def of(cls, backward: Backward, seeds: Sequence[Tensor]) -> _Traced:
         try:
-            module, tensors = _functional(backward, seeds)
+            module, tensors = _trace_functional_graph(backward, seeds)
         except ASKS_NUMBERS as error:
             raise NotAffine("decides by the numbers of tensors", "choose by torch.where, or in forward") from error
         graph = module.graph
@@ -119,7 +121,7 @@ class _Traced:
         for node in self.graph.nodes:
             if node.op == "call_function":
                 with torch.set_grad_enabled(self.parts[node].depends):
-                    env[node] = _run(node, env.__getitem__)
+                    env[node] = _run_node_target(node, env.__getitem__)
         found = [(env[n], c) for n, c in zip(self.results, changes, strict=True) if n is not None]
         found = [(x, c) for x, c in found if x.requires_grad]
         moved: Sequence[Tensor | None] = [None] * len(grads)
@@ -128,7 +130,7 @@ class _Traced:
                 moved = torch.autograd.grad([x for x, _ in found], grads, [c for _, c in found], allow_unused=True)
             except (RuntimeError, NotImplementedError) as error:
                 raise NotAffine(f"cannot be transposed ({error})", "write it with plain operators") from error
-        linear = [_zeros(g) if m is None else m for g, m in zip(grads, moved, strict=True)]
+        linear = [_make_zeros_like(g) if m is None else m for g, m in zip(grads, moved, strict=True)]
         start = _AtZero(self.parts, env)
         return [*linear, *(start.value(self.results[i]) for i in self.constant)]
 
@@ -194,18 +196,20 @@ class _AtZero:
     def value(self, node: fx.Node | None) -> Any:
         assert node is not None
         if node not in self.known:
-            self.known[node] = self._zero(node) if self.parts[node].zero else self._made(node)
+            self.known[node] = (
+                self._make_zero_value(node) if self.parts[node].zero else self._compute_value_at_zero(node)
+            )
         return self.known[node]
 
-    def _zero(self, node: fx.Node) -> Any:
-        return _zeros(node.meta["val"])
+    def _make_zero_value(self, node: fx.Node) -> Any:
+        return _make_zeros_like(node.meta["val"])
 
-    def _made(self, node: fx.Node) -> Any:
+    def _compute_value_at_zero(self, node: fx.Node) -> Any:
         other = _other_addend(node, self.parts)
         if other is not None:
             return self.value(other)
         with torch.no_grad():
-            return _run(node, self.value)
+            return _run_node_target(node, self.value)
 
 
 def _is_known(tensor: Tensor) -> bool:
@@ -216,7 +220,7 @@ def _is_number(tensor: Tensor) -> bool:
     return _is_known(tensor) and tensor.dim() == 0
 
 
-def _numbers(tensor: Tensor) -> Any:
+def _read_tensor_numbers(tensor: Tensor) -> Any:
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         return tensor.tolist()
 
@@ -229,7 +233,7 @@ def _is_zero(tensor: Tensor) -> bool:
         return not tensor.any()
 
 
-def _zeros(value: Tensor) -> Tensor:
+def _make_zeros_like(value: Tensor) -> Tensor:
     return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
 
 
@@ -246,19 +250,23 @@ def _other_addend(node: fx.Node, parts: Mapping[fx.Node, AffinePart]) -> fx.Node
     return None
 
 
-def _run(node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
+def _run_node_target(node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
     assert callable(node.target), node
     return node.target(*fx.node.map_arg(node.args, value), **fx.node.map_arg(node.kwargs, value))
 
 
-def _functional(function: Callable[..., Any], arguments: Sequence[Tensor]) -> tuple[fx.GraphModule, list[Tensor]]:
+def _trace_functional_graph(
+    function: Callable[..., Any], arguments: Sequence[Tensor]
+) -> tuple[fx.GraphModule, list[Tensor]]:
     """``function`` as a graph without operators that write, and the tensors that it takes after ``arguments``."""
     with sdpa_kernel(SDPBackend.MATH):  # others have no second derivative
         raw = make_fx(function, tracing_mode="real")(*arguments)
     read = {str(n.target): getattr(raw, str(n.target)) for n in raw.graph.nodes if n.op == "get_attr"}
     if not all(isinstance(tensor, Tensor) for tensor in read.values()):
         raise NotAffine("runs functions of its own (torch.cond, a compiled function)", "write it with plain operators")
-    numbers = {name: (_numbers(tensor), tensor.dtype) for name, tensor in read.items() if _is_number(tensor)}
+    numbers = {
+        name: (_read_tensor_numbers(tensor), tensor.dtype) for name, tensor in read.items() if _is_number(tensor)
+    }
     tensors = {name: tensor for name, tensor in read.items() if name not in numbers}
 
     def run(*given: Tensor) -> Any:

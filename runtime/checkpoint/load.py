@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from passes.capture.wrappers import spellings
+from passes.capture.wrappers import match_state_names
 from runtime.checkpoint import hyperparameters
 from runtime.checkpoint.atomic_folder import MANIFEST, read_manifest
 from runtime.checkpoint.dcp_files import FileSum, sum_of
@@ -170,7 +170,7 @@ def _warn_of_others(folder: Path, reader: ShardReader, rank: RankProgram) -> Non
     """Warn of tensors of a model that the plan's model does not have: it may be another one."""
     known = names_read(rank.program)
     saved = sorted(key.removeprefix(MODEL) for key in reader.tensors if key.startswith(MODEL))
-    known |= spellings(saved, known).keys()
+    known |= match_state_names(saved, known).keys()
     if others := [name for name in saved if name not in known]:
         more = ", ..." if len(others) > _SHOWN else ""
         warnings.warn(
@@ -256,7 +256,7 @@ def _find_other_spellings(reader: ShardReader, rank: RankProgram) -> dict[str, l
     """For states of the plan, the names that a checkpoint has for them in another spelling."""
     saved = [key.removeprefix(MODEL) for key in reader.tensors if key.startswith(MODEL)]
     found: dict[str, list[str]] = {}
-    for other, name in spellings(saved, names_read(rank.program)).items():
+    for other, name in match_state_names(saved, names_read(rank.program)).items():
         found.setdefault(name, []).append(other)
     return found
 

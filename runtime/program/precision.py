@@ -10,7 +10,7 @@ import torch
 
 from passes.errors import InputsError
 from passes.ir.model import Block
-from passes.ir.rewrite import as_type, retype
+from passes.ir.rewrite import as_type, cast_graph_dtype
 from passes.ir.serialize import block_from_data, block_to_data, dtype_name, dtype_of, target_name
 from passes.ops.fp8 import as_it_was, in_eight_bits, ops
 from runtime.errors import LaunchError
@@ -94,5 +94,5 @@ def _with_dtype(data: Any, dtype: torch.dtype) -> Any:
 def _retype_block(name: str, data: BlockGraph, dtype: torch.dtype) -> BlockGraph:
     block: Block = block_from_data(name, data.nodes, data.states, data.inputs)
     as_it_was(block)
-    retype(block.graph, dtype)
+    cast_graph_dtype(block.graph, dtype)
     return data.model_copy(update={"nodes": block_to_data(block)})

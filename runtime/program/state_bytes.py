@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from passes.dtypes import itemsize, sum_type
+from passes.dtypes import get_dtype_itemsize, sum_type
 from runtime.program.program import Program, Stage, StateData, shard_shape
 
 
@@ -34,12 +34,12 @@ def staying_values(stage: Stage) -> frozenset[str]:
 
 def state_bytes(program: Program, state: str) -> int:
     """The bytes of what the cuts over ``ep`` and ``tp`` leave of a state."""
-    return math.prod(shard_shape(program, state)) * itemsize(program.states[state].dtype)
+    return math.prod(shard_shape(program, state)) * get_dtype_itemsize(program.states[state].dtype)
 
 
 def gradient_bytes(program: Program, state: str) -> int:
     """The bytes of a state's gradient as it is added up, of what the cuts over ``ep`` and ``tp`` leave."""
-    return math.prod(shard_shape(program, state)) * itemsize(sum_type(program.states[state].dtype))
+    return math.prod(shard_shape(program, state)) * get_dtype_itemsize(sum_type(program.states[state].dtype))
 
 
 class StateSizes(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import fx
 
 from passes.ir.layouts import Layout
-from passes.ir.verify import Sameness, culprit, misuse, sameness
+from passes.ir.verify import Sameness, compare_across_ranks, find_difference_origin, find_misused_collective
 from runtime.program.analysis import ProgramFacts
 from runtime.program.program import CallData, Program, StateData
 from runtime.prove.errors import Refusal
@@ -89,21 +89,21 @@ def _is_apart(axis: str, program: Program, state: str) -> bool:
 def _check_forward(axis: str, facts: ProgramFacts, call: CallData) -> None:
     program, block = facts.program, facts.blocks[call.block]
     given = dict(zip((*block.states, *block.inputs), _list_given_sameness(axis, facts, call), strict=True))
-    known = sameness(block.graph, given, axis, program.mesh[axis])
+    known = compare_across_ranks(block.graph, given, axis, program.mesh[axis])
     _refuse_misuse(axis, call, block.graph, known)
     for value, node in zip(call.outputs, block.outputs, strict=True):
         if _VALUES[_find_layout_kind(axis, program, value)] == "alike" and known[node.name] == "different":
             message = (
                 f"{call.path!r}: the value {value!r} is said to be whole over {axis}, but differs from rank to rank"
             )
-            raise Refusal("structure", message, node=culprit(node, known).name)
+            raise Refusal("structure", message, node=find_difference_origin(node, known).name)
 
 
 def _check_backward(axis: str, facts: ProgramFacts, call: CallData) -> None:
     """Gradients are whole where the layouts say so, given that those of the outputs are as theirs say."""
     program, pieces = facts.program, facts.differentiated(call)
     size = program.mesh[axis]
-    forward = sameness(
+    forward = compare_across_ranks(
         pieces.forward.graph,
         dict(zip(pieces.forward.inputs, _list_given_sameness(axis, facts, call), strict=True)),
         axis,
@@ -114,7 +114,7 @@ def _check_backward(axis: str, facts: ProgramFacts, call: CallData) -> None:
     seeds = pieces.backward.inputs[len(pieces.saved) :]
     for name, k in zip(seeds, pieces.grad_outputs, strict=True):
         given[name] = _GRADIENTS[_find_layout_kind(axis, program, call.outputs[k])]
-    known = sameness(pieces.backward.graph, given, axis, size)
+    known = compare_across_ranks(pieces.backward.graph, given, axis, size)
     _refuse_misuse(axis, call, pieces.backward.graph, known)
     whole = [(call.inputs[i], _GRADIENTS[_find_layout_kind(axis, program, call.inputs[i])]) for i in pieces.grad_inputs]
     for i in pieces.grad_states:
@@ -126,7 +126,7 @@ def _check_backward(axis: str, facts: ProgramFacts, call: CallData) -> None:
             message = (
                 f"{call.path!r}: the gradient of {name!r} should be whole over {axis}, but differs from rank to rank"
             )
-            raise Refusal("structure", message, node=culprit(node, known).name)
+            raise Refusal("structure", message, node=find_difference_origin(node, known).name)
 
 
 def _list_graph_results(graph: fx.Graph) -> tuple[fx.Node | None, ...]:
@@ -136,7 +136,7 @@ def _list_graph_results(graph: fx.Graph) -> tuple[fx.Node | None, ...]:
 
 
 def _refuse_misuse(axis: str, call: CallData, graph: fx.Graph, known: dict[str, Sameness]) -> None:
-    found = misuse(graph, known, axis)
+    found = find_misused_collective(graph, known, axis)
     if found is not None:
         raise Refusal("structure", f"{call.path!r}: {found[1]}", node=found[0].name)
 
@@ -157,7 +157,7 @@ def _over_batch(facts: ProgramFacts) -> None:
         call = facts.call(place)
         block = facts.blocks[call.block]
         given = {n: known[v] for n, v in zip(block.inputs, call.inputs, strict=True)}
-        inside = sameness(block.graph, given, axis, size)
+        inside = compare_across_ranks(block.graph, given, axis, size)
         for value, node in zip(call.outputs, block.outputs, strict=True):
             known[value] = "alike" if call.prologue else inside[node.name]
     for output in program.outputs:

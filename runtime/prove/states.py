@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterator
 from itertools import groupby
 from operator import itemgetter
 
-from passes.ir.layouts import Layout, divides
+from passes.ir.layouts import Layout, can_shard_evenly
 from passes.ir.serialize import dtype_of
 from runtime.program.analysis import CallFacts, ProgramFacts
 from runtime.program.buckets import Bucket
@@ -40,9 +40,9 @@ def _state_problem(facts: ProgramFacts, name: str) -> str:
         dtype_of(state.dtype)
     except ValueError as error:
         return f"is malformed: {error}"
-    if layout.kind == "P" or not divides(layout, state.shape, tp):
+    if layout.kind == "P" or not can_shard_evenly(layout, state.shape, tp):
         return f"of shape {state.shape} cannot be {layout} over tp={tp}"
-    if over_ep.kind not in ("S", "R") or not divides(over_ep, state.shape, program.size("ep")):
+    if over_ep.kind not in ("S", "R") or not can_shard_evenly(over_ep, state.shape, program.size("ep")):
         return f"of shape {state.shape} cannot be {over_ep} over ep={program.size('ep')}"
     if over_ep.is_shard and layout.is_shard and over_ep.dim == layout.dim:
         return f"is cut on dim {layout.dim} both over tp and over ep"

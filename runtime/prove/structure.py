@@ -9,10 +9,10 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from passes.ir.layouts import Layout, divides, local_shape
+from passes.ir.layouts import Layout, can_shard_evenly, local_shape
 from passes.ir.model import TensorSpec
 from passes.ir.serialize import dtype_of
-from passes.ir.verify import describe
+from passes.ir.verify import format_meta_value
 from runtime.program.analysis import ProgramFacts, graph_fault
 from runtime.program.mesh import MESH_AXES
 from runtime.program.program import CallData, InputData, OutputData, Program, Value, shard_shape, weights_fingerprint
@@ -44,7 +44,7 @@ def _input_problem(program: Program, given: InputData) -> str:
     part = tuple(shape)
     for axis, layout in (("cp", Layout.parse(value.context)), ("tp", Layout.parse(value.layout))):
         size = program.mesh.get(axis, 1)
-        if layout.kind == "P" or not divides(layout, part, size):
+        if layout.kind == "P" or not can_shard_evenly(layout, part, size):
             return f"of shape {part} for one microbatch cannot be {layout} over {axis}={size}"
         part = local_shape(layout, part, size)
     if (part, given.dtype) != (value.shape, value.dtype):
@@ -223,9 +223,9 @@ def _check_call_specs(facts: ProgramFacts, stage: int, position: int, call: Call
     specs += [_value_spec(program.values[n]) for n in (*call.inputs, *call.outputs)]
     names = (*call.states, *call.inputs, *call.outputs)
     for name, spec, node in zip(names, specs, (*block.placeholders, *block.outputs), strict=True):
-        have_text = "of an unknown type or layout" if spec is None else describe(spec.meta())
+        have_text = "of an unknown type or layout" if spec is None else format_meta_value(spec.meta())
         if spec != TensorSpec.of(node.meta["val"]):
-            problem = f"{name!r} is {have_text}, but {describe(node.meta['val'])} in the graph"
+            problem = f"{name!r} is {have_text}, but {format_meta_value(node.meta['val'])} in the graph"
             raise Refusal("structure", problem, stage=stage, call=position, node=node.name)
 
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from passes.ir.gradient_flow import accumulated_in
-from passes.ir.layouts import REPLICATED, Layout, Shard, shard, shard_slices, take_shards
+from passes.ir.layouts import REPLICATED, Layout, Shard, make_shard_layout, shard_slices, take_shards
 from passes.ir.serialize import dtype_of
 from runtime.errors import WeightsError
 from runtime.program.program import Program, RankProgram, StateData, shard_shape
@@ -82,7 +82,7 @@ class StackedWeights:
             pieces = shard_slices(layout, len(parts), num_ranks, index)
             parts, inner = tuple(p for start, length in pieces for p in parts[start : start + length]), Layout("R")
         elif layout.is_shard:
-            inner = shard(layout.dim - 1, layout.sections)
+            inner = make_shard_layout(layout.dim - 1, layout.sections)
         return torch.stack([self.weights.read(part, inner, num_ranks, index) for part in parts])
 
     def identity(self, name: str) -> Hashable:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from passes.capture.wrappers import check_tensor, spellings, unwrapped
+from passes.capture.wrappers import check_tensor, match_state_names, unwrap_model
 from passes.ir.layouts import Layout, shard_slices, take_shard
 from runtime.errors import WeightsError
 
@@ -100,7 +100,7 @@ class TensorWeights:
 
     def for_names(self, wanted: Collection[str]) -> TensorWeights:
         """The tensors by the names ``wanted`` where they have these in another spelling."""
-        renamed = spellings(self.tensors, wanted)
+        renamed = match_state_names(self.tensors, wanted)
         return TensorWeights({renamed.get(n, n): t for n, t in self.tensors.items()}, self.origin) if renamed else self
 
     def identity(self, name: str) -> Hashable:
@@ -125,7 +125,7 @@ class FileWeights:
 
     def for_names(self, wanted: Collection[str]) -> FileWeights:
         """These weights, by the names ``wanted`` where they have these in another spelling."""
-        for saved_as, name in spellings(self._files, wanted).items():
+        for saved_as, name in match_state_names(self._files, wanted).items():
             self._files[name] = self._files.pop(saved_as)
             self._saved_as[name] = self._saved_as.pop(saved_as, saved_as)
         return self
@@ -193,11 +193,11 @@ class ModuleWeights(TensorWeights):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module_tensors(module), type(module).__name__)
         self.tensors: dict[str, Tensor]
-        self._module, _ = unwrapped(module)
+        self._module, _ = unwrap_model(module)
 
     def for_names(self, wanted: Collection[str]) -> ModuleWeights:
         """The module's tensors by the names ``wanted`` where it has these in another spelling."""
-        for name, meant in spellings(self.tensors, wanted).items():
+        for name, meant in match_state_names(self.tensors, wanted).items():
             self.tensors[meant] = self.tensors.pop(name)
         return self
 
@@ -271,7 +271,7 @@ def weights_of(source: Source, wanted: Collection[str] = ()) -> Weights:
 def module_tensors(module: nn.Module) -> dict[str, Tensor]:
     """All parameters and buffers under all of their names, those that ``state_dict`` leaves out too; of what is inside
     of wrappers, as ``torch.compile`` makes one."""
-    module, _ = unwrapped(module)
+    module, _ = unwrap_model(module)
     return {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),

@@ -31,7 +31,7 @@ from partitioner.cost.call.saved_activations import find_gathered_activations
 from partitioner.cost.call.states import gradient_bytes
 from partitioner.emit.zero import small_states
 from passes.ir.collectives import COMMUNICATING, CONTEXT, ROUTED, collective_name
-from passes.ir.gradient_flow import differentiable
+from passes.ir.gradient_flow import is_differentiable
 from passes.ir.model import Block, TensorSpec
 from passes.rules.factors import operands_of, results_of
 from passes.rules.strategies import needs_gradient
@@ -427,7 +427,7 @@ def operand_needs(node: fx.Node) -> list[bool]:
 def fan_out(node: fx.Node) -> list[Kernel]:
     """The additions that sum the gradients of a value with several readers."""
     value = node.meta["val"]
-    if not isinstance(value, Tensor) or not differentiable(value):
+    if not isinstance(value, Tensor) or not is_differentiable(value):
         return []
     readers = sum(needs_gradient(user) for user in node.users if user.op == "call_function")
     return [add_kernel(Operand(tuple(value.shape), value.dtype))] * max(0, readers - 1)

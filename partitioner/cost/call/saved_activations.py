@@ -23,7 +23,7 @@ from torch import Tensor, fx
 
 from partitioner.cost.call.operators import CROSS_ENTROPY, VIEWS, is_product, is_view, operator_name
 from passes.ir.collectives import COMMUNICATING, CONTEXT, collective_name
-from passes.ir.gradient_flow import accumulated_in, differentiable
+from passes.ir.gradient_flow import accumulated_in, is_differentiable
 from passes.ir.model import Block
 from passes.ops.cross_entropy import MOST_PIECES
 from passes.rules.factors import operands_of, results_of
@@ -121,7 +121,9 @@ def find_score_nodes(block: Block) -> frozenset[fx.Node]:
 def _find_input_free_nodes(block: Block, scores: Collection[fx.Node]) -> frozenset[fx.Node]:
     """What ``scores`` are made of that comes of no input and of no parameter."""
     free: set[fx.Node] = set()
-    placeholders = {n for n in block.placeholders if n.name not in block.inputs and not differentiable(n.meta["val"])}
+    placeholders = {
+        n for n in block.placeholders if n.name not in block.inputs and not is_differentiable(n.meta["val"])
+    }
     for node in block.graph.nodes:
         local = node.op == "call_function" and collective_name(node.target) not in COMMUNICATING
         if local and all(o in free or o in placeholders for o in node.all_input_nodes):
@@ -218,11 +220,11 @@ def find_needed_values(node: fx.Node) -> Iterator[Value]:
         if needs_gradient(operands[1]):
             yield value_of(operands[0])
     elif need == "indices":
-        yield from (value_of(o) for o in operands if not differentiable(o.meta["val"]))
+        yield from (value_of(o) for o in operands if not is_differentiable(o.meta["val"]))
     if need in ("result", "both", "attention", "norm"):
         yield from ((node, i) for i in range(need == "norm", len(results_of(node))))
     elif need == "indices":
-        yield from ((node, i) for i, r in enumerate(results_of(node)) if not differentiable(r))
+        yield from ((node, i) for i, r in enumerate(results_of(node)) if not is_differentiable(r))
 
 
 def _row_statistics(node: fx.Node) -> int:
@@ -364,7 +366,7 @@ def _needed_for(node: fx.Node, operand: fx.Node) -> Iterator[Value]:
     if need in ("others", "quotient"):
         yield from (value_of(o) for o in operands if o is not operand)
     elif need == "indices":
-        yield from (value_of(o) for o in operands if not differentiable(o.meta["val"]))
+        yield from (value_of(o) for o in operands if not is_differentiable(o.meta["val"]))
     elif need in ("operands", "both"):
         yield from map(value_of, operands)
     if need in ("result", "both"):

@@ -30,7 +30,7 @@ from partitioner.validate import OBJECTIVES, check_callback, check_work, type_of
 from passes.capture.buffers import initial_values
 from passes.capture.capture import PRECISIONS, capture, given_samples
 from passes.capture.inputs import Inputs
-from passes.capture.wrappers import refuse_sharded, unwrapped
+from passes.capture.wrappers import refuse_sharded, unwrap_model
 from passes.errors import InputsError, PartitionError
 from passes.faults import typed_errors
 from passes.ir.gradient_flow import freeze_unreached, mark_gradients
@@ -233,7 +233,7 @@ def prepare(
     notes: tuple[str, ...] = ()
     if isinstance(model, nn.Module):
         refuse_sharded(model)
-        model, notes = unwrapped(model)
+        model, notes = unwrap_model(model)
     return PreparedModel(model, inputs, loss, objective, precision, notes)
 
 

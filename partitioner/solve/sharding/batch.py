@@ -20,7 +20,7 @@ from partitioner.solve.sharding.sharding import DATA, Allowed, ShardingSolution,
 from passes.capture.buffers import leading_to
 from passes.capture.inputs import NO_BATCH
 from passes.errors import InputsError
-from passes.ir.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, shard
+from passes.ir.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, make_shard_layout
 from passes.ir.model import FoldedModel, ModelInput, TensorSpec
 from passes.rules.factors import Strategy, results_of
 from passes.shard.sample_groups import GroupModel
@@ -55,7 +55,7 @@ def shard_batch(model: FoldedModel, batch: int, allowed: Allowed | None = None) 
     :class:`partitioner.solve.sharding.choices.ShardingError` if the samples cannot be told apart at all.
     """
     outputs = {
-        o.value: [REPLICATED, PARTIAL, *map(shard, range(len(model.values[o.value].shape)))]
+        o.value: [REPLICATED, PARTIAL, *map(make_shard_layout, range(len(model.values[o.value].shape)))]
         for o in model.outputs
         if o.value is not None and o.value != model.loss
     }
@@ -89,11 +89,11 @@ def of_groups(model: FoldedModel, group: GroupModel, count: int) -> tuple[Folded
 
 
 def _dim_layout(dim: int | None) -> Layout:
-    return REPLICATED if dim is None else shard(dim)
+    return REPLICATED if dim is None else make_shard_layout(dim)
 
 
 def _input_layouts(model_input: ModelInput, batch: int) -> list[Layout]:
-    return [shard(d) for d, size in enumerate(model_input.spec.shape) if size == batch] + [REPLICATED]
+    return [make_shard_layout(d) for d, size in enumerate(model_input.spec.shape) if size == batch] + [REPLICATED]
 
 
 def _without_samples(model: FoldedModel, batch: int) -> frozenset[fx.Node]:

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from partitioner.solve.sharding.layout_ties import BlockValue, LayoutTie
 from passes.errors import PartitionError
-from passes.ir.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, divides, shard
+from passes.ir.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, can_shard_evenly, make_shard_layout
 from passes.ir.model import FoldedModel
 from passes.rules import factors_of
 from passes.rules.factors import Strategy, operands_of, results_of
@@ -63,13 +63,13 @@ class LayoutRules:
 
 def _list_dim_shards(tie: LayoutTie, num_ranks: int) -> list[Layout]:
     """One shard per dim that divides."""
-    layouts = [shard(d) for d, size in enumerate(tie.spec.shape) if size > 0]
-    return [layout for layout in layouts if divides(layout, tie.spec.shape, num_ranks)]
+    layouts = [make_shard_layout(d) for d, size in enumerate(tie.spec.shape) if size > 0]
+    return [layout for layout in layouts if can_shard_evenly(layout, tie.spec.shape, num_ranks)]
 
 
 def _list_zigzag_shards(tie: LayoutTie, num_ranks: int, rules: LayoutRules) -> list[Layout]:
-    layouts = [shard(d, (), True) for d, size in enumerate(tie.spec.shape) if size in rules.lengths]
-    return [layout for layout in layouts if divides(layout, tie.spec.shape, num_ranks)]
+    layouts = [make_shard_layout(d, (), True) for d, size in enumerate(tie.spec.shape) if size in rules.lengths]
+    return [layout for layout in layouts if can_shard_evenly(layout, tie.spec.shape, num_ranks)]
 
 
 def value_options(model: FoldedModel, tie: LayoutTie, num_ranks: int, rules: LayoutRules) -> list[Layout]:
@@ -113,7 +113,9 @@ def state_options(
             if alias in rules.pins:
                 limits.append((alias, "pinned", _pinned_state(rules.pins[alias], trained)))
     for _, _, allowed in limits:  # a pin may cut a state in sections that no operator asked for
-        options += [a for a in allowed if a not in options and divides(a, tie.spec.shape, num_ranks) and a != PARTIAL]
+        options += [
+            a for a in allowed if a not in options and can_shard_evenly(a, tie.spec.shape, num_ranks) and a != PARTIAL
+        ]
     return _restrict_layouts(options, limits, tie, num_ranks)
 
 

@@ -26,7 +26,7 @@ from partitioner.errors import PlanError
 from partitioner.solve.sharding.choices import ShardingError, matmul_flops
 from partitioner.solve.sharding.costs import TensorCosts
 from partitioner.solve.sharding.sharding import Allowed, ShardingSolution, solve_sharding
-from passes.ir.layouts import REPLICATED, Layout, divides, local_shape, shard
+from passes.ir.layouts import REPLICATED, Layout, can_shard_evenly, local_shape, make_shard_layout
 from passes.ir.model import FoldedModel, TensorSpec
 from passes.rules.attention import find_attention_band
 from passes.rules.factors import Strategy, get_meta_shape, get_node_argument, operands_of
@@ -110,8 +110,8 @@ def _solve_context_sharding(
 def _input_layouts(spec: TensorSpec, batch: Layout, num_ranks: int) -> list[Layout]:
     """An input may be whole, or sharded on any dim but that of the samples."""
     dims = [d for d in range(len(spec.shape)) if not (batch.is_shard and batch.dim == d)]
-    found = [shard(d, (), zigzag) for d in dims for zigzag in (False, True)]
-    return [REPLICATED, *(to for to in found if divides(to, spec.shape, num_ranks))]
+    found = [make_shard_layout(d, (), zigzag) for d in dims for zigzag in (False, True)]
+    return [REPLICATED, *(to for to in found if can_shard_evenly(to, spec.shape, num_ranks))]
 
 
 def list_fused_attentions(model: FoldedModel) -> Iterator[fx.Node]:

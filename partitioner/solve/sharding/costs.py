@@ -43,7 +43,7 @@ from passes.rules import Lowering, factors_of
 from passes.rules.attention import find_attention_band
 from passes.rules.factors import Strategy, operands_of, results_of
 from passes.rules.strategies import needs_gradient
-from passes.shard.repeated_heads import exchanged_times, repetitions
+from passes.shard.repeated_heads import count_head_repetitions, exchanged_times
 from passes.shard.shard_block import RESHARDS
 
 
@@ -201,7 +201,7 @@ class _Operator:
     @cached_property
     def _key_head_reduction(self) -> int:
         """Factor by which the number of key heads shrinks when repeated heads are not materialised."""
-        times = repetitions(self.node)
+        times = count_head_repetitions(self.node)
         return times // exchanged_times(self._operands[1][0][1], times, self._tp) if times > 1 else 1
 
     def seconds(self, strategy: Strategy, num_ranks: int, device: DeviceType) -> float:

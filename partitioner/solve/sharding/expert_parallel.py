@@ -22,7 +22,7 @@ from partitioner.solve.sharding.sharding import Allowed, ShardingSolution
 from passes.errors import UnsupportedError
 from passes.experts.dispatch import spread_experts
 from passes.experts.regions import ExpertRegion, find_regions
-from passes.ir.layouts import READ_SHARDED, REPLICATED, Layout, shard
+from passes.ir.layouts import READ_SHARDED, REPLICATED, Layout, make_shard_layout
 from passes.ir.model import FoldedModel
 from passes.rules.factors import Strategy, operands_of
 
@@ -52,13 +52,13 @@ def allowed_strategies(model: FoldedModel, split: Split, *, in_order: bool = Tru
 
     def within(node: fx.Node, strategy: Strategy) -> bool:
         if node in tables:
-            return strategy.results[0] != shard(tables[node])
+            return strategy.results[0] != make_shard_layout(tables[node])
         if node not in rows:
             return True
         read = [(to, tables[o]) for o, to in zip(operands_of(node), strategy.operands, strict=True) if o in tables]
         apart = all(not to.is_shard or to.dim != dim for to, dim in read)
         divided = node not in products or all(to.is_shard for to, _ in read)
-        return apart and divided and strategy.results[0] != shard(rows[node])
+        return apart and divided and strategy.results[0] != make_shard_layout(rows[node])
 
     return _by_rows(rows, tables, in_order) if split == "rows" else within
 
@@ -80,7 +80,7 @@ def _by_rows(rows: Mapping[fx.Node, int], tables: Mapping[fx.Node, int], in_orde
     def allowed(node: fx.Node, strategy: Strategy) -> bool:
         made = strategy.results[0]
         if node in rows:
-            return made == shard(rows[node]) if in_order else made.is_shard and made.dim == rows[node]
+            return made == make_shard_layout(rows[node]) if in_order else made.is_shard and made.dim == rows[node]
         return node not in tables or made.is_whole
 
     return allowed

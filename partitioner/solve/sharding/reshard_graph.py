@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from partitioner.solve.pairwise.assignment import AssignmentProblem
 from partitioner.solve.pairwise.presolve import Table, Vector
-from passes.ir.gradient_flow import differentiable
+from passes.ir.gradient_flow import is_differentiable
 from passes.ir.layouts import Layout
 from passes.ir.model import TensorSpec
 from passes.shard.shard_block import RESHARDS
@@ -76,7 +76,7 @@ class Reshards:
     def _look_up(self, spec: TensorSpec, grad: bool, source: Layout, target: Layout) -> float:
         if (source.kind, target.kind) not in RESHARDS:
             return math.inf
-        if target.kind == "P" and source.is_whole and not differentiable(spec.meta()):
+        if target.kind == "P" and source.is_whole and not is_differentiable(spec.meta()):
             return math.inf  # a number without fractions cannot be cut into addends
         if source.kind == "P" and spec.dtype == torch.bool:
             return math.inf

@@ -33,9 +33,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from partitioner import PreparedModel, partition
+from partitioner.passes.errors import PartitionError
+from partitioner.runtime.files import write_text
 from partitioner.topology.groups import num_communicators
-from passes.errors import PartitionError
-from runtime.files import write_text
 
 ROWS = Path(__file__).resolve().parents[2] / "shared" / "published" / "runs.jsonl"
 _TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp32": torch.float32}

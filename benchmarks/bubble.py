@@ -26,14 +26,14 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-import runtime
+import partitioner
 from benchmarks import common, peers
 from partitioner import Constraints, Plan, Topology, partition
+from partitioner.runtime.execute.transfers import SENDING
+from partitioner.runtime.observe.measured_bubble import StepTimes, Times, timed
+from partitioner.runtime.program.analysis import ProgramFacts
+from partitioner.runtime.program.simulate import Part, simulate
 from partitioner.simulate.program_time import PlanDurations
-from runtime.execute.transfers import SENDING
-from runtime.observe.measured_bubble import StepTimes, Times, timed
-from runtime.program.analysis import ProgramFacts
-from runtime.program.simulate import Part, simulate
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-1p": 1, "zb-2p": 1, "zb-v": 2, "dualpipe-v": 2}
 ALLOWED = 0.1  # of the simulator's
@@ -141,7 +141,7 @@ def _measure(workload: str, paths: dict[str, str], steps: int) -> dict[str, Time
     work = common.WORKLOADS[workload]
     batch, found = work.batch(), {}
     for name, path in paths.items():
-        engine = runtime.Engine(Plan.load(path), weights=work.whole())
+        engine = partitioner.Engine(Plan.load(path), weights=work.whole())
         for _ in range(3):
             engine.step(batch)
         with timed(engine) as times:

@@ -23,8 +23,8 @@ from published_models import Shape, build
 from torch import fx
 
 from partitioner import PreparedModel, prepare
-from passes.ir.model import FoldedModel
-from runtime.files import write_bytes
+from partitioner.passes.ir.model import FoldedModel
+from partitioner.runtime.files import write_bytes
 
 _LAYERS = 4  # as many are alike before capture traces fewer than all
 _KNOWN_AT_A_TIME = 8

@@ -19,9 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from partitioner import Topology, partition
-from runtime import Engine
-from runtime.comm.thread_backend import ThreadWorld
+from partitioner import Engine, Topology, partition
+from partitioner.runtime.comm.thread_backend import ThreadWorld
 
 WIDTH = 1024
 

@@ -27,8 +27,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.checkpoints import WIDTH, Layers
-from partitioner import Constraints, Topology, partition
-from runtime import Checkpoints, Engine
+from partitioner import Checkpoints, Constraints, Engine, Topology, partition
 
 WORLD = 2
 

@@ -24,10 +24,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from partitioner import Constraints, Topology, partition
-from runtime import Engine
-from runtime.comm.thread_backend import ThreadWorld
-from runtime.state.disk_offload import Disk, trim
+from partitioner import Constraints, Engine, Topology, partition
+from partitioner.runtime.comm.thread_backend import ThreadWorld
+from partitioner.runtime.state.disk_offload import Disk, trim
 
 WIDTH = 2048
 _MIB = 2**20

@@ -40,14 +40,13 @@ from safetensors.torch import save_file
 
 from benchmarks.faults_inject import KINDS, Fault, wipe
 from benchmarks.faults_worker import EVERY, SLOW_STEPS, STEPS, Data, Model, train
-from partitioner import Constraints, Topology, partition
-from runtime import LocalRanks, Monitor, RankError, RankTimeout
-from runtime.checkpoint.save import saved_states
-from runtime.checkpoint.shards import written_by
-from runtime.errors import LOST, Failure
-from runtime.program.program import Program
-from runtime.watch.status_board import Board
-from runtime.watch.stragglers import SlowRank, SlowRanks
+from partitioner import Constraints, LocalRanks, Monitor, RankError, RankTimeout, Topology, partition
+from partitioner.runtime.checkpoint.save import saved_states
+from partitioner.runtime.checkpoint.shards import written_by
+from partitioner.runtime.errors import LOST, Failure
+from partitioner.runtime.program.program import Program
+from partitioner.runtime.watch.status_board import Board
+from partitioner.runtime.watch.stragglers import SlowRank, SlowRanks
 
 MESHES = [
     {"pp": 2}, {"dp": 2}, {"tp": 2}, {"pp": 3}, {"dp": 3}, {"tp": 3}, {"pp": 4}, {"dp": 4}, {"tp": 4},

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from passes.ir.collectives import collective_name
-from runtime import Engine
-from runtime.execute.calls import BoundCall
-from runtime.execute.codegen import Compiled
+from partitioner import Engine
+from partitioner.passes.ir.collectives import collective_name
+from partitioner.runtime.execute.calls import BoundCall
+from partitioner.runtime.execute.codegen import Compiled
 
 AT_AN_INSTRUCTION = ("kill", "stop", "close", "slow")
 AT_A_NODE = ("raise_forward", "raise_backward", "raise_collective", "nan")

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.faults_inject import AT_A_SAVE, Fault, disk_full, inject
-from runtime import Checkpoints, Engine, Watch
-from runtime.comm.torch_backend import TorchCommunicator
-from runtime.debug import check_finite
-from runtime.program.load import program_of
+from partitioner import Checkpoints, Engine, Watch
+from partitioner.runtime.comm.torch_backend import TorchCommunicator
+from partitioner.runtime.debug import check_finite
+from partitioner.runtime.program.load import program_of
 
 STEPS, EVERY = 8, 2
 SLOW_STEPS = 40  # of a run with a slow rank, which has to be seen to change

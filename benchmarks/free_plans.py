@@ -28,8 +28,8 @@ from rich.progress import Progress
 
 from partitioner import Constraints, Plan, partition
 from partitioner.explain.diff import time_changes
+from partitioner.passes.errors import PartitionError
 from partitioner.plans.figures import mesh_text
-from passes.errors import PartitionError
 
 _SOFTWARE = (
     *("overlap", "overlap_tensor", "overlap_experts", "overlap_steps"),

@@ -29,12 +29,12 @@ from rich.table import Table
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import runtime
+import partitioner
 from benchmarks import local_steps
 from benchmarks.local_accuracy import pinned, spearman, written
 from partitioner import Plan, Topology, partition, prepare
 from partitioner.profile.profile import profile_machine
-from runtime.files import write_text
+from partitioner.runtime.files import write_text
 
 Form = tuple[int, str, str]  # microbatch size, recomputation, precision
 
@@ -113,7 +113,7 @@ class Row:
 
 
 def measure(plans: list[Plan], model: nn.Module, inputs: dict[str, Tensor], steps: int) -> list[tuple[float, int]]:
-    with tempfile.TemporaryDirectory() as folder, runtime.LocalRanks(1) as pool:
+    with tempfile.TemporaryDirectory() as folder, partitioner.LocalRanks(1) as pool:
         files = written(plans, model, inputs, Path(folder))
         found: list[tuple[float, int]] = pool.call(local_steps.measure_apart, *files, steps, timeout=900)[0]
         return found

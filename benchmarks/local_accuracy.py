@@ -35,7 +35,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import runtime
+import partitioner
 from benchmarks import local_steps
 from partitioner import Constraints, Plan, Topology, partition
 from partitioner.profile.profile import profile_machine
@@ -158,10 +158,10 @@ def written(plans: list[Plan], model: nn.Module, inputs: dict[str, Tensor], fold
 
 
 def measure(plans: list[Plan], model: nn.Module, inputs: dict[str, Tensor], rounds: int) -> list[list[Any]]:
-    """By rank and plan. Raises :class:`runtime.RankError` where a rank fails."""
+    """By rank and plan. Raises :class:`partitioner.runtime.RankError` where a rank fails."""
     with tempfile.TemporaryDirectory() as folder:
         files = written(plans, model, inputs, Path(folder))
-        with runtime.LocalRanks(max(p.program.world_size for p in plans)) as pool:
+        with partitioner.LocalRanks(max(p.program.world_size for p in plans)) as pool:
             return pool.call(local_steps.measure, *files, rounds, 0.2, timeout=900)
 
 

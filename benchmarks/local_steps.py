@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.memory import peak_bytes
-from runtime import Engine, Program
-from runtime.comm.torch_backend import TorchCommunicator
-from runtime.program.load import program_of
+from partitioner import Engine, Program
+from partitioner.runtime.comm.torch_backend import TorchCommunicator
+from partitioner.runtime.program.load import program_of
 
 
 @dataclass(frozen=True)

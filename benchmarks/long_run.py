@@ -47,8 +47,8 @@ import psutil
 from benchmarks.curves import Curves, Mark, draw_curves
 from benchmarks.long_run_single import single
 from examples.corpus import BATCH, Corpus
-from runtime.files import write_text
-from runtime.observe.metrics import FILE
+from partitioner.runtime.files import write_text
+from partitioner.runtime.observe.metrics import FILE
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = 4
@@ -111,7 +111,13 @@ class Run:
     def launch(self) -> None:
         self.launches += 1
         options = self.options
-        command = [sys.executable, "-m", "runtime.launch.torchrun", "--standalone", f"--nproc-per-node={RANKS}"]
+        command = [
+            sys.executable,
+            "-m",
+            "partitioner.runtime.launch.torchrun",
+            "--standalone",
+            f"--nproc-per-node={RANKS}",
+        ]
         command += [f"--max-restarts={options.kills + 1}", "--monitor-interval=0.2"]
         command += [str(ROOT / "examples" / "corpus.py"), "--mesh", f"{self.mesh},{PLAN}", "--folder", str(self.folder)]
         command += ["--steps", str(options.steps), "--save-every", str(options.every), "--size", options.size]

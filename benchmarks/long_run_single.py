@@ -7,7 +7,7 @@ import copy
 import torch
 
 from examples.corpus import CLIP, Corpus, build, optimizer_of
-from runtime.engine.data_loader import SampleOrder
+from partitioner.runtime.engine.data_loader import SampleOrder
 
 
 def single(size: str, precision: str, batch: int, microbatch: int, steps: int) -> list[float]:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-import runtime
+import partitioner
 from benchmarks import common, memory, peers
 from partitioner import Constraints, Plan, Topology, partition
 
@@ -113,7 +113,7 @@ class Outcome:
 
 
 def _ours(work: common.Workload, path: str) -> common.Step:
-    engine = runtime.Engine(Plan.load(path), weights=work.whole())
+    engine = partitioner.Engine(Plan.load(path), weights=work.whole())
     batch = work.batch()
     return lambda: engine.step(batch).item()
 

@@ -22,8 +22,8 @@ import torch
 from planning import JOBS, _model, _topology
 
 from partitioner import Constraints, Plan, partition
+from partitioner.passes.errors import PartitionError
 from partitioner.solve.evaluate.prepared_model import PreparedModel, prepare
-from passes.errors import PartitionError
 
 VARIANTS: tuple[dict[str, Any], ...] = (
     {"tp": 8, "pp": 16, "schedule": "interleaved"},

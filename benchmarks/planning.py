@@ -134,7 +134,7 @@ def measure(name: str) -> Result:
     """Plan one job in this process."""
     import partitioner.solve.evaluate.prepared_model as prepared
     from partitioner import partition
-    from passes.errors import PartitionError
+    from partitioner.passes.errors import PartitionError
 
     job = JOBS[name]
     model, topology = _model(job), _topology(job)

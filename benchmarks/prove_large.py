@@ -13,12 +13,12 @@ import torch
 from torch import fx
 
 from partitioner.emit.program import Layouts, emit
-from passes.ir.collectives import ops
-from passes.ir.interpret import insert_operator_node
-from passes.ir.layouts import make_shard_layout
-from passes.ir.model import Block, Call, FoldedModel, ModelInput, ModelOutput, ModelState, TensorSpec
-from runtime.program.program import Program
-from runtime.prove.prove import prove
+from partitioner.passes.ir.collectives import ops
+from partitioner.passes.ir.interpret import insert_operator_node
+from partitioner.passes.ir.layouts import make_shard_layout
+from partitioner.passes.ir.model import Block, Call, FoldedModel, ModelInput, ModelOutput, ModelState, TensorSpec
+from partitioner.runtime.program.program import Program
+from partitioner.runtime.prove.prove import prove
 
 aten = torch.ops.aten
 B, H, F, WIDTH = 1, 64, 256, 8

@@ -63,8 +63,8 @@ def _jobs(names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
 def measure(name: str, fixed: dict[str, Any]) -> dict[str, Any]:
     """Plan one job in this process."""
     from partitioner import Constraints, partition
+    from partitioner.passes.errors import PartitionError
     from partitioner.simulate.program_time import plan_timeline
-    from passes.errors import PartitionError
 
     job = JOBS[name]
     ids = torch.empty((1, job.seq), dtype=torch.int64, device="meta")

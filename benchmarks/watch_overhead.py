@@ -21,8 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks.faults_worker import Data, Model
-from partitioner import Constraints, Topology, partition
-from runtime import Engine, Watch
+from partitioner import Constraints, Engine, Topology, Watch, partition
 
 
 def main() -> None:

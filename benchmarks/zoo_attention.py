@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
-from passes.ir.model import Captured
+from partitioner.passes.ir.model import Captured
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _BAND = torch.ops.partition.band_attention.default

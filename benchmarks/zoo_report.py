@@ -15,7 +15,7 @@ from rich.table import Table
 
 from benchmarks.zoo_attention import masks_left
 from benchmarks.zoo_models import architectures
-from runtime.files import write_text
+from partitioner.runtime.files import write_text
 
 _ROOT = Path(__file__).resolve().parents[1]  # where this copy lies is of no interest
 

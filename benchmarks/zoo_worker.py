@@ -17,14 +17,14 @@ import torch
 from benchmarks.zoo_attention import FusedCalls, fused, masks_of
 from benchmarks.zoo_models import Sample, ZooError, build, without_labels
 from partitioner import Constraints, Topology, partition
+from partitioner.passes.errors import PartitionError
+from partitioner.passes.ir.model import Captured
+from partitioner.passes.normalize.pipeline import normalize
 from partitioner.plans.reference import Reference, run_reference
 from partitioner.plans.verify import TOLERANCE, compare
+from partitioner.runtime.launch.local import run_threads
 from partitioner.solve.evaluate import prepared_model
 from partitioner.solve.search import search
-from passes.errors import PartitionError
-from passes.ir.model import Captured
-from passes.normalize.pipeline import normalize
-from runtime.launch.local import run_threads
 
 Mesh = tuple[int, int, int]  # ranks of pp, dp, tp
 _GROUPED = torch.ops.aten._grouped_mm.default

@@ -21,8 +21,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import runtime
-from partitioner import Constraints, Plan, Topology, partition
+from partitioner import (
+    Checkpoints,
+    Constraints,
+    Engine,
+    Loader,
+    Plan,
+    StepLog,
+    Topology,
+    Watch,
+    init_process_group,
+    partition,
+)
 from partitioner.cli.options import constraints_of
 
 SEQ, VOCAB = 128, 256
@@ -91,7 +101,7 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=20, help="steps between checkpoints")
     options = parser.parse_args()
 
-    runtime.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mesh = options.mesh or "free"
     path = options.folder / f"plan-{world_size}-{mesh.replace('=', '')}.json"
@@ -106,10 +116,10 @@ def main() -> None:
         print(plan.summary())
     dist.barrier()
 
-    engine = runtime.Engine(Plan.load(path), weights=model)
+    engine = Engine(Plan.load(path), weights=model)
     optimizer, schedule = optimizer_of([*engine.parameters()])
-    loader = runtime.Loader(Corpus(), engine, seed=0)
-    checkpoints = runtime.Checkpoints(
+    loader = Loader(Corpus(), engine, seed=0)
+    checkpoints = Checkpoints(
         options.folder / "checkpoints",
         engine,
         optimizer,
@@ -120,7 +130,7 @@ def main() -> None:
     if rank == 0:
         print(f"going on from step {start}", flush=True)
 
-    with runtime.Watch(engine), runtime.StepLog(engine, path, options.folder if rank == 0 else None) as log:
+    with Watch(engine), StepLog(engine, path, options.folder if rank == 0 else None) as log:
         while engine.steps < options.steps:
             loss = engine.step(next(loader), local=True)
             norm = engine.clip_grad_norm_(CLIP)

@@ -11,9 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from partitioner import Constraints, Topology, partition
-from passes.rules import rule
-from passes.rules.verify import check_strategies
+from partitioner import Constraints, Topology, check_strategies, partition, rule
 
 
 @torch.library.custom_op("example::swiglu", mutates_args=())

@@ -91,11 +91,11 @@ def optimizer_of(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
 
 def work(folder: Path) -> None:
     """One of the four processes: train, and let the first write the losses."""
-    import runtime
+    from partitioner import Engine
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    engine = runtime.Engine(folder / "plan.json", weights=folder / "weights")
+    engine = Engine(folder / "plan.json", weights=folder / "weights")
     optimizer = optimizer_of(engine.parameters())
     losses = []
     for step in range(STEPS):

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import runtime
-from partitioner import Constraints, Topology, partition
+from partitioner import Constraints, Topology, partition, run_local
 
 
 def example() -> tuple[nn.Module, dict[str, Tensor]]:
@@ -42,7 +41,7 @@ def main() -> None:
     print(plan.explain())
     plan.prove()
 
-    result = runtime.run_local(plan, model, inputs)
+    result = run_local(plan, model, inputs)
     expected = model(**inputs).loss
     expected.backward()
     print(f"loss {result.loss:.6f} on {plan.program.world_size} processes, {expected.item():.6f} on one")

@@ -34,8 +34,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import runtime
-from partitioner import Constraints, Topology, partition
+from partitioner import Checkpoints, Constraints, Engine, Loader, Topology, partition
 from partitioner.cli.options import constraints_of
 
 BATCH, SEQ, VOCAB = 8, 32, 128
@@ -86,7 +85,7 @@ class Rest:
     Of a loader without one the Trainer asks for a batch ahead of the step, and a checkpoint would count it as read.
     """
 
-    def __init__(self, loader: runtime.Loader, steps: int) -> None:
+    def __init__(self, loader: Loader, steps: int) -> None:
         self.loader = loader
         self.steps = steps
 
@@ -118,8 +117,8 @@ class Planned(L.LightningModule):
 
     def configure_model(self) -> None:
         """In the process group that Lightning has made; its ranks are the plan's."""
-        self.engine = runtime.Engine(self.path, weights=build(), device=self.trainer.strategy.root_device)
-        self.loader = runtime.Loader(Counting(), self.engine, seed=0)
+        self.engine = Engine(self.path, weights=build(), device=self.trainer.strategy.root_device)
+        self.loader = Loader(Counting(), self.engine, seed=0)
 
     def configure_optimizers(self) -> Any:
         optimizer, schedule = optimizer_of([*self.engine.parameters()])
@@ -139,13 +138,13 @@ class Planned(L.LightningModule):
 
 
 class Checkpointed(Callback):
-    """``runtime.Checkpoints`` in the Trainer's hooks: every rank writes its own shards, any plan reads them."""
+    """``partitioner.Checkpoints`` in the Trainer's hooks: every rank writes its own shards, any plan reads them."""
 
     def __init__(self, folder: Path, every: int) -> None:
         self.folder, self.every = folder, every
 
     def on_fit_start(self, trainer: L.Trainer, module: Planned) -> None:
-        self.checkpoints = runtime.Checkpoints(
+        self.checkpoints = Checkpoints(
             self.folder,
             module.engine,
             trainer.optimizers[0],

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import runtime
-from partitioner import Topology, partition
+from partitioner import Topology, partition, run_local
 
 
 class Layer(nn.Module):
@@ -56,7 +55,7 @@ def main() -> None:
     print(f"verified in float64 against the model: largest relative error {report.max_error:.1e}")
     assert report.ok
 
-    result = runtime.run_local(plan, model, inputs)  # four processes over Gloo
+    result = run_local(plan, model, inputs)  # four processes over Gloo
     expected = model(**inputs)["loss"].item()
     print(f"loss {result.loss:.6f} on {plan.program.world_size} processes, {expected:.6f} on one")
 

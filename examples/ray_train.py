@@ -29,8 +29,7 @@ import torch.nn.functional as F
 from ray.train.torch import TorchTrainer, get_device
 from torch import Tensor, nn
 
-import runtime
-from partitioner import Constraints, Plan, Topology, partition
+from partitioner import Checkpoints, Constraints, Engine, Loader, Plan, StepLog, Topology, Watch, partition
 from partitioner.cli.options import constraints_of
 
 BATCH, DIM, CLASSES = 32, 64, 8
@@ -93,18 +92,18 @@ def train(config: dict[str, Any]) -> None:
             f"{plan.topology.node_of[rank]}: give each node as many workers as the topology has devices on it"
         )
 
-    engine = runtime.Engine(plan, weights=build(), device=get_device())
+    engine = Engine(plan, weights=build(), device=get_device())
     optimizer = torch.optim.AdamW(engine.parameters(), lr=LEARNING_RATE)
-    loader = runtime.Loader(Points(), engine, seed=0)
-    checkpoints = runtime.Checkpoints(
+    loader = Loader(Points(), engine, seed=0)
+    checkpoints = Checkpoints(
         folder / "checkpoints", engine, optimizer, every=config["save_every"], extra={"data": loader}
     )
     checkpoints.restore()
     # Ray sees a process that is gone, this one that hangs; in a folder that all nodes see, since the environment that
     # hosts exchange it by is torchrun's
     with (
-        runtime.Watch(engine, folder / "watch", patience_s=config["patience"]),
-        runtime.StepLog(engine, plan, folder if rank == 0 else None) as log,
+        Watch(engine, folder / "watch", patience_s=config["patience"]),
+        StepLog(engine, plan, folder if rank == 0 else None) as log,
     ):
         while engine.steps < config["steps"]:
             loss = engine.step(next(loader), local=True)

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import runtime
-from partitioner import Plan, Topology, partition
+from partitioner import Checkpoints, Engine, Plan, StepLog, Topology, Watch, init_process_group, partition
 
 BATCH, SEQ, VOCAB = 8, 64, 512
 LEARNING_RATE, WARMUP = 3e-3, 2
@@ -79,7 +78,7 @@ def main() -> None:
     parser.add_argument("--export", type=Path, help="write the weights there at the end, as safetensors")
     options = parser.parse_args()
 
-    runtime.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     path = options.folder / f"plan-{world_size}-{options.precision}.json"
     model = build()
@@ -90,11 +89,11 @@ def main() -> None:
         print(plan.summary())
     dist.barrier()
 
-    engine = runtime.Engine(Plan.load(path), weights=model)
+    engine = Engine(Plan.load(path), weights=model)
     optimizer = torch.optim.AdamW(engine.parameters(), lr=options.lr)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP))
     batches = Batches()
-    checkpoints = runtime.Checkpoints(
+    checkpoints = Checkpoints(
         options.folder / "checkpoints",
         engine,
         optimizer,
@@ -105,7 +104,7 @@ def main() -> None:
     if checkpoints.restore() is not None and rank == 0:
         print(f"going on from step {engine.steps}")
 
-    with runtime.Watch(engine), runtime.StepLog(engine, path, options.folder if rank == 0 else None) as log:
+    with Watch(engine), StepLog(engine, path, options.folder if rank == 0 else None) as log:
         while engine.steps < options.steps:
             loss = engine.step(next(batches))
             norm = engine.clip_grad_norm_(1.0)

@@ -1,24 +1,22 @@
-"""From an unmodified model and a description of the hardware to proven programs for every rank."""
+"""From an unmodified model and a description of the hardware to proven programs for every rank.
+
+Plan with :func:`partition`, run with :func:`run_local` or :class:`Engine`. Everything that a user needs is a name of
+this module; the packages below it are for contributors.
+"""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+__version__ = "0.1.0"
+
 if TYPE_CHECKING:
     from partitioner.api import partition
     from partitioner.cluster_size import Largest, Size, SizeError, Sizing, largest_that_fits, size_cluster
     from partitioner.constraints import Constraints
     from partitioner.errors import CapacityError, ConstraintError, PlanError, TopologyError
-    from partitioner.plan import Candidate, Certificate, Estimate, Plan
-    from partitioner.plans.files import PlanFileError
-    from partitioner.plans.reference import Reference, run_reference
-    from partitioner.plans.verify import Verification
-    from partitioner.schedules.actions import ScheduleError
-    from partitioner.schedules.csv_table import ScheduleTable
-    from partitioner.solve.evaluate.prepared_model import PreparedModel, prepare
-    from partitioner.topology import Topology
-    from passes.errors import (
+    from partitioner.passes.errors import (
         CaptureError,
         InputsError,
         InternalError,
@@ -28,58 +26,120 @@ if TYPE_CHECKING:
         UnsupportedError,
         UserCodeError,
     )
+    from partitioner.passes.rules import by_expert, by_group, rule
+    from partitioner.passes.rules.verify import check_strategies
+    from partitioner.plan import Candidate, Certificate, Estimate, Plan
+    from partitioner.plans.files import PlanFileError
+    from partitioner.plans.reference import Reference, run_reference
+    from partitioner.plans.verify import Verification
+    from partitioner.runtime import debug
+    from partitioner.runtime.checkpoint.series import Checkpoints
+    from partitioner.runtime.comm.rendezvous import init_process_group
+    from partitioner.runtime.engine.data_loader import Loader
+    from partitioner.runtime.engine.engine import Engine
+    from partitioner.runtime.errors import (
+        AgreementError,
+        BackwardError,
+        BatchError,
+        CheckpointError,
+        DamagedCheckpointError,
+        DTensorError,
+        InstructionError,
+        LaunchError,
+        OffloadError,
+        OptimizerError,
+        RankError,
+        RankTimeout,
+        WeightsError,
+    )
+    from partitioner.runtime.launch.local import run_local, run_threads
+    from partitioner.runtime.launch.process_pool import LocalRanks, Run
+    from partitioner.runtime.observe.measured_bubble import timed
+    from partitioner.runtime.observe.metrics import LossSpikes, StepLog
+    from partitioner.runtime.program.program import Program, RankProgram
+    from partitioner.runtime.watch.stragglers import Monitor
+    from partitioner.runtime.watch.watchdog import Watch
+    from partitioner.schedules.actions import ScheduleError
+    from partitioner.schedules.csv_table import ScheduleTable
+    from partitioner.solve.evaluate.prepared_model import PreparedModel, prepare
+    from partitioner.topology import Topology
 
 __all__ = [
+    "AgreementError",
+    "BackwardError",
+    "BatchError",
     "Candidate",
     "CapacityError",
     "CaptureError",
     "Certificate",
+    "CheckpointError",
+    "Checkpoints",
     "ConstraintError",
     "Constraints",
+    "DTensorError",
+    "DamagedCheckpointError",
+    "Engine",
     "Estimate",
     "InputsError",
+    "InstructionError",
     "InternalError",
     "Largest",
+    "LaunchError",
+    "Loader",
+    "LocalRanks",
+    "LossSpikes",
+    "Monitor",
+    "OffloadError",
+    "OptimizerError",
     "PartitionError",
     "Plan",
     "PlanError",
     "PlanFileError",
     "PreparedModel",
+    "Program",
+    "RankError",
+    "RankProgram",
+    "RankTimeout",
     "Reference",
     "ResourceError",
     "RuleError",
+    "Run",
     "ScheduleError",
     "ScheduleTable",
     "Size",
     "SizeError",
     "Sizing",
+    "StepLog",
     "Topology",
     "TopologyError",
     "UnsupportedError",
     "UserCodeError",
     "Verification",
+    "Watch",
+    "WeightsError",
+    "by_expert",
+    "by_group",
+    "check_strategies",
+    "debug",
+    "init_process_group",
     "largest_that_fits",
     "partition",
     "prepare",
+    "rule",
+    "run_local",
     "run_reference",
+    "run_threads",
     "size_cluster",
+    "timed",
 ]
 
-# A name is imported when it is first used: the solver alone then starts without PyTorch, which takes seconds.
+# A name is imported when it is first used: a command that needs no PyTorch then starts without it.
 _HOMES: dict[str, tuple[str, ...]] = {
     "partitioner.api": ("partition",),
+    "partitioner.cluster_size": ("Largest", "Size", "SizeError", "Sizing", "largest_that_fits", "size_cluster"),
     "partitioner.constraints": ("Constraints",),
     "partitioner.errors": ("CapacityError", "ConstraintError", "PlanError", "TopologyError"),
-    "partitioner.cluster_size": ("Largest", "Size", "SizeError", "Sizing", "largest_that_fits", "size_cluster"),
-    "partitioner.plan": ("Candidate", "Certificate", "Estimate", "Plan"),
-    "partitioner.plans.files": ("PlanFileError",),
-    "partitioner.solve.evaluate.prepared_model": ("PreparedModel", "prepare"),
-    "partitioner.plans.reference": ("Reference", "run_reference"),
-    "partitioner.schedules.actions": ("ScheduleError",),
-    "partitioner.schedules.csv_table": ("ScheduleTable",),
-    "partitioner.topology": ("Topology",),
-    "partitioner.plans.verify": ("Verification",),
-    "passes.errors": (
+    "partitioner.passes.errors": (
         "CaptureError",
         "InputsError",
         "InternalError",
@@ -89,6 +149,43 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "UnsupportedError",
         "UserCodeError",
     ),
+    "partitioner.passes.rules": ("by_expert", "by_group", "rule"),
+    "partitioner.passes.rules.verify": ("check_strategies",),
+    "partitioner.plan": ("Candidate", "Certificate", "Estimate", "Plan"),
+    "partitioner.plans.files": ("PlanFileError",),
+    "partitioner.plans.reference": ("Reference", "run_reference"),
+    "partitioner.plans.verify": ("Verification",),
+    "partitioner.runtime.debug": ("debug",),  # the module itself
+    "partitioner.runtime.checkpoint.series": ("Checkpoints",),
+    "partitioner.runtime.comm.rendezvous": ("init_process_group",),
+    "partitioner.runtime.engine.data_loader": ("Loader",),
+    "partitioner.runtime.engine.engine": ("Engine",),
+    "partitioner.runtime.errors": (
+        "AgreementError",
+        "BackwardError",
+        "BatchError",
+        "CheckpointError",
+        "DTensorError",
+        "DamagedCheckpointError",
+        "InstructionError",
+        "LaunchError",
+        "OffloadError",
+        "OptimizerError",
+        "RankError",
+        "RankTimeout",
+        "WeightsError",
+    ),
+    "partitioner.runtime.launch.local": ("run_local", "run_threads"),
+    "partitioner.runtime.launch.process_pool": ("LocalRanks", "Run"),
+    "partitioner.runtime.observe.measured_bubble": ("timed",),
+    "partitioner.runtime.observe.metrics": ("LossSpikes", "StepLog"),
+    "partitioner.runtime.program.program": ("Program", "RankProgram"),
+    "partitioner.runtime.watch.stragglers": ("Monitor",),
+    "partitioner.runtime.watch.watchdog": ("Watch",),
+    "partitioner.schedules.actions": ("ScheduleError",),
+    "partitioner.schedules.csv_table": ("ScheduleTable",),
+    "partitioner.solve.evaluate.prepared_model": ("PreparedModel", "prepare"),
+    "partitioner.topology": ("Topology",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -96,9 +193,10 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names}
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    module = import_module(_HOME[name])
+    value = globals()[name] = module if name == "debug" else getattr(module, name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return [*__all__, "__version__"]

@@ -13,6 +13,7 @@ from partitioner.advise.suggest import attach_advice
 from partitioner.advise.variants import RelaxationRequest
 from partitioner.constraints import Constraints
 from partitioner.explain.tables import notes_on_precision
+from partitioner.passes.faults import typed_errors
 from partitioner.plan import Plan, operator_share
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.evaluate.prepared_model import PreparedModel, modes_of_a_new_process, prepare, rare_collections
@@ -21,7 +22,6 @@ from partitioner.solve.search.fit_memory import plan_to_fit
 from partitioner.solve.search.search import search_for_plan
 from partitioner.topology import Topology
 from partitioner.validate import check_options, check_precision, check_request, precision_of, rate_cluster, torch_device
-from passes.faults import typed_errors
 
 
 @typed_errors("partition()")
@@ -57,7 +57,8 @@ def partition(
         estimate_only: the figures alone, for many plans: no program, nothing to compare with, memory by the tables.
         time_limit_s: when the search ends with the best plan so far, see ``certificate.gap``; ``None``: when proven.
 
-    Raises a :class:`passes.errors.PartitionError`, before anything is launched, where there is no such plan.
+    Raises a :class:`partitioner.passes.errors.PartitionError`, before anything is launched, where there is no such
+    plan.
     """
     check_options(time_limit_s, progress)
     constraints = constraints or Constraints()

@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Literal
 
+from partitioner.passes.ir.hashing import hashed_once
+from partitioner.runtime.program.mesh import hybrid_mesh
 from partitioner.schedules.csv_table import ScheduleTable
 from partitioner.schedules.registry import schedule_name
-from passes.ir.hashing import hashed_once
-from runtime.program.mesh import hybrid_mesh
 
 Split = Literal["", "rows", "within"]  # how tp shards the experts' work: as is cheapest, by rows, within each expert
 

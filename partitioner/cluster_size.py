@@ -23,16 +23,16 @@ from partitioner.draw import DrawError
 from partitioner.draw.scaling import ScalingPoint, draw_scaling
 from partitioner.errors import ConstraintError, PlanError, TimeLimitError
 from partitioner.explain.tables import throughput_text
+from partitioner.passes.errors import InputsError, PartitionError
+from partitioner.passes.faults import typed_errors
 from partitioner.plan import Plan
 from partitioner.plans.figures import memory_text, mesh_text
 from partitioner.plans.training_run import energy_of, money_of
+from partitioner.runtime.files import write_text
 from partitioner.solve.evaluate.prepared_model import PreparedModel, prepare
 from partitioner.topology import Topology
 from partitioner.units import format_digits, format_percent, format_plural, seconds_text
 from partitioner.validate import check_seconds
-from passes.errors import InputsError, PartitionError
-from passes.faults import typed_errors
-from runtime.files import write_text
 
 Minimise = Literal["nodes", "money", "energy", "time"]
 

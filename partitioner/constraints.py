@@ -17,13 +17,13 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError,
 from pydantic_core import PydanticCustomError
 
 from partitioner.errors import ConstraintError
+from partitioner.runtime.program.buckets import Compression
+from partitioner.runtime.program.mesh import AXES
+from partitioner.runtime.program.program import OFFLOADS, Offload
 from partitioner.schedules.csv_table import SUFFIX, ScheduleTable
 from partitioner.schedules.registry import SCHEDULES
 from partitioner.topology.validate import format_suggestion
 from partitioner.units import list_divisors
-from runtime.program.buckets import Compression
-from runtime.program.mesh import AXES
-from runtime.program.program import OFFLOADS, Offload
 
 _WORDS = {  # pydantic's kind of complaint -> what was expected
     "int_type": "a whole number",
@@ -73,8 +73,8 @@ _ELSEWHERE: dict[str, str] = {
     "partition(..., time_limit_s={value})": "time_limit timeout solver_timeout time_limit_s",
     'a topology of as many devices, as Topology.local(4) or Topology.preset("dgx-h100", nodes=2)': "world nodes "
     "gpus devices gpus_per_node nproc_per_node nnodes num_processes machines",
-    "runtime.Engine(..., compile=True)": "compile torch_compile use_compile dynamo_backend compile_mode",
-    "runtime.Engine(..., loss_scale=...)": "loss_scale initial_scale grad_scaler initial_loss_scale",
+    "partitioner.Engine(..., compile=True)": "compile torch_compile use_compile dynamo_backend compile_mode",
+    "partitioner.Engine(..., loss_scale=...)": "loss_scale initial_scale grad_scaler initial_loss_scale",
     "engine.clip_grad_norm_({value}) before the optimizer's step": "clip_grad gradient_clipping max_grad_norm "
     "max_norm clip_grad_norm grad_clip",
     "torch.optim's own learning rate: the plan has none": "lr learning_rate",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from passes.errors import PartitionError
+from partitioner.passes.errors import PartitionError
 
 if TYPE_CHECKING:
     from partitioner.advise.suggest import Advice, Change

@@ -9,11 +9,11 @@ from pydantic import Field
 
 from partitioner.constraints import Constraints
 from partitioner.errors import PlanError
+from partitioner.passes.faults import typed_errors
+from partitioner.runtime.files import write_text
+from partitioner.runtime.program.instructions import Data
+from partitioner.runtime.program.program import Program, RankProgram
 from partitioner.topology import Topology
-from passes.faults import typed_errors
-from runtime.files import write_text
-from runtime.program.instructions import Data
-from runtime.program.program import Program, RankProgram
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from partitioner.advise.why_not import WhyNot
     from partitioner.plans.training_run import TrainingRun
     from partitioner.plans.verify import Verification
+    from partitioner.runtime.prove.prove import Proof
     from partitioner.solve.sharding.sharding import ShardingSolution
-    from runtime.prove.prove import Proof
 
 NEAR = 0.05  # of a device's memory: a plan may exceed it by less, where nothing else was found
 
@@ -318,9 +318,9 @@ class Plan(Data):
     def prove(self) -> Proof:
         """Prove the programs of all ranks.
 
-        Raises :class:`runtime.prove.errors.ProofError` with rank, instruction and graph node.
+        Raises :class:`partitioner.runtime.prove.errors.ProofError` with rank, instruction and graph node.
         """
-        from runtime.prove.prove import prove
+        from partitioner.runtime.prove.prove import prove
 
         return prove(self.program)
 

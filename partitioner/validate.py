@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from partitioner.constraints import Constraints
 from partitioner.errors import ConstraintError
 from partitioner.optimizers import optimizer_bytes
+from partitioner.passes.errors import InputsError
 from partitioner.topology import Topology
 from partitioner.topology.files import with_margin
 from partitioner.topology.hosts import has_disks
-from passes.errors import InputsError
 
 if TYPE_CHECKING:
-    from passes.ir.model import FoldedModel
+    from partitioner.passes.ir.model import FoldedModel
 
 OBJECTIVES = ("train", "infer")
 
@@ -25,7 +25,7 @@ _PRECISIONS = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32
 
 
 def check_request(topology: Any, constraints: Constraints, optimizer: str, train: bool = True) -> None:
-    """Raise a :class:`passes.errors.PartitionError` for arguments that no model could make right."""
+    """Raise a :class:`partitioner.passes.errors.PartitionError` for arguments that no model could make right."""
     if not isinstance(topology, Topology):
         raise InputsError(
             f"topology must be a Topology, got {type(topology).__name__}: write Topology.local(4), "

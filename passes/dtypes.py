@@ -38,7 +38,7 @@ def get_dtype_itemsize(name: str) -> int:
     size = FLOATING.get(name) or OTHERS.get(name)
     if size is not None:
         return size
-    from passes.ir.serialize import dtype_of
+    from partitioner.passes.ir.serialize import dtype_of
 
     return int(dtype_of(name).itemsize)
 
@@ -47,12 +47,12 @@ def is_floating(name: str) -> bool:
     """Whether the type ``name`` is a floating type. Raises ``GraphFormatError`` where there is no such type."""
     if name in FLOATING or name in OTHERS:
         return name in FLOATING
-    from passes.ir.serialize import dtype_of
+    from partitioner.passes.ir.serialize import dtype_of
 
     return bool(dtype_of(name).is_floating_point)
 
 
 def sum_type(name: str) -> str:
     """The type in which elements of the type ``name`` are added up, as in
-    :func:`passes.ir.gradient_flow.accumulated_in`."""
+    :func:`partitioner.passes.ir.gradient_flow.accumulated_in`."""
     return "float32" if is_floating(name) and get_dtype_itemsize(name) < 4 else name

@@ -21,11 +21,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from passes.errors import InputsError, InternalError, PartitionError, ResourceError, UserCodeError
+from partitioner.passes.errors import InputsError, InternalError, PartitionError, ResourceError, UserCodeError
 
-_ROOT = Path(__file__).parent.parent
-
-_OURS = tuple(f"{_ROOT / package}/" for package in ("passes", "runtime", "partitioner"))
+_ROOT = Path(__file__).parent.parent  # of the package `partitioner`, in which this one is imported
+_OURS = f"{_ROOT}/"
 FRAME = re.compile(r'File "(.+?)", line (\d+)')  # of a traceback that is text
 _PYTHON = str(Path(traceback.__file__).parent)
 # Packages that this project calls, and whose own frames say nothing of who is at fault.
@@ -186,8 +185,9 @@ def _is_of_progress(error: Exception) -> bool:
 
 
 def _format_project_path(file: str) -> str:
-    """``passes/shard/shard_block.py`` for a file of this project."""
-    return Path(file).relative_to(_ROOT).as_posix()
+    """``passes/shard/shard_block.py`` for a file of this project: its place in the repository."""
+    path = Path(file).relative_to(_ROOT)
+    return path.as_posix() if path.parts[0] in ("passes", "runtime") else f"{_ROOT.name}/{path.as_posix()}"
 
 
 # --- whose a source file is -------------------------------------------------------------------------------------------

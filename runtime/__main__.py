@@ -1,8 +1,8 @@
-"""The ranks' entry: ``torchrun --nproc-per-node N -m runtime plan.json``."""
+"""The ranks' entry: ``torchrun --nproc-per-node N -m partitioner.runtime plan.json``."""
 
 from __future__ import annotations
 
-from runtime.launch.cli import main
+from partitioner.runtime.launch.cli import main
 
 if __name__ == "__main__":
     main()

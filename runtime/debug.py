@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runtime.observe.nonfinite import NonFiniteError, check_finite, find_nonfinite
-from runtime.observe.operator_probe import Difference, compare_runs, record_hashes
+from partitioner.runtime.observe.nonfinite import NonFiniteError, check_finite, find_nonfinite
+from partitioner.runtime.observe.operator_probe import Difference, compare_runs, record_hashes
 
 __all__ = ["Difference", "NonFiniteError", "check_finite", "compare_runs", "find_nonfinite", "record_hashes"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from passes.errors import PartitionError
+from partitioner.passes.errors import PartitionError
 
 DIED = "ProcessDied"  # the kinds of failure that no exception of a rank tells
 

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runtime import Checkpoints, Engine
-from runtime.checkpoint.memory_copies import SlotState
-from runtime.checkpoint.ranks import Peers
-from runtime.checkpoint.run_state import own_tensors
-from runtime.launch.process_pool import preload_imports
+from partitioner import Checkpoints, Engine
+from partitioner.runtime.checkpoint.memory_copies import SlotState
+from partitioner.runtime.checkpoint.ranks import Peers
+from partitioner.runtime.checkpoint.run_state import own_tensors
+from partitioner.runtime.launch.process_pool import preload_imports
 from tests.runtime_programs import Net, net_inputs, program_of_net
 
 PATIENCE_S = 60.0

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from passes.capture.capture import capture
-from passes.ir.interpret import run_folded
-from passes.ir.model import FoldedModel
-from passes.ir.verify import check_model
-from passes.normalize.pipeline import normalize
-from passes.shard.fold import fold
+from partitioner.passes.capture.capture import capture
+from partitioner.passes.ir.interpret import run_folded
+from partitioner.passes.ir.model import FoldedModel
+from partitioner.passes.ir.verify import check_model
+from partitioner.passes.normalize.pipeline import normalize
+from partitioner.passes.shard.fold import fold
 from tests.models import Case, Inputs, float64, run
 
 Loss = Callable[[Any], Tensor]

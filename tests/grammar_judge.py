@@ -13,11 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-import runtime
-from partitioner import Plan, Topology, partition
+import partitioner
+from partitioner import LocalRanks, Plan, RankError, Topology, partition
+from partitioner.passes.errors import PartitionError
 from partitioner.plans.reference import find_loss, run_reference
-from passes.errors import PartitionError
-from runtime import LocalRanks, RankError
 from tests.grammar_batches import KEEPING, changed_batch
 from tests.grammar_models import Batch, RandomModel, build_model, loss_of, make_batch
 from tests.grammar_recipes import Op, Recipe
@@ -170,9 +169,9 @@ def _compared(
     try:
         seed_python(1)
         if ranks is not None:
-            run = runtime.run_local(plan, model, batch, precision=precision, ranks=ranks, timeout=60.0)
+            run = partitioner.run_local(plan, model, batch, precision=precision, ranks=ranks, timeout=60.0)
         else:
-            run = runtime.run_threads(plan, model, batch, precision=precision, timeout=60.0)
+            run = partitioner.run_threads(plan, model, batch, precision=precision, timeout=60.0)
     except RankError as error:
         return Outcome("crashed", str(error))
     except PartitionError as error:

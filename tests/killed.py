@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from runtime import Checkpoints, Engine
-from runtime.launch.process_pool import preload_imports
+from partitioner import Checkpoints, Engine
+from partitioner.runtime.launch.process_pool import preload_imports
 from tests.runtime_programs import Net, net_inputs, program_of_net
 
 

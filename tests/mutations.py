@@ -6,8 +6,8 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.program.instructions import Instruction
-from runtime.program.program import Program, RankProgram
+from partitioner.runtime.program.instructions import Instruction
+from partitioner.runtime.program.program import Program, RankProgram
 
 Lists = dict[int, tuple[Instruction, ...]]
 AXES = ["dp", "tp", "ep", "pp"]

@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from passes.ir.collectives import ops
-from passes.ir.interpret import insert_operator_node
-from passes.ir.model import Block
-from passes.ir.serialize import block_to_data
-from runtime.program.buckets import Bucket
-from runtime.program.instructions import Instruction
-from runtime.program.program import (
+from partitioner.passes.ir.collectives import ops
+from partitioner.passes.ir.interpret import insert_operator_node
+from partitioner.passes.ir.model import Block
+from partitioner.passes.ir.serialize import block_to_data
+from partitioner.runtime.program.buckets import Bucket
+from partitioner.runtime.program.instructions import Instruction
+from partitioner.runtime.program.program import (
     BlockGraph,
     CallData,
     InputData,

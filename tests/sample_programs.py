@@ -6,11 +6,20 @@ from typing import Any
 
 from partitioner.constraints import Constraints
 from partitioner.plan import Baseline, Candidate, Certificate, Estimate, OperatorShare, Plan
+from partitioner.runtime.program.buckets import Bucket
+from partitioner.runtime.program.instructions import Instruction
+from partitioner.runtime.program.mesh import AXES
+from partitioner.runtime.program.program import (
+    BlockGraph,
+    CallData,
+    InputData,
+    OutputData,
+    Program,
+    Stage,
+    StateData,
+    Value,
+)
 from partitioner.topology import Topology
-from runtime.program.buckets import Bucket
-from runtime.program.instructions import Instruction
-from runtime.program.mesh import AXES
-from runtime.program.program import BlockGraph, CallData, InputData, OutputData, Program, Stage, StateData, Value
 
 BF16 = "bfloat16"
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from passes.ir.serialize import block_from_data
-from passes.shard.differentiate import collectives_of, differentiate
-from runtime.program.instructions import Instruction
-from runtime.program.program import Program
+from partitioner.passes.ir.serialize import block_from_data
+from partitioner.passes.shard.differentiate import collectives_of, differentiate
+from partitioner.runtime.program.instructions import Instruction
+from partitioner.runtime.program.program import Program
 
 Term = int
 Sum = Counter[Term]

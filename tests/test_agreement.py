@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from runtime import AgreementError, BatchError, Engine, LocalRanks
-from runtime.engine.consistency import _hash_in_order
-from runtime.program.precision import with_precision
-from runtime.program.program import Program
+from partitioner import AgreementError, BatchError, Engine, LocalRanks
+from partitioner.runtime.engine.consistency import _hash_in_order
+from partitioner.runtime.program.precision import with_precision
+from partitioner.runtime.program.program import Program
 from tests.runtime_programs import BATCH, Net, net_inputs, program_of_net
 from tests.test_runtime_state import on_every_rank
 from tests.test_zero import planned, tied_inputs
@@ -214,7 +214,7 @@ def test_other_global_batches_on_some_ranks_are_refused_before_the_first_step(pl
 
     for text in refusals(program, drawn):
         assert "input 'x': ranks 0 were given other samples than ranks 1" in text
-        assert "step(batch, local=True), as runtime.Loader does" in text and "before" not in text
+        assert "step(batch, local=True), as partitioner.Loader does" in text and "before" not in text
 
 
 @pytest.mark.parametrize(

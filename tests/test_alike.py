@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partitioner.candidate import MeshCandidate
+from partitioner.passes.errors import PartitionError
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
 from partitioner.solve.search.bound_steps import BoundCascade
@@ -18,7 +19,6 @@ from partitioner.solve.search.search import search_for_plan, space_of
 from partitioner.solve.search.uniform_cluster import BEST, UniformClusterBound, list_uniform_clusters
 from partitioner.solve.stages.split import SLACK
 from partitioner.topology import loads
-from passes.errors import PartitionError
 from tests.test_placement import clusters, described, grid, job, times_of_all
 
 MESHES = [(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 4, 1), (1, 2, 2), (1, 1, 4)]

@@ -9,13 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from partitioner import Constraints, Topology, partition, prepare
+from partitioner import Constraints, Engine, LaunchError, Topology, partition, prepare
+from partitioner.passes.capture.capture import capture
+from partitioner.passes.errors import InputsError, UnsupportedError
+from partitioner.runtime.comm.thread_backend import ThreadWorld
+from partitioner.runtime.launch.local import run_threads
 from partitioner.validate import torch_device
-from passes.capture.capture import capture
-from passes.errors import InputsError, UnsupportedError
-from runtime import Engine, LaunchError
-from runtime.comm.thread_backend import ThreadWorld
-from runtime.launch.local import run_threads
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 

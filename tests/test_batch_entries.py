@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from partitioner import Constraints, Plan, Topology, partition
-from runtime import BatchError, Engine, run_threads
+from partitioner import BatchError, Constraints, Engine, Plan, Topology, partition, run_threads
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 

@@ -11,17 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import runtime
-from partitioner import Constraints, Plan, Topology, partition
-from passes.capture.capture import capture
-from passes.errors import PartitionError, UnsupportedError
-from runtime import Checkpoints, Engine, LocalRanks
-from runtime.comm.torch_backend import TorchCommunicator
-from runtime.debug import NonFiniteError, check_finite
-from runtime.program.instructions import Instruction
-from runtime.program.program import Program, weights_fingerprint
-from runtime.prove.errors import ProofError
-from runtime.prove.prove import prove
+import partitioner
+from partitioner import Checkpoints, Constraints, Engine, LocalRanks, Plan, Topology, partition
+from partitioner.passes.capture.capture import capture
+from partitioner.passes.errors import PartitionError, UnsupportedError
+from partitioner.runtime.comm.torch_backend import TorchCommunicator
+from partitioner.runtime.debug import NonFiniteError, check_finite
+from partitioner.runtime.program.instructions import Instruction
+from partitioner.runtime.program.program import Program, weights_fingerprint
+from partitioner.runtime.prove.errors import ProofError
+from partitioner.runtime.prove.prove import prove
 from tests.buffer_models import ALONE, TOGETHER, Across, Around, Counter, Deep, FunctionalNorm, ResNet, Steps, inputs_of
 from tests.mutations import with_stage
 from tests.test_runtime_state import on_every_rank
@@ -133,7 +132,7 @@ def test_stages_that_share_a_buffer_change_it_together(last: bool):
     plan = planned(model, inputs, pp=2, microbatch_size=2)
     assert plan.program.states["scale"].stages == (0, 1)
     assert set(judged(model, inputs, plan)) == {"scale", "flags"}
-    assert set(runtime.run_local(plan, model, inputs).buffers) == {"scale", "flags"}
+    assert set(partitioner.run_local(plan, model, inputs).buffers) == {"scale", "flags"}
 
 
 def test_a_sequence_that_ranks_share():
@@ -430,7 +429,7 @@ def test_types_are_those_that_the_model_would_have(precision: str):
     model = Deep()
     inputs = inputs_of(model)
     plan = partition(model, Topology.local(2), inputs, precision=precision, constraints=Constraints(dp=2, pp=1, tp=1))
-    mine = runtime.run_threads(plan, model, inputs).buffers
+    mine = partitioner.run_threads(plan, model, inputs).buffers
     judge = Deep().to({"bf16": torch.bfloat16, "fp16": torch.float16}[precision])
     judge.load_state_dict(model.state_dict())
     judge(inputs[0].to(judge.out.weight.dtype), inputs[1])

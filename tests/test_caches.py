@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from partitioner import Constraints, Topology, partition
-from passes.capture.capture import capture
+from partitioner.passes.capture.capture import capture
 from tests.models import CASES
 
 pytestmark = pytest.mark.usefixtures("without_baselines")

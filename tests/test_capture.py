@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from passes.capture.capture import capture
-from passes.errors import CaptureError, InputsError, UnsupportedError
+from partitioner.passes.capture.capture import capture
+from partitioner.passes.errors import CaptureError, InputsError, UnsupportedError
 from tests.folding import assert_equal_to_model
 from tests.models import CASES
 

@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from partitioner import Constraints, Plan, Topology, partition, prepare
 from partitioner.cost.call.saved_activations import carried_bytes
+from partitioner.passes.ir.gradient_flow import mark_block
+from partitioner.passes.ir.model import Block
+from partitioner.runtime.program.analysis import CallFacts, ProgramFacts
 from partitioner.solve.evaluate.prepared_model import PreparedModel
-from passes.ir.gradient_flow import mark_block
-from passes.ir.model import Block
-from runtime.program.analysis import CallFacts, ProgramFacts
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 

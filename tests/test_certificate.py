@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from partitioner import Constraints, Plan, Topology, partition
+from partitioner.passes.errors import PartitionError
 from partitioner.topology import loads
-from passes.errors import PartitionError
 from tests.context_models import repeat_kv
 
 
@@ -149,6 +149,7 @@ def test_no_pinned_plan_goes_below_the_bound(job: dict[str, Any], fixed: dict[st
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(14400)
 @settings(max_examples=500, **OFTEN)
 @given(jobs(), pins())
 def test_no_pinned_plan_of_many_goes_below_the_bound(job: dict[str, Any], fixed: dict[str, Any]):

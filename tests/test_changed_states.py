@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import runtime
-from partitioner import Constraints, Plan, Topology, partition
-from passes.capture.capture import capture
-from passes.errors import PartitionError, UnsupportedError
-from runtime import Engine, LocalRanks
-from runtime.comm.torch_backend import TorchCommunicator
-from runtime.program.program import Program
+import partitioner
+from partitioner import Constraints, Engine, LocalRanks, Plan, Topology, partition
+from partitioner.passes.capture.capture import capture
+from partitioner.passes.errors import PartitionError, UnsupportedError
+from partitioner.runtime.comm.torch_backend import TorchCommunicator
+from partitioner.runtime.program.program import Program
 from tests.state_models import BATCH, DIM, OTHERS, SUMS, UPDATES, Contrast, Experts, Scheduled, Summing, Teacher
 from tests.test_runtime_state import on_every_rank
 
@@ -124,7 +123,7 @@ def test_a_teacher_is_saved_and_given_back(tmp_path: Path):
     plan = planned(model, batch_of(model), dp=2)
     names = {name for name, _ in model.named_parameters() if name.startswith("teacher.")}
     one = planned(model, batch_of(model))
-    assert set(runtime.run_local(plan, model, batch_of(model)).buffers) == names
+    assert set(partitioner.run_local(plan, model, batch_of(model)).buffers) == names
     engine = Engine(one, model)
     optimizer = torch.optim.AdamW(engine.parameters())
     for step in range(2):

@@ -9,9 +9,15 @@ import pytest
 import torch
 from torch import fx
 
-from passes.ir.collectives import ops
-from passes.ir.model import Block, TensorSpec
-from passes.ir.verify import GraphError, check_block, check_model, compare_across_ranks, find_misused_collective
+from partitioner.passes.ir.collectives import ops
+from partitioner.passes.ir.model import Block, TensorSpec
+from partitioner.passes.ir.verify import (
+    GraphError,
+    check_block,
+    check_model,
+    compare_across_ranks,
+    find_misused_collective,
+)
 from tests.tiny_programs import Graph, layer_block, tiny_model
 
 aten = torch.ops.aten

@@ -24,16 +24,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from partitioner import Constraints, Topology, partition
-from passes.ir.layouts import Layout, Shard, local_shape, take_shards
-from runtime import CheckpointError, Checkpoints, DamagedCheckpointError, Engine
-from runtime.checkpoint import atomic_folder, dcp_files, save
-from runtime.checkpoint import save as staging
-from runtime.checkpoint import shards as boxes
-from runtime.checkpoint.atomic_folder import CheckpointTarget, has_ended
-from runtime.checkpoint.shards import ShardPiece, written_by
-from runtime.comm.failure_origin import is_secondary
-from runtime.program.program import Program
+from partitioner import CheckpointError, Checkpoints, Constraints, DamagedCheckpointError, Engine, Topology, partition
+from partitioner.passes.ir.layouts import Layout, Shard, local_shape, take_shards
+from partitioner.runtime.checkpoint import atomic_folder, dcp_files, save
+from partitioner.runtime.checkpoint import save as staging
+from partitioner.runtime.checkpoint import shards as boxes
+from partitioner.runtime.checkpoint.atomic_folder import CheckpointTarget, has_ended
+from partitioner.runtime.checkpoint.shards import ShardPiece, written_by
+from partitioner.runtime.comm.failure_origin import is_secondary
+from partitioner.runtime.program.program import Program
 from tests.runtime_programs import Net, net_inputs, program_of_net
 from tests.test_runtime_state import on_every_rank, train
 
@@ -492,7 +491,7 @@ def test_a_rank_that_ended_while_it_wrote_is_not_waited_for(tmp_path: Path):
     target.record(0).write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"rank 1 did not write its part within 0\.1 s"):
         target.wait_for_records(2, timeout=0.1)
-    other = "from runtime.checkpoint.atomic_folder import this_process; print(this_process())"
+    other = "from partitioner.runtime.checkpoint.atomic_folder import this_process; print(this_process())"
     ended = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True, check=True).stdout.strip()
     target.writer(1).write_text(ended)
     with pytest.raises(CheckpointError, match="the process of rank 1 ended while it wrote its part"):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime import Engine
+from partitioner import Engine
 from tests.runtime_programs import Net, net_inputs, program_of_net
 
 ROOT = Path(__file__).parent.parent

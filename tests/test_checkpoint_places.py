@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime import CheckpointError
-from runtime.checkpoint import atomic_folder
+from partitioner import CheckpointError
+from partitioner.runtime.checkpoint import atomic_folder
 from tests.test_checkpoint import one_rank, run
 
 ROOT = Path(__file__).parent.parent
@@ -80,7 +80,7 @@ def test_a_link_to_a_folder_stays_one(tmp_path: Path):
 def test_a_script_that_has_ended_does_not_wait_for_a_first_rank_that_may_be_gone(tmp_path: Path):
     script = (
         "import sys, threading\nfrom pathlib import Path\n"
-        "from runtime.checkpoint.atomic_folder import CheckpointTarget\n"
+        "from partitioner.runtime.checkpoint.atomic_folder import CheckpointTarget\n"
         "target = CheckpointTarget(Path(sys.argv[1]), 'f' * 15)\n"
         "threading.Thread(target=target.wait_until_complete, args=(1800.0,)).start()\n"
         "raise SystemExit(3)\n"

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from runtime import CheckpointError, Checkpoints, Engine
-from runtime.checkpoint import atomic_folder, dcp_files
-from runtime.checkpoint.atomic_folder import this_process, wait_for_writers
-from runtime.checkpoint.load import complete_in
-from runtime.checkpoint.training_state import pack_plain_data, unpack_plain_data
-from runtime.comm.thread_backend import ThreadWorld
-from runtime.program.program import Program
+from partitioner import CheckpointError, Checkpoints, Engine
+from partitioner.runtime.checkpoint import atomic_folder, dcp_files
+from partitioner.runtime.checkpoint.atomic_folder import this_process, wait_for_writers
+from partitioner.runtime.checkpoint.load import complete_in
+from partitioner.runtime.checkpoint.training_state import pack_plain_data, unpack_plain_data
+from partitioner.runtime.comm.thread_backend import ThreadWorld
+from partitioner.runtime.program.program import Program
 from tests.runtime_programs import Net, net_inputs, program_of_net
 
 

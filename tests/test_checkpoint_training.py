@@ -14,9 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from partitioner import Topology, partition
-from passes.errors import UserCodeError
-from runtime import CheckpointError, Checkpoints, Engine
+from partitioner import CheckpointError, Checkpoints, Engine, Topology, partition
+from partitioner.passes.errors import UserCodeError
 from tests.runtime_programs import Net, net_inputs, program_of_net
 from tests.test_checkpoint import Loader, one_rank
 from tests.test_runtime_execute import infer_only

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from partitioner import Plan
 from partitioner.cli.app import app
 from partitioner.cli.options import TargetError, load_target
-from runtime.errors import Failure, RankError
+from partitioner.runtime.errors import Failure, RankError
 from tests.sample_programs import llama, plan_of
 
 MODEL = """

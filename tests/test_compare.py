@@ -14,9 +14,9 @@ from partitioner import Constraints, Plan, Topology, partition
 from partitioner.cli.app import app
 from partitioner.errors import ConstraintError
 from partitioner.explain.diff import format_relative, in_words
+from partitioner.passes.errors import PartitionError
 from partitioner.plan import Candidate
 from partitioner.units import bytes_text
-from passes.errors import PartitionError
 from tests.experts_zoo import plain as experts
 from tests.experts_zoo import plain_inputs as expert_inputs
 from tests.sample_programs import llama, plan_of

@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from partitioner import Constraints, Topology, partition
-from runtime import Engine, LaunchError
-from runtime.execute.bind import Library, gradient_needs
-from runtime.execute.torch_compile import Segment, backend_of
-from runtime.program.program import Program
+from partitioner import Constraints, Engine, LaunchError, Topology, partition
+from partitioner.runtime.execute.bind import Library, gradient_needs
+from partitioner.runtime.execute.torch_compile import Segment, backend_of
+from partitioner.runtime.program.program import Program
 from tests.models import CASES
 from tests.runtime_programs import Net, net_inputs, program_of_net
 from tests.test_runtime_state import on_every_rank
@@ -85,7 +84,7 @@ def test_a_block_type_is_compiled_once(monkeypatch: pytest.MonkeyPatch):
         compiled.append(len(list(module.graph.nodes)))
         return module.forward
 
-    monkeypatch.setattr("runtime.execute.torch_compile.backend_of", lambda asked, device: backend)
+    monkeypatch.setattr("partitioner.runtime.execute.torch_compile.backend_of", lambda asked, device: backend)
     library = Library(program, CPU)
     gradients(program, Net(num_layers=4), net_inputs(), library)
     assert len(library._segments) == len(compiled)

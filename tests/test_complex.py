@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import runtime
+import partitioner
 from partitioner import Constraints, Plan, Topology, partition
 from partitioner.plans.reference import run_reference
 from partitioner.plans.verify import compare, relative_error
@@ -46,7 +46,7 @@ def test_complex_numbers_pass_between_processes(mesh: dict[str, int]):
     model, inputs = Model(), (torch.randn(8, 6),)
     constraints = Constraints(**{"pp": 1, "dp": 1, "tp": 1, **mesh})
     plan = partition(model, Topology.local(2), inputs, loss=first_of, constraints=constraints)
-    run = runtime.run_local(plan, model, inputs, precision="fp64", timeout=120)
+    run = partitioner.run_local(plan, model, inputs, precision="fp64", timeout=120)
     errors = compare(run, run_reference(model, inputs, first_of), plan.program)
     assert max(errors.values()) < 1e-9, errors
 
@@ -55,7 +55,7 @@ def test_an_engine_steps_complex_weights():
     torch.manual_seed(0)
     model, inputs = Model(), (torch.randn(8, 6),)
     plan = partition(model, Topology.local(1), inputs, loss=first_of)
-    engine = runtime.Engine(plan, weights=model)
+    engine = partitioner.Engine(plan, weights=model)
     engine.step(inputs)
     gradients = dict(
         zip(("weight", "bias"), torch.autograd.grad(model(*inputs)[0], (model.weight, model.bias)), strict=True)

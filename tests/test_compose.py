@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from passes.ir.gradient_flow import mark_block
-from passes.ir.interpret import META, insert_operator_node
-from passes.ir.layouts import REPLICATED, Layout, join_shards, make_shard_layout, take_shard
-from passes.ir.model import Block
-from passes.rules.factors import Strategy, operands_of
-from passes.rules.strategies import enumerate_strategies
-from passes.rules.verify import Ranks, compute_gradients, describe_differences, list_axis_groups, run_ranks
-from passes.shard.shard_block import RESHARDS, BlockSharding, shard_block
+from partitioner.passes.ir.gradient_flow import mark_block
+from partitioner.passes.ir.interpret import META, insert_operator_node
+from partitioner.passes.ir.layouts import REPLICATED, Layout, join_shards, make_shard_layout, take_shard
+from partitioner.passes.ir.model import Block
+from partitioner.passes.rules.factors import Strategy, operands_of
+from partitioner.passes.rules.strategies import enumerate_strategies
+from partitioner.passes.rules.verify import Ranks, compute_gradients, describe_differences, list_axis_groups, run_ranks
+from partitioner.passes.shard.shard_block import RESHARDS, BlockSharding, shard_block
 
 aten = torch.ops.aten
 B, S, H, D, F, V = 4, 8, 4, 4, 24, 12  # batch, sequence, heads, head size, feed-forward, vocabulary

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-import runtime
+import partitioner
 from partitioner import Constraints, Topology, partition
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
@@ -72,6 +72,6 @@ def test_results_are_found_by_path(kind: str, given: bool):
 def test_they_are_returned_as_dicts():
     model, inputs = Classifier(KINDS["dataclass"]), {"x": torch.randn(4, 6), "target": torch.arange(4)}
     plan = partition(model, Topology.local(2), inputs, constraints=Constraints(tp=2, pp=1, dp=1))
-    outputs, expected = runtime.run_local(plan, model, inputs).outputs, model(**inputs)
+    outputs, expected = partitioner.run_local(plan, model, inputs).outputs, model(**inputs)
     torch.testing.assert_close(outputs["scores"]["logits"], expected.scores.logits)
     assert pytree.tree_is_leaf(expected)  # torch was told nothing

@@ -14,16 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import partitioner
 import passes.ops.attention  # noqa: F401 - defines the operator
-import runtime
 from partitioner import Constraints, Plan, PlanError, Topology, partition, run_reference
+from partitioner.passes.ir.layouts import Layout, join_shards, make_shard_layout, shard_slices, take_shard
+from partitioner.passes.ops.attention import Band, most_pairs, ring_steps
 from partitioner.plans.verify import TOLERANCE, compare
-from passes.ir.layouts import Layout, join_shards, make_shard_layout, shard_slices, take_shard
-from passes.ops.attention import Band, most_pairs, ring_steps
-from runtime.comm.thread_backend import ThreadWorld
-from runtime.execute.calls import BoundCall
-from runtime.execute.collective_ops import ContextAttention
-from runtime.execute.executor import _BACKWARD
+from partitioner.runtime.comm.thread_backend import ThreadWorld
+from partitioner.runtime.execute.calls import BoundCall
+from partitioner.runtime.execute.collective_ops import ContextAttention
+from partitioner.runtime.execute.executor import _BACKWARD
 from tests.context_models import BANDS, MASKS, SEQ, VOCAB, Decoder, Mixed, NextToken, inputs
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
@@ -33,8 +33,8 @@ LIMITS = st.one_of(st.none(), st.integers(0, 12))
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[runtime.LocalRanks]:
-    with runtime.LocalRanks(8) as pool:
+def ranks() -> Iterator[partitioner.LocalRanks]:
+    with partitioner.LocalRanks(8) as pool:
         yield pool
 
 
@@ -178,13 +178,13 @@ def operators(plan: Plan) -> set[str]:
     return found
 
 
-def check(model: nn.Module, ranks: runtime.LocalRanks | None = None, **fixed: Any) -> Plan:
+def check(model: nn.Module, ranks: partitioner.LocalRanks | None = None, **fixed: Any) -> Plan:
     plan = plan_of(model, **fixed)
     assert plan.planned_only == () and plan.mesh["cp"] == fixed["cp"]
     report = plan.verify(model, inputs())
     assert report.ok, str(report)
     if ranks is not None:
-        run = runtime.run_local(plan, model, inputs(), ranks=ranks, timeout=120)
+        run = partitioner.run_local(plan, model, inputs(), ranks=ranks, timeout=120)
         errors = compare(run, run_reference(model, inputs()), plan.program)
         assert {n: e for n, e in errors.items() if not e <= TOLERANCE} == {}
     return plan
@@ -208,7 +208,7 @@ def _name(value: Any) -> str:
 
 
 @pytest.mark.parametrize(("mask", "fixed"), SAMPLE, ids=_name)
-def test_equal_to_the_model(mask: str, fixed: dict[str, Any], ranks: runtime.LocalRanks):
+def test_equal_to_the_model(mask: str, fixed: dict[str, Any], ranks: partitioner.LocalRanks):
     plan = check(Decoder((mask, mask)), ranks, **fixed)
     if mask in BANDS and fixed["context"] != "ulysses":
         zigzag = " z" if mask == "causal" else ""
@@ -220,7 +220,7 @@ def test_equal_to_the_model(mask: str, fixed: dict[str, Any], ranks: runtime.Loc
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES, ids=_name)
 @pytest.mark.parametrize(("mask", "algorithm"), list(product(BANDS, ALGORITHMS)))
-def test_every_algorithm_on_every_mesh(mask: str, algorithm: str, mesh: dict[str, Any], ranks: runtime.LocalRanks):
+def test_every_algorithm_on_every_mesh(mask: str, algorithm: str, mesh: dict[str, Any], ranks: partitioner.LocalRanks):
     heads = 8 if mesh.get("tp", 1) * mesh["cp"] > 4 else 4
     check(Decoder((mask, mask), heads), ranks, context=algorithm, microbatch_size=1 if "pp" in mesh else 2, **mesh)
 
@@ -228,11 +228,11 @@ def test_every_algorithm_on_every_mesh(mask: str, algorithm: str, mesh: dict[str
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES, ids=_name)
 @pytest.mark.parametrize("mask", [m for m in MASKS if m not in BANDS])
-def test_masks_that_are_no_band_on_every_mesh(mask: str, mesh: dict[str, Any], ranks: runtime.LocalRanks):
+def test_masks_that_are_no_band_on_every_mesh(mask: str, mesh: dict[str, Any], ranks: partitioner.LocalRanks):
     check(Decoder((mask, mask)), ranks, **mesh)
 
 
-def test_layers_that_differ_share_one_order_of_positions(ranks: runtime.LocalRanks):
+def test_layers_that_differ_share_one_order_of_positions(ranks: partitioner.LocalRanks):
     plan = check(Decoder(("causal", "window", "full")), ranks, cp=2, context="ring")
     assert {o for o in operators(plan) if o.startswith("context")} == {"context_attention ring z"}
 
@@ -316,7 +316,7 @@ def _saved_bytes(plan: Plan, model: nn.Module, monkeypatch: pytest.MonkeyPatch) 
         call.backward(microbatch)
 
     monkeypatch.setitem(_BACKWARD, "B", measured)
-    runtime.run_threads(plan, model, inputs())
+    partitioner.run_threads(plan, model, inputs())
     return max(most)
 
 

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from runtime import CheckpointError, Checkpoints, Engine
-from runtime.checkpoint import memory_copies
-from runtime.checkpoint import memory_copies as slots
-from runtime.checkpoint.memory_copies import CheckpointSlot, SlotName, SlotState
-from runtime.checkpoint.ranks import assign_keepers
+from partitioner import CheckpointError, Checkpoints, Engine
+from partitioner.runtime.checkpoint import memory_copies
+from partitioner.runtime.checkpoint import memory_copies as slots
+from partitioner.runtime.checkpoint.memory_copies import CheckpointSlot, SlotName, SlotState
+from partitioner.runtime.checkpoint.ranks import assign_keepers
 from tests.runtime_programs import Net, net_inputs, program_of_net
 from tests.test_runtime_launch import SCRIPT, plan_file, supervised
 
@@ -154,7 +154,14 @@ def test_what_torchrun_starts_anew_goes_on_from_the_step_before(tmp_path: Path):
 
 
 def test_the_command_line_tells_what_copies_take_and_what_they_need(tmp_path: Path):
-    command = [sys.executable, "-m", "runtime", str(plan_file(tmp_path, program_of_net())), "--copies-every", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "partitioner.runtime",
+        str(plan_file(tmp_path, program_of_net())),
+        "--copies-every",
+        "1",
+    ]
     told = []
     for options in ([], ["--checkpoints", str(tmp_path / "run")]):
         done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=200, cwd=ROOT)

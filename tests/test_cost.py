@@ -31,21 +31,21 @@ from partitioner.cost.step.relaxed_mesh import best_type
 from partitioner.emit.buckets import AT_ONCE
 from partitioner.errors import ConstraintError, TopologyError
 from partitioner.optimizers import optimizer_bytes
+from partitioner.passes.capture.capture import capture
+from partitioner.passes.ir.collectives import ops
+from partitioner.passes.ir.gradient_flow import mark_block, mark_gradients
+from partitioner.passes.ir.interpret import META, insert_operator_node
+from partitioner.passes.ir.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, make_shard_layout
+from partitioner.passes.ir.model import Block, ModelState, TensorSpec
+from partitioner.passes.normalize.pipeline import normalize
+from partitioner.passes.rules.factors import Strategy
+from partitioner.passes.shard.differentiate import differentiate
+from partitioner.passes.shard.fold import fold
 from partitioner.solve.bounds.block_work import block_work
 from partitioner.solve.sharding.costs import TensorCosts
 from partitioner.solve.sharding.local_model import unmark_stopped
 from partitioner.topology import Topology, axis_group
 from partitioner.topology.groups import stage_capacity
-from passes.capture.capture import capture
-from passes.ir.collectives import ops
-from passes.ir.gradient_flow import mark_block, mark_gradients
-from passes.ir.interpret import META, insert_operator_node
-from passes.ir.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, make_shard_layout
-from passes.ir.model import Block, ModelState, TensorSpec
-from passes.normalize.pipeline import normalize
-from passes.rules.factors import Strategy
-from passes.shard.differentiate import differentiate
-from passes.shard.fold import fold
 
 aten = torch.ops.aten
 H100 = Topology.preset("dgx-h100", nodes=2)

@@ -22,10 +22,10 @@ from transformers import (
 
 from partitioner import Constraints, Plan, PreparedModel, Topology, partition, prepare, run_reference
 from partitioner.errors import ConstraintError, PlanError
+from partitioner.passes.errors import InputsError, UnsupportedError
 from partitioner.plans.reference import keep_in_float64
 from partitioner.plans.verify import run_groups
-from passes.errors import InputsError, UnsupportedError
-from runtime.launch.local import run_threads
+from partitioner.runtime.launch.local import run_threads
 from tests.test_expert_capacity import limited
 from tests.test_runtime_launch import torchrun
 

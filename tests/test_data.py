@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import ChainDataset, DataLoader, IterableDataset
 
-from runtime import BatchError, CheckpointError, Engine, Loader, LocalRanks
-from runtime.engine.batches import own_values, share_of
-from runtime.engine.data_loader import SampleOrder
-from runtime.observe.nonfinite import NonFiniteError, check_finite
-from runtime.program.program import Program
+from partitioner import BatchError, CheckpointError, Engine, Loader, LocalRanks
+from partitioner.runtime.engine.batches import own_values, share_of
+from partitioner.runtime.engine.data_loader import SampleOrder
+from partitioner.runtime.observe.nonfinite import NonFiniteError, check_finite
+from partitioner.runtime.program.program import Program
 from tests.runtime_programs import BATCH, DIM, Net, net_inputs, program_of_net
 from tests.test_runtime_state import on_every_rank
 
@@ -175,7 +175,7 @@ def train(
     program: Program, folder: str | None, steps: int, workers: int = 0, batch_size: int | None = None
 ) -> tuple[list[float], dict[str, Any], list[int]]:
     """Losses of ``steps`` steps from the checkpoint in ``folder``, if there is one, and one is left there."""
-    from runtime.comm.torch_backend import TorchCommunicator
+    from partitioner.runtime.comm.torch_backend import TorchCommunicator
 
     communicator = TorchCommunicator(program.world_size, torch.device("cpu"))
     engine = Engine(program, Net(), communicator=communicator)

@@ -16,16 +16,15 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-import runtime
-from partitioner import Constraints, Plan, Topology, partition
+import partitioner
+from partitioner import Constraints, Engine, LocalRanks, Plan, RankError, Topology, partition
+from partitioner.runtime.engine.batches import Share
+from partitioner.runtime.prove.errors import ProofError
+from partitioner.runtime.prove.prove import prove
 from partitioner.simulate.program_time import plan_timeline, simulate_plan
 from partitioner.solve.evaluate.batch_shares import share_out
 from partitioner.solve.stages.split import SLACK
 from partitioner.topology import loads
-from runtime import Engine, LocalRanks, RankError
-from runtime.engine.batches import Share
-from runtime.prove.errors import ProofError
-from runtime.prove.prove import prove
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 
@@ -141,7 +140,7 @@ def test_ranks_that_run_compute_it_too():
     model.eval()
     plan = partition(model, Topology.local(6), batch(), constraints=Constraints(pp=2, dp=3, microbatch_size=1))
     assert plan.data_shares == (4, 3, 3)
-    found = runtime.run_local(plan, model, batch(), timeout=120)
+    found = partitioner.run_local(plan, model, batch(), timeout=120)
     expected = model(**batch())
     expected["loss"].backward()
     assert found.loss is not None

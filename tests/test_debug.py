@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
+from partitioner import Engine, LaunchError, LocalRanks, run_local, run_threads
 from partitioner.cli.app import app
-from runtime import Engine, LaunchError, LocalRanks, run_local, run_threads
-from runtime.comm.torch_backend import give_back
-from runtime.debug import NonFiniteError, check_finite, compare_runs, record_hashes
-from runtime.program.precision import with_precision
-from runtime.state.loss import BACKOFF
+from partitioner.runtime.comm.torch_backend import give_back
+from partitioner.runtime.debug import NonFiniteError, check_finite, compare_runs, record_hashes
+from partitioner.runtime.program.precision import with_precision
+from partitioner.runtime.state.loss import BACKOFF
 from tests.runtime_programs import Net, net_inputs, program_of_net
 from tests.test_runtime_execute import in_threads
 
@@ -153,7 +153,7 @@ def test_memory_that_was_shown_to_numpy_is_kept_and_no_error():
 
 
 def test_debug_comes_with_runtime():
-    code = "import runtime; runtime.debug.check_finite"  # as docs/runs.md writes it
+    code = "import partitioner; partitioner.debug.check_finite"  # as docs/runs.md writes it
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

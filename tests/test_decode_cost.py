@@ -9,9 +9,9 @@ from partitioner import Constraints, Topology, partition
 from partitioner.cost.call.block_profile import node_operands
 from partitioner.cost.call.call_cost import call_costs
 from partitioner.cost.call.operators import Kernel, forward_kernels
+from partitioner.passes.ir.interpret import insert_operator_node
+from partitioner.passes.ir.model import Block
 from partitioner.solve.bounds.block_work import block_work
-from passes.ir.interpret import insert_operator_node
-from passes.ir.model import Block
 
 aten = torch.ops.aten
 BF16 = torch.bfloat16

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import fx
 
-from passes.ir.model import TensorSpec
-from passes.shard.differentiate import Differentiated, differentiate
-from runtime import LocalRanks, run_local
-from runtime.execute import bind
-from runtime.execute.bind import Library, SharedDerivatives, gradient_needs
-from runtime.program.program import Program
+from partitioner import LocalRanks, run_local
+from partitioner.passes.ir.model import TensorSpec
+from partitioner.passes.shard.differentiate import Differentiated, differentiate
+from partitioner.runtime.execute import bind
+from partitioner.runtime.execute.bind import Library, SharedDerivatives, gradient_needs
+from partitioner.runtime.program.program import Program
 from tests.runtime_programs import Net, net_inputs, program_of_net
 from tests.test_differentiate import CPU, mlp
 from tests.test_runtime_execute import check, reference

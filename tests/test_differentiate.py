@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import fx
 
-from passes.ir.collectives import ops
-from passes.ir.interpret import insert_operator_node
-from passes.ir.model import Block
-from passes.ir.serialize import GraphFormatError, block_from_data, block_to_data
-from passes.shard.differentiate import collectives_of, differentiate
+from partitioner.passes.ir.collectives import ops
+from partitioner.passes.ir.interpret import insert_operator_node
+from partitioner.passes.ir.model import Block
+from partitioner.passes.ir.serialize import GraphFormatError, block_from_data, block_to_data
+from partitioner.passes.shard.differentiate import collectives_of, differentiate
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")

@@ -20,21 +20,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import runtime
-from partitioner import Constraints, Plan, Topology, partition
-from runtime.checkpoint import dcp_files
-from runtime.comm.thread_backend import ThreadWorld
-from runtime.engine import consistency
-from runtime.engine.engine import Engine
-from runtime.errors import CheckpointError, OffloadError
-from runtime.launch.process_pool import LocalRanks
-from runtime.program.load import disk_of
-from runtime.program.precision import with_precision
-from runtime.program.program import Program
-from runtime.prove.errors import ProofError
-from runtime.prove.prove import prove
-from runtime.state import disk_offload
-from runtime.state.disk_offload import Disk, is_mapped
+import partitioner
+from partitioner import Constraints, Plan, Topology, partition, run_local
+from partitioner.runtime.checkpoint import dcp_files
+from partitioner.runtime.comm.thread_backend import ThreadWorld
+from partitioner.runtime.engine import consistency
+from partitioner.runtime.engine.engine import Engine
+from partitioner.runtime.errors import CheckpointError, OffloadError
+from partitioner.runtime.launch.process_pool import LocalRanks
+from partitioner.runtime.program.load import disk_of
+from partitioner.runtime.program.precision import with_precision
+from partitioner.runtime.program.program import Program
+from partitioner.runtime.prove.errors import ProofError
+from partitioner.runtime.prove.prove import prove
+from partitioner.runtime.state import disk_offload
+from partitioner.runtime.state.disk_offload import Disk, is_mapped
 from tests.test_offload import ALL, Wide, planned
 from tests.test_runtime_state import on_every_rank
 from tests.test_zero import MESHES, MODELS, STEPS, errors, tied_inputs, tied_model
@@ -404,7 +404,7 @@ def test_what_the_disk_cannot_write_is_told(tmp_path: Path, monkeypatch: pytest.
     def fails(*_: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr("runtime.state.disk_offload._call_libc", fails)
+    monkeypatch.setattr("partitioner.runtime.state.disk_offload._call_libc", fails)
     disk.behind([tensor])
     with pytest.raises(OSError, match="Input/output error"):
         disk.wait()
@@ -543,7 +543,7 @@ def test_a_change_while_it_is_saved_is_told(tmp_path: Path, monkeypatch: pytest.
 def test_copies_in_memory_are_refused(tmp_path: Path):
     engine = alone(tmp_path)
     with pytest.raises(CheckpointError, match="optimizer states are to be in no memory"):
-        runtime.Checkpoints(tmp_path / "out", engine, adam(engine), copies_every=1)
+        partitioner.Checkpoints(tmp_path / "out", engine, adam(engine), copies_every=1)
 
 
 # --- programs and processes -------------------------------------------------------------------------------------------
@@ -590,7 +590,7 @@ def test_it_computes_what_the_model_does(precision: str | None):
     )
     assert plan.program.offload == ("optimizer", "disk")
     assert plan.verify(Wide(32, 4), (torch.ones(4, 32),)).ok
-    run = runtime.run_local(plan, Wide(32, 4), (torch.ones(4, 32, dtype=getattr(torch, plan.program.inputs[0].dtype)),))
+    run = run_local(plan, Wide(32, 4), (torch.ones(4, 32, dtype=getattr(torch, plan.program.inputs[0].dtype)),))
     assert run.grads.keys() == dict(Wide(32, 4).named_parameters()).keys()
 
 
@@ -598,7 +598,7 @@ def test_the_command_line_trains_such_plans(tmp_path: Path):
     plan = partition(
         Wide(32, 4), disk_topology(1), (torch.zeros(4, 32),), constraints=Constraints(offload="optimizer+disk")
     )
-    command = [sys.executable, "-m", "runtime", str(plan.save(tmp_path / "plan.json")), "--steps", "2"]
+    command = [sys.executable, "-m", "partitioner.runtime", str(plan.save(tmp_path / "plan.json")), "--steps", "2"]
     refused = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert refused.returncode == 1 and "no folder is given" in refused.stderr
     command += ["--offload-folder", str(tmp_path), "--checkpoints", str(tmp_path / "out")]
@@ -611,11 +611,11 @@ def test_the_command_line_trains_such_plans(tmp_path: Path):
 
 MEASURED = """
 import pathlib, sys, threading, torch
-from runtime import windows
-from runtime.state.disk_offload import trim
-from runtime.engine.engine import Engine
-from runtime.program.program import Program
-from runtime.comm.thread_backend import ThreadWorld
+from partitioner.runtime import windows
+from partitioner.runtime.state.disk_offload import trim
+from partitioner.runtime.engine.engine import Engine
+from partitioner.runtime.program.program import Program
+from partitioner.runtime.comm.thread_backend import ThreadWorld
 
 windows.WINDOW = 2 << 20
 

@@ -13,12 +13,12 @@ from partitioner import Constraints, Plan, Topology, partition
 from partitioner.cost.call.states import kinds_of, state_costs
 from partitioner.cost.step.offload import disk_seconds, update_seconds
 from partitioner.errors import CapacityError, ConstraintError
+from partitioner.passes.ir.model import ModelState, TensorSpec
+from partitioner.runtime.program.analysis import ProgramFacts
+from partitioner.runtime.program.memory import disk_bytes, host_bytes
 from partitioner.simulate.program_time import plan_timeline
 from partitioner.solve.search.fit_memory import _check_hosts
 from partitioner.topology.hosts import HostShare, has_disks, host_shares
-from passes.ir.model import ModelState, TensorSpec
-from runtime.program.analysis import ProgramFacts
-from runtime.program.memory import disk_bytes, host_bytes
 from tests.test_infeasible import cluster
 from tests.test_offload import Wide, with_host
 

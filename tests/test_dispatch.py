@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from partitioner import Constraints, Plan, Topology, partition
 from partitioner.cost.call.collectives import collective_time, dispatch_time
+from partitioner.passes.capture.capture import capture
+from partitioner.passes.experts.regions import find_regions
+from partitioner.passes.normalize.pipeline import normalize
+from partitioner.passes.shard.fold import fold
 from partitioner.topology import axis_group
-from passes.capture.capture import capture
-from passes.experts.regions import find_regions
-from passes.normalize.pipeline import normalize
-from passes.shard.fold import fold
 
 # Microseconds of sending 4,096 rows of 7,168 numbers in bfloat16 to 8 of 256 experts over so many ranks: by all-to-all,
 # and once for each node and rank (HybridEP). Published in the report on Megatron-Core's mixtures of experts

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from partitioner import Constraints, Plan, PlanError, Topology, partition
+from partitioner.passes.errors import CaptureError, UnsupportedError
+from partitioner.passes.ops.random import draw_whole_tensor, ops
 from partitioner.plans.reference import run_reference
-from passes.errors import CaptureError, UnsupportedError
-from passes.ops.random import draw_whole_tensor, ops
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 

@@ -19,7 +19,7 @@ from partitioner.draw.svg import PALETTE, Header, create_picture, draw_header, t
 from partitioner.draw.timeline import Bar, draw_timeline, idle_shares, join_call_bars, merge_narrow_bars, tick_step
 from partitioner.draw.timeline_folds import Fold, TimeScale, find_folds
 from partitioner.plans.outline import chunk_starts, fold_runs, outline_program, path_range
-from runtime.program.instructions import Instruction
+from partitioner.runtime.program.instructions import Instruction
 from tests.sample_programs import llama, plan_of
 
 SVG = "{http://www.w3.org/2000/svg}"

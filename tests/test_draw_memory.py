@@ -17,12 +17,12 @@ from partitioner.draw import draw
 from partitioner.draw.memory import KINDS, byte_step, stage_levels
 from partitioner.draw.svg import PALETTE
 from partitioner.explain.tables import host_text
+from partitioner.runtime.program.analysis import ProgramFacts
+from partitioner.runtime.program.memory import memory_moments, memory_steps, state_bytes
+from partitioner.runtime.program.simulate import simulate
 from partitioner.simulate.program_memory import fixed_sizes
 from partitioner.simulate.program_time import PlanDurations
 from partitioner.units import seconds_text
-from runtime.program.analysis import ProgramFacts
-from runtime.program.memory import memory_moments, memory_steps, state_bytes
-from runtime.program.simulate import simulate
 from tests.sample_programs import llama, plan_of
 from tests.test_compare import Tower
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from partitioner import Constraints, Topology, partition
+from partitioner.passes.ops.random import MOST_BITS, draw_whole_tensor, ops
 from partitioner.plans.reference import run_reference
-from passes.ops.random import MOST_BITS, draw_whole_tensor, ops
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 

@@ -12,15 +12,14 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from partitioner import Constraints, Topology, partition
-from passes.ir.layouts import Layout
-from runtime import DTensorError, Engine, LaunchError, LocalRanks
-from runtime.comm.torch_backend import TorchCommunicator
-from runtime.engine.export import find_placements
-from runtime.program.precision import with_precision
-from runtime.program.program import Program, shard_shape
-from runtime.state.parameters import stack_weights
-from runtime.state.weights import weights_of
+from partitioner import Constraints, DTensorError, Engine, LaunchError, LocalRanks, Topology, partition
+from partitioner.passes.ir.layouts import Layout
+from partitioner.runtime.comm.torch_backend import TorchCommunicator
+from partitioner.runtime.engine.export import find_placements
+from partitioner.runtime.program.precision import with_precision
+from partitioner.runtime.program.program import Program, shard_shape
+from partitioner.runtime.state.parameters import stack_weights
+from partitioner.runtime.state.weights import weights_of
 from tests.experts_zoo import plain, plain_inputs
 from tests.test_zero import tied_inputs, tied_model
 

@@ -13,6 +13,7 @@ from partitioner.candidate import MeshCandidate
 from partitioner.constraints import Constraints
 from partitioner.cost.step.gradient_reduction import best_reducers, compute_gradient_reduction
 from partitioner.errors import CapacityError
+from partitioner.passes.errors import PartitionError
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.bounds.zero_and_reduction import LeastReduced
 from partitioner.solve.search.baselines import StandardLayout, list_standard_layouts
@@ -20,7 +21,6 @@ from partitioner.solve.search.search import space_of
 from partitioner.solve.search.space import SearchSpace, list_candidates
 from partitioner.solve.search.warm_start import WarmStart
 from partitioner.topology import Topology
-from passes.errors import PartitionError
 from tests.test_search import job
 
 

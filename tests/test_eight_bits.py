@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-import runtime
+import partitioner
 from partitioner import Constraints, Plan, Topology, partition
-from passes.ops.fp8 import linear_fp8, linear_fp8_input, linear_fp8_weight
-from runtime.program.precision import check_fp8
+from partitioner.passes.ops.fp8 import linear_fp8, linear_fp8_input, linear_fp8_weight
+from partitioner.runtime.program.precision import check_fp8
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 
@@ -110,7 +110,7 @@ def test_a_plan_computes_nearly_what_it_does_in_bf16(pins: dict[str, Any], tmp_p
     assert set(products(plan)) == {NAME} and not plan.planned_only
     assert Plan.load(plan.save(tmp_path / "plan.json")).program == plan.program
     assert plan.verify(model, inputs).ok
-    found, exact = (runtime.run_local(p, model, inputs) for p in (plan, plain))
+    found, exact = (partitioner.run_local(p, model, inputs) for p in (plan, plain))
     assert found.loss is not None and exact.loss is not None
     assert float(found.loss) == pytest.approx(float(exact.loss), rel=0.01)
     assert float(found.loss) != float(exact.loss)
@@ -162,7 +162,7 @@ def test_all_forms_of_products_with_weights_are_in_eight_bits(pins: dict[str, An
     assert plan.notes[0] in " ".join(plan.summary().split())
     assert not plain.notes
     assert plan.verify(model, inputs).ok
-    found, exact = (runtime.run_local(p, model, inputs) for p in (plan, plain))
+    found, exact = (partitioner.run_local(p, model, inputs) for p in (plan, plain))
     assert found.loss is not None and exact.loss is not None
     assert float(found.loss) == pytest.approx(float(exact.loss), rel=0.2)
     far = {name: error(grad, exact.grads[name]) for name, grad in found.grads.items()}
@@ -192,7 +192,7 @@ def test_it_learns():
     model, inputs = llama(), tokens()
     plan = partition(model, Topology.local(1), inputs, precision="fp8")
     assert set(products(plan)) == {NAME}
-    engine = runtime.Engine(plan, weights=model)
+    engine = partitioner.Engine(plan, weights=model)
     optimizer = torch.optim.AdamW(engine.parameters(), lr=3e-3)
     losses = []
     for _ in range(20):
@@ -216,7 +216,7 @@ def test_devices_without_kernels_are_refused(monkeypatch: pytest.MonkeyPatch):
     assert program is not None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    with pytest.raises(runtime.LaunchError, match=r"A100 \(compute capability 8.0\) has no kernels; expected 8.9"):
+    with pytest.raises(partitioner.LaunchError, match=r"A100 \(compute capability 8.0\) has no kernels; expected 8.9"):
         check_fp8(program, torch.device("cuda"))
     check_fp8(program, torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))

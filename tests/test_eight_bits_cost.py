@@ -17,13 +17,13 @@ from partitioner.cost.call.call_cost import CallWork, call_costs
 from partitioner.cost.call.expert_parallel import NO_SPREAD, Spread
 from partitioner.cost.call.fp8 import in_fp8
 from partitioner.cost.call.operators import Kernel, Operand
+from partitioner.passes.errors import InputsError
+from partitioner.passes.ir.gradient_flow import mark_block
+from partitioner.passes.ir.model import Block
+from partitioner.passes.ops.fp8 import in_eight_bits, linear_fp8, linear_fp8_input, linear_fp8_weight
 from partitioner.simulate.program_time import plan_timeline, stage_seconds
 from partitioner.solve.bounds.block_work import block_work
 from partitioner.topology import loads
-from passes.errors import InputsError
-from passes.ir.gradient_flow import mark_block
-from passes.ir.model import Block
-from passes.ops.fp8 import in_eight_bits, linear_fp8, linear_fp8_input, linear_fp8_weight
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from partitioner.emit.program import emit
 from partitioner.emit.routes import EmitError
+from partitioner.runtime.program.program import Program
+from partitioner.runtime.prove.prove import prove
 from partitioner.schedules.actions import Action
 from partitioner.schedules.registry import SCHEDULES, Schedule
-from runtime.program.program import Program
-from runtime.prove.prove import prove
 from tests.symbolic import Term, run_symbolic
 from tests.tiny_programs import even_stages, listing, tiny_model, tiny_program
 

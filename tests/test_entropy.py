@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from partitioner import Constraints, Topology, partition
 from partitioner.cost.call.saved_activations import kept_by
+from partitioner.passes.ir.gradient_flow import accumulated_in
+from partitioner.passes.ops import cross_entropy
 from partitioner.solve.evaluate.prepared_model import prepare
-from passes.ir.gradient_flow import accumulated_in
-from passes.ops import cross_entropy
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 

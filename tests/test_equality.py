@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import runtime
+import partitioner
 from partitioner import Constraints, Plan, Reference, Topology, partition, run_reference
+from partitioner.passes.errors import InputsError
 from partitioner.plans.verify import TOLERANCE, compare
-from passes.errors import InputsError
 from tests.models import CASES
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
@@ -31,13 +31,13 @@ SAMPLE = [
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[runtime.LocalRanks]:
+def ranks() -> Iterator[partitioner.LocalRanks]:
     """Processes that stay for all tests of this file."""
-    with runtime.LocalRanks(8) as pool:
+    with partitioner.LocalRanks(8) as pool:
         yield pool
 
 
-def check(name: str, mesh: tuple[int, int, int], schedule: str, ranks: runtime.LocalRanks) -> None:
+def check(name: str, mesh: tuple[int, int, int], schedule: str, ranks: partitioner.LocalRanks) -> None:
     case = CASES[name]
     model, inputs = case.build(), case.inputs(8)
     pp, dp, tp = mesh
@@ -47,15 +47,15 @@ def check(name: str, mesh: tuple[int, int, int], schedule: str, ranks: runtime.L
         a: n for a, n in zip(("pp", "dp", "tp"), mesh, strict=True) if n > 1
     }
     reference = run_reference(model, inputs, case.loss)
-    threads = runtime.run_threads(plan, model, inputs, precision="fp64")
+    threads = partitioner.run_threads(plan, model, inputs, precision="fp64")
     close(plan, threads, reference)
-    processes = runtime.run_local(plan, model, inputs, precision="fp64", ranks=ranks, timeout=120)
+    processes = partitioner.run_local(plan, model, inputs, precision="fp64", ranks=ranks, timeout=120)
     close(plan, processes, reference)
     if tp > 1:
         assert plan.shares.matmul_sharded >= 0.95
 
 
-def close(plan: Plan, run: runtime.Run, reference: Reference) -> None:
+def close(plan: Plan, run: partitioner.Run, reference: Reference) -> None:
     errors = compare(run, reference, plan.program)
     assert {f"grad {n}" for n in reference.grads} < errors.keys()
     assert {n: e for n, e in errors.items() if not e <= TOLERANCE} == {}
@@ -65,7 +65,7 @@ def close(plan: Plan, run: runtime.Run, reference: Reference) -> None:
     ("name", "mesh", "schedule"), SAMPLE, ids=lambda v: "x".join(map(str, v)) if isinstance(v, tuple) else v
 )
 def test_programs_compute_what_the_model_computes(
-    name: str, mesh: tuple[int, int, int], schedule: str, ranks: runtime.LocalRanks
+    name: str, mesh: tuple[int, int, int], schedule: str, ranks: partitioner.LocalRanks
 ) -> None:
     check(name, mesh, schedule, ranks)
 
@@ -77,7 +77,7 @@ def test_programs_compute_what_the_model_computes(
     ids=lambda v: "x".join(map(str, v)) if isinstance(v, tuple) else v,
 )
 def test_every_model_mesh_and_schedule(
-    name: str, mesh: tuple[int, int, int], schedule: str, ranks: runtime.LocalRanks
+    name: str, mesh: tuple[int, int, int], schedule: str, ranks: partitioner.LocalRanks
 ) -> None:
     check(name, mesh, schedule, ranks)
 

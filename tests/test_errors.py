@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import runtime
+import partitioner
 from partitioner import (
     CapacityError,
     CaptureError,
@@ -255,7 +255,7 @@ def test_files_that_are_no_plan_are_refused(
     with pytest.raises(PlanFileError, match=message):
         Plan.load(path)
     with pytest.raises(PartitionError):
-        runtime.Engine(path)
+        partitioner.Engine(path)
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
@@ -278,13 +278,13 @@ def test_a_failed_save_leaves_the_last_good_file(plan: Plan, tmp_path: Path, mon
 
 
 def test_weights_of_another_model_are_refused(plan: Plan) -> None:
-    with pytest.raises(runtime.WeightsError, match=r"layers\.0\.weight"):
-        runtime.run_threads(plan, Tower(width=16), inputs())
+    with pytest.raises(partitioner.WeightsError, match=r"layers\.0\.weight"):
+        partitioner.run_threads(plan, Tower(width=16), inputs())
 
 
 def test_another_batch_size_is_refused(plan: Plan) -> None:
-    with pytest.raises(runtime.BatchError, match=r"expected .*8.*12"):
-        runtime.run_threads(plan, Tower(), inputs(batch=4))
+    with pytest.raises(partitioner.BatchError, match=r"expected .*8.*12"):
+        partitioner.run_threads(plan, Tower(), inputs(batch=4))
 
 
 class WithoutNumbers(nn.Module):

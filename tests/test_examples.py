@@ -21,9 +21,9 @@ from torch.utils.data import default_collate
 
 from examples.train import LEARNING_RATE, WARMUP, batch, build
 from partitioner import Constraints, Topology, partition
-from passes.ir.layouts import Layout
-from runtime.engine.data_loader import SampleOrder, Samples
-from runtime.state.weights import FileWeights
+from partitioner.passes.ir.layouts import Layout
+from partitioner.runtime.engine.data_loader import SampleOrder, Samples
+from partitioner.runtime.state.weights import FileWeights
 
 ROOT = Path(__file__).parent.parent
 SNIPPET = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from partitioner import Constraints, PlanError, Topology, partition
+from partitioner.passes.shard.split_batch import split_batch
 from partitioner.solve.evaluate.prepared_model import prepare
 from partitioner.solve.sharding.expert_parallel import can_spread_experts, spread_batch, spread_over_ranks
-from passes.shard.split_batch import split_batch
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 

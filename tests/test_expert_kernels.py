@@ -9,13 +9,13 @@ from test_dispatch import Experts
 from partitioner.cost.call.block_profile import module_operators
 from partitioner.cost.call.call_cost import CallCost, CallWork
 from partitioner.cost.call.expert_parallel import Software, Spread, sorting_seconds
+from partitioner.passes.capture.capture import capture
+from partitioner.passes.ir.gradient_flow import mark_gradients
+from partitioner.passes.ir.model import Block
+from partitioner.passes.normalize.pipeline import normalize
+from partitioner.passes.shard.fold import fold
 from partitioner.topology import Topology
 from partitioner.topology.group import Group
-from passes.capture.capture import capture
-from passes.ir.gradient_flow import mark_gradients
-from passes.ir.model import Block
-from passes.normalize.pipeline import normalize
-from passes.shard.fold import fold
 
 H100 = Topology.preset("dgx-h100", nodes=1).device_type(0)
 FREE = {"memory_bandwidth": 1e30, "peak": {"bf16": 1e30, "fp32": 1e30, "fp8": 1e30}}

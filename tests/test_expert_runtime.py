@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-import runtime
+import partitioner
 from partitioner import Constraints, Plan, PlanError, Topology, partition
 from partitioner.errors import ConstraintError
 from partitioner.plans.reference import run_reference
 from partitioner.plans.verify import compare
-from runtime.engine.engine import Engine
-from runtime.program.mesh import expert_mesh
-from runtime.program.program import Program
-from runtime.prove.errors import ProofError
-from runtime.prove.prove import prove
+from partitioner.runtime.engine.engine import Engine
+from partitioner.runtime.program.mesh import expert_mesh
+from partitioner.runtime.program.program import Program
+from partitioner.runtime.prove.errors import ProofError
+from partitioner.runtime.prove.prove import prove
 from tests.experts_zoo import PlainExperts, plain, plain_inputs
 from tests.test_runtime_state import on_every_rank
 
@@ -92,7 +92,7 @@ def test_processes_over_gloo(mesh: str):
         model.router.weight.zero_()
         model.router.bias.copy_(torch.tensor([3.0, 2.0, 1.0, 0.0]))
     plan = planned(mesh)
-    run = runtime.run_local(plan, model, plain_inputs(), precision="fp64")
+    run = partitioner.run_local(plan, model, plain_inputs(), precision="fp64")
     errors = compare(run, run_reference(model, plain_inputs()), plan.program)
     assert max(errors.values()) < 1e-9, errors
 

@@ -19,9 +19,11 @@ from partitioner.candidate import MeshCandidate
 from partitioner.constraints import Constraints
 from partitioner.explain.explain import format_explanation, format_summary
 from partitioner.explain.tables import build_bar_chart, candidate_counts, describe_outcome
+from partitioner.passes.errors import InputsError
 from partitioner.plan import Candidate, Certificate, Plan
 from partitioner.plans import outline as outline_shared
 from partitioner.plans.outline import outline_program
+from partitioner.runtime.program.program import Program
 from partitioner.simulate.program_time import plan_timeline, stage_seconds
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
 from partitioner.solve.evaluate.prepared_model import prepare
@@ -34,8 +36,6 @@ from partitioner.units import (
     format_ranges,
     seconds_text,
 )
-from passes.errors import InputsError
-from runtime.program.program import Program
 from tests.sample_programs import llama, plan_of
 
 

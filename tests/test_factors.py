@@ -9,12 +9,12 @@ import pytest
 import torch
 from rule_cases import META, aten, f, i, operator
 
-from passes.errors import RuleError
-from passes.ir.layouts import make_shard_layout
-from passes.rules import factors_of, registry, rule
-from passes.rules.reshape import find_shared_factors
-from passes.rules.strategies import enumerate_strategies
-from passes.rules.verify import check_strategies, node_of
+from partitioner.passes.errors import RuleError
+from partitioner.passes.ir.layouts import make_shard_layout
+from partitioner.passes.rules import factors_of, registry, rule
+from partitioner.passes.rules.reshape import find_shared_factors
+from partitioner.passes.rules.strategies import enumerate_strategies
+from partitioner.passes.rules.verify import check_strategies, node_of
 
 
 def text_of(name: str, *args: Any, **kwargs: Any) -> str:

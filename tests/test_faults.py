@@ -13,14 +13,23 @@ import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from partitioner import Constraints, Plan, Topology, UnsupportedError, partition, prepare
+from partitioner import (
+    Constraints,
+    Engine,
+    Plan,
+    RankError,
+    Topology,
+    UnsupportedError,
+    partition,
+    prepare,
+    run_threads,
+)
 from partitioner.cli.app import app
-from passes.errors import InternalError, PartitionError, ResourceError, UserCodeError
-from passes.faults import PHASES, typed_errors
-from passes.shard import differentiate, fold, shard_block
-from runtime import Engine, RankError, run_threads
-from runtime.comm.thread_backend import ThreadWorld
-from runtime.state import parameters
+from partitioner.passes.errors import InternalError, PartitionError, ResourceError, UserCodeError
+from partitioner.passes.faults import PHASES, typed_errors
+from partitioner.passes.shard import differentiate, fold, shard_block
+from partitioner.runtime.comm.thread_backend import ThreadWorld
+from partitioner.runtime.state import parameters
 
 
 class Net(nn.Module):
@@ -113,10 +122,10 @@ def test_a_failing_instruction_names_the_models_line():
 def test_an_engine_gives_typed_errors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     plan = partition(Net(), Topology.local(1), batch())
     engine = engine_of(plan)
-    broken(monkeypatch, importlib.import_module("runtime.engine.engine"), "content_of", LookupError("lost"))
+    broken(monkeypatch, importlib.import_module("partitioner.runtime.engine.engine"), "content_of", LookupError("lost"))
     with pytest.raises(PartitionError, match="lost"):
         engine.save(tmp_path / "checkpoint")
-    broken(monkeypatch, importlib.import_module("runtime.engine.engine"), "own_values", LookupError("lost"))
+    broken(monkeypatch, importlib.import_module("partitioner.runtime.engine.engine"), "own_values", LookupError("lost"))
     with pytest.raises(InternalError, match=r"in Engine.step\(\).*LookupError: lost"):
         engine.step(batch())
 

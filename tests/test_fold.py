@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from passes.ir.model import FoldedModel
+from partitioner.passes.ir.model import FoldedModel
 from tests.folding import assert_equal_to_model, folded, paths, targets
 from tests.models import CASES
 

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 
 from partitioner import Constraints, Topology, partition
-from runtime.comm import rendezvous
-from runtime.engine import defaults
-from runtime.errors import LaunchError
-from runtime.execute.transfers import early_starts
-from runtime.launch import cli
-from runtime.launch.local import run_threads
-from runtime.state import loss
+from partitioner.runtime.comm import rendezvous
+from partitioner.runtime.engine import defaults
+from partitioner.runtime.errors import LaunchError
+from partitioner.runtime.execute.transfers import early_starts
+from partitioner.runtime.launch import cli
+from partitioner.runtime.launch.local import run_threads
+from partitioner.runtime.state import loss
 from tests.models import CASES
 from tests.test_runtime_transfers import line
 

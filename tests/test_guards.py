@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from partitioner import Constraints, Topology, partition
-from passes.capture.capture import capture
-from passes.errors import CaptureError, UnsupportedError
-from passes.normalize.pipeline import normalize
+from partitioner.passes.capture.capture import capture
+from partitioner.passes.errors import CaptureError, UnsupportedError
+from partitioner.passes.normalize.pipeline import normalize
 from tests.test_looped import E, K, Loop, Mixture, built, check_equal, targets
 
 pytestmark = pytest.mark.usefixtures("without_baselines")

@@ -3,8 +3,8 @@
 import pickle
 from dataclasses import dataclass, replace
 
-from passes.ir.hashing import hashed_once
-from passes.ir.layouts import REPLICATED, make_shard_layout
+from partitioner.passes.ir.hashing import hashed_once
+from partitioner.passes.ir.layouts import REPLICATED, make_shard_layout
 
 
 @hashed_once

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from passes.capture.capture import capture
-from passes.errors import UnsupportedError
-from passes.ir.interpret import run_graph
+from partitioner.passes.capture.capture import capture
+from partitioner.passes.errors import UnsupportedError
+from partitioner.passes.ir.interpret import run_graph
 
 Function = Callable[[Tensor], Tensor]
 

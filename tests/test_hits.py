@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from partitioner import Constraints, Topology, partition
-from passes.capture.capture import capture
-from passes.errors import CaptureError, UnsupportedError
-from passes.normalize.pipeline import normalize
+from partitioner.passes.capture.capture import capture
+from partitioner.passes.errors import CaptureError, UnsupportedError
+from partitioner.passes.normalize.pipeline import normalize
 from tests.test_looped import E, H, K, Loop, Mixture, built, check_equal, targets
 
 pytestmark = pytest.mark.usefixtures("without_baselines")

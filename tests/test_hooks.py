@@ -17,9 +17,9 @@ from torch.autograd import graph
 from torch.nn.modules import module as modules
 
 from partitioner import Constraints, Topology, partition
+from partitioner.passes.errors import UnsupportedError
+from partitioner.passes.trace.hook_sources import GIVEN, what_it_does
 from partitioner.plans.reference import run_reference
-from passes.errors import UnsupportedError
-from passes.trace.hook_sources import GIVEN, what_it_does
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 

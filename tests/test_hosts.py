@@ -166,12 +166,12 @@ def test_a_batch_script_starts_the_ranks_of_two_hosts(tmp_path: Path):
 SCRIPT = """
 import os, sys, time
 import torch
-import runtime
+import partitioner
 from tests.hosts_model import RATE, STEPS, batch
 
 folder, patience, pause, copies = sys.argv[1], float(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
-runtime.init_process_group("gloo")
-engine = runtime.Engine(folder + "/plan.json", folder + "/model.safetensors")
+partitioner.init_process_group("gloo")
+engine = partitioner.Engine(folder + "/plan.json", folder + "/model.safetensors")
 optimizer = torch.optim.AdamW(engine.parameters(), lr=RATE)
 first = os.environ["RANK"] == "0"
 if "SLOW" in os.environ:
@@ -179,8 +179,8 @@ if "SLOW" in os.environ:
     place = next(k for k, (i, _) in enumerate(actions) if engine.rank_program.instructions[i].op == "F")
     index, action = actions[place]
     actions[place] = index, lambda: (time.sleep(0.2), action())
-with runtime.Watch(engine, patience_s=patience):
-    checkpoints = runtime.Checkpoints(
+with partitioner.Watch(engine, patience_s=patience):
+    checkpoints = partitioner.Checkpoints(
         folder + "/run", engine, optimizer, every=0 if copies else 5, behind=False, copies_every=copies
     )
     done = checkpoints.restore()
@@ -221,7 +221,7 @@ class Run:
             "--rdzv-id=run",
         ]
         options += [f"--rdzv-endpoint={meeting}:29500", "--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=3"]
-        launcher = [sys.executable, "-m", "runtime.launch.torchrun", *options]
+        launcher = [sys.executable, "-m", "partitioner.runtime.launch.torchrun", *options]
         return host.start(*launcher, str(self.folder / "script.py"), *self.arguments, **environment)
 
     def ranks_on(self, host: int) -> list[int]:

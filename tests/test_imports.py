@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from partitioner import Constraints, Topology, partition
-from passes.dtypes import FLOATING, OTHERS, get_dtype_itemsize, is_floating, sum_type
-from passes.ir.gradient_flow import accumulated_in
-from passes.ir.serialize import GraphFormatError, dtype_of
+from partitioner.passes.dtypes import FLOATING, OTHERS, get_dtype_itemsize, is_floating, sum_type
+from partitioner.passes.ir.gradient_flow import accumulated_in
+from partitioner.passes.ir.serialize import GraphFormatError, dtype_of
 
 HEAVY = (
     "torch", "transformers", "ortools", "sympy", "pygraphviz", "graphviz", "networkx", "scipy", "pandas", "matplotlib",
@@ -48,10 +48,10 @@ def commands(lines: list[str]) -> list[str]:
 
 def test_names_topologies_and_constraints_load_nothing_heavy(tmp_path: Path):
     told = {
-        "import partitioner, runtime": "",
+        "import partitioner, partitioner.runtime": "",
         "from partitioner import Plan, Topology, Constraints, PlanError": "",
         "import partitioner\npartitioner.particion": "no attribute 'particion'",
-        "import runtime\nruntime.Engin": "no attribute 'Engin'",
+        "from partitioner import Engin": "cannot import name 'Engin'",
         "from partitioner import Topology\nTopology.preset('dgx-h10')": "did you mean dgx-h100",
         "from partitioner import Constraints\nConstraints(tensor=2)": "tensor",
         "from partitioner import Topology\nprint(Topology.preset('dgx-h100', nodes=2).num_devices)": "16",

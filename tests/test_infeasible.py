@@ -18,8 +18,8 @@ from partitioner.advise.suggest import _RelaxationSearch
 from partitioner.advise.variants import Variant, pins_of
 from partitioner.errors import InfeasibleError
 from partitioner.plan import Estimate
+from partitioner.runtime.program.analysis import ProgramFacts
 from partitioner.solve.search import fit_memory
-from runtime.program.analysis import ProgramFacts
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 

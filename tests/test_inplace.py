@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from passes.capture.functionalize import flatten_program
-from passes.ir.inplace import remove_inplace
+from partitioner.passes.capture.functionalize import flatten_program
+from partitioner.passes.ir.inplace import remove_inplace
 
 
 def divided(x: Tensor) -> Tensor:

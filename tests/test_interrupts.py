@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime import CheckpointError, Checkpoints, Engine, LocalRanks
-from runtime.program.program import Program
+from partitioner import CheckpointError, Checkpoints, Engine, LocalRanks
+from partitioner.runtime.program.program import Program
 from tests.runtime_programs import Net, net_inputs, program_of_net
 from tests.test_runtime_launch import ROOT, plan_file
 
@@ -70,7 +70,16 @@ def test_outside_of_the_main_thread_signals_are_refused(tmp_path: Path):
 
 def test_torchrun_that_is_terminated_leaves_a_checkpoint_of_the_last_step(tmp_path: Path):
     plan = plan_file(tmp_path, program_of_net(pp=2, num_microbatches=2))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "runtime"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "partitioner.runtime",
+    ]
     run = subprocess.Popen(
         [*command, str(plan), "--checkpoints", str(tmp_path / "run"), "--every", "100000", "--steps", "1000000"],
         stdout=subprocess.PIPE,

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
-from passes.capture.capture import capture
-from passes.experts.sorted_rows import kept_sorted
-from passes.ir.interpret import run_graph
-from passes.ir.model import Block
-from passes.normalize.pipeline import normalize
-from passes.ops import experts
-from passes.ops.experts import ops
-from passes.shard.differentiate import differentiate
-from passes.shard.fold import fold
+from partitioner.passes.capture.capture import capture
+from partitioner.passes.experts.sorted_rows import kept_sorted
+from partitioner.passes.ir.interpret import run_graph
+from partitioner.passes.ir.model import Block
+from partitioner.passes.normalize.pipeline import normalize
+from partitioner.passes.ops import experts
+from partitioner.passes.ops.experts import ops
+from partitioner.passes.shard.differentiate import differentiate
+from partitioner.passes.shard.fold import fold
 
 E, K, N = 4, 8, 12
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from partitioner import Constraints, Topology, partition
-from passes.capture.capture import capture
-from passes.errors import CaptureError, UnsupportedError
+from partitioner.passes.capture.capture import capture
+from partitioner.passes.errors import CaptureError, UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 

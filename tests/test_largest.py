@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from partitioner import CapacityError, ConstraintError, Constraints, largest_that_fits, partition
 from partitioner.cli.app import app
 from partitioner.cluster_size import length_of, lengthen_sequences
-from passes.errors import InputsError
+from partitioner.passes.errors import InputsError
 from tests.test_infeasible import cluster
 
 

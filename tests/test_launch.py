@@ -147,7 +147,7 @@ def test_a_job_starts_torchrun_once_on_each_node(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     first = cluster.said("node0")
     assert first == cluster.said("node1")
-    assert first[:2] == ["-m", "runtime.launch.torchrun"]
+    assert first[:2] == ["-m", "partitioner.runtime.launch.torchrun"]
     assert "--rdzv-endpoint=node0:29734" in first
     assert "--rdzv-id=1234.0" in first
     assert {"--nnodes=2", "--nproc-per-node=8", "--max-restarts=2"} <= set(first)
@@ -218,7 +218,7 @@ def test_the_command_prints_or_writes_it(tmp_path: Path):
     assert "--nnodes=2 --nproc-per-node=8" in result.stdout
     assert result.stdout.endswith("train.py --steps 5\n")
     result = invoke("launch", plan, "--", "--steps", 5)
-    assert result.stdout.endswith(f"-m runtime {plan} --steps 5\n")
+    assert result.stdout.endswith(f"-m partitioner.runtime {plan} --steps 5\n")
     result = invoke("launch", plan, "train.py", "--slurm", "--time", "1:00:00", "-o", tmp_path / "job.sh")
     assert result.exit_code == 0, result.output
     script = (tmp_path / "job.sh").read_text()
@@ -232,7 +232,7 @@ def test_the_command_prints_or_writes_it(tmp_path: Path):
 def test_two_nodes_meet_and_train(tmp_path: Path, alike: bool):
     """Real ranks: two torchruns of one process each, both on this machine, as two hosts would be."""
     plan = plan_file(tmp_path, program_of_net(dp=2))
-    job = LaunchJob("net", (1, 1), alike, False, ("-m", "runtime", str(plan), "--steps", "2"), 0)
+    job = LaunchJob("net", (1, 1), alike, False, ("-m", "partitioner.runtime", str(plan), "--steps", "2"), 0)
     cluster = Cluster(tmp_path, 2, python=None)
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))

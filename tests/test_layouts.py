@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from passes.ir.layouts import (
+from partitioner.passes.ir.layouts import (
     PARTIAL,
     READ_SHARDED,
     REPLICATED,

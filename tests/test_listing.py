@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partitioner.emit import program as emitting
+from partitioner.runtime.program.instructions import Listing, count_repetitions
+from partitioner.runtime.program.program import Program, Stage
+from partitioner.runtime.prove.errors import ProofError
+from partitioner.runtime.prove.prove import prove
 from partitioner.schedules.registry import SCHEDULES, Schedule
 from partitioner.schedules.steady_state import find_growth, find_steady_state, grow_items
-from runtime.program.instructions import Listing, count_repetitions
-from runtime.program.program import Program, Stage
-from runtime.prove.errors import ProofError
-from runtime.prove.prove import prove
 from tests.mutations import with_stage
 from tests.test_emit import two_chunks, zero_bubble
 from tests.tiny_programs import tiny_program

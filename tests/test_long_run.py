@@ -15,9 +15,8 @@ from benchmarks.curves import Curves, Mark, draw_curves
 from benchmarks.long_run import Resumption, Told, attempts_of, distance, repeats
 from benchmarks.long_run_single import single
 from examples.corpus import CLIP, SEQ, Corpus, build, optimizer_of
-from partitioner import Constraints, Topology, partition
-from runtime import Engine, Loader
-from runtime.program.program import Program
+from partitioner import Constraints, Engine, Loader, Topology, partition
+from partitioner.runtime.program.program import Program
 from tests.test_examples import ROOT, execute
 from tests.test_runtime_state import on_every_rank
 

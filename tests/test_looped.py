@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from partitioner import Constraints, Topology, partition
-from passes.capture.capture import capture
-from passes.ir.interpret import run_graph
-from passes.ir.model import Captured
-from passes.normalize.pipeline import normalize
+from partitioner.passes.capture.capture import capture
+from partitioner.passes.ir.interpret import run_graph
+from partitioner.passes.ir.model import Captured
+from partitioner.passes.normalize.pipeline import normalize
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 

@@ -12,18 +12,28 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from partitioner import Constraints, Plan, Topology, partition
+from partitioner import (
+    Constraints,
+    Engine,
+    LaunchError,
+    LocalRanks,
+    LossSpikes,
+    Plan,
+    StepLog,
+    Topology,
+    Watch,
+    partition,
+)
 from partitioner.cli.app import app
 from partitioner.errors import PlanError
 from partitioner.explain.measured import compare_steps
-from runtime import Engine, LaunchError, LocalRanks, LossSpikes, StepLog, Watch
-from runtime.comm.torch_backend import TorchCommunicator
-from runtime.engine.batches import batch_size
-from runtime.execute.flight_recorder import InstructionSpot, RecorderHeader
-from runtime.observe.metrics import StepMetrics
-from runtime.observe.trace_events import read_spans
-from runtime.program.load import program_of
-from runtime.watch.stragglers import slow_ranks
+from partitioner.runtime.comm.torch_backend import TorchCommunicator
+from partitioner.runtime.engine.batches import batch_size
+from partitioner.runtime.execute.flight_recorder import InstructionSpot, RecorderHeader
+from partitioner.runtime.observe.metrics import StepMetrics
+from partitioner.runtime.observe.trace_events import read_spans
+from partitioner.runtime.program.load import program_of
+from partitioner.runtime.watch.stragglers import slow_ranks
 from tests.runtime_programs import Net, net_inputs, program_of_net
 
 

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from passes.capture.capture import capture
-from passes.errors import UnsupportedError
-from passes.ir.interpret import run_graph
-from passes.ir.model import Captured
-from passes.normalize.pipeline import normalize
-from passes.rules import has_rule
+from partitioner.passes.capture.capture import capture
+from partitioner.passes.errors import UnsupportedError
+from partitioner.passes.ir.interpret import run_graph
+from partitioner.passes.ir.model import Captured
+from partitioner.passes.normalize.pipeline import normalize
+from partitioner.passes.rules import has_rule
 
 REDUCTIONS = st.sampled_from(["none", "mean", "sum"])
 
@@ -401,7 +401,7 @@ BETWEEN = {
 @pytest.mark.parametrize("name", BETWEEN)
 def test_windows_that_end_between_places(name: str, look: int, monkeypatch: pytest.MonkeyPatch):
     """Of long sequences, whose masks are not looked at number by number, as of short ones."""
-    monkeypatch.setattr("passes.normalize.constant_folding.LIMIT", look)
+    monkeypatch.setattr("partitioner.passes.normalize.constant_folding.LIMIT", look)
     mask, expected = BETWEEN[name]
 
     def function(x: Tensor) -> Tensor:

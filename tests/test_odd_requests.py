@@ -15,19 +15,23 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import runtime
+import partitioner
 from partitioner import (
+    BatchError,
     CaptureError,
     Constraints,
+    Engine,
     InputsError,
     InternalError,
     PartitionError,
     Topology,
     UnsupportedError,
+    WeightsError,
     partition,
+    run_local,
+    run_threads,
 )
-from runtime import BatchError, Engine, WeightsError, run_local, run_threads
-from runtime.comm.thread_backend import ThreadWorld
+from partitioner.runtime.comm.thread_backend import ThreadWorld
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
@@ -400,14 +404,14 @@ MORE_TYPES = [
 
 @pytest.fixture(scope="module")
 def ranks() -> Any:
-    with runtime.LocalRanks(2) as pool:
+    with partitioner.LocalRanks(2) as pool:
         yield pool
 
 
 @pytest.mark.parametrize(
     "dtype", [*TYPES, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in MORE_TYPES)], ids=str
 )
-def test_buffers_of_every_type_run_on_ranks(dtype: torch.dtype, ranks: runtime.LocalRanks):
+def test_buffers_of_every_type_run_on_ranks(dtype: torch.dtype, ranks: partitioner.LocalRanks):
     torch.manual_seed(0)
     model, inputs = Typed(torch.complex128, dtype), (rows(),)
     run = run_local(plan_of(model, inputs, world=2), model, inputs, ranks=ranks)

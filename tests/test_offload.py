@@ -11,21 +11,21 @@ import pytest
 import torch
 from torch import nn
 
-import runtime
+import partitioner
 from partitioner import Constraints, Plan, PlanError, Topology, partition
 from partitioner.cost.call.states import kinds_of, state_costs
 from partitioner.errors import CapacityError, ConstraintError
+from partitioner.passes.ir.model import ModelState, TensorSpec
 from partitioner.plans.verify import relative_error
+from partitioner.runtime.comm.thread_backend import ThreadWorld
+from partitioner.runtime.engine.engine import Engine
+from partitioner.runtime.program.analysis import ProgramFacts
+from partitioner.runtime.program.instructions import Instruction
+from partitioner.runtime.program.memory import host_bytes, parameter_bytes, peak_bytes
+from partitioner.runtime.program.program import Program
+from partitioner.runtime.prove.errors import ProofError
+from partitioner.runtime.prove.prove import prove
 from partitioner.simulate.program_time import plan_timeline
-from passes.ir.model import ModelState, TensorSpec
-from runtime.comm.thread_backend import ThreadWorld
-from runtime.engine.engine import Engine
-from runtime.program.analysis import ProgramFacts
-from runtime.program.instructions import Instruction
-from runtime.program.memory import host_bytes, parameter_bytes, peak_bytes
-from runtime.program.program import Program
-from runtime.prove.errors import ProofError
-from runtime.prove.prove import prove
 from tests.test_infeasible import Infeasible, cluster
 from tests.test_selective import inputs as eager_inputs
 from tests.test_selective import model as eager_model
@@ -116,7 +116,7 @@ def test_it_computes_what_the_model_does(case: str):
 def test_processes_over_gloo():
     weights = eager_model(0.2).double()
     batch = {n: x.double() if x.is_floating_point() else x for n, x in eager_inputs().items()}
-    plain, hosted = (runtime.run_local(eager("pp2 tp2", offload), weights, batch) for offload in (None, ALL))
+    plain, hosted = (partitioner.run_local(eager("pp2 tp2", offload), weights, batch) for offload in (None, ALL))
     assert relative_error(hosted.loss, plain.loss) < 1e-12
     assert hosted.grads.keys() == plain.grads.keys() == dict(weights.named_parameters()).keys()
     assert max(relative_error(hosted.grads[n], plain.grads[n]) for n in plain.grads) < 1e-9

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from runtime import Engine, OptimizerError
-from runtime.comm.thread_backend import ThreadWorld
-from runtime.engine.optimizer_trials import ParameterCut, Sample, StepCall, try_on_parts
-from runtime.program.program import Program
+from partitioner import Engine, OptimizerError
+from partitioner.runtime.comm.thread_backend import ThreadWorld
+from partitioner.runtime.engine.optimizer_trials import ParameterCut, Sample, StepCall, try_on_parts
+from partitioner.runtime.program.program import Program
 from tests.runtime_programs import Net, net_inputs, program_of_net
 
 Made = Callable[[list[Any]], optim.Optimizer]
@@ -514,7 +514,7 @@ def test_lbfgs_is_refused_within_its_first_step():
 
 def test_a_trial_is_made_once_and_is_quick(monkeypatch: pytest.MonkeyPatch):
     calls: list[float] = []
-    from runtime.engine import optimizer_checks
+    from partitioner.runtime.engine import optimizer_checks
 
     def timed(*args: Any) -> Any:
         start = time.thread_time()

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import runtime
+import partitioner
 from partitioner import Constraints, Topology, partition
+from partitioner.runtime.program.program import Program
 from partitioner.schedules import makespan
 from partitioner.schedules.actions import Timetable
 from partitioner.schedules.formulas import is_formula, is_split, least_fill, pipeline_seconds
@@ -28,7 +29,6 @@ from partitioner.solve.stages.lower_bound import least_time
 from partitioner.solve.stages.split import stage_plan
 from partitioner.solve.stages.tables import StageTables
 from partitioner.solve.stages.virtual_stages import phases_of, set_scheduled_in_flight, solve_virtual
-from runtime.program.program import Program
 from tests.test_infeasible import cluster
 from tests.test_stages import call, problem
 
@@ -200,7 +200,7 @@ def test_plans_of_overlapping_steps_are_faster():
 
 def run_apart(program: str, folder: str, late: int) -> list[float]:
     """Two steps; the rank ``late`` ends neither before all others have."""
-    engine = runtime.Engine(Program.model_validate_json(program), seeded())
+    engine = partitioner.Engine(Program.model_validate_json(program), seeded())
     rank, actions = engine.communicator.rank, engine._executor.actions
     index, finish = actions[-1]
 
@@ -232,13 +232,13 @@ def batch_of_ones() -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def three_ranks() -> Iterator[runtime.LocalRanks]:
-    with runtime.LocalRanks(3) as ranks:
+def three_ranks() -> Iterator[partitioner.LocalRanks]:
+    with partitioner.LocalRanks(3) as ranks:
         yield ranks
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-1p", "zb-2p", "zb-v", "dualpipe-v"])
-def test_no_rank_waits_for_another_to_end(schedule: str, tmp_path: Path, three_ranks: runtime.LocalRanks):
+def test_no_rank_waits_for_another_to_end(schedule: str, tmp_path: Path, three_ranks: partitioner.LocalRanks):
     """What is left for a rank to do behind its last gradients, others do not wait for: they have the loss."""
     chunks = 2 if schedule in ("interleaved", "zb-v", "dualpipe-v") else None
     pins = Constraints(pp=3, dp=1, tp=1, schedule=schedule, microbatch_size=4, virtual_stages=chunks)

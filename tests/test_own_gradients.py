@@ -15,14 +15,13 @@ from torch.amp import custom_bwd, custom_fwd
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from partitioner import Constraints, Topology, partition, prepare
-from passes.errors import UnsupportedError
-from passes.ir.linearity import NotAffine
-from passes.trace import autograd_functions
-from passes.trace.transpose import transpose_backward
-from runtime import Engine
-from runtime.comm.thread_backend import ThreadWorld
-from runtime.program.analysis import ProgramFacts
+from partitioner import Constraints, Engine, Topology, partition, prepare
+from partitioner.passes.errors import UnsupportedError
+from partitioner.passes.ir.linearity import NotAffine
+from partitioner.passes.trace import autograd_functions
+from partitioner.passes.trace.transpose import transpose_backward
+from partitioner.runtime.comm.thread_backend import ThreadWorld
+from partitioner.runtime.program.analysis import ProgramFacts
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 

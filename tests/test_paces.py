@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partitioner.cost.step.device_speeds import PipelineSpeeds, pool_of, work_and_speeds
+from partitioner.passes.errors import PartitionError
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
 from partitioner.solve.search.bound_steps import BoundCascade
 from partitioner.solve.search.search import search_for_plan, space_of
 from partitioner.solve.search.space import list_candidates
 from partitioner.topology.files import loads
-from passes.errors import PartitionError
 from tests.test_placement import job
 
 SPEEDS = st.sampled_from([0.25, 0.4, 0.5, 0.8, 1.0])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import runtime
+import partitioner
 from partitioner import Constraints, Plan, Topology, partition, run_reference
 from tests.models import CASES
 from tests.test_equality import close
@@ -39,8 +39,8 @@ Case = tuple[str, tuple[str, int], int, tuple[int, int], str]
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[runtime.LocalRanks]:
-    with runtime.LocalRanks(4) as pool:
+def ranks() -> Iterator[partitioner.LocalRanks]:
+    with partitioner.LocalRanks(4) as pool:
         yield pool
 
 
@@ -84,10 +84,10 @@ def test_every_schedule_and_model(model: str, kind: tuple[str, int], pp: int, ba
     ids=shown,
 )
 def test_processes_compute_what_the_model_computes(
-    model: str, kind: tuple[str, int], pp: int, ranks: runtime.LocalRanks
+    model: str, kind: tuple[str, int], pp: int, ranks: partitioner.LocalRanks
 ):
     plan, module, inputs = planned((model, kind, pp, (5, 1), "none"))
-    run = runtime.run_local(plan, module, inputs, precision="fp64", ranks=ranks, timeout=240)
+    run = partitioner.run_local(plan, module, inputs, precision="fp64", ranks=ranks, timeout=240)
     close(plan, run, run_reference(module, inputs, CASES[model].loss))
 
 

@@ -24,11 +24,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import runtime
-from partitioner import Constraints, Plan, Topology, partition
+import partitioner
+from partitioner import Constraints, Engine, LaunchError, LocalRanks, Plan, Topology, partition
 from partitioner.candidate import MeshCandidate
 from partitioner.cost.step.placed_mesh import PlacedMesh
 from partitioner.errors import PlanError
+from partitioner.passes.capture.capture import capture
+from partitioner.passes.errors import PartitionError
+from partitioner.passes.ir.gradient_flow import mark_gradients
+from partitioner.passes.ir.model import FoldedModel
+from partitioner.passes.normalize.pipeline import normalize
+from partitioner.passes.shard.fold import fold
+from partitioner.runtime.comm.torch_backend import TorchCommunicator, processes_of
+from partitioner.runtime.program.load import placement_of
 from partitioner.simulate.program_time import plan_timeline
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
@@ -42,15 +50,6 @@ from partitioner.solve.stages.split import SLACK
 from partitioner.topology import loads
 from partitioner.topology.groups import rank_grid
 from partitioner.topology.pair_links import group_of
-from passes.capture.capture import capture
-from passes.errors import PartitionError
-from passes.ir.gradient_flow import mark_gradients
-from passes.ir.model import FoldedModel
-from passes.normalize.pipeline import normalize
-from passes.shard.fold import fold
-from runtime import Engine, LaunchError, LocalRanks
-from runtime.comm.torch_backend import TorchCommunicator, processes_of
-from runtime.program.load import placement_of
 from tests.runtime_programs import Net, net_inputs, program_of_net
 from tests.test_runtime_execute import check, reference
 
@@ -67,7 +66,7 @@ def ranks_of_processes(placement: tuple[int, ...]) -> tuple[int, int, int]:
     return dist.get_rank(), communicator.rank, int(total)
 
 
-def whole_weights(program: runtime.Program, placement: tuple[int, ...]) -> int:
+def whole_weights(program: partitioner.Program, placement: tuple[int, ...]) -> int:
     """How many tensors a process gets of the whole state."""
     communicator = TorchCommunicator(len(placement), torch.device("cpu"), placement=placement)
     return len(Engine(program, None, communicator=communicator).state_dict(full=True))
@@ -88,7 +87,7 @@ def test_a_process_runs_the_rank_that_is_placed_on_its_device():
 def test_scrambled_ranks_compute_what_the_module_does(shape: dict[str, int]):
     model, output = reference()
     plan = SimpleNamespace(program=program_of_net(**shape), devices=SCRAMBLED)
-    check(runtime.run_local(plan, model, net_inputs(), timeout=120), model, output)
+    check(partitioner.run_local(plan, model, net_inputs(), timeout=120), model, output)
 
 
 def test_the_plan_file_says_where_ranks_run(tmp_path: Path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import runtime
+import partitioner
 from partitioner import Constraints, Plan, PlanError, Topology, partition
 from partitioner.cli.app import app
 from tests.test_errors import Tower, inputs
@@ -55,11 +55,11 @@ def test_pictures_of_programs_are_refused(plan: Plan, tmp_path: Path, view: str)
 def test_it_does_not_run(plan: Plan, tmp_path: Path):
     message = "overlap=False is planned but not executed here"
     with pytest.raises(PlanError, match=message):
-        runtime.run_local(plan, Tower(), inputs())
+        partitioner.run_local(plan, Tower(), inputs())
     with pytest.raises(PlanError, match=message):
-        runtime.Engine(plan, weights=Tower())
-    with pytest.raises(runtime.LaunchError, match=message):
-        runtime.Engine(plan.save(tmp_path / "plan.json"), weights=Tower())
+        partitioner.Engine(plan, weights=Tower())
+    with pytest.raises(partitioner.LaunchError, match=message):
+        partitioner.Engine(plan.save(tmp_path / "plan.json"), weights=Tower())
     with pytest.raises(PlanError, match=message):
         plan.verify(Tower(), inputs())
     with pytest.raises(PlanError, match=message):

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-import runtime
+import partitioner
 from partitioner import Constraints, Plan, Topology, partition
+from partitioner.passes.ir.layouts import Layout
 from partitioner.plans.files import plan_schema
-from passes.ir.layouts import Layout
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 
@@ -108,7 +108,7 @@ def test_the_shortest_call_plans_an_exported_program() -> None:
     model = Regression()
     batch = (torch.randn(8, 8), torch.randn(8, 8))
     plan = partition(torch.export.export(model, batch), Topology.local(2))
-    run = runtime.run_threads(plan, model, batch)
+    run = partitioner.run_threads(plan, model, batch)
     assert run.loss is not None
     torch.testing.assert_close(run.loss, model(*batch).detach())
 
@@ -124,10 +124,10 @@ def test_dropout_draws_the_same_for_every_plan() -> None:
         plan = partition(model, Topology.local(pp * dp * tp), inputs, constraints=constraints)
         check = plan.verify(model, inputs)  # the model draws by place as well
         assert check.ok, check
-        losses.append(runtime.run_threads(plan, model, inputs, seed=3).loss)
+        losses.append(partitioner.run_threads(plan, model, inputs, seed=3).loss)
     for loss in losses[1:]:
         torch.testing.assert_close(loss, losses[0])
-    other = runtime.run_threads(plan, model, inputs, seed=4).loss
+    other = partitioner.run_threads(plan, model, inputs, seed=4).loss
     assert other is not None
     assert not torch.allclose(other, losses[0])
 

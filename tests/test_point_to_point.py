@@ -12,14 +12,14 @@ from partitioner.cost.call.collectives import collective_time, exchange_seconds,
 from partitioner.cost.call.operators import Operand
 from partitioner.cost.step.placed_mesh import PlacedMesh
 from partitioner.cost.step.relaxed_mesh import best_group, no_slower
+from partitioner.passes.ops.attention import Band
 from partitioner.plans.mesh_axes import rate_rows
+from partitioner.runtime.program.mesh import AXES
 from partitioner.solve.placement.regular import equal_levels, list_best_nestings
 from partitioner.topology import Topology, axis_group, loads, stage_links
 from partitioner.topology.groups import kinds_of
 from partitioner.topology.hardware import NodeOverride
 from partitioner.topology.pair_links import group_of
-from passes.ops.attention import Band
-from runtime.program.mesh import AXES
 
 MIB = 2**20
 ETHERNET = """

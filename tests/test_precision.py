@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from partitioner import Constraints, Topology, partition
-from runtime import Engine, LaunchError
-from runtime.checkpoint.dcp_files import ShardReader
-from runtime.comm.thread_backend import ThreadWorld
-from runtime.program.precision import with_precision
-from runtime.program.program import Program
-from runtime.state.loss import BACKOFF, FIRST, GROWTH, INTERVAL, LossScale
+from partitioner import Constraints, Engine, LaunchError, Topology, partition
+from partitioner.runtime.checkpoint.dcp_files import ShardReader
+from partitioner.runtime.comm.thread_backend import ThreadWorld
+from partitioner.runtime.program.precision import with_precision
+from partitioner.runtime.program.program import Program
+from partitioner.runtime.state.loss import BACKOFF, FIRST, GROWTH, INTERVAL, LossScale
 from tests.runtime_programs import Net, net_inputs, program_of_net
 from tests.test_runtime_state import on_every_rank
 
@@ -209,7 +208,7 @@ def test_a_step_that_overflows_is_skipped_on_all_ranks(plan: dict[str, Any]):
 
 
 def test_the_factor_halves_and_doubles():
-    from runtime.comm.group import SoloGroup
+    from partitioner.runtime.comm.group import SoloGroup
 
     scale, cpu = LossScale(FIRST, True, FIRST * 4), torch.device("cpu")
     scale.unscale([torch.tensor([1.0, torch.inf])], SoloGroup(), cpu)

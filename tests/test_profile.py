@@ -38,10 +38,10 @@ from partitioner.profile.kernels import SIZES, build_case_tensors, list_attentio
 from partitioner.profile.profile import profile_machine
 from partitioner.profile.report import machine_yaml, profile_parts
 from partitioner.profile.timer import CollectiveSample, KernelSample, Measurements, Overlap
+from partitioner.runtime.comm.group import SoloGroup
+from partitioner.runtime.launch.process_pool import LocalRanks
 from partitioner.topology import axis_group
 from partitioner.topology.hardware import COLLECTIVES, DeviceType, Level
-from runtime.comm.group import SoloGroup
-from runtime.launch.process_pool import LocalRanks
 
 positive = st.floats(0.1, 10.0)
 SIZES_BYTES = [2.0**k for k in range(14, 27, 2)]

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from partitioner.emit.buckets import ReductionScheme
-from runtime.program.instructions import Instruction
-from runtime.program.program import Program, RankProgram
-from runtime.prove.errors import ProofError
-from runtime.prove.prove import prove
+from partitioner.runtime.program.instructions import Instruction
+from partitioner.runtime.program.program import Program, RankProgram
+from partitioner.runtime.prove.errors import ProofError
+from partitioner.runtime.prove.prove import prove
 from tests.mutations import Mutant, change, mutate, with_stage
 from tests.symbolic import Crash, Hang, run_symbolic
 from tests.tiny_programs import tiny_program

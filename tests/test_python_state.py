@@ -18,10 +18,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from partitioner import Constraints, Plan, Topology, partition
-from passes.errors import UnsupportedError
-from runtime import Engine, run_local, run_threads
-from runtime.launch.process_pool import LocalRanks
+from partitioner import Constraints, Engine, Plan, Topology, partition, run_local, run_threads
+from partitioner.passes.errors import UnsupportedError
+from partitioner.runtime.launch.process_pool import LocalRanks
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 

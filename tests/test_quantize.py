@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantize
 
 from partitioner import Constraints, Topology, partition
-from passes.errors import PartitionError
-from passes.ops.fake_quantize import FORMULAS
+from partitioner.passes.errors import PartitionError
+from partitioner.passes.ops.fake_quantize import FORMULAS
 
 WIDTH = 8
 pytestmark = [

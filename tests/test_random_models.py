@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, currently_in_test_context, event, given, settings
 from hypothesis import strategies as st
 
-from runtime import LocalRanks
+from partitioner import LocalRanks
 from tests.grammar_judge import Outcome, judge
 from tests.grammar_recipes import Mesh, Op, Recipe
 from tests.grammar_strategies import MORE_RANKS, ONE_RANK, TWO_RANKS, recipes

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from partitioner import Constraints, Topology, partition
-from runtime import Engine, run_threads
+from partitioner import Constraints, Engine, Topology, partition, run_threads
 from tests.test_runtime_state import on_every_rank
 
 pytestmark = pytest.mark.usefixtures("without_baselines")

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from partitioner import Constraints, Plan, Topology, partition
-from passes.errors import UnsupportedError
-from runtime import Engine
-from runtime.prove.errors import ProofError
-from runtime.prove.prove import prove
+from partitioner import Constraints, Engine, Plan, Topology, partition
+from partitioner.passes.errors import UnsupportedError
+from partitioner.runtime.prove.errors import ProofError
+from partitioner.runtime.prove.prove import prove
 from tests.mutations import with_stage
 from tests.test_runtime_state import on_every_rank
 

@@ -14,22 +14,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import runtime
+import partitioner
 from partitioner import Constraints, Plan, Topology, partition
 from partitioner.emit.buckets import ReductionScheme
 from partitioner.errors import ConstraintError
 from partitioner.plans.reference import run_reference
 from partitioner.plans.verify import compare, relative_error
+from partitioner.runtime.comm.compression import ErrorFeedbackEncoder
+from partitioner.runtime.engine.engine import Engine
+from partitioner.runtime.program.codecs import CODECS, Int8, wire_share
+from partitioner.runtime.program.instructions import Instruction, Listing
+from partitioner.runtime.program.precision import with_precision
+from partitioner.runtime.program.program import Program
+from partitioner.runtime.prove.errors import ProofError
+from partitioner.runtime.prove.prove import prove
 from partitioner.simulate.program_time import plan_timeline
 from partitioner.solve.search import fit_memory
-from runtime.comm.compression import ErrorFeedbackEncoder
-from runtime.engine.engine import Engine
-from runtime.program.codecs import CODECS, Int8, wire_share
-from runtime.program.instructions import Instruction, Listing
-from runtime.program.precision import with_precision
-from runtime.program.program import Program
-from runtime.prove.errors import ProofError
-from runtime.prove.prove import prove
 from tests.context_models import Decoder
 from tests.context_models import inputs as decoder_inputs
 from tests.test_runtime_state import on_every_rank
@@ -118,7 +118,7 @@ def test_ranks_of_a_node_that_share_a_sequence_add_up_first():
 def test_processes_over_gloo(compression: str | None):
     plan = planned("dp4 in turns", compression)
     model = tied_model()
-    run = runtime.run_local(plan, model, tied_inputs(), precision="fp64")
+    run = partitioner.run_local(plan, model, tied_inputs(), precision="fp64")
     found = compare(run, run_reference(model, tied_inputs()), plan.program)
     assert max(found.values()) < (1e-9 if compression is None else 0.05), found
     assert compression is None or max(found.values()) > 1e-6

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from partitioner import Constraints, PlanError, Topology, partition
-from passes.capture.capture import capture
-from passes.errors import UnsupportedError
-from passes.experts.dispatch import spread_experts
-from passes.experts.regions import ExpertRegion, find_regions
-from passes.ir.gradient_flow import mark_gradients
-from passes.ir.interpret import run_graph
-from passes.ir.model import Block
-from passes.ir.verify import check_block
-from passes.normalize.pipeline import normalize
-from passes.rules import by_expert, by_group, rule
-from passes.shard.fold import fold
+from partitioner.passes.capture.capture import capture
+from partitioner.passes.errors import UnsupportedError
+from partitioner.passes.experts.dispatch import spread_experts
+from partitioner.passes.experts.regions import ExpertRegion, find_regions
+from partitioner.passes.ir.gradient_flow import mark_gradients
+from partitioner.passes.ir.interpret import run_graph
+from partitioner.passes.ir.model import Block
+from partitioner.passes.ir.verify import check_block
+from partitioner.passes.normalize.pipeline import normalize
+from partitioner.passes.rules import by_expert, by_group, rule
+from partitioner.passes.shard.fold import fold
 from tests.experts_zoo import HIDDEN, PlainExperts, build, inputs, plain, plain_inputs
 
 pytestmark = pytest.mark.usefixtures("without_baselines")

@@ -18,14 +18,14 @@ from partitioner.cost.call.block_profile import node_operands
 from partitioner.cost.call.operators import forward_kernels
 from partitioner.cost.call.recomputation import find_recomputed_nodes
 from partitioner.cost.call.saved_activations import find_needed_values, kept_by, size_of
-from passes.capture.capture import capture
-from passes.ir.gradient_flow import mark_block, mark_gradients
-from passes.ir.interpret import insert_operator_node
-from passes.ir.model import Block
-from passes.normalize.pipeline import normalize
-from passes.rules.strategies import needs_gradient
-from passes.shard.fold import fold
-from runtime.program.analysis import ProgramFacts
+from partitioner.passes.capture.capture import capture
+from partitioner.passes.ir.gradient_flow import mark_block, mark_gradients
+from partitioner.passes.ir.interpret import insert_operator_node
+from partitioner.passes.ir.model import Block
+from partitioner.passes.normalize.pipeline import normalize
+from partitioner.passes.rules.strategies import needs_gradient
+from partitioner.passes.shard.fold import fold
+from partitioner.runtime.program.analysis import ProgramFacts
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import runtime
+import partitioner
 from partitioner import Constraints, Plan, Topology, partition, run_reference
 from partitioner.cost.call.call_cost import call_costs
 from partitioner.cost.call.collectives import context_exchanges
 from partitioner.cost.step.placed_mesh import PlacedMesh
+from partitioner.passes.ir.serialize import block_from_data
+from partitioner.passes.shard.repeated_heads import exchanged_times, repeated_heads
 from partitioner.plans.verify import TOLERANCE, compare
 from partitioner.solve.bounds.block_work import block_work
-from passes.ir.serialize import block_from_data
-from passes.shard.repeated_heads import exchanged_times, repeated_heads
 from tests.context_models import SEQ, Decoder, inputs, repeat_kv
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
@@ -28,8 +28,8 @@ WIDTH, HEADS, KV_HEADS, BYTES = 4, 8, 2, 8  # of a head; heads of queries and of
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[runtime.LocalRanks]:
-    with runtime.LocalRanks(4) as pool:
+def ranks() -> Iterator[partitioner.LocalRanks]:
+    with partitioner.LocalRanks(4) as pool:
         yield pool
 
 
@@ -69,11 +69,11 @@ CASES += [pytest.param("interleaved", mesh, marks=pytest.mark.slow) for mesh in 
 
 
 @pytest.mark.parametrize(("mask", "fixed"), CASES, ids=str)
-def test_it_equals_the_model_that_repeats(mask: str, fixed: dict[str, Any], ranks: runtime.LocalRanks):
+def test_it_equals_the_model_that_repeats(mask: str, fixed: dict[str, Any], ranks: partitioner.LocalRanks):
     """Eight query heads and two key heads, in float64: outputs, loss and every gradient."""
     model = Decoder((mask, mask), KV_HEADS)
     plan = plan_of(model, **fixed)
-    run = runtime.run_local(plan, model, inputs(), ranks=ranks, timeout=120)
+    run = partitioner.run_local(plan, model, inputs(), ranks=ranks, timeout=120)
     errors = compare(run, run_reference(model, inputs()), plan.program)
     assert len(errors) > 10
     assert {n: e for n, e in errors.items() if not e <= TOLERANCE} == {}

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from passes.capture import tracing
-from passes.errors import UnsupportedError
-from passes.ir.model import FoldedModel
-from passes.trace.layer_equality import find_equal_layers, state_of
-from passes.trace.layer_reuse import Journal, Repeats
+from partitioner.passes.capture import tracing
+from partitioner.passes.errors import UnsupportedError
+from partitioner.passes.ir.model import FoldedModel
+from partitioner.passes.trace.layer_equality import find_equal_layers, state_of
+from partitioner.passes.trace.layer_reuse import Journal, Repeats
 from tests.folding import folded
 from tests.models import CASES, Case
 

@@ -10,14 +10,14 @@ from rule_cases import CASES, META, case, f, operator
 from rule_cases_more import MORE
 from torch import Tensor, fx
 
-from passes.ir.collectives import ops as collective
-from passes.ir.interpret import insert_operator_node
-from passes.ir.layouts import can_shard_evenly, local_shape
-from passes.rules import factors_of, registry
-from passes.rules.factors import Strategy
-from passes.rules.pointwise import LINEAR, NONLINEAR
-from passes.rules.strategies import enumerate_strategies, local_call
-from passes.rules.verify import (
+from partitioner.passes.ir.collectives import ops as collective
+from partitioner.passes.ir.interpret import insert_operator_node
+from partitioner.passes.ir.layouts import can_shard_evenly, local_shape
+from partitioner.passes.rules import factors_of, registry
+from partitioner.passes.rules.factors import Strategy
+from partitioner.passes.rules.pointwise import LINEAR, NONLINEAR
+from partitioner.passes.rules.strategies import enumerate_strategies, local_call
+from partitioner.passes.rules.verify import (
     AXIS,
     Ranks,
     compute_gradients,

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from rule_cases import CASES, aten, f, i, operator, positive
 from rule_cases_more import MORE
 
-from passes.ir.layouts import PARTIAL, REPLICATED, Layout
-from passes.rules import factors_of, registry, rule
-from passes.rules.pointwise import LINEAR, NONLINEAR
-from passes.rules.strategies import enumerate_strategies
-from passes.rules.verify import OperatorReference, check_strategies, node_of
+from partitioner.passes.ir.layouts import PARTIAL, REPLICATED, Layout
+from partitioner.passes.rules import factors_of, registry, rule
+from partitioner.passes.rules.pointwise import LINEAR, NONLINEAR
+from partitioner.passes.rules.strategies import enumerate_strategies
+from partitioner.passes.rules.verify import OperatorReference, check_strategies, node_of
 
 
 @pytest.fixture(autouse=True)

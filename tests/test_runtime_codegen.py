@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from runtime.execute.codegen import (
+from partitioner.runtime.execute.codegen import (
     FAST,
     AliasBinding,
     AsyncBinding,
@@ -17,7 +17,7 @@ from runtime.execute.codegen import (
     DirectBinding,
     compile_graph,
 )
-from runtime.state.gradients import Sink, WideSink
+from partitioner.runtime.state.gradients import Sink, WideSink
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")

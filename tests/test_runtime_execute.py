@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime import BackwardError, BatchError, Engine, InstructionError, LaunchError, RankError, run_threads
-from runtime.comm.thread_backend import ThreadWorld
-from runtime.program.instructions import Instruction
-from runtime.program.program import Program, Stage
+from partitioner import BackwardError, BatchError, Engine, InstructionError, LaunchError, RankError, run_threads
+from partitioner.runtime.comm.thread_backend import ThreadWorld
+from partitioner.runtime.program.instructions import Instruction
+from partitioner.runtime.program.program import Program, Stage
 from tests.runtime_programs import Net, net_inputs, program_of_net
 
 SHAPES: list[dict[str, Any]] = [
@@ -234,12 +234,12 @@ def test_ranks_that_enter_different_collectives_are_told_apart():
     errors: list[InstructionError] = []
 
     def work(rank: int) -> None:
-        from runtime.engine.batches import own_values, share_of
-        from runtime.execute.bind import Library
-        from runtime.execute.executor import Executor
-        from runtime.state.gradients import RankGradients
-        from runtime.state.parameters import load_states
-        from runtime.state.weights import weights_of
+        from partitioner.runtime.engine.batches import own_values, share_of
+        from partitioner.runtime.execute.bind import Library
+        from partitioner.runtime.execute.executor import Executor
+        from partitioner.runtime.state.gradients import RankGradients
+        from partitioner.runtime.state.parameters import load_states
+        from partitioner.runtime.state.weights import weights_of
 
         mine = program.rank(rank).with_instructions(lists[0] if rank == 0 else other)
         communicator = world.communicator(rank)

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from runtime.comm.group import Communicator, SoloGroup
-from runtime.comm.thread_backend import ThreadWorld
-from runtime.comm.torch_backend import GlooGroup, TorchCommunicator
-from runtime.errors import CommunicationError
-from runtime.execute.bind import _start_spending
-from runtime.launch.process_pool import LocalRanks
-from runtime.program.membership import PipelineEdge
+from partitioner.runtime.comm.group import Communicator, SoloGroup
+from partitioner.runtime.comm.thread_backend import ThreadWorld
+from partitioner.runtime.comm.torch_backend import GlooGroup, TorchCommunicator
+from partitioner.runtime.errors import CommunicationError
+from partitioner.runtime.execute.bind import _start_spending
+from partitioner.runtime.launch.process_pool import LocalRanks
+from partitioner.runtime.program.membership import PipelineEdge
 
 RANKS = (0, 1)
 
@@ -201,10 +201,10 @@ def test_a_failure_releases_those_that_wait():
 
 
 ALONE = """
-import os, sys, torch, runtime
+import os, sys, torch, partitioner
 from datetime import timedelta
-from runtime.comm.torch_backend import TorchCommunicator
-runtime.init_process_group("gloo", timedelta(seconds=3))
+from partitioner.runtime.comm.torch_backend import TorchCommunicator
+partitioner.init_process_group("gloo", timedelta(seconds=3))
 communicator = TorchCommunicator(2, torch.device("cpu"))
 communicator.prepare([(0, 1)], [])
 if os.environ["RANK"] == "1":

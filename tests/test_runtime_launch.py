@@ -1,4 +1,4 @@
-"""``torchrun -m runtime``: trains, says what is wrong, and ends."""
+"""``torchrun -m partitioner.runtime``: trains, says what is wrong, and ends."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from partitioner import Constraints, Topology, partition
-from runtime import Engine, LaunchError
-from runtime.comm.rendezvous import tell_torchrun
-from runtime.errors import Failure, InstructionError
-from runtime.launch.cli import _build_parser, random_batch
-from runtime.program.load import program_of
-from runtime.program.program import Program
+from partitioner import Constraints, Engine, LaunchError, Topology, partition
+from partitioner.runtime.comm.rendezvous import tell_torchrun
+from partitioner.runtime.errors import Failure, InstructionError
+from partitioner.runtime.launch.cli import _build_parser, random_batch
+from partitioner.runtime.program.load import program_of
+from partitioner.runtime.program.program import Program
 from tests.runtime_programs import Net, net_inputs, program_of_net
 from tests.test_runtime_execute import broken, infer_only
 
@@ -40,7 +39,12 @@ def torchrun(num_ranks: int, *arguments: str) -> subprocess.CompletedProcess[str
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [*command, "-m", "runtime", *arguments], capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT
+        [*command, "-m", "partitioner.runtime", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+        cwd=ROOT,
     )
 
 
@@ -80,7 +84,7 @@ def test_a_failing_rank_ends_all_and_its_cause_is_the_logs_last_word(tmp_path: P
 
 
 def test_another_number_of_ranks_is_refused(tmp_path: Path):
-    command = [sys.executable, "-m", "runtime", str(plan_file(tmp_path, program_of_net(tp=2)))]
+    command = [sys.executable, "-m", "partitioner.runtime", str(plan_file(tmp_path, program_of_net(tp=2)))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 1
     assert "the plan is for 2 ranks (tp=2), 1 were started: use torchrun --nproc-per-node 2" in done.stderr
@@ -102,7 +106,16 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path: Path):
 def test_it_goes_on_from_the_last_step(tmp_path: Path):
     """Not from the last that is a multiple of ``--every``."""
     plan = plan_file(tmp_path, program_of_net())
-    command = [sys.executable, "-m", "runtime", str(plan), "--checkpoints", str(tmp_path / "out"), "--every", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "partitioner.runtime",
+        str(plan),
+        "--checkpoints",
+        str(tmp_path / "out"),
+        "--every",
+        "2",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     seen = []
     for steps in ("3", "4"):
@@ -134,11 +147,11 @@ def test_a_stage_without_trained_parameters_clips_and_saves_with_the_others(tmp_
 ENDS = """
 import os, time
 from datetime import timedelta
-import runtime
+import partitioner
 first = os.environ["RANK"] == "0"
 if {early!r} and not first:
     os.environ.pop("MASTER_PORT")
-runtime.init_process_group("gloo", timedelta(seconds=60))
+partitioner.init_process_group("gloo", timedelta(seconds=60))
 if not first:
     raise KeyError("sample 17")  # the line
 time.sleep(60)
@@ -161,7 +174,15 @@ def test_what_ends_a_script_that_nobody_watches_is_the_logs_last_line(tmp_path: 
     script = tmp_path / "ends.py"
     script.write_text(ENDS.format(early=early))
     done = subprocess.run(
-        [sys.executable, "-m", "runtime.launch.torchrun", "--standalone", "--nproc-per-node", "2", str(script)],
+        [
+            sys.executable,
+            "-m",
+            "partitioner.runtime.launch.torchrun",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            str(script),
+        ],
         capture_output=True,
         text=True,
         timeout=300,
@@ -188,7 +209,9 @@ def test_a_random_batch_fits_the_program():
     assert torch.isfinite(Engine(program, Net()).step(batch))
 
 
-def supervised(*arguments: str, launcher: str = "runtime.launch.torchrun") -> subprocess.CompletedProcess[str]:
+def supervised(
+    *arguments: str, launcher: str = "partitioner.runtime.launch.torchrun"
+) -> subprocess.CompletedProcess[str]:
     """As :func:`torchrun` of two ranks, by the launcher whose last line is the cause."""
     command = [sys.executable, "-m", launcher, "--standalone", "--nproc-per-node", "2", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -198,15 +221,15 @@ def supervised(*arguments: str, launcher: str = "runtime.launch.torchrun") -> su
 SCRIPT = """
 import os, signal, sys
 import torch, torch.distributed as dist
-import runtime
+import partitioner
 from tests.runtime_programs import Net, net_inputs
 
-runtime.init_process_group("gloo")
-engine = runtime.Engine(sys.argv[1] + "/plan.json", weights=Net().state_dict())
+partitioner.init_process_group("gloo")
+engine = partitioner.Engine(sys.argv[1] + "/plan.json", weights=Net().state_dict())
 optimizer = torch.optim.AdamW(engine.parameters(), lr=0.01)
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-with runtime.Watch(engine, patience_s=8):
-    checkpoints = runtime.Checkpoints(sys.argv[1] + "/checkpoints", engine, optimizer, every=2, behind=False)
+with partitioner.Watch(engine, patience_s=8):
+    checkpoints = partitioner.Checkpoints(sys.argv[1] + "/checkpoints", engine, optimizer, every=2, behind=False)
     done = checkpoints.restore()
     if dist.get_rank() == 1 and attempt == int(sys.argv[2]) - 1:
         places = [k for k, (i, _) in enumerate(engine._executor.actions) if i < len(engine.rank_program.instructions)]
@@ -247,7 +270,7 @@ def test_a_rank_that_is_killed_or_stopped_is_the_logs_last_line(tmp_path: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torch.distributed.run", "runtime.launch.torchrun"])
+@pytest.mark.parametrize("launcher", ["torch.distributed.run", "partitioner.runtime.launch.torchrun"])
 def test_what_torchrun_starts_anew_goes_on_and_ends_as_if_nothing_had_been(tmp_path: Path, launcher: str):
     plan_file(tmp_path, program_of_net(pp=2, num_microbatches=2))
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from runtime import BatchError, LaunchError, LocalRanks, RankError, RankTimeout, WeightsError, run_local
-from runtime.launch.forkserver import ForkServer
-from runtime.program.program import Program
+from partitioner import BatchError, LaunchError, LocalRanks, RankError, RankTimeout, WeightsError, run_local
+from partitioner.runtime.launch.forkserver import ForkServer
+from partitioner.runtime.program.program import Program
 from tests.runtime_programs import Net, net_inputs, program_of_net
 from tests.test_runtime_execute import broken, check, infer_only, reference
 

@@ -12,13 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from partitioner import Constraints, Plan, Topology, partition
-from passes.ir.layouts import Layout, take_shard, take_shards
-from runtime import Engine, LaunchError, WeightsError, run_threads
-from runtime.comm.thread_backend import ThreadWorld
-from runtime.program.program import Program
-from runtime.state.parameters import check_weights, load_states
-from runtime.state.weights import FileWeights, weights_of
+from partitioner import Constraints, Engine, LaunchError, Plan, Topology, WeightsError, partition, run_threads
+from partitioner.passes.ir.layouts import Layout, take_shard, take_shards
+from partitioner.runtime.comm.thread_backend import ThreadWorld
+from partitioner.runtime.program.program import Program
+from partitioner.runtime.state.parameters import check_weights, load_states
+from partitioner.runtime.state.weights import FileWeights, weights_of
 from tests.runtime_programs import Net, net_inputs, program_of_net
 
 pytestmark = pytest.mark.usefixtures("without_baselines")

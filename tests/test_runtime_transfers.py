@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from runtime.execute.transfers import early_starts, find_proven_arrivals
-from runtime.program.instructions import Instruction
-from runtime.program.program import RankProgram
+from partitioner.runtime.execute.transfers import early_starts, find_proven_arrivals
+from partitioner.runtime.program.instructions import Instruction
+from partitioner.runtime.program.program import RankProgram
 from tests.runtime_programs import program_of_net
 
 

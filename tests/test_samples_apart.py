@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from partitioner import Constraints, Topology, partition
 from partitioner.errors import PlanError
+from partitioner.passes.rules.factors import MAX_SECTIONS
 from partitioner.solve.evaluate.local_model_cache import LocalKey, LocalModels
 from partitioner.solve.sharding.local_model import LocalModel
-from passes.rules.factors import MAX_SECTIONS
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 

@@ -23,6 +23,11 @@ from partitioner.candidate import MeshCandidate
 from partitioner.constraints import Constraints
 from partitioner.cost.step.gradient_reduction import GradientReduction
 from partitioner.errors import CapacityError, ConstraintError, PlanError, TimeLimitError
+from partitioner.passes.capture.capture import capture
+from partitioner.passes.errors import InputsError
+from partitioner.passes.ir.gradient_flow import mark_gradients
+from partitioner.passes.normalize.pipeline import normalize
+from partitioner.passes.shard.fold import fold
 from partitioner.schedules.formulas import is_formula, is_plain
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.bounds.zero_and_reduction import BlockLowerBound, Gathers
@@ -44,11 +49,6 @@ from partitioner.solve.search.space import (
 )
 from partitioner.solve.sharding.batch import shard_batch
 from partitioner.topology import Topology
-from passes.capture.capture import capture
-from passes.errors import InputsError
-from passes.ir.gradient_flow import mark_gradients
-from passes.normalize.pipeline import normalize
-from passes.shard.fold import fold
 
 
 class Table:

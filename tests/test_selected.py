@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from partitioner import Constraints, Topology, partition
-from passes.errors import UnsupportedError
+from partitioner.passes.errors import UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import runtime
+import partitioner
 from partitioner import Constraints, Topology, partition
-from passes.errors import CaptureError, PartitionError, UnsupportedError
+from partitioner.passes.errors import CaptureError, PartitionError, UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 
@@ -202,7 +202,7 @@ def test_means_are_those_of_the_global_batch(part: int):
     inputs = batch(3)
     expected = model(**inputs)
     expected["loss"].backward()
-    run = runtime.run_threads(plan, model, inputs)
+    run = partitioner.run_threads(plan, model, inputs)
     for name, value in expected.items():
         torch.testing.assert_close(run.outputs[name], value.detach(), rtol=1e-10, atol=1e-12)
     for name, parameter in model.named_parameters():
@@ -220,7 +220,7 @@ def test_a_mask_that_selects_nothing_one_row_or_all():
     inputs = batch()
     for mask in (torch.zeros(BATCH).bool(), torch.arange(BATCH) == 2, torch.ones(BATCH).bool()):
         expected = {name: value.detach() for name, value in model(**inputs | {"m": mask}).items()}
-        run = runtime.run_threads(plan, model, inputs | {"m": mask})
+        run = partitioner.run_threads(plan, model, inputs | {"m": mask})
         assert expected["mse"].isnan() == (not mask.any())
         torch.testing.assert_close(run.outputs, expected, equal_nan=True)
 
@@ -341,7 +341,7 @@ def test_a_negative_variance_is_not_a_number():
     inputs = batch()
     with pytest.raises(ValueError, match="negative"):
         model(**inputs)
-    assert runtime.run_threads(plan, model, inputs).outputs["gaussian"].isnan()
+    assert partitioner.run_threads(plan, model, inputs).outputs["gaussian"].isnan()
     check(model, plan, inputs | {"t": inputs["t"].abs()})
 
 

@@ -10,18 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import runtime
-from partitioner import Constraints, Plan, Topology, partition
+from partitioner import Constraints, Plan, Topology, partition, run_local
 from partitioner.cost.call.recomputation import find_recomputed_nodes
 from partitioner.cost.call.saved_activations import kept_by
+from partitioner.passes.ir.gradient_flow import mark_block
+from partitioner.passes.ir.serialize import block_from_data
 from partitioner.plans.verify import relative_error
-from passes.ir.gradient_flow import mark_block
-from passes.ir.serialize import block_from_data
-from runtime.program.analysis import ProgramFacts
-from runtime.program.memory import peak_bytes
-from runtime.program.program import Program
-from runtime.prove.errors import ProofError
-from runtime.prove.prove import prove
+from partitioner.runtime.program.analysis import ProgramFacts
+from partitioner.runtime.program.memory import peak_bytes
+from partitioner.runtime.program.program import Program
+from partitioner.runtime.prove.errors import ProofError
+from partitioner.runtime.prove.prove import prove
 from tests.test_infeasible import cluster
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
@@ -133,7 +132,7 @@ def test_processes_over_gloo():
     weights = model(0.3).double()
     batch = {n: x.double() if x.is_floating_point() else x for n, x in inputs().items()}
     whole, slim = (
-        runtime.run_local(planned(way, 0.3, pp=2, schedule="zb-1p"), weights, batch) for way in ("none", "selective")
+        run_local(planned(way, 0.3, pp=2, schedule="zb-1p"), weights, batch) for way in ("none", "selective")
     )
     assert relative_error(slim.loss, whole.loss) < 1e-12
     assert slim.grads.keys() == whole.grads.keys() == dict(weights.named_parameters()).keys()

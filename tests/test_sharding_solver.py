@@ -13,20 +13,20 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from partitioner.passes.capture.capture import capture
+from partitioner.passes.ir.gradient_flow import mark_gradients
+from partitioner.passes.ir.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, local_shape, make_shard_layout
+from partitioner.passes.ir.model import Block, FoldedModel, TensorSpec
+from partitioner.passes.normalize.pipeline import normalize
+from partitioner.passes.rules import factors_of
+from partitioner.passes.rules.factors import Strategy, operands_of, results_of
+from partitioner.passes.rules.strategies import enumerate_strategies
+from partitioner.passes.shard.fold import fold
+from partitioner.passes.shard.shard_block import RESHARDS, BlockSharding, shard_block
 from partitioner.solve.sharding import reshard_graph
 from partitioner.solve.sharding.choices import ShardingError, matmul_flops
 from partitioner.solve.sharding.layout_ties import values_of
 from partitioner.solve.sharding.sharding import ShardingCosts, ShardingSolution, solve_sharding
-from passes.capture.capture import capture
-from passes.ir.gradient_flow import mark_gradients
-from passes.ir.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, local_shape, make_shard_layout
-from passes.ir.model import Block, FoldedModel, TensorSpec
-from passes.normalize.pipeline import normalize
-from passes.rules import factors_of
-from passes.rules.factors import Strategy, operands_of, results_of
-from passes.rules.strategies import enumerate_strategies
-from passes.shard.fold import fold
-from passes.shard.shard_block import RESHARDS, BlockSharding, shard_block
 
 VIEWS = {"view", "reshape", "transpose", "permute", "t", "unsqueeze", "expand", "split", "split_with_sizes", "slice"}
 

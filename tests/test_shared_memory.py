@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from partitioner import Constraints, Topology, partition
-from runtime import run_threads
-from runtime.execute.overlap import can_alias_operand
+from partitioner import Constraints, Topology, partition, run_threads
+from partitioner.runtime.execute.overlap import can_alias_operand
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 

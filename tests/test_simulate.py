@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.program.analysis import ProgramFacts, value_bytes
-from runtime.program.memory import state_bytes
-from runtime.program.program import Program
-from runtime.program.simulate import Part, Timeline, simulate
-from runtime.prove.prove import prove
+from partitioner.runtime.program.analysis import ProgramFacts, value_bytes
+from partitioner.runtime.program.memory import state_bytes
+from partitioner.runtime.program.program import Program
+from partitioner.runtime.program.simulate import Part, Timeline, simulate
+from partitioner.runtime.prove.prove import prove
 from tests.tiny_programs import tiny_program
 
 STAGE_F, STAGE_B = 1.0, 2.0

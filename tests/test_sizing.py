@@ -15,9 +15,9 @@ from partitioner import Plan, PlanError, Size, Topology, partition, size_cluster
 from partitioner.cli.app import app
 from partitioner.cluster_size import SizeError
 from partitioner.errors import ConstraintError, TimeLimitError
+from partitioner.passes.errors import InputsError
 from partitioner.plans.training_run import energy_of, money_of
 from partitioner.units import count_text, format_percent
-from passes.errors import InputsError
 
 CASE = next(case for name, case in CASES.items() if "mlp" in name)
 

@@ -17,9 +17,9 @@ from partitioner.cost.call.operators import Kernel
 from partitioner.cost.call.roofline import kernels_time, memory_rate
 from partitioner.cost.call.saved_activations import find_gathered_activations, kept_by
 from partitioner.emit.buckets import bucket_limit
+from partitioner.passes.ir.collectives import ops
+from partitioner.passes.ir.model import Block
 from partitioner.topology.hardware import Link
-from passes.ir.collectives import ops
-from passes.ir.model import Block
 from tests.test_infeasible import cluster
 
 aten = torch.ops.aten

@@ -11,14 +11,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-import runtime
-from partitioner import Constraints, Plan, Topology, partition
+from partitioner import Constraints, Plan, Topology, WeightsError, partition, run_local
+from partitioner.passes.capture.capture import capture
+from partitioner.passes.ir.interpret import run_graph
+from partitioner.passes.normalize.pipeline import normalize
 from partitioner.plans.reference import run_reference
 from partitioner.plans.verify import compare
-from passes.capture.capture import capture
-from passes.ir.interpret import run_graph
-from passes.normalize.pipeline import normalize
-from runtime.engine.engine import Engine
+from partitioner.runtime.engine.engine import Engine
 from tests.experts_zoo import HIDDEN, ListedExperts, listed, plain_inputs
 from tests.test_runtime_state import on_every_rank
 
@@ -119,15 +118,15 @@ def test_weights_come_from_files_by_their_own_names(tmp_path: Path):
     model = listed()
     save_file({n: t.clone() for n, t in model.state_dict().items()}, tmp_path / "model.safetensors")
     plan = planned("within")
-    run = runtime.run_local(plan, tmp_path, plain_inputs(), precision="fp64")
+    run = run_local(plan, tmp_path, plain_inputs(), precision="fp64")
     errors = compare(run, run_reference(model, plain_inputs()), plan.program)
     assert max(errors.values()) < 1e-9
-    run = runtime.run_local(planned("ep2"), model, plain_inputs(), precision="fp64")
+    run = run_local(planned("ep2"), model, plain_inputs(), precision="fp64")
     assert max(compare(run, run_reference(model, plain_inputs()), planned("ep2").program).values()) < 1e-9
     state = dict(model.state_dict())
     state["experts.2.up.weight"] = torch.zeros(3, 3)
-    with pytest.raises(runtime.WeightsError, match=r"experts\.\*\.up\.weight: expected parameter \[4, 96, 32\], got"):
-        runtime.run_local(plan, state, plain_inputs())
+    with pytest.raises(WeightsError, match=r"experts\.\*\.up\.weight: expected parameter \[4, 96, 32\], got"):
+        run_local(plan, state, plain_inputs())
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [("within", "ep2"), ("one", "rows")])

@@ -9,9 +9,9 @@ from torch import nn
 from partitioner import Constraints, Plan, Topology, partition
 from partitioner.cost.call.operators import Kernel
 from partitioner.cost.call.roofline import kernel_time
+from partitioner.runtime.program.precision import products_of
 from partitioner.simulate.program_time import plan_timeline
 from partitioner.topology.detect import build_machine_topology
-from runtime.program.precision import products_of
 
 
 @pytest.fixture(scope="module")

@@ -10,19 +10,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import runtime
+import partitioner
 from partitioner import Constraints, Plan, Topology, partition
 from partitioner.plans.reference import run_reference
 from partitioner.plans.verify import compare, relative_error
-from runtime.checkpoint.dcp_files import ShardReader
-from runtime.checkpoint.shards import ShardPiece
-from runtime.engine.engine import Engine
-from runtime.program.analysis import ProgramFacts
-from runtime.program.instructions import Instruction
-from runtime.program.memory import memory_steps, state_bytes
-from runtime.program.precision import with_precision
-from runtime.prove.errors import ProofError
-from runtime.prove.prove import prove
+from partitioner.runtime.checkpoint.dcp_files import ShardReader
+from partitioner.runtime.checkpoint.shards import ShardPiece
+from partitioner.runtime.engine.engine import Engine
+from partitioner.runtime.program.analysis import ProgramFacts
+from partitioner.runtime.program.instructions import Instruction
+from partitioner.runtime.program.memory import memory_steps, state_bytes
+from partitioner.runtime.program.precision import with_precision
+from partitioner.runtime.prove.errors import ProofError
+from partitioner.runtime.prove.prove import prove
 from tests.test_runtime_state import on_every_rank
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
@@ -107,7 +107,7 @@ def test_several_steps_are_those_of_one_process(zero: int, tmp_path: Path):
 
 @pytest.mark.parametrize("zero", [2, 3])
 def test_processes_over_gloo(zero: int):
-    run = runtime.run_local(planned(zero), tied(), inputs(), precision="fp64")
+    run = partitioner.run_local(planned(zero), tied(), inputs(), precision="fp64")
     found = compare(run, run_reference(tied(), inputs()), planned(zero).program)
     assert max(found.values()) < 1e-9, found
 

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 from partitioner import Plan, PlanError
 from partitioner.cli.app import app
 from partitioner.explain.tables import throughput_text
+from partitioner.passes.errors import InputsError
 from partitioner.plan import Limits
 from partitioner.plans.training_run import parse_count
-from passes.errors import InputsError
 from tests.sample_programs import llama, plan_of
 
 

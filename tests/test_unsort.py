@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from passes.capture.capture import capture
-from passes.ir.interpret import run_graph
-from passes.normalize.pipeline import normalize
-from passes.ops import experts
-from passes.rules import factors_of
-from passes.rules.strategies import enumerate_strategies
+from partitioner.passes.capture.capture import capture
+from partitioner.passes.ir.interpret import run_graph
+from partitioner.passes.normalize.pipeline import normalize
+from partitioner.passes.ops import experts
+from partitioner.passes.rules import factors_of
+from partitioner.passes.rules.strategies import enumerate_strategies
 
 T, K, E, H, F = 6, 2, 4, 8, 12  # tokens, choices of each, experts, hidden, feed-forward
 

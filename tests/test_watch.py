@@ -15,17 +15,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from runtime import Engine, LaunchError, LocalRanks, Monitor, RankError, Watch
-from runtime.comm.failure_origin import is_secondary, users_line
-from runtime.comm.torch_backend import TorchCommunicator
-from runtime.comm.wait_clock import wait_for
-from runtime.errors import Failure
-from runtime.execute.flight_recorder import InstructionSpot, RecordedMoment, Recorder, Recording
-from runtime.execute.stack_location import RankLocation
-from runtime.program.program import Program
-from runtime.watch.host_mirror import Mirror, ranks_named
-from runtime.watch.root_cause import cause_of
-from runtime.watch.status_board import Board, RankState
+from partitioner import Engine, LaunchError, LocalRanks, Monitor, RankError, Watch
+from partitioner.runtime.comm.failure_origin import is_secondary, users_line
+from partitioner.runtime.comm.torch_backend import TorchCommunicator
+from partitioner.runtime.comm.wait_clock import wait_for
+from partitioner.runtime.errors import Failure
+from partitioner.runtime.execute.flight_recorder import InstructionSpot, RecordedMoment, Recorder, Recording
+from partitioner.runtime.execute.stack_location import RankLocation
+from partitioner.runtime.program.program import Program
+from partitioner.runtime.watch.host_mirror import Mirror, ranks_named
+from partitioner.runtime.watch.root_cause import cause_of
+from partitioner.runtime.watch.status_board import Board, RankState
 from tests.runtime_programs import Net, net_inputs, program_of_net
 
 PATIENCE_S = 5.0

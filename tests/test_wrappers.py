@@ -31,11 +31,11 @@ from torch.utils.checkpoint import (
 )
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import runtime
-from partitioner import Constraints, Plan, Topology, partition, size_cluster
+import partitioner
+from partitioner import Constraints, Plan, Topology, WeightsError, partition, run_threads, size_cluster
 from partitioner.cli.options import TargetModel
 from partitioner.cli.train import train_on_target
-from passes.errors import CaptureError, UnsupportedError
+from partitioner.passes.errors import CaptureError, UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 
@@ -186,7 +186,7 @@ def test_a_wrapped_model_is_planned_as_the_one_inside(name: str, bare: Plan) -> 
 @pytest.mark.parametrize("name", ["compiled", "a layer compiled", "DataParallel", "checkpointed", "forward compiled"])
 def test_weights_come_from_a_wrapped_model_too(name: str, bare: Plan) -> None:
     wrapped = WRAPPED[name][0]()
-    run, expected = runtime.run_threads(bare, wrapped, INPUTS), runtime.run_threads(bare, Model(), INPUTS)
+    run, expected = run_threads(bare, wrapped, INPUTS), run_threads(bare, Model(), INPUTS)
     assert torch.equal(run.loss, expected.loss)
     assert run.grads.keys() == expected.grads.keys()
 
@@ -205,20 +205,20 @@ SAVED: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", SAVED)
 def test_saved_weights_are_read_in_any_spelling(name: str, bare: Plan, tmp_path: Path) -> None:
     state = {key: value.clone() for key, value in SAVED[name]().state_dict().items()}
-    expected = runtime.run_threads(bare, Model(), INPUTS).loss
-    assert torch.equal(runtime.run_threads(bare, state, INPUTS).loss, expected)
+    expected = run_threads(bare, Model(), INPUTS).loss
+    assert torch.equal(run_threads(bare, state, INPUTS).loss, expected)
     save_file(state, tmp_path / "model.safetensors")
-    assert torch.equal(runtime.run_threads(bare, tmp_path, INPUTS).loss, expected)
+    assert torch.equal(run_threads(bare, tmp_path, INPUTS).loss, expected)
 
 
 def test_weights_of_another_model_are_still_refused(bare: Plan) -> None:
     state = {f"module.{key}": value for key, value in Model().state_dict().items()}
     del state["module.head.weight"]
-    with pytest.raises(runtime.WeightsError, match=r"head\.weight: expected parameter"):
-        runtime.run_threads(bare, state, INPUTS)
+    with pytest.raises(WeightsError, match=r"head\.weight: expected parameter"):
+        run_threads(bare, state, INPUTS)
     some = {f"module.{k}" if k.startswith("head") else k: v for k, v in Model().state_dict().items()}
-    with pytest.raises(runtime.WeightsError, match=r"head\.weight: expected parameter"):  # the prefix is of all names
-        runtime.run_threads(bare, some, INPUTS)
+    with pytest.raises(WeightsError, match=r"head\.weight: expected parameter"):  # the prefix is of all names
+        run_threads(bare, some, INPUTS)
 
 
 def test_a_model_of_one_module_keeps_its_names() -> None:
@@ -229,7 +229,8 @@ def test_a_model_of_one_module_keeps_its_names() -> None:
     assert not plan.notes
     assert plan.verify(model, INPUTS, loss).ok
     assert torch.equal(
-        runtime.run_threads(plan, model.state_dict(), INPUTS).loss, runtime.run_threads(plan, model, INPUTS).loss
+        run_threads(plan, model.state_dict(), INPUTS).loss,
+        run_threads(plan, model, INPUTS).loss,
     )
 
 
@@ -263,13 +264,13 @@ def test_checkpoints_of_a_compiled_program_are_read(tmp_path: Path) -> None:
     exported = torch.export.export(torch.compile(WithLoss()), INPUTS)
     spelt = partition(exported, Topology.local(1), INPUTS)
     assert any(name.startswith("_orig_mod.") for name in spelt.program.states)
-    engine = runtime.Engine(spelt, WithLoss())
+    engine = partitioner.Engine(spelt, WithLoss())
     first = torch.optim.AdamW(engine.parameters())
     engine.step(INPUTS)
     first.step()
     engine.save(tmp_path / "saved", first)
     after = engine.step(INPUTS)
-    other = runtime.Engine(partition(WithLoss(), Topology.local(1), INPUTS))
+    other = partitioner.Engine(partition(WithLoss(), Topology.local(1), INPUTS))
     other.load(tmp_path / "saved", torch.optim.AdamW(other.parameters()))
     assert torch.equal(other.step(INPUTS), after)
 
@@ -606,6 +607,6 @@ def test_the_loss_is_of_what_the_hooks_make(name: str) -> None:
     verified = plan.verify(model, inputs, loss)
     assert verified.ok, str(verified)
     assert torch.allclose(
-        runtime.run_threads(plan, model, inputs).loss,
+        run_threads(plan, model, inputs).loss,
         loss(model(**inputs) if isinstance(inputs, dict) else model(*inputs)),
     )

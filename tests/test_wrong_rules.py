@@ -9,7 +9,7 @@ import torch
 from rule_cases import operator
 from wrong_rules import CHANGES, draw, installed, is_wrong, wrong_rules
 
-from passes.rules.verify import check_strategies
+from partitioner.passes.rules.verify import check_strategies
 
 SEEDS, EACH = 10, 25  # rules that are shown to be wrong
 

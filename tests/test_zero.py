@@ -16,29 +16,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import runtime
+import partitioner
 from partitioner import Constraints, Plan, PlanError, Topology, partition
 from partitioner.errors import ConstraintError
+from partitioner.passes.errors import PartitionError
 from partitioner.plans.outline import outline_program
 from partitioner.plans.reference import run_reference
 from partitioner.plans.verify import compare, relative_error
+from partitioner.runtime.checkpoint.dcp_files import ShardReader
+from partitioner.runtime.checkpoint.shards import ShardPiece
+from partitioner.runtime.engine.engine import Engine
+from partitioner.runtime.errors import InstructionError
+from partitioner.runtime.execute.calls import _copy_expanded
+from partitioner.runtime.program.analysis import ProgramFacts
+from partitioner.runtime.program.instructions import Instruction, Listing
+from partitioner.runtime.program.memory import peak_bytes, state_bytes
+from partitioner.runtime.program.mesh import hybrid_mesh
+from partitioner.runtime.program.precision import with_precision
+from partitioner.runtime.program.program import Program
+from partitioner.runtime.program.simulate import simulate
+from partitioner.runtime.prove.errors import ProofError
+from partitioner.runtime.prove.prove import prove
+from partitioner.runtime.state.parameters import join_pieces, padded_piece, take_piece
 from partitioner.simulate.program_time import PlanDurations
-from passes.errors import PartitionError
-from runtime.checkpoint.dcp_files import ShardReader
-from runtime.checkpoint.shards import ShardPiece
-from runtime.engine.engine import Engine
-from runtime.errors import InstructionError
-from runtime.execute.calls import _copy_expanded
-from runtime.program.analysis import ProgramFacts
-from runtime.program.instructions import Instruction, Listing
-from runtime.program.memory import peak_bytes, state_bytes
-from runtime.program.mesh import hybrid_mesh
-from runtime.program.precision import with_precision
-from runtime.program.program import Program
-from runtime.program.simulate import simulate
-from runtime.prove.errors import ProofError
-from runtime.prove.prove import prove
-from runtime.state.parameters import join_pieces, padded_piece, take_piece
 from tests.context_models import Decoder
 from tests.context_models import inputs as decoder_inputs
 from tests.experts_zoo import plain, plain_inputs
@@ -229,7 +229,7 @@ def test_ranks_that_share_a_sequence_share_states(sharding: dict[str, int]):
 
 def test_processes_over_gloo():
     plan = planned("dp4", "hybrid3")
-    run = runtime.run_local(plan, tied_model(), tied_inputs(), precision="fp64")
+    run = partitioner.run_local(plan, tied_model(), tied_inputs(), precision="fp64")
     found = compare(run, run_reference(tied_model(), tied_inputs()), plan.program)
     assert max(found.values()) < 1e-9, found
 

@@ -14,17 +14,17 @@ import torch
 
 pytest.importorskip("transformers")
 
-import runtime
+import partitioner
 from benchmarks import zoo
 from benchmarks.zoo_attention import FusedCalls, fused, masks_left, masks_of
 from benchmarks.zoo_configs import attempts, repaired, tiny_config
 from benchmarks.zoo_models import ZooError, architectures, build, without_labels
 from benchmarks.zoo_report import summary, write_docs
 from partitioner import Constraints, Topology, partition, run_reference
+from partitioner.passes.capture.capture import capture
+from partitioner.passes.errors import CaptureError
+from partitioner.passes.normalize.pipeline import normalize
 from partitioner.plans.verify import TOLERANCE, compare
-from passes.capture.capture import capture
-from passes.errors import CaptureError
-from passes.normalize.pipeline import normalize
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
 
@@ -33,12 +33,12 @@ SAMPLE = ["causal:bloom", "masked:deberta-v2", "image:swin", "ctc:wav2vec2", "sp
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[runtime.LocalRanks]:
-    with runtime.LocalRanks(4) as pool:
+def ranks() -> Iterator[partitioner.LocalRanks]:
+    with partitioner.LocalRanks(4) as pool:
         yield pool
 
 
-def check(name: str, mesh: zoo.Mesh, ranks: runtime.LocalRanks) -> None:
+def check(name: str, mesh: zoo.Mesh, ranks: partitioner.LocalRanks) -> None:
     """Planned, and run by processes in float64; skipped where transformers or torch.export refuse the model."""
     try:
         sample = build(name)
@@ -55,7 +55,7 @@ def check(name: str, mesh: zoo.Mesh, ranks: runtime.LocalRanks) -> None:
             plan = partition(sample.model, topology, sample.inputs, loss=sample.loss, **options)
         except CaptureError as error:
             pytest.skip(f"torch.export refuses it: {error}")
-    run = runtime.run_local(plan, sample.model, sample.inputs, precision="fp64", ranks=ranks, timeout=240)
+    run = partitioner.run_local(plan, sample.model, sample.inputs, precision="fp64", ranks=ranks, timeout=240)
     errors = compare(run, run_reference(sample.model, sample.inputs, sample.loss), plan.program)
     assert {n: e for n, e in errors.items() if not e <= TOLERANCE} == {}
     if tp > 1:
@@ -63,13 +63,13 @@ def check(name: str, mesh: zoo.Mesh, ranks: runtime.LocalRanks) -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLE[:2])
-def test_two_architectures(name: str, ranks: runtime.LocalRanks):
+def test_two_architectures(name: str, ranks: partitioner.LocalRanks):
     check(name, (1, 1, 2), ranks)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLE[2:])
-def test_architectures_of_other_kinds(name: str, ranks: runtime.LocalRanks):
+def test_architectures_of_other_kinds(name: str, ranks: partitioner.LocalRanks):
     check(name, (1, 1, 2), ranks)
 
 
@@ -81,7 +81,7 @@ def drawn(seed: str, number: int) -> list[tuple[str, zoo.Mesh]]:
 # Others every day, and the same for all processes of a run; ZOO_SEED=2026-11-21 draws those of that day again.
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh"), drawn(os.environ.get("ZOO_SEED") or f"{datetime.now(UTC):%Y-%m-%d}", 20))
-def test_architectures_drawn_by_chance(name: str, mesh: zoo.Mesh, ranks: runtime.LocalRanks):
+def test_architectures_drawn_by_chance(name: str, mesh: zoo.Mesh, ranks: partitioner.LocalRanks):
     check(name, mesh, ranks)
 
 

@@ -16,11 +16,11 @@ from rule_cases_more import MORE
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from passes.ir.layouts import PARTIAL, REPLICATED, Layout, join_shards, take_shard
-from passes.rules import OpFactors, factors_of, registry
-from passes.rules.factors import Dims, Strategy
-from passes.rules.strategies import enumerate_strategies
-from passes.rules.verify import node_of
+from partitioner.passes.ir.layouts import PARTIAL, REPLICATED, Layout, join_shards, take_shard
+from partitioner.passes.rules import OpFactors, factors_of, registry
+from partitioner.passes.rules.factors import Dims, Strategy
+from partitioner.passes.rules.strategies import enumerate_strategies
+from partitioner.passes.rules.verify import node_of
 
 NUM_RANKS = 2
 _NEW = "new"

@@ -38,6 +38,7 @@ from partitioner.advise.variants import (
 from partitioner.candidate import MeshCandidate
 from partitioner.constraints import OF_POINT, Constraints
 from partitioner.errors import CapacityError, InfeasibleError, TimeLimitError
+from partitioner.passes.errors import PartitionError
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator, SolvedCandidate
 from partitioner.solve.evaluate.job import Job
@@ -47,7 +48,6 @@ from partitioner.solve.search.space import SearchSpace, list_candidates, several
 from partitioner.topology import Topology
 from partitioner.units import list_divisors, seconds_text
 from partitioner.validate import check_request
-from passes.errors import PartitionError
 
 _MOST_CHANGES, _MOST_SOLVED, _MOST_OF_ONE, _MOST_TRIED = 3, 36, 8, 4000
 

@@ -16,13 +16,13 @@ from partitioner.constraints import OF_POINT, Constraints
 from partitioner.errors import ConstraintError, InfeasibleError
 from partitioner.explain.diff import format_relative, time_changes
 from partitioner.explain.tables import cut_off, describe_tried_offload, disk_text, fullest_bytes, host_text
+from partitioner.passes.errors import InputsError, PartitionError
 from partitioner.plan import OPEN, Candidate, Limits, Plan
 from partitioner.plans.figures import candidate_text
 from partitioner.schedules.registry import schedule_name
 from partitioner.solve.search.space import SEARCHED, SearchSpace, list_candidates, widest_searched
 from partitioner.units import bytes_text, format_plural, seconds_text
 from partitioner.validate import check_request
-from passes.errors import InputsError, PartitionError
 
 if TYPE_CHECKING:
     from torch import nn

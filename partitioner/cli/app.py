@@ -15,6 +15,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from partitioner import __version__
 from partitioner.cli.console import (
     Commands,
     build_output_console,
@@ -52,6 +53,21 @@ app = typer.Typer(
     help="Partition an unmodified PyTorch model: plan it for a cluster, look at the plan, prove, verify and run it.",
     epilog="Errors are short; `--debug`, anywhere on the line, shows their traceback.",
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"partitioner {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def add_version(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command(
@@ -323,7 +339,7 @@ def topology(
     where = Topology.parse(name)
     if svg:
         from partitioner.draw.topology import draw_topology
-        from runtime.files import write_text
+        from partitioner.runtime.files import write_text
 
         write_text(svg, draw_topology(where))
     if yaml:

@@ -20,9 +20,9 @@ from rich.text import Text
 from typer import BadParameter
 from typer.core import TyperGroup
 
+from partitioner.passes.errors import InternalError, PartitionError
+from partitioner.passes.faults import typed_errors
 from partitioner.units import WIDTH, format_plain_text, text_console
-from passes.errors import InternalError, PartitionError
-from passes.faults import typed_errors
 
 USER_ERROR, INTERNAL_ERROR, INTERRUPTED = 2, 3, 130
 

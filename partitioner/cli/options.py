@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from passes.errors import PartitionError
+from partitioner.passes.errors import PartitionError
 
 if TYPE_CHECKING:
     from torch import nn

@@ -27,7 +27,9 @@ def launch(
     plan_file: PlanFile,
     script: Annotated[
         str | None,
-        typer.Argument(help="The training script; without one, `-m runtime` trains the plan.", show_default=False),
+        typer.Argument(
+            help="The training script; without one, `-m partitioner.runtime` trains the plan.", show_default=False
+        ),
     ] = None,
     arguments: Annotated[
         list[str] | None, typer.Argument(help="What the script is given, after `--`.", show_default=False)
@@ -49,7 +51,7 @@ def launch(
     if out is None:
         typer.echo(text, nl=False)
         return
-    from runtime.files import write_text
+    from partitioner.runtime.files import write_text
 
     build_output_console().print(Text.assemble(("script: ", "dim"), str(write_text(out, text))))
 
@@ -87,17 +89,19 @@ def compare(
     """Say where a plan's prediction and a measured step part."""
     from partitioner import Plan
     from partitioner.explain.measured import compare_steps
-    from runtime.observe.trace_events import read_spans
+    from partitioner.runtime.observe.trace_events import read_spans
 
     print_parts(compare_steps(Plan.load(plan_file), read_spans(trace_file)))
 
 
 def compare_runs(
-    one: Annotated[Path, typer.Argument(help="The hashes of a run: runtime.debug.record_hashes.", show_default=False)],
+    one: Annotated[
+        Path, typer.Argument(help="The hashes of a run: partitioner.debug.record_hashes.", show_default=False)
+    ],
     other: Annotated[Path, typer.Argument(help="The hashes of another run.", show_default=False)],
 ) -> None:
     """Name the first operator that gave other bits in one run than in the other. Exit code 1 where there is one."""
-    from runtime.debug import compare_runs as compared
+    from partitioner.runtime.debug import compare_runs as compared
 
     difference = compared(one, other)
     if difference is None:

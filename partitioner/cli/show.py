@@ -16,10 +16,10 @@ from partitioner.explain.tables import build_pair_grid, format_heading, indent_p
 from partitioner.plan import Plan
 from partitioner.plans.figures import list_rank_capacities
 from partitioner.plans.mesh_axes import rate_rows
+from partitioner.runtime.program.mesh import MESH_AXES
+from partitioner.runtime.program.program import RankProgram, shard_shape
 from partitioner.topology import DeviceType, Topology
 from partitioner.units import bytes_text, format_digits, format_plural, format_ranges
-from runtime.program.mesh import MESH_AXES
-from runtime.program.program import RankProgram, shard_shape
 
 _MOST_STATES = 40
 

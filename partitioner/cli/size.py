@@ -64,7 +64,7 @@ def size(
     from partitioner import Constraints, size_cluster
     from partitioner.cluster_size import SizeError, scaling_picture
     from partitioner.explain.explain import summary_parts
-    from runtime.files import write_text
+    from partitioner.runtime.files import write_text
 
     sizes = _parse_node_counts(nodes)
     pins = Constraints(**constraints_of(constraints or ""))

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import torch
 
-import runtime
+import partitioner
 from partitioner.cli.options import TargetError, TargetModel
 from partitioner.errors import PlanError
+from partitioner.passes.capture.wrappers import unwrap_model
 from partitioner.plan import Plan
-from passes.capture.wrappers import unwrap_model
 
 
 def train_on_target(plan: Plan, target: TargetModel, steps: int, lr: float) -> Iterator[float]:
@@ -25,9 +25,9 @@ def train_on_target(plan: Plan, target: TargetModel, steps: int, lr: float) -> I
         raise TargetError("the function returned no inputs; expected (model, inputs), with one whole global batch")
     parameters = dict(unwrap_model(target.model)[0].named_parameters(remove_duplicate=False))
     optimizer = torch.optim.AdamW(target.model.parameters(), lr=lr)
-    with runtime.LocalRanks(plan.program.world_size) as ranks:
+    with partitioner.LocalRanks(plan.program.world_size) as ranks:
         for _ in range(steps):
-            done = runtime.run_local(plan, target.model, target.inputs, outputs=False, ranks=ranks)
+            done = partitioner.run_local(plan, target.model, target.inputs, outputs=False, ranks=ranks)
             assert done.loss is not None
             yield float(done.loss)
             for name, gradient in done.grads.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from passes.errors import PartitionError
+from partitioner.passes.errors import PartitionError
 
 if TYPE_CHECKING:
     from partitioner.plan import Plan

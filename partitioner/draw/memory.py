@@ -30,12 +30,12 @@ from partitioner.explain.explain import MEMORY_KINDS, memory_words
 from partitioner.explain.tables import disk_text, host_text
 from partitioner.plan import Plan
 from partitioner.plans.figures import key_figures, list_rank_capacities, picture_title, simulated_seconds
+from partitioner.runtime.program.analysis import ProgramFacts
+from partitioner.runtime.program.memory import MemoryMoment, memory_moments
+from partitioner.runtime.program.simulate import SimulatedSpan, Timeline
 from partitioner.simulate.program_memory import fixed_sizes, moving_sizes
 from partitioner.simulate.program_time import PlanDurations, simulate_plan
 from partitioner.units import bytes_text, format_percent, format_ranges, seconds_text
-from runtime.program.analysis import ProgramFacts
-from runtime.program.memory import MemoryMoment, memory_moments
-from runtime.program.simulate import SimulatedSpan, Timeline
 
 KINDS: dict[str, tuple[str, str]] = {
     kind: (f"held_{kind}", MEMORY_KINDS[kind])

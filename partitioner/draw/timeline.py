@@ -31,12 +31,12 @@ from partitioner.draw.timeline_folds import Fold, TimeScale, find_folds
 from partitioner.plan import Plan
 from partitioner.plans.figures import key_figures, picture_title, simulated_seconds
 from partitioner.plans.outline import chunk_starts
+from partitioner.runtime.program.instructions import Instruction
+from partitioner.runtime.program.program import Program
+from partitioner.runtime.program.sharded_buckets import rest_axes, zero_axes
+from partitioner.runtime.program.simulate import Timeline
 from partitioner.simulate.program_time import plan_timeline
 from partitioner.units import format_percent, format_ranges, seconds_text
-from runtime.program.instructions import Instruction
-from runtime.program.program import Program
-from runtime.program.sharded_buckets import rest_axes, zero_axes
-from runtime.program.simulate import Timeline
 
 Lane = Literal["compute", "exchange", "reduce", "gather", "host"]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
-from runtime.program.instructions import Instruction
+from partitioner.runtime.program.instructions import Instruction
 
 _LEAST_TIMES = 4  # equal periods in a row: fewer are drawn
 

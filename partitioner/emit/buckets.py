@@ -17,11 +17,11 @@ from itertools import zip_longest
 from typing import Any
 
 from partitioner.emit.routes import StageCalls
+from partitioner.runtime.program.buckets import Compression
+from partitioner.runtime.program.instructions import Instruction
+from partitioner.runtime.program.mesh import ALL_AXES
+from partitioner.runtime.program.sharded_buckets import Turn, left_of, turns_of
 from partitioner.schedules.actions import Order
-from runtime.program.buckets import Compression
-from runtime.program.instructions import Instruction
-from runtime.program.mesh import ALL_AXES
-from runtime.program.sharded_buckets import Turn, left_of, turns_of
 
 _LEAST_BUCKET = 25 * 2**20
 
@@ -52,8 +52,8 @@ class PlannedBucket:
     """``ready``: (index of the action in the order, position of the call) after which it is whole on this rank;
     ``None`` where it has to wait for SYNC, or is of parameters without gradients. ``each``: under ZeRO 2 and 3, for
     each chunk the position of the call after which a microbatch has added all to it that it adds. ``levels``,
-    ``compression``: see :class:`runtime.program.buckets.Bucket`; ``turns``: what reduces it, or the shards that SCATTER
-    makes.
+    ``compression``: see :class:`partitioner.runtime.program.buckets.Bucket`; ``turns``: what reduces it, or the shards
+    that SCATTER makes.
     """
 
     states: tuple[str, ...]

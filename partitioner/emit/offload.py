@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from runtime.program.instructions import Instruction
-from runtime.program.program import OFFLOADS, CallData, Offload
-from runtime.program.sharded_buckets import COMPUTING, reads_of
+from partitioner.runtime.program.instructions import Instruction
+from partitioner.runtime.program.program import OFFLOADS, CallData, Offload
+from partitioner.runtime.program.sharded_buckets import COMPUTING, reads_of
 
 _BACKWARD = frozenset({"B", "I", "W"})
 

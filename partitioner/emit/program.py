@@ -9,7 +9,8 @@ Provides: a :class:`Program` in which
 * every value and gradient is freed after its last use.
 
 Sends and receives never deadlock as long as each (sender, receiver, direction) is a FIFO channel of its own, on which a
-transfer waits only for its receive and for earlier transfers: see :class:`runtime.program.instructions.Instruction`.
+transfer waits only for its receive and for earlier transfers: see
+:class:`partitioner.runtime.program.instructions.Instruction`.
 """
 
 from __future__ import annotations
@@ -26,17 +27,14 @@ from partitioner.emit.offload import select_offloads
 from partitioner.emit.routes import EmitError, Routes, StageCalls, make_routes
 from partitioner.emit.stage import StageFlow, StageJob, stage_instructions, updates_of
 from partitioner.emit.zero import zero_axes
-from partitioner.schedules.csv_table import ScheduleTable
-from partitioner.schedules.registry import build_timetable, ranks_of, schedule_name
-from partitioner.schedules.steady_state import SteadyState, find_steady_state, parts_of
-from passes.ir.gradient_flow import GradientFlow, accumulated_in, gradient_flow, gradient_paths
-from passes.ir.layouts import REPLICATED, Layout, can_shard_evenly, local_shape
-from passes.ir.model import CallSignature, FoldedModel, TensorSpec
-from passes.ir.serialize import block_to_data, dtype_name, dtype_of
-from runtime.program.buckets import Bucket
-from runtime.program.instructions import Instruction, Instructions, Listing
-from runtime.program.mesh import ALL_AXES, MESH_AXES, expert_mesh, hybrid_mesh
-from runtime.program.program import (
+from partitioner.passes.ir.gradient_flow import GradientFlow, accumulated_in, gradient_flow, gradient_paths
+from partitioner.passes.ir.layouts import REPLICATED, Layout, can_shard_evenly, local_shape
+from partitioner.passes.ir.model import CallSignature, FoldedModel, TensorSpec
+from partitioner.passes.ir.serialize import block_to_data, dtype_name, dtype_of
+from partitioner.runtime.program.buckets import Bucket
+from partitioner.runtime.program.instructions import Instruction, Instructions, Listing
+from partitioner.runtime.program.mesh import ALL_AXES, MESH_AXES, expert_mesh, hybrid_mesh
+from partitioner.runtime.program.program import (
     ArgumentData,
     BlockGraph,
     CallData,
@@ -52,7 +50,10 @@ from runtime.program.program import (
     Value,
     weights_fingerprint,
 )
-from runtime.program.state_bytes import is_hosted
+from partitioner.runtime.program.state_bytes import is_hosted
+from partitioner.schedules.csv_table import ScheduleTable
+from partitioner.schedules.registry import build_timetable, ranks_of, schedule_name
+from partitioner.schedules.steady_state import SteadyState, find_steady_state, parts_of
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from partitioner.passes.errors import PartitionError
+from partitioner.passes.ir.gradient_flow import GradientFlow
+from partitioner.passes.ir.model import FoldedModel
 from partitioner.schedules.actions import group_stages_by_rank
-from passes.errors import PartitionError
-from passes.ir.gradient_flow import GradientFlow
-from passes.ir.model import FoldedModel
 
 
 class EmitError(PartitionError):

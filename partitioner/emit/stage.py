@@ -12,9 +12,9 @@ from partitioner.emit.channels import Fetch
 from partitioner.emit.offload import with_fetches, with_gradients, with_parking, with_passing
 from partitioner.emit.routes import Routes
 from partitioner.emit.zero import with_sharding
+from partitioner.runtime.program.instructions import Instruction
+from partitioner.runtime.program.program import CallData, StateData
 from partitioner.schedules.actions import Action, Order, group_stages_by_rank
-from runtime.program.instructions import Instruction
-from runtime.program.program import CallData, StateData
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from passes.ir.model import FoldedModel
-from runtime.program.instructions import Instruction
-from runtime.program.program import CallData
+from partitioner.passes.ir.model import FoldedModel
+from partitioner.runtime.program.instructions import Instruction
+from partitioner.runtime.program.program import CallData
 
 _COMPUTING = frozenset({"F", "B", "I", "W", "TOTAL_F"})
 

@@ -22,8 +22,8 @@ from partitioner.explain.tables import (
 from partitioner.plan import Plan
 from partitioner.plans.figures import COLLECTIVE_NAMES, list_rank_capacities, mesh_text
 from partitioner.plans.outline import outline_program
+from partitioner.runtime.program.program import StateData
 from partitioner.units import bytes_text, format_digits, format_percent, format_plain_text, format_plural, seconds_text
-from runtime.program.program import StateData
 
 _MOST_LAYOUTS = 20
 

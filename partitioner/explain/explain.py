@@ -40,6 +40,7 @@ from partitioner.plan import NEAR, WITHOUT, Baseline, Plan
 from partitioner.plans.figures import AXIS_NAMES, COLLECTIVE_NAMES, candidate_text, list_rank_capacities
 from partitioner.plans.mesh_axes import axis_text
 from partitioner.plans.outline import CallGroup, Outline, group_notes, outline_program
+from partitioner.runtime.program.program import updated_states
 from partitioner.topology.groups import stage_ranks
 from partitioner.topology.hosts import BOUNDLESS
 from partitioner.units import (
@@ -51,7 +52,6 @@ from partitioner.units import (
     format_ranges,
     seconds_text,
 )
-from runtime.program.program import updated_states
 
 _SHOWN = 3  # buffers that are named
 

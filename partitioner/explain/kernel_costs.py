@@ -8,11 +8,11 @@ from itertools import chain
 from partitioner.cost.call.block_profile import asked_by
 from partitioner.cost.call.call_cost import CallCost
 from partitioner.cost.call.roofline import kernel_times
+from partitioner.passes.ir.model import Block
 from partitioner.plan import Plan
 from partitioner.simulate.program_time import PlanDurations
 from partitioner.topology.hardware import DeviceType
 from partitioner.units import format_percent
-from passes.ir.model import Block
 
 Seconds = dict[str, float]  # by kind, in words
 

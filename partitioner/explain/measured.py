@@ -13,9 +13,7 @@ from rich.text import Text
 from partitioner.errors import PlanError
 from partitioner.explain.tables import build_empty_table, format_heading, indent_part
 from partitioner.plan import Plan
-from partitioner.simulate.program_time import plan_timeline, simulate_plan
-from partitioner.units import format_percent, seconds_text
-from runtime.observe.trace_events import (
+from partitioner.runtime.observe.trace_events import (
     Event,
     TraceSpan,
     events_of,
@@ -26,9 +24,11 @@ from runtime.observe.trace_events import (
     spans_of,
     write_trace,
 )
-from runtime.program.program import Program
-from runtime.program.simulate import COMPUTE, Timeline
-from runtime.watch.watchdog import newest_attempt
+from partitioner.runtime.program.program import Program
+from partitioner.runtime.program.simulate import COMPUTE, Timeline
+from partitioner.runtime.watch.watchdog import newest_attempt
+from partitioner.simulate.program_time import plan_timeline, simulate_plan
+from partitioner.units import format_percent, seconds_text
 
 _PREDICTED = 10_000  # processes of the prediction come behind those of the ranks
 

@@ -17,6 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from partitioner.optimizers import OPTIMIZERS
+from partitioner.passes.dtypes import get_dtype_itemsize, sum_type
+from partitioner.passes.ir.layouts import Layout
+from partitioner.passes.products import is_product_name
 from partitioner.plan import OPEN, WITHOUT, Baseline, Candidate, Certificate, Plan, StageEstimate
 from partitioner.plans.figures import (
     COLLECTIVE_NAMES,
@@ -28,6 +31,7 @@ from partitioner.plans.figures import (
 )
 from partitioner.plans.mesh_axes import axis_text, level_rates
 from partitioner.plans.outline import Outline
+from partitioner.runtime.program.program import Program, StateData
 from partitioner.simulate.weight_precision import common_precision
 from partitioner.topology import Topology
 from partitioner.topology.hosts import can_offload
@@ -40,13 +44,9 @@ from partitioner.units import (
     format_ranges,
     seconds_text,
 )
-from passes.dtypes import get_dtype_itemsize, sum_type
-from passes.ir.layouts import Layout
-from passes.products import is_product_name
-from runtime.program.program import Program, StateData
 
 if TYPE_CHECKING:
-    from passes.ir.model import FoldedModel
+    from partitioner.passes.ir.model import FoldedModel
 
 _OTHERS = {"bf16": "fp16", "fp16": "bf16", "fp32": "tf32"}
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from passes.dtypes import get_dtype_itemsize, is_floating
-from passes.ir.layouts import Layout
-from runtime.program.program import BlockGraph, CallData, StateData
+from partitioner.passes.dtypes import get_dtype_itemsize, is_floating
+from partitioner.passes.ir.layouts import Layout
+from partitioner.runtime.program.program import BlockGraph, CallData, StateData
 
 # operator, option "grad" -> what runs forward and what runs backward (None: nothing is sent); see
 # passes/ir/collectives.py

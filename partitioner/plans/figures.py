@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from partitioner.plan import Candidate, Plan
+from partitioner.runtime.program.mesh import MESH_AXES
 from partitioner.topology.groups import num_communicators
 from partitioner.units import bytes_text, format_percent, format_plural, seconds_text
-from runtime.program.mesh import MESH_AXES
 
 AXIS_NAMES = {"pp": "pipeline", "dp": "data", "cp": "context", "tp": "tensor", "ep": "expert"}
 

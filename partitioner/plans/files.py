@@ -9,10 +9,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from partitioner.passes.errors import PartitionError
 from partitioner.plan import Plan
-from passes.errors import PartitionError
-from runtime.files import write_text
-from runtime.program.program import Program
+from partitioner.runtime.files import write_text
+from partitioner.runtime.program.program import Program
 
 FORMAT = "partitioner-plan"
 

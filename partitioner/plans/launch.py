@@ -20,7 +20,7 @@ from partitioner.topology import Topology
 
 PORT = 29500  # torchrun's own
 
-TORCHRUN = "python -m runtime.launch.torchrun"
+TORCHRUN = "python -m partitioner.runtime.launch.torchrun"
 _WARNING_S = 120  # before a job's time is over, in which it goes back into the queue
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>[0-5]?\d))?(?::(?P<third>[0-5]?\d))?")
 _NO_LIMIT = ("UNLIMITED", "INFINITE")
@@ -50,7 +50,7 @@ class LaunchJob:
 def job_of(
     plan: Plan, plan_file: str, script: str | None = None, arguments: Sequence[str] = (), max_restarts: int = 3
 ) -> LaunchJob:
-    """The job that runs ``script``, or without one ``-m runtime plan_file``, on the devices of ``plan``.
+    """The job that runs ``script``, or without one ``-m partitioner.runtime plan_file``, on the devices of ``plan``.
 
     Raises :class:`PlanError` for a plan that has no program, or fewer restarts than none.
     """
@@ -64,7 +64,7 @@ def job_of(
         processes=processes,
         alike=_has_interchangeable_nodes(plan.topology) and len(set(processes)) == 1,
         gpus=not all(plan.topology.devices[d].kind.startswith("cpu") for d in plan.devices),
-        program=(*(("-m", "runtime", plan_file) if script is None else (script,)), *arguments),
+        program=(*(("-m", "partitioner.runtime", plan_file) if script is None else (script,)), *arguments),
         max_restarts=max_restarts,
     )
 

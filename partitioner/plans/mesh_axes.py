@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.plans.figures import AXIS_NAMES
+from partitioner.runtime.program.mesh import MESH_AXES
 from partitioner.topology.fabric import level_groups, spans_nodes
 from partitioner.topology.group import Group
 from partitioner.topology.groups import expert_grid, rank_grid, row_groups, stage_links
 from partitioner.topology.hardware import Level
 from partitioner.topology.topology import Topology
 from partitioner.units import format_digits, format_plural, seconds_text
-from runtime.program.mesh import MESH_AXES
 
 if TYPE_CHECKING:
     from partitioner.plan import Plan

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+from partitioner.passes.dtypes import get_dtype_itemsize, sum_type
 from partitioner.plans.block_outline import BlockCollective, Weight, block_collectives, block_weights
+from partitioner.runtime.program.buckets import Bucket
+from partitioner.runtime.program.instructions import Instruction, count_repetitions
+from partitioner.runtime.program.program import Program, Stage
+from partitioner.runtime.program.sharded_buckets import count_gradient_shards, rest_axes, zero_axes
+from partitioner.runtime.program.state_bytes import state_sizes
 from partitioner.units import bytes_text
-from passes.dtypes import get_dtype_itemsize, sum_type
-from runtime.program.buckets import Bucket
-from runtime.program.instructions import Instruction, count_repetitions
-from runtime.program.program import Program, Stage
-from runtime.program.sharded_buckets import count_gradient_shards, rest_axes, zero_axes
-from runtime.program.state_bytes import state_sizes
 
 
 def group_notes(calls: CallGroup) -> list[str]:
@@ -90,7 +90,7 @@ def describe_bucket_exchange(program: Program, bucket: Bucket, op: str, axes: tu
     axes = axes or (rest_axes(program, bucket) if op == "REDUCE" else zero_axes(program, bucket.states))
     what, kind = "parameters" if size == "part" else "gradients", BUCKET_OPS[op]
     if bucket.compression and what == "gradients" and level == max(0, len(bucket.levels) - 1) and op != "REDUCE":
-        from runtime.program.codecs import wire_share  # where gradients are compressed: it imports PyTorch
+        from partitioner.runtime.program.codecs import wire_share  # where gradients are compressed: it imports PyTorch
 
         moved = int(
             moved * wire_share(bucket.compression, get_dtype_itemsize(sum_type(program.states[bucket.states[0]].dtype)))

@@ -18,17 +18,17 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from passes.capture.buffers import aliases_of
-from passes.capture.capture import PRECISIONS
-from passes.capture.export import in_containers, place_of
-from passes.capture.wrappers import copy_model
-from passes.errors import InputsError, PartitionError
-from passes.ir.rewrite import as_type
-from passes.ops.fake_quantize import FORMULAS, fused_quantizers_traced
-from passes.ops.random import Sampler, apply_dropout, arguments_of, draw_whole_tensor, formula_of
-from passes.trace.autograd_functions import collections_kept, drop_looking_hooks, looking_hooks_skipped
-from runtime.engine.batches import leaves_by_path
-from runtime.state.weights import number_of
+from partitioner.passes.capture.buffers import aliases_of
+from partitioner.passes.capture.capture import PRECISIONS
+from partitioner.passes.capture.export import in_containers, place_of
+from partitioner.passes.capture.wrappers import copy_model
+from partitioner.passes.errors import InputsError, PartitionError
+from partitioner.passes.ir.rewrite import as_type
+from partitioner.passes.ops.fake_quantize import FORMULAS, fused_quantizers_traced
+from partitioner.passes.ops.random import Sampler, apply_dropout, arguments_of, draw_whole_tensor, formula_of
+from partitioner.passes.trace.autograd_functions import collections_kept, drop_looking_hooks, looking_hooks_skipped
+from partitioner.runtime.engine.batches import leaves_by_path
+from partitioner.runtime.state.weights import number_of
 
 _REDUCED = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex32})
 

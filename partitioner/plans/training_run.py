@@ -8,9 +8,9 @@ from numbers import Real
 from typing import Any
 
 from partitioner.errors import PlanError
+from partitioner.passes.errors import InputsError
 from partitioner.plan import Plan
 from partitioner.units import count_text, format_digits, format_plural, seconds_text
-from passes.errors import InputsError
 
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 

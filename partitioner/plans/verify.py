@@ -15,18 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from partitioner.passes.capture.export import leaf_paths
+from partitioner.passes.capture.wrappers import unwrap_model
+from partitioner.passes.errors import InputsError
+from partitioner.passes.ir.layouts import Layout
 from partitioner.plans.reference import Reference, run_reference
+from partitioner.runtime.launch.local import run_threads
+from partitioner.runtime.launch.process_pool import Run
+from partitioner.runtime.program.precision import remove_compression
+from partitioner.runtime.program.program import Program
+from partitioner.runtime.state.weights import number_of
 from partitioner.solve.evaluate.prepared_model import modes_of_a_new_process
 from partitioner.validate import type_of
-from passes.capture.export import leaf_paths
-from passes.capture.wrappers import unwrap_model
-from passes.errors import InputsError
-from passes.ir.layouts import Layout
-from runtime.launch.local import run_threads
-from runtime.launch.process_pool import Run
-from runtime.program.precision import remove_compression
-from runtime.program.program import Program
-from runtime.state.weights import number_of
 
 Inputs = tuple[Any, ...] | Mapping[str, Any]
 
@@ -138,8 +138,8 @@ def verify(
 
     Gradients that the plan sends compressed are sent as they are, like all that is rounded less here.
 
-    Raises :class:`runtime.WeightsError` or :class:`runtime.BatchError` where model or inputs are not the plan's, and
-    :class:`InputsError` where the plan has a loss and the model gives none.
+    Raises :class:`partitioner.WeightsError` or :class:`partitioner.BatchError` where model or inputs are not the
+    plan's, and :class:`InputsError` where the plan has a loss and the model gives none.
     """
     program: Program = remove_compression(plan.program)
     train = program.objective == "train"

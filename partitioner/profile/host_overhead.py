@@ -22,9 +22,9 @@ from partitioner.api import partition
 from partitioner.constraints import Constraints
 from partitioner.profile.rank import open_device
 from partitioner.profile.timer import host_seconds
+from partitioner.runtime.comm.torch_backend import TorchCommunicator
+from partitioner.runtime.engine.engine import Engine
 from partitioner.topology import Topology
-from runtime.comm.torch_backend import TorchCommunicator
-from runtime.engine.engine import Engine
 
 _HEADS, _SIZE, _TOKENS, _LAYERS = 2, 16, 16, 2
 

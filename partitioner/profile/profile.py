@@ -29,12 +29,12 @@ from partitioner.profile.kernels import (
 )
 from partitioner.profile.report import machine_yaml
 from partitioner.profile.timer import CollectiveSample, KernelSample, Measurements
+from partitioner.runtime.files import write_text
+from partitioner.runtime.launch.process_pool import LocalRanks
 from partitioner.topology import Topology
 from partitioner.topology.detect import num_cores, physical_memory
 from partitioner.topology.hardware import COLLECTIVES
 from partitioner.units import list_divisors
-from runtime.files import write_text
-from runtime.launch.process_pool import LocalRanks
 
 Report = Callable[[str, int, int], None]  # current measurement, steps done, total steps
 
@@ -101,7 +101,7 @@ def profile_machine(
     number of ranks that can really compute at a time is measured with all ranks.
 
     Raises :class:`TopologyError` for ranks or a device that are not present, before anything is started;
-    :class:`runtime.RankError` if a rank fails.
+    :class:`partitioner.RankError` if a rank fails.
     """
     kind = _device_kind(device)
     count = _num_ranks(num_ranks, kind)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from partitioner.profile.kernels import KernelCase, build_case_tensors
 from partitioner.profile.timer import KernelSample, Overlap, median_seconds, synchronize_device
-from runtime.comm.group import RankGroup
-from runtime.comm.torch_backend import TorchCommunicator
+from partitioner.runtime.comm.group import RankGroup
+from partitioner.runtime.comm.torch_backend import TorchCommunicator
 
 _OVERLAP_BYTES = 4 << 20
 

@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from partitioner.profile.rank import open_device
 from partitioner.profile.timer import CollectiveSample, synchronize_device
-from runtime.comm.group import Communicator, Pending, RankGroup
-from runtime.comm.torch_backend import TorchCommunicator
-from runtime.program.membership import PipelineEdge
+from partitioner.runtime.comm.group import Communicator, Pending, RankGroup
+from partitioner.runtime.comm.torch_backend import TorchCommunicator
+from partitioner.runtime.program.membership import PipelineEdge
 
 _BETWEEN_S = 2e-3  # computation between transfers; about one layer's
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from passes.errors import PartitionError
+from partitioner.passes.errors import PartitionError
 
 ActionKind = Literal["F", "B", "I", "W"]
 

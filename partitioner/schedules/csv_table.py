@@ -17,10 +17,10 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from partitioner.runtime.files import write_text
+from partitioner.runtime.program.instructions import Data
 from partitioner.schedules.actions import Action, ScheduleError, Timetable, group_stages_by_rank, stuck_at
 from partitioner.schedules.orders import merge_backward_halves
-from runtime.files import write_text
-from runtime.program.instructions import Data
 
 SUFFIX = ".csv"
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from partitioner.runtime.program.instructions import Instruction, Part
 from partitioner.schedules.actions import Action, Order
 from partitioner.schedules.csv_table import ScheduleTable, table_of
 from partitioner.schedules.registry import schedule_orders
-from runtime.program.instructions import Instruction, Part
 
 Item = tuple[Hashable, int | None]  # what is done, and on which microbatch
 
@@ -30,8 +30,8 @@ _OPENING = _FETCHING | {"F", "B", "I", "W", "TOTAL_F", "TOTAL", "REDUCE", "SYNC"
 
 @dataclass(frozen=True)
 class Growth:
-    """``length`` items of the shorter list from ``start``, as :class:`runtime.program.instructions.Part` repeats
-    them."""
+    """``length`` items of the shorter list from ``start``, as :class:`partitioner.runtime.program.instructions.Part`
+    repeats them."""
 
     start: int
     length: int

@@ -9,13 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from partitioner.optimizers import optimizer_bytes
+from partitioner.passes.ir.serialize import dtype_of
 from partitioner.plan import Estimate
+from partitioner.runtime.program.analysis import ProgramFacts
+from partitioner.runtime.program.instructions import Instructions, Listing
+from partitioner.runtime.program.memory import (
+    MemoryMoment,
+    gradient_bytes,
+    memory_moments,
+    parameter_bytes,
+    residual_bytes,
+)
+from partitioner.runtime.program.state_bytes import host_states
 from partitioner.topology.groups import stage_ranks
-from passes.ir.serialize import dtype_of
-from runtime.program.analysis import ProgramFacts
-from runtime.program.instructions import Instructions, Listing
-from runtime.program.memory import MemoryMoment, gradient_bytes, memory_moments, parameter_bytes, residual_bytes
-from runtime.program.state_bytes import host_states
 
 Sizes = dict[str, int]  # bytes by kind
 

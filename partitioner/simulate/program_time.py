@@ -22,7 +22,17 @@ from partitioner.cost.step.offload import update_seconds
 from partitioner.cost.step.placed_mesh import PlacedMesh, Seats
 from partitioner.cost.step.rank_costs import CallCostCache
 from partitioner.optimizers import moment_bytes, optimizer_bytes
+from partitioner.passes.ir.gradient_flow import mark_block
+from partitioner.passes.ir.model import Block
+from partitioner.passes.ir.serialize import block_from_data, dtype_of
 from partitioner.plan import Plan
+from partitioner.runtime.program.analysis import ProgramFacts
+from partitioner.runtime.program.buckets import Compression
+from partitioner.runtime.program.mesh import HYBRID_AXES
+from partitioner.runtime.program.program import Program
+from partitioner.runtime.program.sharded_buckets import zero_axes
+from partitioner.runtime.program.simulate import Part, Sharing, Timeline, simulate
+from partitioner.runtime.program.state_bytes import host_states
 from partitioner.schedules.formulas import is_split
 from partitioner.simulate.weight_precision import common_precision
 from partitioner.topology.group import Group
@@ -30,16 +40,6 @@ from partitioner.topology.hardware import DeviceType
 from partitioner.topology.hosts import BOUNDLESS
 from partitioner.topology.topology import Topology
 from partitioner.validate import rate_cluster
-from passes.ir.gradient_flow import mark_block
-from passes.ir.model import Block
-from passes.ir.serialize import block_from_data, dtype_of
-from runtime.program.analysis import ProgramFacts
-from runtime.program.buckets import Compression
-from runtime.program.mesh import HYBRID_AXES
-from runtime.program.program import Program
-from runtime.program.sharded_buckets import zero_axes
-from runtime.program.simulate import Part, Sharing, Timeline, simulate
-from runtime.program.state_bytes import host_states
 
 _EXPERT_AXES = {"edp": "experts", "etp": "tp"}  # what the machine calls axes of the experts' mesh
 

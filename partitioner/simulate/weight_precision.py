@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from runtime.program.program import Program
+from partitioner.runtime.program.program import Program
 
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from partitioner.passes.ir.hashing import hashed_once
 from partitioner.topology.fabric import Floats
 from partitioner.topology.hardware import Hop, Level, Link, LinkOverride, Measured, Pattern
-from passes.ir.hashing import hashed_once
 
 if TYPE_CHECKING:
     from partitioner.topology.topology import Topology

@@ -1,8 +1,8 @@
 """Groups of a placed mesh: the links over which the ranks of each mesh axis communicate.
 
-Ranks are numbered along the mesh's axes, nested in the order of ``runtime.program.mesh.AXES``, outermost first. A
-placement maps each rank to a device; without one, rank ``i`` is on device ``i``. All groups of an axis work at the same
-time, and a stage waits for the slowest one.
+Ranks are numbered along the mesh's axes, nested in the order of ``partitioner.runtime.program.mesh.AXES``, outermost
+first. A placement maps each rank to a device; without one, rank ``i`` is on device ``i``. All groups of an axis work at
+the same time, and a stage waits for the slowest one.
 
 Where ranks are nested in levels that are all alike, one group stands for all groups over the same axes. A nesting gives
 every level a factor of every axis (``partitioner/solve/placement/regular.py``). The steps of a nesting are the numbers
@@ -23,12 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partitioner.errors import TopologyError
+from partitioner.runtime.program.mesh import AXES, expert_mesh, num_ranks
 from partitioner.topology.fabric import inside_levels, least_share, links_at_once
 from partitioner.topology.group import Group, select_slowest_group
 from partitioner.topology.hardware import Link
 from partitioner.topology.pair_links import group_of, hops_of, ring_hops, select_card_neighbours, spread_of
 from partitioner.topology.topology import Topology
-from runtime.program.mesh import AXES, expert_mesh, num_ranks
 
 Devices = NDArray[np.int64] | Sequence[int] | None  # by rank; None: each rank on its namesake
 

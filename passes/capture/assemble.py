@@ -15,18 +15,27 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
-from passes.capture.export import leaf_paths
-from passes.errors import InputsError, UnsupportedError
-from passes.experts.loops import SELECTS
-from passes.experts.trace_marks import MARKS
-from passes.experts.traced_branches import find_empty_expert_masks
-from passes.experts.traced_loops import empty_mask, is_turn
-from passes.faults import source_of
-from passes.ir.interpret import META
-from passes.ir.model import CallSignature, Captured, ModelInput, ModelOutput, ModelState, Plain, StateKind, TensorSpec
-from passes.ir.rewrite import drop_unused
-from passes.select.masked_row_ops import Unselectable
-from passes.select.masked_rows import SelectedRows
+from partitioner.passes.capture.export import leaf_paths
+from partitioner.passes.errors import InputsError, UnsupportedError
+from partitioner.passes.experts.loops import SELECTS
+from partitioner.passes.experts.trace_marks import MARKS
+from partitioner.passes.experts.traced_branches import find_empty_expert_masks
+from partitioner.passes.experts.traced_loops import empty_mask, is_turn
+from partitioner.passes.faults import source_of
+from partitioner.passes.ir.interpret import META
+from partitioner.passes.ir.model import (
+    CallSignature,
+    Captured,
+    ModelInput,
+    ModelOutput,
+    ModelState,
+    Plain,
+    StateKind,
+    TensorSpec,
+)
+from partitioner.passes.ir.rewrite import drop_unused
+from partitioner.passes.select.masked_row_ops import Unselectable
+from partitioner.passes.select.masked_rows import SelectedRows
 
 _KINDS: dict[InputKind, StateKind] = {
     InputKind.PARAMETER: "parameter",

@@ -37,11 +37,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from passes.errors import UnsupportedError
-from passes.ir.inplace import is_view
-from passes.ir.interpret import infer_meta_value
-from passes.ir.model import Captured, FoldedModel, ModelState
-from passes.trace.concrete_scalars import memory_of, written_by
+from partitioner.passes.errors import UnsupportedError
+from partitioner.passes.ir.inplace import is_view
+from partitioner.passes.ir.interpret import infer_meta_value
+from partitioner.passes.ir.model import Captured, FoldedModel, ModelState
+from partitioner.passes.trace.concrete_scalars import memory_of, written_by
 
 aten = torch.ops.aten
 

@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from passes.capture.assemble import assemble_program_graph
-from passes.capture.export import (
+from partitioner.passes.capture.assemble import assemble_program_graph
+from partitioner.passes.capture.export import (
     ParameterlessCopy,
     cast_floating_dtype,
     export_parameterless_copy,
@@ -29,8 +29,8 @@ from passes.capture.export import (
     make_twin,
     try_forward,
 )
-from passes.capture.functionalize import flatten_program
-from passes.capture.inputs import (
+from partitioner.passes.capture.functionalize import flatten_program
+from partitioner.passes.capture.inputs import (
     NO_BATCH,
     Bound,
     Inputs,
@@ -40,21 +40,21 @@ from passes.capture.inputs import (
     split_inputs,
     without_numbers,
 )
-from passes.capture.tracing import Tracer, make_hookless_twin, notes_on_fixed
-from passes.capture.wrappers import check_inputs, check_model
-from passes.errors import InputsError, UnsupportedError
-from passes.ir.interpret import refresh_graph_values
-from passes.ir.model import Captured, TensorSpec
-from passes.ir.rewrite import cast_graph_dtype
-from passes.trace.autocast import autocast_on
-from passes.trace.autograd_functions import (
+from partitioner.passes.capture.tracing import Tracer, make_hookless_twin, notes_on_fixed
+from partitioner.passes.capture.wrappers import check_inputs, check_model
+from partitioner.passes.errors import InputsError, UnsupportedError
+from partitioner.passes.ir.interpret import refresh_graph_values
+from partitioner.passes.ir.model import Captured, TensorSpec
+from partitioner.passes.ir.rewrite import cast_graph_dtype
+from partitioner.passes.trace.autocast import autocast_on
+from partitioner.passes.trace.autograd_functions import (
     check_hooks,
     collections_kept,
     forward_hooks_of,
     global_hooks_dropped,
     hooks_refused,
 )
-from passes.trace.kv_cache import caches_matter
+from partitioner.passes.trace.kv_cache import caches_matter
 
 __all__ = ["PRECISIONS", "Captured", "capture"]
 

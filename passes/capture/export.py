@@ -34,22 +34,22 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.fx.proxy import TracerBase
 from torch.utils import _pytree as pytree
 
-from passes.capture.buffers import aliases_traced, writes_traced
-from passes.capture.wrappers import copy_model, leaves_text
-from passes.errors import CaptureError, InputsError, PartitionError
-from passes.experts.traced_loops import TracedLoops, hits_traced
-from passes.faults import FRAME, is_users, shorten_file_path
-from passes.ir.lifted_numbers import LiftedNumber, LiftScope, NotLiftable, is_lifted, numbers_followed
-from passes.ops.experts import grouped_traced
-from passes.ops.fake_quantize import OBSERVERS_OFF, fused_quantizers_traced
-from passes.ops.random import draws_traced
-from passes.select.traced_selections import selections_traced
-from passes.trace.autocast import casts_traced
-from passes.trace.autograd_functions import traced_with_own_gradients
-from passes.trace.concrete_scalars import conversions_traced, numbers_known
-from passes.trace.inner_gradients import inner_gradients_traced
-from passes.trace.kv_cache import switch_caches_off
-from passes.trace.layer_equality import is_simple
+from partitioner.passes.capture.buffers import aliases_traced, writes_traced
+from partitioner.passes.capture.wrappers import copy_model, leaves_text
+from partitioner.passes.errors import CaptureError, InputsError, PartitionError
+from partitioner.passes.experts.traced_loops import TracedLoops, hits_traced
+from partitioner.passes.faults import FRAME, is_users, shorten_file_path
+from partitioner.passes.ir.lifted_numbers import LiftedNumber, LiftScope, NotLiftable, is_lifted, numbers_followed
+from partitioner.passes.ops.experts import grouped_traced
+from partitioner.passes.ops.fake_quantize import OBSERVERS_OFF, fused_quantizers_traced
+from partitioner.passes.ops.random import draws_traced
+from partitioner.passes.select.traced_selections import selections_traced
+from partitioner.passes.trace.autocast import casts_traced
+from partitioner.passes.trace.autograd_functions import traced_with_own_gradients
+from partitioner.passes.trace.concrete_scalars import conversions_traced, numbers_known
+from partitioner.passes.trace.inner_gradients import inner_gradients_traced
+from partitioner.passes.trace.kv_cache import switch_caches_off
+from partitioner.passes.trace.layer_equality import is_simple
 
 with contextlib.suppress(ImportError):  # where torch.export's tracer lives, which it imports at its first call
     importlib.import_module("torch.export._trace")

@@ -30,11 +30,11 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import TreeSpec
 
-from passes.capture.buffers import spell_out
-from passes.errors import UnsupportedError
-from passes.faults import source_of
-from passes.ir.inplace import remove_inplace
-from passes.trace.concrete_scalars import written_by
+from partitioner.passes.capture.buffers import spell_out
+from partitioner.passes.errors import UnsupportedError
+from partitioner.passes.faults import source_of
+from partitioner.passes.ir.inplace import remove_inplace
+from partitioner.passes.trace.concrete_scalars import written_by
 
 aten = torch.ops.aten
 

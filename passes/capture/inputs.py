@@ -12,9 +12,15 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from passes.capture.export import ParameterlessCopy, cast_floating_dtype, leaf_paths, map_leaves, try_forward
-from passes.errors import InputsError
-from passes.ir.model import Argument
+from partitioner.passes.capture.export import (
+    ParameterlessCopy,
+    cast_floating_dtype,
+    leaf_paths,
+    map_leaves,
+    try_forward,
+)
+from partitioner.passes.errors import InputsError
+from partitioner.passes.ir.model import Argument
 
 Inputs = tuple[Any, ...] | Mapping[str, Any] | None
 

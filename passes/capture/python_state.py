@@ -28,10 +28,10 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from passes.capture.export import line_of
-from passes.faults import is_users
-from passes.ir.lifted_numbers import is_lifted
-from passes.ir.model import Captured
+from partitioner.passes.capture.export import line_of
+from partitioner.passes.faults import is_users
+from partitioner.passes.ir.lifted_numbers import is_lifted
+from partitioner.passes.ir.model import Captured
 
 _PLAIN = (bool, type(None), int, float, str, complex, bytes, torch.dtype, torch.device, torch.Size)
 

@@ -21,11 +21,17 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from passes.capture.assemble import assemble_program_graph
-from passes.capture.export import Counter, ParameterlessCopy, export_parameterless_copy, make_twin, try_forward
-from passes.capture.functionalize import flatten_program
-from passes.capture.inputs import Bound, arguments_of, lift_leaves, plain_numbers
-from passes.capture.python_state import (
+from partitioner.passes.capture.assemble import assemble_program_graph
+from partitioner.passes.capture.export import (
+    Counter,
+    ParameterlessCopy,
+    export_parameterless_copy,
+    make_twin,
+    try_forward,
+)
+from partitioner.passes.capture.functionalize import flatten_program
+from partitioner.passes.capture.inputs import Bound, arguments_of, lift_leaves, plain_numbers
+from partitioner.passes.capture.python_state import (
     Attributes,
     Clock,
     PythonState,
@@ -34,15 +40,15 @@ from passes.capture.python_state import (
     find_draw,
     same_computation,
 )
-from passes.capture.wrappers import take_hooks_into_forward
-from passes.errors import CaptureError, PartitionError, UnsupportedError
-from passes.experts.traced_loops import TracedLoops
-from passes.ir.lifted_numbers import Expression, Guard, LiftScope, NotLiftable
-from passes.ir.model import CallSignature, Captured, ModelState, TensorSpec
-from passes.trace.autograd_functions import drop_looking_hooks, with_terms_added
-from passes.trace.layer_equality import ModuleGroup, ParkedParameters
-from passes.trace.layer_expansion import Unrepeated, expand_layer_operators, in_order
-from passes.trace.layer_reuse import Repeats
+from partitioner.passes.capture.wrappers import take_hooks_into_forward
+from partitioner.passes.errors import CaptureError, PartitionError, UnsupportedError
+from partitioner.passes.experts.traced_loops import TracedLoops
+from partitioner.passes.ir.lifted_numbers import Expression, Guard, LiftScope, NotLiftable
+from partitioner.passes.ir.model import CallSignature, Captured, ModelState, TensorSpec
+from partitioner.passes.trace.autograd_functions import drop_looking_hooks, with_terms_added
+from partitioner.passes.trace.layer_equality import ModuleGroup, ParkedParameters
+from partitioner.passes.trace.layer_expansion import Unrepeated, expand_layer_operators, in_order
+from partitioner.passes.trace.layer_reuse import Repeats
 
 
 @dataclass(frozen=True)
@@ -242,8 +248,8 @@ def make_hookless_twin(
     casts: str | None = None,
     keep_caches: bool = False,
 ) -> ParameterlessCopy:
-    """A twin of the model (:func:`passes.capture.export.make_twin`), without the hooks that a plan leaves out; those on
-    the forward of the model itself are part of its forward."""
+    """A twin of the model (:func:`partitioner.passes.capture.export.make_twin`), without the hooks that a plan leaves
+    out; those on the forward of the model itself are part of its forward."""
     twin = make_twin(model, dtype, mode, casts, keep_caches)
     drop_looking_hooks(twin.module)
     take_hooks_into_forward(twin.module)

@@ -25,8 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from passes.errors import CaptureError, InputsError, PartitionError, UnsupportedError
-from passes.trace.autograd_functions import CHECKPOINT_NOTE, OFFLOAD_NOTE
+from partitioner.passes.errors import CaptureError, InputsError, PartitionError, UnsupportedError
+from partitioner.passes.trace.autograd_functions import CHECKPOINT_NOTE, OFFLOAD_NOTE
 
 _LEAVES = (NoneType, bool, int, float, str, nn.Module, torch.ScriptObject)
 
@@ -140,7 +140,8 @@ _CHILDREN = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 COMPILED_NOTE = (
-    "torch.compile in the model ({where}) is left out: runtime.Engine(..., compile=True) compiles the plan's programs"
+    "torch.compile in the model ({where}) is left out: partitioner.Engine(..., compile=True) compiles the plan's "
+    "programs"
 )
 _REPLICATED_NOTE = "{kind} ({where}) is left out: the plan itself divides the batch and adds up gradients"
 _SHOWN = 3  # places that a note lists

@@ -1,8 +1,9 @@
 """Expert parallelism: each rank holds some of the experts, and rows are sent to the ranks of their experts and back.
 
-Requires: a local block (after the last :func:`passes.shard.shard_block.shard_block`) and its expert regions. Provides:
-the block with experts' states of ``1 / size`` per rank, where rows are sent before a region and returned after it. The
-ranks along the axis must have different rows: rows that two ranks hold alike would be computed twice.
+Requires: a local block (after the last :func:`partitioner.passes.shard.shard_block.shard_block`) and its expert
+regions. Provides: the block with experts' states of ``1 / size`` per rank, where rows are sent before a region and
+returned after it. The ranks along the axis must have different rows: rows that two ranks hold alike would be computed
+twice.
 
 In the routed form any number of rows may arrive at a rank, from none to all, and no row is dropped or padded: operators
 of the region carry no number of rows in their arguments. In the dense form every expert works on the rows of all ranks,
@@ -18,15 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.errors import UnsupportedError
-from passes.experts.regions import ExpertRegion
-from passes.ir.collectives import collective_name, is_over, ops
-from passes.ir.interpret import infer_meta_value, insert_operator_node, value_of
-from passes.ir.layouts import Layout, local_shape, make_shard_layout
-from passes.ir.model import Block, TensorSpec
-from passes.ir.rewrite import drop_unused
-from passes.rules.factors import operands_of, with_operands
-from passes.rules.strategies import enumerate_strategies, local_call
+from partitioner.passes.errors import UnsupportedError
+from partitioner.passes.experts.regions import ExpertRegion
+from partitioner.passes.ir.collectives import collective_name, is_over, ops
+from partitioner.passes.ir.interpret import infer_meta_value, insert_operator_node, value_of
+from partitioner.passes.ir.layouts import Layout, local_shape, make_shard_layout
+from partitioner.passes.ir.model import Block, TensorSpec
+from partitioner.passes.ir.rewrite import drop_unused
+from partitioner.passes.rules.factors import operands_of, with_operands
+from partitioner.passes.rules.strategies import enumerate_strategies, local_call
 
 aten = torch.ops.aten
 

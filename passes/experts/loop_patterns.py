@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.experts.routing_masks import RoutingChoice, choice_of
-from passes.experts.stacked_modules import Different, Packing, addends_of, is_inner, is_sum
-from passes.ir.interpret import META
-from passes.ir.rewrite import Builder, get_node_tensor, list_node_sizes
-from passes.ir.value_numbering import Numbers
+from partitioner.passes.experts.routing_masks import RoutingChoice, choice_of
+from partitioner.passes.experts.stacked_modules import Different, Packing, addends_of, is_inner, is_sum
+from partitioner.passes.ir.interpret import META
+from partitioner.passes.ir.rewrite import Builder, get_node_tensor, list_node_sizes
+from partitioner.passes.ir.value_numbering import Numbers
 
 aten = torch.ops.aten
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.errors import PartitionError
-from passes.experts.loop_patterns import (
+from partitioner.passes.errors import PartitionError
+from partitioner.passes.experts.loop_patterns import (
     LINEAR,
     RESHAPES,
     SCALED,
@@ -37,14 +37,14 @@ from passes.experts.loop_patterns import (
     is_opposite,
     loops_at,
 )
-from passes.experts.routing_masks import choice_of, num_choices
-from passes.experts.stacked_modules import Different, Packing
-from passes.ir.model import Captured
-from passes.ir.rewrite import Builder, drop_unused, get_node_tensor, list_node_sizes
-from passes.ir.value_numbering import Numbers
-from passes.ops import experts
-from passes.rules import factors_of
-from passes.rules.factors import operands_of
+from partitioner.passes.experts.routing_masks import choice_of, num_choices
+from partitioner.passes.experts.stacked_modules import Different, Packing
+from partitioner.passes.ir.model import Captured
+from partitioner.passes.ir.rewrite import Builder, drop_unused, get_node_tensor, list_node_sizes
+from partitioner.passes.ir.value_numbering import Numbers
+from partitioner.passes.ops import experts
+from partitioner.passes.rules import factors_of
+from partitioner.passes.rules.factors import operands_of
 
 SELECTS = "rows that a mask selects are of no fixed number: the plan computes all rows and leaves out the others"
 

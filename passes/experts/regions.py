@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.errors import PartitionError
-from passes.ir.collectives import is_over
-from passes.ir.model import Block
-from passes.ops.experts import row_products
-from passes.rules import factors_of
-from passes.rules.factors import OpFactors, get_meta_shape, operands_of, results_of
+from partitioner.passes.errors import PartitionError
+from partitioner.passes.ir.collectives import is_over
+from partitioner.passes.ir.model import Block
+from partitioner.passes.ops.experts import row_products
+from partitioner.passes.rules import factors_of
+from partitioner.passes.rules.factors import OpFactors, get_meta_shape, operands_of, results_of
 
 aten = torch.ops.aten
 

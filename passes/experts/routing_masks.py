@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.experts.trace_marks import MARKS
-from passes.rules.factors import get_node_argument
+from partitioner.passes.experts.trace_marks import MARKS
+from partitioner.passes.rules.factors import get_node_argument
 
 aten = torch.ops.aten
 

@@ -22,15 +22,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.errors import PartitionError
-from passes.experts.regions import ExpertRegion, find_regions
-from passes.ir.interpret import META, insert_operator_node
-from passes.ir.model import Block
-from passes.ir.rewrite import Builder, drop_unused, get_node_tensor, list_node_sizes
-from passes.ops import experts
-from passes.ops.experts import ops
-from passes.rules import factors_of
-from passes.rules.factors import get_node_argument, operands_of, results_of, with_operands
+from partitioner.passes.errors import PartitionError
+from partitioner.passes.experts.regions import ExpertRegion, find_regions
+from partitioner.passes.ir.interpret import META, insert_operator_node
+from partitioner.passes.ir.model import Block
+from partitioner.passes.ir.rewrite import Builder, drop_unused, get_node_tensor, list_node_sizes
+from partitioner.passes.ops import experts
+from partitioner.passes.ops.experts import ops
+from partitioner.passes.rules import factors_of
+from partitioner.passes.rules.factors import get_node_argument, operands_of, results_of, with_operands
 
 aten = torch.ops.aten
 

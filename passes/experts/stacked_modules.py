@@ -5,7 +5,7 @@ Requires and keeps values on every node. Requires normal form: products without 
 :func:`stack_experts` rewrites a loop over modules, each on all rows and times its own column of weights, into products
 with stacked weights. The results are equal, there are fewer operators, and the experts can be spread over ranks.
 ``Packing`` makes the modules' parameters one state whose first dim counts the modules
-(:attr:`passes.ir.model.ModelState.parts`).
+(:attr:`partitioner.passes.ir.model.ModelState.parts`).
 
 :func:`replace_gathered_products` rewrites products with gathered weights, one matrix per row picked from a stack.
 ``bmm(weight[expert], x)`` reads a copy of an expert's matrix for every row; ``partition::expert_mm`` reads each matrix
@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.experts.regions import CHOICES
-from passes.ir.model import Captured, ModelState, TensorSpec
-from passes.ir.rewrite import Builder, drop_unused, list_node_sizes, placeholder_name
-from passes.ops import experts
+from partitioner.passes.experts.regions import CHOICES
+from partitioner.passes.ir.model import Captured, ModelState, TensorSpec
+from partitioner.passes.ir.rewrite import Builder, drop_unused, list_node_sizes, placeholder_name
+from partitioner.passes.ops import experts
 
 aten = torch.ops.aten
 

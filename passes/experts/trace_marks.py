@@ -1,13 +1,13 @@
 """Marker operators that a trace inserts behind the masks and chosen expert numbers that decide a branch of forward.
 
-Markers return a copy of their operand. :func:`passes.capture.capture.capture` removes them from its result.
+Markers return a copy of their operand. :func:`partitioner.passes.capture.capture.capture` removes them from its result.
 """
 
 from __future__ import annotations
 
 import torch
 
-from passes.ir.collectives import _library
+from partitioner.passes.ir.collectives import _library
 
 _library.define("hits(Tensor mask, int dim) -> Tensor")
 

@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
-from passes.experts.routing_masks import (
+from partitioner.passes.experts.routing_masks import (
     ALIKE,
     CASTS,
     SHAPED,
@@ -35,10 +35,10 @@ from passes.experts.routing_masks import (
     numbers_of,
     skip_operators,
 )
-from passes.experts.trace_marks import HIT
-from passes.ir.value_numbering import Numbers
-from passes.rules.factors import get_node_argument
-from passes.trace.concrete_scalars import is_written, memory_of
+from partitioner.passes.experts.trace_marks import HIT
+from partitioner.passes.ir.value_numbering import Numbers
+from partitioner.passes.rules.factors import get_node_argument
+from partitioner.passes.trace.concrete_scalars import is_written, memory_of
 
 aten = torch.ops.aten
 

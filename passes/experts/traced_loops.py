@@ -24,16 +24,16 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.overrides import TorchFunctionMode
 
-from passes.errors import UnsupportedError
-from passes.experts.loop_patterns import LINEAR, RESHAPES
-from passes.experts.routing_masks import ALIKE, SHAPED, dims_over, is_count, skip_operators
-from passes.experts.trace_marks import HITS
-from passes.experts.traced_branches import LISTING, SOME, TracedBranches, guards_traced, node_of
-from passes.ir.interpret import META, insert_operator_node
-from passes.ir.rewrite import drop_unused, list_node_sizes
-from passes.ir.value_numbering import Numbers
-from passes.rules.factors import get_node_argument
-from passes.trace.concrete_scalars import is_written, memory_of
+from partitioner.passes.errors import UnsupportedError
+from partitioner.passes.experts.loop_patterns import LINEAR, RESHAPES
+from partitioner.passes.experts.routing_masks import ALIKE, SHAPED, dims_over, is_count, skip_operators
+from partitioner.passes.experts.trace_marks import HITS
+from partitioner.passes.experts.traced_branches import LISTING, SOME, TracedBranches, guards_traced, node_of
+from partitioner.passes.ir.interpret import META, insert_operator_node
+from partitioner.passes.ir.rewrite import drop_unused, list_node_sizes
+from partitioner.passes.ir.value_numbering import Numbers
+from partitioner.passes.rules.factors import get_node_argument
+from partitioner.passes.trace.concrete_scalars import is_written, memory_of
 
 aten = torch.ops.aten
 

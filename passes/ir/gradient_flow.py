@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from passes.ir.model import Block, Captured, FoldedModel
+from partitioner.passes.ir.model import Block, Captured, FoldedModel
 
 
 def stops_gradient(node: fx.Node) -> bool:
@@ -93,7 +93,7 @@ def _is_trainable_parameter(model: FoldedModel, name: str) -> bool:
 
 
 class CallLike(Protocol):
-    """A call of a block: ``passes.ir.model.Call`` or ``runtime.program.program.CallData``."""
+    """A call of a block: ``partitioner.passes.ir.model.Call`` or ``partitioner.runtime.program.program.CallData``."""
 
     @property
     def block(self) -> str: ...

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from passes.errors import PartitionError, UnsupportedError
-from passes.ir.model import FoldedModel
+from partitioner.passes.errors import PartitionError, UnsupportedError
+from partitioner.passes.ir.model import FoldedModel
 
 META = torch.device("meta")
 

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from passes.ir.hashing import hashed_once
+from partitioner.passes.ir.hashing import hashed_once
 
 if TYPE_CHECKING:
     from torch import Tensor

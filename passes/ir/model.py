@@ -18,8 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
-from passes.ir.hashing import hashed_once
-from passes.ir.lifted_numbers import Guard
+from partitioner.passes.ir.hashing import hashed_once
+from partitioner.passes.ir.lifted_numbers import Guard
 
 StateKind = Literal["parameter", "buffer", "constant"]
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx
 
-from passes.ir.interpret import infer_meta_value, refresh_graph_values, value_of
+from partitioner.passes.ir.interpret import infer_meta_value, refresh_graph_values, value_of
 
 aten = torch.ops.aten
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.errors import PartitionError
-from passes.ir.interpret import META
-from passes.ir.model import Block, TensorSpec
+from partitioner.passes.errors import PartitionError
+from partitioner.passes.ir.interpret import META
+from partitioner.passes.ir.model import Block, TensorSpec
 
 _KEPT = ("path", "source")
 
@@ -118,7 +118,12 @@ def target_of(name: str) -> Any:
     if name in _CALLABLES:
         return _CALLABLES[name]
     if name.startswith("partition."):
-        for module in ("passes.ops.random", "passes.ops.experts", "passes.ops.fp8", "passes.ops.cross_entropy"):
+        for module in (
+            "partitioner.passes.ops.random",
+            "partitioner.passes.ops.experts",
+            "partitioner.passes.ops.fp8",
+            "partitioner.passes.ops.cross_entropy",
+        ):
             importlib.import_module(module)
     target: Any = torch.ops
     try:

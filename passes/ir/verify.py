@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from passes.errors import PartitionError
-from passes.ir.collectives import COMMUNICATING, CONTEXT, collective_name
-from passes.ir.interpret import infer_meta_value, value_of
-from passes.ir.model import Block, FoldedModel, TensorSpec
+from partitioner.passes.errors import PartitionError
+from partitioner.passes.ir.collectives import COMMUNICATING, CONTEXT, collective_name
+from partitioner.passes.ir.interpret import infer_meta_value, value_of
+from partitioner.passes.ir.model import Block, FoldedModel, TensorSpec
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 

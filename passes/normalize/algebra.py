@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.ir.interpret import META
-from passes.ir.rewrite import KEEP, Builder, Rule, aten, get_node_tensor, list_node_sizes
-from passes.normalize.shapes import add_nothing, to_dtype
+from partitioner.passes.ir.interpret import META
+from partitioner.passes.ir.rewrite import KEEP, Builder, Rule, aten, get_node_tensor, list_node_sizes
+from partitioner.passes.normalize.shapes import add_nothing, to_dtype
 
 
 def rewrite_linear(build: Builder, x: fx.Node, weight: fx.Node, bias: fx.Node | None = None) -> Any:

@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, fx
 
-from passes.ir.interpret import insert_operator_node
-from passes.ir.rewrite import aten, drop_unused, list_node_sizes
-from passes.normalize.constant_folding import LIMIT, ConditionalValue, ConstantEvaluator, Term, Value
-from passes.ops.attention import Band, limits_of
+from partitioner.passes.ir.interpret import insert_operator_node
+from partitioner.passes.ir.rewrite import aten, drop_unused, list_node_sizes
+from partitioner.passes.normalize.constant_folding import LIMIT, ConditionalValue, ConstantEvaluator, Term, Value
+from partitioner.passes.ops.attention import Band, limits_of
 
 _MASKED = -6e4  # what is added to a score to hide it is at most this: the type's smallest number, or -inf
 

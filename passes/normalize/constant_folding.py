@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.ir.rewrite import aten, get_node_tensor, list_node_sizes
+from partitioner.passes.ir.rewrite import aten, get_node_tensor, list_node_sizes
 
 LIMIT = 1 << 22  # elements of a tensor that is evaluated as it is
 

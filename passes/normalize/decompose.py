@@ -18,10 +18,10 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from passes.ir.inplace import remove_inplace
-from passes.ir.interpret import META
-from passes.ir.rewrite import KEEP, Builder, Rule, aten, rewrite_by_rules
-from passes.rules import has_rule
+from partitioner.passes.ir.inplace import remove_inplace
+from partitioner.passes.ir.interpret import META
+from partitioner.passes.ir.rewrite import KEEP, Builder, Rule, aten, rewrite_by_rules
+from partitioner.passes.rules import has_rule
 
 _MOST_PARTS = 4096
 

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.errors import UnsupportedError
-from passes.ir.interpret import META
-from passes.ir.rewrite import KEEP, Builder, Rule, aten, get_node_tensor, list_node_sizes
-from passes.normalize.shapes import to_dtype
+from partitioner.passes.errors import UnsupportedError
+from partitioner.passes.ir.interpret import META
+from partitioner.passes.ir.rewrite import KEEP, Builder, Rule, aten, get_node_tensor, list_node_sizes
+from partitioner.passes.normalize.shapes import to_dtype
 
 _SUM, _MEAN, _MAX = range(3)  # as torch numbers the modes
 

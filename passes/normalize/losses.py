@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.ir.rewrite import Builder, Rule, drop_unused, get_node_tensor, list_node_sizes
-from passes.normalize.shapes import to_dtype
-from passes.ops.cross_entropy import CROSS_ENTROPY, NARROW
-from passes.rules.factors import as_dim, get_node_argument
+from partitioner.passes.ir.rewrite import Builder, Rule, drop_unused, get_node_tensor, list_node_sizes
+from partitioner.passes.normalize.shapes import to_dtype
+from partitioner.passes.ops.cross_entropy import CROSS_ENTROPY, NARROW
+from partitioner.passes.rules.factors import as_dim, get_node_argument
 
 aten = torch.ops.aten
 

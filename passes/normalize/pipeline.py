@@ -22,22 +22,22 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
-from passes.errors import InputsError, UnsupportedError
-from passes.experts.loops import route_loops
-from passes.experts.sorted_rows import remove_row_sorts
-from passes.experts.stacked_modules import replace_gathered_products, stack_experts
-from passes.experts.traced_loops import check_turns
-from passes.ir.model import Captured, ModelState, TensorSpec
-from passes.ir.rewrite import format_node_location, placeholder_name, rewrite_by_rules
-from passes.normalize.algebra import ALGEBRA
-from passes.normalize.attention_masks import drop_constant_masks
-from passes.normalize.decompose import RECURRENT, decompose_operators
-from passes.normalize.indexing import BAGS, INDICES, PLACES
-from passes.normalize.losses import LOSSES, pick_before_softmax
-from passes.normalize.random import RANDOM, refuse_draws
-from passes.normalize.shapes import SHAPES, STRIDES
-from passes.normalize.unflatten import unflatten_dims
-from passes.ops.fake_quantize import QUANTIZED
+from partitioner.passes.errors import InputsError, UnsupportedError
+from partitioner.passes.experts.loops import route_loops
+from partitioner.passes.experts.sorted_rows import remove_row_sorts
+from partitioner.passes.experts.stacked_modules import replace_gathered_products, stack_experts
+from partitioner.passes.experts.traced_loops import check_turns
+from partitioner.passes.ir.model import Captured, ModelState, TensorSpec
+from partitioner.passes.ir.rewrite import format_node_location, placeholder_name, rewrite_by_rules
+from partitioner.passes.normalize.algebra import ALGEBRA
+from partitioner.passes.normalize.attention_masks import drop_constant_masks
+from partitioner.passes.normalize.decompose import RECURRENT, decompose_operators
+from partitioner.passes.normalize.indexing import BAGS, INDICES, PLACES
+from partitioner.passes.normalize.losses import LOSSES, pick_before_softmax
+from partitioner.passes.normalize.random import RANDOM, refuse_draws
+from partitioner.passes.normalize.shapes import SHAPES, STRIDES
+from partitioner.passes.normalize.unflatten import unflatten_dims
+from partitioner.passes.ops.fake_quantize import QUANTIZED
 
 STRIDED = torch.strided
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.errors import UnsupportedError
-from passes.ir.interpret import META
-from passes.ir.rewrite import KEEP, Builder, Rule, format_node_location, get_node_tensor, list_node_sizes
-from passes.ops import random
-from passes.ops.random import (
+from partitioner.passes.errors import UnsupportedError
+from partitioner.passes.ir.interpret import META
+from partitioner.passes.ir.rewrite import KEEP, Builder, Rule, format_node_location, get_node_tensor, list_node_sizes
+from partitioner.passes.ops import random
+from partitioner.passes.ops.random import (
     SEED,
     Sampler,
     arguments_of,
@@ -24,7 +24,7 @@ from passes.ops.random import (
     sample_gamma,
     stream_name,
 )
-from passes.ops.random import native_dropout as native
+from partitioner.passes.ops.random import native_dropout as native
 
 aten = torch.ops.aten
 

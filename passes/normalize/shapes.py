@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.errors import UnsupportedError
-from passes.ir.gradient_flow import is_differentiable
-from passes.ir.interpret import META
-from passes.ir.rewrite import KEEP, Builder, Rule, aten, get_node_tensor, list_node_sizes
+from partitioner.passes.errors import UnsupportedError
+from partitioner.passes.ir.gradient_flow import is_differentiable
+from partitioner.passes.ir.interpret import META
+from partitioner.passes.ir.rewrite import KEEP, Builder, Rule, aten, get_node_tensor, list_node_sizes
 
 
 def drop_identity(build: Builder, x: fx.Node, *_: Any, **__: Any) -> Any:

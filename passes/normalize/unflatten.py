@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.ir.rewrite import Builder, aten, drop_unused, list_node_sizes
+from partitioner.passes.ir.rewrite import Builder, aten, drop_unused, list_node_sizes
 
 _PRODUCTS = (aten.mm.default, aten.linear.default)
 

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from passes.ir.collectives import NAMESPACE, _library
-from passes.ir.layouts import make_shard_layout, shard_slices
+from partitioner.passes.ir.collectives import NAMESPACE, _library
+from partitioner.passes.ir.layouts import make_shard_layout, shard_slices
 
 aten = torch.ops.aten
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from passes.ir.collectives import NAMESPACE, _library
-from passes.ir.gradient_flow import accumulated_in
+from partitioner.passes.ir.collectives import NAMESPACE, _library
+from partitioner.passes.ir.gradient_flow import accumulated_in
 
 MOST_PIECES = 16
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
-from passes.ir.collectives import NAMESPACE, _library
+from partitioner.passes.ir.collectives import NAMESPACE, _library
 
 _ALIGNED_BYTES = 16  # torch._grouped_mm requires strides that are multiples of this
 
@@ -254,7 +254,7 @@ def find_grouped_product(target: Any) -> GroupedProduct | None:
 def by_expert(target: torch._ops.OpOverload, rows: int = 0, weight: int = 1, expert: int = 2) -> None:
     """Say that an operator works on each row with what its expert has, and where among its arguments the rows
     ``[t, ...]``, the experts' weights ``[e, ...]`` and the expert ``[t]`` of each row are: experts may then be spread
-    over ranks. How it may be sharded otherwise, :func:`passes.rules.rule` says.
+    over ranks. How it may be sharded otherwise, :func:`partitioner.passes.rules.rule` says.
     """
     _products[target] = lambda node: (node.args[rows], node.args[weight], node.args[expert])  # type: ignore
 

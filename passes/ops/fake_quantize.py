@@ -16,9 +16,9 @@ from unittest import mock
 import torch
 from torch import Tensor, fx
 
-from passes.errors import UnsupportedError
-from passes.ir.rewrite import Builder, Rule
-from passes.ops.random import sizes_of
+from partitioner.passes.errors import UnsupportedError
+from partitioner.passes.ir.rewrite import Builder, Rule
+from partitioner.passes.ops.random import sizes_of
 
 aten = torch.ops.aten
 

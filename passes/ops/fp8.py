@@ -1,10 +1,10 @@
 """Products with weights in 8 bits: operands in ``float8_e4m3fn``, gradients in ``float8_e5m2``.
 
-Requires: local blocks, after the last :func:`passes.shard.shard_block.fuse_bias`. Provides: ``partition::linear_fp8``
-in place of ``linear``, ``mm``, ``matmul`` and ``addmm`` with a state of two dims, where kernels take it
-(:func:`can_multiply_in_fp8`, by which the planner prices them, too). Each tensor is scaled by its own largest number,
-found anew every time (Micikevicius et al. 2022, FP8 formats for deep learning), and what comes out is in the type that
-it had. What is not finite stays so.
+Requires: local blocks, after the last :func:`partitioner.passes.shard.shard_block.fuse_bias`. Provides:
+``partition::linear_fp8`` in place of ``linear``, ``mm``, ``matmul`` and ``addmm`` with a state of two dims, where
+kernels take it (:func:`can_multiply_in_fp8`, by which the planner prices them, too). Each tensor is scaled by its own
+largest number, found anew every time (Micikevicius et al. 2022, FP8 formats for deep learning), and what comes out is
+in the type that it had. What is not finite stays so.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.ir.collectives import NAMESPACE, _library
-from passes.ir.model import Block
+from partitioner.passes.ir.collectives import NAMESPACE, _library
+from partitioner.passes.ir.model import Block
 
 aten = torch.ops.aten
 

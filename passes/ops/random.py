@@ -25,8 +25,8 @@ from torch import Tensor, fx
 from torch.distributions import Gamma
 from torch.overrides import TorchFunctionMode
 
-from passes.errors import UnsupportedError
-from passes.ir.collectives import NAMESPACE, _library
+from partitioner.passes.errors import UnsupportedError
+from partitioner.passes.ir.collectives import NAMESPACE, _library
 
 aten = torch.ops.aten
 

@@ -6,10 +6,10 @@ expert with :func:`by_expert` and :func:`by_group`.
 
 from __future__ import annotations
 
-from passes.ops.experts import by_expert, by_group
-from passes.rules import attention, indexing, loss, pointwise, products, reduction, reshape, slicing
-from passes.rules.factors import Local, Lowering, OpFactors, Spans
-from passes.rules.registry import factors_of, has_rule, rule
+from partitioner.passes.ops.experts import by_expert, by_group
+from partitioner.passes.rules import attention, indexing, loss, pointwise, products, reduction, reshape, slicing
+from partitioner.passes.rules.factors import Local, Lowering, OpFactors, Spans
+from partitioner.passes.rules.registry import factors_of, has_rule, rule
 
 __all__ = ["Local", "Lowering", "OpFactors", "Spans", "by_expert", "by_group", "factors_of", "has_rule", "rule"]
 

@@ -1,8 +1,8 @@
 """Factor rules of attention, of products of rows with their expert's matrix, and of collectives.
 
 Along a sequence that is sharded (``cp``), queries as well as keys are local to a rank. Such attention is a *form* of
-attention within a band of positions (:class:`passes.rules.factors.Form`); there is one form for each way to bring keys
-and values together.
+attention within a band of positions (:class:`partitioner.passes.rules.factors.Form`); there is one form for each way to
+bring keys and values together.
 
 Products by expert take rows that are sorted by expert.
 
@@ -19,12 +19,12 @@ from functools import partial
 import torch
 from torch import fx
 
-from passes.ir.collectives import ops
-from passes.ir.collectives import ops as collective
-from passes.ir.interpret import META
-from passes.ir.layouts import PARTIAL
-from passes.ops.attention import Band, band_of, limits_of
-from passes.rules.factors import (
+from partitioner.passes.ir.collectives import ops
+from partitioner.passes.ir.collectives import ops as collective
+from partitioner.passes.ir.interpret import META
+from partitioner.passes.ir.layouts import PARTIAL
+from partitioner.passes.ops.attention import Band, band_of, limits_of
+from partitioner.passes.rules.factors import (
     FIRST,
     NAMES,
     Form,
@@ -39,8 +39,8 @@ from passes.rules.factors import (
     operands_of,
     results_of,
 )
-from passes.rules.pointwise import shard_elementwise
-from passes.rules.registry import register_family
+from partitioner.passes.rules.pointwise import shard_elementwise
+from partitioner.passes.rules.registry import register_family
 
 aten = torch.ops.aten
 

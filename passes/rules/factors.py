@@ -17,10 +17,10 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from passes.ir.gradient_flow import is_differentiable
-from passes.ir.hashing import hashed_once
-from passes.ir.interpret import insert_operator_node
-from passes.ir.layouts import Layout, local_shape
+from partitioner.passes.ir.gradient_flow import is_differentiable
+from partitioner.passes.ir.hashing import hashed_once
+from partitioner.passes.ir.interpret import insert_operator_node
+from partitioner.passes.ir.layouts import Layout, local_shape
 
 Dims = tuple[tuple[str, ...], ...]  # the factors of each dim of one tensor
 

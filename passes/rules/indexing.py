@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from passes.ir.collectives import ops as collective
-from passes.ir.layouts import PARTIAL
-from passes.rules.factors import (
+from partitioner.passes.ir.collectives import ops as collective
+from partitioner.passes.ir.layouts import PARTIAL
+from partitioner.passes.rules.factors import (
     FIRST,
     NAMES,
     Local,
@@ -22,7 +22,7 @@ from passes.rules.factors import (
     get_node_argument,
     operands_of,
 )
-from passes.rules.registry import register_family, rule
+from partitioner.passes.rules.registry import register_family, rule
 
 aten = torch.ops.aten
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from passes.ir.collectives import ops as collective
-from passes.ir.gradient_flow import accumulated_in
-from passes.ir.layouts import PARTIAL, REPLICATED
-from passes.rules.factors import (
+from partitioner.passes.ir.collectives import ops as collective
+from partitioner.passes.ir.gradient_flow import accumulated_in
+from partitioner.passes.ir.layouts import PARTIAL, REPLICATED
+from partitioner.passes.rules.factors import (
     NAMES,
     Local,
     Lowering,
@@ -26,10 +26,10 @@ from passes.rules.factors import (
     operands_of,
     results_of,
 )
-from passes.rules.indexing import own_rows
-from passes.rules.pointwise import shard_elementwise
-from passes.rules.reduction import divided_by_ranks
-from passes.rules.registry import register_family
+from partitioner.passes.rules.indexing import own_rows
+from partitioner.passes.rules.pointwise import shard_elementwise
+from partitioner.passes.rules.reduction import divided_by_ranks
+from partitioner.passes.rules.registry import register_family
 
 aten = torch.ops.aten
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from passes.ir.collectives import ops as collective
-from passes.ir.gradient_flow import is_differentiable
-from passes.ir.layouts import sections_of
-from passes.rules.factors import (
+from partitioner.passes.ir.collectives import ops as collective
+from partitioner.passes.ir.gradient_flow import is_differentiable
+from partitioner.passes.ir.layouts import sections_of
+from partitioner.passes.rules.factors import (
     FIRST,
     NAMES,
     Local,
@@ -26,7 +26,7 @@ from passes.rules.factors import (
     operands_of,
     results_of,
 )
-from passes.rules.registry import register_family
+from partitioner.passes.rules.registry import register_family
 
 aten = torch.ops.aten
 

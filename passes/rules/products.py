@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.rules.factors import (
+from partitioner.passes.rules.factors import (
     FIRST,
     NAMES,
     Dims,
@@ -26,7 +26,7 @@ from passes.rules.factors import (
     operands_of,
     results_of,
 )
-from passes.rules.registry import register_family, rule
+from partitioner.passes.rules.registry import register_family, rule
 
 aten = torch.ops.aten
 

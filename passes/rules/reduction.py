@@ -11,9 +11,9 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from passes.ir.collectives import ops as collective
-from passes.ir.layouts import PARTIAL, REPLICATED
-from passes.rules.factors import (
+from partitioner.passes.ir.collectives import ops as collective
+from partitioner.passes.ir.layouts import PARTIAL, REPLICATED
+from partitioner.passes.rules.factors import (
     FIRST,
     NAMES,
     Dims,
@@ -30,7 +30,7 @@ from passes.rules.factors import (
     operands_of,
     results_of,
 )
-from passes.rules.registry import register_family
+from partitioner.passes.rules.registry import register_family
 
 aten = torch.ops.aten
 

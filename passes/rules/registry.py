@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
-from passes.errors import RuleError
-from passes.rules.factors import NAMES, Dims, OpFactors, get_meta_shape, operands_of, results_of
+from partitioner.passes.errors import RuleError
+from partitioner.passes.rules.factors import NAMES, Dims, OpFactors, get_meta_shape, operands_of, results_of
 
 _TOKEN = re.compile(r"\s*(\.\.\.|->|[(),!]|1(?!\w)|[A-Za-z_]\w*)")
 

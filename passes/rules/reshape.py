@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from passes.rules.factors import (
+from partitioner.passes.rules.factors import (
     FIRST,
     NAMES,
     Dims,
@@ -21,7 +21,7 @@ from passes.rules.factors import (
     get_node_argument,
     operands_of,
 )
-from passes.rules.registry import register_family
+from partitioner.passes.rules.registry import register_family
 
 aten = torch.ops.aten
 

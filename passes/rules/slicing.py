@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.rules.factors import (
+from partitioner.passes.rules.factors import (
     FIRST,
     NAMES,
     Local,
@@ -24,7 +24,7 @@ from passes.rules.factors import (
     operands_of,
     results_of,
 )
-from passes.rules.registry import register_family
+from partitioner.passes.rules.registry import register_family
 
 aten = torch.ops.aten
 

@@ -23,12 +23,20 @@ from itertools import accumulate
 
 from torch import Tensor, fx
 
-from passes.ir.gradient_flow import is_differentiable
-from passes.ir.interpret import insert_operator_node
-from passes.ir.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, make_shard_layout
-from passes.rules import factors_of
-from passes.rules.factors import MAX_SECTIONS, Local, OpFactors, Strategy, operands_of, results_of, with_operands
-from passes.rules.factors import get_meta_shape as shape_of
+from partitioner.passes.ir.gradient_flow import is_differentiable
+from partitioner.passes.ir.interpret import insert_operator_node
+from partitioner.passes.ir.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, make_shard_layout
+from partitioner.passes.rules import factors_of
+from partitioner.passes.rules.factors import (
+    MAX_SECTIONS,
+    Local,
+    OpFactors,
+    Strategy,
+    operands_of,
+    results_of,
+    with_operands,
+)
+from partitioner.passes.rules.factors import get_meta_shape as shape_of
 
 __all__ = [
     "OpFactors",
@@ -65,7 +73,7 @@ def enumerate_strategies(
     ``lengths``: lengths of the sequences that the axis shards. Factors of these sizes may also be sharded zigzag, and
     an operator's further forms become available.
 
-    Raises :class:`passes.errors.RuleError` where a user's rule does not fit the operator's tensors.
+    Raises :class:`partitioner.passes.errors.RuleError` where a user's rule does not fit the operator's tensors.
     """
     nodes = operands_of(node)
     factors = factors_of(node)

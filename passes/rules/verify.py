@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from passes.ir.collectives import collective_name
-from passes.ir.gradient_flow import is_differentiable
-from passes.ir.interpret import META, insert_operator_node
-from passes.ir.layouts import Layout, can_shard_evenly, join_shards, local_shape, take_shard
-from passes.rules import factors_of
-from passes.rules.factors import OpFactors, Strategy, operands_of, results_of, with_operands
-from passes.rules.strategies import enumerate_strategies, local_call
+from partitioner.passes.ir.collectives import collective_name
+from partitioner.passes.ir.gradient_flow import is_differentiable
+from partitioner.passes.ir.interpret import META, insert_operator_node
+from partitioner.passes.ir.layouts import Layout, can_shard_evenly, join_shards, local_shape, take_shard
+from partitioner.passes.rules import factors_of
+from partitioner.passes.rules.factors import OpFactors, Strategy, operands_of, results_of, with_operands
+from partitioner.passes.rules.strategies import enumerate_strategies, local_call
 
 Ranks = list[Tensor]  # one tensor per rank
 
@@ -149,7 +149,8 @@ def check_strategies(
 
     ``args`` and ``kwargs`` hold real tensors, float64 ones if numbers are to agree closely; those of floating type get
     gradients, unless ``grad`` is false or has the positions of those that do. Partial sums and the gradients of results
-    are drawn with the current random seed. ``wanted`` is that of :func:`passes.rules.strategies.enumerate_strategies`.
+    are drawn with the current random seed. ``wanted`` is that of
+    :func:`partitioner.passes.rules.strategies.enumerate_strategies`.
     """
     node, tensors = node_of(target, args, kwargs or {}, grad)
     factors = factors_of(node)

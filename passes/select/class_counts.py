@@ -17,15 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from passes.experts.routing_masks import num_choices, numbers_of
-from passes.ir.collectives import _library
-from passes.ir.interpret import META
-from passes.ir.value_numbering import Numbers
-from passes.rules.factors import get_node_argument
-from passes.select.masked_row_ops import MaskedRows, Unselectable
+from partitioner.passes.experts.routing_masks import num_choices, numbers_of
+from partitioner.passes.ir.collectives import _library
+from partitioner.passes.ir.interpret import META
+from partitioner.passes.ir.value_numbering import Numbers
+from partitioner.passes.rules.factors import get_node_argument
+from partitioner.passes.select.masked_row_ops import MaskedRows, Unselectable
 
 if TYPE_CHECKING:
-    from passes.select.masked_rows import SelectedRows
+    from partitioner.passes.select.masked_rows import SelectedRows
 
 aten = torch.ops.aten
 

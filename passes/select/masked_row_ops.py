@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from passes.experts.routing_masks import choice_of, chosen_by_any, is_distinct
-from passes.ir.interpret import META
+from partitioner.passes.experts.routing_masks import choice_of, chosen_by_any, is_distinct
+from partitioner.passes.ir.interpret import META
 
 if TYPE_CHECKING:
-    from passes.select.masked_rows import SelectedRows
+    from partitioner.passes.select.masked_rows import SelectedRows
 
 aten = torch.ops.aten
 

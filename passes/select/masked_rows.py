@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.experts.routing_masks import RESHAPES, skip_inverse_squeezes
-from passes.ir.interpret import META, insert_operator_node
-from passes.ir.value_numbering import Numbers
-from passes.normalize.decompose import parts_of
-from passes.rules import factors_of
-from passes.rules.factors import operands_of
-from passes.select.class_counts import ASSERTS, COUNTING, count_classes
-from passes.select.masked_row_ops import (
+from partitioner.passes.experts.routing_masks import RESHAPES, skip_inverse_squeezes
+from partitioner.passes.ir.interpret import META, insert_operator_node
+from partitioner.passes.ir.value_numbering import Numbers
+from partitioner.passes.normalize.decompose import parts_of
+from partitioner.passes.rules import factors_of
+from partitioner.passes.rules.factors import operands_of
+from partitioner.passes.select.class_counts import ASSERTS, COUNTING, count_classes
+from partitioner.passes.select.masked_row_ops import (
     ALL_ROWS,
     INSTEAD,
     MaskCoordinate,
@@ -42,8 +42,8 @@ from passes.select.masked_row_ops import (
     take_rows,
     take_where,
 )
-from passes.select.selected_numbers import ITEMS, ComputedSize, compute_number, is_number, with_tensors
-from passes.select.selected_statistics import STATISTICS
+from partitioner.passes.select.selected_numbers import ITEMS, ComputedSize, compute_number, is_number, with_tensors
+from partitioner.passes.select.selected_statistics import STATISTICS
 
 aten = torch.ops.aten
 

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from passes.ir.interpret import META
-from passes.select.masked_row_ops import MaskedRowCount, MaskedRows, Unselectable
+from partitioner.passes.ir.interpret import META
+from partitioner.passes.select.masked_row_ops import MaskedRowCount, MaskedRows, Unselectable
 
 if TYPE_CHECKING:
-    from passes.select.masked_rows import SelectedRows
+    from partitioner.passes.select.masked_rows import SelectedRows
 
 aten = torch.ops.aten
 

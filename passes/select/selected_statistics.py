@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from passes.normalize.losses import MEAN, NONE, REDUCTION_AT, SUM
-from passes.select.masked_row_ops import ALL_ROWS, MaskedRows, Unselectable
+from partitioner.passes.normalize.losses import MEAN, NONE, REDUCTION_AT, SUM
+from partitioner.passes.select.masked_row_ops import ALL_ROWS, MaskedRows, Unselectable
 
 if TYPE_CHECKING:
-    from passes.select.masked_rows import SelectedRows
+    from partitioner.passes.select.masked_rows import SelectedRows
 
 aten = torch.ops.aten
 

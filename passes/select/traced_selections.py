@@ -26,10 +26,10 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from passes.experts.traced_branches import node_of
-from passes.ir.value_numbering import Numbers
-from passes.select.class_counts import ONE_HOT
-from passes.trace.concrete_scalars import memory_of, written_by
+from partitioner.passes.experts.traced_branches import node_of
+from partitioner.passes.ir.value_numbering import Numbers
+from partitioner.passes.select.class_counts import ONE_HOT
+from partitioner.passes.trace.concrete_scalars import memory_of, written_by
 
 _BY_MASK = frozenset(
     {

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from passes.ir.collectives import collective_name
+from partitioner.passes.ir.collectives import collective_name
 
 
 def choose_saved_nodes(

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from passes.ir.collectives import COMMUNICATING, collective_name, ops
-from passes.ir.interpret import META, insert_operator_node
-from passes.ir.layouts import PARTIAL, make_shard_layout
-from passes.ir.model import FoldedModel, TensorSpec
-from passes.ir.rewrite import drop_unused, get_node_tensor
-from passes.ir.verify import axis_of
-from passes.rules import factors_of
-from passes.rules.factors import Strategy, as_dim, get_node_argument, operands_of, with_operands
-from passes.rules.strategies import enumerate_strategies, local_call
+from partitioner.passes.ir.collectives import COMMUNICATING, collective_name, ops
+from partitioner.passes.ir.interpret import META, insert_operator_node
+from partitioner.passes.ir.layouts import PARTIAL, make_shard_layout
+from partitioner.passes.ir.model import FoldedModel, TensorSpec
+from partitioner.passes.ir.rewrite import drop_unused, get_node_tensor
+from partitioner.passes.ir.verify import axis_of
+from partitioner.passes.rules import factors_of
+from partitioner.passes.rules.factors import Strategy, as_dim, get_node_argument, operands_of, with_operands
+from partitioner.passes.rules.strategies import enumerate_strategies, local_call
 
 aten = torch.ops.aten
 

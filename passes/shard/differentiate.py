@@ -25,13 +25,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from passes.errors import UnsupportedError
-from passes.experts.sorted_rows import MADE_BY, kept_sorted
-from passes.ir.collectives import COMMUNICATING, collective_name
-from passes.ir.interpret import META
-from passes.ir.model import Block
-from passes.ir.rewrite import drop_unused
-from passes.shard.backward_halves import (
+from partitioner.passes.errors import UnsupportedError
+from partitioner.passes.experts.sorted_rows import MADE_BY, kept_sorted
+from partitioner.passes.ir.collectives import COMMUNICATING, collective_name
+from partitioner.passes.ir.interpret import META
+from partitioner.passes.ir.model import Block
+from partitioner.passes.ir.rewrite import drop_unused
+from partitioner.passes.shard.backward_halves import (
     JointHalves,
     choose_saved_nodes,
     collect_ancestor_nodes,

@@ -16,12 +16,12 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from passes.capture.buffers import leading_to, settle_updates, with_frozen_as_buffers
-from passes.ir.model import Block, Call, Captured, FoldedModel, ModelState, TensorSpec
-from passes.ir.rewrite import aten
-from passes.ir.value_numbering import Signature, compute_signature
-from passes.ops.random import DRAWS
-from passes.shard.segment import Unit, is_product, segment_operators
+from partitioner.passes.capture.buffers import leading_to, settle_updates, with_frozen_as_buffers
+from partitioner.passes.ir.model import Block, Call, Captured, FoldedModel, ModelState, TensorSpec
+from partitioner.passes.ir.rewrite import aten
+from partitioner.passes.ir.value_numbering import Signature, compute_signature
+from partitioner.passes.ops.random import DRAWS
+from partitioner.passes.shard.segment import Unit, is_product, segment_operators
 
 _SHARED = "shared"
 

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.ir.collectives import ops
-from passes.ir.interpret import insert_operator_node
-from passes.ir.model import Block
-from passes.ir.rewrite import drop_unused
-from passes.rules.attention import find_attention_band
-from passes.rules.factors import get_meta_shape, get_node_argument, operands_of
+from partitioner.passes.ir.collectives import ops
+from partitioner.passes.ir.interpret import insert_operator_node
+from partitioner.passes.ir.model import Block
+from partitioner.passes.ir.rewrite import drop_unused
+from partitioner.passes.rules.attention import find_attention_band
+from partitioner.passes.rules.factors import get_meta_shape, get_node_argument, operands_of
 
 aten = torch.ops.aten
 

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.errors import UnsupportedError
-from passes.ir.collectives import ops
-from passes.ir.gradient_flow import is_differentiable
-from passes.ir.layouts import PARTIAL, REPLICATED, Layout, make_shard_layout
-from passes.ir.model import Captured, ModelState
-from passes.ir.rewrite import Builder, aten, get_node_tensor, list_node_sizes
-from passes.ops.random import DRAWS
-from passes.shard.split_batch import DATA
+from partitioner.passes.errors import UnsupportedError
+from partitioner.passes.ir.collectives import ops
+from partitioner.passes.ir.gradient_flow import is_differentiable
+from partitioner.passes.ir.layouts import PARTIAL, REPLICATED, Layout, make_shard_layout
+from partitioner.passes.ir.model import Captured, ModelState
+from partitioner.passes.ir.rewrite import Builder, aten, get_node_tensor, list_node_sizes
+from partitioner.passes.ops.random import DRAWS
+from partitioner.passes.shard.split_batch import DATA
 
 _SAME = (aten.detach.default, aten.alias.default, aten.clone.default)
 

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor, fx
 
-from passes.ir.value_numbering import compute_signature
-from passes.products import is_product_name
+from partitioner.passes.ir.value_numbering import compute_signature
+from partitioner.passes.products import is_product_name
 
 _CANDIDATES = 16  # periods that are tried
 

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from passes.ir.collectives import ops
-from passes.ir.interpret import insert_operator_node, refresh_node_value
-from passes.ir.layouts import REPLICATED, Layout, local_shape, piece_order, sections_of
-from passes.ir.model import Block, TensorSpec
-from passes.ir.rewrite import drop_unused
-from passes.rules.factors import Strategy, operands_of
-from passes.rules.strategies import local_call
+from partitioner.passes.ir.collectives import ops
+from partitioner.passes.ir.interpret import insert_operator_node, refresh_node_value
+from partitioner.passes.ir.layouts import REPLICATED, Layout, local_shape, piece_order, sections_of
+from partitioner.passes.ir.model import Block, TensorSpec
+from partitioner.passes.ir.rewrite import drop_unused
+from partitioner.passes.rules.factors import Strategy, operands_of
+from partitioner.passes.rules.strategies import local_call
 
 aten = torch.ops.aten
 

@@ -21,16 +21,16 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from passes.errors import UnsupportedError
-from passes.ir.collectives import COMMUNICATING, collective_name, ops
-from passes.ir.interpret import META, insert_operator_node
-from passes.ir.layouts import Layout, local_shape
-from passes.ir.model import Block, Call, FoldedModel, TensorSpec
-from passes.ir.rewrite import drop_unused
-from passes.rules import factors_of, has_rule
-from passes.rules.factors import operands_of
-from passes.shard.buffer_sums import accumulate_updates
-from passes.shard.shard_block import BlockSharding, shard_block
+from partitioner.passes.errors import UnsupportedError
+from partitioner.passes.ir.collectives import COMMUNICATING, collective_name, ops
+from partitioner.passes.ir.interpret import META, insert_operator_node
+from partitioner.passes.ir.layouts import Layout, local_shape
+from partitioner.passes.ir.model import Block, Call, FoldedModel, TensorSpec
+from partitioner.passes.ir.rewrite import drop_unused
+from partitioner.passes.rules import factors_of, has_rule
+from partitioner.passes.rules.factors import operands_of
+from partitioner.passes.shard.buffer_sums import accumulate_updates
+from partitioner.passes.shard.shard_block import BlockSharding, shard_block
 
 aten = torch.ops.aten
 
@@ -228,7 +228,7 @@ def _describe_combining_operator(model: FoldedModel, block: Block, node: fx.Node
     if reader is node or not isinstance(reader.target, torch._ops.OpOverload):
         return f"{where} combines samples across the batch"
     if not has_rule(reader.target):
-        return f"{reader.target} at {where} has no rule that tells samples apart (passes.rules.rule gives it one)"
+        return f"{reader.target} at {where} has no rule that tells samples apart (partitioner.rule gives it one)"
     return f"{where} combines samples across the batch ({reader.target})"
 
 

@@ -23,7 +23,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from passes.errors import UnsupportedError
+from partitioner.passes.errors import UnsupportedError
 
 aten = torch.ops.aten
 

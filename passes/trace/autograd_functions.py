@@ -45,18 +45,18 @@ from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
-from passes.errors import PartitionError, UnsupportedError
-from passes.faults import is_users, shorten_file_path
-from passes.ir.collectives import _library
-from passes.ir.gradient_flow import is_differentiable
-from passes.ir.interpret import META, insert_operator_node
-from passes.ir.linearity import NotAffine
-from passes.ir.model import Captured
-from passes.ir.rewrite import drop_unused
-from passes.trace.autocast import without_autocast
-from passes.trace.hook_sources import GIVEN, MODEL, HookValue, code_of, what_it_does
-from passes.trace.layer_reuse import pause_trace_and_journal
-from passes.trace.transpose import ASKS_NUMBERS, Transposed, transpose_backward
+from partitioner.passes.errors import PartitionError, UnsupportedError
+from partitioner.passes.faults import is_users, shorten_file_path
+from partitioner.passes.ir.collectives import _library
+from partitioner.passes.ir.gradient_flow import is_differentiable
+from partitioner.passes.ir.interpret import META, insert_operator_node
+from partitioner.passes.ir.linearity import NotAffine
+from partitioner.passes.ir.model import Captured
+from partitioner.passes.ir.rewrite import drop_unused
+from partitioner.passes.trace.autocast import without_autocast
+from partitioner.passes.trace.hook_sources import GIVEN, MODEL, HookValue, code_of, what_it_does
+from partitioner.passes.trace.layer_reuse import pause_trace_and_journal
+from partitioner.passes.trace.transpose import ASKS_NUMBERS, Transposed, transpose_backward
 
 aten = torch.ops.aten
 CHECKPOINT_NOTE = (

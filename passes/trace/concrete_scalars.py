@@ -27,8 +27,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from passes.errors import UnsupportedError
-from passes.trace.autocast import without_autocast
+from partitioner.passes.errors import UnsupportedError
+from partitioner.passes.trace.autocast import without_autocast
 
 _ASKING = frozenset(
     {

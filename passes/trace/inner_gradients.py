@@ -30,9 +30,9 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from passes.errors import UnsupportedError
-from passes.ir.inplace import functional_kin, is_view
-from passes.ir.rewrite import drop_unused
+from partitioner.passes.errors import UnsupportedError
+from partitioner.passes.ir.inplace import functional_kin, is_view
+from partitioner.passes.ir.rewrite import drop_unused
 
 aten = torch.ops.aten
 

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from passes.trace.layer_equality import ModuleGroup, build_value_key, find_equal_layers, tensor_spec
+from partitioner.passes.trace.layer_equality import ModuleGroup, build_value_key, find_equal_layers, tensor_spec
 
 _LEAST = 2  # members of a group of which one stands for the others
 # Functions whose result has the numbers of their first operand.

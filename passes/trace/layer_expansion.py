@@ -13,9 +13,9 @@ from typing import Any, cast
 
 from torch import Tensor, fx
 
-from passes.ir.model import Captured, ModelState
-from passes.ir.rewrite import drop_unused
-from passes.trace.layer_reuse import LAYER
+from partitioner.passes.ir.model import Captured, ModelState
+from partitioner.passes.ir.rewrite import drop_unused
+from partitioner.passes.trace.layer_reuse import LAYER
 
 
 class Unrepeated(Exception):

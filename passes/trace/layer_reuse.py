@@ -33,8 +33,8 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from passes.trace.autocast import autocast_on
-from passes.trace.layer_equality import (
+from partitioner.passes.trace.autocast import autocast_on
+from partitioner.passes.trace.layer_equality import (
     ModuleGroup,
     ParkedParameterError,
     ParkedParameters,

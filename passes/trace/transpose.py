@@ -21,9 +21,9 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
-from passes.ir.linearity import NOT_LINEAR, AffinePart, NotAffine, parts_of, without_shape_reads
-from passes.ir.rewrite import drop_unused
-from passes.rules import has_rule
+from partitioner.passes.ir.linearity import NOT_LINEAR, AffinePart, NotAffine, parts_of, without_shape_reads
+from partitioner.passes.ir.rewrite import drop_unused
+from partitioner.passes.rules import has_rule
 
 __all__ = ["ASKS_NUMBERS", "NotAffine", "Transposed", "transpose_backward"]
 

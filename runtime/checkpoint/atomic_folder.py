@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.errors import CheckpointError
-from runtime.files import sync_folder, write_text
+from partitioner.runtime.errors import CheckpointError
+from partitioner.runtime.files import sync_folder, write_text
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 

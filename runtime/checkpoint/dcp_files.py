@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from runtime.checkpoint.shards import ShardPiece
-from runtime.state.disk_offload import is_mapped, release_pages, view_own_storage
+from partitioner.runtime.checkpoint.shards import ShardPiece
+from partitioner.runtime.state.disk_offload import is_mapped, release_pages, view_own_storage
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import WriteResult

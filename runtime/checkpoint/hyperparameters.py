@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runtime.checkpoint.training_state import Optimizers, is_equal_data, optimizers_of
-from runtime.errors import CheckpointError
-from runtime.program.program import Program
-from runtime.state.parameters import model_names
+from partitioner.runtime.checkpoint.training_state import Optimizers, is_equal_data, optimizers_of
+from partitioner.runtime.errors import CheckpointError
+from partitioner.runtime.program.program import Program
+from partitioner.runtime.state.parameters import model_names
 
 _PLAIN = (bool, int, float, str, type(None), list, tuple, Tensor)
 

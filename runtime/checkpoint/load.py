@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from passes.capture.wrappers import match_state_names
-from runtime.checkpoint import hyperparameters
-from runtime.checkpoint.atomic_folder import MANIFEST, read_manifest
-from runtime.checkpoint.dcp_files import FileSum, sum_of
-from runtime.checkpoint.save import FORMAT, MODEL, TRAINING, saved_states
-from runtime.checkpoint.shards import ShardPiece, held_by, list_shard_pieces, make_scalar_piece, whole_piece
-from runtime.checkpoint.training_state import STATE, OptimizerState, check_whole, unpack_plain_data
-from runtime.comm.group import Communicator, all_ranks
-from runtime.errors import CheckpointError, DamagedCheckpointError
-from runtime.program.program import RankProgram
-from runtime.state.parameters import names_read
+from partitioner.passes.capture.wrappers import match_state_names
+from partitioner.runtime.checkpoint import hyperparameters
+from partitioner.runtime.checkpoint.atomic_folder import MANIFEST, read_manifest
+from partitioner.runtime.checkpoint.dcp_files import FileSum, sum_of
+from partitioner.runtime.checkpoint.save import FORMAT, MODEL, TRAINING, saved_states
+from partitioner.runtime.checkpoint.shards import ShardPiece, held_by, list_shard_pieces, make_scalar_piece, whole_piece
+from partitioner.runtime.checkpoint.training_state import STATE, OptimizerState, check_whole, unpack_plain_data
+from partitioner.runtime.comm.group import Communicator, all_ranks
+from partitioner.runtime.errors import CheckpointError, DamagedCheckpointError
+from partitioner.runtime.program.program import RankProgram
+from partitioner.runtime.state.parameters import names_read
 
 if TYPE_CHECKING:
-    from runtime.checkpoint.dcp_files import ShardReader
+    from partitioner.runtime.checkpoint.dcp_files import ShardReader
 
 LATEST = "latest"
 
@@ -161,7 +161,7 @@ def load_checkpoint(
 
 
 def _open_shard_reader(folder: Path) -> ShardReader:
-    from runtime.checkpoint.dcp_files import ShardReader
+    from partitioner.runtime.checkpoint.dcp_files import ShardReader
 
     return ShardReader(folder)
 

@@ -33,15 +33,28 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from passes.ir.serialize import dtype_of
-from runtime.checkpoint import hyperparameters
-from runtime.checkpoint.atomic_folder import MANIFEST
-from runtime.checkpoint.load import to_go_on_from
-from runtime.checkpoint.ranks import Peers, assign_keepers, node_of
-from runtime.checkpoint.run_state import CheckpointedEngine, common_state, go_on, own_state, own_tensors, take_tensors
-from runtime.checkpoint.training_state import Optimizers, Stateful, pack_plain_data, random_state, unpack_plain_data
-from runtime.errors import CheckpointError
-from runtime.files import write_text
+from partitioner.passes.ir.serialize import dtype_of
+from partitioner.runtime.checkpoint import hyperparameters
+from partitioner.runtime.checkpoint.atomic_folder import MANIFEST
+from partitioner.runtime.checkpoint.load import to_go_on_from
+from partitioner.runtime.checkpoint.ranks import Peers, assign_keepers, node_of
+from partitioner.runtime.checkpoint.run_state import (
+    CheckpointedEngine,
+    common_state,
+    go_on,
+    own_state,
+    own_tensors,
+    take_tensors,
+)
+from partitioner.runtime.checkpoint.training_state import (
+    Optimizers,
+    Stateful,
+    pack_plain_data,
+    random_state,
+    unpack_plain_data,
+)
+from partitioner.runtime.errors import CheckpointError
+from partitioner.runtime.files import write_text
 
 _NAME = re.compile(r"([0-9a-f]{16})\.(\d+)\.(\d+)")
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
-from runtime.comm.rendezvous import timeout_of_all
-from runtime.comm.wait_clock import wait_for
-from runtime.errors import CheckpointError
+from partitioner.runtime.comm.rendezvous import timeout_of_all
+from partitioner.runtime.comm.wait_clock import wait_for
+from partitioner.runtime.errors import CheckpointError
 
 _CHUNK = 1 << 28  # bytes of one message
 

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from runtime.checkpoint import load as loading
-from runtime.checkpoint.hyperparameters import describe_optimizers
-from runtime.checkpoint.save import MODEL, CheckpointContent, Saver, Saving, pieces_of, saved_states
-from runtime.checkpoint.training_state import (
+from partitioner.runtime.checkpoint import load as loading
+from partitioner.runtime.checkpoint.hyperparameters import describe_optimizers
+from partitioner.runtime.checkpoint.save import MODEL, CheckpointContent, Saver, Saving, pieces_of, saved_states
+from partitioner.runtime.checkpoint.training_state import (
     RESIDUAL,
     STATE,
     Optimizers,
@@ -25,13 +25,13 @@ from runtime.checkpoint.training_state import (
     set_random_state,
     way_of,
 )
-from runtime.comm.group import Communicator
-from runtime.errors import CheckpointError
-from runtime.execute.flight_recorder import Phase
-from runtime.program.program import Program, RankProgram
-from runtime.state.gradients import RankGradients
-from runtime.state.loss import LossScale
-from runtime.state.parameters import MasterParameters
+from partitioner.runtime.comm.group import Communicator
+from partitioner.runtime.errors import CheckpointError
+from partitioner.runtime.execute.flight_recorder import Phase
+from partitioner.runtime.program.program import Program, RankProgram
+from partitioner.runtime.state.gradients import RankGradients
+from partitioner.runtime.state.loss import LossScale
+from partitioner.runtime.state.parameters import MasterParameters
 
 
 class CheckpointedEngine(Protocol):

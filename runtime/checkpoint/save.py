@@ -24,11 +24,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.checkpoint import hyperparameters
-from runtime.checkpoint.atomic_folder import MANIFEST, OWN, CheckpointTarget, remove_path_atomically, wait_for_writers
-from runtime.checkpoint.dcp_files import METADATA, FileSum, Written, sum_of
-from runtime.checkpoint.shards import ShardPiece, held_by, list_shard_pieces, written_by
-from runtime.checkpoint.training_state import (
+from partitioner.runtime.checkpoint import hyperparameters
+from partitioner.runtime.checkpoint.atomic_folder import (
+    MANIFEST,
+    OWN,
+    CheckpointTarget,
+    remove_path_atomically,
+    wait_for_writers,
+)
+from partitioner.runtime.checkpoint.dcp_files import METADATA, FileSum, Written, sum_of
+from partitioner.runtime.checkpoint.shards import ShardPiece, held_by, list_shard_pieces, written_by
+from partitioner.runtime.checkpoint.training_state import (
     Optimizers,
     OptimizerState,
     is_equal_data,
@@ -36,11 +42,11 @@ from runtime.checkpoint.training_state import (
     pack_plain_data,
     unpack_plain_data,
 )
-from runtime.comm.group import Communicator, all_ranks
-from runtime.errors import CheckpointError
-from runtime.files import write_bytes, write_text
-from runtime.program.program import Program, RankProgram, updated_states
-from runtime.state.disk_offload import is_mapped
+from partitioner.runtime.comm.group import Communicator, all_ranks
+from partitioner.runtime.errors import CheckpointError
+from partitioner.runtime.files import write_bytes, write_text
+from partitioner.runtime.program.program import Program, RankProgram, updated_states
+from partitioner.runtime.state.disk_offload import is_mapped
 
 
 class Staging:
@@ -404,7 +410,7 @@ def _write_rank_part(
     staging: Staging | None,
 ) -> None:
     """This rank's part, and on the first rank the rest. ``staging``: makes ``held`` what it is to be."""
-    from runtime.checkpoint.dcp_files import write_shards
+    from partitioner.runtime.checkpoint.dcp_files import write_shards
 
     rank = content.rank.rank
     try:
@@ -436,7 +442,7 @@ def _write_rank_part(
 
 def _complete_checkpoint(target: CheckpointTarget, content: CheckpointContent, timeout: float) -> None:
     """Wait for all ranks, write what finds and proves their files, and put the folder in its place."""
-    from runtime.checkpoint.dcp_files import write_metadata
+    from partitioner.runtime.checkpoint.dcp_files import write_metadata
 
     program = content.rank.program
     records = target.wait_for_records(program.world_size, timeout)

@@ -23,15 +23,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from runtime.checkpoint.atomic_folder import remove_path_atomically
-from runtime.checkpoint.load import LATEST, STEP, check_alike, complete_in, to_go_on_from
-from runtime.checkpoint.memory_copies import MemoryCopies, remove_line_token
-from runtime.checkpoint.ranks import Peers
-from runtime.checkpoint.run_state import CheckpointedEngine
-from runtime.checkpoint.save import Saving
-from runtime.checkpoint.training_state import Optimizers, Stateful
-from runtime.errors import CheckpointError, DamagedCheckpointError
-from runtime.files import write_text
+from partitioner.runtime.checkpoint.atomic_folder import remove_path_atomically
+from partitioner.runtime.checkpoint.load import LATEST, STEP, check_alike, complete_in, to_go_on_from
+from partitioner.runtime.checkpoint.memory_copies import MemoryCopies, remove_line_token
+from partitioner.runtime.checkpoint.ranks import Peers
+from partitioner.runtime.checkpoint.run_state import CheckpointedEngine
+from partitioner.runtime.checkpoint.save import Saving
+from partitioner.runtime.checkpoint.training_state import Optimizers, Stateful
+from partitioner.runtime.errors import CheckpointError, DamagedCheckpointError
+from partitioner.runtime.files import write_text
 
 
 class Interrupts:
@@ -115,7 +115,9 @@ class Checkpoints:
         ):
             if value is not None and value < least:
                 raise CheckpointError(f"{name} must be at least {least}, got {value}")
-        importlib.import_module("runtime.checkpoint.dcp_files")  # takes a second, and the first save is beside training
+        importlib.import_module(
+            "partitioner.runtime.checkpoint.dcp_files"
+        )  # takes a second, and the first save is beside training
         self.folder = Path(folder)
         self.engine = engine
         self.optimizer = optimizer

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from passes.ir.layouts import Shard, local_shape, shard_slices
-from runtime.program.program import Program, RankProgram, StateData, shard_shape, shards_of
-from runtime.program.sharded_buckets import FlatShard as FlatPiece
+from partitioner.passes.ir.layouts import Shard, local_shape, shard_slices
+from partitioner.runtime.program.program import Program, RankProgram, StateData, shard_shape, shards_of
+from partitioner.runtime.program.sharded_buckets import FlatShard as FlatPiece
 
 Range = tuple[int, int]  # start, length
 

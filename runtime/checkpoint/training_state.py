@@ -21,10 +21,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from runtime.checkpoint.shards import ShardPiece, held_by, list_shard_pieces, whole_piece
-from runtime.errors import CheckpointError
-from runtime.program.program import Program, RankProgram
-from runtime.state.disk_offload import keeper_of
+from partitioner.runtime.checkpoint.shards import ShardPiece, held_by, list_shard_pieces, whole_piece
+from partitioner.runtime.errors import CheckpointError
+from partitioner.runtime.program.program import Program, RankProgram
+from partitioner.runtime.state.disk_offload import keeper_of
 
 STATE = "optimizer.state."
 
@@ -271,7 +271,7 @@ def load_residuals(
     if not residuals:
         return
     if training.get("residuals") == way_of(rank.program):
-        from runtime.checkpoint.dcp_files import ShardReader
+        from partitioner.runtime.checkpoint.dcp_files import ShardReader
 
         ShardReader(folder).read(residual_pieces(rank, residuals))
         return

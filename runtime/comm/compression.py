@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from runtime.comm.group import Pending, RankGroup
-from runtime.program.codecs import Codec
+from partitioner.runtime.comm.group import Pending, RankGroup
+from partitioner.runtime.program.codecs import Codec
 
 
 class ErrorFeedbackEncoder:
@@ -39,7 +39,7 @@ class ErrorFeedbackEncoder:
 
 
 class PendingDecode:
-    """What arrives in other bytes; see :class:`runtime.comm.group.Pending`."""
+    """What arrives in other bytes; see :class:`partitioner.runtime.comm.group.Pending`."""
 
     def __init__(self, pending: Pending, decode: Callable[[Tensor], Tensor]) -> None:
         self.pending, self.decode = pending, decode

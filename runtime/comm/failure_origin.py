@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sysconfig
 import traceback
 
 import torch.distributed as dist
 
-import runtime
-from runtime.errors import CheckpointError, CommunicationError, InstructionError
+from partitioner import passes, runtime
+from partitioner.runtime.errors import CheckpointError, CommunicationError, InstructionError
 
 # What a rank meets when another one has gone: a consequence, not a cause.
 _LOST = re.compile(r"connection (was )?(closed|reset|refused)|timed? ?out|broken pipe|abort", re.IGNORECASE)
 _LIBRARY = re.compile(r"gloo|nccl|ProcessGroup|c10d|TCPStore", re.IGNORECASE)
-_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(runtime.__file__)))
-_COMMUNICATING = (os.path.join(_ROOT, "runtime"), os.path.join(_ROOT, "passes"), os.path.dirname(dist.__file__))
+_COMMUNICATING = tuple(folder for package in (runtime, passes, dist) for folder in package.__path__)
 
 
 def is_secondary(error: BaseException) -> bool:
@@ -45,7 +43,7 @@ def _is_communication_error(error: RuntimeError) -> bool:
 
 def users_line(error: BaseException) -> str:
     """The innermost line that is not of this package or of a library, Python's own too: where the user's script was."""
-    others = (os.path.dirname(os.path.abspath(runtime.__file__)), sysconfig.get_path("stdlib"), "<")
+    others = (*runtime.__path__, sysconfig.get_path("stdlib"), "<")
     lines = [
         f"{f.filename}:{f.lineno}"
         for f in traceback.extract_tb(error.__traceback__)

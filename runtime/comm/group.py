@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from runtime.program.membership import PipelineEdge
+from partitioner.runtime.program.membership import PipelineEdge
 
 CHANNELS = {"F": 0, "B": 1, "L": 2}  # activations, gradients and the loss never wait for each other
 

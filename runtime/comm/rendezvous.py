@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 from torch.distributed.rendezvous import rendezvous
 
-from runtime.errors import Failure, InstructionError
+from partitioner.runtime.errors import Failure, InstructionError
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -32,8 +32,8 @@ def init_process_group(backend: str | None = None, timeout: timedelta = DEFAULT_
 
     torchrun gives all attempts the same store, in which new ranks would find the addresses of those that have died
     (pytorch/pytorch#135712, torch 2.13); here each attempt has names of its own. Attempts are counted by host: with
-    several hosts set ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` for torchrun, as ``python -m runtime.launch.torchrun``
-    does.
+    several hosts set ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` for torchrun, as ``python -m
+    partitioner.runtime.launch.torchrun`` does.
 
     From here on an error that ends the script, of whatever it does, is told to torchrun, whose log ends with it.
     """
@@ -77,7 +77,7 @@ def _tell_torchrun() -> None:
 
 
 def _report_failure(error: Exception) -> None:
-    from runtime.comm.failure_origin import is_secondary, users_line  # which import what imports this
+    from partitioner.runtime.comm.failure_origin import is_secondary, users_line  # which import what imports this
 
     if isinstance(error, InstructionError):
         failure = error.failure

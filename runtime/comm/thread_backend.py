@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.comm.group import Pending, RankGroup, SoloGroup, TransferHandle
-from runtime.errors import CommunicationError
-from runtime.program.membership import PipelineEdge
+from partitioner.runtime.comm.group import Pending, RankGroup, SoloGroup, TransferHandle
+from partitioner.runtime.errors import CommunicationError
+from partitioner.runtime.program.membership import PipelineEdge
 
 
 class ThreadWorld:
@@ -113,7 +113,7 @@ def _reduce_entries(entries: list[Tensor], maximum: bool) -> Tensor:
 
 
 class ThreadGroup:
-    """A group of threads; see :class:`runtime.comm.group.RankGroup`."""
+    """A group of threads; see :class:`partitioner.runtime.comm.group.RankGroup`."""
 
     def __init__(self, world: ThreadWorld, ranks: tuple[int, ...], rank: int, gathering: bool = False) -> None:
         self.world = world
@@ -172,7 +172,7 @@ class ThreadGroup:
 
 
 class ThreadCommunicator:
-    """One thread's communicator; see :class:`runtime.comm.group.Communicator`."""
+    """One thread's communicator; see :class:`partitioner.runtime.comm.group.Communicator`."""
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         self.world = world

@@ -15,11 +15,11 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
-from runtime.comm.group import CHANNELS, Pending, RankGroup, SoloGroup, TransferHandle
-from runtime.comm.rendezvous import timeout_of_all
-from runtime.comm.wait_clock import wait_for
-from runtime.errors import LaunchError
-from runtime.program.membership import PipelineEdge
+from partitioner.runtime.comm.group import CHANNELS, Pending, RankGroup, SoloGroup, TransferHandle
+from partitioner.runtime.comm.rendezvous import timeout_of_all
+from partitioner.runtime.comm.wait_clock import wait_for
+from partitioner.runtime.errors import LaunchError
+from partitioner.runtime.program.membership import PipelineEdge
 
 
 def parts_of(x: Tensor, dim: int, size: int) -> Tensor:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from passes.capture.wrappers import check_tensor
-from passes.ir.lifted_numbers import Guard
-from passes.ir.serialize import dtype_of
-from runtime.errors import BatchError
-from runtime.program.program import InputData, PlainValue, Program, RankProgram
+from partitioner.passes.capture.wrappers import check_tensor
+from partitioner.passes.ir.lifted_numbers import Guard
+from partitioner.passes.ir.serialize import dtype_of
+from partitioner.runtime.errors import BatchError
+from partitioner.runtime.program.program import InputData, PlainValue, Program, RankProgram
 
 
 def batch_size(program: Program) -> tuple[int, int]:

@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from passes.ir.layouts import Layout
-from runtime.comm.group import Communicator, all_ranks
-from runtime.engine.batches import batch_values, own_values, share_of
-from runtime.errors import AgreementError, BatchError, LaunchError
-from runtime.program.mesh import axes_beside
-from runtime.program.program import RankProgram
-from runtime.state.disk_offload import release_pages
+from partitioner.passes.ir.layouts import Layout
+from partitioner.runtime.comm.group import Communicator, all_ranks
+from partitioner.runtime.engine.batches import batch_values, own_values, share_of
+from partitioner.runtime.errors import AgreementError, BatchError, LaunchError
+from partitioner.runtime.program.mesh import axes_beside
+from partitioner.runtime.program.program import RankProgram
+from partitioner.runtime.state.disk_offload import release_pages
 
 EVERY = 1024  # steps between checks, once powers of two are farther apart
 
@@ -40,11 +40,11 @@ _APART = 1e-3  # distance of replicas over the norm; kernels with a non-determin
 _GLOBAL = (
     "expected the same global batch on all ranks, in the same order, of which each takes its part: draw it from a "
     "generator of the same seed on each, without a DistributedSampler; or give each rank its own samples alone, those "
-    "of engine.share, with step(batch, local=True), as runtime.Loader does"
+    "of engine.share, with step(batch, local=True), as partitioner.Loader does"
 )
 _LOCAL = (
     "they compute one result: expected the same samples, those of engine.share, in the same order on all ranks of one "
-    "place on dp: draw them from a generator of the same seed on each, or use runtime.Loader"
+    "place on dp: draw them from a generator of the same seed on each, or use partitioner.Loader"
 )
 
 _Kind = tuple[tuple[str, ...], tuple[int, ...]]

@@ -1,7 +1,7 @@
 """Batches for an engine: every rank loads only the samples that it reads, and where the run is can be resumed.
 
-    loader = runtime.Loader(dataset, engine, seed=0, num_workers=4)
-    checkpoints = runtime.Checkpoints("checkpoints/", engine, optimizer, every=500, extra={"data": loader})
+    loader = partitioner.Loader(dataset, engine, seed=0, num_workers=4)
+    checkpoints = partitioner.Checkpoints("checkpoints/", engine, optimizer, every=500, extra={"data": loader})
     checkpoints.restore()
     for batch in loader:
         loss = engine.step(batch, local=True)
@@ -22,9 +22,9 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from runtime.engine.batches import batch_size
-from runtime.engine.engine import Engine
-from runtime.errors import BatchError, CheckpointError
+from partitioner.runtime.engine.batches import batch_size
+from partitioner.runtime.engine.engine import Engine
+from partitioner.runtime.errors import BatchError, CheckpointError
 
 
 class Samples(Protocol):

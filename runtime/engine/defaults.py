@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runtime.comm.group import Communicator
-from runtime.comm.torch_backend import TorchCommunicator
-from runtime.errors import LaunchError, OffloadError
-from runtime.program.load import disk_of
-from runtime.program.program import Program, RankProgram
-from runtime.state.disk_offload import FOLDER, Disk
-from runtime.state.parameters import disk_bytes
+from partitioner.runtime.comm.group import Communicator
+from partitioner.runtime.comm.torch_backend import TorchCommunicator
+from partitioner.runtime.errors import LaunchError, OffloadError
+from partitioner.runtime.program.load import disk_of
+from partitioner.runtime.program.program import Program, RankProgram
+from partitioner.runtime.state.disk_offload import FOLDER, Disk
+from partitioner.runtime.state.parameters import disk_bytes
 
 _BETWEEN = 512  # bytes between what one parameter has on disk, at most
 
@@ -32,9 +32,9 @@ def default_communicator(
         if program.world_size > 1:
             raise LaunchError(
                 f"the program is for {program.world_size} ranks and there is no process group: start with torchrun "
-                "and call torch.distributed.init_process_group first, or use runtime.run_local"
+                "and call torch.distributed.init_process_group first, or use partitioner.run_local"
             )
-        from runtime.comm.thread_backend import ThreadWorld
+        from partitioner.runtime.comm.thread_backend import ThreadWorld
 
         return ThreadWorld(1, resolve_device(device or "cpu")).communicator(0)
     if dist.get_world_size() != program.world_size:

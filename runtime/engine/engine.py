@@ -2,7 +2,7 @@
 
 In a ``torchrun`` worker::
 
-    engine = runtime.Engine("plan.json", weights="model/")
+    engine = partitioner.Engine("plan.json", weights="model/")
     optimizer = torch.optim.AdamW(engine.parameters())
     for batch in batches:
         loss = engine.step(batch)
@@ -21,42 +21,42 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from passes.faults import typed_errors
-from passes.ops.random import SEED
-from runtime.checkpoint import load as loading
-from runtime.checkpoint.atomic_folder import restore_replaced_checkpoint
-from runtime.checkpoint.run_state import content_of, load_run_state
-from runtime.checkpoint.save import Saver, Saving
-from runtime.checkpoint.training_state import Optimizers, Stateful
-from runtime.comm.failure_origin import is_of_ranks
-from runtime.comm.group import Communicator, all_ranks
-from runtime.comm.torch_backend import TorchCommunicator
-from runtime.engine import export
-from runtime.engine.batches import own_values, share_of
-from runtime.engine.consistency import Agreement
-from runtime.engine.defaults import default_communicator, disk_for
-from runtime.engine.optimizer_checks import OptimizerCheck
-from runtime.errors import LaunchError
-from runtime.execute.bind import Library
-from runtime.execute.executor import Executor
-from runtime.execute.flight_recorder import Phase
-from runtime.program.load import placement_of, program_of
-from runtime.program.membership import gathers_of, groups_of, links_of
-from runtime.program.precision import check_fp8, products_of
-from runtime.program.program import Program, RankProgram
-from runtime.state import loss as norms
-from runtime.state.disk_offload import expect_on_disk, keep_on_disk
-from runtime.state.gradients import RankGradients
-from runtime.state.host_offload import Copier, HostParameters
-from runtime.state.loss import Scale, StepLoss, scale_of
-from runtime.state.parameters import MasterParameters, load_weights, names_read, parameters_of
-from runtime.state.sharded_parameters import ShardedParameters
-from runtime.state.weights import FileWeights, Source, is_weights, weights_of
+from partitioner.passes.faults import typed_errors
+from partitioner.passes.ops.random import SEED
+from partitioner.runtime.checkpoint import load as loading
+from partitioner.runtime.checkpoint.atomic_folder import restore_replaced_checkpoint
+from partitioner.runtime.checkpoint.run_state import content_of, load_run_state
+from partitioner.runtime.checkpoint.save import Saver, Saving
+from partitioner.runtime.checkpoint.training_state import Optimizers, Stateful
+from partitioner.runtime.comm.failure_origin import is_of_ranks
+from partitioner.runtime.comm.group import Communicator, all_ranks
+from partitioner.runtime.comm.torch_backend import TorchCommunicator
+from partitioner.runtime.engine import export
+from partitioner.runtime.engine.batches import own_values, share_of
+from partitioner.runtime.engine.consistency import Agreement
+from partitioner.runtime.engine.defaults import default_communicator, disk_for
+from partitioner.runtime.engine.optimizer_checks import OptimizerCheck
+from partitioner.runtime.errors import LaunchError
+from partitioner.runtime.execute.bind import Library
+from partitioner.runtime.execute.executor import Executor
+from partitioner.runtime.execute.flight_recorder import Phase
+from partitioner.runtime.program.load import placement_of, program_of
+from partitioner.runtime.program.membership import gathers_of, groups_of, links_of
+from partitioner.runtime.program.precision import check_fp8, products_of
+from partitioner.runtime.program.program import Program, RankProgram
+from partitioner.runtime.state import loss as norms
+from partitioner.runtime.state.disk_offload import expect_on_disk, keep_on_disk
+from partitioner.runtime.state.gradients import RankGradients
+from partitioner.runtime.state.host_offload import Copier, HostParameters
+from partitioner.runtime.state.loss import Scale, StepLoss, scale_of
+from partitioner.runtime.state.parameters import MasterParameters, load_weights, names_read, parameters_of
+from partitioner.runtime.state.sharded_parameters import ShardedParameters
+from partitioner.runtime.state.weights import FileWeights, Source, is_weights, weights_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-    from runtime.engine.export import Views
+    from partitioner.runtime.engine.export import Views
 
 AnOptimizer = TypeVar("AnOptimizer", bound=torch.optim.Optimizer)
 
@@ -190,10 +190,10 @@ class Engine:
         """Run forward and backward on a global batch; afterwards gradients are reduced over all ranks.
 
         ``batch`` is the whole global batch, the same on all ranks. With ``local``, each rank passes only its
-        :attr:`share` of it (as :class:`runtime.Loader` does): ``[batch / dp, ...]`` for an input ``[batch, ...]``, or
-        ``{}`` if it reads no inputs.
-        The gradients of this batch replace those of the last step. With ``accumulate`` they are added to them, unless
-        ``zero_grad`` has cleared them; a sum with an overflowed addend is lost (:attr:`overflowed`).
+        :attr:`share` of it (as :class:`partitioner.Loader` does): ``[batch / dp, ...]`` for an input ``[batch, ...]``,
+        or ``{}`` if it reads no inputs. The gradients of this batch replace those of the last step. With ``accumulate``
+        they are added to them, unless ``zero_grad`` has cleared them; a sum with an overflowed addend is lost
+        (:attr:`overflowed`).
         Returns the loss of the whole batch, a 0-d tensor without a graph (see :attr:`loss`), the same on all ranks;
         ``None`` if the program has no loss.
         Raises :class:`BatchError` if the batch does not match the plan, :class:`InstructionError` if an instruction
@@ -319,7 +319,7 @@ class Engine:
         return self._get_state_views(strict).of_optimizer(self._parameters, optimizer)
 
     def _get_state_views(self, strict: bool) -> Views:
-        from runtime.engine.export import (  # its imports from torch are slow, and few callers need them
+        from partitioner.runtime.engine.export import (  # its imports from torch are slow, and few callers need them
             Views,
             require_dtensor_views,
         )

@@ -28,16 +28,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from passes.ir.layouts import Layout, join_shards, local_shape
-from passes.ir.serialize import dtype_of
-from runtime.checkpoint.save import agreed_target, weight_states
-from runtime.checkpoint.training_state import OptimizerState
-from runtime.comm.group import Communicator
-from runtime.errors import CheckpointError, DTensorError, LaunchError
-from runtime.files import write_text
-from runtime.program.program import Program, RankProgram, shard_shape
-from runtime.state.parameters import by_model_names, join_pieces, padded_piece
-from runtime.state.weights import INDEX, check_storable
+from partitioner.passes.ir.layouts import Layout, join_shards, local_shape
+from partitioner.passes.ir.serialize import dtype_of
+from partitioner.runtime.checkpoint.save import agreed_target, weight_states
+from partitioner.runtime.checkpoint.training_state import OptimizerState
+from partitioner.runtime.comm.group import Communicator
+from partitioner.runtime.errors import CheckpointError, DTensorError, LaunchError
+from partitioner.runtime.files import write_text
+from partitioner.runtime.program.program import Program, RankProgram, shard_shape
+from partitioner.runtime.state.parameters import by_model_names, join_pieces, padded_piece
+from partitioner.runtime.state.weights import INDEX, check_storable
 
 _SHOWN = 5  # reasons named in an error
 
@@ -196,7 +196,7 @@ def _check_world(program: Program) -> None:
         there = f"one of {dist.get_world_size()}" if dist.is_initialized() else "none"
         raise LaunchError(
             f"DTensors need a process group of the plan's {program.world_size} ranks, there is {there}: start with "
-            "torchrun, and call runtime.init_process_group"
+            "torchrun, and call partitioner.init_process_group"
         )
 
 

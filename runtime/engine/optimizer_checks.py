@@ -17,12 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from passes.ir.layouts import Layout
-from passes.ir.serialize import dtype_of
-from runtime.engine.optimizer_trials import ParameterCut, Sample, StepCall, TrialFinding, class_of, try_on_parts
-from runtime.errors import OptimizerError
-from runtime.program.program import Program, RankProgram, shards_of
-from runtime.state.disk_offload import step_hook
+from partitioner.passes.ir.layouts import Layout
+from partitioner.passes.ir.serialize import dtype_of
+from partitioner.runtime.engine.optimizer_trials import (
+    ParameterCut,
+    Sample,
+    StepCall,
+    TrialFinding,
+    class_of,
+    try_on_parts,
+)
+from partitioner.runtime.errors import OptimizerError
+from partitioner.runtime.program.program import Program, RankProgram, shards_of
+from partitioner.runtime.state.disk_offload import step_hook
 
 Optimizer = torch.optim.Optimizer
 

@@ -26,9 +26,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from runtime.checkpoint.training_state import random_state, set_random_state
-from runtime.state.disk_offload import KEEPER, keeper_of
-from runtime.state.parameters import take_piece
+from partitioner.runtime.checkpoint.training_state import random_state, set_random_state
+from partitioner.runtime.state.disk_offload import KEEPER, keeper_of
+from partitioner.runtime.state.parameters import take_piece
 
 NUM_STEPS = 12  # optimizers that precondition do so every tenth step at least, most of them in the first or second
 
@@ -407,8 +407,8 @@ def rebuild_optimizer(optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) 
 
 
 def class_of(optimizer: Optimizer) -> type[Any]:
-    """The class of an optimizer: the script's, where :func:`runtime.state.disk_offload.keep_on_disk` has put another
-    one before it."""
+    """The class of an optimizer: the script's, where :func:`partitioner.runtime.state.disk_offload.keep_on_disk` has
+    put another one before it."""
     kind = type(optimizer)
     return kind.__mro__[1] if keeper_of(optimizer) is not None else kind
 
@@ -504,7 +504,7 @@ class _OptimizerMirror:
         if isinstance(value, functools.partial):
             named = {name: self.value(given) for name, given in value.keywords.items()}
             return functools.partial(self.value(value.func), *map(self.value, value.args), **named)
-        if isinstance(value, nn.Module) or type(value).__module__.partition(".")[0] in ("runtime", "partitioner"):
+        if isinstance(value, nn.Module) or type(value).__module__.partition(".")[0] == "partitioner":
             return _Withheld(type(value).__name__)
         if isinstance(value, dict):
             return self._copy_dict(value)

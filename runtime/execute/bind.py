@@ -22,16 +22,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from passes.ir.collectives import CONTEXT, ROUTED, collective_name
-from passes.ir.model import Block, TensorSpec
-from passes.ir.rewrite import drop_unused
-from passes.ir.serialize import block_from_data, target_of
-from passes.ops.attention import band_of
-from passes.shard.differentiate import Differentiated, JointSubgraph, differentiate
-from runtime.comm.group import Communicator, Pending, RankGroup
-from runtime.comm.torch_backend import give_back, share_memory
-from runtime.execute import collective_ops
-from runtime.execute.codegen import (
+from partitioner.passes.ir.collectives import CONTEXT, ROUTED, collective_name
+from partitioner.passes.ir.model import Block, TensorSpec
+from partitioner.passes.ir.rewrite import drop_unused
+from partitioner.passes.ir.serialize import block_from_data, target_of
+from partitioner.passes.ops.attention import band_of
+from partitioner.passes.shard.differentiate import Differentiated, JointSubgraph, differentiate
+from partitioner.runtime.comm.group import Communicator, Pending, RankGroup
+from partitioner.runtime.comm.torch_backend import give_back, share_memory
+from partitioner.runtime.execute import collective_ops
+from partitioner.runtime.execute.codegen import (
     AliasBinding,
     AsyncBinding,
     Binding,
@@ -40,10 +40,10 @@ from runtime.execute.codegen import (
     DirectBinding,
     compile_graph,
 )
-from runtime.execute.collective_ops import ContextAttention
-from runtime.execute.torch_compile import Segment, backend_of, fuse_segments, one_thread
-from runtime.files import write_bytes
-from runtime.program.program import CallData, Program, RankProgram
+from partitioner.runtime.execute.collective_ops import ContextAttention
+from partitioner.runtime.execute.torch_compile import Segment, backend_of, fuse_segments, one_thread
+from partitioner.runtime.files import write_bytes
+from partitioner.runtime.program.program import CallData, Program, RankProgram
 
 _KEPT = ("path", "source")
 
@@ -427,7 +427,8 @@ assert _BINDINGS.keys() == _ARGUMENTS.keys()
 
 
 def _make_results_contiguous(graph: fx.Graph) -> fx.Graph:
-    """``graph`` with results that are contiguous, as :func:`passes.shard.differentiate.differentiate` makes them."""
+    """``graph`` with results that are contiguous, as :func:`partitioner.passes.shard.differentiate.differentiate` makes
+    them."""
     results: Any = graph.output_node().args[0]
     strided: list[fx.Node] = [n for n in results if not n.meta["val"].is_contiguous()]
     if not strided:

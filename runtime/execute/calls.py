@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from passes.ir.serialize import dtype_of
-from runtime.execute.bind import Binder, gradient_needs
-from runtime.program.program import CallData, RankProgram
-from runtime.state.gradients import Sink
-from runtime.state.host_offload import Copier, OffloadedActivations, get_storage_address
+from partitioner.passes.ir.serialize import dtype_of
+from partitioner.runtime.execute.bind import Binder, gradient_needs
+from partitioner.runtime.program.program import CallData, RankProgram
+from partitioner.runtime.state.gradients import Sink
+from partitioner.runtime.state.host_offload import Copier, OffloadedActivations, get_storage_address
 
 
 class Environment:

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.ops import cross_entropy
-from runtime.execute.overlap import can_alias_operand, find_memory_owners, order_for_overlap
+from partitioner.passes.ops import cross_entropy
+from partitioner.runtime.execute.overlap import can_alias_operand, find_memory_owners, order_for_overlap
 
 aten = torch.ops.aten
 

@@ -22,7 +22,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from passes.ops.attention import (
+from partitioner.passes.ops.attention import (
     Attention,
     AttentionGradients,
     Band,
@@ -34,7 +34,7 @@ from passes.ops.attention import (
     ring_tiles,
     tiles_of,
 )
-from runtime.comm.group import Pending, RankGroup
+from partitioner.runtime.comm.group import Pending, RankGroup
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,15 @@ from time import monotonic_ns
 import torch
 from torch import Tensor
 
-from passes.ir.layouts import Layout, take_shard
-from runtime.comm.group import Communicator
-from runtime.comm.wait_clock import waited
-from runtime.errors import InstructionError
-from runtime.execute.bind import Binder, Library
-from runtime.execute.calls import BoundCall, Environment
-from runtime.execute.failures import failure_of
-from runtime.execute.flight_recorder import Recorder
-from runtime.execute.transfers import (
+from partitioner.passes.ir.layouts import Layout, take_shard
+from partitioner.runtime.comm.group import Communicator
+from partitioner.runtime.comm.wait_clock import waited
+from partitioner.runtime.errors import InstructionError
+from partitioner.runtime.execute.bind import Binder, Library
+from partitioner.runtime.execute.calls import BoundCall, Environment
+from partitioner.runtime.execute.failures import failure_of
+from partitioner.runtime.execute.flight_recorder import Recorder
+from partitioner.runtime.execute.transfers import (
     RECEIVING,
     PendingReceive,
     Slot,
@@ -30,15 +30,15 @@ from runtime.execute.transfers import (
     find_proven_arrivals,
     slots_read,
 )
-from runtime.program.instructions import Instruction
-from runtime.program.program import InputData, RankProgram
-from runtime.program.sharded_buckets import states_read
-from runtime.program.state_bytes import staying_values
-from runtime.state.buffer_updates import BufferUpdates
-from runtime.state.gradients import RankGradients
-from runtime.state.host_offload import Copier, HostParameters
-from runtime.state.loss import LossSum
-from runtime.state.sharded_parameters import ShardedParameters
+from partitioner.runtime.program.instructions import Instruction
+from partitioner.runtime.program.program import InputData, RankProgram
+from partitioner.runtime.program.sharded_buckets import states_read
+from partitioner.runtime.program.state_bytes import staying_values
+from partitioner.runtime.state.buffer_updates import BufferUpdates
+from partitioner.runtime.state.gradients import RankGradients
+from partitioner.runtime.state.host_offload import Copier, HostParameters
+from partitioner.runtime.state.loss import LossSum
+from partitioner.runtime.state.sharded_parameters import ShardedParameters
 
 Action = Callable[[], None]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterable
 
-from runtime.comm.failure_origin import is_secondary
-from runtime.errors import Failure
-from runtime.execute.calls import BoundCall
-from runtime.execute.codegen import Compiled
-from runtime.program.program import RankProgram
+from partitioner.runtime.comm.failure_origin import is_secondary
+from partitioner.runtime.errors import Failure
+from partitioner.runtime.execute.calls import BoundCall
+from partitioner.runtime.execute.codegen import Compiled
+from partitioner.runtime.program.program import RankProgram
 
 
 def instruction_text(rank: RankProgram, index: int) -> str:

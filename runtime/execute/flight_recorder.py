@@ -23,9 +23,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from runtime.comm.wait_clock import waited
-from runtime.files import write_bytes, write_text
-from runtime.program.program import RankProgram
+from partitioner.runtime.comm.wait_clock import waited
+from partitioner.runtime.files import write_bytes, write_text
+from partitioner.runtime.program.program import RankProgram
 
 Phase = Literal["between steps", "step", "saving", "loading", "gone"]
 
@@ -56,7 +56,7 @@ class InstructionSpot:
 class RecorderHeader:
     """What a recorder's numbers mean. ``actions[k]``: the instruction that the ``k``-th action belongs to; its last one
     is the end of the step. ``clock_s``: what to add to the host's clock for the time of day, which hosts share.
-    ``places``: see :attr:`runtime.program.program.RankProgram.places`."""
+    ``places``: see :attr:`partitioner.runtime.program.program.RankProgram.places`."""
 
     rank: int
     world_size: int

@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import fx
 
-from runtime.comm.torch_backend import TorchCommunicator, TorchGroup, Transfer
-from runtime.execute.calls import BoundCall
-from runtime.execute.executor import Executor
-from runtime.execute.transfers import PendingReceive, TransferSender
-from runtime.state.loss import LossSum
+from partitioner.runtime.comm.torch_backend import TorchCommunicator, TorchGroup, Transfer
+from partitioner.runtime.execute.calls import BoundCall
+from partitioner.runtime.execute.executor import Executor
+from partitioner.runtime.execute.transfers import PendingReceive, TransferSender
+from partitioner.runtime.state.loss import LossSum
 
 _COMPILED = "<partition "  # prefix of the file names of code that runtime/execute/codegen.py compiles
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.ir.collectives import collective_name
-from runtime.errors import LaunchError
+from partitioner.passes.ir.collectives import collective_name
+from partitioner.runtime.errors import LaunchError
 
 META = torch.device("meta")
 

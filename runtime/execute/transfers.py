@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from passes.ir.serialize import dtype_of
-from runtime.comm.group import Communicator, TransferHandle
-from runtime.comm.wait_clock import wait_for
-from runtime.execute.calls import Environment
-from runtime.program.instructions import Instruction, Instructions
-from runtime.program.program import RankProgram, Stage, keep_first_microbatches
+from partitioner.passes.ir.serialize import dtype_of
+from partitioner.runtime.comm.group import Communicator, TransferHandle
+from partitioner.runtime.comm.wait_clock import wait_for
+from partitioner.runtime.execute.calls import Environment
+from partitioner.runtime.program.instructions import Instruction, Instructions
+from partitioner.runtime.program.program import RankProgram, Stage, keep_first_microbatches
 
 COMPUTING = frozenset({"F", "B", "I", "W"})
 

@@ -1,1 +1,1 @@
-"""Starts ranks: the `python -m runtime` command, local processes and threads, torchrun."""
+"""Starts ranks: the `python -m partitioner.runtime` command, local processes and threads, torchrun."""

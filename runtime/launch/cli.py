@@ -1,4 +1,4 @@
-"""``torchrun --nproc-per-node 4 -m runtime plan.json --weights folder/``: train a plan for some steps.
+"""``torchrun --nproc-per-node 4 -m partitioner.runtime plan.json --weights folder/``: train a plan for some steps.
 
 Rank 0 prints one line per step. Ranks are watched: one that fails, is killed or stands still is told with its
 instruction and graph node, and recorded for torchrun, which ends the others at once. With ``--checkpoints`` a run that
@@ -24,19 +24,19 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from passes.errors import PartitionError
-from passes.ir.serialize import dtype_of
-from runtime.checkpoint.series import Checkpoints
-from runtime.comm.failure_origin import is_secondary
-from runtime.comm.rendezvous import init_process_group
-from runtime.debug import check_finite
-from runtime.engine.defaults import local_gpu
-from runtime.engine.engine import Engine
-from runtime.errors import InstructionError, LaunchError
-from runtime.observe.metrics import LossSpikes, StepLog
-from runtime.program.load import program_of
-from runtime.program.program import Program
-from runtime.watch.watchdog import Watch
+from partitioner.passes.errors import PartitionError
+from partitioner.passes.ir.serialize import dtype_of
+from partitioner.runtime.checkpoint.series import Checkpoints
+from partitioner.runtime.comm.failure_origin import is_secondary
+from partitioner.runtime.comm.rendezvous import init_process_group
+from partitioner.runtime.debug import check_finite
+from partitioner.runtime.engine.defaults import local_gpu
+from partitioner.runtime.engine.engine import Engine
+from partitioner.runtime.errors import InstructionError, LaunchError
+from partitioner.runtime.observe.metrics import LossSpikes, StepLog
+from partitioner.runtime.program.load import program_of
+from partitioner.runtime.program.program import Program
+from partitioner.runtime.watch.watchdog import Watch
 
 _PATIENCE_S = 5.0
 
@@ -76,7 +76,8 @@ def _at_least(kind: Callable[[str], _Number], least: _Number) -> Callable[[str],
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="torchrun --nproc-per-node N -m runtime", description="Train a plan on its ranks for some steps."
+        prog="torchrun --nproc-per-node N -m partitioner.runtime",
+        description="Train a plan on its ranks for some steps.",
     )
     parser.add_argument("plan", help="a plan's JSON file")
     parser.add_argument("--weights", help="a safetensors file or folder; without it, small random weights")

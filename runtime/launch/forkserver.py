@@ -21,16 +21,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import runtime
+from partitioner import runtime
 
-_ROOT = Path(runtime.__file__).resolve().parent.parent
+_ROOT = Path(runtime.__path__[0]).absolute().parent.parent  # where `partitioner` is found
 
 _SET_PARENT_DEATH_SIGNAL = 1  # prctl(2)
 # Ctrl-C is for the client, which then closes the socket; also while the server imports.
 _SERVER = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-from runtime.launch.forkserver import serve
+from partitioner.runtime.launch.forkserver import serve
 serve(int(sys.argv[1]))
 """
 
@@ -69,8 +69,8 @@ class ForkServer:
         atexit.register(self.close)
 
     def fork(self, arguments: Mapping[str, Any]) -> Child:
-        """Start ``runtime.launch.process_pool.serve_rank_requests(connection, **arguments)`` in a process of its
-        own."""
+        """Start ``partitioner.runtime.launch.process_pool.serve_rank_requests(connection, **arguments)`` in a process
+        of its own."""
         ours, theirs = socket.socketpair()
         with ours, theirs:
             answer = self._send_request({"op": "fork", "arguments": dict(arguments)}, theirs.fileno())
@@ -123,7 +123,7 @@ def fork_server() -> ForkServer:
 
 def serve(fd: int) -> None:
     """The server's loop on its end of the socket, until the client's end is closed."""
-    from runtime.launch import process_pool
+    from partitioner.runtime.launch import process_pool
 
     process_pool.preload_imports()
     requests = socket.socket(fileno=fd)

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from passes.faults import typed_errors
-from runtime.comm.failure_origin import is_of_ranks, is_secondary
-from runtime.comm.thread_backend import ThreadWorld
-from runtime.engine.batches import batch_by_path
-from runtime.engine.defaults import one_step_folder
-from runtime.engine.engine import Engine
-from runtime.errors import Failure, InstructionError, LaunchError, RankError
-from runtime.execute.bind import Library
-from runtime.launch.process_pool import (
+from partitioner.passes.faults import typed_errors
+from partitioner.runtime.comm.failure_origin import is_of_ranks, is_secondary
+from partitioner.runtime.comm.thread_backend import ThreadWorld
+from partitioner.runtime.engine.batches import batch_by_path
+from partitioner.runtime.engine.defaults import one_step_folder
+from partitioner.runtime.engine.engine import Engine
+from partitioner.runtime.errors import Failure, InstructionError, LaunchError, RankError
+from partitioner.runtime.execute.bind import Library
+from partitioner.runtime.launch.process_pool import (
     LocalRanks,
     RankResults,
     Run,
@@ -30,12 +30,19 @@ from runtime.launch.process_pool import (
     run_program,
     unread_gradients,
 )
-from runtime.program.load import placement_of, program_of
-from runtime.program.precision import with_precision
-from runtime.program.program import Program
-from runtime.state.parameters import check_weights, names_read
-from runtime.state.weights import FileWeights, TensorWeights, Weights, module_tensors, weights_of, write_weights
-from runtime.watch.stragglers import Monitor
+from partitioner.runtime.program.load import placement_of, program_of
+from partitioner.runtime.program.precision import with_precision
+from partitioner.runtime.program.program import Program
+from partitioner.runtime.state.parameters import check_weights, names_read
+from partitioner.runtime.state.weights import (
+    FileWeights,
+    TensorWeights,
+    Weights,
+    module_tensors,
+    weights_of,
+    write_weights,
+)
+from partitioner.runtime.watch.stragglers import Monitor
 
 Model = nn.Module | Mapping[str, Tensor] | str | Path
 

@@ -34,20 +34,30 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from passes.ir.layouts import Layout, join_shards
-from runtime.comm.failure_origin import is_secondary
-from runtime.comm.torch_backend import TorchCommunicator
-from runtime.engine.defaults import default_device, one_step_folder
-from runtime.engine.engine import Engine
-from runtime.errors import DIED, LEFT, LOST, Failure, InstructionError, LaunchError, RankError, RankTimeout, first_cause
-from runtime.execute.bind import Library
-from runtime.execute.executor import Executor
-from runtime.execute.failures import instruction_text
-from runtime.launch.forkserver import Child, ForkServer, fork_server
-from runtime.program.program import OutputData, Program, shard_shape, updated_states
-from runtime.state.parameters import by_model_names, join_pieces, model_names
-from runtime.watch.stragglers import Monitor
-from runtime.watch.watchdog import Watch
+from partitioner.passes.ir.layouts import Layout, join_shards
+from partitioner.runtime.comm.failure_origin import is_secondary
+from partitioner.runtime.comm.torch_backend import TorchCommunicator
+from partitioner.runtime.engine.defaults import default_device, one_step_folder
+from partitioner.runtime.engine.engine import Engine
+from partitioner.runtime.errors import (
+    DIED,
+    LEFT,
+    LOST,
+    Failure,
+    InstructionError,
+    LaunchError,
+    RankError,
+    RankTimeout,
+    first_cause,
+)
+from partitioner.runtime.execute.bind import Library
+from partitioner.runtime.execute.executor import Executor
+from partitioner.runtime.execute.failures import instruction_text
+from partitioner.runtime.launch.forkserver import Child, ForkServer, fork_server
+from partitioner.runtime.program.program import OutputData, Program, shard_shape, updated_states
+from partitioner.runtime.state.parameters import by_model_names, join_pieces, model_names
+from partitioner.runtime.watch.stragglers import Monitor
+from partitioner.runtime.watch.watchdog import Watch
 
 
 @dataclass(frozen=True)
@@ -215,8 +225,8 @@ class LocalRanks:
         """``function(*arguments)`` on every rank, inside the process group; what each returned.
 
         The function must be importable by name, and what it is given and returns be picklable. ``watch``: looks after
-        ranks that run a :class:`runtime.Watch` in its folder; a run that stands still ends as one that failed, and the
-        error names the cause among the ranks that wait.
+        ranks that run a :class:`partitioner.Watch` in its folder; a run that stands still ends as one that failed, and
+        the error names the cause among the ranks that wait.
 
         Raises :class:`RankError` with the first cause when a rank fails, :class:`RankTimeout` after ``timeout``
         seconds; all ranks are gone then. :class:`LaunchError` for a function of the script itself.
@@ -357,7 +367,7 @@ class LocalRanks:
 
 def preload_imports() -> None:
     """Import what is left to the first trace or checkpoint; touch no autograd, whose engine does not survive a fork."""
-    importlib.import_module("runtime.checkpoint.dcp_files")
+    importlib.import_module("partitioner.runtime.checkpoint.dcp_files")
     with FakeTensorMode(), torch.no_grad():
         make_fx(torch.neg)(torch.empty(1))
 

@@ -1,13 +1,13 @@
-"""``python -m runtime.launch.torchrun``: torchrun, with the first cause as the last line of the log.
+"""``python -m partitioner.runtime.launch.torchrun``: torchrun, with the first cause as the last line of the log.
 
 Takes torchrun's arguments and does what it does::
 
-    python -m runtime.launch.torchrun --nproc-per-node 4 --max-restarts 2 train.py
+    python -m partitioner.runtime.launch.torchrun --nproc-per-node 4 --max-restarts 2 train.py
 
-Where the workers run a :class:`runtime.Watch` (``-m runtime`` does), a run that has failed for good ends with one line:
-the rank that was first, its instruction, graph node, module and source line. torchrun itself ends with a table. With
-several hosts it stands among each one's lines, unless ``PARTITION_WATCH`` in the environment names a folder that all of
-them see.
+Where the workers run a :class:`partitioner.Watch` (``-m partitioner.runtime`` does), a run that has failed for good
+ends with one line: the rank that was first, its instruction, graph node, module and source line. torchrun itself ends
+with a table. With several hosts it stands among each one's lines, unless ``PARTITION_WATCH`` in the environment names a
+folder that all of them see.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from torch.distributed.run import parse_args, run
 
-from runtime.comm.rendezvous import SEPARATE_STORES
-from runtime.watch.stragglers import Monitor
-from runtime.watch.watchdog import FOLDER
+from partitioner.runtime.comm.rendezvous import SEPARATE_STORES
+from partitioner.runtime.watch.stragglers import Monitor
+from partitioner.runtime.watch.watchdog import FOLDER
 
 _SETTLE_S = 0.5
 

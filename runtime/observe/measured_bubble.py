@@ -2,7 +2,7 @@
 
 ::
 
-    with runtime.timed(engine) as times:
+    with partitioner.timed(engine) as times:
         for batch in batches:
             engine.step(batch)
     times.bubble  # the fraction of the step time in which the rank computed nothing
@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from runtime.engine.engine import Engine
-from runtime.execute.transfers import SENDING, PendingReceive
-from runtime.program.simulate import COMPUTE
+from partitioner.runtime.engine.engine import Engine
+from partitioner.runtime.execute.transfers import SENDING, PendingReceive
+from partitioner.runtime.program.simulate import COMPUTE
 
 _MEETING = frozenset({"TOTAL", "SYNC", "UPDATE", "STEP"})
 

@@ -2,7 +2,7 @@
 
 ::
 
-    log = runtime.StepLog(engine, plan="plan.json", folder="metrics/")
+    log = partitioner.StepLog(engine, plan="plan.json", folder="metrics/")
     for batch in batches:
         loss = engine.step(batch)
         optimizer.step()
@@ -31,11 +31,11 @@ from typing import Any, Self, TextIO
 import torch
 from torch import Tensor
 
-from runtime.comm.wait_clock import waited
-from runtime.engine.batches import batch_size
-from runtime.engine.engine import Engine
-from runtime.execute.flight_recorder import MeasuredStep, list_recordings
-from runtime.files import write_text
+from partitioner.runtime.comm.wait_clock import waited
+from partitioner.runtime.engine.batches import batch_size
+from partitioner.runtime.engine.engine import Engine
+from partitioner.runtime.execute.flight_recorder import MeasuredStep, list_recordings
+from partitioner.runtime.files import write_text
 
 FILE = "metrics.jsonl"
 
@@ -84,7 +84,7 @@ class StepLog:
         plan: the plan, or its file: its estimate says what a step computes, for the MFU.
         folder: where ``metrics.jsonl`` and TensorBoard's events go; what is there is added to. There is one line for
             each step: those of steps that are done again, after a restart or on going back, are replaced.
-        watch: the folder of :class:`runtime.Watch`, for the bubble of all ranks.
+        watch: the folder of :class:`partitioner.Watch`, for the bubble of all ranks.
     """
 
     def __init__(

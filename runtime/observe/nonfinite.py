@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime.comm.group import Communicator, all_ranks
-from runtime.engine.batches import batch_values, own_values
-from runtime.engine.engine import Engine
-from runtime.errors import Failure, InstructionError
-from runtime.observe.operator_probe import ProbedOperation, probe_operators
+from partitioner.runtime.comm.group import Communicator, all_ranks
+from partitioner.runtime.engine.batches import batch_values, own_values
+from partitioner.runtime.engine.engine import Engine
+from partitioner.runtime.errors import Failure, InstructionError
+from partitioner.runtime.observe.operator_probe import ProbedOperation, probe_operators
 
 KIND = "NonFinite"
 

@@ -28,13 +28,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runtime.comm import thread_backend, torch_backend
-from runtime.engine.engine import Engine
-from runtime.errors import LaunchError
-from runtime.execute import transfers
-from runtime.execute.executor import Executor
-from runtime.execute.failures import instruction_text
-from runtime.execute.stack_location import RankLocation, place_of, walk_stack_frames
+from partitioner.runtime.comm import thread_backend, torch_backend
+from partitioner.runtime.engine.engine import Engine
+from partitioner.runtime.errors import LaunchError
+from partitioner.runtime.execute import transfers
+from partitioner.runtime.execute.executor import Executor
+from partitioner.runtime.execute.failures import instruction_text
+from partitioner.runtime.execute.stack_location import RankLocation, place_of, walk_stack_frames
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,8 @@ def hash_of(x: Tensor) -> str:
 def record_hashes(engine: Engine, folder: str | Path) -> Iterator[None]:
     """Write ``rank-<rank>.hashes`` to ``folder``: a line of JSON per operator of the steps in the ``with`` block.
 
-    All ranks call it. A step takes many times as long. :func:`runtime.debug.compare_runs` names the first operator that
-    differs between two folders.
+    All ranks call it. A step takes many times as long. :func:`partitioner.debug.compare_runs` names the first operator
+    that differs between two folders.
     """
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
@@ -206,7 +206,9 @@ def compare_runs(one: str | Path, other: str | Path) -> Difference | None:
     files = [{p.name: p for p in Path(folder).glob("rank-*.hashes")} for folder in (one, other)]
     for folder, found in zip((one, other), files, strict=True):
         if not found:
-            raise LaunchError(f"{folder} holds no hashes; write them with runtime.debug.record_hashes(engine, folder)")
+            raise LaunchError(
+                f"{folder} holds no hashes; write them with partitioner.debug.record_hashes(engine, folder)"
+            )
     if files[0].keys() != files[1].keys():
         raise LaunchError(f"{one} has {len(files[0])} ranks, {other} has {len(files[1])}: compare runs of one plan")
     found_ = [

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.errors import LaunchError
-from runtime.execute.flight_recorder import MeasuredStep, list_recordings
-from runtime.files import write_text
+from partitioner.runtime.errors import LaunchError
+from partitioner.runtime.execute.flight_recorder import MeasuredStep, list_recordings
+from partitioner.runtime.files import write_text
 
 Event = dict[str, Any]
 

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from passes.ir.gradient_flow import GradientFlow, accumulated_in, gradient_flow, gradient_paths
-from passes.ir.model import Block, TensorSpec
-from passes.ir.serialize import GraphFormatError, block_from_data, dtype_of
-from passes.ir.verify import GraphError, check_block
-from passes.shard.differentiate import CollectiveUse, Differentiated, JointGraph, collectives_of, joint_of
-from runtime.program.buckets import Bucket
-from runtime.program.codecs import wire_share
-from runtime.program.instructions import Listing
-from runtime.program.program import CallData, Program, Value, keep_first_microbatches
-from runtime.program.state_bytes import StateSizes, state_sizes, staying_values
+from partitioner.passes.ir.gradient_flow import GradientFlow, accumulated_in, gradient_flow, gradient_paths
+from partitioner.passes.ir.model import Block, TensorSpec
+from partitioner.passes.ir.serialize import GraphFormatError, block_from_data, dtype_of
+from partitioner.passes.ir.verify import GraphError, check_block
+from partitioner.passes.shard.differentiate import CollectiveUse, Differentiated, JointGraph, collectives_of, joint_of
+from partitioner.runtime.program.buckets import Bucket
+from partitioner.runtime.program.codecs import wire_share
+from partitioner.runtime.program.instructions import Listing
+from partitioner.runtime.program.program import CallData, Program, Value, keep_first_microbatches
+from partitioner.runtime.program.state_bytes import StateSizes, state_sizes, staying_values
 
 Flags = tuple[bool, ...]
 

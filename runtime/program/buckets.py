@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from runtime.program.instructions import Data
+from partitioner.runtime.program.instructions import Data
 
 Compression = Literal["bf16", "int8"]
 

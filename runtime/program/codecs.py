@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from runtime.program.buckets import Compression
+from partitioner.runtime.program.buckets import Compression
 
 _LEVELS = 127  # of int8, on either side of zero
 

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from runtime.errors import LaunchError
-from runtime.program.program import Program
+from partitioner.runtime.errors import LaunchError
+from partitioner.runtime.program.program import Program
 
 
 def program_of(plan: Any) -> Program:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from runtime.program.mesh import AXES, MESH_AXES
-from runtime.program.program import Program, RankProgram
-from runtime.program.sharded_buckets import rest_axes
+from partitioner.runtime.program.mesh import AXES, MESH_AXES
+from partitioner.runtime.program.program import Program, RankProgram
+from partitioner.runtime.program.sharded_buckets import rest_axes
 
 
 class PipelineEdge(NamedTuple):

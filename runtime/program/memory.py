@@ -13,12 +13,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from runtime.program.analysis import CallFacts, ProgramFacts, value_bytes
-from runtime.program.buckets import Bucket
-from runtime.program.codecs import CODECS
-from runtime.program.instructions import Instruction
-from runtime.program.sharded_buckets import BACKWARD, ScatterQueue, count_gradient_shards, zero_axes
-from runtime.program.state_bytes import host_states
+from partitioner.runtime.program.analysis import CallFacts, ProgramFacts, value_bytes
+from partitioner.runtime.program.buckets import Bucket
+from partitioner.runtime.program.codecs import CODECS
+from partitioner.runtime.program.instructions import Instruction
+from partitioner.runtime.program.sharded_buckets import BACKWARD, ScatterQueue, count_gradient_shards, zero_axes
+from partitioner.runtime.program.state_bytes import host_states
 
 # Copies of what is compressed while that is done: rounded numbers, and those made again to see what is lost.
 WORKING = {"bf16": 0.0, "int8": 2.0}

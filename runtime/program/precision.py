@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from passes.errors import InputsError
-from passes.ir.model import Block
-from passes.ir.rewrite import as_type, cast_graph_dtype
-from passes.ir.serialize import block_from_data, block_to_data, dtype_name, dtype_of, target_name
-from passes.ops.fp8 import as_it_was, in_eight_bits, ops
-from runtime.errors import LaunchError
-from runtime.program.program import BlockGraph, Program, Stage
+from partitioner.passes.errors import InputsError
+from partitioner.passes.ir.model import Block
+from partitioner.passes.ir.rewrite import as_type, cast_graph_dtype
+from partitioner.passes.ir.serialize import block_from_data, block_to_data, dtype_name, dtype_of, target_name
+from partitioner.passes.ops.fp8 import as_it_was, in_eight_bits, ops
+from partitioner.runtime.errors import LaunchError
+from partitioner.runtime.program.program import BlockGraph, Program, Stage
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 

@@ -16,10 +16,18 @@ from typing import Any, Literal, Self
 
 from pydantic import Field
 
-from passes.ir.layouts import Layout, Shard, local_shape
-from runtime.program.buckets import Bucket
-from runtime.program.instructions import Data, Instruction, Instructions, Op
-from runtime.program.mesh import AXES, EXPERT_AXES, HYBRID_AXES, axes_beside, expert_mesh, hybrid_mesh, num_ranks
+from partitioner.passes.ir.layouts import Layout, Shard, local_shape
+from partitioner.runtime.program.buckets import Bucket
+from partitioner.runtime.program.instructions import Data, Instruction, Instructions, Op
+from partitioner.runtime.program.mesh import (
+    AXES,
+    EXPERT_AXES,
+    HYBRID_AXES,
+    axes_beside,
+    expert_mesh,
+    hybrid_mesh,
+    num_ranks,
+)
 
 FORMAT_VERSION = 1
 

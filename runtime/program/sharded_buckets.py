@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
-from runtime.program.buckets import Bucket
-from runtime.program.instructions import Instruction
-from runtime.program.mesh import ALL_AXES, axes_beside
-from runtime.program.program import CallData, Program, Stage, shard_shape
+from partitioner.runtime.program.buckets import Bucket
+from partitioner.runtime.program.instructions import Instruction
+from partitioner.runtime.program.mesh import ALL_AXES, axes_beside
+from partitioner.runtime.program.program import CallData, Program, Stage, shard_shape
 
 
 def split_axes(program: Program, axes: tuple[str, ...]) -> tuple[str, ...]:

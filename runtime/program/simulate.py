@@ -16,12 +16,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from runtime.program.analysis import ProgramFacts, value_bytes
-from runtime.program.buckets import Bucket, Compression
-from runtime.program.instructions import Instruction, Instructions
-from runtime.program.memory import memory_steps
-from runtime.program.program import Program
-from runtime.program.sharded_buckets import (
+from partitioner.runtime.program.analysis import ProgramFacts, value_bytes
+from partitioner.runtime.program.buckets import Bucket, Compression
+from partitioner.runtime.program.instructions import Instruction, Instructions
+from partitioner.runtime.program.memory import memory_steps
+from partitioner.runtime.program.program import Program
+from partitioner.runtime.program.sharded_buckets import (
     BACKWARD,
     ScatterQueue,
     count_gradient_shards,

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from passes.dtypes import get_dtype_itemsize, sum_type
-from runtime.program.program import Program, Stage, StateData, shard_shape
+from partitioner.passes.dtypes import get_dtype_itemsize, sum_type
+from partitioner.runtime.program.program import Program, Stage, StateData, shard_shape
 
 
 def host_states(program: Program, stage: int) -> frozenset[str]:

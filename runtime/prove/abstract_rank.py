@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 
-from runtime.program.analysis import ProgramFacts
-from runtime.program.instructions import (
+from partitioner.runtime.program.analysis import ProgramFacts
+from partitioner.runtime.program.instructions import (
     CollectiveEvent,
     Event,
     FinishEvent,
@@ -17,13 +17,13 @@ from runtime.program.instructions import (
     SendEvent,
     Trace,
 )
-from runtime.program.sharded_buckets import split_axes
-from runtime.prove.errors import Place, Refusal, moved_text, place_text
-from runtime.prove.gradient_ledger import Returns, StateGradients, ValueGradients
-from runtime.prove.host_memory import ActivationOffloads, HostStates, WrittenUpdates
-from runtime.prove.instruction_fields import check_fields
-from runtime.prove.states import Bundle, Parameters, PendingReductions, bundles_of
-from runtime.prove.structure import DATA_AXES
+from partitioner.runtime.program.sharded_buckets import split_axes
+from partitioner.runtime.prove.errors import Place, Refusal, moved_text, place_text
+from partitioner.runtime.prove.gradient_ledger import Returns, StateGradients, ValueGradients
+from partitioner.runtime.prove.host_memory import ActivationOffloads, HostStates, WrittenUpdates
+from partitioner.runtime.prove.instruction_fields import check_fields
+from partitioner.runtime.prove.states import Bundle, Parameters, PendingReductions, bundles_of
+from partitioner.runtime.prove.structure import DATA_AXES
 
 TURNS = {"SCATTER": "reduce_scatter", "REDUCE": "all_reduce", "GATHER": "all_gather"}
 

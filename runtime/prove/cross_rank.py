@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from runtime.program.instructions import CollectiveEvent, Event, FinishEvent, ReceiveEvent, SendEvent, Trace
-from runtime.program.program import Program
-from runtime.prove.errors import Fault
+from partitioner.runtime.program.instructions import CollectiveEvent, Event, FinishEvent, ReceiveEvent, SendEvent, Trace
+from partitioner.runtime.program.program import Program
+from partitioner.runtime.prove.errors import Fault
 
 
 def find_representatives(program: Program, traces: Mapping[int, Trace]) -> tuple[int, ...]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from passes.errors import PartitionError
-from passes.shard.differentiate import CollectiveUse
-from runtime.program.instructions import Instruction
+from partitioner.passes.errors import PartitionError
+from partitioner.passes.shard.differentiate import CollectiveUse
+from partitioner.runtime.program.instructions import Instruction
 
 Fault = Literal[
     "structure",  # the program contradicts itself: names, shapes, layouts, buckets

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from runtime.program.analysis import ProgramFacts
-from runtime.program.instructions import Instruction
-from runtime.program.sharded_buckets import Turn, list_reduction_turns, zero_axes
-from runtime.prove.errors import Refusal
+from partitioner.runtime.program.analysis import ProgramFacts
+from partitioner.runtime.program.instructions import Instruction
+from partitioner.runtime.program.sharded_buckets import Turn, list_reduction_turns, zero_axes
+from partitioner.runtime.prove.errors import Refusal
 
 Returns = dict[tuple[str, int], frozenset[int]]  # (value, microbatch) -> stages
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from passes.ir.verify import Sameness
-from runtime.program.analysis import ProgramFacts
-from runtime.program.instructions import CollectiveEvent, Instruction
-from runtime.program.program import Program, StateData
-from runtime.program.sharded_buckets import zero_axes
-from runtime.program.state_bytes import host_states
-from runtime.prove.errors import Refusal
-from runtime.prove.gradient_ledger import StateGradients
+from partitioner.passes.ir.verify import Sameness
+from partitioner.runtime.program.analysis import ProgramFacts
+from partitioner.runtime.program.instructions import CollectiveEvent, Instruction
+from partitioner.runtime.program.program import Program, StateData
+from partitioner.runtime.program.sharded_buckets import zero_axes
+from partitioner.runtime.program.state_bytes import host_states
+from partitioner.runtime.prove.errors import Refusal
+from partitioner.runtime.prove.gradient_ledger import StateGradients
 
 Run = tuple[int, int]  # call, microbatch
 

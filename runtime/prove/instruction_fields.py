@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from runtime.program.instructions import Instruction
-from runtime.program.mesh import ALL_AXES
-from runtime.program.program import Program
-from runtime.prove.errors import Refusal
+from partitioner.runtime.program.instructions import Instruction
+from partitioner.runtime.program.mesh import ALL_AXES
+from partitioner.runtime.program.program import Program
+from partitioner.runtime.prove.errors import Refusal
 
 FIELDS: dict[str, frozenset[str]] = {
     "LOAD": frozenset({"microbatch", "values"}),

@@ -16,14 +16,15 @@ What it refuses although it might run to the same end: anything that is done twi
 synced, STEP), a REDUCE, SYNC or STEP before the last backward where another comes after it or nothing is lost, a value
 or gradient that is never freed, a FREE of what is not there, an instruction with another stage's number or with fields
 that mean nothing, data in the program that contradict each other though no rank may notice (the shape of a value that
-is never sent). It assumes of channels what :class:`runtime.program.instructions.Instruction` says. It cannot know that
-a call reads the *right* value of the same shape, or that an output is the one that was meant: that is for ``verify``.
+is never sent). It assumes of channels what :class:`partitioner.runtime.program.instructions.Instruction` says. It
+cannot know that a call reads the *right* value of the same shape, or that an output is the one that was meant: that is
+for ``verify``.
 
 Ranks of one stage run one list, so its instructions are followed once, and once more for each number of microbatches
 that ranks have; where a rank's list was edited, only as many ranks are followed as can be told apart. Of lists with a
-steady state (:class:`runtime.program.instructions.Listing`) those that have grown once and twice are followed: what
-every rank does and shows is then linear in how often they have grown, each part moving with its neighbours, so what
-agrees at two numbers of steps agrees at all.
+steady state (:class:`partitioner.runtime.program.instructions.Listing`) those that have grown once and twice are
+followed: what every rank does and shows is then linear in how often they have grown, each part moving with its
+neighbours, so what agrees at two numbers of steps agrees at all.
 """
 
 from __future__ import annotations
@@ -31,16 +32,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from runtime.program.analysis import ProgramFacts
-from runtime.program.instructions import CollectiveEvent, Instruction, Instructions, Listing, SendEvent, Trace
-from runtime.program.memory import peak_bytes
-from runtime.program.program import Program, RankProgram, keep_first_microbatches
-from runtime.prove.abstract_rank import run_list
-from runtime.prove.cross_rank import Mismatch, TraceRunner
-from runtime.prove.errors import ProofError, Refusal
-from runtime.prove.gradient_ledger import gradient_returns
-from runtime.prove.replication import check_wholeness
-from runtime.prove.structure import check_structure
+from partitioner.runtime.program.analysis import ProgramFacts
+from partitioner.runtime.program.instructions import (
+    CollectiveEvent,
+    Instruction,
+    Instructions,
+    Listing,
+    SendEvent,
+    Trace,
+)
+from partitioner.runtime.program.memory import peak_bytes
+from partitioner.runtime.program.program import Program, RankProgram, keep_first_microbatches
+from partitioner.runtime.prove.abstract_rank import run_list
+from partitioner.runtime.prove.cross_rank import Mismatch, TraceRunner
+from partitioner.runtime.prove.errors import ProofError, Refusal
+from partitioner.runtime.prove.gradient_ledger import gradient_returns
+from partitioner.runtime.prove.replication import check_wholeness
+from partitioner.runtime.prove.structure import check_structure
 
 __all__ = ["Proof", "ProofError", "prove"]
 

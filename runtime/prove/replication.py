@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from torch import fx
 
-from passes.ir.layouts import Layout
-from passes.ir.verify import Sameness, compare_across_ranks, find_difference_origin, find_misused_collective
-from runtime.program.analysis import ProgramFacts
-from runtime.program.program import CallData, Program, StateData
-from runtime.prove.errors import Refusal
-from runtime.prove.host_memory import check_alike
-from runtime.prove.structure import DATA_AXES
+from partitioner.passes.ir.layouts import Layout
+from partitioner.passes.ir.verify import Sameness, compare_across_ranks, find_difference_origin, find_misused_collective
+from partitioner.runtime.program.analysis import ProgramFacts
+from partitioner.runtime.program.program import CallData, Program, StateData
+from partitioner.runtime.prove.errors import Refusal
+from partitioner.runtime.prove.host_memory import check_alike
+from partitioner.runtime.prove.structure import DATA_AXES
 
 AXES = ("tp", "cp")  # the axes over which blocks are sharded
 

@@ -13,14 +13,21 @@ from collections.abc import Hashable, Iterator
 from itertools import groupby
 from operator import itemgetter
 
-from passes.ir.layouts import Layout, can_shard_evenly
-from passes.ir.serialize import dtype_of
-from runtime.program.analysis import CallFacts, ProgramFacts
-from runtime.program.buckets import Bucket
-from runtime.program.mesh import AXES, EXPERT_AXES, HYBRID_AXES
-from runtime.program.program import Program, StateData
-from runtime.program.sharded_buckets import GATHERING, ScatterQueue, Turn, level_problem, split_axes, zero_axes
-from runtime.prove.errors import Refusal, use_text
+from partitioner.passes.ir.layouts import Layout, can_shard_evenly
+from partitioner.passes.ir.serialize import dtype_of
+from partitioner.runtime.program.analysis import CallFacts, ProgramFacts
+from partitioner.runtime.program.buckets import Bucket
+from partitioner.runtime.program.mesh import AXES, EXPERT_AXES, HYBRID_AXES
+from partitioner.runtime.program.program import Program, StateData
+from partitioner.runtime.program.sharded_buckets import (
+    GATHERING,
+    ScatterQueue,
+    Turn,
+    level_problem,
+    split_axes,
+    zero_axes,
+)
+from partitioner.runtime.prove.errors import Refusal, use_text
 
 
 def check_state(facts: ProgramFacts, name: str) -> None:
@@ -257,7 +264,7 @@ class PendingReductions:
         self._scattering.computed()
 
     def turn(self, number: int, bucket: Bucket, turn: Turn) -> tuple[list[Hashable], Hashable]:
-        """One of :func:`runtime.program.sharded_buckets.list_reduction_turns`; likewise."""
+        """One of :func:`partitioner.runtime.program.sharded_buckets.list_reduction_turns`; likewise."""
         waits = [*self.ended(number)]
         if turn[0] == "GATHER" and turn[1] == bucket.levels[0]:
             while len(self._gathering) >= GATHERING:

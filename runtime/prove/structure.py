@@ -9,16 +9,24 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from passes.ir.layouts import Layout, can_shard_evenly, local_shape
-from passes.ir.model import TensorSpec
-from passes.ir.serialize import dtype_of
-from passes.ir.verify import format_meta_value
-from runtime.program.analysis import ProgramFacts, graph_fault
-from runtime.program.mesh import MESH_AXES
-from runtime.program.program import CallData, InputData, OutputData, Program, Value, shard_shape, weights_fingerprint
-from runtime.prove.errors import Refusal
-from runtime.prove.host_memory import check_updates
-from runtime.prove.states import check_buckets, check_state
+from partitioner.passes.ir.layouts import Layout, can_shard_evenly, local_shape
+from partitioner.passes.ir.model import TensorSpec
+from partitioner.passes.ir.serialize import dtype_of
+from partitioner.passes.ir.verify import format_meta_value
+from partitioner.runtime.program.analysis import ProgramFacts, graph_fault
+from partitioner.runtime.program.mesh import MESH_AXES
+from partitioner.runtime.program.program import (
+    CallData,
+    InputData,
+    OutputData,
+    Program,
+    Value,
+    shard_shape,
+    weights_fingerprint,
+)
+from partitioner.runtime.prove.errors import Refusal
+from partitioner.runtime.prove.host_memory import check_updates
+from partitioner.runtime.prove.states import check_buckets, check_state
 
 DATA_AXES = ("dp",)  # the mesh axes along which the batch is split, besides the microbatches
 

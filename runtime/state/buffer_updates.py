@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from runtime.comm.group import Communicator
-from runtime.program.program import RankProgram, updated_states
-from runtime.state.gradients import group_states_by_ranks
+from partitioner.runtime.comm.group import Communicator
+from partitioner.runtime.program.program import RankProgram, updated_states
+from partitioner.runtime.state.gradients import group_states_by_ranks
 
 _SHORT = (torch.float16, torch.bfloat16)
 

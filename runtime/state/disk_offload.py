@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from runtime.errors import OffloadError
+from partitioner.runtime.errors import OffloadError
 
 FOLDER = "PARTITION_OFFLOAD_FOLDER"  # in the environment: where an engine that is not told otherwise has its files
 

@@ -14,16 +14,16 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from passes.ir.gradient_flow import accumulated_in
-from passes.ir.serialize import dtype_of
-from passes.ops.experts import add_weight_gradient, grouped_mm_weight
-from runtime.comm.compression import ErrorFeedbackEncoder, LevelwiseReduction, start_compressed_reduction
-from runtime.comm.group import Communicator, Pending, RankGroup
-from runtime.comm.torch_backend import give_back
-from runtime.program.buckets import Bucket
-from runtime.program.codecs import CODECS
-from runtime.program.program import RankProgram, shard_shape
-from runtime.program.sharded_buckets import (
+from partitioner.passes.ir.gradient_flow import accumulated_in
+from partitioner.passes.ir.serialize import dtype_of
+from partitioner.passes.ops.experts import add_weight_gradient, grouped_mm_weight
+from partitioner.runtime.comm.compression import ErrorFeedbackEncoder, LevelwiseReduction, start_compressed_reduction
+from partitioner.runtime.comm.group import Communicator, Pending, RankGroup
+from partitioner.runtime.comm.torch_backend import give_back
+from partitioner.runtime.program.buckets import Bucket
+from partitioner.runtime.program.codecs import CODECS
+from partitioner.runtime.program.program import RankProgram, shard_shape
+from partitioner.runtime.program.sharded_buckets import (
     GATHERING,
     ScatterQueue,
     count_gradient_shards,
@@ -31,8 +31,8 @@ from runtime.program.sharded_buckets import (
     rest_axes,
     zero_axes,
 )
-from runtime.state.host_offload import Arrival, Copier
-from runtime.state.sharded_parameters import FlatBuffer, GatherBuffer
+from partitioner.runtime.state.host_offload import Arrival, Copier
+from partitioner.runtime.state.sharded_parameters import FlatBuffer, GatherBuffer
 
 
 class Sink:

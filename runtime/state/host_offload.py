@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from passes.ir.serialize import dtype_of
-from runtime.program.program import RankProgram, shard_shape
-from runtime.program.sharded_buckets import FlatShard
-from runtime.state.disk_offload import release_pages
-from runtime.state.sharded_parameters import FlatBuffer, GatherBuffer, ShardedParameters
+from partitioner.passes.ir.serialize import dtype_of
+from partitioner.runtime.program.program import RankProgram, shard_shape
+from partitioner.runtime.program.sharded_buckets import FlatShard
+from partitioner.runtime.state.disk_offload import release_pages
+from partitioner.runtime.state.sharded_parameters import FlatBuffer, GatherBuffer, ShardedParameters
 
 
 class Arrival:

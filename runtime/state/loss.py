@@ -24,15 +24,15 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from passes.ir.serialize import dtype_of
-from runtime.comm.group import Communicator, Pending, RankGroup, TransferHandle
-from runtime.comm.wait_clock import wait_for
-from runtime.errors import BackwardError, LaunchError
-from runtime.program.instructions import Instruction
-from runtime.program.membership import CHANNEL, find_neighbour_stages, loss_stage
-from runtime.program.mesh import AXES
-from runtime.program.program import Program, RankProgram
-from runtime.state.gradients import RankGradients
+from partitioner.passes.ir.serialize import dtype_of
+from partitioner.runtime.comm.group import Communicator, Pending, RankGroup, TransferHandle
+from partitioner.runtime.comm.wait_clock import wait_for
+from partitioner.runtime.errors import BackwardError, LaunchError
+from partitioner.runtime.program.instructions import Instruction
+from partitioner.runtime.program.membership import CHANNEL, find_neighbour_stages, loss_stage
+from partitioner.runtime.program.mesh import AXES
+from partitioner.runtime.program.program import Program, RankProgram
+from partitioner.runtime.state.gradients import RankGradients
 
 _BACKWARD = frozenset({"B", "I"})
 _NARROW = frozenset({torch.float16, torch.bfloat16})  # added up in float32

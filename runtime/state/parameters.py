@@ -26,16 +26,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from passes.ir.gradient_flow import accumulated_in
-from passes.ir.layouts import REPLICATED, Layout, Shard, make_shard_layout, shard_slices, take_shards
-from passes.ir.serialize import dtype_of
-from runtime.errors import WeightsError
-from runtime.program.program import Program, RankProgram, StateData, shard_shape
-from runtime.program.sharded_buckets import FlatShard
-from runtime.program.state_bytes import host_states, state_sizes
-from runtime.state.disk_offload import Disk, release_pages
-from runtime.state.host_offload import Copier
-from runtime.state.weights import FileWeights, Weights
+from partitioner.passes.ir.gradient_flow import accumulated_in
+from partitioner.passes.ir.layouts import REPLICATED, Layout, Shard, make_shard_layout, shard_slices, take_shards
+from partitioner.passes.ir.serialize import dtype_of
+from partitioner.runtime.errors import WeightsError
+from partitioner.runtime.program.program import Program, RankProgram, StateData, shard_shape
+from partitioner.runtime.program.sharded_buckets import FlatShard
+from partitioner.runtime.program.state_bytes import host_states, state_sizes
+from partitioner.runtime.state.disk_offload import Disk, release_pages
+from partitioner.runtime.state.host_offload import Copier
+from partitioner.runtime.state.weights import FileWeights, Weights
 
 
 def by_model_names(name: str, state: StateData, whole: Tensor) -> dict[str, Tensor]:

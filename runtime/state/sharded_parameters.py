@@ -12,10 +12,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from passes.ir.serialize import dtype_of
-from runtime.comm.group import Communicator, Pending, RankGroup
-from runtime.program.program import RankProgram, shard_shape
-from runtime.program.sharded_buckets import FlatShard, pieces_of, zero_axes
+from partitioner.passes.ir.serialize import dtype_of
+from partitioner.runtime.comm.group import Communicator, Pending, RankGroup
+from partitioner.runtime.program.program import RankProgram, shard_shape
+from partitioner.runtime.program.sharded_buckets import FlatShard, pieces_of, zero_axes
 
 
 class FlatBuffer:
@@ -163,8 +163,8 @@ class GatheredBucket:
 class ShardedParameters:
     """All sharded parameters of a rank.
 
-    ``held``: the result of :func:`runtime.state.parameters.load_states`; its pieces are copied. ``pieces``: state ->
-    this rank's piece, which an optimizer updates. ``whole``: state -> the whole parameter, which calls read.
+    ``held``: the result of :func:`partitioner.runtime.state.parameters.load_states`; its pieces are copied. ``pieces``:
+    state -> this rank's piece, which an optimizer updates. ``whole``: state -> the whole parameter, which calls read.
     ``leaving``: names of the states whose whole parameter is freed between calls.
     """
 

@@ -14,9 +14,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from passes.capture.wrappers import check_tensor, match_state_names, unwrap_model
-from passes.ir.layouts import Layout, shard_slices, take_shard
-from runtime.errors import WeightsError
+from partitioner.passes.capture.wrappers import check_tensor, match_state_names, unwrap_model
+from partitioner.passes.ir.layouts import Layout, shard_slices, take_shard
+from partitioner.runtime.errors import WeightsError
 
 INDEX = "model.safetensors.index.json"
 

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from runtime.files import write_bytes
+from partitioner.runtime.files import write_bytes
 
 _KINDS = ("times", "json", "place", "failure", "addresses")
 

@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from runtime.errors import DIED, LEFT, LOST, STALLED, Failure
-from runtime.watch.status_board import RankState
+from partitioner.runtime.errors import DIED, LEFT, LOST, STALLED, Failure
+from partitioner.runtime.watch.status_board import RankState
 
 _SETTLE_S = 1.0  # seconds that a lost rank has to report why, before the rank that lost it may be the cause
 

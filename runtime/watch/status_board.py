@@ -1,7 +1,7 @@
 """Status files of a run's ranks, in a folder that all ranks and their observers can see.
 
-``rank-3.times`` and ``rank-3.json`` are the flight recorder's (:mod:`runtime.execute.flight_recorder`). At each
-heartbeat a rank writes its position to ``rank-3.place``. ``rank-3.failure`` has the reason of its failure, and
+``rank-3.times`` and ``rank-3.json`` are the flight recorder's (:mod:`partitioner.runtime.execute.flight_recorder`). At
+each heartbeat a rank writes its position to ``rank-3.place``. ``rank-3.failure`` has the reason of its failure, and
 ``rank-3.addresses`` the ends of its connections.
 """
 
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.errors import Failure
-from runtime.execute.flight_recorder import InstructionSpot, RecordedMoment, RecorderHeader, Recording
-from runtime.execute.stack_location import RankLocation
-from runtime.files import write_text
-from runtime.watch.host_mirror import ranks_named
+from partitioner.runtime.errors import Failure
+from partitioner.runtime.execute.flight_recorder import InstructionSpot, RecordedMoment, RecorderHeader, Recording
+from partitioner.runtime.execute.stack_location import RankLocation
+from partitioner.runtime.files import write_text
+from partitioner.runtime.watch.host_mirror import ranks_named
 
 
 @dataclass(frozen=True)

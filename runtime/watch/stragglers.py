@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from runtime.errors import Failure
-from runtime.execute.flight_recorder import InstructionSpot, RecorderHeader
-from runtime.watch.root_cause import cause_of
-from runtime.watch.status_board import Board, RankState, instruction_words
+from partitioner.runtime.errors import Failure
+from partitioner.runtime.execute.flight_recorder import InstructionSpot, RecorderHeader
+from partitioner.runtime.watch.root_cause import cause_of
+from partitioner.runtime.watch.status_board import Board, RankState, instruction_words
 
 _WINDOW = 10  # recent steps that are compared
 

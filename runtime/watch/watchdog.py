@@ -20,20 +20,20 @@ from typing import TYPE_CHECKING, Any, Self
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
-from runtime.comm.failure_origin import is_secondary, users_line
-from runtime.comm.rendezvous import tell_torchrun
-from runtime.comm.torch_backend import TorchCommunicator
-from runtime.comm.wait_clock import waited
-from runtime.errors import STALLED, Failure, InstructionError, LaunchError
-from runtime.execute.flight_recorder import Recorder, Recording
-from runtime.execute.stack_location import place_of, walk_stack_frames, walk_traceback_frames
-from runtime.watch.host_mirror import Mirror, own_addresses
-from runtime.watch.root_cause import HOST_SETTLE_S
-from runtime.watch.status_board import Board, RankState
-from runtime.watch.stragglers import Monitor, SlowRank, SlowRanks
+from partitioner.runtime.comm.failure_origin import is_secondary, users_line
+from partitioner.runtime.comm.rendezvous import tell_torchrun
+from partitioner.runtime.comm.torch_backend import TorchCommunicator
+from partitioner.runtime.comm.wait_clock import waited
+from partitioner.runtime.errors import STALLED, Failure, InstructionError, LaunchError
+from partitioner.runtime.execute.flight_recorder import Recorder, Recording
+from partitioner.runtime.execute.stack_location import place_of, walk_stack_frames, walk_traceback_frames
+from partitioner.runtime.watch.host_mirror import Mirror, own_addresses
+from partitioner.runtime.watch.root_cause import HOST_SETTLE_S
+from partitioner.runtime.watch.status_board import Board, RankState
+from partitioner.runtime.watch.stragglers import Monitor, SlowRank, SlowRanks
 
 if TYPE_CHECKING:
-    from runtime.engine.engine import Engine
+    from partitioner.runtime.engine.engine import Engine
 
 FOLDER = "PARTITION_WATCH"  # environment variable: the folder in which the ranks of a run write their states
 
@@ -47,7 +47,7 @@ _LEAVE_S = 3.0  # time for the launcher to end a rank that only lost another one
 class Watch:
     """Watches the rank of ``engine`` inside a ``with`` block, which all ranks enter together::
 
-        with runtime.Watch(engine, patience_s=120):
+        with partitioner.Watch(engine, patience_s=120):
             for batch in batches:
                 engine.step(batch)
 

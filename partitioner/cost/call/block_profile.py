@@ -30,11 +30,11 @@ from partitioner.cost.call.operators import (
 from partitioner.cost.call.saved_activations import find_gathered_activations
 from partitioner.cost.call.states import gradient_bytes
 from partitioner.emit.zero import small_states
-from passes.ir.collectives import COMMUNICATING, CONTEXT, ROUTED, collective_name
-from passes.ir.gradient_flow import is_differentiable
-from passes.ir.model import Block, TensorSpec
-from passes.rules.factors import operands_of, results_of
-from passes.rules.strategies import needs_gradient
+from partitioner.passes.ir.collectives import COMMUNICATING, CONTEXT, ROUTED, collective_name
+from partitioner.passes.ir.gradient_flow import is_differentiable
+from partitioner.passes.ir.model import Block, TensorSpec
+from partitioner.passes.rules.factors import operands_of, results_of
+from partitioner.passes.rules.strategies import needs_gradient
 
 Column = NDArray[np.float64]
 

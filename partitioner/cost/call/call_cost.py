@@ -34,10 +34,10 @@ from partitioner.cost.call.zero3_gathers import (
     gathered_bytes,
     read_bytes,
 )
+from partitioner.passes.ir.model import Block
+from partitioner.passes.rules.strategies import needs_gradient
 from partitioner.topology.group import Group
 from partitioner.topology.hardware import DeviceType
-from passes.ir.model import Block
-from passes.rules.strategies import needs_gradient
 
 # Kernels of Megatron-Core's fused router and of what it prepares for the exchange, forward, by how rows travel
 # (Megatron-LM, deepseek-v3-gb200-optimization, sections 2.1.4 and 2.2.1; recipes of Megatron-Bridge fuse it).

@@ -17,12 +17,12 @@ from itertools import pairwise
 from torch import fx
 
 from partitioner.cost.call.operators import Operand
+from partitioner.passes.ir.collectives import CONTEXT, collective_name
+from partitioner.passes.ops.attention import Band, ring_steps
+from partitioner.passes.rules.attention import find_attention_band
+from partitioner.passes.rules.factors import get_node_argument
 from partitioner.topology.group import Group
 from partitioner.topology.hardware import Link
-from passes.ir.collectives import CONTEXT, collective_name
-from passes.ops.attention import Band, ring_steps
-from passes.rules.attention import find_attention_band
-from passes.rules.factors import get_node_argument
 
 # How often (n - 1) / n of the whole tensor passes through each rank's links.
 _ROUNDS = {"all_reduce": 2, "all_reduce_max": 2, "all_gather": 1, "reduce_scatter": 1}

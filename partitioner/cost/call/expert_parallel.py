@@ -16,11 +16,11 @@ from torch import Tensor, fx
 from partitioner.cost.call.collectives import collective_time, dispatch_time
 from partitioner.cost.call.operators import is_view, operator_name
 from partitioner.cost.call.roofline import copied_s
+from partitioner.passes.experts.regions import find_regions
+from partitioner.passes.ir.hashing import hashed_once
+from partitioner.passes.ir.model import Block
 from partitioner.topology.group import Group
 from partitioner.topology.hardware import DeviceType
-from passes.experts.regions import find_regions
-from passes.ir.hashing import hashed_once
-from passes.ir.model import Block
 
 _REPEATS = frozenset(("index", "index_select", "expand", "reshape", "clone", "_to_copy"))  # of rows
 

@@ -10,9 +10,9 @@ from torch import fx
 from partitioner.cost.call.expert_parallel import ExpertProducts, expert_region
 from partitioner.cost.call.operators import Kernel, Operand, is_attention, is_product, is_view, operator_name
 from partitioner.cost.call.roofline import memory_rate, product_rate
+from partitioner.passes.ir.model import Block, FoldedModel
+from partitioner.passes.ops.fp8 import ALIGNED, found_in, ops, product_of
 from partitioner.topology.hardware import DeviceType
-from passes.ir.model import Block, FoldedModel
-from passes.ops.fp8 import ALIGNED, found_in, ops, product_of
 
 _SHOWN = 3  # products that a note names
 
@@ -98,7 +98,7 @@ def _in_a_byte(kernel: Kernel, matrices: Sequence[Operand], result: Operand, bac
 
 def _build_product_casts(product: Kernel, operands: list[Operand], result: Operand, backward: bool) -> Iterator[Kernel]:
     """Casts of the tensors that ``product`` reads: forward both operands; backward the gradient and, transposed, the
-    other operand (:func:`passes.ops.fp8.linear_fp8`)."""
+    other operand (:func:`partitioner.passes.ops.fp8.linear_fp8`)."""
     if not backward:
         yield from (cast for o in operands for cast in _build_cast_kernels(o, product, False))
         return

@@ -16,14 +16,14 @@ from functools import cached_property
 import torch
 from torch import Tensor, fx
 
-from passes.ir.collectives import CONTEXT, collective_name
-from passes.ir.gradient_flow import accumulated_in
-from passes.ops.attention import Band, most_pairs
-from passes.ops.cross_entropy import NARROW
-from passes.rules import factors_of
-from passes.rules.attention import find_attention_band
-from passes.rules.factors import get_node_argument
-from passes.shard.backward_halves import is_early
+from partitioner.passes.ir.collectives import CONTEXT, collective_name
+from partitioner.passes.ir.gradient_flow import accumulated_in
+from partitioner.passes.ops.attention import Band, most_pairs
+from partitioner.passes.ops.cross_entropy import NARROW
+from partitioner.passes.rules import factors_of
+from partitioner.passes.rules.attention import find_attention_band
+from partitioner.passes.rules.factors import get_node_argument
+from partitioner.passes.shard.backward_halves import is_early
 
 Shape = tuple[int, ...]
 

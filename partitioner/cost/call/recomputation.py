@@ -22,9 +22,9 @@ from torch import Tensor, fx
 from partitioner.cost.call.block_profile import node_operands
 from partitioner.cost.call.operators import forward_kernels, is_attention, is_product, is_view, kind_of, operator_name
 from partitioner.cost.call.saved_activations import find_needed_values, find_score_nodes, size_of, value_of
-from passes.ir.collectives import collective_name
-from passes.ir.model import Block
-from passes.rules.strategies import needs_gradient
+from partitioner.passes.ir.collectives import collective_name
+from partitioner.passes.ir.model import Block
+from partitioner.passes.rules.strategies import needs_gradient
 
 Remade = Literal["scores", "selective", "alternate"]
 

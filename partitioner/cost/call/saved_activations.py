@@ -22,13 +22,13 @@ from typing import Literal
 from torch import Tensor, fx
 
 from partitioner.cost.call.operators import CROSS_ENTROPY, VIEWS, is_product, is_view, operator_name
-from passes.ir.collectives import COMMUNICATING, CONTEXT, collective_name
-from passes.ir.gradient_flow import accumulated_in, is_differentiable
-from passes.ir.model import Block
-from passes.ops.cross_entropy import MOST_PIECES
-from passes.rules.factors import operands_of, results_of
-from passes.rules.strategies import needs_gradient
-from passes.shard.backward_halves import is_early
+from partitioner.passes.ir.collectives import COMMUNICATING, CONTEXT, collective_name
+from partitioner.passes.ir.gradient_flow import accumulated_in, is_differentiable
+from partitioner.passes.ir.model import Block
+from partitioner.passes.ops.cross_entropy import MOST_PIECES
+from partitioner.passes.rules.factors import operands_of, results_of
+from partitioner.passes.rules.strategies import needs_gradient
+from partitioner.passes.shard.backward_halves import is_early
 
 Need = Literal["nothing", "operands", "others", "quotient", "result", "both", "indices", "norm", "attention"]
 

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from partitioner.cost.call.roofline import memory_rate
 from partitioner.optimizers import moment_bytes, optimizer_bytes
+from partitioner.passes.ir.gradient_flow import accumulated_in
+from partitioner.passes.ir.layouts import REPLICATED, Layout, local_shape
+from partitioner.passes.ir.model import ModelState, TensorSpec
 from partitioner.topology.hardware import DeviceType
-from passes.ir.gradient_flow import accumulated_in
-from passes.ir.layouts import REPLICATED, Layout, local_shape
-from passes.ir.model import ModelState, TensorSpec
 
 # The machine's names of the axes inside a part of dp, and between parts.
 INNER = {"dp": "dp_shard", "cp": "cp", "experts": "edp_shard"}

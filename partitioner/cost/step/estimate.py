@@ -28,6 +28,7 @@ from partitioner.cost.step.relaxed_mesh import BestCaseMesh
 from partitioner.cost.step.schedule_ends import RankEnds, seconds_added
 from partitioner.cost.step.step_ends import gathered_seconds, reduction_delays, stage_buckets
 from partitioner.emit.buckets import ReductionScheme
+from partitioner.passes.ir.model import FoldedModel
 from partitioner.plan import Estimate, StageEstimate
 from partitioner.schedules.core_contention import NodeCores, VirtualStageTime, seconds_in_turns
 from partitioner.schedules.csv_table import ScheduleTable
@@ -40,7 +41,6 @@ from partitioner.topology.group import select_slowest_group
 from partitioner.topology.groups import stage_ranks
 from partitioner.topology.hardware import Link
 from partitioner.topology.hosts import BOUNDLESS
-from passes.ir.model import FoldedModel
 
 
 def stage_estimates(

@@ -26,13 +26,13 @@ from partitioner.cost.call.roofline import memory_rate
 from partitioner.cost.call.states import INNER, OUTER, StateCost
 from partitioner.cost.step.placed_mesh import PlacedMesh
 from partitioner.emit.buckets import AT_ONCE, ReductionScheme, bucket_limit
+from partitioner.runtime.program.buckets import Compression
+from partitioner.runtime.program.codecs import CODECS, wire_share
+from partitioner.runtime.program.mesh import AXES
 from partitioner.topology.group import Group
 from partitioner.topology.groups import map_ranks_to_devices
 from partitioner.topology.hardware import DeviceType
 from partitioner.topology.topology import Topology
-from runtime.program.buckets import Compression
-from runtime.program.codecs import CODECS, wire_share
-from runtime.program.mesh import AXES
 
 # Passes through memory of compression and decompression together, summed over their kernels.
 _PASSES: dict[Compression, float] = {"bf16": 3.0, "int8": 14.0}

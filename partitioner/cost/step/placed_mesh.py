@@ -15,6 +15,8 @@ from partitioner.cost.call.expert_parallel import EXECUTED, NO_SPREAD, Software,
 from partitioner.cost.call.states import Sharded
 from partitioner.cost.call.transient_bytes import Scattering
 from partitioner.emit.buckets import bucket_limit
+from partitioner.passes.ir.hashing import hashed_once
+from partitioner.runtime.program.mesh import AXES, HYBRID_AXES, hybrid_mesh
 from partitioner.topology.group import Group, select_slowest_group
 from partitioner.topology.groups import (
     Devices,
@@ -35,8 +37,6 @@ from partitioner.topology.groups import (
 from partitioner.topology.hardware import DeviceType, Link
 from partitioner.topology.hosts import HostShare, least_share
 from partitioner.topology.topology import Topology
-from passes.ir.hashing import hashed_once
-from runtime.program.mesh import AXES, HYBRID_AXES, hybrid_mesh
 
 Found = TypeVar("Found")
 

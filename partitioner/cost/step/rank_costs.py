@@ -10,10 +10,10 @@ from operator import attrgetter
 from partitioner.cost.call.call_cost import Again, CallCost, CallWork, find_selectively_recomputed
 from partitioner.cost.call.expert_parallel import NO_SPREAD, Spread
 from partitioner.cost.step.placed_mesh import PlacedMesh, RankProfile
+from partitioner.passes.ir.collectives import collective_name
+from partitioner.passes.ir.model import Block
 from partitioner.topology.hardware import DeviceType
 from partitioner.topology.topology import Topology
-from passes.ir.collectives import collective_name
-from passes.ir.model import Block
 
 Costs = dict[str, CallCost]  # by block
 

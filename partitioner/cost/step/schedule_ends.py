@@ -1,8 +1,8 @@
 """Time that parameter gathers and gradient reductions add to a schedule with several virtual stages on each rank.
 
-The schedule is followed with a clock for each rank, as :func:`runtime.program.simulate.simulate` does it with the
-program. The calls of first forwards and of last backwards are followed one by one, since gathers end and reductions
-begin between them. Idle time of a rank hides the same amount of communication.
+The schedule is followed with a clock for each rank, as :func:`partitioner.runtime.program.simulate.simulate` does it
+with the program. The calls of first forwards and of last backwards are followed one by one, since gathers end and
+reductions begin between them. Idle time of a rank hides the same amount of communication.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from partitioner.cost.step.step_ends import GradientBucket, Reductions
+from partitioner.runtime.program.simulate import OverlappedCollective, RankClock
 from partitioner.schedules.actions import Timetable
 from partitioner.schedules.csv_table import ScheduleTable
 from partitioner.schedules.formulas import shorten_timetable
 from partitioner.schedules.makespan import KINDS, Phases, compute_makespan, seconds_of, sent_of, waits_of
 from partitioner.solve.stages.problem import StageProblem
 from partitioner.solve.stages.split import StagePlan
-from runtime.program.simulate import OverlappedCollective, RankClock
 
 _MOST_ACTIONS = 3000  # that are followed: gathers and reductions are at the ends of a step
 

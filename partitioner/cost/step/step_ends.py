@@ -2,8 +2,8 @@
 
 At the start, updated parameters are gathered before the calls of the first forward. At the end, gradients are reduced
 behind the calls of the last backward. The buckets are those of :func:`partitioner.emit.buckets.plan_buckets`, and the
-time is that of :class:`runtime.program.simulate.RankClock`, so that the estimate agrees with the simulation of the
-emitted program.
+time is that of :class:`partitioner.runtime.program.simulate.RankClock`, so that the estimate agrees with the simulation
+of the emitted program.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from partitioner.cost.call.collectives import collective_time
 from partitioner.cost.call.states import StateCost
 from partitioner.cost.step.gradient_reduction import CommunicationTime, Reducer
 from partitioner.emit.buckets import bucket_limit
+from partitioner.runtime.program.simulate import OverlappedCollective, RankClock
 from partitioner.solve.stages.problem import StageProblem
 from partitioner.solve.stages.split import StagePlan
-from runtime.program.simulate import OverlappedCollective, RankClock
 
 _NOTHING = CommunicationTime(0.0)
 

@@ -33,11 +33,11 @@ from partitioner.cost.call.operators import (
 from partitioner.cost.call.recomputation import Remade, find_recomputed_nodes
 from partitioner.cost.call.roofline import memory_rate, product_rate
 from partitioner.cost.call.saved_activations import SavedBytes, carried_bytes, kept_by
+from partitioner.passes.ir.model import Block
+from partitioner.passes.rules.strategies import needs_gradient
+from partitioner.passes.shard.repeated_heads import read_heads_once
+from partitioner.passes.shard.shard_block import fuse_bias
 from partitioner.topology.hardware import DeviceType
-from passes.ir.model import Block
-from passes.rules.strategies import needs_gradient
-from passes.shard.repeated_heads import read_heads_once
-from passes.shard.shard_block import fuse_bias
 
 Vector = NDArray[np.float64]
 

@@ -31,6 +31,7 @@ from partitioner.cost.step.device_speeds import GroupSpeeds, pool_of, work_and_s
 from partitioner.cost.step.estimate import stage_problem
 from partitioner.cost.step.offload import update_seconds
 from partitioner.cost.step.relaxed_mesh import BestCaseMesh, best_type, build_best_case_mesh
+from partitioner.passes.ir.model import FoldedModel
 from partitioner.schedules.formulas import is_formula, is_plain, least_alone, least_fill
 from partitioner.solve.bounds.block_work import BlockWork, DeviceKinds, Works
 from partitioner.solve.bounds.planned_job import PlannedJob
@@ -41,7 +42,6 @@ from partitioner.solve.stages.problem import StageProblem
 from partitioner.solve.stages.split import check_room
 from partitioner.topology.hosts import BOUNDLESS
 from partitioner.units import bytes_text
-from passes.ir.model import FoldedModel
 
 Key = Callable[[MeshCandidate], Hashable]
 

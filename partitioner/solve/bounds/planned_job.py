@@ -7,8 +7,8 @@ from typing import Protocol
 from partitioner.candidate import MeshCandidate
 from partitioner.constraints import Constraints
 from partitioner.cost.call.recomputation import Remade
+from partitioner.passes.ir.model import FoldedModel
 from partitioner.topology.topology import Topology
-from passes.ir.model import FoldedModel
 
 
 class PlannedJob(Protocol):

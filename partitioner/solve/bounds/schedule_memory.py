@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from partitioner.cost.call.call_cost import CallCost
 from partitioner.errors import CapacityError
+from partitioner.passes.ir.model import Call
 from partitioner.schedules.csv_table import ScheduleTable
 from partitioner.schedules.formulas import held_microbatches
 from partitioner.units import bytes_text
-from passes.ir.model import Call
 
 _ROUNDS = 64  # rounds of :func:`_least_mean`
 

@@ -27,11 +27,11 @@ from partitioner.cost.step.gradient_reduction import (
     reduction_of,
 )
 from partitioner.emit.zero import small_states
+from partitioner.passes.ir.model import FoldedModel
 from partitioner.solve.bounds.planned_job import PlannedJob
 from partitioner.solve.placement.placement import Placements
 from partitioner.topology.group import Group
 from partitioner.topology.hardware import DeviceType
-from passes.ir.model import FoldedModel
 
 Seconds = Mapping[str, tuple[float, float]]  # by block, forward and backward
 

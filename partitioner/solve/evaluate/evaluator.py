@@ -22,7 +22,10 @@ from partitioner.cost.step.rank_costs import CallCostCache, Costs, combine_faste
 from partitioner.cost.step.relaxed_mesh import no_slower
 from partitioner.emit.buckets import AT_ONCE, ReductionScheme
 from partitioner.errors import CapacityError, PlanError
+from partitioner.passes.errors import PartitionError, UnsupportedError
+from partitioner.passes.ir.model import Block, FoldedModel
 from partitioner.plan import Estimate
+from partitioner.runtime.program.program import Offload
 from partitioner.schedules.formulas import is_formula, is_plain
 from partitioner.solve.bounds.zero_and_reduction import BlockLowerBound, Seconds
 from partitioner.solve.evaluate.evaluate_placement import PlacementEvaluator, ShareRecord
@@ -33,9 +36,6 @@ from partitioner.solve.sharding.expert_parallel import can_spread_experts
 from partitioner.solve.sharding.local_model import LocalModel
 from partitioner.solve.stages.split import StageSplit
 from partitioner.topology.groups import stage_ranks
-from passes.errors import PartitionError, UnsupportedError
-from passes.ir.model import Block, FoldedModel
-from runtime.program.program import Offload
 
 _EXCHANGES_FOLLOWED = 8  # exchanges under simulated schedules
 
@@ -93,7 +93,7 @@ class CandidateEvaluator:
         takes this long or longer are of no interest, and a bound of this value is tight enough.
 
         Raises :class:`PlanError` (:class:`CapacityError` if memory does not suffice) or
-        :class:`passes.errors.UnsupportedError` if there is no plan.
+        :class:`partitioner.passes.errors.UnsupportedError` if there is no plan.
         """
         job = self.job
         if point in job.refused:

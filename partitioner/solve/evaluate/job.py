@@ -14,10 +14,10 @@ from partitioner.cost.call.recomputation import Remade
 from partitioner.cost.call.states import gradient_bytes
 from partitioner.cost.step.placed_mesh import PlacedMesh
 from partitioner.errors import CapacityError
+from partitioner.passes.ir.model import FoldedModel
 from partitioner.solve.sharding.expert_parallel import common_experts, expert_states, regions_of, spread_batch
 from partitioner.solve.sharding.sharding import ShardingSolution
 from partitioner.topology import Topology
-from passes.ir.model import FoldedModel
 
 
 @dataclass(frozen=True)

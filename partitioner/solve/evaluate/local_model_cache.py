@@ -14,6 +14,9 @@ from partitioner.background import BackgroundWorker, can_help
 from partitioner.candidate import MeshCandidate, Split, split_of
 from partitioner.cost.call.collectives import collective_time
 from partitioner.cost.step.placed_mesh import RankProfile
+from partitioner.passes.errors import PartitionError
+from partitioner.passes.ir.model import Block, FoldedModel
+from partitioner.passes.shard.split_batch import couples_samples, split_batch
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.placement.placement import Placements
 from partitioner.solve.sharding.context_parallel import ContextModel, shard_context
@@ -24,9 +27,6 @@ from partitioner.solve.sharding.sharding import ShardingProblem, ShardingSolutio
 from partitioner.topology.group import Group
 from partitioner.topology.groups import reference_type
 from partitioner.topology.hardware import COLLECTIVES
-from passes.errors import PartitionError
-from passes.ir.model import Block, FoldedModel
-from passes.shard.split_batch import couples_samples, split_batch
 
 _SENT = (0.0, 1e5, 1e8)  # bytes, by which groups are told apart
 
@@ -71,7 +71,7 @@ class LocalModels:
     def at(self, key: LocalKey, num_microbatches: int) -> LocalModel:
         """The local model of ``key``, of whose parts ``num_microbatches`` are on a rank.
 
-        Raises :class:`PlanError` or :class:`passes.errors.UnsupportedError` where there is none.
+        Raises :class:`PlanError` or :class:`partitioner.passes.errors.UnsupportedError` where there is none.
         """
         if key in self._none:
             raise self._none[key].with_traceback(None)

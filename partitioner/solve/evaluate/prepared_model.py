@@ -23,23 +23,23 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from partitioner.constraints import Constraints
+from partitioner.passes.capture.buffers import initial_values
+from partitioner.passes.capture.capture import PRECISIONS, capture, given_samples
+from partitioner.passes.capture.inputs import Inputs
+from partitioner.passes.capture.wrappers import refuse_sharded, unwrap_model
+from partitioner.passes.errors import InputsError, PartitionError
+from partitioner.passes.faults import typed_errors
+from partitioner.passes.ir.gradient_flow import freeze_unreached, mark_gradients
+from partitioner.passes.ir.model import Captured, FoldedModel
+from partitioner.passes.normalize.pipeline import normalize
+from partitioner.passes.ops.random import SEED
+from partitioner.passes.shard.fold import fold
+from partitioner.passes.shard.sample_groups import mean_over_groups
+from partitioner.passes.trace.autocast import DEVICES
 from partitioner.solve.sharding.batch import batch_size, of_groups, shard_batch
 from partitioner.solve.sharding.sharding import ShardingSolution
 from partitioner.units import format_plural
 from partitioner.validate import OBJECTIVES, check_callback, check_work, type_of
-from passes.capture.buffers import initial_values
-from passes.capture.capture import PRECISIONS, capture, given_samples
-from passes.capture.inputs import Inputs
-from passes.capture.wrappers import refuse_sharded, unwrap_model
-from passes.errors import InputsError, PartitionError
-from passes.faults import typed_errors
-from passes.ir.gradient_flow import freeze_unreached, mark_gradients
-from passes.ir.model import Captured, FoldedModel
-from passes.normalize.pipeline import normalize
-from passes.ops.random import SEED
-from passes.shard.fold import fold
-from passes.shard.sample_groups import mean_over_groups
-from passes.trace.autocast import DEVICES
 
 Objective = Literal["train", "infer"]
 
@@ -66,7 +66,7 @@ class PreparedModel:
     def at(self, global_batch: int | None, constraints: Constraints | None = None, device: str = "cpu") -> Work:
         """The folded model for this batch; ``None``: that of the inputs. Where the ``constraints`` have samples meet
         within groups, that of one group, with the inputs of all. ``device``: see
-        :func:`passes.capture.capture.capture`.
+        :func:`partitioner.passes.capture.capture.capture`.
 
         Raises :class:`InputsError` for no batch, :class:`ConstraintError` for one that is no whole number of groups.
         """

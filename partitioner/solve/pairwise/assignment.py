@@ -26,6 +26,7 @@ from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 
 from partitioner.background import check_threads
+from partitioner.passes.errors import PartitionError
 from partitioner.solve.pairwise.dual_bound import find_remaining_choices, sum_of_minima
 from partitioner.solve.pairwise.dynamic_programming import (
     FAIR_WORK,
@@ -38,7 +39,6 @@ from partitioner.solve.pairwise.dynamic_programming import (
 from partitioner.solve.pairwise.improve import improve_assignment
 from partitioner.solve.pairwise.live_memory import MemoryConstraint
 from partitioner.solve.pairwise.presolve import InfeasibleAssignmentError, ReducedProblem, Table, Vector
-from passes.errors import PartitionError
 
 _LARGEST_COEFFICIENT = 1e6  # HiGHS' absolute tolerances of 1e-7 are made for numbers of about this size and below
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from passes.errors import PartitionError
+from partitioner.passes.errors import PartitionError
 
 Vector = NDArray[np.float64]
 

@@ -17,10 +17,10 @@ from itertools import islice, pairwise, permutations
 import numpy as np
 from numpy.typing import NDArray
 
+from partitioner.runtime.program.mesh import AXES
 from partitioner.solve.placement.regular import all_nestings
 from partitioner.solve.placement.set_partition import linked_groups, match_widest_links
 from partitioner.topology.topology import Topology
-from runtime.program.mesh import AXES
 
 Ints = NDArray[np.int64]
 

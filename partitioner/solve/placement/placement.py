@@ -22,13 +22,13 @@ from partitioner.cost.call.collectives import collective_time
 from partitioner.cost.step.placed_mesh import PlacedMesh
 from partitioner.cost.step.relaxed_mesh import best_group
 from partitioner.errors import CapacityError
+from partitioner.passes.errors import PartitionError
+from partitioner.runtime.program.mesh import AXES
 from partitioner.solve.placement.irregular import group_size, has_all_arrangements, list_arrangements
 from partitioner.solve.placement.regular import equal_levels, is_regular_nesting, list_best_nestings
 from partitioner.topology.group import Group
 from partitioner.topology.groups import kinds_of, rank_grid
 from partitioner.topology.topology import Topology
-from passes.errors import PartitionError
-from runtime.program.mesh import AXES
 
 T = TypeVar("T")
 

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from partitioner.cost.call.collectives import collective_time
 from partitioner.cost.step.placed_mesh import RING
+from partitioner.runtime.program.mesh import AXES
 from partitioner.topology.groups import first_group, stage_links
 from partitioner.topology.topology import Topology
-from runtime.program.mesh import AXES
 
 Ints = NDArray[np.int64]
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from partitioner.candidate import MeshCandidate
 from partitioner.constraints import OF_POINT, Constraints
+from partitioner.passes.errors import PartitionError
 from partitioner.plan import Baseline, Candidate
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.search.interleaved import estimate_interleaved_effort
@@ -38,7 +39,6 @@ from partitioner.solve.search.space import (
     several_stages,
 )
 from partitioner.units import list_divisors
-from passes.errors import PartitionError
 
 DATA_PARALLEL, FULLY_SHARDED, MEGATRON = "Plain data parallelism", "ZeRO-3 (fully sharded)", "Megatron's layout"
 

@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 
 from partitioner.candidate import MeshCandidate, in_order
 from partitioner.errors import CapacityError, ConstraintError, InfeasibleError, PlanError, TimeLimitError
+from partitioner.passes.errors import PartitionError
 from partitioner.plan import Certificate
 from partitioner.schedules.formulas import is_formula, is_plain
 from partitioner.solve.search.outcomes import CandidateOutcome, CutOff, EvaluatedCandidate, certificate_of
-from passes.errors import PartitionError
 
 _TOLD_EVERY_S = 0.1  # between two words on points that are only bounded
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from partitioner.candidate import MeshCandidate
 from partitioner.errors import CapacityError
+from partitioner.passes.errors import PartitionError
 from partitioner.schedules.formulas import is_formula, is_plain, is_split, most_in_flight
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.bounds.schedule_memory import MicrobatchMemory, RankCapacity, least_of, most_held, needs_of
@@ -22,7 +23,6 @@ from partitioner.solve.evaluate.evaluator import CandidateEvaluator
 from partitioner.solve.search.space import SearchSpace, list_hybrid_candidates
 from partitioner.solve.search.uniform_cluster import UniformClusterBound
 from partitioner.solve.stages.lower_bound import LeastTime
-from passes.errors import PartitionError
 
 _activations_kind = attrgetter("pp", "dp", "cp", "tp", "ep", "microbatch_size")  # activations depend on these
 

@@ -25,7 +25,14 @@ from partitioner.cost.step.offload import check_disks, check_hosts
 from partitioner.emit.program import emit
 from partitioner.errors import CapacityError, TimeLimitError
 from partitioner.optimizers import OPTIMIZERS
+from partitioner.passes.errors import PartitionError
 from partitioner.plan import NEAR, Candidate, Certificate, ContextWay, Estimate
+from partitioner.runtime.program.analysis import ProgramFacts
+from partitioner.runtime.program.memory import disk_bytes, host_bytes
+from partitioner.runtime.program.precision import with_fp8
+from partitioner.runtime.program.program import Program
+from partitioner.runtime.program.state_bytes import host_states
+from partitioner.runtime.prove.prove import prove
 from partitioner.schedules.formulas import is_split
 from partitioner.simulate.program_memory import replace_estimated_memory
 from partitioner.simulate.program_time import ProgramOnDevices, simulate_plan
@@ -37,13 +44,6 @@ from partitioner.solve.sharding.context_parallel import ALGORITHMS, algorithms_o
 from partitioner.solve.sharding.local_model import layouts_of
 from partitioner.topology.groups import stage_capacity, stage_ranks
 from partitioner.units import bytes_text
-from passes.errors import PartitionError
-from runtime.program.analysis import ProgramFacts
-from runtime.program.memory import disk_bytes, host_bytes
-from runtime.program.precision import with_fp8
-from runtime.program.program import Program
-from runtime.program.state_bytes import host_states
-from runtime.prove.prove import prove
 
 
 def context_ways(job: Job, chosen: SolvedCandidate) -> tuple[ContextWay, ...]:

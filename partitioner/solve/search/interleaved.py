@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from partitioner.candidate import MeshCandidate
+from partitioner.passes.errors import PartitionError
 from partitioner.plan import Candidate, Certificate
 from partitioner.solve.evaluate.evaluator import SolvedCandidate
 from partitioner.solve.search.best_first import Bounds
@@ -26,7 +27,6 @@ from partitioner.solve.search.outcomes import (
     build_refused_report,
 )
 from partitioner.solve.search.space import SearchSpace, even_chunks, several_stages
-from passes.errors import PartitionError
 
 PATIENCE = 200  # meshes and schedules in a row that were no better, where such schedules are searched
 

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from partitioner.candidate import MeshCandidate
 from partitioner.errors import CapacityError
+from partitioner.passes.errors import PartitionError
 from partitioner.plan import OPEN, Candidate, Certificate
 from partitioner.schedules.registry import schedule_name
-from passes.errors import PartitionError
 
 CutOff = Literal["time limit", "interruption"]
 

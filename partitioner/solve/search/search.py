@@ -14,7 +14,9 @@ from partitioner.background import Future
 from partitioner.candidate import MeshCandidate
 from partitioner.cost.call.operators import is_attention
 from partitioner.errors import CapacityError
+from partitioner.passes.errors import PartitionError
 from partitioner.plan import Baseline, Candidate, Certificate, ContextWay, Estimate, Limits
+from partitioner.runtime.program.program import Offload, Program
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator, SolvedCandidate
 from partitioner.solve.evaluate.job import Job
@@ -47,8 +49,6 @@ from partitioner.solve.search.space import SearchSpace, beyond_the_bound, left_o
 from partitioner.solve.search.warm_start import WarmStart
 from partitioner.solve.sharding.context_parallel import check_algorithm
 from partitioner.topology.hosts import can_offload, has_disks
-from passes.errors import PartitionError
-from runtime.program.program import Offload, Program
 
 # What is kept in host memory where nothing fits otherwise, the less the better.
 OFFLOAD_SETS: tuple[tuple[Offload, ...], ...] = (

@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from partitioner.passes.errors import PartitionError
 from partitioner.plan import WITHOUT, Baseline, Candidate
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.evaluate.job import Job
@@ -22,7 +23,6 @@ from partitioner.solve.search.space import SearchSpace, list_candidates
 from partitioner.topology import Topology
 from partitioner.topology.files import with_nodes
 from partitioner.units import list_divisors
-from passes.errors import PartitionError
 
 _MOST = 3  # smaller clusters that are looked at
 

@@ -19,6 +19,8 @@ from partitioner.candidate import MeshCandidate
 from partitioner.cost.step.placed_mesh import PlacedMesh
 from partitioner.cost.step.rank_costs import CallCostCache
 from partitioner.cost.step.relaxed_mesh import best_type
+from partitioner.passes.errors import PartitionError
+from partitioner.runtime.program.mesh import AXES
 from partitioner.solve.evaluate.evaluate_placement import PlacementEvaluator
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
 from partitioner.solve.evaluate.job import Job
@@ -27,8 +29,6 @@ from partitioner.solve.placement.placement import identify_equal_cost
 from partitioner.solve.placement.regular import all_nestings, equal_levels, is_regular_nesting
 from partitioner.topology.hardware import NodeGroup, NodeOverride
 from partitioner.topology.topology import Topology
-from passes.errors import PartitionError
-from runtime.program.mesh import AXES
 
 BEST = "best"  # the kind of all devices
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 
 from partitioner.candidate import MeshCandidate
 from partitioner.errors import CapacityError
+from partitioner.passes.errors import PartitionError
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.search.baselines import MOST_TRIED, StandardLayout
 from partitioner.solve.search.space import SearchSpace
 from partitioner.units import list_divisors
-from passes.errors import PartitionError
 
 _MOST_SPREAD = 64  # ranks that share the experts to begin with
 

@@ -15,16 +15,16 @@ from functools import lru_cache
 from torch import fx
 
 from partitioner.cost.call.operators import is_view
+from partitioner.passes.capture.buffers import leading_to
+from partitioner.passes.capture.inputs import NO_BATCH
+from partitioner.passes.errors import InputsError
+from partitioner.passes.ir.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, make_shard_layout
+from partitioner.passes.ir.model import FoldedModel, ModelInput, TensorSpec
+from partitioner.passes.rules.factors import Strategy, results_of
+from partitioner.passes.shard.sample_groups import GroupModel
+from partitioner.passes.shard.shard_block import RESHARDS
 from partitioner.solve.sharding.choices import matmul_flops
 from partitioner.solve.sharding.sharding import DATA, Allowed, ShardingSolution, solve_sharding, whole_sharding
-from passes.capture.buffers import leading_to
-from passes.capture.inputs import NO_BATCH
-from passes.errors import InputsError
-from passes.ir.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, make_shard_layout
-from passes.ir.model import FoldedModel, ModelInput, TensorSpec
-from passes.rules.factors import Strategy, results_of
-from passes.shard.sample_groups import GroupModel
-from passes.shard.shard_block import RESHARDS
 
 # All work undone costs this many meetings of samples: a thousandth of the work is worth one collective.
 _ALL_WORK = 1000.0

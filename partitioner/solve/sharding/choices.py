@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx
 
+from partitioner.passes.errors import PartitionError
+from partitioner.passes.ir.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, can_shard_evenly, make_shard_layout
+from partitioner.passes.ir.model import FoldedModel
+from partitioner.passes.rules import factors_of
+from partitioner.passes.rules.factors import Strategy, operands_of, results_of
+from partitioner.passes.rules.strategies import NO_SIZES, enumerate_strategies
 from partitioner.solve.sharding.layout_ties import BlockValue, LayoutTie
-from passes.errors import PartitionError
-from passes.ir.layouts import PARTIAL, READ_SHARDED, REPLICATED, Layout, can_shard_evenly, make_shard_layout
-from passes.ir.model import FoldedModel
-from passes.rules import factors_of
-from passes.rules.factors import Strategy, operands_of, results_of
-from passes.rules.strategies import NO_SIZES, enumerate_strategies
 
 
 class ShardingError(PartitionError):

@@ -23,16 +23,16 @@ from torch import fx
 
 from partitioner.cost.call.operators import is_attention, is_product, is_view
 from partitioner.errors import PlanError
+from partitioner.passes.ir.layouts import REPLICATED, Layout, can_shard_evenly, local_shape, make_shard_layout
+from partitioner.passes.ir.model import FoldedModel, TensorSpec
+from partitioner.passes.rules.attention import find_attention_band
+from partitioner.passes.rules.factors import Strategy, get_meta_shape, get_node_argument, operands_of
+from partitioner.passes.shard.repeated_heads import group_queries
+from partitioner.passes.shard.shard_block import shard_block
+from partitioner.passes.shard.split_batch import sample_dims, splits_samples
 from partitioner.solve.sharding.choices import ShardingError, matmul_flops
 from partitioner.solve.sharding.costs import TensorCosts
 from partitioner.solve.sharding.sharding import Allowed, ShardingSolution, solve_sharding
-from passes.ir.layouts import REPLICATED, Layout, can_shard_evenly, local_shape, make_shard_layout
-from passes.ir.model import FoldedModel, TensorSpec
-from passes.rules.attention import find_attention_band
-from passes.rules.factors import Strategy, get_meta_shape, get_node_argument, operands_of
-from passes.shard.repeated_heads import group_queries
-from passes.shard.shard_block import shard_block
-from passes.shard.split_batch import sample_dims, splits_samples
 
 Algorithm = Literal["all_gather", "ring", "ulysses"]
 

@@ -33,18 +33,18 @@ from partitioner.cost.call.operators import (
 )
 from partitioner.cost.call.roofline import copied_s, kernels_time, memory_rate
 from partitioner.cost.call.states import gradient_bytes
+from partitioner.passes.ir.layouts import Layout, local_shape
+from partitioner.passes.ir.model import FoldedModel, TensorSpec
+from partitioner.passes.ops.attention import Band
+from partitioner.passes.rules import Lowering, factors_of
+from partitioner.passes.rules.attention import find_attention_band
+from partitioner.passes.rules.factors import Strategy, operands_of, results_of
+from partitioner.passes.rules.strategies import needs_gradient
+from partitioner.passes.shard.repeated_heads import count_head_repetitions, exchanged_times
+from partitioner.passes.shard.shard_block import RESHARDS
 from partitioner.solve.sharding.choices import matmul_flops
 from partitioner.topology.group import Group
 from partitioner.topology.hardware import DeviceType
-from passes.ir.layouts import Layout, local_shape
-from passes.ir.model import FoldedModel, TensorSpec
-from passes.ops.attention import Band
-from passes.rules import Lowering, factors_of
-from passes.rules.attention import find_attention_band
-from passes.rules.factors import Strategy, operands_of, results_of
-from passes.rules.strategies import needs_gradient
-from passes.shard.repeated_heads import count_head_repetitions, exchanged_times
-from passes.shard.shard_block import RESHARDS
 
 
 @dataclass

@@ -16,15 +16,15 @@ from torch import fx
 
 from partitioner.candidate import Split, split_of
 from partitioner.errors import PlanError
+from partitioner.passes.errors import UnsupportedError
+from partitioner.passes.experts.dispatch import spread_experts
+from partitioner.passes.experts.regions import ExpertRegion, find_regions
+from partitioner.passes.ir.layouts import READ_SHARDED, REPLICATED, Layout, make_shard_layout
+from partitioner.passes.ir.model import FoldedModel
+from partitioner.passes.rules.factors import Strategy, operands_of
 from partitioner.solve.sharding.batch import shard_batch
 from partitioner.solve.sharding.choices import ShardingError
 from partitioner.solve.sharding.sharding import Allowed, ShardingSolution
-from passes.errors import UnsupportedError
-from passes.experts.dispatch import spread_experts
-from passes.experts.regions import ExpertRegion, find_regions
-from passes.ir.layouts import READ_SHARDED, REPLICATED, Layout, make_shard_layout
-from passes.ir.model import FoldedModel
-from passes.rules.factors import Strategy, operands_of
 
 
 def regions_of(model: FoldedModel, apart: Collection[str] = ()) -> dict[str, list[ExpertRegion]]:

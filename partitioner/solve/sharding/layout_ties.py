@@ -9,9 +9,9 @@ from typing import Literal
 
 from torch import fx
 
-from passes.ir.model import Block, FoldedModel, TensorSpec
-from passes.rules.factors import operands_of, results_of
-from passes.rules.strategies import needs_gradient
+from partitioner.passes.ir.model import Block, FoldedModel, TensorSpec
+from partitioner.passes.rules.factors import operands_of, results_of
+from partitioner.passes.rules.strategies import needs_gradient
 
 PortKind = Literal["input", "state", "output"]
 

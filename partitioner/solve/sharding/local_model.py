@@ -9,12 +9,12 @@ from functools import cached_property
 from partitioner.candidate import split_of
 from partitioner.emit.program import Layouts
 from partitioner.emit.zero import states_left_whole
+from partitioner.passes.ir.gradient_flow import stops_gradient
+from partitioner.passes.ir.layouts import REPLICATED, Layout, local_shape
+from partitioner.passes.ir.model import Block, FoldedModel, TensorSpec
+from partitioner.passes.shard.shard_block import fuse_bias, shard_block
 from partitioner.solve.sharding.expert_parallel import spread_over_ranks
 from partitioner.solve.sharding.sharding import ShardingSolution
-from passes.ir.gradient_flow import stops_gradient
-from passes.ir.layouts import REPLICATED, Layout, local_shape
-from passes.ir.model import Block, FoldedModel, TensorSpec
-from passes.shard.shard_block import fuse_bias, shard_block
 
 
 @dataclass(frozen=True)

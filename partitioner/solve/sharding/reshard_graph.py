@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from partitioner.passes.ir.gradient_flow import is_differentiable
+from partitioner.passes.ir.layouts import Layout
+from partitioner.passes.ir.model import TensorSpec
+from partitioner.passes.shard.shard_block import RESHARDS
 from partitioner.solve.pairwise.assignment import AssignmentProblem
 from partitioner.solve.pairwise.presolve import Table, Vector
-from passes.ir.gradient_flow import is_differentiable
-from passes.ir.layouts import Layout
-from passes.ir.model import TensorSpec
-from passes.shard.shard_block import RESHARDS
 
 MAX_SETS = 400  # choices of one value; with more, each layout gets an on-off node of its own, an equal if looser form
 

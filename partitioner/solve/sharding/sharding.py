@@ -26,6 +26,12 @@ from typing import Protocol
 import numpy as np
 from torch import fx
 
+from partitioner.passes.ir.layouts import PARTIAL, REPLICATED, Layout
+from partitioner.passes.ir.model import Block, FoldedModel, TensorSpec
+from partitioner.passes.rules import factors_of
+from partitioner.passes.rules.factors import Strategy, operands_of, results_of
+from partitioner.passes.rules.strategies import NO_SIZES
+from partitioner.passes.shard.shard_block import RESHARDS, BlockSharding
 from partitioner.solve.pairwise.assignment import Assignment, solve_assignment
 from partitioner.solve.pairwise.presolve import InfeasibleAssignmentError
 from partitioner.solve.sharding.choices import (
@@ -46,12 +52,6 @@ from partitioner.solve.sharding.layout_ties import (
     values_of,
 )
 from partitioner.solve.sharding.reshard_graph import Asker, ProblemBuilder, Reshards, Source, add_reshard_costs
-from passes.ir.layouts import PARTIAL, REPLICATED, Layout
-from passes.ir.model import Block, FoldedModel, TensorSpec
-from passes.rules import factors_of
-from passes.rules.factors import Strategy, operands_of, results_of
-from passes.rules.strategies import NO_SIZES
-from passes.shard.shard_block import RESHARDS, BlockSharding
 
 DATA = "data"  # the axis of the batch: microbatches times data-parallel ranks
 

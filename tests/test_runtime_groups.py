@@ -184,6 +184,14 @@ def test_a_channel_keeps_its_order_and_waits_for_no_other(ranks: LocalRanks):
     assert ranks.call(in_order_on_gloo)[1] == [0.0, 1.0, 2.0, 10.0]
 
 
+def test_results_of_threads_share_no_memory():
+    """A rank frees a result that it alone reads: the others must still have theirs."""
+    found = on_threads(lambda c: collectives(c, torch.float32))
+    for name in found[0]:
+        first, second = (each[name].untyped_storage().data_ptr() for each in found)
+        assert first != second, name
+
+
 def test_threads_that_do_not_agree_are_told_both_sides():
     world = ThreadWorld(2, timeout=20)
     groups = [world.communicator(rank).group(RANKS) for rank in RANKS]

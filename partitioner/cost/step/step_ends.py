@@ -234,5 +234,5 @@ def _backward_seconds(problem: StageProblem, plan: StagePlan, run: StagePlan) ->
     for place in range(run.start, run.stop):
         cost = costs[place]
         again = cost.selective_s if run.selective else 0.0
-        work[place] = cost.backward_total_s + (cost.forward_total_s if place < run.start + run.recompute else again)
+        work[place] = cost.backward_total_s + (cost.recompute_s if place < run.start + run.recompute else again)
     return work

@@ -35,7 +35,7 @@ def torchrun(num_ranks: int, *arguments: str) -> subprocess.CompletedProcess[str
 def supervised(
     *arguments: str, launcher: str = "partitioner.runtime.launch.torchrun"
 ) -> subprocess.CompletedProcess[str]:
-    """As :func:`torchrun` of two ranks, by the launcher whose last line is the cause."""
+    """The result of two ranks under a launcher whose last line is the cause of a failure."""
     command = [sys.executable, "-m", launcher, "--standalone", "--nproc-per-node", "2", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT)

@@ -1,4 +1,7 @@
-"""The source tree stays readable: imports have one direction, folders are small, no code knows a model by name."""
+"""The source tree stays readable: imports have one direction, folders are small, no code knows a model by name.
+
+Tests, too, lie in folders, and share code through ``tests/helpers`` alone.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +53,11 @@ OF_RUNTIME = (
     "partitioner.runtime.errors",
     "partitioner.runtime.files",
 )
+
+TEST_FILES = sorted((ROOT / "tests").rglob("test_*.py"))
+TEST_FOLDERS = [ROOT / "tests" / name for name in ("passes", "runtime", "partitioner", "integration")]
+MOST_TEST_FILES = 65  # in a folder, with __init__
+IMPORT_LINE = re.compile(r"^\s*(?:from|import)\s.*$", re.MULTILINE)
 
 FAMILIES = (
     "llama gpt2 gpt gptneo mistral mixtral qwen gemma bert roberta deberta t5 bart vit falcon phi deepseek "
@@ -167,6 +175,32 @@ def test_long_modules_are_seen():
 
 def test_api_fits_one_screen():
     assert len((ROOT / "partitioner" / "api.py").read_text().splitlines()) <= MAX_API_LINES
+
+
+def test_test_files_lie_in_folders():
+    misplaced = [path for path in TEST_FILES if not any(path.is_relative_to(folder) for folder in TEST_FOLDERS)]
+    assert misplaced == []
+    counts = Counter(path.parent for path in (ROOT / "tests").rglob("*.py"))
+    assert {str(folder): count for folder, count in counts.items() if count > MOST_TEST_FILES} == {}
+
+
+def test_test_files_import_no_other():
+    """An import in a function, in a script that a test writes, and of a bare file name count too."""
+    stems = {path.stem for path in TEST_FILES}
+    found = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                base = (node.module or "").split(".")
+                names = {*base, *(alias.name for alias in node.names)}
+            elif isinstance(node, ast.Import):
+                names = {part for alias in node.names for part in alias.name.split(".")}
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                names = {name for line in IMPORT_LINE.findall(node.value) for name in re.findall(r"\w+", line)}
+            else:
+                continue
+            found += [(str(path), node.lineno, name) for name in sorted(names & stems)]
+    assert found == []
 
 
 def test_no_model_is_known_by_name():

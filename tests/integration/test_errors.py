@@ -99,7 +99,7 @@ CASES: dict[str, tuple[type[PartitionError], str, Callable[[], Any]]] = {
     "pinned module is unknown": (ConstraintError, r"head", lambda: attempt(pp=2, stage_of={"head": -1})),
     "pinned stage is unknown": (ConstraintError, r"layers\.0", lambda: attempt(pp=2, stage_of={"layers.0": 7})),
     "inputs do not fit the model": (InputsError, r"Tower\.forward", lambda: attempt(given={"y": torch.ones(8, 12)})),
-    "inputs of a wrong width": (InputsError, r"test_errors\.py:\d+", lambda: attempt(given=inputs(width=5))),
+    "inputs of a wrong width": (InputsError, r"square_layers\.py:\d+", lambda: attempt(given=inputs(width=5))),
     "no inputs": (InputsError, r"pass inputs=", lambda: partition(Tower(), Topology.local(2))),
     "no loss": (
         InputsError,

@@ -43,6 +43,7 @@ from partitioner.runtime.execute.codegen import (
 from partitioner.runtime.execute.collective_ops import ContextAttention
 from partitioner.runtime.execute.torch_compile import Segment, backend_of, fuse_segments, one_thread
 from partitioner.runtime.files import write_bytes
+from partitioner.runtime.program.analysis import differentiate_for_cpu
 from partitioner.runtime.program.program import CallData, Program, RankProgram
 
 _KEPT = ("path", "source")
@@ -166,13 +167,16 @@ class Library:
         with one_thread:
             key = name, needs
             if key not in self._derivatives:
-                again = self.program.blocks[name].again if needs.slim else ()
-                make = partial(
-                    differentiate, self.block(name), self.device, needs.inputs, needs.states, needs.outputs, again
-                )
-                shared = self._shared
+                make, shared = partial(self._differentiate, name, needs), self._shared
                 self._derivatives[key] = make() if shared is None else shared.get((*key, str(self.device)), make)
             return self._derivatives[key]
+
+    def _differentiate(self, name: str, needs: GradientNeeds) -> Differentiated:
+        wanted = needs.inputs, needs.states, needs.outputs
+        if self.device.type == "cpu":  # the prover may have traced it
+            return differentiate_for_cpu(self.program, name, *wanted, slim=needs.slim)
+        again = self.program.blocks[name].again if needs.slim else ()
+        return differentiate(self.block(name), self.device, *wanted, again)
 
     def fused(self, graph: fx.Graph, num_sinks: int, name: str, needs: GradientNeeds | None, kind: str) -> fx.Graph:
         """``graph`` with its operators compiled, if that was asked for; once for all calls of a block."""

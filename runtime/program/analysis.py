@@ -221,11 +221,8 @@ class ProgramFacts:
         )
 
     def differentiated(self, call: CallData, slim: bool = False) -> Differentiated:
-        graph = self.program.blocks[call.block]
-        again = graph.again if slim else ()
-        fused = self.program.fused_attention
-        return _differentiate_block(
-            _nodes_to_key(graph.nodes), call.block, graph.states, graph.inputs, again, fused, *self.needs(call)
+        return differentiate_for_cpu(
+            self.program, call.block, *self.needs(call), slim=slim, fused=self.program.fused_attention
         )
 
     def _derive_call_facts(self, place: tuple[int, int], index: int) -> CallFacts:
@@ -303,6 +300,19 @@ def load_block(program: Program, name: str) -> Block:
     """Parse a block of the program into a graph. Raises ``GraphFormatError`` if it is malformed."""
     graph = program.blocks[name]
     return _parse_block(_nodes_to_key(graph.nodes), name, graph.states, graph.inputs)
+
+
+def differentiate_for_cpu(
+    program: Program, name: str, *needs: Flags, slim: bool = False, fused: bool = False
+) -> Differentiated:
+    """The derivative of a block with the operators of a CPU, traced once in a process and not to be changed.
+
+    ``needs``: which inputs and states need a gradient, and which outputs have one. ``slim``: backward recomputes what
+    the block names. ``fused``: attention as accelerators have it.
+    """
+    graph = program.blocks[name]
+    again = graph.again if slim else ()
+    return _differentiate_block(_nodes_to_key(graph.nodes), name, graph.states, graph.inputs, again, fused, *needs)
 
 
 def graph_fault(program: Program, name: str, axes: Mapping[str, int]) -> tuple[str, str] | None:

@@ -97,19 +97,19 @@ _traced: list[str] = []
 def derive(program: Program, folder: Path) -> list[str]:
     """The blocks that this rank traces of its stage's."""
     _traced.clear()
-    original = bind.differentiate
+    original = bind.differentiate_for_cpu
 
-    def told(block, *arguments):  # type: ignore[no-untyped-def]
-        _traced.append(block.name)
-        return original(block, *arguments)
+    def told(program, name, *needs, slim):  # type: ignore[no-untyped-def]
+        _traced.append(name)
+        return original(program, name, *needs, slim=slim)
 
-    bind.differentiate = told
+    bind.differentiate_for_cpu = told
     library = Library(program, CPU, shared=folder)
     for stage in program.stages:
         for call in stage.calls:
             if (needs := gradient_needs(program, call)) is not None:
                 library.differentiated(call.block, needs)
-    bind.differentiate = original
+    bind.differentiate_for_cpu = original
     return _traced.copy()
 
 

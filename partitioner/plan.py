@@ -9,6 +9,7 @@ from pydantic import Field
 
 from partitioner.constraints import Constraints
 from partitioner.errors import PlanError
+from partitioner.execution_profile import OURS, ExecutionProfile
 from partitioner.passes.faults import typed_errors
 from partitioner.runtime.files import write_text
 from partitioner.runtime.program.instructions import Data
@@ -181,6 +182,7 @@ class Plan(Data):
     topology: Topology
     devices: tuple[int, ...]
     constraints: Constraints
+    profile: ExecutionProfile = OURS
     estimate: Estimate
     certificate: Certificate
     shares: OperatorShare
@@ -201,8 +203,9 @@ class Plan(Data):
     def program(self) -> Program:
         """The programs of all ranks. Raises :class:`PlanError` for a plan that this version does not execute."""
         if self.written is None:
+            under = f" under the profile {self.profile.name}" if self.profile.differences else ""
             raise PlanError(
-                f"this plan is an estimate: {', '.join(self.planned_only)} is planned but not executed here; "
+                f"this plan is an estimate{under}: {', '.join(self.planned_only)} is planned but not executed here; "
                 "plan without it to run, prove, verify or draw programs"
             )
         return self.written

@@ -47,105 +47,155 @@ class Constraints(BaseModel, metaclass=DocumentedModel):
     Raises :class:`ConstraintError` for a malformed value.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     # Mesh
 
-    pp: PositiveInt | None = None
-    """Pipeline stages (ranks of a pipeline). None: chosen."""
+    pp: PositiveInt | None = Field(default=None, description="Pipeline stages (ranks of a pipeline). None: chosen.")
 
-    dp: PositiveInt | None = None
-    """Data-parallel ranks, each with its own samples. None: chosen."""
+    dp: PositiveInt | None = Field(
+        default=None, description="Data-parallel ranks, each with its own samples. None: chosen."
+    )
 
-    cp: PositiveInt | None = None
-    """Context-parallel ranks, which share each sequence. None: chosen."""
+    cp: PositiveInt | None = Field(
+        default=None, description="Context-parallel ranks, which share each sequence. None: chosen."
+    )
 
-    tp: PositiveInt | None = None
-    """Tensor-parallel ranks, which share each layer. None: chosen."""
+    tp: PositiveInt | None = Field(
+        default=None, description="Tensor-parallel ranks, which share each layer. None: chosen."
+    )
 
-    ep: PositiveInt | None = None
-    """Expert-parallel ranks: of the dp x cp x tp ranks, those that share the experts of a layer. None: chosen."""
+    ep: PositiveInt | None = Field(
+        default=None,
+        description="Expert-parallel ranks: of the dp x cp x tp ranks, those that share the experts of a "
+        "layer. None: chosen.",
+    )
 
-    etp: PositiveInt | None = None
-    """Ranks that share one expert: 1, or as many as tp. None: chosen. Other numbers need the profile of a framework
-    that executes them."""
+    etp: PositiveInt | None = Field(
+        default=None,
+        description="Ranks that share one expert: 1, or as many as tp. None: chosen. Other numbers need "
+        "the profile of a framework that executes them.",
+    )
 
-    placement: Literal["in_order"] | None = None
-    """Devices of ranks. "in_order": rank i is on device i. None: the fastest placement."""
+    placement: Literal["in_order"] | None = Field(
+        default=None, description='Devices of ranks. "in_order": rank i is on device i. None: the fastest placement.'
+    )
 
     # Pipeline
 
-    microbatch_size: PositiveInt | None = None
-    """Samples of one microbatch on one data-parallel rank. None: chosen."""
+    microbatch_size: PositiveInt | None = Field(
+        default=None, description="Samples of one microbatch on one data-parallel rank. None: chosen."
+    )
 
-    data_shares: tuple[PositiveInt, ...] | None = None
-    """Microbatches of each data-parallel rank, one number per rank, like (3, 2). None: equally many, or in proportion
-    to the speed of the ranks."""
+    data_shares: tuple[PositiveInt, ...] | None = Field(
+        default=None,
+        description="Microbatches of each data-parallel rank, one number per rank, like (3, 2). None: "
+        "equally many, or in proportion to the speed of the ranks.",
+    )
 
-    schedule: str | ScheduleTable | None = None
-    """Order of the microbatches in the pipeline: "1f1b", "gpipe", "interleaved", "zb-1p", "zb-2p", "zb-v",
-    "dualpipe-v", a CSV file, or a ScheduleTable. All but "1f1b" and "gpipe" need pp of 2 or more. None: chosen."""
+    schedule: str | ScheduleTable | None = Field(
+        default=None,
+        description='Order of the microbatches in the pipeline: "1f1b", "gpipe", "interleaved", "zb-1p", '
+        '"zb-2p", "zb-v", "dualpipe-v", a CSV file, or a ScheduleTable. All but "1f1b" and '
+        '"gpipe" need pp of 2 or more. None: chosen.',
+    )
 
-    virtual_stages: PositiveInt | None = None
-    """Stages on each pipeline rank. None: chosen."""
+    virtual_stages: PositiveInt | None = Field(default=None, description="Stages on each pipeline rank. None: chosen.")
 
-    stage_of: dict[str, int] = Field(default_factory=dict)
-    """Module path prefix to pipeline stage (virtual stage, where a rank has several); -1 is the last. {}: chosen."""
+    stage_of: dict[str, int] = Field(
+        default_factory=dict,
+        description="Module path prefix to pipeline stage (virtual stage, where a rank has several); -1 "
+        "is the last. {}: chosen.",
+    )
 
-    overlap_steps: bool = False
-    """A rank begins the next step when its own part of this step is done. Nothing may then need all ranks in between,
-    as clipping by the norm of all gradients or loss scaling in float16 does."""
+    overlap_steps: bool = Field(
+        default=False,
+        description="A rank begins the next step when its own part of this step is done. Nothing may then "
+        "need all ranks in between, as clipping by the norm of all gradients or loss scaling "
+        "in float16 does.",
+    )
 
     # Memory
 
-    zero: int | None = Field(default=None, ge=0, le=3)
-    """Stage of state sharding over dp and cp (ZeRO): 0 none, 1 optimizer states, 2 gradients too, 3 parameters too
-    (FSDP). None: chosen."""
+    zero: int | None = Field(
+        default=None,
+        ge=0,
+        le=3,
+        description="Stage of state sharding over dp and cp (ZeRO): 0 none, 1 optimizer states, 2 "
+        "gradients too, 3 parameters too (FSDP). None: chosen.",
+    )
 
-    dp_shard: PositiveInt | None = None
-    """Neighbouring data-parallel ranks that share states; dp / dp_shard are replicas (HSDP). None: all of them, or as
-    many as fill nodes."""
+    dp_shard: PositiveInt | None = Field(
+        default=None,
+        description="Neighbouring data-parallel ranks that share states; dp / dp_shard are replicas "
+        "(HSDP). None: all of them, or as many as fill nodes.",
+    )
 
-    recompute: Recompute | None = None
-    """What backward recomputes: "none"; "scores", the cheap part of attention; "selective", all but products, fused
-    attention and communicated values; "alternate", every second product too; "full", whole layers. None: chosen."""
+    recompute: Recompute | None = Field(
+        default=None,
+        description='What backward recomputes: "none"; "scores", the cheap part of attention; '
+        '"selective", all but products, fused attention and communicated values; "alternate", '
+        'every second product too; "full", whole layers. None: chosen.',
+    )
 
-    offload: tuple[Offload, ...] | None = None
-    """What is in host memory between uses: "optimizer" (states, stepped on the host), "activations", "parameters" (with
-    the optimizer), several joined by + or as a tuple; "disk": optimizer states on the disks of the nodes; (): nothing.
-    None: nothing, unless nothing else fits and the parallel degrees are free (a fixed mesh that does not fit is a
-    CapacityError, which says what offload would give)."""
+    offload: tuple[Offload, ...] | None = Field(
+        default=None,
+        description='What is in host memory between uses: "optimizer" (states, stepped on the host), '
+        '"activations", "parameters" (with the optimizer), several joined by + or as a tuple; '
+        '"disk": optimizer states on the disks of the nodes; (): nothing. None: nothing, '
+        "unless nothing else fits and the parallel degrees are free (a fixed mesh that does "
+        "not fit is a CapacityError, which says what offload would give).",
+    )
 
-    memory_margin: float = Field(default=0.05, ge=0, lt=1)
-    """Fraction of the usable memory of each device that plans leave free, for what the estimate does not know
-    (fragmentation, libraries). 0: all of it is used."""
+    memory_margin: float = Field(
+        default=0.05,
+        ge=0,
+        lt=1,
+        description="Fraction of the usable memory of each device that plans leave free, for what the "
+        "estimate does not know (fragmentation, libraries). 0: all of it is used.",
+    )
 
     # Communication
 
-    context: Literal["all_gather", "ring", "ulysses"] | None = None
-    """How attention runs over cp: by gathering keys and values, in a ring, or by heads (ulysses). None: the fastest for
-    each attention."""
+    context: Literal["all_gather", "ring", "ulysses"] | None = Field(
+        default=None,
+        description="How attention runs over cp: by gathering keys and values, in a ring, or by heads "
+        "(ulysses). None: the fastest for each attention.",
+    )
 
-    sequence_parallel: bool | None = None
-    """Whether values between blocks are sharded over tp. False: they are whole on each rank. True or None: they are
-    sharded where this is cheaper."""
+    sequence_parallel: bool | None = Field(
+        default=None,
+        description="Whether values between blocks are sharded over tp. False: they are whole on each "
+        "rank. True or None: they are sharded where this is cheaper.",
+    )
 
-    hierarchical: bool | None = None
-    """Whether gradients that are reduced over several nodes are scattered within each node first and gathered there
-    last. None: chosen on networks where the library reduces over one ring, else not tried."""
+    hierarchical: bool | None = Field(
+        default=None,
+        description="Whether gradients that are reduced over several nodes are scattered within each node "
+        "first and gathered there last. None: chosen on networks where the library reduces "
+        "over one ring, else not tried.",
+    )
 
-    grad_compression: Compression | None = None
-    """The type in which gradients are sent between the outermost groups: "bf16" or "int8". It changes what is trained.
-    None: not compressed."""
+    grad_compression: Compression | None = Field(
+        default=None,
+        description='The type in which gradients are sent between the outermost groups: "bf16" or "int8". '
+        "It changes what is trained. None: not compressed.",
+    )
 
     # Search
 
-    couple: Literal["batch", "microbatch"] = "batch"
-    """Within what samples meet, in models where they do (losses that balance experts, batch norm): the global batch, or
-    each microbatch, whose size must then be given. Loss and gradients are their mean."""
+    couple: Literal["batch", "microbatch"] = Field(
+        default="batch",
+        description="Within what samples meet, in models where they do (losses that balance experts, "
+        "batch norm): the global batch, or each microbatch, whose size must then be given. "
+        "Loss and gradients are their mean.",
+    )
 
-    ahead: bool = False
-    """Search more: every schedule, tensor parallelism over two nodes, and under a profile that allows it every etp."""
+    ahead: bool = Field(
+        default=False,
+        description="Search more: every schedule, tensor parallelism over two nodes, and under a profile "
+        "that allows it every etp.",
+    )
 
     @field_validator(*_NUMBERS, mode="before")
     @classmethod

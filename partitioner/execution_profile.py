@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from partitioner.errors import ConstraintError
 from partitioner.option_text import explain_validation_error, read_options
@@ -23,63 +23,94 @@ class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
     Raises :class:`ConstraintError` for a malformed value.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = "ours"
-    """What reports call the profile; it has no other effect."""
+    name: str = Field(default="ours", description="What reports call the profile; it has no other effect.")
 
     # Communication of gradients, states and activations
 
-    overlap: bool = True
-    """Gradients are reduced, and sharded states gathered, behind computation."""
+    overlap: bool = Field(
+        default=True, description="Gradients are reduced, and sharded states gathered, behind computation."
+    )
 
-    gather: Literal["call", "parameter", "owner"] = "call"
-    """How sharded states are gathered: all states of a call together, each parameter by itself, or (ZeRO-1) each
-    parameter whole on one owner, which broadcasts it before the next step."""
+    gather: Literal["call", "parameter", "owner"] = Field(
+        default="call",
+        description="How sharded states are gathered: all states of a call together, each parameter by "
+        "itself, or (ZeRO-1) each parameter whole on one owner, which broadcasts it before "
+        "the next step.",
+    )
 
-    short_gradients: bool = False
-    """Gradients have the type of their parameter where that is shorter than float32; else they are float32."""
+    short_gradients: bool = Field(
+        default=False,
+        description="Gradients have the type of their parameter where that is shorter than float32; else "
+        "they are float32.",
+    )
 
-    sends: Literal["whole", "parts"] = "whole"
-    """What all ranks of tp have goes to the next stage whole from each rank, or in parts, one from each rank of tp,
-    which the receivers gather. It matters under sequence_parallel=False; else values are sharded over tp anyway."""
+    sends: Literal["whole", "parts"] = Field(
+        default="whole",
+        description="What all ranks of tp have goes to the next stage whole from each rank, or in parts, "
+        "one from each rank of tp, which the receivers gather. It matters under "
+        "sequence_parallel=False; else values are sharded over tp anyway.",
+    )
 
-    overlap_tensor: bool = False
-    """Gathers and scatters over tp run in pieces behind the products beside them."""
+    overlap_tensor: bool = Field(
+        default=False, description="Gathers and scatters over tp run in pieces behind the products beside them."
+    )
 
-    regather: bool = False
-    """Values that are gathered over tp are kept sharded, and gathered again in backward."""
+    regather: bool = Field(
+        default=False, description="Values that are gathered over tp are kept sharded, and gathered again in backward."
+    )
 
     # Experts
 
-    expert_tensor: Literal["one_or_tp", "any"] = "one_or_tp"
-    """Over how many ranks one expert can be divided (etp): 1 or as many as tp, or any divisor of tp."""
+    expert_tensor: Literal["one_or_tp", "any"] = Field(
+        default="one_or_tp",
+        description="Over how many ranks one expert can be divided (etp): 1 or as many as tp, or any divisor of tp.",
+    )
 
-    dispatch: Literal["rows", "parts", "once"] = "rows"
-    """How rows go to experts: once for each expert from each rank that shares it; in parts, which the ranks of an
-    expert gather among themselves; or once to each node and rank, which hand them on (DeepEP, HybridEP)."""
+    dispatch: Literal["rows", "parts", "once"] = Field(
+        default="rows",
+        description="How rows go to experts: once for each expert from each rank that shares it; in "
+        "parts, which the ranks of an expert gather among themselves; or once to each node "
+        "and rank, which hand them on (DeepEP, HybridEP).",
+    )
 
-    overlap_experts: bool = False
-    """Rows travel to experts and back behind the computation of another microbatch."""
+    overlap_experts: bool = Field(
+        default=False, description="Rows travel to experts and back behind the computation of another microbatch."
+    )
 
-    expert_kernels: Literal["grouped", "each", "fused"] = "grouped"
-    """Products of the experts of a rank: grouped in one kernel, launched for each expert, as their casts are
-    (Transformer Engine's grouped linear layers), or grouped and fused with what lies between (its grouped MLP)."""
+    expert_kernels: Literal["grouped", "each", "fused"] = Field(
+        default="grouped",
+        description="Products of the experts of a rank: grouped in one kernel, launched for each expert, "
+        "as their casts are (Transformer Engine's grouped linear layers), or grouped and "
+        "fused with what lies between (its grouped MLP).",
+    )
 
-    even_experts: Literal["none", "routed", "padded"] = "none"
-    """Why all experts have equally many rows: routing is forced to that (routed), or rows beyond a share are dropped
-    and missing rows padded (padded). none: rows go to any expert with the same probability, so some ranks have more."""
+    even_experts: Literal["none", "routed", "padded"] = Field(
+        default="none",
+        description="Why all experts have equally many rows: routing is forced to that (routed), or rows "
+        "beyond a share are dropped and missing rows padded (padded). none: rows go to any "
+        "expert with the same probability, so some ranks have more.",
+    )
 
     # Kernels
 
-    fused_casts: bool = False
-    """In fp8, the kernel before a product writes what the product reads; else it is cast for each product."""
+    fused_casts: bool = Field(
+        default=False,
+        description="In fp8, the kernel before a product writes what the product reads; else it is cast "
+        "for each product.",
+    )
 
-    current_scaling: bool = False
-    """In fp8, each tensor is cast by its own largest number; else by earlier ones, or block by block."""
+    current_scaling: bool = Field(
+        default=False,
+        description="In fp8, each tensor is cast by its own largest number; else by earlier ones, or block by block.",
+    )
 
-    graphs: Literal["none", "part", "all"] = "none"
-    """What is recorded in CUDA graphs, so that the host issues nothing of it: nothing, all but experts, or all."""
+    graphs: Literal["none", "part", "all"] = Field(
+        default="none",
+        description="What is recorded in CUDA graphs, so that the host issues nothing of it: nothing, all "
+        "but experts, or all.",
+    )
 
     def __init__(self, **data: Any) -> None:
         try:

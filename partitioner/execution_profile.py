@@ -158,8 +158,9 @@ class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
 
     @property
     def reasons(self) -> dict[str, str]:
-        """Field to the reason for its value, of a named profile."""
-        return {field: reason for field, (_, reason) in _FACTS.get(self.name, {}).items()}
+        """Field to the reason for its value, of a named profile; facts that were given beside the name have none."""
+        facts = _FACTS.get(self.name.partition(",")[0], {})
+        return {field: reason for field, (value, reason) in facts.items() if getattr(self, field) == value}
 
 
 OURS = ExecutionProfile()

@@ -122,6 +122,7 @@ def test_a_name_may_be_followed_by_facts():
     late = ExecutionProfile.parse("megatron-core,overlap=true,graphs=all")
     named = PROFILES["megatron-core"]
     assert (late.overlap, late.graphs, late.regather) == (True, "all", named.regather)
+    assert late.reasons.keys() == named.reasons.keys() - {"overlap"}
     assert ExecutionProfile.parse("dispatch=once").differences == ("dispatch=once",)
     assert ExecutionProfile.parse("ours") == OURS == ExecutionProfile()
 

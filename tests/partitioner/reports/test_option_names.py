@@ -150,6 +150,31 @@ def test_options_that_an_answer_names_are_there() -> None:
         assert named <= {*Constraints.model_fields, *ExecutionProfile.model_fields, *calls}, here
 
 
+def test_constraints_are_read_from_text() -> None:
+    read = Constraints.parse(
+        "tp=2, pp=2,schedule=gpipe, sequence-parallel=false,data_shares=3+2,offload=optimizer+disk"
+    )
+    assert read == Constraints(
+        tp=2, pp=2, schedule="gpipe", sequence_parallel=False, data_shares=(3, 2), offload=("optimizer", "disk")
+    )
+    assert Constraints.parse("stage_of=model.embed:0+head:-1").stage_of == {"model.embed": 0, "head": -1}
+    assert Constraints.parse("") == Constraints()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tp", "'tp' is no option; expected name=value, as in tp=8,schedule=gpipe"),
+        ("tp=two", "constraint tp: input should be a whole number, got 'two'"),
+        ("tensor_parallel=2", "unknown constraint 'tensor_parallel'; here it is tp=2"),
+        ("stage_of=head", "stage_of=head names no stages; expected PREFIX:STAGE"),
+    ],
+)
+def test_text_of_another_form_is_a_constraint_error(text: str, message: str) -> None:
+    with pytest.raises(ConstraintError, match=re.escape(message)):
+        Constraints.parse(text)
+
+
 def test_what_says_nothing_is_left_out_of_names() -> None:
     assert _list_name_stems("num_tensor_parallel_size")[-1] == "tensor_parallel"
 

@@ -181,6 +181,18 @@ def test_the_command_line_plans_and_shows_it(tmp_path: Path):
         assert "planned but not" in result.stderr
 
 
+@pytest.mark.parametrize(
+    "command",
+    [("size", "dgx-h100", "--nodes", "1"), ("largest", "--topology", "local:2", "--of", "microbatch", "--most", "2")],
+)
+def test_commands_of_sizes_take_a_profile(tmp_path: Path, command: tuple[str, ...]):
+    (tmp_path / "model.py").write_text(MODEL)
+    arguments = [command[0], f"{tmp_path / 'model.py'}:make", *command[1:]]
+    assert CliRunner().invoke(app, [*arguments, "--profile", "deepspeed"]).exit_code == 0
+    refused = CliRunner(env={"COLUMNS": "120"}).invoke(app, [*arguments, "--profile", "deepsped"])
+    assert (refused.exit_code, "did you mean deepspeed" in refused.stderr) == (2, True)
+
+
 def test_more_is_searched_from_the_command_line(tmp_path: Path):
     (tmp_path / "model.py").write_text(MODEL)
     saved = tmp_path / "plan.json"

@@ -64,8 +64,9 @@ $(DOCS): $(STAMP)
 	@$(PIP) -c constraints.txt -e '.[docs]'
 	@touch $@
 
+# Without --quiet, which would hide the warnings that --strict counts.
 docs: $(DOCS)
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet $(ARGS)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 	@echo "the documentation is in site/index.html"
 
 images: $(STAMP)

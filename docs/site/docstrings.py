@@ -1,7 +1,7 @@
 """Extension of griffe: docstrings as Markdown.
 
-Roles of reStructuredText become links to public names, or code. Fields of pydantic models that have no docstring of
-their own are listed at the end of the docstring of the class.
+Roles of reStructuredText become links to public names, or code. Fields of pydantic models have the description of their
+``Field`` as docstring; those without one are listed at the end of the docstring of the class.
 """
 
 from __future__ import annotations
@@ -41,14 +41,38 @@ class MarkdownDocstrings(griffe.Extension):
             obj.docstring.value = _BLOCK.sub(":", text)
 
     def on_class_members(self, *, cls: griffe.Class, **kwargs: Any) -> None:
-        fields = [
-            f"{name}: {member.annotation}" + (f" = {member.value}" if member.value is not None else "")
-            for name, member in cls.members.items()
-            if isinstance(member, griffe.Attribute) and member.annotation and member.docstring is None
-            if not name.startswith("_") and "property" not in member.labels
-        ]
-        if cls.docstring is not None and fields and not _MODELS.isdisjoint(map(str, cls.bases)):
-            cls.docstring.value += "\n\nFields:\n\n```python\n" + "\n".join(fields) + "\n```\n"
+        if _MODELS.isdisjoint(map(str, cls.bases)):
+            return
+        bare = list[str]()
+        for name, member in cls.members.items():
+            if not isinstance(member, griffe.Attribute) or not member.annotation or name.startswith("_"):
+                continue
+            if "property" in member.labels:
+                continue
+            description, default = _read_field(member)
+            member.value = default
+            if description and member.docstring is None:
+                member.docstring = griffe.Docstring(_ROLE.sub(_link_role, description), parent=member)
+            if member.docstring is None:
+                bare.append(f"{name}: {member.annotation}" + (f" = {default}" if default is not None else ""))
+        if bare and cls.docstring is not None:
+            cls.docstring.value += "\n\nFields:\n\n```python\n" + "\n".join(bare) + "\n```\n"
+
+
+def _read_field(member: griffe.Attribute) -> tuple[str | None, str | None]:
+    """The description and the default of a field: of pydantic's ``Field``, or a plain value."""
+    if member.value is None:
+        return None, None
+    call = ast.parse(str(member.value), mode="eval").body
+    if not (isinstance(call, ast.Call) and ast.unparse(call.func) == "Field"):
+        return None, str(member.value)
+    given = {keyword.arg: keyword.value for keyword in call.keywords}
+    default = given.get("default", call.args[0] if call.args else None)
+    text = None if default is None else ast.unparse(default)
+    if "default_factory" in given:
+        text = f"{ast.unparse(given['default_factory'])}()"
+    described = given.get("description")
+    return (ast.literal_eval(described) if described is not None else None), text
 
 
 def _link_role(role: re.Match[str]) -> str:

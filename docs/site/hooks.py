@@ -28,6 +28,7 @@ _FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 _BLOCK_MATH = re.compile(r"^```math\n(.*?)\n```$", re.MULTILINE | re.DOTALL)
 _INLINE_MATH = re.compile(r"\$`([^`\n]+)`\$")
+_GITHUB_NOTE = re.compile(r"^> `make docs` fills this page.*\n\n", re.MULTILINE)  # to readers of the Markdown
 _LANGUAGES = {".py": "python", ".md": "markdown", ".yaml": "yaml", ".toml": "toml", ".json": "json"}
 
 
@@ -50,6 +51,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Change links that leave ``docs/``, and formulas."""
     if page.file.src_uri.startswith("source/"):
         return markdown
+    markdown = _GITHUB_NOTE.sub("", markdown)
     markdown = _BLOCK_MATH.sub(lambda math: f"\n{_to_mathml(math.group(1), 'block')}\n", markdown)
     parts, end = list[str](), 0
     for fence in _FENCE.finditer(markdown):

@@ -67,7 +67,7 @@ $(DOCS): $(STAMP)
 # Without --quiet, which would hide the warnings that --strict counts.
 docs: $(DOCS)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
-	@echo "the documentation is in site/index.html"
+	@echo "the documentation is in site/index.html; with search: python3 -m http.server -d site"
 
 images: $(STAMP)
 	@$(BIN)/python docs/images/draw.py

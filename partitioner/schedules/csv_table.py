@@ -51,7 +51,7 @@ class _ScheduleCell(NamedTuple):
 class ScheduleTable(Data):
     """A schedule for one number of ranks and of microbatches. ``rows``: each rank's cells. ``name``: for reports.
 
-    Raises :class:`ScheduleError` when it is first used, with row and cell, if it is not a schedule.
+    Raises :class:`ScheduleError` (see :meth:`check`) when it is first used.
     """
 
     name: str

@@ -26,7 +26,7 @@ from partitioner import (
     TopologyError,
     partition,
 )
-from partitioner.advise.suggest import Advice
+from partitioner.errors import Advice
 from tests.helpers.square_layers import Tower, inputs
 
 pytestmark = pytest.mark.usefixtures("without_baselines")
@@ -99,7 +99,7 @@ CASES: dict[str, tuple[type[PartitionError], str, Callable[[], Any]]] = {
     "pinned module is unknown": (ConstraintError, r"head", lambda: attempt(pp=2, stage_of={"head": -1})),
     "pinned stage is unknown": (ConstraintError, r"layers\.0", lambda: attempt(pp=2, stage_of={"layers.0": 7})),
     "inputs do not fit the model": (InputsError, r"Tower\.forward", lambda: attempt(given={"y": torch.ones(8, 12)})),
-    "inputs of a wrong width": (InputsError, r"test_errors\.py:\d+", lambda: attempt(given=inputs(width=5))),
+    "inputs of a wrong width": (InputsError, r"square_layers\.py:\d+", lambda: attempt(given=inputs(width=5))),
     "no inputs": (InputsError, r"pass inputs=", lambda: partition(Tower(), Topology.local(2))),
     "no loss": (
         InputsError,
@@ -190,6 +190,8 @@ def test_what_looking_for_advice_runs_into_is_told_and_hides_nothing() -> None:
         raise KeyError("stage 3")
 
     error = CapacityError("stage 1 lacks 2 GiB", advise=fails)
+    assert str(error) == "stage 1 lacks 2 GiB; error.suggest() looks for the nearest change that fits"
+    assert error.suggest() == Advice()
     assert str(error).startswith("stage 1 lacks 2 GiB; looking for a change that fits failed")
     assert str(error).endswith("KeyError: 'stage 3'")
     assert (error.changes, error.conflict) == ((), ())

@@ -384,6 +384,7 @@ def test_several_times_the_memory_is_that_of_the_device() -> None:
     job = JOBS["memory: a hundred times too little"]
     with pytest.raises(CapacityError) as caught:
         job.plan(job.topology, Constraints())
+    caught.value.suggest()
     (now,) = re.findall(r"times .* \([\d.]+ .iB instead of ([\d.]+) KiB", str(caught.value))
     assert float(now) == pytest.approx(10.24 / (1 - MARGIN), rel=1e-2)
     assert "usable instead" not in str(caught.value)

@@ -83,6 +83,7 @@ def _predicted(row: Row) -> Prediction:
             job.topology,
             global_batch=job.global_batch,
             constraints=job.constraints,
+            profile=job.profile,
             optimizer=job.optimizer,
             estimate_only=True,
         )

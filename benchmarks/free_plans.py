@@ -31,10 +31,6 @@ from partitioner.explain.diff import time_changes
 from partitioner.passes.errors import PartitionError
 from partitioner.plans.figures import mesh_text
 
-_SOFTWARE = (
-    *("overlap", "overlap_tensor", "overlap_experts", "overlap_steps"),
-    *("regather", "gather", "dispatch", "short_gradients", "fused_casts"),
-)
 _ROUNDING = 1e-9
 
 
@@ -68,11 +64,12 @@ def of_rows(rows: Sequence[Row]) -> Iterator[Freed]:
         with suppress(Unstated, PartitionError):
             job = published_job(row)
             pinned = _plan(job, job.constraints)
-            kept = {name: getattr(job.constraints, name) for name in _SOFTWARE}
-            asked = job.shape, job.length, job.precision, job.topology, job.global_batch, job.optimizer, kept
+            kept = Constraints(overlap_steps=job.constraints.overlap_steps)
+            of_job = job.shape, job.length, job.precision, job.topology, job.global_batch, job.optimizer
+            asked = *of_job, job.profile, kept
             name = repr(asked)
             if name not in plans:
-                plans[name] = _plan(job, Constraints(**kept))
+                plans[name] = _plan(job, kept)
             plan = plans[name]
             changes = " ".join(time_changes(pinned.estimate.breakdown, plan.estimate.breakdown))
             times = pinned.estimate.step_time, plan.estimate.step_time
@@ -81,7 +78,7 @@ def of_rows(rows: Sequence[Row]) -> Iterator[Freed]:
 
 def _plan(job: PublishedJob, constraints: Constraints) -> Plan:
     model = prepared_model(job.shape, job.length, job.precision, job.global_batch)
-    asked: dict[str, Any] = {"global_batch": job.global_batch, "optimizer": job.optimizer}
+    asked: dict[str, Any] = {"global_batch": job.global_batch, "optimizer": job.optimizer, "profile": job.profile}
     return partition(model, job.topology, constraints=constraints, estimate_only=True, **asked)
 
 

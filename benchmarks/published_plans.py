@@ -1,11 +1,11 @@
-"""Published runs as constraints: what of a row's plan is pinned, and what its framework does."""
+"""Published runs as constraints and profiles: what of a plan is pinned, and how its framework executes it."""
 
 from __future__ import annotations
 
 import re
 from typing import Any, Literal
 
-from partitioner import Constraints
+from partitioner import Constraints, ExecutionProfile
 from partitioner.constraints import Recompute
 
 Row = dict[str, Any]
@@ -74,7 +74,6 @@ def constraints_of(row: Row) -> Constraints:
         virtual = None
     elif not virtual:
         virtual = max(2, row["layers"] // pp)  # one layer for each chunk, as far as nothing else is stated
-    zero = 3 if row.get("fsdp") and row.get("zero_stage") is None else row.get("zero_stage") or 0
     return Constraints(
         pp=pp,
         dp=row.get("dp") or row["num_gpus"] // (pp * tp * cp),
@@ -86,35 +85,48 @@ def constraints_of(row: Row) -> Constraints:
         schedule=schedule if pp > 1 else None,
         virtual_stages=virtual,
         recompute=_recompute(row),
-        zero=zero,
+        zero=_zero(row),
         memory_margin=0.0,  # it ran
         dp_shard=_sharers(row),
         # before May 2022 none had it
         sequence_parallel=None if row.get("sequence_parallel") or tp == 1 or is_of(row, _SHARDS) else False,
+        placement=None if is_of(row, _SHARDS) else "in_order",
+        overlap_steps=is_of(row, _OVERLAPS_STEPS),
+        stage_of=_stages(row["layers"], pp, virtual or 1),
+    )
+
+
+def profile_of(row: Row) -> ExecutionProfile:
+    """How the framework of a row executes its plan."""
+    tp, zero = row.get("tp") or 1, _zero(row)
+    return ExecutionProfile(
+        name=str(row.get("framework") or "unknown"),
+        overlap=_overlap(row),
         overlap_tensor=tp > 1
         and is_of(row, PADS)
         and (is_of(row, _USER_BUFFERS) or "tp-comm-overlap" in flags_of(row)),
         regather=tp > 1 and is_of(row, _REGATHERS),
-        sends="parts" if tp > 1 and not row.get("sequence_parallel") and is_of(row, _SENDS_PARTS) else None,
+        sends="parts" if tp > 1 and not row.get("sequence_parallel") and is_of(row, _SENDS_PARTS) else "whole",
         gather=_gather(row, zero),
-        overlap=_overlap(row),
+        expert_tensor="any" if row.get("etp") else "one_or_tp",
         dispatch=_dispatch(row),
-        placement=None if is_of(row, _SHARDS) else "in_order",
         overlap_experts=bool(re.search(r"1f1b overlap|(?<!no )EP overlap", flags_of(row))),
         expert_kernels=expert_kernels_of(row),
         graphs=_graphs(row),
         even_experts=_even_experts(row),
-        overlap_steps=is_of(row, _OVERLAPS_STEPS),
         # float32 ones came with bf16; what ZeRO-3 and FSDP scatter stayed short, but in Megatron-Core, whose default
         # they are there too; NeMo's recipes for performance set ``grad_reduce_in_fp32=False``
         short_gradients=row.get("precision") == "fp16"
         or (zero == 3 and not is_of(row, ("Megatron",)))
-        or "NeMo" in row.get("framework", "")
-        or None,
+        or "NeMo" in row.get("framework", ""),
         current_scaling=_current_scaling(row),
         fused_casts=True,  # Transformer Engine, XLA and Inductor all do
-        stage_of=_stages(row["layers"], pp, virtual or 1),
     )
+
+
+def _zero(row: Row) -> int:
+    """The stage of state sharding; FSDP is stage 3 where a row states none."""
+    return 3 if row.get("fsdp") and row.get("zero_stage") is None else row.get("zero_stage") or 0
 
 
 def _recompute(row: Row) -> Recompute | None:
@@ -129,14 +141,14 @@ def _recompute(row: Row) -> Recompute | None:
     return RECOMPUTE.get(stated)
 
 
-def _dispatch(row: Row) -> Literal["rows", "parts", "once"] | None:
+def _dispatch(row: Row) -> Literal["rows", "parts", "once"]:
     """How rows travel to experts."""
     if (row.get("ep") or 1) == 1:
-        return None
+        return "rows"
     stated = row.get("dispatcher") or _DISPATCHERS.get(str(row.get("framework")).split("/")[0])
     if any(name in f"{stated} {flags_of(row)}".lower() for name in _ONCE):
         return "once"
-    return "parts" if is_of(row, PADS) else None
+    return "parts" if is_of(row, PADS) else "rows"
 
 
 def _sharers(row: Row) -> int | None:
@@ -146,15 +158,15 @@ def _sharers(row: Row) -> int | None:
     return sharers if 1 < sharers < (row.get("dp") or 0) else None
 
 
-def _gather(row: Row, zero: int) -> Literal["parameter", "owner"] | None:
+def _gather(row: Row, zero: int) -> Literal["call", "parameter", "owner"]:
     """How a row's sharded states go out: ZeRO-3 of 2021 gathers each parameter by itself, InternEvo's ZeRO-1 has each
     on one rank, which broadcasts it (``HybridZeroOptimizer.broadcast_params``)."""
     if "DeepSpeed ZeRO-3" in row.get("framework", ""):
         return "parameter"
-    return "owner" if is_of(row, ("InternEvo",)) and zero == 1 else None
+    return "owner" if is_of(row, ("InternEvo",)) and zero == 1 else "call"
 
 
-def expert_kernels_of(row: Row) -> Literal["each", "fused"] | None:
+def expert_kernels_of(row: Row) -> Literal["grouped", "each", "fused"]:
     """How the products of a rank's experts run: Megatron-Core takes Transformer Engine's grouped linear layers, which
     launch a product and a cast for each expert, or its grouped MLP, without which a whole iteration, whose experts have
     as many rows as come, cannot be recorded in a graph. Primus has grouped products, and says where the activation is
@@ -162,11 +174,11 @@ def expert_kernels_of(row: Row) -> Literal["each", "fused"] | None:
     if row.get("experts") and is_of(row, ("Primus",)):
         return "fused" if re.search(r"fused act|all fusions", str(row.get("notes"))) else None
     if not row.get("experts") or not is_of(row, ("Megatron", "NeMo/Megatron")):
-        return None
+        return "grouped"
     return "fused" if re.search(r"fused grouped MLP|full-iteration", flags_of(row)) else "each"
 
 
-def _graphs(row: Row) -> Literal["part", "all"] | None:
+def _graphs(row: Row) -> Literal["none", "part", "all"]:
     """What a row records in CUDA graphs: the whole iteration, or attention and what comes before experts; also all
     where rows are dropped and padded, whose sizes allow it, in recipes of Megatron-Bridge 25.09 for GB200, and for B200
     without stages (``scripts/performance/configs/qwen3``; not those of DeepSeek-V3, whose attention is latent)."""
@@ -176,22 +188,22 @@ def _graphs(row: Row) -> Literal["part", "all"] | None:
     if _even_experts(row) == "padded" and recorded and row.get("attention") != "mla":
         return "all"
     later = "cumulative" in flags_of(row) and any(step in flags_of(row) for step in _AFTER_GRAPHS)
-    return "part" if later or re.search(r"graphs \(attn", flags_of(row)) else None
+    return "part" if later or re.search(r"graphs \(attn", flags_of(row)) else "none"
 
 
-def _current_scaling(row: Row) -> bool | None:
+def _current_scaling(row: Row) -> bool:
     """Whether tensors are cast to fp8 by their own largest numbers: in recipes of Megatron-Bridge that do not say MXFP8
     (``fp8_cs``), and by torchao, whose default it is."""
-    return True if row.get("precision") == "fp8" and is_of(row, ("NeMo/Megatron-Bridge", *_NATIVE)) else None
+    return row.get("precision") == "fp8" and is_of(row, ("NeMo/Megatron-Bridge", *_NATIVE))
 
 
-def _even_experts(row: Row) -> Literal["routed", "padded"] | None:
+def _even_experts(row: Row) -> Literal["none", "routed", "padded"]:
     """How a row's experts all have as many rows: routing is forced to that, or what is beyond a share is dropped and
     what lacks is filled up (Megatron-Bridge, ``apply_moe_token_drop``)."""
     said = f"{flags_of(row)} {row.get('notes') or ''}"
     if "token drop" in said:
         return "padded"
-    return "routed" if re.search(r"force balance|balanced gate|even routing", said) else None
+    return "routed" if re.search(r"force balance|balanced gate|even routing", said) else "none"
 
 
 def flags_of(row: Row) -> str:
@@ -233,10 +245,10 @@ def is_of(row: Row, frameworks: tuple[str, ...]) -> bool:
     return str(row.get("framework", "")).startswith(frameworks)
 
 
-def _overlap(row: Row) -> bool | None:
+def _overlap(row: Row) -> bool:
     """``False`` where collectives of gradients and weights wait: as the row says, in ZeRO-3 of 2021, in DeepSpeed's
     pipeline engine, which reduces gradients after the last microbatch (``_exec_reduce_grads``), and in Megatron-LM,
     unless it is told otherwise (``--overlap-grad-reduce``)."""
     local = "NOT overlapped" in row.get("notes", "") and row["layers"] >= 48
     waits = is_of(row, ("Megatron-DeepSpeed", "Megatron-LM")) and "overlap-grad-reduce" not in flags_of(row)
-    return False if local or waits or "DeepSpeed ZeRO-3" in row.get("framework", "") else None
+    return not (local or waits or "DeepSpeed ZeRO-3" in row.get("framework", ""))

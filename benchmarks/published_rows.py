@@ -9,9 +9,9 @@ from typing import Any
 
 from public_models import EXPERT_BIASES, HEAD_NORMS, completed, product_weights
 from published_models import Shape
-from published_plans import PADS, Row, constraints_of, expert_kernels_of, flags_of, is_compiled, is_of
+from published_plans import PADS, Row, constraints_of, expert_kernels_of, flags_of, is_compiled, is_of, profile_of
 
-from partitioner import Constraints, Topology
+from partitioner import Constraints, ExecutionProfile, Topology
 from partitioner.topology import catalogue
 from partitioner.topology.quantities import parse_quantity
 
@@ -98,6 +98,7 @@ class PublishedJob:
     precision: str
     topology: Topology
     constraints: Constraints
+    profile: ExecutionProfile
     global_batch: int
     optimizer: str
 
@@ -119,6 +120,7 @@ def published_job(row: Row) -> PublishedJob:
         precision=_precision(row),
         topology=_topology(row),
         constraints=constraints_of(row),
+        profile=profile_of(row),
         global_batch=row["gbs"],
         optimizer="none" if row.get("task") == "layer_microbench" else "adamw",
     )

@@ -33,7 +33,6 @@ from partitioner import (
     init_process_group,
     partition,
 )
-from partitioner.cli.options import constraints_of
 
 SEQ, VOCAB = 128, 256
 BATCH = 4
@@ -108,7 +107,7 @@ def main() -> None:
     model = build(options.size)
     if rank == 0 and not path.exists():
         inputs = {name: torch.zeros(options.batch, SEQ, dtype=torch.long) for name in ("input_ids", "labels")}
-        constraints = Constraints(**constraints_of(options.mesh)) if options.mesh else Constraints()
+        constraints = Constraints.parse(options.mesh or "")
         plan = partition(
             model, Topology.local(world_size), inputs, precision=options.precision, constraints=constraints
         )

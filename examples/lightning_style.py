@@ -35,7 +35,6 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from partitioner import Checkpoints, Constraints, Engine, Loader, Topology, partition
-from partitioner.cli.options import constraints_of
 
 BATCH, SEQ, VOCAB = 8, 32, 128
 LEARNING_RATE, WARMUP, CLIP = 3e-3, 4, 1.0
@@ -107,7 +106,7 @@ class Planned(L.LightningModule):
 
     def prepare_data(self) -> None:
         """The first process plans; the others wait, and read the plan."""
-        constraints = Constraints(**constraints_of(self.mesh)) if self.mesh else Constraints()
+        constraints = Constraints.parse(self.mesh or "")
         inputs = {name: torch.zeros(BATCH, SEQ, dtype=torch.long) for name in ("input_ids", "labels")}
         topology = Topology.local(self.trainer.world_size)
         plan = partition(build(), topology, inputs, precision=self.precision, constraints=constraints)

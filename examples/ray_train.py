@@ -30,7 +30,6 @@ from ray.train.torch import TorchTrainer, get_device
 from torch import Tensor, nn
 
 from partitioner import Checkpoints, Constraints, Engine, Loader, Plan, StepLog, Topology, Watch, partition
-from partitioner.cli.options import constraints_of
 
 BATCH, DIM, CLASSES = 32, 64, 8
 LEARNING_RATE, CLIP = 3e-3, 1.0
@@ -144,7 +143,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     topology = Topology.load(options.topology) if options.topology else Topology.local(options.workers)
     inputs = {"x": torch.zeros(BATCH, DIM), "label": torch.zeros(BATCH, dtype=torch.long)}
-    constraints = Constraints(**constraints_of(options.mesh)) if options.mesh else Constraints()
+    constraints = Constraints.parse(options.mesh or "")
     plan = partition(build(), topology, inputs, precision=options.precision, constraints=constraints)
     plan.save(folder / "plan.json")
     print(plan.summary(), flush=True)

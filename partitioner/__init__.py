@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from partitioner.cluster_size import Largest, Size, SizeError, Sizing, largest_that_fits, size_cluster
     from partitioner.constraints import Constraints
     from partitioner.errors import CapacityError, ConstraintError, PlanError, TopologyError
+    from partitioner.execution_profile import ExecutionProfile
     from partitioner.passes.errors import (
         CaptureError,
         InputsError,
@@ -80,6 +81,7 @@ __all__ = [
     "DamagedCheckpointError",
     "Engine",
     "Estimate",
+    "ExecutionProfile",
     "InputsError",
     "InstructionError",
     "InternalError",
@@ -139,6 +141,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "partitioner.cluster_size": ("Largest", "Size", "SizeError", "Sizing", "largest_that_fits", "size_cluster"),
     "partitioner.constraints": ("Constraints",),
     "partitioner.errors": ("CapacityError", "ConstraintError", "PlanError", "TopologyError"),
+    "partitioner.execution_profile": ("ExecutionProfile",),
     "partitioner.passes.errors": (
         "CaptureError",
         "InputsError",

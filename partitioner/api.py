@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 from partitioner.advise.suggest import attach_advice
 from partitioner.advise.variants import RelaxationRequest
 from partitioner.constraints import Constraints
+from partitioner.execution_profile import ExecutionProfile
 from partitioner.explain.tables import notes_on_precision
 from partitioner.passes.faults import typed_errors
 from partitioner.plan import Plan, operator_share
@@ -21,7 +22,7 @@ from partitioner.solve.search.best_first import SearchProgress
 from partitioner.solve.search.fit_memory import plan_to_fit
 from partitioner.solve.search.search import search_for_plan
 from partitioner.topology import Topology
-from partitioner.validate import check_options, check_precision, check_request, precision_of, rate_cluster, torch_device
+from partitioner.validate import check_options, check_request, precision_of, rate_cluster, torch_device
 
 
 @typed_errors("partition()")
@@ -36,6 +37,7 @@ def partition(
     loss: Callable[[Any], Tensor] | None = None,
     objective: Literal["train", "infer"] = "train",
     constraints: Constraints | None = None,
+    profile: ExecutionProfile | str | None = None,
     precision: str | None = None,
     optimizer: str = "adamw",
     progress: Callable[[SearchProgress], None] | None = None,
@@ -45,34 +47,31 @@ def partition(
     """Plan how ``model`` runs on ``topology``: for every rank a program; together they do what the model does.
 
     Args:
-        model: any module that ``torch.export`` accepts (meta tensors are fine), or an exported program; or what
-            :func:`prepare` made of one, with its inputs, to plan it many times.
-        inputs: one whole global batch; a tuple is positional, a dict keyword arguments. ``None``: the exported
-            program's own, or a Hugging Face model's dummy inputs.
-        global_batch: the inputs' batch is only a sample of this many.
-        loss: makes the scalar loss of the model's output; ``None``: the output is, or has, the loss.
-        constraints: what is given is fixed.
+        model: a module that ``torch.export`` accepts (also on meta), an exported program, or what :func:`prepare` made.
+        inputs: one global batch, as a tuple or dict of arguments; ``None``: an exported program's own, or dummy inputs.
+        global_batch: samples per step, if the inputs are only a sample of them.
+        loss: makes the scalar loss of the output; ``None``: the output is, or has, the loss.
+        constraints: what is given is fixed; the search chooses the rest.
+        profile: another framework, as ``"megatron-core"``, for which the plan is predicted: figures, and no program.
         precision: ``bf16``, ``fp16``, ``fp32`` or ``fp64``; ``None``: as the parameters are. ``tf32``: fp32, but for
             products on GPUs. ``fp8``: bf16, but for products with weights; with experts planned only.
         estimate_only: the figures alone, for many plans: no program, nothing to compare with, memory by the tables.
         time_limit_s: when the search ends with the best plan so far, see ``certificate.gap``; ``None``: when proven.
 
-    Raises a :class:`partitioner.passes.errors.PartitionError`, before anything is launched, where there is no such
-    plan.
+    Raises :class:`partitioner.passes.errors.PartitionError`, before anything is launched, if there is no such plan.
     """
     check_options(time_limit_s, progress)
-    constraints = constraints or Constraints()
+    constraints, how = constraints or Constraints(), ExecutionProfile.resolve(profile)
     prepared = prepare(model, inputs, loss=loss, objective=objective, precision=precision)
     train = prepared.objective == "train"
 
-    def job_of(topology: Topology, constraints: Constraints, global_batch: int | None) -> Job:
-        work = prepared.at(global_batch, constraints, torch_device(topology))
+    def job_of(topology: Topology, pins: Constraints, global_batch: int | None) -> Job:
+        work = prepared.at(global_batch, pins, torch_device(topology))
         kind = precision_of(work[0], prepared.precision)
-        return Job(*work, rate_cluster(topology, kind, constraints.memory_margin), constraints, train, optimizer, kind)
+        return Job(*work, rate_cluster(topology, kind, pins.memory_margin), pins, train, optimizer, kind, how)
 
     with attach_advice(RelaxationRequest(topology, constraints, global_batch, job_of)):
-        check_request(topology, constraints, optimizer, train)
-        check_precision(topology, prepared.precision)
+        check_request(topology, constraints, optimizer, train, how, prepared.precision)
         job = job_of(topology, constraints, global_batch)
         other = partial(job_of, topology, constraints)
         find = partial(search_for_plan, progress=progress, compare=not estimate_only, other_batch=other)
@@ -83,6 +82,7 @@ def partition(
         topology=topology,
         devices=chosen.devices,
         constraints=constraints,
+        profile=how,
         estimate=found.estimate,
         certificate=found.certificate,
         shares=operator_share(job.batch_of(chosen.point.ep), chosen.local.sharding, chosen.local.context),

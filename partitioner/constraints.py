@@ -1,13 +1,11 @@
-"""Constraints that the user sets, and error messages for constraints that are wrong.
+"""Constraints that the user sets, and the checks of them against a cluster, a batch and a model.
 
-The search chooses everything that is not constrained. A message names the constraint, the values allowed, the value
-given, and the name that was probably meant.
+The search chooses everything that is not constrained.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
@@ -17,190 +15,14 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError,
 from pydantic_core import PydanticCustomError
 
 from partitioner.errors import ConstraintError
+from partitioner.option_text import explain_validation_error, read_options
+from partitioner.passes.documented_model import DocumentedModel
 from partitioner.runtime.program.buckets import Compression
 from partitioner.runtime.program.mesh import AXES
 from partitioner.runtime.program.program import OFFLOADS, Offload
 from partitioner.schedules.csv_table import SUFFIX, ScheduleTable
 from partitioner.schedules.registry import SCHEDULES
-from partitioner.topology.validate import format_suggestion
 from partitioner.units import list_divisors
-
-_WORDS = {  # pydantic's kind of complaint -> what was expected
-    "int_type": "a whole number",
-    "int_parsing": "a whole number",
-    "int_from_float": "a whole number",
-    "int_parsing_size": "a whole number of fewer digits",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
-    "tuple_type": "a list",
-    "dict_type": "a mapping of module paths to stages, like {{'lm_head': -1}}",
-    "string_type": "text",
-    "less_than_equal": "at most {le}",
-    "model_type": "the name of a schedule, a file that ends in .csv, or a ScheduleTable",
-}
-
-# What to write here -> what Megatron, DeepSpeed, FSDP, torchtitan, accelerate, Lightning and others call the option.
-# ``{value}`` is what was given. Words of ``_BEFORE`` and ``_BEHIND`` are left out: ``tensor_parallel[_size]``.
-_AXES = {
-    "tp": "tensor_parallel tensor_model_parallel tensor model_parallel mp tensor_parallelism autotp",
-    "pp": "pipeline_parallel pipeline_model_parallel pipeline pipeline_parallelism stages pipeline_stages "
-    "pipeline_parallel_stages",
-    "dp": "data_parallel data data_parallelism ddp replicas",
-    "cp": "context_parallel context_parallelism sequence_context_parallel ulysses_sequence_parallel ring_parallel",
-    "ep": "expert_parallel expert_model_parallel moe_expert_parallel moe_expert_model_parallel expert moe_parallel "
-    "expert_parallelism moe_ep",
-    "etp": "expert_tensor_parallel expert_tensor_model_parallel moe_tensor_parallel moe_tp",
-    "dp_shard": "data_parallel_shard fsdp_shard fsdp_group hsdp_shard zero_hpz_partition hpz",
-}
-_RECOMPUTE = (
-    'recompute="full" (all layers), "selective" (all but products), "alternate" or "none"; left out, the plan chooses'
-)
-_ZERO = "zero=1 (optimizer states), 2 (gradients, too) or 3 (parameters, too: FSDP); dp_shard=N: over N ranks of dp"
-_OFFLOAD = 'offload="optimizer", "activations", "parameters" or "disk", several joined by +'
-_ACCUMULATION = (
-    "microbatch_size=N: a step has as many microbatches as the global batch has samples for on each rank of dp"
-)
-_TENSOR_OVERLAP = "overlap_tensor=True (planned, not executed)"
-_SENT = 'grad_compression="bf16" or "int8"; gradients are added up in float32'
-_ELSEWHERE: dict[str, str] = {
-    "partition(..., precision={value})": "precision",
-    'partition(..., precision="bf16"), "fp16", "tf32" or "fp8"': "bf16 fp16 fp8 tf32 mixed_precision amp autocast "
-    "dtype torch_dtype param_dtype mixed_precision_param half bfloat16 float16 compute_dtype",
-    "partition(..., optimizer={value})": "optimizer optim optimizer_name",
-    "partition(..., global_batch={value})": "global_batch batch global_train_batch train_batch gbs",
-    "partition(..., objective={value})": "objective mode",
-    "partition(..., loss=...)": "loss loss_fn criterion",
-    "partition(..., time_limit_s={value})": "time_limit timeout solver_timeout time_limit_s",
-    'a topology of as many devices, as Topology.local(4) or Topology.preset("dgx-h100", nodes=2)': "world nodes "
-    "gpus devices gpus_per_node nproc_per_node nnodes num_processes machines",
-    "partitioner.Engine(..., compile=True)": "compile torch_compile use_compile dynamo_backend compile_mode",
-    "partitioner.Engine(..., loss_scale=...)": "loss_scale initial_scale grad_scaler initial_loss_scale",
-    "engine.clip_grad_norm_({value}) before the optimizer's step": "clip_grad gradient_clipping max_grad_norm "
-    "max_norm clip_grad_norm grad_clip",
-    "torch.optim's own learning rate: the plan has none": "lr learning_rate",
-}
-_OPTIONS: dict[str, str] = {
-    "microbatch_size={value}": "micro_batch micro_batch_per_gpu train_micro_batch_size_per_gpu "
-    "micro_batch_size_per_gpu micro_batch_per_device mbs microbatch per_device_train_batch "
-    "per_device_batch device_batch local_batch "
-    "pipeline_parallel_microbatch pp_microbatch ubatch batch_per_device batch_per_gpu",
-    _ACCUMULATION: "gradient_accumulation_steps gradient_accumulation grad_accumulation grad_accum accumulate_grad "
-    "accumulation_steps grad_accum_steps grad_acc_steps accumulate_grad_batches batch_accumulation_per_replica "
-    "microbatches micro_batches pipeline_microbatches pipeline_parallel_microbatches chunks acc_steps",
-    "schedule={value} (1f1b, gpipe, interleaved, zb-1p, zb-2p, zb-v, dualpipe-v, or a CSV file)": "pipeline_schedule "
-    "pipeline_parallel_schedule pp_schedule pp_engine pipeline_engine pipeline_parallel_schedule_csv pipe_schedule",
-    "virtual_stages=N: stages of each pipeline rank": "virtual_pipeline_model_parallel virtual_pipeline_parallel "
-    "virtual_pipeline vpp virtual_pp virtual_chunks layers_per_virtual_pipeline_stage interleave "
-    "pipeline_parallel_layers_per_stage layers_per_stage model_chunks pp_interleave",
-    "stage_of={{'module.path': stage}}": "pipeline_split split_points pipeline_parallel_split_points partition_method "
-    "pipeline_model_parallel_layout pipeline_layout module_fqns_per_model_part balance device_map "
-    "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers",
-    _RECOMPUTE: "activation_checkpointing gradient_checkpointing activation_checkpoint gradient_checkpoint "
-    "activation_recomputation activation_recompute recompute_granularity recompute_method recompute_activations "
-    "recompute_layers recompute_num_layers recomputation checkpoint_activations checkpointing ac ac_mode "
-    "activation_checkpoint_mode activation_checkpointing_mode selective_ac selective_ac_option ac_freq remat "
-    "rematerialization gradient_checkpointing_kwargs checkpoint_layers moe_layer_recompute recompute_modules",
-    "zero={value}": "zero_stage zero_level stage zero_optimization_stage deepspeed_stage",
-    "dp=N with dp_shard=N: dp / dp_shard are replicas": "data_parallel_replicate dp_replicate hsdp_replicate "
-    "data_parallel_replicas",
-    _ZERO: "zero_optimization zero_redundancy zero1 zero2 zero3 fsdp fsdp2 fully_shard "
-    "fully_sharded use_fsdp hsdp sharding sharding_strategy shard_strategy shard_optimizer sharded_ddp "
-    "distributed_optimizer dist_optimizer reshard_after_forward fsdp_sharding_strategy "
-    "data_parallel_sharding_strategy shard_params fsdp_reshard_after_forward distributed_optimizer_instances",
-    _OFFLOAD: "cpu_offload cpu_offloading offload_optimizer offload_param offload_params offload_parameters "
-    "offload_activations activation_offload activation_offloading optimizer_offload optimizer_cpu_offload "
-    "param_offload enable_cpu_offload nvme_offload cpu_offload_params offload_optimizer_device offload_param_device "
-    "offload_to_cpu fine_grained_activation_offloading cpu_offload_optimizer",
-    "sequence_parallel={value}": "seq_parallel sequence_parallelism sequence_parallelism_enabled sp_enabled "
-    "megatron_sp tp_sequence_parallel",
-    'cp=N (ranks that share each sequence), context="ulysses", "ring" or "all_gather"; sequence_parallel=True or False '
-    "shards values between blocks over tp": "sp sequence_parallel_degree ulysses ring ring_attention ulysses_degree "
-    "sequence_parallel_size sequence_parallel_ranks",
-    'context="ring", "ulysses" or "all_gather"': "cp_comm_type context_parallel_algorithm cp_backend "
-    "context_parallel_rotate_method cp_rotate_method context_parallel_load_balancer attention_context "
-    "hierarchical_context_parallel cp_mode",
-    "overlap={value}": "overlap_grad_reduce overlap_comm overlap_communication overlap_param_gather "
-    "overlap_grad_reduction overlap_gradients overlap_reduce_scatter overlap_all_gather overlap_grad_sync",
-    _TENSOR_OVERLAP: "tp_comm_overlap async_tp async_tensor_parallel async_tensor_model_parallel_allreduce "
-    "tp_linear_async_communication tensor_overlap overlap_tp tensor_parallel_overlap",
-    'dispatch="rows", "parts" or "once"': "moe_token_dispatcher moe_token_dispatcher_type token_dispatcher deepep "
-    "expert_parallel_comm_backend moe_flex_dispatcher_backend moe_dispatch moe_enable_deepep",
-    "overlap_experts=True (planned, not executed)": "overlap_moe overlap_moe_expert_parallel_comm overlap_ep "
-    "moe_overlap dual_batch_overlap delay_wgrad_compute",
-    'expert_kernels="grouped", "each" or "fused" (planned, not executed but for grouped)': "moe_grouped_gemm "
-    "grouped_gemm moe_use_grouped_gemm use_grouped_gemm moe_grouped_mm grouped_mm",
-    "current_scaling=True (planned, not executed)": "fp8_recipe fp8_current_scaling tensorwise fp8_amax_compute_algo",
-    'even_experts="routed" or "padded" (planned, not executed)': "moe_router_force_load_balancing "
-    "moe_pad_expert_input_to_capacity moe_expert_capacity_factor capacity_factor token_drop moe_token_drop_policy",
-    'graphs="all" or "part" (planned, not executed)': "cuda_graph cuda_graphs cuda_graph_impl cuda_graph_scope "
-    "enable_cuda_graph use_cuda_graphs external_cuda_graph cuda_graph_modules",
-    _SENT: "gradient_compression grad_compress compress_gradients communication_data_type ddp_comm_hook "
-    "fp16_allreduce compression grad_reduce_dtype reduce_dtype mixed_precision_reduce",
-    "short_gradients=True (planned, not executed); else gradients of short types are added up in float32": "grad_dtype "
-    "grad_reduce_in_fp32 accumulate_allreduce_grads_in_fp32 accumulate_grad_in_fp32 main_grads_dtype "
-    "grad_accum_dtype",
-    "hierarchical=True": "hierarchical_allreduce hierarchical_all_reduce two_level_allreduce hierarchical_reduce",
-}
-
-
-def _by_name() -> dict[str, str]:
-    found = {word: f"{axis}={{value}}" for axis, words in _AXES.items() for word in words.split()}
-    for written, words in (*_OPTIONS.items(), *_ELSEWHERE.items()):
-        found |= dict.fromkeys(words.split(), written)
-    return found
-
-
-_BY_NAME = _by_name()
-
-_BEFORE = ("num", "n", "number_of", "enable", "use", "enabled", "is", "with")
-_BEHIND = tuple("size degree deg dim way ways world_size ranks num enabled group_size groups".split())
-
-
-def written_here(name: str, value: str, known: Sequence[str] = ()) -> str:
-    """What to write instead of ``name=value`` of another library, where ``known`` are the constraints; empty where
-    nothing here is meant by it."""
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().replace("-", "_").replace(".", "_").strip("_")
-    for stem in _list_name_stems(words):
-        if stem in _BY_NAME:
-            return _BY_NAME[stem].format(value=value)
-        if stem in known:
-            return f"{stem}={value}"
-    return ""
-
-
-def _list_name_stems(name: str) -> list[str]:
-    """``name``, and what is left of it without words that say nothing, the longest first."""
-    stems = [name]
-    for stem in stems:  # grows meanwhile
-        shorter = [stem.removeprefix(f"{word}_") for word in _BEFORE] + [stem.removesuffix(f"_{w}") for w in _BEHIND]
-        stems += [each for each in shorter if each and each not in stems]
-    return stems
-
-
-def explain_validation_error(error: ValidationError, known: Sequence[str]) -> str:
-    """The first of ``error``'s complaints as one sentence; ``known``: the constraints that there are."""
-    first = error.errors()[0]
-    name, got = str(first["loc"][0]), first["input"]
-    if first["type"] == "extra_forbidden":
-        here = written_here(name, repr(got), known)
-        meant = f"here it is {here}; " if here else format_suggestion(name, known)
-        return f"unknown constraint {name!r}; {meant}expected {', '.join(known)}"
-    if len({each["loc"] for each in error.errors() if each["loc"][0] == name}) > 1 and name == "schedule":
-        return f"constraint {name}: input should be {_WORDS['model_type']}, got {got!r}"
-    place = "".join(f"[{key!r}]" for key in first["loc"][1:] if key != "[key]")
-    context = first.get("ctx", {})
-    message = first["msg"][:1].lower() + first["msg"][1:]
-    if first["type"] in _WORDS:
-        message = f"input should be {_WORDS[first['type']].format_map(context)}"
-    return f"constraint {name}{place}: {message}, got {got!r}{_suggest_meant_value(got, context)}"
-
-
-def _suggest_meant_value(got: Any, context: dict[str, Any]) -> str:
-    """What was meant, of the values that there are."""
-    values = context.get("values") or str(context.get("expected", "")).replace(" or ", ", ").split(", ")
-    meant = format_suggestion(got, [str(value).strip("'") for value in values if value]) if isinstance(got, str) else ""
-    return f"; {meant.rstrip()}" if meant else ""
-
 
 Recompute = Literal["none", "scores", "selective", "alternate", "full"]
 
@@ -210,120 +32,170 @@ _NUMBERS = tuple(name for name in OF_POINT if name != "schedule")
 _DECISIVE = 3  # of the four axes whose sizes multiply: the last one follows from the number of devices
 OF_ONE_STAGE = ("1f1b", "gpipe")  # schedules under which one stage runs its microbatches as alone
 
-# Field -> the values that this version executes; others are planned when asked for, and the plan says so.
-_EXECUTED: dict[str, tuple[Any, ...]] = {
-    "etp": (None, 1),
-    "overlap": (None, True),
-    "overlap_tensor": (None, False),
-    "regather": (None, False),
-    "gather": (None, "call"),
-    "sends": (None, "whole"),
-    "dispatch": (None, "rows"),
-    "overlap_experts": (None, False),
-    "short_gradients": (None, False),
-    "fused_casts": (None, False),
-    "current_scaling": (None, False),
-    "expert_kernels": (None, "grouped"),
-    "graphs": (None,),
-    "even_experts": (None,),
-}
-
 _WHY_NOT = {
     2: "what is lost in sending a whole gradient would be kept, which the gradient itself is not",
     3: "gradients are sent one call at a time, as they are",
 }
 
 
-class Constraints(BaseModel):
-    """What is given is fixed; ``None`` leaves the choice to the search.
+class Constraints(BaseModel, metaclass=DocumentedModel):
+    """What a plan must be like. A field that is given is fixed; ``None`` leaves the choice to the search.
 
-    ``pp``, ``dp``, ``cp``, ``tp``, ``ep``: ranks on each mesh axis. ``microbatch_size``: samples per data-parallel rank
-    and microbatch. ``data_shares``: the microbatches of each rank of ``dp`` (``None``: about as many, or as ranks are
-    fast). ``schedule``: a name of ``partitioner/schedules/registry.py`` (all but ``1f1b`` and ``gpipe`` are for several
-    stages), a CSV file, or a :class:`ScheduleTable`. ``stage_of``: module path prefix -> pipeline stage (where a
-    schedule has virtual ones, virtual stage), negative from the end. ``context``: how attention runs over ``cp``: by
-    gathering keys and values, in a ring, or by heads (``None``: as is cheapest). ``sequence_parallel``: ``False`` keeps
-    values between blocks whole over ``tp``; else they are sharded where that is cheaper. ``zero``: the stage of state
-    sharding over ``dp`` and ``cp``; ``dp_shard``: over so many of the ``dp`` ranks, neighbours, of which there are then
-    replicas (``None``: over all). ``ep`` ranks of dp x cp x tp share the experts, each expert over ``etp`` of them
-    (``None``: as ``tp``). ``recompute``: what backward makes again: ``selective``, whatever is quickly made (all but
-    products, fused attentions and what is sent), ``scores``, of it those of attentions alone, ``alternate``, every
-    second product besides, or ``full``, whole layers. ``overlap``: whether gradients are reduced, and sharded states
-    gathered, behind computation; ``overlap_tensor``: gathers and scatters over ``tp``, in pieces behind the products
-    beside them; ``regather``: whether values that are gathered over ``tp`` are kept sharded and gathered again in
-    backward. ``gather``: whether sharded states are gathered together for a call, or each ``parameter`` by itself, or,
-    under ``zero=1``, are whole on an ``owner`` each, which sends its own to the others before the next step. ``sends``:
-    whether what ``sequence_parallel=False`` keeps whole goes ``whole`` from each rank to its peer in the next stage, or
-    in ``parts``, one from each rank of ``tp``, which the ranks there gather. ``dispatch``: how rows go to experts: as
-    ``rows``, one for every expert, from each of the ranks that share it; in ``parts``, as ``sends``; or ``once``,
-    besides, to each node and rank, which hand them on (DeepEP). ``overlap_experts``: whether that runs behind the
-    computation of another microbatch. ``expert_kernels``: whether products of a rank's experts are ``grouped`` in one
-    kernel, launched for ``each``, as their casts are (Transformer Engine's grouped linear layers), or grouped and
-    ``fused`` with what lies between (its grouped MLP). ``graphs``: what is recorded in CUDA graphs, so that the host
-    issues nothing of it: ``all``, or a ``part``, all but experts (``None``: nothing is). ``even_experts``: that all
-    experts have as many rows: they are ``routed`` so, or those beyond a share are dropped and what lacks is ``padded``
-    (``None``: rows go to any expert with the same probability, so that some ranks have more). ``placement``:
-    ``in_order`` has rank i on device i (``None``: as is fastest). ``overlap_steps``: that a rank begins the next step
-    when it has ended its own part of this one, and a step takes what lies between two ends of it on one rank: nothing
-    is then asked of all ranks in between, as clipping by the norm of all gradients does, or scaling of the loss in
-    float16. ``short_gradients``: whether gradients are of their parameter's type where that is shorter than float32,
-    rather than in float32. ``fused_casts``: whether what products in fp8 read is written so by the kernels before them,
-    rather than cast for each; ``current_scaling``: whether each tensor is then cast by its own largest number, rather
-    than by what it was before or block by block. ``offload``: what is in host memory between uses: ``optimizer``
-    states, stepped there then, ``activations``, ``parameters`` (and the optimizer); one name, several
-    (``"optimizer+activations"``), or none, ``()``; ``disk``: optimizer states (it goes with the optimizer) are on the
-    nodes' disks instead. ``None``: nothing, unless nothing fits otherwise and the parallel degrees are left to the
-    search (see :meth:`fixes_mesh`); a fixed mesh that does not fit is a :class:`CapacityError`, which says what offload
-    would give. ``hierarchical``: whether gradients that are added up over several nodes are scattered inside each
-    first, and gathered there last. ``grad_compression``: in what gradients are sent between the outermost of those; it
-    changes what is trained, and is never chosen unasked. ``couple``: what a model that has samples meet (losses that
-    balance experts, batch norm) is computed on: the global ``batch``, or each ``microbatch``, whose size is then given;
-    loss and gradients are their mean. ``ahead``: search what is only planned yet, too (see :attr:`planned_only`).
-    ``memory_margin``: the fraction of each device's usable memory that plans leave free, for what the estimate does not
-    know (fragmentation, libraries); 0 uses all of it.
+    Every value can be executed by the runtime of this project. How another framework executes a layout is an
+    :class:`partitioner.ExecutionProfile`.
 
     Raises :class:`ConstraintError` for a malformed value.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    pp: PositiveInt | None = None
-    dp: PositiveInt | None = None
-    cp: PositiveInt | None = None
-    tp: PositiveInt | None = None
-    ep: PositiveInt | None = None
-    etp: PositiveInt | None = None
-    microbatch_size: PositiveInt | None = None
-    data_shares: tuple[PositiveInt, ...] | None = None
-    schedule: str | ScheduleTable | None = None
-    virtual_stages: PositiveInt | None = None
-    recompute: Recompute | None = None
-    zero: int | None = Field(default=None, ge=0, le=3)
-    dp_shard: PositiveInt | None = None
-    context: Literal["all_gather", "ring", "ulysses"] | None = None
-    sequence_parallel: bool | None = None
-    overlap: bool | None = None
-    overlap_tensor: bool | None = None
-    regather: bool | None = None
-    gather: Literal["call", "parameter", "owner"] | None = None
-    sends: Literal["whole", "parts"] | None = None
-    dispatch: Literal["rows", "parts", "once"] | None = None
-    overlap_experts: bool | None = None
-    overlap_steps: bool = False
-    short_gradients: bool | None = None
-    fused_casts: bool | None = None
-    current_scaling: bool | None = None
-    expert_kernels: Literal["grouped", "each", "fused"] | None = None
-    graphs: Literal["part", "all"] | None = None
-    even_experts: Literal["routed", "padded"] | None = None
-    placement: Literal["in_order"] | None = None
-    couple: Literal["batch", "microbatch"] = "batch"
-    offload: tuple[Offload, ...] | None = None
-    memory_margin: float = Field(default=0.05, ge=0, lt=1)
-    hierarchical: bool | None = None
-    grad_compression: Compression | None = None
-    ahead: bool = False
-    stage_of: dict[str, int] = Field(default_factory=dict)
+    # Mesh
+
+    pp: PositiveInt | None = Field(default=None, description="Pipeline stages (ranks of a pipeline). None: chosen.")
+
+    dp: PositiveInt | None = Field(
+        default=None, description="Data-parallel ranks, each with its own samples. None: chosen."
+    )
+
+    cp: PositiveInt | None = Field(
+        default=None, description="Context-parallel ranks, which share each sequence. None: chosen."
+    )
+
+    tp: PositiveInt | None = Field(
+        default=None, description="Tensor-parallel ranks, which share each layer. None: chosen."
+    )
+
+    ep: PositiveInt | None = Field(
+        default=None,
+        description="Expert-parallel ranks: of the dp x cp x tp ranks, those that share the experts of a "
+        "layer. None: chosen.",
+    )
+
+    etp: PositiveInt | None = Field(
+        default=None,
+        description="Ranks that share one expert: 1, or as many as tp. None: chosen. Other numbers need "
+        "the profile of a framework that executes them.",
+    )
+
+    placement: Literal["in_order"] | None = Field(
+        default=None, description='Devices of ranks. "in_order": rank i is on device i. None: the fastest placement.'
+    )
+
+    # Pipeline
+
+    microbatch_size: PositiveInt | None = Field(
+        default=None, description="Samples of one microbatch on one data-parallel rank. None: chosen."
+    )
+
+    data_shares: tuple[PositiveInt, ...] | None = Field(
+        default=None,
+        description="Microbatches of each data-parallel rank, one number per rank, like (3, 2). None: "
+        "equally many, or in proportion to the speed of the ranks.",
+    )
+
+    schedule: str | ScheduleTable | None = Field(
+        default=None,
+        description='Order of the microbatches in the pipeline: "1f1b", "gpipe", "interleaved", "zb-1p", '
+        '"zb-2p", "zb-v", "dualpipe-v", a CSV file, or a ScheduleTable. All but "1f1b" and '
+        '"gpipe" need pp of 2 or more. None: chosen.',
+    )
+
+    virtual_stages: PositiveInt | None = Field(default=None, description="Stages on each pipeline rank. None: chosen.")
+
+    stage_of: dict[str, int] = Field(
+        default_factory=dict,
+        description="Module path prefix to pipeline stage (virtual stage, where a rank has several); -1 "
+        "is the last. {}: chosen.",
+    )
+
+    overlap_steps: bool = Field(
+        default=False,
+        description="A rank begins the next step when its own part of this step is done. Nothing may then "
+        "need all ranks in between, as clipping by the norm of all gradients or loss scaling "
+        "in float16 does.",
+    )
+
+    # Memory
+
+    zero: int | None = Field(
+        default=None,
+        ge=0,
+        le=3,
+        description="Stage of state sharding over dp and cp (ZeRO): 0 none, 1 optimizer states, 2 "
+        "gradients too, 3 parameters too (FSDP). None: chosen.",
+    )
+
+    dp_shard: PositiveInt | None = Field(
+        default=None,
+        description="Neighbouring data-parallel ranks that share states; dp / dp_shard are replicas "
+        "(HSDP). None: all of them, or as many as fill nodes.",
+    )
+
+    recompute: Recompute | None = Field(
+        default=None,
+        description='What backward recomputes: "none"; "scores", the cheap part of attention; '
+        '"selective", all but products, fused attention and communicated values; "alternate", '
+        'every second product too; "full", whole layers. None: chosen.',
+    )
+
+    offload: tuple[Offload, ...] | None = Field(
+        default=None,
+        description='What is in host memory between uses: "optimizer" (states, stepped on the host), '
+        '"activations", "parameters" (with the optimizer), several joined by + or as a tuple; '
+        '"disk": optimizer states on the disks of the nodes; (): nothing. None: nothing, '
+        "unless nothing else fits and the parallel degrees are free (a fixed mesh that does "
+        "not fit is a CapacityError, which says what offload would give).",
+    )
+
+    memory_margin: float = Field(
+        default=0.05,
+        ge=0,
+        lt=1,
+        description="Fraction of the usable memory of each device that plans leave free, for what the "
+        "estimate does not know (fragmentation, libraries). 0: all of it is used.",
+    )
+
+    # Communication
+
+    context: Literal["all_gather", "ring", "ulysses"] | None = Field(
+        default=None,
+        description="How attention runs over cp: by gathering keys and values, in a ring, or by heads "
+        "(ulysses). None: the fastest for each attention.",
+    )
+
+    sequence_parallel: bool | None = Field(
+        default=None,
+        description="Whether values between blocks are sharded over tp. False: they are whole on each "
+        "rank. True or None: they are sharded where this is cheaper.",
+    )
+
+    hierarchical: bool | None = Field(
+        default=None,
+        description="Whether gradients that are reduced over several nodes are scattered within each node "
+        "first and gathered there last. None: chosen on networks where the library reduces "
+        "over one ring, else not tried.",
+    )
+
+    grad_compression: Compression | None = Field(
+        default=None,
+        description='The type in which gradients are sent between the outermost groups: "bf16" or "int8". '
+        "It changes what is trained. None: not compressed.",
+    )
+
+    # Search
+
+    couple: Literal["batch", "microbatch"] = Field(
+        default="batch",
+        description="Within what samples meet, in models where they do (losses that balance experts, "
+        "batch norm): the global batch, or each microbatch, whose size must then be given. "
+        "Loss and gradients are their mean.",
+    )
+
+    ahead: bool = Field(
+        default=False,
+        description="Search more: every schedule, tensor parallelism over two nodes, and under a profile "
+        "that allows it every etp.",
+    )
 
     @field_validator(*_NUMBERS, mode="before")
     @classmethod
@@ -362,11 +234,15 @@ class Constraints(BaseModel):
         except ValidationError as error:
             raise ConstraintError(explain_validation_error(error, [*Constraints.model_fields])) from error
 
-    @property
-    def planned_only(self) -> tuple[str, ...]:
-        """What of it this version plans but does not execute, as ``name=value``."""
-        given = ((name, getattr(self, name), values) for name, values in _EXECUTED.items())
-        return tuple(f"{name}={value}" for name, value, values in given if value not in values)
+    @classmethod
+    def parse(cls, text: str) -> Constraints:
+        """Read constraints from text, like ``"tp=2,pp=2,schedule=gpipe"``; an empty text fixes nothing.
+
+        Several values have ``+`` between them (``"data_shares=3+2"``), and a stage has its module before it
+        (``"stage_of=embed:0+head:-1"``). Raises :class:`ConstraintError` for text of another form, an unknown name or
+        a wrong value.
+        """
+        return cls(**read_options(text))
 
     @property
     def leaves_schedule(self) -> bool:
@@ -545,16 +421,19 @@ class Constraints(BaseModel):
                 f"schedule={name} with virtual_stages={self.virtual_stages}: under it each rank has {chunks}; expected "
                 f"virtual_stages={chunks}, or none, or a schedule of any number, like interleaved"
             )
-        for axis, way, shared in (("cp", "context", "sequence is"), ("ep", "dispatch", "experts are")):
-            if getattr(self, axis) == 1 and (given := getattr(self, way)) is not None:
-                raise ConstraintError(
-                    f"{way}={given} with {axis}=1, over which no {shared} shared; expected {axis} of 2 or more, or no "
-                    f"{way}"
-                )
-        if self.sends == "parts" and self.sequence_parallel is not False:
+        if self.cp == 1 and self.context is not None:
             raise ConstraintError(
-                "sends=parts without sequence_parallel=False: what is sharded over tp goes in parts anyway; expected "
-                "both, or no sends"
+                f"context={self.context} with cp=1, over which no sequence is shared; expected cp of 2 or more, or no "
+                "context"
+            )
+
+    def check_expert_tensor(self) -> None:
+        """Raise :class:`ConstraintError` for an ``etp`` that our runtime does not execute: neither 1 nor ``tp``."""
+        if self.etp not in (None, 1, self.tp) and self.tp is not None:
+            raise ConstraintError(
+                f"etp={self.etp} with tp={self.tp}: our runtime divides an expert over 1 rank or all ranks of tp; "
+                f"expected etp=1 or {self.tp}, or partition(..., profile=ExecutionProfile(expert_tensor='any')), which "
+                "predicts another framework"
             )
 
     def check_sharding(self) -> None:

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from partitioner.constraints import Constraints
 from partitioner.errors import PlanError
+from partitioner.execution_profile import OURS, ExecutionProfile
 from partitioner.passes.faults import typed_errors
 from partitioner.runtime.files import write_text
 from partitioner.runtime.program.instructions import Data
@@ -32,25 +33,24 @@ _ROUNDING = 1e-9  # of a step: no difference
 
 
 class StageEstimate(Data):
-    """What the cost model expects of one pipeline stage: of ``num_calls`` calls, from the module ``first`` to ``last``.
+    """What the cost model expects of one pipeline stage. Seconds are of one step, without waiting."""
 
-    ``recomputed``: how many of them run again for their backward; ``selective``: of all, what is
-    quickly made again. Seconds are of one step, without waiting; ``backward_s`` has what is recomputed. ``memory``:
-    what the peak of a rank consists of, in bytes by kind (``parameters``, ``gradients``, ``optimizer``, ``saved``,
-    ``recomputed``, ``working``, ``flowing``, ``gathered``; without a program ``buffers``); ``host``: bytes of a rank in
-    host memory; ``disk``: on disk.
-    """
-
-    first: str
-    last: str
-    num_calls: int
-    recomputed: int
-    forward_s: float
-    backward_s: float
-    memory: dict[str, int]
-    selective: bool = False
-    host: int = 0
-    disk: int = 0
+    first: str = Field(description="Module path of the first call of the stage.")
+    last: str = Field(description="Module path of its last call.")
+    num_calls: int = Field(description="Number of its calls.")
+    recomputed: int = Field(description="How many of the calls run again for their backward.")
+    forward_s: float = Field(description="Seconds of its forward.")
+    backward_s: float = Field(description="Seconds of its backward, with what is recomputed.")
+    memory: dict[str, int] = Field(
+        description="What the peak of a rank consists of, in bytes by kind: parameters, gradients, "
+        "optimizer, saved, recomputed, working, flowing, gathered; buffers where the plan has "
+        "no program.",
+    )
+    selective: bool = Field(
+        default=False, description="Whether the calls that do not run again recompute what is quick."
+    )
+    host: int = Field(default=0, description="Bytes of a rank in host memory.")
+    disk: int = Field(default=0, description="Bytes of a rank on disk.")
 
     @property
     def again(self) -> str:
@@ -61,85 +61,100 @@ class StageEstimate(Data):
 
 
 class Estimate(Data):
-    """What the cost model expects of one step. ``memory``: peak bytes, one per rank; ``breakdown``: seconds by kind.
+    """What the cost model expects of one step."""
 
-    ``step_time``: seconds from the start of a step to the end of the optimizer's update; where consecutive steps
-    overlap, from one such end to the next. ``simulated``: those at which the simulation of the program ends, which
-    are ``step_time`` to 1 % unless they are fewer; ``None`` without a program.
-    """
-
-    step_time: float
-    mfu: float
-    bubble: float
-    memory: tuple[int, ...]
-    breakdown: dict[str, float]
-    stages: tuple[StageEstimate, ...] = ()
-    simulated: float | None = None
+    step_time: float = Field(
+        description="Seconds from the start of a step to the end of the update by the optimizer; where "
+        "consecutive steps overlap, from one such end to the next.",
+    )
+    mfu: float = Field(
+        description="Model FLOPs utilisation: FLOPs of the model per second over the peak of the devices, 0 to 1.",
+    )
+    bubble: float = Field(description="Share of the step in which pipeline ranks wait, 0 to 1.")
+    memory: tuple[int, ...] = Field(description="Peak bytes, one per rank.")
+    breakdown: dict[str, float] = Field(description="Seconds of the step by kind; they add up to the step time.")
+    stages: tuple[StageEstimate, ...] = Field(default=(), description="What is expected of each pipeline stage.")
+    simulated: float | None = Field(
+        default=None,
+        description="Seconds at which the simulation of the program ends: step_time to 1 %, or fewer. "
+        "None: there is no program.",
+    )
 
 
 class Candidate(Data):
-    """One point of the search and what became of it. ``breakdown``: seconds by kind, of what was solved."""
+    """One candidate of the search and what became of it."""
 
-    mesh: dict[str, int]
-    microbatch_size: int
-    schedule: str
-    status: Literal["chosen", "solved", "bounded", "infeasible"]
-    bound: float = 0.0  # no plan of this candidate can take fewer seconds
-    step_time: float | None = None
-    memory: int | None = (
-        None  # bytes on the fullest rank: of the chosen one by its program, else by the search's tables
+    mesh: dict[str, int] = Field(description="Ranks per axis.")
+    microbatch_size: int = Field(description="Samples of a microbatch.")
+    schedule: str = Field(description="Name of the pipeline schedule.")
+    status: Literal["chosen", "solved", "bounded", "infeasible"] = Field(
+        description="What became of it: the plan; solved and no better; not solved, because of its bound; "
+        "without a plan.",
     )
-    reason: str = ""
-    zero: int = 0
-    dp_shard: int = 0
-    virtual_stages: int = 1
-    etp: int = 1
-    breakdown: dict[str, float] | None = None
-    missing: int | None = None  # bytes that a rank lacks
+    bound: float = Field(default=0.0, description="Seconds below which no plan of the candidate can be.")
+    step_time: float | None = Field(default=None, description="Seconds of a step, if it was solved.")
+    memory: int | None = Field(
+        default=None,
+        description="Bytes on the fullest rank: of the chosen one by its program, else by the tables of the search.",
+    )
+    reason: str = Field(default="", description="Why it has no plan.")
+    zero: int = Field(default=0, description="Stage of state sharding, 0 to 3.")
+    dp_shard: int = Field(default=0, description="Ranks of dp that share states; 0: all.")
+    virtual_stages: int = Field(default=1, description="Stages on each pipeline rank.")
+    etp: int = Field(default=1, description="Ranks that share one expert.")
+    breakdown: dict[str, float] | None = Field(
+        default=None, description="Seconds of the step by kind, if it was solved."
+    )
+    missing: int | None = Field(default=None, description="Bytes that a rank lacks.")
 
 
 class Baseline(Data):
-    """A layout that every report has, for comparison. ``excluded``: why it is no candidate (empty: it is one).
-    ``offload``: what it keeps in host memory; ``global_batch``: its batch, where that is another one (0: it is not)."""
+    """A layout that every report has, for comparison."""
 
-    name: str
-    candidate: Candidate | None = None
-    excluded: str = ""
-    offload: tuple[str, ...] = ()
-    global_batch: int = 0
+    name: str = Field(description="What it is called.")
+    candidate: Candidate | None = Field(default=None, description="The candidate that it is; None: there is none here.")
+    excluded: str = Field(default="", description="Why the search could not choose it; empty: it could.")
+    offload: tuple[str, ...] = Field(default=(), description="What it keeps in host memory.")
+    global_batch: int = Field(
+        default=0, description="Its batch, where that differs from the batch of the plan; else 0."
+    )
 
 
 class Limits(Data):
-    """What of a model limits the candidates. ``calls``: that stages can hold; ``dims``: sizes of weights' dims;
-    ``experts``: ranks that share them are a divisor of it; ``length``: a sample's tokens, 0 without attention;
-    ``repeated``, ``even``: see :class:`partitioner.solve.search.space.SearchSpace`."""
+    """What of a model limits the candidates."""
 
-    calls: int
-    dims: tuple[int, ...]
-    experts: int = 0
-    length: int = 0
-    repeated: int = 0
-    even: bool = False
+    calls: int = Field(description="Calls that stages can hold.")
+    dims: tuple[int, ...] = Field(description="Sizes of the dims of weights.")
+    experts: int = Field(default=0, description="Ranks that share experts are a divisor of it.")
+    length: int = Field(default=0, description="Tokens of a sample; 0 without attention.")
+    repeated: int = Field(default=0, description="Calls of blocks that repeat; 0: all.")
+    even: bool = Field(default=False, description="Whether all ranks of dp must have equally many microbatches.")
 
 
 class Certificate(Data):
-    """``objective`` is the plan's cost in seconds under the model, ``bound`` what no plan can go below.
+    """How good the plan is under the model of costs: its cost, and a bound that no plan can go below."""
 
-    ``left``: by status, the candidates that are counted and have no row, the worst of many; ``open``: bounded, with a
-    bound below the objective. ``cut_off``: what ended the search before it was done. ``limits``: of what
-    candidates there could be. ``beyond``: constraint -> what of it the bound does not speak of: plans with that fixed
-    may be faster, whatever the gap.
-    """
-
-    objective: float
-    bound: float
-    gap: float
-    candidates: tuple[Candidate, ...] = ()
-    baselines: tuple[Baseline, ...] = ()
-    left: dict[str, int] = Field(default_factory=dict)
-    cut_off: Literal["time limit", "interruption"] | None = None
-    limits: Limits | None = None
-    beyond: dict[str, str] = Field(default_factory=dict)
+    objective: float = Field(description="Seconds of a step of the plan.")
+    bound: float = Field(description="Seconds below which no plan can be.")
+    gap: float = Field(description="The difference of the two over the objective, 0 to 1.")
+    candidates: tuple[Candidate, ...] = Field(
+        default=(), description="The candidates of the search; of many, the worst are only counted in left."
+    )
+    baselines: tuple[Baseline, ...] = Field(default=(), description="The layouts that every report has.")
+    left: dict[str, int] = Field(
+        default_factory=dict,
+        description='Status to the number of candidates without a row; "open" counts those of them whose '
+        "bound is below the objective.",
+    )
+    cut_off: Literal["time limit", "interruption"] | None = Field(
+        default=None, description="What ended the search before it was done. None: nothing did."
+    )
+    limits: Limits | None = Field(default=None, description="What limited the candidates.")
+    beyond: dict[str, str] = Field(
+        default_factory=dict,
+        description="Constraint to what of it the bound does not cover: plans with that fixed may be "
+        "faster, whatever the gap.",
+    )
 
     def is_open(self, candidate: Candidate) -> bool:
         """Whether a candidate was not solved, though its bound does not say that it takes as long as the plan."""
@@ -152,57 +167,73 @@ class Certificate(Data):
 
 
 class ContextWay(Data):
-    """One algorithm of attention over ``cp``: the step's seconds if every attention runs by it, or why none does.
+    """One algorithm of attention over ``cp``, and what the step takes if every attention runs by it."""
 
-    ``calls``: of attention that run by it in the plan.
-    """
-
-    algorithm: str
-    calls: int = 0
-    step_time: float | None = None
-    reason: str = ""
+    algorithm: str = Field(description="Its name: all_gather, ring or ulysses.")
+    calls: int = Field(default=0, description="Calls of attention that run by it in the plan.")
+    step_time: float | None = Field(
+        default=None, description="Seconds of a step if every attention runs by it. None: it cannot."
+    )
+    reason: str = Field(default="", description="Why it cannot.")
 
 
 class OperatorShare(Data):
-    """How much of the model's matrix-multiply work is sharded, and which operators have no rule (name -> share)."""
+    """How much of the work of a model is sharded."""
 
-    matmul_sharded: float
-    without_rule: dict[str, float]
+    matmul_sharded: float = Field(description="Share of the work of matrix products that is sharded, 0 to 1.")
+    without_rule: dict[str, float] = Field(description="Operators that have no rule: name to share of the work.")
 
 
 class Plan(Data):
-    """What :func:`partitioner.partition` returns: programs, and the reasons for them.
+    """What :func:`partitioner.partition` returns: programs, and the reasons for them."""
 
-    ``devices[rank]`` is the topology's device on which a rank runs. ``planned_only``: what of it this version plans but
-    does not execute, as ``zero=3``; such a plan has no program.
-    """
-
-    written: Program | None = Field(default=None, alias="program")
-    topology: Topology
-    devices: tuple[int, ...]
-    constraints: Constraints
-    estimate: Estimate
-    certificate: Certificate
-    shares: OperatorShare
-    model: str
-    precision: str | None = None
-    optimizer: str = "adamw"
-    notes: tuple[str, ...] = ()
-    context: tuple[ContextWay, ...] = ()  # what was chosen among, where cp is more than 1
-    objective: Literal["train", "infer"] = "train"
-    global_batch: int = 0
-    planned_only: tuple[str, ...] = ()
-    # of a plan without a program: kinds of what is kept in host memory, and microbatches of ranks of dp that differ
-    in_host: tuple[str, ...] = ()
-    of_replicas: tuple[int, ...] = ()
-    lacking: str = ""  # what did not fit on the devices alone, where offload was chosen without being asked for
+    written: Program | None = Field(
+        default=None,
+        alias="program",
+        description="The programs of all ranks. None: the plan is not executed, see planned_only.",
+    )
+    topology: Topology = Field(description="The cluster.")
+    devices: tuple[int, ...] = Field(description="The device of the topology on which each rank runs.")
+    constraints: Constraints = Field(description="What the user fixed.")
+    profile: ExecutionProfile = Field(
+        OURS,
+        description="How the plan is executed: by our runtime, or by the framework for which it is predicted.",
+    )
+    estimate: Estimate = Field(description="Time and memory of a step.")
+    certificate: Certificate = Field(description="How good the plan is, and what else there was.")
+    shares: OperatorShare = Field(description="How much of the work is sharded.")
+    model: str = Field(description="Class name of the model.")
+    precision: str | None = Field(default=None, description="The type that was asked for. None: as the parameters are.")
+    optimizer: str = Field(default="adamw", description="The optimizer whose states are counted.")
+    notes: tuple[str, ...] = Field(
+        default=(), description="What to know about the model and the plan, a sentence each."
+    )
+    context: tuple[ContextWay, ...] = Field(
+        default=(), description="The algorithms of attention that were compared, where cp is more than 1."
+    )
+    objective: Literal["train", "infer"] = Field(default="train", description="What a step is: training, or inference.")
+    global_batch: int = Field(default=0, description="Samples of a step.")
+    planned_only: tuple[str, ...] = Field(
+        default=(), description='What of the plan is not executed, as "dispatch=once"; such a plan has no program.'
+    )
+    in_host: tuple[str, ...] = Field(
+        default=(), description="Of a plan without a program: kinds of what is kept in host memory."
+    )
+    of_replicas: tuple[int, ...] = Field(
+        default=(), description="Of a plan without a program: microbatches of each rank of dp, where they differ."
+    )
+    lacking: str = Field(
+        default="",
+        description="What did not fit on the devices alone, where offload was chosen without being asked for.",
+    )
 
     @property
     def program(self) -> Program:
         """The programs of all ranks. Raises :class:`PlanError` for a plan that this version does not execute."""
         if self.written is None:
+            under = f" under the profile {self.profile.name}" if self.profile.differences else ""
             raise PlanError(
-                f"this plan is an estimate: {', '.join(self.planned_only)} is planned but not executed here; "
+                f"this plan is an estimate{under}: {', '.join(self.planned_only)} is planned but not executed here; "
                 "plan without it to run, prove, verify or draw programs"
             )
         return self.written

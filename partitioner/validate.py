@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from partitioner.constraints import Constraints
 from partitioner.errors import ConstraintError
+from partitioner.execution_profile import OURS, ExecutionProfile
 from partitioner.optimizers import optimizer_bytes
 from partitioner.passes.errors import InputsError
 from partitioner.topology import Topology
@@ -24,7 +25,14 @@ _AROUND = {"fp8": "bf16", "tf32": "fp32"}  # of products, and what is between th
 _PRECISIONS = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32", "torch.float64": "fp64"}
 
 
-def check_request(topology: Any, constraints: Constraints, optimizer: str, train: bool = True) -> None:
+def check_request(
+    topology: Any,
+    constraints: Constraints,
+    optimizer: str,
+    train: bool = True,
+    profile: ExecutionProfile = OURS,
+    precision: str | None = None,
+) -> None:
     """Raise a :class:`partitioner.passes.errors.PartitionError` for arguments that no model could make right."""
     if not isinstance(topology, Topology):
         raise InputsError(
@@ -35,6 +43,8 @@ def check_request(topology: Any, constraints: Constraints, optimizer: str, train
         raise ConstraintError(f"constraints must be Constraints(...), got {type(constraints).__name__}")
     optimizer_bytes(1, 4, optimizer)
     constraints.check_idle()
+    if profile.expert_tensor == "one_or_tp":
+        constraints.check_expert_tensor()
     constraints.check_coupling()
     constraints.check_world(topology.num_devices)
     constraints.check_offload()
@@ -54,6 +64,7 @@ def check_request(topology: Any, constraints: Constraints, optimizer: str, train
             f"offload={'+'.join(constraints.offload)}, but {topology.name} does not say what disks its nodes have; "
             "give the host of each group of nodes one, like disk: 30 TB, disk_bandwidth: 20 GB/s"
         )
+    check_precision(topology, precision)
 
 
 def check_precision(topology: Topology, precision: str | None) -> None:

@@ -351,8 +351,8 @@ class _RelaxationSearch:
     ) -> Change:
         new, constraints = _find_new_pin_values(pins, point), self._constrain_to_candidate(variant, pins, point)
         texts = [*variant.texts, *(describe_pin_change(variant.constraints, pin, new.get(pin)) for pin in pins)]
-        found = planned_only(self._prepare_relaxed_job(variant, pins), point, constraints)
-        beyond = [what for what in found if what not in self.asked.constraints.planned_only]
+        job = self._prepare_relaxed_job(variant, pins)
+        beyond = [w for w in planned_only(job, point, constraints) if w not in job.profile.differences]
         marked = " (planned, but not executed by this version)" if beyond else ""
         if plan is not None and plan.offload and plan.offload != self.asked.constraints.offload:
             unsaid = "" if "offload" in variant.kinds else f"with offload={kinds_text(plan.offload)} "
@@ -398,7 +398,7 @@ def _update_constraints(constraints: Constraints, new: Iterable[tuple[str, Any]]
 
 def _check_job_request(job: Job) -> None:
     """Raise what ``partition`` does for what is asked for in a ``job``."""
-    check_request(job.topology, job.constraints, job.optimizer, job.train)
+    check_request(job.topology, job.constraints, job.optimizer, job.train, job.profile)
 
 
 def _is_possible(job: Job) -> bool:

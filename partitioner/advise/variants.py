@@ -114,7 +114,7 @@ _PLACE, _OFFLOAD, _ROOM, _MEMORY = 0.4, 0.6, 3.0, 4.0
 _MARGIN = 0.5  # nothing left free on devices
 _UNASKED = 0.3  # offload where nothing was said of it
 # Ways of doing what a plan may not do at all.
-_WAYS = ("context", "dispatch", "hierarchical", "grad_compression", "data_shares")
+_WAYS = ("context", "hierarchical", "grad_compression", "data_shares")
 _MOST_DEVICES, _MOST_BATCHES = 32768, 12
 _TIMES = (1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _FAR = (96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 16384)

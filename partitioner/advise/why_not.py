@@ -39,7 +39,7 @@ def check_asked(plan: Plan, merged: Constraints) -> None:
     """Raise what ``partition`` does where ``merged``, the plan's constraints with others in their place, leave nothing
     to search."""
     train = plan.objective == "train"
-    check_request(plan.topology, merged, plan.optimizer, train)
+    check_request(plan.topology, merged, plan.optimizer, train, plan.profile)
     merged.check(plan.world_size, plan.global_batch or None)
     limits = plan.certificate.limits
     calls = limits.calls if limits is not None else sum(stage.num_calls for stage in plan.estimate.stages)
@@ -89,14 +89,14 @@ def _rebuild_search_space(plan: Plan, limits: Limits, constraints: Constraints) 
         limits.length,
         limits.repeated,
         limits.even,
+        plan.profile.expert_tensor == "any",
     )
 
 
-def why_unseen(plan: Plan, asked: Mapping[str, Any], merged: Constraints) -> str:
+def why_unseen(plan: Plan, asked: Mapping[str, Any]) -> str:
     """Why no candidate is as ``asked``, though some could be."""
     fixed = {n: v for n, v in plan.constraints.given.items() if n != "ahead"}
     against = {n: v for n, v in fixed.items() if n in asked and v != asked[n]}
-    beyond = merged.planned_only
     if against:
         return f"you fixed {format_asked_constraints(against)}"
     if (alone := _only_where_fixed(plan, asked)) is not None:
@@ -106,8 +106,6 @@ def why_unseen(plan: Plan, asked: Mapping[str, Any], merged: Constraints) -> str
             return "for inference, which has no backward, it tries 1f1b alone, and others where they are fixed"
         searched = " and ".join(SEARCHED)
         return f"of the schedules with one stage on each rank it tries {searched}, and others where they are fixed"
-    if beyond and not plan.constraints.ahead:
-        return f"this version plans but does not execute {', '.join(beyond)}, and was not told to look ahead"
     beside = {n: v for n, v in asked.items() if n not in OF_POINT}
     if beside:
         return f"it does not vary {', '.join(beside)}: every layout has the best choice, or the one that you fixed"
@@ -340,6 +338,7 @@ def _answer_by_planning(
             loss=loss,
             objective=plan.objective,
             constraints=_merge_asked_constraints(plan, asked),
+            profile=plan.profile,
             precision=plan.precision,
             optimizer=plan.optimizer,
         )
@@ -395,7 +394,7 @@ def _explain_unsearched(plan: Plan, asked: Mapping[str, Any]) -> WhyNot:
         return WhyNot(asked, "infeasible", (f"There is no plan with {format_asked_constraints(asked)}: {error}.",))
     if without_row(plan, asked):
         return _explain_counted_candidates(plan, asked)
-    lines = [f"The search did not try {format_asked_constraints(asked)}: {why_unseen(plan, asked, merged)}."]
+    lines = [f"The search did not try {format_asked_constraints(asked)}: {why_unseen(plan, asked)}."]
     for baseline in plan.certificate.baselines:
         best = baseline.candidate
         if (

@@ -35,13 +35,14 @@ from partitioner.cli.options import (
     Picture,
     PlanFile,
     Precision,
+    Profile,
     all_constraints,
-    constraints_of,
     format_examples,
     load_target,
 )
 from partitioner.cli.run import add_launch_commands, add_watch_commands
 from partitioner.cli.size import add_budget_command, add_largest_command, add_size_command
+from partitioner.option_text import read_options
 from partitioner.units import format_plural, seconds_text
 
 app = typer.Typer(
@@ -75,7 +76,7 @@ def add_version(
         "partitioner plan model.py:make --topology local:4 -o plan.json --svg plan.svg",
         "partitioner plan model.py:make --topology dgx-h100:4 --global-batch 512 --tp 8 --precision bf16",
         "partitioner plan model.py:make --topology cluster.yaml --pp 2 --microbatch 1 --schedule gpipe",
-        "partitioner plan model.py:make --topology dgx-h100:8 --meta --ahead",
+        "partitioner plan model.py:make --topology dgx-h100:8 --meta --profile megatron-core",
     )
 )
 def plan(
@@ -123,9 +124,6 @@ def plan(
     sequence_parallel: Annotated[
         bool | None, typer.Option(help="Shard values between blocks over tp where cheaper.", show_default=False)
     ] = None,
-    overlap: Annotated[
-        bool | None, typer.Option(help="Reduce gradients behind computation.", show_default=False)
-    ] = None,
     more: Annotated[
         str | None,
         typer.Option(
@@ -136,8 +134,9 @@ def plan(
         ),
     ] = None,
     ahead: Annotated[
-        bool, typer.Option("--ahead", help="Search also what is planned but not executed by this version.")
+        bool, typer.Option("--ahead", help="Search more: every schedule, and tensor parallelism over two nodes.")
     ] = False,
+    profile: Profile = None,
     precision: Precision = None,
     global_batch: GlobalBatch = None,
     objective: Annotated[str, typer.Option(help="`train` or `infer`.")] = "train",
@@ -157,7 +156,7 @@ def plan(
     given = {
         "pp": pp, "dp": dp, "cp": cp, "tp": tp, "ep": ep, "etp": etp, "zero": zero, "dp_shard": dp_shard,
         "microbatch_size": microbatch, "schedule": schedule, "virtual_stages": virtual_stages, "recompute": recompute,
-        "overlap": overlap, "sequence_parallel": sequence_parallel, "context": context, "ahead": ahead or None,
+        "sequence_parallel": sequence_parallel, "context": context, "ahead": ahead or None,
     }  # fmt: skip
     constraints = Constraints(**all_constraints(given, more))
     check_outputs(out, svg, timeline, memory)
@@ -176,6 +175,7 @@ def plan(
             loss=target.loss,
             objective=objective,  # type: ignore[arg-type]  # partition says what it may be
             constraints=constraints,
+            profile=profile,
             precision=precision,
             optimizer=optimizer,
             time_limit_s=time_limit,
@@ -243,7 +243,7 @@ def explain(
     if why_not is None:
         print_parts(explain_parts(loaded))
         return
-    asked = constraints_of(why_not)
+    asked = read_options(why_not)
     target = load_target(model, meta=meta) if model is not None else None
     with show_spinner(f"Looking for a plan with {why_not}"):
         answer = (

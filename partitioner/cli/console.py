@@ -59,13 +59,15 @@ class Commands(TyperGroup):
             show_error(error)
             ctx.exit(INTERNAL_ERROR if isinstance(error, InternalError) else USER_ERROR)
         except UsageError as error:
-            from partitioner.constraints import written_here
+            from partitioner.option_text import written_here
 
             unknown = getattr(error, "option_name", "").lstrip("-")
             here = written_here(unknown, "N")
             if not here or not takes_constraints(getattr(error, "ctx", None)):
                 raise
             how = "as --constraints NAME=VALUE or as an option of its own, see --help"
+            if "profile=" in here:
+                how = "as --profile NAME,FIELD=VALUE"
             show_error(OptionError(f"there is no option --{unknown}; here it is {here}: {how}"))
             ctx.exit(USER_ERROR)
         except OSError as error:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from partitioner.option_text import read_options
 from partitioner.passes.errors import PartitionError
 
 if TYPE_CHECKING:
@@ -47,6 +48,14 @@ Precision = Annotated[
 GlobalBatch = Annotated[
     int | None, typer.Option(help="Samples per step; the inputs are then only a sample.", show_default=False)
 ]
+Profile = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME,FIELD=VALUE,...",
+        help="Predict how another framework executes the plan: `megatron-core`, `torchtitan` or `deepspeed`.",
+        show_default=False,
+    ),
+]
 Optimizer = Annotated[str, typer.Option(help="Whose state is to fit in memory.")]
 Meta = Annotated[bool, typer.Option("--meta", help="Make the model without memory for its weights.")]
 
@@ -63,47 +72,10 @@ class TargetError(PartitionError):
     """What a command was told to take the model from is not there, or gives something else."""
 
 
-def constraints_of(text: str) -> dict[str, Any]:
-    """``tp=8,schedule=gpipe`` as names and values; what is several has ``+`` between them, as in ``data_shares=3+2``,
-    and a stage its prefix before it, as in ``stage_of=embed:0+head:-1``. Raises :class:`TargetError` for what is not
-    of that form."""
-    found: dict[str, Any] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name, equals, value = (piece.strip() for piece in part.partition("="))
-        if not (name and equals and value):
-            raise TargetError(f"{part!r} is no constraint; expected name=value, as in tp=8,schedule=gpipe")
-        name = name.replace("-", "_")
-        found[name] = _OF_SEVERAL.get(name, _parse_option_value)(value)
-    return found
-
-
-def _parse_option_value(text: str) -> Any:
-    words = {"true": True, "false": False}
-    return int(text) if text.lstrip("-").isdigit() else words.get(text.lower(), text)
-
-
-def _parse_stage_places(text: str) -> dict[str, Any]:
-    """``prefix:stage+prefix:stage``."""
-    parts = [part.rpartition(":") for part in text.split("+")]
-    for prefix, colon, stage in parts:
-        if not (prefix and colon and stage):
-            raise TargetError(
-                f"stage_of={text} names no stages; expected PREFIX:STAGE, several joined by +, as in "
-                "stage_of=model.embed_tokens:0+lm_head:-1"
-            )
-    return {prefix.strip(): _parse_option_value(stage.strip()) for prefix, _, stage in parts}
-
-
-_OF_SEVERAL: dict[str, Callable[[str], Any]] = {
-    "data_shares": lambda text: [_parse_option_value(part.strip()) for part in text.split("+")],
-    "stage_of": _parse_stage_places,
-}
-
-
 def all_constraints(given: Mapping[str, Any], more: str | None) -> dict[str, Any]:
     """What options of their own gave (``None``: nothing) and what ``more`` says. Raises :class:`TargetError` where both
-    name the same."""
-    asked = constraints_of(more) if more is not None else {}
+    name the same, and :class:`ConstraintError` for ``more`` of another form."""
+    asked = read_options(more or "")
     options = {name: value for name, value in given.items() if value is not None}
     twice = [name for name in options if name in asked and asked[name] != options[name]]
     if twice:

@@ -16,8 +16,8 @@ from partitioner.cli.options import (
     Optimizer,
     PlanFile,
     Precision,
+    Profile,
     TargetError,
-    constraints_of,
     format_examples,
     load_target,
 )
@@ -44,6 +44,7 @@ def size(
     constraints: Annotated[
         str | None, typer.Option(metavar="NAME=VALUE,...", help="What is fixed of the plans.", show_default=False)
     ] = None,
+    profile: Profile = None,
     precision: Precision = None,
     global_batch: GlobalBatch = None,
     optimizer: Optimizer = "adamw",
@@ -67,7 +68,7 @@ def size(
     from partitioner.runtime.files import write_text
 
     sizes = _parse_node_counts(nodes)
-    pins = Constraints(**constraints_of(constraints or ""))
+    pins = Constraints.parse(constraints or "")
     check_outputs(out, svg)
     with show_spinner(f"Loading {function}"):
         target = load_target(function, meta=meta)
@@ -83,6 +84,7 @@ def size(
                 every=every or svg is not None,
                 loss=target.loss,
                 constraints=pins,
+                profile=profile,
                 precision=precision,
                 global_batch=global_batch,
                 optimizer=optimizer,
@@ -164,6 +166,7 @@ def largest(
     constraints: Annotated[
         str | None, typer.Option(metavar="NAME=VALUE,...", help="What is fixed of the plans.", show_default=False)
     ] = None,
+    profile: Profile = None,
     precision: Precision = None,
     optimizer: Optimizer = "adamw",
     meta: Meta = False,
@@ -171,7 +174,7 @@ def largest(
     """Find the largest microbatch, or the longest sequence, that fits in the memory of a cluster."""
     from partitioner import Constraints, Topology, largest_that_fits
 
-    pins = Constraints(**constraints_of(constraints or ""))
+    pins = Constraints.parse(constraints or "")
     where = Topology.parse(topology)
     with show_spinner(f"Loading {function}"):
         target = load_target(function, meta=meta)
@@ -183,6 +186,7 @@ def largest(
             of,  # type: ignore[arg-type]  # largest_that_fits says what it may be
             most=most,
             constraints=pins,
+            profile=profile,
             loss=target.loss,
             precision=precision,
             optimizer=optimizer,

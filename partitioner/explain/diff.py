@@ -69,6 +69,8 @@ def in_words(plan: Plan, other: Plan) -> Iterator[str]:
         yield f"Its fullest rank holds {bytes_text(b)}, {format_relative(a, b, bytes_text)} {bytes_text(a)}."
     if plan.mesh != other.mesh:
         yield f"Its mesh is {mesh_text(other.mesh)} instead of {mesh_text(plan.mesh)}."
+    if plan.profile != other.profile:
+        yield f"It is executed as by {other.profile.name} instead of {plan.profile.name}."
     if plan.planned_only != other.planned_only:
         for which, only in (("This plan", plan.planned_only), ("The other plan", other.planned_only)):
             if only:

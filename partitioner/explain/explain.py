@@ -184,6 +184,9 @@ def _planned_only(plan: Plan) -> Iterator[RenderableType]:
         yield format_text_line(
             f"No: this version plans {what}, but does not execute it. The plan has estimates and no program."
         )
+        if plan.profile.differences:
+            yield format_text_line(f"It predicts how {plan.profile.name} executes the layout.")
+            yield from _format_items([f"{field}: {reason}" for field, reason in plan.profile.reasons.items()])
 
 
 def _explain_fit(plan: Plan) -> Iterator[RenderableType]:

@@ -121,7 +121,7 @@ def _kept_types(plan: Plan, program: Program) -> Iterator[str]:
     if not trained:
         return
     added_up = [_with_type_of_sums(state) for state in trained]
-    yield f"gradients in {_types_of(trained if plan.constraints.short_gradients else added_up)}"
+    yield f"gradients in {_types_of(added_up)}"
     optimizer = OPTIMIZERS[plan.optimizer]
     if optimizer.master and added_up != trained:
         yield "master copies of parameters in fp32"
@@ -254,6 +254,7 @@ def build_figure_grid(plan: Plan, time: str) -> Padding:
     rows = [
         ("without host memory", plan.lacking if plan.offload else ""),
         ("planned, not executed", f"{', '.join(plan.planned_only)}: figures only" if plan.planned_only else ""),
+        ("execution profile", plan.profile.name if plan.profile.differences else ""),
         ("mesh", f"{mesh_text(plan.mesh)} ({format_plural(plan.world_size, 'rank')}) on {plan.topology.name}"),
         ("links", axis_text(plan)),
         ("bandwidth", bandwidth_text(plan)),

@@ -9,6 +9,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from partitioner.execution_profile import ExecutionProfile
+from partitioner.passes.documented_model import strip_fields
 from partitioner.passes.errors import PartitionError
 from partitioner.plan import Plan
 from partitioner.runtime.files import write_text
@@ -17,7 +19,9 @@ from partitioner.runtime.program.program import Program
 FORMAT = "partitioner-plan"
 
 RANK_FORMAT = "partitioner-rank"
-VERSION = 1
+VERSION = 2
+_OLDEST = 1  # version that is still read: constraints had fields that are facts of the execution profile now
+_MOVED = frozenset(ExecutionProfile.model_fields) - {"name", "expert_tensor"}
 
 
 class PlanFileError(PartitionError):
@@ -32,7 +36,7 @@ def save_plan(plan: Plan, path: Path) -> Path:
 
 
 def load_plan(path: Path) -> Plan:
-    """Read a plan. Raises :class:`PlanFileError`: unreadable, truncated, foreign, of another version, or edited."""
+    """Read a plan. Raises :class:`PlanFileError`: unreadable, truncated, foreign, of an unknown version, or edited."""
     content = _unwrap_plan_file(path, FORMAT)
     try:
         return Plan.model_validate(content)
@@ -54,6 +58,10 @@ def export_ranks(plan: Plan, folder: Path) -> list[Path]:
 
 def plan_schema() -> dict[str, Any]:
     """The JSON schema of a plan file."""
+    made = Plan.model_json_schema()
+    for part in made["$defs"].values():
+        if "description" in part:
+            part["description"] = strip_fields(part["description"])  # each field has its own
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Plan file",
@@ -63,9 +71,9 @@ def plan_schema() -> dict[str, Any]:
             "format": {"const": FORMAT},
             "version": {"const": VERSION},
             "checksum": {"type": "string", "description": "SHA-256 of the other keys as canonical JSON"},
-            **Plan.model_json_schema()["properties"],
+            **made["properties"],
         },
-        "$defs": Plan.model_json_schema()["$defs"],
+        "$defs": made["$defs"],
     }
 
 
@@ -125,7 +133,7 @@ def _unwrap_plan_file(path: Path, kind: str) -> dict[str, Any]:
     if not isinstance(content, dict) or content.get("format") != kind:
         found = content.get("format") if isinstance(content, dict) else type(content).__name__
         raise PlanFileError(f"{path} is not a plan file: expected format {kind!r}, got {found!r}")
-    if content.get("version") != VERSION:
+    if content.get("version") not in range(_OLDEST, VERSION + 1):
         age = "older" if str(content.get("version")) < str(VERSION) else "newer"
         raise PlanFileError(
             f"{path} was written by {age} software: expected version {VERSION}, got {content.get('version')!r}; "
@@ -137,7 +145,20 @@ def _unwrap_plan_file(path: Path, kind: str) -> dict[str, Any]:
             f"{path} was changed after it was written (its checksum does not match); make the plan again, "
             "or change its constraints and plan anew"
         )
-    return body
+    return _upgrade_first_version(body) if kind == FORMAT and content["version"] == _OLDEST else body
+
+
+def _upgrade_first_version(body: dict[str, Any]) -> dict[str, Any]:
+    """The content of a plan file of version 1 as one of version 2: facts among its constraints become a profile."""
+    given = body.get("constraints")
+    if not isinstance(given, dict):
+        return body
+    facts = {name: value for name, value in given.items() if name in _MOVED and value is not None}
+    if any(str(what).startswith("etp=") for what in body.get("planned_only", ())):
+        facts["expert_tensor"] = "any"
+    kept = {name: value for name, value in given.items() if name not in _MOVED}
+    profile = {"profile": {"name": "of the constraints", **facts}} if facts else {}
+    return {**body, "constraints": kept, **profile}
 
 
 def _format_first_error(error: ValidationError) -> str:

@@ -17,6 +17,8 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import Field
+
 from partitioner.runtime.files import write_text
 from partitioner.runtime.program.instructions import Data
 from partitioner.schedules.actions import Action, ScheduleError, Timetable, group_stages_by_rank, stuck_at
@@ -49,13 +51,15 @@ class _ScheduleCell(NamedTuple):
 
 
 class ScheduleTable(Data):
-    """A schedule for one number of ranks and of microbatches. ``rows``: each rank's cells. ``name``: for reports.
+    """A schedule for one number of ranks and of microbatches.
 
     Raises :class:`ScheduleError` (see :meth:`check`) when it is first used.
     """
 
-    name: str
-    rows: tuple[tuple[str, ...], ...]
+    name: str = Field(description="What reports call it.")
+    rows: tuple[tuple[str, ...], ...] = Field(
+        description='The cells of each rank, such as "0F1": stage, kind of work and microbatch.'
+    )
 
     @staticmethod
     def load(path: str | Path) -> ScheduleTable:

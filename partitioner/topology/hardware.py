@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from partitioner.passes.documented_model import DocumentedModel
 from partitioner.topology.quantities import (
     Bytes,
     BytesOrNone,
@@ -25,7 +26,7 @@ from partitioner.topology.quantities import (
 )
 
 
-class TopologyPart(BaseModel):
+class TopologyPart(BaseModel, metaclass=DocumentedModel):
     """Base model: frozen, and strict about unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -55,17 +55,30 @@ if TYPE_CHECKING:
 
 
 class Topology(TopologyPart):
-    """Devices and the links between them; see the module's page. Raises :class:`TopologyError` for inconsistent
-    descriptions."""
+    """Devices and the links between them. Device ``i`` is the ``i``-th in the order of nodes.
 
-    name: str
-    nodes: tuple[NodeGroup, ...] = Field(min_length=1)
-    types: dict[str, DeviceType]
-    levels: tuple[Level, ...] = ()
-    overrides: dict[str, DeviceOverride] = Field(default_factory=dict)
-    links: tuple[LinkOverride, ...] = ()
-    patterns: dict[str, Pattern] = Field(default_factory=dict)
-    node_overrides: dict[int, NodeOverride] = Field(default_factory=dict)
+    ``Topology.local(4)``, ``Topology.preset("dgx-h100", nodes=2)`` and ``Topology.load("cluster.yaml")`` make one.
+    Raises :class:`TopologyError` for inconsistent descriptions.
+    """
+
+    name: str = Field(description="What reports call the cluster.")
+    nodes: tuple[NodeGroup, ...] = Field(
+        min_length=1, description="Groups of equal nodes, in the order of the devices."
+    )
+    types: dict[str, DeviceType] = Field(description="Name to device type: rates, memory, times, price.")
+    levels: tuple[Level, ...] = Field(
+        default=(), description="Links by distance, from the inside out: within a node, between nodes."
+    )
+    overrides: dict[str, DeviceOverride] = Field(
+        default_factory=dict, description="Device name to what is different about this device."
+    )
+    links: tuple[LinkOverride, ...] = Field(default=(), description="Links of single pairs of devices.")
+    patterns: dict[str, Pattern] = Field(
+        default_factory=dict, description="Name to a pattern of links inside a node, which a group of nodes can have."
+    )
+    node_overrides: dict[int, NodeOverride] = Field(
+        default_factory=dict, description="Node number to what is different about this node."
+    )
 
     def __init__(self, **data: Any) -> None:
         try:

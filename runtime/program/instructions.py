@@ -17,6 +17,8 @@ from typing import Annotated, Any, Literal, overload
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from partitioner.passes.documented_model import DocumentedModel
+
 Op = Literal[
     "LOAD",
     "TOTAL_F",
@@ -41,7 +43,7 @@ Op = Literal[
 ]
 
 
-class Data(BaseModel):
+class Data(BaseModel, metaclass=DocumentedModel):
     """Frozen, strict about unknown keys, compared by value. Infinities stay what they are in JSON (masks have them)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")

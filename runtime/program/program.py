@@ -216,47 +216,61 @@ class Stage(Data):
 
 
 class Program(Data):
-    """The programs of all ranks. ``fingerprint``: hash of the names, shapes and types of the weights.
+    """The programs of all ranks.
 
-    ``mesh["ep"]``: expert-parallel size, over ranks of dp x cp x tp. Each expert is sharded over ``etp`` ranks (0: as
-    many as ``tp``). For experts, the ranks of a stage form the axes ``edp`` (replicas of an expert), ``ep`` and
-    ``etp``, outermost first.
-
-    ``zero``: ZeRO stage; the ranks of a state's ``zero_axes`` share optimizer states (1), also gradients (2), also
-    parameters (3). ``dp_shard``: number of neighbouring ``dp`` ranks that share states (0: all); along
-    ``dp_replicate`` there are replicas. Without ``zero``, a hierarchical reduction scatters gradients over ``dp_shard``
+    For experts, the ranks of a stage form the axes ``edp`` (replicas of an expert), ``ep`` and ``etp``, outermost
     first.
-
-    ``data_shares``: number of microbatches of each ``dp`` rank, in the order of the batch; empty if every rank has
-    ``num_microbatches``. Otherwise ``num_microbatches`` is their maximum, and a rank with fewer microbatches skips the
-    instructions of the others.
     """
 
-    mesh: dict[str, int]
-    objective: Literal["train", "infer"]
-    num_microbatches: int
-    data_shares: tuple[int, ...] = ()
-    schedule: str
-    blocks: dict[str, BlockGraph]
-    states: dict[str, StateData]
-    values: dict[str, Value]
-    inputs: tuple[InputData, ...]
-    outputs: tuple[OutputData, ...]
-    loss: str | None
-    stages: tuple[Stage, ...]
-    fingerprint: str
-    constants: dict[str, Any] = Field(default_factory=dict)  # name -> nested lists; checkpoints have no constants
-    initial: dict[str, Any] = Field(default_factory=dict)  # buffer -> initial number or nested lists, without weights
-    tree: str | None = None
-    signature: SignatureData = Field(default_factory=SignatureData)
-    etp: int = 0
-    zero: Literal[0, 1, 2, 3] = 0
-    dp_shard: int = 0
-    fused_attention: bool = True  # attention kernels save no scores, for any head width
-    tf32: bool = False  # float32 matrix products round their operands to TF32, for GPUs' tensor cores
-    whole_scatter: bool = False  # a reduce-scatter receives all ranks' parts before it sums them (Gloo): more memory
-    # states kept in host memory; "disk": optimizer states are kept on disk instead
-    offload: tuple[Offload, ...] = ()
+    mesh: dict[str, int] = Field(
+        description="Ranks per axis. ep is folded over the dp x cp x tp ranks; the sizes of the others multiply."
+    )
+    objective: Literal["train", "infer"] = Field(description="What a step is: training, or inference.")
+    num_microbatches: int = Field(description="Microbatches of a step, of the rank with the most.")
+    data_shares: tuple[int, ...] = Field(
+        default=(),
+        description="Microbatches of each dp rank, in the order of the batch; empty: equally many. A rank with fewer "
+        "than num_microbatches skips the instructions of the others.",
+    )
+    schedule: str = Field(description="Name of the pipeline schedule.")
+    blocks: dict[str, BlockGraph] = Field(description="Name to graph of each block type.")
+    states: dict[str, StateData] = Field(description="Name to parameter or buffer.")
+    values: dict[str, Value] = Field(description="Name to shape, type and layout of what calls exchange.")
+    inputs: tuple[InputData, ...] = Field(description="What a step reads of the batch.")
+    outputs: tuple[OutputData, ...] = Field(description="What a step returns.")
+    loss: str | None = Field(description="The value that is the loss.")
+    stages: tuple[Stage, ...] = Field(description="Calls and instructions of each pipeline stage.")
+    fingerprint: str = Field(description="Hash of the names, shapes and types of the weights.")
+    constants: dict[str, Any] = Field(
+        default_factory=dict, description="Name to nested lists; checkpoints have no constants."
+    )
+    initial: dict[str, Any] = Field(
+        default_factory=dict, description="Buffer to its initial number or nested lists, where there are no weights."
+    )
+    tree: str | None = Field(default=None, description="The structure in which the outputs are returned.")
+    signature: SignatureData = Field(default_factory=SignatureData, description="The arguments of the model.")
+    etp: int = Field(default=0, description="Ranks that share one expert; 0: as many as tp.")
+    zero: Literal[0, 1, 2, 3] = Field(
+        default=0,
+        description="ZeRO stage: the ranks of the zero_axes of a state share optimizer states (1), also gradients (2), "
+        "also parameters (3).",
+    )
+    dp_shard: int = Field(
+        default=0,
+        description="Neighbouring dp ranks that share states, with replicas along dp_replicate; 0: all. Without zero, "
+        "a hierarchical reduction scatters gradients over them first.",
+    )
+    fused_attention: bool = Field(default=True, description="Attention kernels save no scores, for any width of heads.")
+    tf32: bool = Field(
+        default=False, description="Products in float32 round their operands to TF32, for the tensor cores of GPUs."
+    )
+    whole_scatter: bool = Field(
+        default=False,
+        description="A reduce-scatter receives the parts of all ranks before it sums them (Gloo), which takes memory.",
+    )
+    offload: tuple[Offload, ...] = Field(
+        default=(), description='Kinds of states that are in host memory; "disk": optimizer states are on disk instead.'
+    )
 
     @property
     def world_size(self) -> int:
@@ -411,12 +425,13 @@ def keep_first_microbatches(instructions: Instructions, program: Program, num_mi
 
 
 class RankProgram(Data):
-    """One rank's program: its instructions, shards and groups, derived from the program of all ranks, which it
-    contains."""
+    """The program of one rank: its instructions, shards and groups, derived from the program of all ranks."""
 
-    program: Program
-    rank: int
-    own: tuple[Instruction, ...] | None = None  # an edited instruction list that replaces the stage's
+    program: Program = Field(description="The program of all ranks.")
+    rank: int = Field(description="The rank, from 0 on.")
+    own: tuple[Instruction, ...] | None = Field(
+        default=None, description="An edited list of instructions. None: that of the stage."
+    )
 
     @cached_property
     def coordinates(self) -> dict[str, int]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from partitioner.constraints import Constraints
+from partitioner.execution_profile import OURS, ExecutionProfile
 from partitioner.passes.capture.capture import capture
 from partitioner.passes.ir.gradient_flow import mark_gradients
 from partitioner.passes.normalize.pipeline import normalize
@@ -42,7 +43,7 @@ class OneLayer(nn.Module):
         return x.square().mean()
 
 
-def job(name: str, topology: Topology, batch: int = 8, **pinned: Any) -> Job:
+def job(name: str, topology: Topology, batch: int = 8, profile: ExecutionProfile = OURS, **pinned: Any) -> Job:
     if name == "experts":
         captured = capture(*small_experts(batch))
     elif name == "one layer":
@@ -52,4 +53,4 @@ def job(name: str, topology: Topology, batch: int = 8, **pinned: Any) -> Job:
         captured = capture(case.build(), case.inputs(batch), loss=case.loss)
     model = fold(normalize(captured))
     mark_gradients(model)
-    return Job(model, shard_batch(model, batch), batch, topology, Constraints(**pinned), True, "adamw", "fp32")
+    return Job(model, shard_batch(model, batch), batch, topology, Constraints(**pinned), True, "adamw", "fp32", profile)

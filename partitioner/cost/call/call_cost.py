@@ -12,9 +12,7 @@ from torch import fx
 from partitioner.cost.call.block_profile import BlockProfile, Exchange, KernelTable, asked_by
 from partitioner.cost.call.collectives import collective_time, context_exchanges
 from partitioner.cost.call.expert_parallel import (
-    EXECUTED,
     NO_SPREAD,
-    Software,
     Spread,
     compute_exposed_seconds,
     expected_loads,
@@ -34,6 +32,7 @@ from partitioner.cost.call.zero3_gathers import (
     gathered_bytes,
     read_bytes,
 )
+from partitioner.execution_profile import OURS, ExecutionProfile
 from partitioner.passes.ir.model import Block
 from partitioner.passes.rules.strategies import needs_gradient
 from partitioner.topology.group import Group
@@ -197,8 +196,8 @@ class CallWork:
         self._kept: dict[tuple[bool, bool, bool], SavedBytes] = {}
         self._computed: dict[tuple[object, ...], tuple[DeviceType, _Computed]] = {}
 
-    def asked(self, fp8: bool, software: Software = EXECUTED) -> BlockProfile:
-        key = fp8, software.fused_casts, software.expert_kernels, software.current_scaling
+    def asked(self, fp8: bool, profile: ExecutionProfile = OURS) -> BlockProfile:
+        key = fp8, profile.fused_casts, profile.expert_kernels, profile.current_scaling
         if key not in self._asked:
             self._asked[key] = asked_by(self.block, self.train, fp8, self.again, *key[1:])
         return self._asked[key]
@@ -225,8 +224,8 @@ class CallWork:
 
     def cost(self, device: DeviceType, groups: Mapping[str, Group], spread: Spread = NO_SPREAD) -> CallCost:
         """The cost of one call on one rank; see :func:`call_costs`."""
-        software, train = spread.software, self.train
-        asked = self.asked(spread.fp8, software)
+        profile, train = spread.profile, self.train
+        asked = self.asked(spread.fp8, profile)
         slowdown = device.overlap_slowdown
         computed = self._get_kernel_prices(device, asked, spread)
         seconds, comm, pieces = list(computed.seconds), [0.0, 0.0], [0.0, 0.0]
@@ -236,19 +235,19 @@ class CallWork:
                 comm[way] += compute_exposed_seconds(of_ring[way], sent[way], slowdown, beside)
         for exchange in asked.exchanges:
             took = _compute_exchange_seconds(exchange, groups, device)
-            apart = software.overlap_tensor and exchange.in_pieces
+            apart = profile.overlap_tensor and exchange.in_pieces
             (pieces if apart else comm)[exchange.way] += took
-            if exchange.anew and software.regather:  # behind the products of the backward
+            if exchange.anew and profile.regather:  # behind the products of the backward
                 pieces[1] += took
         exchanged = expert_exchanges(asked.region, spread)
         put_in_order = sorting_seconds(asked.region, asked.held, spread, device)
         for way in range(1 + train):
             seconds[way] += put_in_order
             comm[way] += in_pieces(computed.products[way], pieces[way], spread.tp, slowdown)
-            behind = software.overlap_experts  # another microbatch, which computes as long
+            behind = profile.overlap_experts  # another microbatch, which computes as long
             comm[way] += compute_exposed_seconds(seconds[way], exchanged, slowdown, behind)
         halves = [seconds[0], seconds[1] - computed.weights, computed.weights]
-        sent_s = 0.0 if software.overlap_experts else exchanged / 2  # to the experts, without the way back
+        sent_s = 0.0 if profile.overlap_experts else exchanged / 2  # to the experts, without the way back
         late_s = _issued_late(asked, computed.experts_s + sent_s, spread, device)
         for half, others in enumerate((comm[0], comm[1], 0.0)):  # the host is the slower one for each by itself
             issued, waited = (
@@ -261,14 +260,14 @@ class CallWork:
         seconds = [halves[0], halves[1] + halves[2]]
         gathers = gather_seconds(asked.states, spread)
         exposed = [
-            compute_exposed_seconds(seconds[way] + comm[way], gathers[way], slowdown, spread.overlap)
+            compute_exposed_seconds(seconds[way] + comm[way], gathers[way], slowdown, profile.overlap)
             for way in range(1 + train)
         ]
         comm = [sent + waited for sent, waited in zip(comm, (*exposed, 0.0), strict=False)]
         return self._build_call_cost(asked, spread, computed, halves, comm, exposed[0] if train else 0.0)
 
     def _get_kernel_prices(self, device: DeviceType, asked: BlockProfile, spread: Spread) -> _Computed:
-        even = spread.software.even_experts
+        even = spread.profile.even_experts
         key = id(device), id(asked), spread.ep, spread.of_experts, spread.num_experts, spread.divided, even
         if key not in self._computed:  # the device is kept: its identity stays its own
             self._computed[key] = device, _price_kernels(asked, device, spread)
@@ -283,7 +282,7 @@ class CallWork:
         comm: list[float],
         forward_only_s: float,
     ) -> CallCost:
-        regather = self.train and spread.software.regather
+        regather = self.train and spread.profile.regather
         apart = spread.ep > 1
         kept, slim = self._find_saved_bytes(regather, False, apart), self._find_saved_bytes(regather, True, apart)
         sizes = [read_bytes(s, spread) for s in asked.states]
@@ -341,9 +340,9 @@ class CallWork:
 def _count_issued_operators(asked: BlockProfile, half: int, spread: Spread) -> float:
     """Number of operators that the host issues in one half of the call, without those in recorded graphs."""
     of_experts, others = _issued_each(asked, half, spread), float(asked.issued[half])
-    if half == 0 and spread.software.expert_kernels == "each" and asked.held:
-        others += max(0, _ROUTING[spread.software.dispatch] - asked.routing)
-    return {"none": others + of_experts, "part": of_experts, "all": 0.0}[spread.software.graphs]
+    if half == 0 and spread.profile.expert_kernels == "each" and asked.held:
+        others += max(0, _ROUTING[spread.profile.dispatch] - asked.routing)
+    return {"none": others + of_experts, "part": of_experts, "all": 0.0}[spread.profile.graphs]
 
 
 def _issued_each(asked: BlockProfile, half: int, spread: Spread) -> float:
@@ -359,8 +358,8 @@ def _issued_late(asked: BlockProfile, device_s: float, spread: Spread, device: D
     (Megatron-LM, deepseek-v3-gb200-optimization, section 3.1: the synchronization for tokens by expert). There is no
     wait if each expert's rows are padded to one fixed number.
     """
-    software = spread.software
-    if software.expert_kernels != "each" or software.graphs == "all" or software.even_experts == "padded":
+    profile = spread.profile
+    if profile.expert_kernels != "each" or profile.graphs == "all" or profile.even_experts == "padded":
         return 0.0
     return max(0.0, _issued_each(asked, 0, spread) * device.dispatch - device_s)
 
@@ -398,7 +397,7 @@ def _spread_columns(columns: KernelTable, spread: Spread) -> KernelTable:
         return columns
     num_experts = spread.num_experts / (ep if spread.divided else 1)
     held = (columns.held > 0) & (columns.held < num_experts)  # tp may have divided the experts
-    uneven = expected_loads(columns.rows * ep, ep if spread.software.even_experts == "none" else 1)
+    uneven = expected_loads(columns.rows * ep, ep if spread.profile.even_experts == "none" else 1)
     load = uneven * np.where(held, columns.held / max(1, num_experts), 1.0)
     load = np.where(experts, load, 1.0)
     batch = (columns.num_bytes - columns.state_bytes) * load

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from partitioner.cost.call.collectives import collective_time, dispatch_time
 from partitioner.cost.call.operators import is_view, operator_name
 from partitioner.cost.call.roofline import copied_s
+from partitioner.execution_profile import OURS, ExecutionProfile
 from partitioner.passes.experts.regions import find_regions
 from partitioner.passes.ir.hashing import hashed_once
 from partitioner.passes.ir.model import Block
@@ -30,35 +31,14 @@ _ALONE = Group(1)
 
 @hashed_once
 @dataclass(frozen=True)
-class Software:
-    """How what runs a plan communicates; see the constraints of the same names."""
-
-    overlap_tensor: bool = False
-    regather: bool = False
-    by_parameter: bool = False
-    short_gradients: bool = False
-    dispatch: str = "rows"
-    overlap_experts: bool = False
-    expert_kernels: str = "grouped"
-    fused_casts: bool = False
-    graphs: str = "none"
-    even_experts: str = "none"
-    current_scaling: bool = False
-
-
-EXECUTED = Software()  # as this project's runtime does
-
-
-@hashed_once
-@dataclass(frozen=True)
 class Spread:
     """How a call is spread besides ``tp`` and ``cp``. ``experts``, ``shards``: the groups of ``ep`` and of the ranks
     that ZeRO-3 shards over. ``expert_tensor``: ranks of ``tp`` over those that share one expert (``etp``).
     ``num_experts``: in all, of the layer that has most. ``sharers``: the ranks that share one expert.
 
     ``divided``: the graph is what one rank runs already, with the exchanges of tokens in it and its experts alone.
-    ``overlap``: whether gathers run behind computation. ``fp8``: products with weights are in fp8. ``whole_scatter``:
-    what gradients are scattered by receives all parts of them.
+    ``fp8``: products with weights are in fp8. ``whole_scatter``:
+    what gradients are scattered by receives all parts of them. ``profile``: how what runs the plan executes it.
     """
 
     experts: Group = _ALONE
@@ -67,10 +47,9 @@ class Spread:
     expert_tensor: float = 1.0
     tp: int = 1
     num_experts: int = 0
-    overlap: bool = True
     fp8: bool = False
     whole_scatter: bool = False
-    software: Software = EXECUTED
+    profile: ExecutionProfile = OURS
     sharers: Group = _ALONE
     divided: bool = False
 
@@ -188,13 +167,13 @@ def expert_exchanges(region: ExpertProducts, spread: Spread) -> float:
     """Seconds of sending tokens to their experts and back, one way each, per pass."""
     if spread.ep == 1 or spread.divided:
         return 0.0
-    if spread.software.dispatch == "rows":
+    if spread.profile.dispatch == "rows":
         values = [n.meta["val"].nbytes for n in (*region.entries, *region.exits)]
         return sum(collective_time("all_to_all", nbytes * spread.ep, spread.experts) for nbytes in values)
     ahead, back = (sum(float(n.meta["val"].nbytes) for n in nodes) for nodes in (region.entries, region.exits))
     sharers = spread.sharers
     seconds = collective_time("all_gather", ahead, sharers) + collective_time("reduce_scatter", back, sharers)
-    copies = region.copies if spread.software.dispatch == "once" else 1.0
+    copies = region.copies if spread.profile.dispatch == "once" else 1.0
     for nbytes in (ahead, back):
         seconds += dispatch_time(nbytes * spread.ep / sharers.size, spread.experts, copies)
     return seconds
@@ -206,7 +185,7 @@ def sorting_seconds(region: ExpertProducts, held: int, spread: Spread, device: D
     They come ordered by the rank that sent them (``passes/experts/sorted_rows.py``; Megatron-Core's
     ``sort_chunks_by_idxs``). What sends them ``once`` lays them out itself, and a rank's only expert has all of them.
     """
-    if not region.sorts or held * spread.of_experts <= 1 or spread.software.dispatch == "once":
+    if not region.sorts or held * spread.of_experts <= 1 or spread.profile.dispatch == "once":
         return 0.0
     moved = (sum(float(n.meta["val"].nbytes) for n in nodes) for nodes in (region.entries, region.exits))
     return sum(copied_s(num_bytes, device) for num_bytes in moved)
@@ -227,10 +206,8 @@ def in_pieces(compute_s: float, comm_s: float, pieces: int, slowdown: float) -> 
 
 
 __all__ = [
-    "EXECUTED",
     "NO_SPREAD",
     "ExpertProducts",
-    "Software",
     "Spread",
     "expected_loads",
     "expert_exchanges",

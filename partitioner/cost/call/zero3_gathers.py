@@ -26,7 +26,7 @@ NONE_GATHERED = GatheredBytes()
 
 def read_bytes(state: StateRead, spread: Spread) -> tuple[float, float]:
     """Bytes of a state that the call reads, and of its gradient."""
-    return state.sizes(spread.software.short_gradients, spread.of_experts if state.expert else 1.0)
+    return state.sizes(spread.profile.short_gradients, spread.of_experts if state.expert else 1.0)
 
 
 def gather_seconds(states: Iterable[StateRead], spread: Spread) -> tuple[float, float]:
@@ -36,7 +36,7 @@ def gather_seconds(states: Iterable[StateRead], spread: Spread) -> tuple[float, 
     """
     if spread.shards.size == 1:
         return 0.0, 0.0
-    apart = spread.software.by_parameter
+    apart = spread.profile.gather == "parameter"
     sizes: dict[tuple[bool, str], list[float]] = {}  # of experts' weights, and of the others: weights, gradients
     for state in (state for state in states if apart or not state.small):
         known = sizes.setdefault((state.expert, state.name if apart else ""), [0.0, 0.0])
@@ -53,7 +53,7 @@ def gather_seconds(states: Iterable[StateRead], spread: Spread) -> tuple[float, 
 def copy_seconds(states: Iterable[StateRead], spread: Spread, device: DeviceType) -> tuple[float, float, float]:
     """Seconds in which a device that computes copies a call's weights out of what was gathered, forward and backward,
     and its gradients into what is scattered: pieces of several tensors that are sent at once lie rank by rank."""
-    if spread.shards.size == 1 or spread.software.by_parameter:
+    if spread.shards.size == 1 or spread.profile.gather == "parameter":
         return 0.0, 0.0, 0.0
     weights = gradients = 0.0
     for state in (state for state in states if not state.small):
@@ -73,7 +73,7 @@ def gathered_bytes(sizes: Sequence[tuple[float, float]], spread: Spread, saved: 
     ranks = spread.shards.size
     if ranks == 1 or not sizes:
         return NONE_GATHERED
-    if spread.software.by_parameter:
+    if spread.profile.gather == "parameter":
         return GatheredBytes(2 * max(weight + gradient for weight, gradient in sizes))
     weights, gradients = (sum(of) for of in zip(*sizes, strict=True))
     largest = max(gradient for _, gradient in sizes)

@@ -28,6 +28,7 @@ from partitioner.cost.step.relaxed_mesh import BestCaseMesh
 from partitioner.cost.step.schedule_ends import RankEnds, seconds_added
 from partitioner.cost.step.step_ends import gathered_seconds, reduction_delays, stage_buckets
 from partitioner.emit.buckets import ReductionScheme
+from partitioner.execution_profile import OURS, ExecutionProfile
 from partitioner.passes.ir.model import FoldedModel
 from partitioner.plan import Estimate, StageEstimate
 from partitioner.schedules.core_contention import NodeCores, VirtualStageTime, seconds_in_turns
@@ -138,6 +139,7 @@ def stage_problem(
     schedule: str | ScheduleTable = "1f1b",
     ranks: Sequence[int] = (),
     constraints: Constraints | None = None,
+    profile: ExecutionProfile = OURS,
     train: bool = True,
     costs_by_stage: Sequence[Mapping[str, CallCost]] = (),
     scattering: Scattering = NOTHING_SENT,
@@ -150,6 +152,7 @@ def stage_problem(
     way to their shards.
     """
     constraints = constraints or Constraints()
+    parts = profile.sends == "parts" and constraints.sequence_parallel is False  # else values are sharded anyway
     placed = [(i, call) for i, call in enumerate(model.calls) if not call.shared and not call.prologue]
     offload = constraints.offload or ()
     often = Counter(call.block for _, call in placed)
@@ -181,7 +184,7 @@ def stage_problem(
         num_stages=len(at),
         num_microbatches=num_microbatches,
         capacity=tuple(machine.capacity[rank] for rank in at),
-        links=_find_stage_links(machine, ranks, constraints.sends == "parts"),
+        links=_find_stage_links(machine, ranks, parts),
         state_bytes=of_states.totals,
         late_bytes=of_states.late if once else {},
         local=frozenset([i.value for i in model.inputs] + [v for call in everywhere for v in call.outputs]),
@@ -402,8 +405,8 @@ def how_reduced(
     """Seconds by which the reductions of gradients end after the pipeline does, in the best way, and that way."""
     names = [_list_stage_states(problem, plan, states) for plan in split.stages]
     held = [sum_state_costs(states[name] for name in of_stage) for of_stage in names]
-    owned = [_count_shared_states(of_stage, states) for of_stage in names] if constraints.gather == "owner" else []
-    if problem.chunks > 1 and problem.train and machine.overlap and not owned and not problem.overlap_steps:
+    owned = [_count_shared_states(of_stage, states) for of_stage in names] if machine.profile.gather == "owner" else []
+    if problem.chunks > 1 and problem.train and machine.profile.overlap and not owned and not problem.overlap_steps:
         each = list_reduction_schemes(machine, constraints)
         found = [(_followed_tail(problem, split, states, held, machine, how, schedule, chunks), how) for how in each]
     else:
@@ -471,11 +474,11 @@ def _reduction_tail(
         slowdown = max(device.overlap_slowdown for device in machine.devices_of(s))
         last = stage.runs[0]  # the virtual stage whose backwards end last
         window = last.backward_s + last.recompute_s
-        if owned or not machine.overlap:
-            work = compute_gradient_reduction(costs, reducer, machine.overlap)
+        if owned or not machine.profile.overlap:
+            work = compute_gradient_reduction(costs, reducer, machine.profile.overlap)
             work = by_owner(work, owned[s], reducer) if owned else work
             # owners send what they have updated before the next step begins (InternEvo, ``overlap_sync_param=False``)
-            exposed = work.exposed(window, slowdown, 0.0 if owned else stage.forward_s, machine.overlap, m)
+            exposed = work.exposed(window, slowdown, 0.0 if owned else stage.forward_s, machine.profile.overlap, m)
             delay = first_s
         else:
             levels = {axes: level for cost in costs for axes, level in last_levels(cost).items()}

@@ -184,7 +184,7 @@ class _ReductionTails:
         if not self.keys or not len(start):
             return waits
         problem, machine = self.tables.problem, self.machine
-        if machine.overlap and len(start) <= _MOST_FOLLOWED:
+        if machine.profile.overlap and len(start) <= _MOST_FOLLOWED:
             for pair in zip(start.tolist(), stop.tolist(), strict=True):
                 waits[pair] = self._compute_reduction_delay(stage, *pair) - ahead[pair[0]]
             return waits
@@ -200,12 +200,14 @@ class _ReductionTails:
             works = np.array([self._compute_reduction_seconds(row, reducer) for row in different.tolist()])[
                 which.ravel()
             ].T
-            if machine.overlap:  # the last bucket has the first call's gradients; stages behind the first wait anyway
+            if (
+                machine.profile.overlap
+            ):  # the last bucket has the first call's gradients; stages behind the first wait anyway
                 works[1] = self._bound_call_reductions(reducer)[start]
                 works[0] = np.maximum(works[0], works[1])
                 works[2] *= stage == 0
             seconds = exposed_seconds(
-                tuple(works), windows, slowdown, forward, machine.overlap, problem.num_microbatches
+                tuple(works), windows, slowdown, forward, machine.profile.overlap, problem.num_microbatches
             )
             exposed = np.minimum(exposed, seconds)
         waits[start, stop] = exposed - ahead[start]

@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from partitioner.candidate import split_of
-from partitioner.cost.call.expert_parallel import EXECUTED, NO_SPREAD, Software, Spread
+from partitioner.cost.call.expert_parallel import NO_SPREAD, Spread
 from partitioner.cost.call.states import Sharded
 from partitioner.cost.call.transient_bytes import Scattering
 from partitioner.emit.buckets import bucket_limit
+from partitioner.execution_profile import OURS, ExecutionProfile
 from partitioner.passes.ir.hashing import hashed_once
 from partitioner.runtime.program.mesh import AXES, HYBRID_AXES, hybrid_mesh
 from partitioner.topology.group import Group, select_slowest_group
@@ -67,8 +68,8 @@ class PlacedMesh:
     the work. ``mesh`` has the axes whose sizes multiply to the number of ranks. ``ep`` ranks of dp x cp x tp share the
     experts, each sharded over ``etp`` of them (0: ``tp``). ``zero``: the stage of state sharding, over ``dp_shard`` of
     the ``dp`` ranks (0: all). ``gradient_bytes``: of all gradients of the model. ``overlap``: whether collectives of
-    gradients and weights run behind computation. ``num_experts``: of the layer with the most experts. ``software``: how
-    the executing software communicates. ``reserve``: bytes of every rank that stay free. All properties are by pipeline
+    gradients and weights run behind computation. ``num_experts``: of the layer with the most experts. ``profile``: how
+    what runs the plan executes it. ``reserve``: bytes of every rank that stay free. All properties are by pipeline
     stage, except ``device``, ``group``, ``groups`` and ``spread``.
     """
 
@@ -81,9 +82,8 @@ class PlacedMesh:
     zero: int = 0
     dp_shard: int = 0
     gradient_bytes: int = 0
-    overlap: bool = True
     num_experts: int = 0
-    software: Software = EXECUTED
+    profile: ExecutionProfile = OURS
     reserve: int = 0
     nested: tuple[int, ...] = field(default=(), compare=False)  # steps, where all groups over the same axes are alike
     memo: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)  # shared by copies
@@ -205,9 +205,8 @@ class PlacedMesh:
             self.ep,
             self.etp,
             self.zero == 3 and (self.zero, self.dp_shard),
-            self.overlap,
             self.num_experts,
-            self.software,
+            self.profile,
             self.precision,
         )
         return self.compute_once(("spread", *used), self._build_spread)
@@ -215,9 +214,9 @@ class PlacedMesh:
     def _build_spread(self) -> Spread:
         tp = self.mesh.get("tp", 1)
         plain = self.ep == 1 and self.zero != 3 and self.expert_tp == tp
-        if plain and self.precision != "fp8" and not self.num_experts and self.software == EXECUTED:
+        if plain and self.precision != "fp8" and not self.num_experts and not self.profile.differences:
             return NO_SPREAD
-        sharded, apart = self.zero == 3, self.software.dispatch == "rows"
+        sharded, apart = self.zero == 3, self.profile.dispatch == "rows"
         return Spread(
             experts=select_slowest_group(self._find_expert_groups("cp")),
             shards=self.group("dp_shard" if self.hybrid else "dp", "cp") if sharded else Group(1),
@@ -225,10 +224,9 @@ class PlacedMesh:
             expert_tensor=1.0 if self.by_rows else tp / self.expert_tp,
             tp=tp,
             num_experts=self.num_experts,
-            overlap=self.overlap,
             fp8=self.precision == "fp8",
             whole_scatter=self.topology.whole_scatter,
-            software=self.software,
+            profile=self.profile,
             sharers=Group(1) if apart else select_slowest_group(self._find_expert_groups("tp")),
         )
 

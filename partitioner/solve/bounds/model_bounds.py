@@ -106,10 +106,10 @@ class ModelBounds:
         self.placements = placements or Placements(job.topology, job.precision)
         paces, of_device = job.topology.paces
         types = [job.topology.paced_type(kind, speed) for kind, speed in paces]
-        if job.constraints.graphs is not None:  # recorded graphs need no dispatch
+        if job.profile.graphs != "none":  # recorded graphs need no dispatch
             types = [kind.model_copy(update={"dispatch": 0.0}) for kind in types]
         self.device = best_type(types)
-        how = job.train, job.precision == "fp8", bool(job.constraints.fused_casts), job.made_again
+        how = job.train, job.precision == "fp8", job.profile.fused_casts, job.made_again
         works = Works(job.model.blocks, self.device, types if len(types) > 1 else [], *how)
         self._kinds = DeviceKinds(
             works, self._calls_by_block, job.samples, np.bincount(of_device, minlength=len(paces))
@@ -120,7 +120,7 @@ class ModelBounds:
             {"dp": 2},
             optimizer=job.optimizer,
             train=job.train,
-            short_gradients=bool(job.constraints.short_gradients),
+            short_gradients=job.profile.short_gradients,
             offload=job.constraints.offload or (),
         )
         self._calls: dict[tuple[int, ...], dict[str, CallCost]] = {}
@@ -429,6 +429,7 @@ class ModelBounds:
             schedule=point.schedule,
             ranks=ranks,
             constraints=self.job.constraints,
+            profile=self.job.profile,
             train=self.train,
         )
 

@@ -7,6 +7,7 @@ from typing import Protocol
 from partitioner.candidate import MeshCandidate
 from partitioner.constraints import Constraints
 from partitioner.cost.call.recomputation import Remade
+from partitioner.execution_profile import ExecutionProfile
 from partitioner.passes.ir.model import FoldedModel
 from partitioner.topology.topology import Topology
 
@@ -24,6 +25,8 @@ class PlannedJob(Protocol):
     def topology(self) -> Topology: ...
     @property
     def constraints(self) -> Constraints: ...
+    @property
+    def profile(self) -> ExecutionProfile: ...
     @property
     def train(self) -> bool: ...
     def goes_apart(self, point: MeshCandidate) -> bool: ...

@@ -64,7 +64,7 @@ class Gathers:
 
     def __init__(self, job: PlannedJob, placements: Placements, device: DeviceType) -> None:
         self.placements, self.train, self.slowdown = placements, job.train, device.overlap_slowdown
-        self.overlap, short = job.constraints.overlap is not False, bool(job.constraints.short_gradients)
+        self.overlap, short = job.profile.overlap, job.profile.short_gradients
         self._reads = {name: _read_block_weights(job.model, name, job.experts, short) for name in job.model.blocks}
         self._gradients = [0.0, 0.0]  # scattered bytes, shared states once: (others, experts)
         placed = (call for call in job.model.calls if not call.shared and not call.prologue)
@@ -72,9 +72,7 @@ class Gathers:
             state = job.model.states[name]
             if state.requires_grad and state.kind == "parameter" and state.spec.shape:
                 self._gradients[name in job.experts] += gradient_bytes(state.spec, short)
-        self._copied = (
-            0.0 if job.constraints.gather == "parameter" else 2 / memory_rate("pointwise", device)
-        )  # s / byte
+        self._copied = 0.0 if job.profile.gather == "parameter" else 2 / memory_rate("pointwise", device)  # s / byte
         self._floors: dict[tuple[object, ...], tuple[Seconds, Seconds]] = {}
         self._scatters: dict[tuple[object, ...], float] = {}
 

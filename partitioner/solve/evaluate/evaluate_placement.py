@@ -216,6 +216,7 @@ class PlacementEvaluator:
             schedule=point.schedule,
             ranks=virtual_ranks(point),
             constraints=job.constraints,
+            profile=job.profile,
             train=job.train,
             costs_by_stage=costs_by_stage,
             scattering=machine.scattering(point.num_microbatches(job.global_batch)),

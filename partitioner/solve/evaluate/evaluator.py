@@ -369,7 +369,7 @@ class CandidateEvaluator:
                 optimizer=job.optimizer,
                 train=job.train,
                 sharded=job.dressed(PlacedMesh(job.topology, point.grid), point).sharded,
-                short_gradients=bool(job.constraints.short_gradients),
+                short_gradients=job.profile.short_gradients,
                 offload=job.constraints.offload or (),
             )
         return self._held[held]

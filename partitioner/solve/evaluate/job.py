@@ -9,11 +9,11 @@ from functools import cached_property
 from partitioner.candidate import MeshCandidate
 from partitioner.constraints import Constraints
 from partitioner.cost.call.call_cost import call_costs
-from partitioner.cost.call.expert_parallel import Software
 from partitioner.cost.call.recomputation import Remade
 from partitioner.cost.call.states import gradient_bytes
 from partitioner.cost.step.placed_mesh import PlacedMesh
 from partitioner.errors import CapacityError
+from partitioner.execution_profile import OURS, ExecutionProfile
 from partitioner.passes.ir.model import FoldedModel
 from partitioner.solve.sharding.expert_parallel import common_experts, expert_states, regions_of, spread_batch
 from partitioner.solve.sharding.sharding import ShardingSolution
@@ -25,9 +25,9 @@ class Job:
     """The planning job.
 
     ``model``: the folded model of the whole batch, or of one group if samples interact within groups, marked with its
-    gradients. ``reserve``: bytes of every rank that stay free. ``reserves``: further reserved bytes of single points.
-    ``refused``: points whose programs are known not to fit. ``simulated``: seconds of a step of points whose programs
-    take longer than their estimates.
+    gradients. ``profile``: how the plan is executed. ``reserve``: bytes of every rank that stay free. ``reserves``:
+    further reserved bytes of single points. ``refused``: points whose programs are known not to fit.
+    ``simulated``: seconds of a step of points whose programs take longer than their estimates.
     """
 
     model: FoldedModel
@@ -38,6 +38,7 @@ class Job:
     train: bool
     optimizer: str
     precision: str  # type of most of the work: "bf16", "fp32", ...
+    profile: ExecutionProfile = OURS
     reserve: int = 0
     reserves: Mapping[MeshCandidate, int] = field(default_factory=dict[MeshCandidate, int])
     refused: Mapping[MeshCandidate, CapacityError] = field(default_factory=dict[MeshCandidate, CapacityError])
@@ -53,20 +54,7 @@ class Job:
             zero=point.zero,
             dp_shard=point.dp_shard,
             gradient_bytes=self.gradient_bytes,
-            overlap=self.constraints.overlap is not False,
-            software=Software(
-                overlap_tensor=bool(self.constraints.overlap_tensor),
-                regather=bool(self.constraints.regather),
-                by_parameter=self.constraints.gather == "parameter",
-                short_gradients=bool(self.constraints.short_gradients),
-                dispatch=self.constraints.dispatch or "rows",
-                overlap_experts=bool(self.constraints.overlap_experts),
-                fused_casts=bool(self.constraints.fused_casts),
-                expert_kernels=self.constraints.expert_kernels or "grouped",
-                graphs=self.constraints.graphs or "none",
-                even_experts=self.constraints.even_experts or "none",
-                current_scaling=bool(self.constraints.current_scaling),
-            ),
+            profile=self.profile,
             num_experts=self.num_experts,
             reserve=self.reserve + self.reserves.get(point, 0),
         )
@@ -106,7 +94,7 @@ class Job:
     @cached_property
     def gradient_bytes(self) -> int:
         """Bytes of all gradients of the model."""
-        short = bool(self.constraints.short_gradients)
+        short = self.profile.short_gradients
         return sum(gradient_bytes(s.spec, short) for s in self.model.states.values() if s.requires_grad)
 
     @cached_property

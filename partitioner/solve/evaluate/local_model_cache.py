@@ -251,7 +251,7 @@ class LocalModels:
             train=job.train,
             num_microbatches=self._rounds(key),
             sequence_parallel=pinned.sequence_parallel if axis == "tp" else None,
-            short_gradients=bool(pinned.short_gradients),
+            short_gradients=job.profile.short_gradients,
         )
 
 

@@ -113,7 +113,7 @@ def plan_to_fit(
             least_s = least_s if job.reserve else explored.certificate.bound
             job = replace(job, reserve=max(untold, job.reserve + 1), reserves={}, refused={})
         try:
-            emit = None if estimate_only or job.constraints.planned_only else partial(_emit_chosen_program, job)
+            emit = None if estimate_only or job.profile.differences else partial(_emit_chosen_program, job)
             explored = find(job, left, before=explored, emit=emit)
         except (CapacityError, TimeLimitError) as error:
             if lacking is None and isinstance(error, TimeLimitError):
@@ -278,31 +278,14 @@ class PlannedProgram:
 
 
 def planned_only(job: Job, point: MeshCandidate, constraints: Constraints) -> tuple[str, ...]:
-    """What of a candidate of ``job`` under ``constraints`` this version plans but does not execute, as ``zero=3``."""
-    shares_experts = point.etp in (0, point.tp) or (point.etp == 1 and point.ep > 1)
-    chosen = Constraints(
-        ep=point.ep,
-        etp=None if shares_experts else point.etp,
-        overlap=constraints.overlap,
-        overlap_tensor=constraints.overlap_tensor,
-        regather=constraints.regather,
-        gather=constraints.gather,
-        sends=constraints.sends,
-        dispatch=constraints.dispatch if point.ep > 1 else None,
-        overlap_experts=constraints.overlap_experts if point.ep > 1 else None,
-        short_gradients=constraints.short_gradients,
-        fused_casts=constraints.fused_casts if job.precision == "fp8" else None,
-        current_scaling=constraints.current_scaling if job.precision == "fp8" else None,
-        expert_kernels=constraints.expert_kernels if job.num_experts else None,
-        graphs=constraints.graphs,
-        even_experts=constraints.even_experts if job.num_experts else None,
-    ).planned_only
+    """What of a candidate of ``job`` under ``constraints`` is planned and not executed, as ``dispatch=once``."""
     scaled = constraints.overlap_steps and is_split(point.schedule) and job.precision == "fp16"
     more = {
+        f"etp={point.etp}": point.etp not in (0, 1, point.tp),
         "precision=fp8 with experts": job.precision == "fp8" and job.num_experts > 0,
         "overlap_steps=True with precision=fp16": scaled and job.train,  # all ranks say whether gradients overflowed
     }
-    return (*chosen, *(name for name, holds in more.items() if holds))
+    return (*job.profile.differences, *(name for name, holds in more.items() if holds))
 
 
 def _check_hosts(facts: ProgramFacts, job: Job, chosen: SolvedCandidate) -> None:

@@ -105,6 +105,7 @@ def space_of(job: Job, bounds: ModelBounds) -> SearchSpace:
         length=max(lengths, default=0) if attends else 0,  # without attention there is no sequence to spread
         repeated=sum(times for times in often.values() if times > 1),
         even=bool(job.model.updates),
+        any_etp=job.profile.expert_tensor == "any",
     )
 
 

@@ -117,7 +117,8 @@ class SearchSpace:
     """What the points are drawn from. ``num_calls``: calls that stages can be cut between; ``dims``: the sizes of the
     weights' dims; ``global_batch``: samples; ``experts``: ranks that share them are a divisor of it; ``length``: a
     sample's tokens; ``repeated``: calls of blocks that repeat (0: all); ``even``: whether all ranks of ``dp`` must have
-    as many microbatches."""
+    as many microbatches; ``any_etp``: whether an expert may be divided over other numbers of ranks than 1 and
+    ``tp``."""
 
     topology: Topology
     global_batch: int
@@ -129,6 +130,7 @@ class SearchSpace:
     length: int = 0
     repeated: int = 0
     even: bool = False
+    any_etp: bool = False
 
     @property
     def world_size(self) -> int:
@@ -255,9 +257,11 @@ def _context_axes(space: SearchSpace, room: int) -> list[int]:
 def _expert_axes(space: SearchSpace, room: int, tp: int) -> list[tuple[int, int]]:
     """(ep, etp): ranks that share the experts, and ranks that share each of them (0: ``tp``)."""
     pinned = space.constraints
+    if pinned.etp not in (None, 1, tp) and not space.any_etp:
+        return []
     shards = [pinned.etp if pinned.etp not in (None, tp) else 0]
     if pinned.etp is None and space.experts and tp > 1:
-        shards = [*(list_divisors(tp)[:-1] if pinned.ahead else [1]), 0]
+        shards = [*(list_divisors(tp)[:-1] if pinned.ahead and space.any_etp else [1]), 0]
     if pinned.ep is not None:
         sizes = [pinned.ep]
     else:
@@ -385,7 +389,7 @@ def beyond_the_bound(space: SearchSpace) -> dict[str, str]:
         found["data_shares"] = "Shares of the batch were tried about as fast as ranks are, not all."
     if several and space.train and pinned.hierarchical is None and not topology.single_ring:
         found["hierarchical"] = "Reducing gradients level by level in the program (hierarchical=True) was not tried."
-    if space.experts and pinned.etp is None and not pinned.ahead:
+    if space.experts and pinned.etp is None and space.any_etp and not pinned.ahead:
         found["etp"] = "Splitting an expert over other numbers of ranks than tp or one was not tried."
     return found
 

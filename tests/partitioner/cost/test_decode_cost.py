@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from partitioner import Constraints, Topology, partition
+from partitioner import Constraints, ExecutionProfile, Topology, partition
 from partitioner.cost.call.block_profile import node_operands
 from partitioner.cost.call.call_cost import call_costs
 from partitioner.cost.call.operators import Kernel, forward_kernels
@@ -128,8 +128,9 @@ def test_a_token_takes_as_long_as_its_bytes():
         model = Decode().to(BF16)
         cache = [tuple(torch.empty(2, KV_HEADS, LENGTH, WIDTH, dtype=BF16) for _ in range(2)) for _ in range(LAYERS)]
         inputs = {"ids": torch.zeros(2, 1, dtype=torch.int64), "cache": cache}
-    fixed = Constraints(tp=8, microbatch_size=BATCH, graphs="all")
-    plan = partition(model, H100, inputs, objective="infer", global_batch=BATCH, constraints=fixed, estimate_only=True)
+    fixed, profile = Constraints(tp=8, microbatch_size=BATCH), ExecutionProfile(graphs="all")
+    asked = {"objective": "infer", "global_batch": BATCH, "constraints": fixed, "profile": profile}
+    plan = partition(model, H100, inputs, estimate_only=True, **asked)
     layer = (HIDDEN * (2 * HIDDEN + 2 * KV_HEADS * WIDTH) + 3 * HIDDEN * FFN) * 2 / 8
     least = LAYERS * (layer + 3 * 2 * BATCH * LENGTH * WIDTH * 2) / 3.35e12
     assert layer == pytest.approx(214e6, rel=0.01) and least == pytest.approx(LAYERS * 304e-6, rel=0.01)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from partitioner import Constraints, Plan, Topology, partition
+from partitioner import Constraints, ExecutionProfile, Plan, Topology, partition
 from partitioner.cost.call.call_cost import CallWork, call_costs
 from partitioner.cost.call.expert_parallel import NO_SPREAD, Spread
 from partitioner.cost.call.fp8 import in_fp8
@@ -60,11 +60,20 @@ class Layers(nn.Module):
         return x.square().mean()
 
 
-def planned(precision: str, topology: Topology = H100, *, bias: bool = True, width: int = 32768, **pins: Any) -> Plan:
+def planned(
+    precision: str,
+    topology: Topology = H100,
+    *,
+    bias: bool = True,
+    width: int = 32768,
+    profile: ExecutionProfile | None = None,
+    **pins: Any,
+) -> Plan:
     with torch.device("meta"):
         model, x = Layers(bias, width=width), torch.empty(128, 2048, 8192)
     pins = {"dp": 8, "microbatch_size": 8, "zero": 0} | pins
-    return partition(model, topology, {"x": x}, precision=precision, constraints=Constraints(**pins))
+    asked = {"precision": precision, "constraints": Constraints(**pins), "profile": profile}
+    return partition(model, topology, {"x": x}, **asked)
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
@@ -210,10 +219,9 @@ def test_products_in_fp8_read_a_byte_and_write_two():
 
 
 def test_casts_of_their_own_are_dearer_than_those_that_other_kernels_write():
-    own, fused = (planned("fp8", fused_casts=how) for how in (None, True))
+    own, fused = (planned("fp8", profile=ExecutionProfile(fused_casts=how)) for how in (False, True))
     assert own.estimate.step_time > 1.05 * fused.estimate.step_time
     assert not own.planned_only
     assert fused.planned_only == ("fused_casts=True",)
-    short = [planned("bf16", fused_casts=how) for how in (None, True)]
+    short = [planned("bf16", profile=ExecutionProfile(fused_casts=how)) for how in (False, True)]
     assert short[0].estimate.step_time == short[1].estimate.step_time
-    assert not short[1].planned_only

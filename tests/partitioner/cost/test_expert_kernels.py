@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
+from partitioner import ExecutionProfile
 from partitioner.cost.call.block_profile import module_operators
 from partitioner.cost.call.call_cost import CallCost, CallWork
-from partitioner.cost.call.expert_parallel import Software, Spread, sorting_seconds
+from partitioner.cost.call.expert_parallel import Spread, sorting_seconds
 from partitioner.passes.capture.capture import capture
 from partitioner.passes.ir.gradient_flow import mark_gradients
 from partitioner.passes.ir.model import Block
@@ -32,8 +33,8 @@ def layer() -> Block:
     return next(block for block in folded.blocks.values() if CallWork(block).has_experts)
 
 
-def cost(block: Block, device: object = LAUNCHED, fp8: bool = False, **software: object) -> CallCost:
-    made = Spread(num_experts=COUNT, fp8=fp8, software=Software(fused_casts=True, **software))  # type: ignore[arg-type]
+def cost(block: Block, device: object = LAUNCHED, fp8: bool = False, **facts: object) -> CallCost:
+    made = Spread(num_experts=COUNT, fp8=fp8, profile=ExecutionProfile(fused_casts=True, **facts))  # type: ignore[arg-type]
     return CallWork(block).cost(device, {}, made)  # type: ignore[arg-type]
 
 
@@ -79,7 +80,7 @@ def test_experts_wait_for_the_host_which_waits_for_their_rows(layer: Block):
 def test_ranks_have_as_many_rows_where_routing_is_even(layer: Block, even: str, more: float):
     """128 rows of each of four ranks, 512 in all, of which the fullest rank gets ``1 + sqrt(2 ln 4 * 3 / 512)`` times
     its share (Raab and Steger 1998), or its share."""
-    spread = Spread(experts=Group(4), num_experts=COUNT, software=Software(even_experts=even))
+    spread = Spread(experts=Group(4), num_experts=COUNT, profile=ExecutionProfile(even_experts=even))
     plain = CallWork(layer).cost(H100, {}, Spread(num_experts=COUNT))
     assert CallWork(layer).cost(H100, {}, spread).flops / plain.flops == pytest.approx(more)
 
@@ -132,5 +133,8 @@ def test_rows_are_put_in_order_and_back(layer: Block):
     moved = 5e-6 + 2 * rows / (0.87 * 3.35e12)
     found = sorting_seconds(region, COUNT, Spread(num_experts=COUNT), H100)
     assert found == pytest.approx(2 * moved, rel=0.01)
-    assert sorting_seconds(region, COUNT, Spread(num_experts=COUNT, software=Software(dispatch="once")), H100) == 0.0
+    assert (
+        sorting_seconds(region, COUNT, Spread(num_experts=COUNT, profile=ExecutionProfile(dispatch="once")), H100)
+        == 0.0
+    )
     assert sorting_seconds(region, 1, Spread(num_experts=1), H100) == 0.0

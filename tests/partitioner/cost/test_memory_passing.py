@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from partitioner import Constraints, PlanError, Topology, partition, prepare
+from partitioner import Constraints, ExecutionProfile, PlanError, Topology, partition, prepare
 from partitioner.plans.figures import list_rank_capacities
 from partitioner.solve.evaluate.prepared_model import PreparedModel
 from partitioner.topology.groups import stage_capacity
@@ -73,8 +73,9 @@ def test_programs_take_no_more_than_tables_say(zero: int, pins: str, tied: bool,
 def test_ranks_that_share_an_expert_have_the_same_rows(tp: int, ep: int, etp: int) -> None:
     with torch.device("meta"):
         model, inputs = PlainExperts(), plain_inputs(8)
+    pins, profile = Constraints(pp=1, tp=tp, ep=ep, etp=etp), ExecutionProfile(expert_tensor="any")
     with pytest.raises(PlanError, match=f"etp={etp} with ep={ep}, tp={tp}: .* expected"):
-        partition(model, Topology.local(8), inputs, constraints=Constraints(pp=1, tp=tp, ep=ep, etp=etp))
+        partition(model, Topology.local(8), inputs, constraints=pins, profile=profile)
 
 
 def test_what_groups_take_is_no_room_of_a_plan() -> None:

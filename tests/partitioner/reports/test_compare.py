@@ -32,9 +32,10 @@ def make():
 """
 
 
-def planned(topology: Topology, **pins: Any) -> Plan:
+def planned(topology: Topology, profile: str | None = None, **pins: Any) -> Plan:
     with torch.device("meta"):
-        return partition(Tower(), topology, (torch.empty(64, 256),), constraints=Constraints(**pins))
+        asked = {"constraints": Constraints(**pins), "profile": profile}
+        return partition(Tower(), topology, (torch.empty(64, 256),), **asked)
 
 
 def again() -> dict[str, Any]:
@@ -111,7 +112,7 @@ def test_memory_is_compared_as_it_was_found():
     own = max(plan.estimate.memory)
     assert plan.chosen.memory == own
     chosen = f"that of the chosen plan needs {bytes_text(own)}."
-    same = plan.why_not(overlap=True, model=model, inputs=inputs)
+    same = plan.why_not(overlap_steps=False, model=model, inputs=inputs)
     assert f"Its fullest rank needs {bytes_text(own)}; {chosen}" in same.lines
     row = plan.chosen.model_copy(update={"status": "solved", "schedule": "gpipe", "memory": 2 * own})
     rows = (*plan.certificate.candidates, row)
@@ -138,10 +139,6 @@ def test_what_was_not_searched_is_planned_with_the_model(plan: Plan):
     assert plan.why_not(dp_shard=2).verdict == "unknown"
     answer = plan.why_not(dp_shard=2, **again())
     assert answer.verdict in ("slower", "faster")
-    beyond = plan.why_not(overlap=False)
-    assert "this version plans but does not execute overlap=False" in str(beyond)
-    answer = plan.why_not(overlap=False, **again())
-    assert "This version plans overlap=False, but does not execute it." in str(answer)
 
 
 def test_what_partition_would_say_is_said_without_the_model(plan: Plan):
@@ -274,7 +271,7 @@ def test_differences_are_told(plan: Plan):
 
 
 def test_plans_without_a_program_are_compared(plan: Plan):
-    other = planned(Topology.preset("dgx-h100"), zero=3, dp=8, overlap=False)
+    other = planned(Topology.preset("dgx-h100"), zero=3, dp=8, profile="overlap=false")
     only = "The other plan has overlap=False, which this version plans but does not execute."
     assert only in list(in_words(plan, other))
     assert f"zero={plan.chosen.zero}" in plan.diff(other)

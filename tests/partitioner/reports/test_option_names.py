@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from partitioner import Constraints, Topology, partition
+from partitioner import Constraints, ExecutionProfile, Topology, partition
 from partitioner.cli.app import app
-from partitioner.constraints import _BY_NAME, _list_name_stems
 from partitioner.errors import ConstraintError
+from partitioner.option_text import _BY_NAME, _list_name_stems
 
 # Another library's option -> what to write, of the value 2.
 NUMBERS = {
@@ -135,12 +135,19 @@ def test_no_constraint_is_taken_for_another() -> None:
     assert not set(Constraints.model_fields) & set(_BY_NAME)
 
 
+def test_what_moved_to_the_profile_is_answered_with_its_field() -> None:
+    """Every fact of a profile is a word that ``Constraints`` answers with ``ExecutionProfile(...)``."""
+    for name in set(ExecutionProfile.model_fields) - {"name", "expert_tensor"}:
+        assert re.search(rf"profile=ExecutionProfile\({name}=", answer(name, True)), name
+
+
 def test_options_that_an_answer_names_are_there() -> None:
     """Every ``name=`` of the table is a constraint, or an argument of the call that is named."""
     calls = {"precision", "optimizer", "global_batch", "objective", "loss", "time_limit_s", "compile", "loss_scale"}
+    calls |= {"profile"}
     for here in set(_BY_NAME.values()):
         named = set(re.findall(r"\b([a-z_]+)=", here)) - {"nodes"}
-        assert named <= {*Constraints.model_fields, *calls}, here
+        assert named <= {*Constraints.model_fields, *ExecutionProfile.model_fields, *calls}, here
 
 
 def test_what_says_nothing_is_left_out_of_names() -> None:
@@ -162,6 +169,7 @@ def test_why_not_has_the_answer_too() -> None:
         (("plan", "model.py:make", "--pipeline_parallel=2"), "here it is pp=N"),
         (("plan", "model.py:make", "--gradient-checkpointing"), "here it is recompute="),
         (("size", "model.py:make", "dgx-h100", "--micro-batch-size", "2"), "here it is microbatch_size=N"),
+        (("plan", "model.py:make", "--tp-comm-overlap"), "which predicts another framework: as --profile"),
         (("plan", "model.py:make", "--colour"), "No such option: --colour"),
         (("show", "plan.json", "--tp-size", "2"), "No such option: --tp-size"),
     ],

@@ -79,9 +79,6 @@ JOBS: dict[str, Infeasible] = {
     "idle: a way to share no sequence": Infeasible(
         ConstraintError, "context left free", pins={"cp": 1, "context": "ring"}
     ),
-    "idle: a way for rows to travel nowhere": Infeasible(
-        ConstraintError, "dispatch left free instead of once", pins={"ep": 1, "dispatch": "once"}
-    ),
     "offload: of hosts that nobody described": Infeasible(
         ConstraintError, "offload=none instead of optimizer", cluster(64), pins={"offload": "optimizer"}
     ),
@@ -206,7 +203,7 @@ def test_the_first_change_gives_the_job_a_plan(name: str) -> None:
     assert first.text in str(error)
     plan = job.plan(first.topology, first.constraints, first.global_batch)
     assert set(first.planned_only) <= set(plan.planned_only)
-    assert bool(plan.planned_only) == bool(first.constraints.planned_only)
+    assert bool(plan.planned_only) == bool(first.planned_only)
     if isinstance(error, CapacityError):
         assert error.missing_bytes > 0
         assert "too much" in str(error)

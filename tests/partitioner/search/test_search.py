@@ -21,6 +21,7 @@ from partitioner.candidate import MeshCandidate
 from partitioner.constraints import Constraints
 from partitioner.cost.step.gradient_reduction import GradientReduction
 from partitioner.errors import CapacityError, ConstraintError, PlanError, TimeLimitError
+from partitioner.execution_profile import ExecutionProfile
 from partitioner.passes.errors import InputsError
 from partitioner.schedules.formulas import is_formula, is_plain
 from partitioner.solve.bounds.model_bounds import ModelBounds
@@ -270,7 +271,7 @@ def test_points_are_all_that_divide():
         ({"schedule": "zbv"}, r"or a file that ends in .csv, got 'zbv'; did you mean zb-v\?"),
         ({"schedule": 3}, "constraint schedule: input should be the name of a schedule, .* got 3"),
         ({"offload": "optimiser"}, r"got 'optimiser'; did you mean optimizer\?"),
-        ({"overlap": "maybe"}, "constraint overlap: input should be true or false, got 'maybe'"),
+        ({"hierarchical": "maybe"}, "constraint hierarchical: input should be true or false, got 'maybe'"),
         ({"data_shares": (1, 2.5)}, r"constraint data_shares\[1\]: input should be a whole number, got 2.5"),
         ({"stage_of": {"head": "x"}}, r"constraint stage_of\['head'\]: input should be a whole number, got 'x'"),
         ({"stages": 2}, "unknown constraint 'stages'; here it is pp=2; expected pp, dp"),
@@ -295,24 +296,24 @@ def test_a_tensor_axis_must_divide_something():
         list_candidates(SearchSpace(Topology.local(8), 8, 4, frozenset([12, 20]), Constraints(tp=8)))
 
 
-@pytest.mark.parametrize(
-    ("pinned", "beyond"),
-    [
-        ({"cp": 2}, ()),
-        ({"cp": 2, "zero": 2}, ()),
-        ({"etp": 2}, ("etp=2",)),
-        ({"ep": 4, "etp": 1}, ()),
-        ({"zero": 3, "virtual_stages": 2}, ()),
-        ({"schedule": "zb-1p", "recompute": "selective"}, ()),
-        ({"schedule": "zb-1p", "regather": True}, ("regather=True",)),
-        ({"pp": 2, "zero": 0, "schedule": "gpipe"}, ()),
-    ],
-)
-def test_what_this_version_does_not_execute_is_marked(pinned: dict[str, Any], beyond: tuple[str, ...]):
-    assert Constraints(**pinned).planned_only == beyond
+def test_an_expert_is_divided_as_the_profile_allows():
+    """Over one rank or all ranks of ``tp``; over any divisor of ``tp`` under a profile that allows it and ``ahead``."""
+
+    def divisions(tp: int | None = None, etp: int | None = None, ahead: bool = False, any_etp: bool = False):
+        pins = Constraints(pp=1, tp=tp, ep=2, etp=etp, ahead=ahead)
+        dims = frozenset([4096])
+        found = SearchSpace(Topology.preset("dgx-h100"), 64, 8, dims, pins, experts=8, any_etp=any_etp)
+        return {(point.tp, point.etp or point.tp) for point in list_candidates(found)}
+
+    assert divisions(tp=4) == divisions(tp=4, ahead=True) == divisions(tp=4, any_etp=True) == {(4, 1), (4, 4)}
+    assert divisions(tp=4, ahead=True, any_etp=True) == {(4, 1), (4, 2), (4, 4)}
+    assert divisions(etp=2) == {(2, 2)}
+    assert divisions(tp=4, etp=2, any_etp=True) == {(4, 2)}
+    with pytest.raises(PlanError, match="no mesh of 8 ranks with pp=1, tp=4, ep=2, etp=2 fits"):
+        divisions(tp=4, etp=2)
 
 
-def test_what_is_not_executed_is_searched_only_when_asked_for():
+def test_more_is_searched_when_asked_for():
     assert all((p.cp, p.ep, p.virtual_stages) == (1, 1, 1) for p in list_candidates(space()))
     assert {p.schedule for p in list_candidates(space())} == {"1f1b", "zb-1p"}
     work = space(ahead=True)
@@ -453,7 +454,7 @@ def test_only_what_is_fixed_is_multiplied():
 
 
 def test_axes_of_experts_that_fit_nowhere_are_named():
-    space = SearchSpace(Topology.local(6), 8, 4, frozenset([12]), Constraints(tp=2, etp=3), experts=6)
+    space = SearchSpace(Topology.local(6), 8, 4, frozenset([12]), Constraints(tp=2, etp=3), experts=6, any_etp=True)
     with pytest.raises(PlanError, match=r"with tp=2, etp=3 fits: .* ep x etp must divide dp x cp x tp"):
         list_candidates(space)
 
@@ -675,10 +676,10 @@ def test_what_memory_demands_is_no_more_than_any_plan_takes(name: str):
     assert refused >= 3 <= solved_too
 
 
-@pytest.mark.parametrize("overlap", [None, False])
-def test_gathering_weights_takes_as_long_for_a_small_microbatch(overlap: bool | None):
+@pytest.mark.parametrize("overlap", [True, False])
+def test_gathering_weights_takes_as_long_for_a_small_microbatch(overlap: bool):
     """A share of a larger one's time does not say so, and would let small microbatches under ZeRO-3 be tried."""
-    work = job("experts", Topology.preset("dgx-h100"), overlap=overlap)
+    work = job("experts", Topology.preset("dgx-h100"), profile=ExecutionProfile(overlap=overlap))
     bounds, evaluator = ModelBounds(work), CandidateEvaluator(work)
     gathers = Gathers(work, evaluator.placements, bounds.device)
     large, small = MeshCandidate(1, 8, 1, 8, ep=2, zero=3), MeshCandidate(1, 8, 1, 1, ep=2, zero=3)
@@ -692,20 +693,20 @@ def test_gathering_weights_takes_as_long_for_a_small_microbatch(overlap: bool | 
         for alone, copy, beside, own in zip(sent[block], copied[block], both.seconds[block], plain[block], strict=True):
             assert alone > 1e-6  # a collective's start-up at least
             assert 0 < copy < alone
-            hides = overlap is not False
+            hides = overlap
             assert beside == pytest.approx(alone + (0.0 if hides else own + copy), rel=0.2 * hides + 1e-3)
     step = evaluator.solve(small).estimate.step_time
     assert bounds.with_floor([small], both) <= step
 
 
-@pytest.mark.parametrize("overlap", [None, False])
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "one layer", "experts"])
-def test_scattering_gradients_behind_every_backward_bounds_a_step(name: str, overlap: bool | None):
+def test_scattering_gradients_behind_every_backward_bounds_a_step(name: str, overlap: bool):
     """Under ZeRO-2, where the network is what takes longest: no plan takes less, and some not much more."""
     fast = Topology.preset("dgx-h100")
     slow = fast.levels[0].model_copy(update={"bandwidth": 2e5, "all_reduce": ()})
     topology = Topology(name="slow", nodes=fast.nodes, types=fast.types, levels=(slow,))
-    work = job(name, topology, batch=32, overlap=overlap)
+    work = job(name, topology, batch=32, profile=ExecutionProfile(overlap=overlap))
     bounds, evaluator = ModelBounds(work), CandidateEvaluator(work)
     space = SearchSpace(
         topology, 32, bounds.num_calls, bounds.dims, work.constraints, experts=work.num_experts, length=16

@@ -1,0 +1,196 @@
+"""How a framework executes a layout: facts that the cost model reads, and the named profiles of known frameworks."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from partitioner.errors import ConstraintError
+from partitioner.option_text import explain_validation_error, read_options
+from partitioner.passes.documented_model import DocumentedModel
+from partitioner.topology.validate import format_suggestion
+
+
+class ExecutionProfile(BaseModel, metaclass=DocumentedModel):
+    """How a framework executes a layout, as far as this changes time or memory.
+
+    The cost model reads these facts. The defaults are what the runtime of this project does: a plan under them can be
+    run. A plan under any other profile is a prediction of another framework; it has figures and no program.
+    ``ExecutionProfile.parse("megatron-core")`` is a named profile, and
+    ``ExecutionProfile.parse("megatron-core,overlap=true")`` that profile with another fact.
+
+    Raises :class:`ConstraintError` for a malformed value.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(default="ours", description="What reports call the profile; it has no other effect.")
+
+    # Communication of gradients, states and activations
+
+    overlap: bool = Field(
+        default=True, description="Gradients are reduced, and sharded states gathered, behind computation."
+    )
+
+    gather: Literal["call", "parameter", "owner"] = Field(
+        default="call",
+        description="How sharded states are gathered: all states of a call together, each parameter by "
+        "itself, or (ZeRO-1) each parameter whole on one owner, which broadcasts it before "
+        "the next step.",
+    )
+
+    short_gradients: bool = Field(
+        default=False,
+        description="Gradients have the type of their parameter where that is shorter than float32; else "
+        "they are float32.",
+    )
+
+    sends: Literal["whole", "parts"] = Field(
+        default="whole",
+        description="What all ranks of tp have goes to the next stage whole from each rank, or in parts, "
+        "one from each rank of tp, which the receivers gather. It matters under "
+        "sequence_parallel=False; else values are sharded over tp anyway.",
+    )
+
+    overlap_tensor: bool = Field(
+        default=False, description="Gathers and scatters over tp run in pieces behind the products beside them."
+    )
+
+    regather: bool = Field(
+        default=False, description="Values that are gathered over tp are kept sharded, and gathered again in backward."
+    )
+
+    # Experts
+
+    expert_tensor: Literal["one_or_tp", "any"] = Field(
+        default="one_or_tp",
+        description="Over how many ranks one expert can be divided (etp): 1 or as many as tp, or any divisor of tp.",
+    )
+
+    dispatch: Literal["rows", "parts", "once"] = Field(
+        default="rows",
+        description="How rows go to experts: once for each expert from each rank that shares it; in "
+        "parts, which the ranks of an expert gather among themselves; or once to each node "
+        "and rank, which hand them on (DeepEP, HybridEP).",
+    )
+
+    overlap_experts: bool = Field(
+        default=False, description="Rows travel to experts and back behind the computation of another microbatch."
+    )
+
+    expert_kernels: Literal["grouped", "each", "fused"] = Field(
+        default="grouped",
+        description="Products of the experts of a rank: grouped in one kernel, launched for each expert, "
+        "as their casts are (Transformer Engine's grouped linear layers), or grouped and "
+        "fused with what lies between (its grouped MLP).",
+    )
+
+    even_experts: Literal["none", "routed", "padded"] = Field(
+        default="none",
+        description="Why all experts have equally many rows: routing is forced to that (routed), or rows "
+        "beyond a share are dropped and missing rows padded (padded). none: rows go to any "
+        "expert with the same probability, so some ranks have more.",
+    )
+
+    # Kernels
+
+    fused_casts: bool = Field(
+        default=False,
+        description="In fp8, the kernel before a product writes what the product reads; else it is cast "
+        "for each product.",
+    )
+
+    current_scaling: bool = Field(
+        default=False,
+        description="In fp8, each tensor is cast by its own largest number; else by earlier ones, or block by block.",
+    )
+
+    graphs: Literal["none", "part", "all"] = Field(
+        default="none",
+        description="What is recorded in CUDA graphs, so that the host issues nothing of it: nothing, all "
+        "but experts, or all.",
+    )
+
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            known = [*ExecutionProfile.model_fields]
+            raise ConstraintError(explain_validation_error(error, known, "profile field")) from error
+
+    @classmethod
+    def parse(cls, text: str) -> ExecutionProfile:
+        """Read ``NAME``, ``NAME,FIELD=VALUE,...`` or ``FIELD=VALUE,...``: a named profile, with other facts.
+
+        Raises :class:`ConstraintError` for an unknown name, field or value.
+        """
+        first, _, rest = text.partition(",")
+        name, changes = (first.strip(), rest) if "=" not in first else (OURS.name, text)
+        if name not in PROFILES:
+            names = ", ".join(PROFILES)
+            raise ConstraintError(f"unknown profile {name!r}; {format_suggestion(name, [*PROFILES])}expected {names}")
+        given = read_options(changes)
+        if not given:
+            return PROFILES[name]
+        return cls(**{**PROFILES[name].model_dump(), "name": text, **given})
+
+    @classmethod
+    def resolve(cls, profile: ExecutionProfile | str | None) -> ExecutionProfile:
+        """The profile that an argument means: ``None`` is the runtime of this project, text is read by :meth:`parse`.
+
+        Raises :class:`ConstraintError` for anything else.
+        """
+        if profile is None:
+            return OURS
+        if isinstance(profile, str):
+            return cls.parse(profile)
+        if not isinstance(profile, ExecutionProfile):
+            kind = type(profile).__name__
+            raise ConstraintError(f"profile must be a name or an ExecutionProfile, got {kind}; {', '.join(PROFILES)}")
+        return profile
+
+    @property
+    def differences(self) -> tuple[str, ...]:
+        """The facts in which the profile differs from the runtime of this project, as ``field=value``."""
+        facts = ((name, getattr(self, name)) for name in type(self).model_fields if name != "name")
+        return tuple(f"{name}={value}" for name, value in facts if value != getattr(OURS, name))
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Field to the reason for its value, of a named profile; facts that were given beside the name have none."""
+        facts = _FACTS.get(self.name.partition(",")[0], {})
+        return {field: reason for field, (value, reason) in facts.items() if getattr(self, field) == value}
+
+
+OURS = ExecutionProfile()
+
+# Profile -> field -> value and the reason for it. A field that is not listed is as in the runtime of this project. The
+# values are what the frameworks do by default; options that a user switches on are left to the user.
+_FACTS: dict[str, dict[str, tuple[Any, str]]] = {
+    "ours": {},
+    "megatron-core": {
+        "overlap": (False, "overlap_grad_reduce and overlap_param_gather of DistributedDataParallelConfig are False."),
+        "sends": ("parts", "Megatron-LM's scatter_gather_tensors_in_pipeline is True."),
+        "regather": (True, "The linear layers save the sharded input and gather it again in backward."),
+        "expert_tensor": ("any", "expert_tensor_parallel_size is a size of its own, independent of tp."),
+        "dispatch": ("parts", "The all-to-all dispatcher sends sharded rows, which the ranks of an expert gather."),
+        "expert_kernels": ("each", "SequentialMLP and Transformer Engine's GroupedLinear launch a product per expert."),
+        "fused_casts": (True, "Transformer Engine's LayerNormLinear writes its output in fp8."),
+    },
+    "torchtitan": {
+        "fused_casts": (True, "Float8 training is meant for torch.compile, which fuses casts into the kernels before."),
+        "current_scaling": (True, "torchao's default float8 recipe scales each tensor by its current maximum."),
+    },
+    "deepspeed": {  # overlap_comm is on by default under ZeRO-3 alone: overlap stays as it is
+        "short_gradients": (True, "Under ZeRO, DeepSpeedEngine.get_data_types accumulates in the type of the model."),
+        "sends": ("parts", "PipelineEngine.is_pipe_partitioned is True with tensor parallelism."),
+        "expert_kernels": ("each", "deepspeed.moe.experts.Experts runs one expert after the other."),
+        "even_experts": ("padded", "deepspeed.moe.layer.MoE has drop_tokens=True and pads to its capacity."),
+    },
+}  # fmt: skip
+
+PROFILES: dict[str, ExecutionProfile] = {
+    name: ExecutionProfile(name=name, **{field: value for field, (value, _) in facts.items()})
+    for name, facts in _FACTS.items()
+}

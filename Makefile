@@ -3,6 +3,7 @@
 #   make demo       partition a Llama and a T5 over four local ranks, prove, verify, train; writes out/
 #   make test       the tests, without those marked slow       make test-all   all of them
 #   make lint       ruff and mypy --strict                     make bench      step time against hand-written peers
+#   make docs       the documentation site, into site/
 #
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu  installs torch from there (on Linux: the small CPU build)
 # PYTHON=python3.12                                 uses that interpreter
@@ -10,6 +11,7 @@
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+DOCS   := $(VENV)/.installed-docs
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 FITS   := import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 PYTHON ?= $(firstword $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -21,7 +23,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 export HF_HUB_OFFLINE  ?= 1
 
-.PHONY: setup demo test test-all lint format bench images clean
+.PHONY: setup demo test test-all lint format bench docs images clean
 
 setup: $(STAMP)
 
@@ -58,8 +60,17 @@ format: $(STAMP)
 bench: $(STAMP)
 	@$(BIN)/python benchmarks/overhead.py --json $(ARGS)
 
+$(DOCS): $(STAMP)
+	@$(PIP) -c constraints.txt -e '.[docs]'
+	@touch $@
+
+# Without --quiet, which would hide the warnings that --strict counts.
+docs: $(DOCS)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
+	@echo "the documentation is in site/index.html; with search: python3 -m http.server -d site"
+
 images: $(STAMP)
 	@$(BIN)/python docs/images/draw.py
 
 clean:
-	rm -rf $(VENV) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) out build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -42,8 +42,16 @@ _NODES = (1, 2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class Size:
-    """One cluster that was tried. ``money``: US dollars per step, ``energy``: joules per step; ``None``: the hardware
-    file gives no price or power. ``reason``: why there is no plan; ``out_of_time``: that none was found in time."""
+    """One cluster that was tried.
+
+    Attributes:
+        nodes: number of nodes.
+        plan: the best plan; ``None`` if there is none.
+        money: US dollars per step; ``None`` if the hardware file gives no price.
+        energy: joules per step; ``None`` if the hardware file gives no power.
+        reason: why there is no plan.
+        out_of_time: whether no plan was found in the time allowed.
+    """
 
     nodes: int
     plan: Plan | None = field(default=None, repr=False)  # of which a print would be megabytes
@@ -69,7 +77,12 @@ class Size:
 
 @dataclass(frozen=True)
 class Sizing:
-    """The cluster that was chosen, and all that were tried; ``str()`` of it is for people."""
+    """Result of :func:`size_cluster`. ``str()`` of it has a line for each size.
+
+    Attributes:
+        chosen: the cluster that was chosen.
+        tried: all clusters that were tried.
+    """
 
     chosen: Size
     tried: tuple[Size, ...]
@@ -127,19 +140,19 @@ def size_cluster(
     every: bool = False,
     **more: Any,
 ) -> Sizing:
-    """The best number of machines for a job.
+    """Find the best number of machines for a job.
 
     Args:
-        machine: a preset's name, or a function from the number of nodes to a topology.
-        step_time: seconds that a step may take at most.
+        machine: name of a preset, or a function from the number of nodes to a topology.
+        step_time: greatest number of seconds of a step.
         minimise: ``nodes``, ``money`` or ``energy`` per step, or ``time``.
-        nodes: the sizes to try.
-        every: plan all of them, also those above the fewest nodes that are fast enough.
-        more: as :func:`partitioner.partition` takes them.
+        nodes: numbers of nodes to try.
+        every: plan all numbers of nodes, also those above the fewest nodes that are fast enough.
+        more: further arguments of :func:`partitioner.partition`.
 
-    Raises :class:`ConstraintError` or :class:`InputsError` for arguments that cannot be, :class:`SizeError` where no
-    size has a plan that is fast enough: the nearest, or why there is none, and all that were tried;
-    :class:`SizeTimeError` where some might, for which there was no time.
+    Raises :class:`ConstraintError` or :class:`InputsError` for invalid arguments. Raises :class:`SizeError` if no size
+    has a plan that is fast enough, with the nearest or the reason, and all sizes that were tried. Raises
+    :class:`SizeTimeError` if some size might be fast enough, but there was no time to plan it.
     """
     if minimise not in _CHOICES:
         raise ConstraintError(f"minimise must be one of {', '.join(_CHOICES)}; got {minimise!r}")
@@ -226,8 +239,15 @@ _MULTIPLE = 1024  # of tokens, between sizes that are told apart; fewer for shor
 
 @dataclass(frozen=True)
 class Largest:
-    """``size`` samples or tokens have the ``plan``; ``too_large``, the next that was tried, has none for the ``reason``
-    (``None``: no limit was found); ``str()`` of it is for people."""
+    """Result of :func:`largest_that_fits`. ``str()`` of it says what fits and what does not.
+
+    Attributes:
+        of: what was enlarged: ``microbatch`` or ``sequence``.
+        size: the largest size that has a plan, in samples or tokens.
+        plan: the plan of this size.
+        too_large: the next size that was tried, which has no plan; ``None`` if no limit was found.
+        reason: why the next size has no plan.
+    """
 
     of: Of
     size: int
@@ -257,20 +277,23 @@ def largest_that_fits(
     constraints: Constraints | None = None,
     **more: Any,
 ) -> Largest:
-    """The largest size that has a plan. Sizes are doubled from the inputs' own (of a microbatch: from 1) up to the
-    first that has none, and halved in between; plans are estimates.
+    """Find the largest microbatch, or the longest sequence, that has a plan.
+
+    The size starts at the length of the inputs' sequence, or at a microbatch of 1. It is doubled until there is no
+    plan; bisection then finds the largest size in between. The plans are estimates without programs.
 
     Args:
-        inputs: a sample as for :func:`partitioner.partition`; dim 0 is the batch, and of what has a second dim that one
-            the sequence, which is repeated to be longer.
-        of: ``microbatch``: samples of one rank at a time, with one microbatch for each device's share of the batch, or
-            ``sequence``.
-        most: where the search ends.
-        multiple: sizes are multiples of it; default: 1 for microbatches, up to 1,024 tokens for sequences.
-        constraints, more: as :func:`partitioner.partition` takes them.
+        inputs: a sample, as for :func:`partitioner.partition`. Dim 0 is the batch. A second dim is the sequence; its
+            content is repeated to make it longer.
+        of: ``sequence``, or ``microbatch``: samples of one rank at a time, with one microbatch for each device's share
+            of the batch.
+        most: largest size to try.
+        multiple: sizes are multiples of it; by default 1 for microbatches, and up to 1,024 tokens for sequences.
+        constraints: as for :func:`partitioner.partition`.
+        more: further arguments of :func:`partitioner.partition`.
 
-    Raises what :func:`partitioner.partition` does where not even the first size has a plan, and
-    :class:`ConstraintError` or :class:`InputsError` for arguments that cannot be.
+    Raises the errors of :func:`partitioner.partition` if the first size has no plan, and :class:`ConstraintError` or
+    :class:`InputsError` for invalid arguments.
     """
     if of not in _WHAT:
         raise ConstraintError(f"of must be one of {', '.join(_WHAT)}; got {of!r}")

@@ -35,9 +35,16 @@ _REDUCED = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.comple
 
 @dataclass(frozen=True)
 class Reference:
-    """What the model computes: the leaves of its result by path, the loss, and every parameter's gradient by name;
-    and every buffer and parameter by name, as forward leaves it, with the names of those that it ``changed``, and of
-    the ``parameters`` among all."""
+    """What the unmodified model computes on one process.
+
+    Attributes:
+        outputs: leaves of the model's result by path.
+        loss: the loss; ``None`` if the model has none.
+        grads: gradient of each parameter by name.
+        buffers: each buffer and parameter by name, as forward leaves it.
+        changed: names of the buffers and parameters that forward changed.
+        parameters: names of the parameters among ``buffers``.
+    """
 
     outputs: dict[str, Any]
     loss: Tensor | None
@@ -334,14 +341,18 @@ def run_reference(
     counters: Collection[str] = (),
     precision: str | None = None,
 ) -> Reference:
-    """Run ``model`` on the whole global batch; with ``train``, also its loss and the gradient of every parameter.
+    """Run ``model`` on the whole global batch. The gradients of ``model`` itself are left alone.
 
-    ``double``: a copy of the model in float64, ``model`` as it is otherwise. ``seed``: of what draws, by place as
-    plans do; ``group``: which of the groups of a batch ``inputs`` are (``partitioner/plans/verify.py``), each of which
-    draws numbers of its own. ``buffers``: what these, the parameters and the ``counters`` hold to begin with, instead
-    of the model's. ``counters``: names of attributes that are Python numbers, which are told among the buffers.
-    ``precision``: the plan's; ``torch.finfo`` gives the limits of that type, in float64 too, and numbers in the model's
-    code are rounded to it. The caller's gradients are left alone.
+    Args:
+        train: also compute the loss, and the gradient of every parameter.
+        double: run a copy of the model in float64; otherwise run ``model`` as it is.
+        seed: seed of the random operators, which draw by place, as plans do.
+        group: number of the group of samples that ``inputs`` are, for ``couple="microbatch"``; each group draws its own
+            random numbers.
+        buffers: initial values of buffers, parameters and ``counters``, instead of the model's.
+        counters: names of attributes that are Python numbers; they are returned among the buffers.
+        precision: the plan's precision. ``torch.finfo`` then gives the limits of that type, also in float64, and
+            numbers in the model's code are rounded to it.
     """
     if not isinstance(model, nn.Module):
         raise InputsError(f"the model itself is run, an nn.Module; got {type(model).__name__}")

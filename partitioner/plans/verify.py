@@ -108,8 +108,15 @@ _ROUNDING_SCALE = 1e-3
 
 @dataclass(frozen=True)
 class Verification:
-    """How far the programs are from the model. ``errors``: relative, by name (``loss``, ``grad ...``, and
-    ``buffer ...`` and ``parameter ...`` for those that forward changes)."""
+    """How far the programs of a plan are from the model.
+
+    Attributes:
+        ok: whether no error exceeds the tolerance.
+        max_error: largest relative error.
+        errors: relative error by name: ``loss``, ``grad ...``, and ``buffer ...`` and ``parameter ...`` for those that
+            forward changes.
+        tolerance: largest relative error that counts as equal.
+    """
 
     ok: bool
     max_error: float

@@ -382,7 +382,7 @@ class Topology(TopologyPart):
         return remove_devices(self, names)
 
     def to_yaml(self) -> str:
-        """Self-contained text that :meth:`load_topology` reads back to an equal topology."""
+        """Self-contained text. :meth:`load` reads an equal topology from a file with it."""
         from partitioner.topology.files import dump_topology
 
         return dump_topology(self)

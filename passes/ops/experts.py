@@ -238,10 +238,15 @@ _grouped: dict[str, GroupedProduct] = {
 
 
 def by_group(name: str, groups: Literal["ends", "sizes"] = "ends", transposed: bool = False) -> None:
-    """Say that the operator ``name`` (``namespace::name``) multiplies rows, sorted by expert, with their experts'
-    matrices: ``(rows [t, k], weight [e, k, n], groups [e]) -> [t, n]``. See :class:`GroupedProduct`.
+    """Declare that an operator multiplies rows, sorted by expert, with the matrices of their experts.
 
-    Where the sorting is seen in the graph it is undone, and ``partition::expert_mm`` takes the operator's place.
+    Its arguments are ``(rows [t, k], weight [e, k, n], groups [e])``, its result is ``[t, n]``. If the sorting is found
+    in the graph, it is undone, and ``partition::expert_mm`` replaces the operator.
+
+    Args:
+        name: name of the operator, as ``namespace::name``.
+        groups: whether ``groups`` has the end of each expert's rows, or their number.
+        transposed: whether the weight is ``[e, n, k]``.
     """
     _grouped[name] = GroupedProduct(groups, transposed)
 
@@ -252,9 +257,14 @@ def find_grouped_product(target: Any) -> GroupedProduct | None:
 
 
 def by_expert(target: torch._ops.OpOverload, rows: int = 0, weight: int = 1, expert: int = 2) -> None:
-    """Say that an operator works on each row with what its expert has, and where among its arguments the rows
-    ``[t, ...]``, the experts' weights ``[e, ...]`` and the expert ``[t]`` of each row are: experts may then be spread
-    over ranks. How it may be sharded otherwise, :func:`partitioner.passes.rules.rule` says.
+    """Declare that an operator works on each row with the weight of the row's expert. Experts may then be spread over
+    ranks. :func:`partitioner.passes.rules.rule` declares how it may be sharded otherwise.
+
+    Args:
+        target: the operator.
+        rows: position of the rows ``[t, ...]`` among its arguments.
+        weight: position of the experts' weights ``[e, ...]``.
+        expert: position of the expert ``[t]`` of each row.
     """
     _products[target] = lambda node: (node.args[rows], node.args[weight], node.args[expert])  # type: ignore
 

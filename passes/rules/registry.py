@@ -232,22 +232,24 @@ def register_family(*names: str) -> Callable[[R], R]:
 
 
 def rule(target: Any, *texts: str, linear: Iterable[Collection[int]] = (), function: Rule | None = None) -> None:
-    """Say how an operator may be sharded, in a line of einsum-like text.
+    """Declare how an operator may be sharded, by a line like an einsum.
 
     >>> rule("mylib::swiglu", "b s f, b s f -> b s f")
     >>> rule("mylib::rope", "b h s d!, s d! -> b h s d!")
 
-    One name per dim, the operands (every tensor argument in order) left of the arrow, the results right of it.
-    ``d!``: the factor must be whole; ``(k r)``: a dim of two factors, outermost first; ``...``: any dims in front,
-    broadcast from the right; ``1``: a dim of size 1. A factor that no result has is summed over. Several texts are for
-    calls with different numbers of tensors. ``linear`` gives the sets of operands in which the operator is linear:
-    where they are partial sums and the others whole, so is the result. ``function`` takes the place of texts: it gets
-    the ``fx.Node`` and returns its :class:`OpFactors`.
+    The operands (every tensor argument in order) are left of the arrow, the results right of it, with one factor for
+    each dim. ``d!`` is a factor that must be whole. ``(k r)`` is a dim of two factors, outermost first. ``...`` are any
+    dims in front, broadcast from the right. ``1`` is a dim of size 1. A factor that no result has is summed over.
 
-    ``target``: an operator's name, overload, overload packet, or what ``torch.library.custom_op`` returned.
+    Args:
+        target: name of an operator, its overload or overload packet, or what ``torch.library.custom_op`` returned.
+        texts: one line, or several for calls with different numbers of tensors.
+        linear: sets of operands in which the operator is linear. If the operands of a set are partial sums and the
+            others are whole, the result is a partial sum.
+        function: replaces ``texts``: it gets the ``fx.Node`` and returns its :class:`OpFactors`.
 
-    Raises :class:`RuleError` where the text is malformed or the operator does not exist, and, when a graph with the
-    operator is sharded, where the text does not fit its tensors.
+    Raises :class:`RuleError` if a text is malformed or the operator does not exist. If a text does not fit the tensors
+    of a call, the error is raised when a graph with the call is sharded.
     """
     name = _name_of(target)
     if (function is None) == (not texts):

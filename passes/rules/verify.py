@@ -145,12 +145,18 @@ def check_strategies(
     wanted: Mapping[int, Collection[Layout]] | None = None,
     grad: bool | Collection[int] = True,
 ) -> list[str]:
-    """Everything that is wrong with the strategies of one operator call; an empty list if nothing is.
+    """Compare every strategy of one operator call with the operator itself. Returns a text for each difference.
 
-    ``args`` and ``kwargs`` hold real tensors, float64 ones if numbers are to agree closely; those of floating type get
-    gradients, unless ``grad`` is false or has the positions of those that do. Partial sums and the gradients of results
-    are drawn with the current random seed. ``wanted`` is that of
-    :func:`partitioner.passes.rules.strategies.enumerate_strategies`.
+    Args:
+        target: the operator.
+        args: arguments of the call, with real tensors; use float64 so that numbers agree closely.
+        kwargs: keyword arguments of the call.
+        num_ranks: number of ranks to simulate.
+        wanted: further layouts to offer, as for
+            :func:`partitioner.passes.rules.strategies.enumerate_strategies`.
+        grad: whether tensors of floating type get gradients, or the positions of those that do.
+
+    Partial sums and the gradients of results are drawn with the current random seed.
     """
     node, tensors = node_of(target, args, kwargs or {}, grad)
     factors = factors_of(node)

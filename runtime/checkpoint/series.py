@@ -73,23 +73,22 @@ class Checkpoints:
     """The checkpoints of one run, in ``folder``; all ranks make one and call the same methods.
 
     Args:
-        optimizer: of the engine's parameters; several in a list, in which one of which this rank has no parameters is
-            ``None``.
-        every: every how many-th call of :meth:`after_step` of the run saves, which is called once for each step of the
-            optimizer (``engine.optimizer_steps``); 0: only :meth:`save` does.
-        keep_last: how many of the last ones stay (at least 1); ``None``: all.
-        keep_every: those whose number of optimizer steps is a multiple of it stay for good.
-        behind: copy the state to host memory and write while training goes on; else wait until it is written.
-        extra: what else to save and to restore, by name: data loaders, schedulers.
-        copies_every: :meth:`after_step` copies the state into the memory of the nodes when the number of optimizer
-            steps is a multiple of it, from which a run whose ranks were started anew goes on; 0: never. See
-            :class:`MemoryCopies`.
-        copies_in: a folder in each node's memory; by default ``/dev/shm``.
-        signals: which ask a run to end, ``(signal.SIGTERM,)`` say. When one has come to any rank, :attr:`interrupted`
-            is true on all ranks after the same :meth:`after_step`: leave the loop then, and :meth:`close`.
+        optimizer: optimizer of the engine's parameters, or a list of several, with ``None`` for an optimizer of which
+            this rank has no parameters.
+        every: number of optimizer steps between two saves of :meth:`after_step`; 0: only :meth:`save` saves.
+        keep_last: number of last checkpoints that stay (at least 1); ``None``: all.
+        keep_every: checkpoints whose number of optimizer steps is a multiple of it stay for good.
+        behind: copy the state to host memory, and write it while training goes on; otherwise wait until it is written.
+        extra: further objects to save and to restore, by name: data loaders, schedulers.
+        copies_every: number of optimizer steps between two copies of the state into the nodes' memory, from which a run
+            whose ranks were started again goes on; 0: no copies. See :class:`MemoryCopies`.
+        copies_in: folder in each node's memory; by default ``/dev/shm``.
+        signals: signals that ask a run to end, such as ``(signal.SIGTERM,)``. When any rank has received one,
+            :attr:`interrupted` is true on all ranks after the same :meth:`after_step`: leave the loop then, and call
+            :meth:`close`.
 
-    An error of writing is raised by the next save, or by :meth:`wait`; the checkpoints that were complete stay so. One
-    run at a time may use a folder.
+    If writing fails, the next save or :meth:`wait` raises the error; complete checkpoints stay. Only one run at a time
+    may use a folder.
     """
 
     def __init__(
@@ -135,10 +134,11 @@ class Checkpoints:
         self._last: int | None = None  # the step that was saved last, or restored from the disk
 
     def after_step(self) -> Saving | None:
-        """The optimizer has stepped: copy, and save, if it is time; and see whether the run is to end.
+        """Call this after each step of the optimizer. It copies and saves when it is time, and sets
+        :attr:`interrupted`.
 
-        With ``engine.step(batch, accumulate=True)`` it is called once the gradients of several batches were added up
-        and stepped. Raises :class:`CheckpointError`.
+        With ``engine.step(batch, accumulate=True)``, call it after the optimizer has stepped, not after each batch.
+        Raises :class:`CheckpointError`.
         """
         self.engine.count_optimizer_step()
         steps = self.engine.optimizer_steps
@@ -176,12 +176,12 @@ class Checkpoints:
             self._interrupts.close()
 
     def restore(self) -> int | None:
-        """Go on from the last checkpoint that is whole; ``None`` where the folder has none. Returns its step.
+        """Load the last complete checkpoint. Returns its step; ``None`` if the folder has no checkpoint.
 
-        Copies in memory are taken where they are of this plan, and the last checkpoint is not newer. The last one is
-        the one that was written last: after going back to an earlier one by :meth:`Engine.load`, what was there of
-        later steps is left where it is, and not gone on from. A damaged one is named in a warning, and the one before
-        it is taken; raises :class:`CheckpointError` if there is none, or ranks see different ones.
+        Copies in memory are used if they are of this plan and no checkpoint is newer. The last checkpoint is the one
+        that was written last: after a return to an earlier one by :meth:`Engine.load`, checkpoints of later steps stay
+        in the folder and are not used. A damaged checkpoint is named in a warning, and the one before it is used.
+        Raises :class:`CheckpointError` if there is none, or if ranks see different ones.
         """
         self.engine._saver.rest()
         if self.copies is not None:

@@ -69,26 +69,28 @@ class Loader:
     """An iterator of this rank's parts of global batches, for ``engine.step(batch, local=True)``.
 
     Args:
-        dataset: all samples, the same on all ranks, with ``__len__`` and ``__getitem__``: only those that this rank
-            reads are asked for, none on a pipeline stage that reads no inputs, which gets empty batches. Or a stream,
-            of which each iteration gives the same samples in the same order (an ``IterableDataset``): this rank reads
-            all of it and keeps its own samples, and a run that goes on reads those before once more.
-        engine: says which samples these are, and how many a global batch has.
-        seed: of the order of samples; not negative.
-        shuffle: every epoch in an order of its own, by default; else in the dataset's. Streams come in their own.
-        epochs: after which it ends for good, without a last batch that is not whole; ``None``: never. A stream of which
-            an epoch begins is told its number by ``set_epoch``, where it has that.
-        collate: makes a batch of a list of samples; torch's ``default_collate`` by default.
-        num_workers: processes that load ahead; 0: this one, when a batch is asked for. At most one reads a stream.
-        batch_size: samples in a global batch, where the planned inputs do not tell.
+        dataset: all samples, the same on all ranks. Either it has ``__len__`` and ``__getitem__``; then only the
+            samples that this rank reads are asked for, and a pipeline stage that reads no inputs gets empty batches. Or
+            it is a stream (an ``IterableDataset``), each iteration of which gives the same samples in the same order;
+            then this rank reads all of it and keeps its own samples, and a resumed run reads the earlier samples once
+            more.
+        engine: the engine, which says which samples this rank reads, and how many a global batch has.
+        seed: seed of the order of samples; not negative.
+        shuffle: whether every epoch has an order of its own, instead of the dataset's; on by default. Streams keep
+            their own order.
+        epochs: number of epochs, after which the loader ends, without an incomplete last batch; ``None``: it never
+            ends. At the start of an epoch, ``set_epoch`` of a stream is called with its number, if the stream has it.
+        collate: function that makes a batch of a list of samples; torch's ``default_collate`` by default.
+        num_workers: number of processes that load ahead; 0: this process loads when a batch is asked for. At most one
+            process reads a stream.
+        batch_size: number of samples in a global batch, if the planned inputs do not say.
 
-    Its state (``state_dict``, for ``Checkpoints(extra={"data": loader})``) is the number of samples that batches which
-    were given out hold, whatever workers have loaded ahead. What samples are made of by chance (augmentations) should
-    be drawn by their index, not by a generator whose state is lost.
+    The state (``state_dict``, for ``Checkpoints(extra={"data": loader})``) is the number of samples in the batches that
+    were given out. What workers have loaded ahead does not count. Random augmentations should be drawn by the sample's
+    index, because the state of a worker's generator is lost.
 
-    Raises :class:`BatchError` where the dataset has no sample, or no whole batch, or is none that can be read like
-    that, the batch's size is not known or does not split over dp; and where a loop is begun after one has come to the
-    end.
+    Raises :class:`BatchError` if the dataset has no sample or no whole batch, or cannot be read in either way; if the
+    size of the batch is not known, or does not split over dp; and if a loop is begun after the loader has ended.
     """
 
     def __init__(

@@ -68,7 +68,7 @@ class Engine:
         plan: a plan, a :class:`Program`, or the path of a plan's JSON file.
         weights: a module, a dict of tensors by name, or the path of a safetensors file or folder, of which this rank
             reads its own slices; ``None``: small random values, and buffers as the model had them when it was planned
-            (then :meth:`load_run_state` a checkpoint, or train from scratch).
+            (then :meth:`load` a checkpoint, or train from scratch).
         device: of this rank; by default the local rank's GPU under NCCL, the CPU otherwise.
         seed: seed of the model's random operators; the same seed gives the same masks under every plan.
         keep_outputs: collect the model's results of each step in :attr:`outputs`.
@@ -81,8 +81,7 @@ class Engine:
             work), or with another of torch's backends by its name.
 
     Attributes:
-        steps: number of batches of the whole run, one per call of :meth:`step`, accumulated or not;
-        :meth:`load_run_state` sets
+        steps: number of batches of the whole run, one per call of :meth:`step`, accumulated or not; :meth:`load` sets
             it to the checkpoint's number. Random numbers, names of checkpoints, metrics and errors are based on it.
         optimizer_steps: number of calls of :meth:`Checkpoints.after_step` in the whole run; fewer than ``steps`` if
             gradients are accumulated.

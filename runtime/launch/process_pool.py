@@ -75,8 +75,12 @@ class RankResults:
 class Run:
     """What one step of a program computed.
 
-    ``outputs`` has the structure of the model's result where that can be rebuilt, else it is a dict by path. ``grads``
-    has every parameter that takes a gradient, ``buffers`` every buffer that the step changed, under each of its names.
+    Attributes:
+        outputs: the model's result in its own structure; a dict by path if the structure cannot be rebuilt.
+        loss: the loss of the whole batch; ``None`` if the program has none.
+        grads: whole gradient of each parameter that takes one, under each of its names.
+        leaves: leaves of the model's result by path.
+        buffers: whole buffers that the step changed, under each of their names.
     """
 
     outputs: Any

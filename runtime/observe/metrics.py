@@ -78,13 +78,14 @@ class StepMetrics:
 
 
 class StepLog:
-    """Measures the steps of ``engine``; one on every rank, or on the first one alone.
+    """Measures the steps of ``engine``. Make one on every rank, or on the first rank alone.
 
     Args:
-        plan: the plan, or its file: its estimate says what a step computes, for the MFU.
-        folder: where ``metrics.jsonl`` and TensorBoard's events go; what is there is added to. There is one line for
-            each step: those of steps that are done again, after a restart or on going back, are replaced.
-        watch: the folder of :class:`partitioner.Watch`, for the bubble of all ranks.
+        plan: the plan, or its file. Its estimate says what a step computes, for the MFU.
+        folder: folder of ``metrics.jsonl`` and of TensorBoard's events; existing files are continued. There is one line
+            for each step. The line of a step that is done again, after a restart or a return to an earlier checkpoint,
+            is replaced.
+        watch: folder of :class:`partitioner.Watch`, for the bubble of all ranks.
     """
 
     def __init__(
@@ -112,10 +113,10 @@ class StepLog:
         self.close()
 
     def step(self, loss: Tensor | float | None = None, **more: float) -> StepMetrics:
-        """What was done since the last call, or since the log was made: a batch, or several whose gradients were added
-        up, before or after the optimizer's step. ``more`` goes to the files.
+        """Measure the time since the last call, or since the log was made: one batch, or several whose gradients were
+        added up. Call it before or after the optimizer's step.
 
-        Reads the loss, which on a CUDA device waits for it.
+        ``more``: further numbers for the files. The loss is read, which waits for it on a CUDA device.
         """
         value = float(loss) if loss is not None else None
         now = time.perf_counter()
@@ -255,10 +256,14 @@ class LossSpike:
 
 
 class LossSpikes:
-    """Sees the losses of a run, in order.
+    """Finds losses that are far above the recent ones.
 
-    ``window``: losses that say what is usual; ``deviations``: above it that are a spike; ``least``: losses before the
-    first is told. A spike is not counted among the usual ones, unless it stays for a quarter of the window.
+    Args:
+        window: number of recent losses that say what is usual.
+        deviations: number of deviations above the usual loss from which a loss is a spike.
+        least: number of losses before the first spike is reported.
+
+    A spike does not count among the usual losses, unless it lasts for a quarter of the window.
     """
 
     def __init__(self, window: int = 64, deviations: float = 8.0, least: int = 8) -> None:
@@ -268,7 +273,7 @@ class LossSpikes:
         self._above: deque[float] = deque(maxlen=max(1, window // 4))
 
     def see(self, step: int, loss: float) -> LossSpike | None:
-        """The loss of ``step``; a :class:`LossSpike` if it is one. What is no number is infinitely far."""
+        """Add the loss of ``step``. Returns a :class:`LossSpike` if it is one. NaN counts as infinitely far."""
         found = self._detect_spike(step, loss)
         if found is None:
             self._usual.append(loss)

@@ -49,10 +49,10 @@ Work = tuple[FoldedModel, ShardingSolution, int]  # the folded model, how its ba
 
 @dataclass
 class PreparedModel:
-    """What :func:`prepare` makes. :func:`partitioner.partition` takes it instead of the model.
+    """A model to be planned many times, made by :func:`prepare`. :func:`partitioner.partition` takes it as its model.
 
-    It is captured when it is first planned, once for each global batch or size of its groups and type of devices.
-    ``notes``: what of the module that was given is left out.
+    It is captured when it is first planned, once for each global batch, size of groups of samples, and type of device.
+    ``notes`` name parts of the given module that are left out.
     """
 
     model: nn.Module | ExportedProgram
@@ -64,11 +64,14 @@ class PreparedModel:
     _known: dict[tuple[int | None, int | None, str], Work] = field(default_factory=dict, repr=False)
 
     def at(self, global_batch: int | None, constraints: Constraints | None = None, device: str = "cpu") -> Work:
-        """The folded model for this batch; ``None``: that of the inputs. Where the ``constraints`` have samples meet
-        within groups, that of one group, with the inputs of all. ``device``: see
+        """The folded model, the layouts of its batch, and the batch size; for contributors.
+
+        ``global_batch``: number of samples; ``None``: that of the inputs. If ``constraints`` couple the samples of
+        groups, the model is that of one group, with the inputs of all. ``device``: type of device, see
         :func:`partitioner.passes.capture.capture.capture`.
 
-        Raises :class:`InputsError` for no batch, :class:`ConstraintError` for one that is no whole number of groups.
+        Raises :class:`InputsError` if there is no batch, and :class:`ConstraintError` if the batch is no whole number
+        of groups.
         """
         whole = isinstance(global_batch, Integral) and not isinstance(global_batch, bool)
         if global_batch is not None and (not whole or global_batch < 1):
@@ -87,7 +90,8 @@ class PreparedModel:
         return self._known[key]
 
     def captured_as(self, global_batch: int | None, folded: FoldedModel) -> PreparedModel:
-        """Take ``folded``, marked with its gradients, as what capture gives at ``global_batch``; this model."""
+        """Use ``folded``, marked with its gradients, as the result of capture at ``global_batch``. Returns this
+        object."""
         batch = batch_size(folded, global_batch)
         work = folded, shard_batch(folded, batch), batch
         self._known |= {(global_batch, None, device): work for device in DEVICES}
@@ -204,14 +208,13 @@ def prepare(
     objective: Objective = "train",
     precision: str | None = None,
 ) -> PreparedModel:
-    """``model`` to be planned many times: for several clusters, batches or constraints. The arguments are
-    :func:`partitioner.partition`'s.
+    """Prepare ``model`` to be planned many times: for several clusters, batches or constraints.
 
-    Capture takes most of the time of a small plan. A module that is changed afterwards (layers, dtypes, which
-    parameters are trained) is to be prepared anew; its weights may change.
+    Takes the arguments of :func:`partitioner.partition`. The model is captured once, which takes most of the time of a
+    small plan. If layers, types, or the choice of trained parameters change afterwards, prepare the module again; its
+    weights may change.
 
-    Raises :class:`InputsError` for what is no model, and for a prepared one with arguments that it was not prepared
-    with.
+    Raises :class:`InputsError` if ``model`` is no model, or if it was prepared with other arguments.
     """
     if not isinstance(model, nn.Module | ExportedProgram | PreparedModel):
         raise InputsError(

@@ -85,7 +85,7 @@ def partition(
         profile=how,
         estimate=found.estimate,
         certificate=found.certificate,
-        shares=operator_share(job.batch_of(chosen.point.ep), chosen.local.sharding, chosen.local.context),
+        shares=operator_share(job.batch_of(chosen.candidate.ep), chosen.local.sharding, chosen.local.context),
         model=type(prepared.model).__name__,
         precision=prepared.precision,
         optimizer=optimizer,

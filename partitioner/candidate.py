@@ -45,7 +45,7 @@ class MeshCandidate:
     dp_shard: int = 0
 
     def sharing(self, zero: int, dp_shard: int = 0) -> MeshCandidate:
-        """This point with states sharded at stage ``zero`` over ``dp_shard`` ranks of ``dp``."""
+        """This candidate with states sharded at stage ``zero`` over ``dp_shard`` ranks of ``dp``."""
         axes = self.pp, self.dp, self.tp, self.microbatch_size, self.schedule, self.cp, self.ep, self.etp
         return MeshCandidate(*axes, zero, self.virtual_stages, dp_shard)
 
@@ -112,12 +112,12 @@ class MeshCandidate:
 
     @property
     def kind(self) -> tuple[Hashable, ...]:
-        """Key of the points that run the same local graphs and differ only in microbatches and stages."""
+        """Key of the candidates that run the same local graphs and differ only in microbatches and stages."""
         return self.tp, self.cp, self.ep, self.etp, (self.dp, self.dp_shard) if self.zero == 3 else 1
 
     @property
     def states_kind(self) -> tuple[Hashable, ...]:
-        """Key of the points that shard their states in the same way."""
+        """Key of the candidates that shard their states in the same way."""
         return self.tp, self.ep, self.expert_tp, self.zero, self.zero and (self.sharers, self.expert_sharers)
 
     @property

@@ -53,7 +53,7 @@ _MOST_CHANGES, _MOST_SOLVED, _MOST_OF_ONE, _MOST_TRIED = 3, 36, 8, 4000
 _LEAST_S = 30.0  # seconds in which changes are looked for; longer where finding that there is no plan took longer
 _OF_CONFLICT = 0.3  # of them: for what conflicts
 _LEANEST = 4  # of one, where those that need least memory are tried first
-_ZERO_IS_FREE = ("etp", "dp_shard")  # in points
+_ZERO_IS_FREE = ("etp", "dp_shard")  # in candidates
 
 
 @contextmanager
@@ -85,7 +85,7 @@ def find_advice(asked: RelaxationRequest, short_of_memory: bool, seconds: float 
     return Advice(conflict, search.changes())
 
 
-_Basis = tuple[Hashable, ...]  # what bounds, or what is solved of points, is of, but for the points
+_Basis = tuple[Hashable, ...]  # what bounds, or what is solved of candidates, is of, but for the candidates
 
 _OF_POINTS = (*OF_POINT, "stage_of", "recompute")
 
@@ -150,35 +150,35 @@ class _RelaxationSearch:
         for _ in range(_MOST_TRIED):
             if not heap or len(found) == _MOST_CHANGES or solved.total() >= _MOST_SOLVED or self.late:
                 break
-            cost, _, _, variant, pins, point = heapq.heappop(heap)
+            cost, _, _, variant, pins, candidate = heapq.heappop(heap)
             given_up = variant.kinds | set(pins)
             if any(other <= given_up for other in done):
                 continue  # more than what was enough already
             begun = time.monotonic()
-            if point is None:
+            if candidate is None:
                 for more, seconds, choice in self._list_relaxed_candidates(variant, pins):
                     heapq.heappush(heap, (cost + more, seconds, next(ticket), variant, pins, choice))
                 self._longest = max(self._longest, time.monotonic() - begun)
                 continue
-            key, value = (variant.texts, pins), tuple(_find_new_pin_values(pins, point).values())
+            key, value = (variant.texts, pins), tuple(_find_new_pin_values(pins, candidate).values())
             few = solved[key] < (_LEANEST if self.short_of_memory else _MOST_OF_ONE)
             other = value not in values[key] and len(values[key]) < _MOST_OF_ONE  # which the nearer ones hide
-            if (few or other) and self._can_bounds_allow(variant, pins, point):
+            if (few or other) and self._can_bounds_allow(variant, pins, candidate):
                 solved[key] += 1
                 values[key].add(value)
-                if (plan := self._plan_relaxed_candidate(variant, pins, point)) is not None:
+                if (plan := self._plan_relaxed_candidate(variant, pins, candidate)) is not None:
                     done.append(given_up)
-                    found.append(self._build_change(variant, pins, point, plan))
+                    found.append(self._build_change(variant, pins, candidate, plan))
             self._longest = max(self._longest, time.monotonic() - begun)
         return tuple(found)
 
     def _then_memory(self) -> tuple[Change, ...]:
         """Where what was asked for could not be, and no near change of it fits: the nearest that could, and what its
         memory then takes."""
-        for variant, pins, point in [] if self.short_of_memory else self._lacking[:_MOST_CHANGES]:
+        for variant, pins, candidate in [] if self.short_of_memory else self._lacking[:_MOST_CHANGES]:
             if self.late:
                 break
-            first = self._build_change(variant, pins, point)
+            first = self._build_change(variant, pins, candidate)
             asked = replace(
                 self.asked,
                 topology=first.topology,
@@ -202,17 +202,17 @@ class _RelaxationSearch:
         except PartitionError:
             return ()
         ranked = sorted(choices, key=lambda p: (least.state_bytes(p) + least.layer_bytes(p), p))
-        for point in ranked[:_MOST_OF_ONE]:
+        for candidate in ranked[:_MOST_OF_ONE]:
             if self.late:
                 return ()
-            pins = [pin for pin in every if is_pin_changed(base.constraints, pin, point)]
-            possible = _is_possible(replace(job, constraints=self._constrain_to_candidate(base, pins, point)))
+            pins = [pin for pin in every if is_pin_changed(base.constraints, pin, candidate)]
+            possible = _is_possible(replace(job, constraints=self._constrain_to_candidate(base, pins, candidate)))
             if (
                 possible
-                and self._can_bounds_allow(base, every, point)
-                and self._plan_relaxed_candidate(base, every, point) is not None
+                and self._can_bounds_allow(base, every, candidate)
+                and self._plan_relaxed_candidate(base, every, candidate) is not None
             ):
-                return (self._build_change(base, pins, point),)
+                return (self._build_change(base, pins, candidate),)
         # not even without them: what else it takes
         free = _RelaxationSearch(
             replace(self.asked, constraints=relax_pins(base.constraints, every)), self.short_of_memory, self.until
@@ -260,13 +260,15 @@ class _RelaxationSearch:
     def _list_plainest_zero_choices(
         self, job: Job, bounds: ModelBounds, given_up: Sequence[str]
     ) -> list[MeshCandidate]:
-        """The points of a job, of those that are alike the plainest: one that is better is found when it is planned."""
+        """The candidates of a job, of those that are alike the plainest: one that is better is found when it is
+        planned."""
         plainest = self._list_plainest_candidates(job, bounds, given_up)
-        least = min(point.zero for point in plainest)
+        least = min(candidate.zero for candidate in plainest)
         return [p for p in plainest if self.short_of_memory or p.zero == least]
 
     def _list_plainest_candidates(self, job: Job, bounds: ModelBounds, given_up: Sequence[str]) -> list[MeshCandidate]:
-        """The points of a job, where schedules are left free under 1F1B, which takes least memory of those searched."""
+        """The candidates of a job, where schedules are left free under 1F1B, which takes least memory of those
+        searched."""
         space = space_of(job, bounds)
         asked = self.asked.constraints
         choices = _with_wider(space, {name: getattr(asked, name) for name in given_up if hasattr(asked, name)})
@@ -276,35 +278,35 @@ class _RelaxationSearch:
             plain += [other for p in plain if p.pp > 1 for other in several_stages(space, p)]
         return plain or choices
 
-    def _can_bounds_allow(self, variant: Variant, pins: tuple[str, ...], point: MeshCandidate) -> bool:
-        """Whether the bounds allow a plan at ``point``."""
+    def _can_bounds_allow(self, variant: Variant, pins: tuple[str, ...], candidate: MeshCandidate) -> bool:
+        """Whether the bounds allow a plan at ``candidate``."""
         try:
-            self._find_model_bounds(_maximise_offload(self._prepare_relaxed_job(variant, pins))).refine(point)
+            self._find_model_bounds(_maximise_offload(self._prepare_relaxed_job(variant, pins))).refine(candidate)
         except CapacityError:
-            self._lacking.append((variant, pins, point))
+            self._lacking.append((variant, pins, candidate))
             return False
         except PartitionError:
             return False
         return True
 
     def _plan_relaxed_candidate(
-        self, variant: Variant, pins: Sequence[str], point: MeshCandidate
+        self, variant: Variant, pins: Sequence[str], candidate: MeshCandidate
     ) -> SolvedCandidate | None:
-        """The plan of ``point``, with what ``partition`` keeps in host memory; ``None`` where it does not fit."""
+        """The plan of ``candidate``, with what ``partition`` keeps in host memory; ``None`` where it does not fit."""
         lacking: list[CandidateEvaluator] = []
         changed = replace(
-            self._prepare_relaxed_job(variant, pins), constraints=self._constrain_to_candidate(variant, pins, point)
+            self._prepare_relaxed_job(variant, pins), constraints=self._constrain_to_candidate(variant, pins, candidate)
         )
         for job in list_offload_variants(changed, lambda: any(e.host_lacks for e in lacking)):  # as partition does
-            if point.zero in (1, 2) and "parameters" in (job.constraints.offload or ()):
+            if candidate.zero in (1, 2) and "parameters" in (job.constraints.offload or ()):
                 continue  # which that keeps whole
             key = _bounds_cache_key(job)
             if key not in self._evaluators:
                 self._evaluators[key] = CandidateEvaluator(job)
             try:
-                self._find_model_bounds(job).refine(point)
+                self._find_model_bounds(job).refine(candidate)
                 lacking.append(replace(self._evaluators[key], job=job, host_lacks=False))
-                solved = lacking[-1].solve(point)
+                solved = lacking[-1].solve(candidate)
                 if not self.short_of_memory or can_fit_program(job, solved):
                     return solved
             except CapacityError:
@@ -323,19 +325,21 @@ class _RelaxationSearch:
         except PartitionError:
             return False
         room = max(d.usable for d in job.topology.devices)
-        for point in sorted(choices, key=lambda point: -point.zero if self.short_of_memory else point.zero):
-            if bounds.state_bytes(point) > room:
+        for candidate in sorted(
+            choices, key=lambda candidate: -candidate.zero if self.short_of_memory else candidate.zero
+        ):
+            if bounds.state_bytes(candidate) > room:
                 continue
             try:
-                bounds.refine(point)
+                bounds.refine(candidate)
             except PartitionError:
                 continue
             return True
         return False
 
-    def _constrain_to_candidate(self, variant: Variant, pins: Sequence[str], point: MeshCandidate) -> Constraints:
-        """What to ask for, to have ``point`` instead of the ``pins``."""
-        return _update_constraints(relax_pins(variant.constraints, pins), _find_new_pin_values(pins, point).items())
+    def _constrain_to_candidate(self, variant: Variant, pins: Sequence[str], candidate: MeshCandidate) -> Constraints:
+        """What to ask for, to have ``candidate`` instead of the ``pins``."""
+        return _update_constraints(relax_pins(variant.constraints, pins), _find_new_pin_values(pins, candidate).items())
 
     def _step_time(self, variant: Variant, constraints: Constraints, known_s: float) -> float:
         """Seconds of the best plan under ``constraints``, of which one that takes ``known_s`` is known: that one's
@@ -347,12 +351,12 @@ class _RelaxationSearch:
             return known_s
 
     def _build_change(
-        self, variant: Variant, pins: Sequence[str], point: MeshCandidate, plan: SolvedCandidate | None = None
+        self, variant: Variant, pins: Sequence[str], candidate: MeshCandidate, plan: SolvedCandidate | None = None
     ) -> Change:
-        new, constraints = _find_new_pin_values(pins, point), self._constrain_to_candidate(variant, pins, point)
+        new, constraints = _find_new_pin_values(pins, candidate), self._constrain_to_candidate(variant, pins, candidate)
         texts = [*variant.texts, *(describe_pin_change(variant.constraints, pin, new.get(pin)) for pin in pins)]
         job = self._prepare_relaxed_job(variant, pins)
-        beyond = [w for w in planned_only(job, point, constraints) if w not in job.profile.differences]
+        beyond = [w for w in planned_only(job, candidate, constraints) if w not in job.profile.differences]
         marked = " (planned, but not executed by this version)" if beyond else ""
         if plan is not None and plan.offload and plan.offload != self.asked.constraints.offload:
             unsaid = "" if "offload" in variant.kinds else f"with offload={kinds_text(plan.offload)} "
@@ -362,8 +366,8 @@ class _RelaxationSearch:
 
 
 def _with_wider(space: SearchSpace, given_up: Mapping[str, Any]) -> list[MeshCandidate]:
-    """The points that are searched. Where an axis is ``given_up`` that was wider than those, others as wide too, which
-    are tried only where they are fixed."""
+    """The candidates that are searched. Where an axis is ``given_up`` that was wider than those, others as wide too,
+    which are tried only where they are fixed."""
     sizes = list_divisors(space.world_size)[1:]
     shared = [size for size in sizes if space.length and space.length % (2 * size) == 0]  # two pieces for each rank
     wider = [{"tp": size} for size in sizes if size > space.widest] if given_up.get("tp", 1) > space.widest else []
@@ -386,9 +390,9 @@ def _and_then(text: str, search: _RelaxationSearch) -> tuple[Change, ...]:
     return tuple(replace(change, text=f"{text}, {change.text}") for change in search.changes()[:1])
 
 
-def _find_new_pin_values(pins: Sequence[str], point: MeshCandidate) -> dict[str, Any]:
-    """What ``point`` has for those of the ``pins`` that it fixes otherwise."""
-    new = {pin: getattr(point, pin) for pin in pins if pin in MeshCandidate.__dataclass_fields__}
+def _find_new_pin_values(pins: Sequence[str], candidate: MeshCandidate) -> dict[str, Any]:
+    """What ``candidate`` has for those of the ``pins`` that it fixes otherwise."""
+    new = {pin: getattr(candidate, pin) for pin in pins if pin in MeshCandidate.__dataclass_fields__}
     return {pin: size for pin, size in new.items() if size or pin not in _ZERO_IS_FREE}
 
 

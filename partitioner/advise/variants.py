@@ -72,14 +72,14 @@ def relax_pins(constraints: Constraints, pins: Sequence[str]) -> Constraints:
     return constraints.model_copy(update={**freed, "stage_of": places})
 
 
-def is_pin_changed(constraints: Constraints, pin: str, point: MeshCandidate) -> bool:
-    """Whether ``point`` is otherwise than pinned; recomputation and places of modules are freed, not changed."""
-    return not hasattr(point, pin) or getattr(point, pin) != getattr(constraints, pin)
+def is_pin_changed(constraints: Constraints, pin: str, candidate: MeshCandidate) -> bool:
+    """Whether ``candidate`` is otherwise than pinned; recomputation and places of modules are freed, not changed."""
+    return not hasattr(candidate, pin) or getattr(candidate, pin) != getattr(constraints, pin)
 
 
-def measure_pin_distance(constraints: Constraints, pin: str, point: MeshCandidate) -> float:
-    """How far ``point`` is from what is pinned: half of the logarithm of a change of size."""
-    old, new = getattr(constraints, pin, None), getattr(point, pin, None)
+def measure_pin_distance(constraints: Constraints, pin: str, candidate: MeshCandidate) -> float:
+    """How far ``candidate`` is from what is pinned: half of the logarithm of a change of size."""
+    old, new = getattr(constraints, pin, None), getattr(candidate, pin, None)
     if not isinstance(old, int) or not isinstance(new, int):
         return 0.0
     return 0.5 * abs(math.log2(max(new, 0.5) / max(old, 0.5)))
@@ -224,7 +224,7 @@ def _list_batch_variants(asked: RelaxationRequest, base: Variant) -> Iterator[Va
 
 
 def _list_dp_shard_variants(base: Variant) -> Iterator[Variant]:
-    """States shared by as many ranks as there can be: points have all of them, or those that are pinned."""
+    """States shared by as many ranks as there can be: candidates have all of them, or those that are pinned."""
     given = base.constraints.dp_shard
     if given is None:
         return

@@ -55,19 +55,19 @@ def without_row(plan: Plan, asked: Mapping[str, Any]) -> bool:
     if not plan.certificate.left or pinned != asked:
         return False
     return any(
-        all(_read_candidate_field(point, name) == value for name, value in pinned.items())
-        for point in _list_searched_candidates(plan)
+        all(_read_candidate_field(candidate, name) == value for name, value in pinned.items())
+        for candidate in _list_searched_candidates(plan)
     )
 
 
-def _read_candidate_field(point: MeshCandidate, name: str) -> Any:
+def _read_candidate_field(candidate: MeshCandidate, name: str) -> Any:
     if name == "schedule":
-        return schedule_name(point.schedule)
-    return point.expert_tp if name == "etp" else getattr(point, name)
+        return schedule_name(candidate.schedule)
+    return candidate.expert_tp if name == "etp" else getattr(candidate, name)
 
 
 def _list_searched_candidates(plan: Plan) -> list[MeshCandidate]:
-    """The points that the search began with; none where the plan does not say of what."""
+    """The candidates that the search began with; none where the plan does not say of what."""
     limits = plan.certificate.limits
     if limits is None or not plan.global_batch:
         return []

@@ -80,15 +80,15 @@ class Fixed(Placements):
     """One placement and no other."""
 
     def best(
-        self, mesh: Mapping[str, int], judge: Callable[[PlacedMesh], tuple[float, Any]], *_: object
+        self, mesh: Mapping[str, int], placement_evaluator: Callable[[PlacedMesh], tuple[float, Any]], *_: object
     ) -> BestPlacement[Any]:
         machine = PlacedMesh(self.topology, mesh, self.precision, self.fixed)
-        return BestPlacement(machine, *judge(machine))
+        return BestPlacement(machine, *placement_evaluator(machine))
 
     fixed: np.ndarray[Any, np.dtype[np.int64]]
 
 
-def times_of_all(work: Job, point: MeshCandidate) -> list[float]:
+def times_of_all(work: Job, candidate: MeshCandidate) -> list[float]:
     """The step times of all placements, each kind once."""
     evaluator = CandidateEvaluator(work)
     placements = Fixed(work.topology, "bf16")
@@ -96,11 +96,11 @@ def times_of_all(work: Job, point: MeshCandidate) -> list[float]:
     seen, times = set(), []
     for order in permutations(range(work.topology.num_devices)):
         placements.fixed = np.array(order)
-        mark = identify_equal_cost(PlacedMesh(work.topology, point.grid, "bf16", placements.fixed))
+        mark = identify_equal_cost(PlacedMesh(work.topology, candidate.grid, "bf16", placements.fixed))
         if mark not in seen:
             seen.add(mark)
             with suppress(PartitionError):
-                times.append(evaluator.solve(point).estimate.step_time)
+                times.append(evaluator.solve(candidate).estimate.step_time)
     return times
 
 

@@ -1,4 +1,5 @@
-"""Small programs made by hand, with the module that each of them computes: the judge of the runtime's tests.
+"""Small programs made by hand, with the module that each of them computes: the placement_evaluator of the runtime's
+tests.
 
 ``Net``: ``x -> first -> residual layers -> head``, a squared error over the targets that count (``weight`` 1). With
 ``tied``, first and head share one square matrix. :func:`program_of_net` cuts it over any ``pp``, ``dp``, ``tp`` and

@@ -262,11 +262,11 @@ class DeviceKinds:
         """Whether the topology has several device types."""
         return len(self.counts) > 1
 
-    def seconds(self, blocks: Mapping[str, BlockWork], points: Sequence[MeshCandidate]) -> tuple[Matrix, Matrix]:
+    def seconds(self, blocks: Mapping[str, BlockWork], candidates: Sequence[MeshCandidate]) -> tuple[Matrix, Matrix]:
         """Forward and backward seconds of one microbatch in each block that is called: two arrays ``[blocks,
-        points]``."""
+        candidates]``."""
         fields = ("cp", "tp", "ep", "microbatch_size")
-        cp, tp, ep, size = (np.array([getattr(p, a) for p in points], dtype=np.float64) for a in fields)
+        cp, tp, ep, size = (np.array([getattr(p, a) for p in candidates], dtype=np.float64) for a in fields)
         share, several = size / self.samples / cp, (size > 1).astype(np.float64)
 
         def both(work: BlockWork) -> Matrix:
@@ -276,25 +276,25 @@ class DeviceKinds:
         found = np.stack([both(blocks[name]) for name in self.often], axis=1)
         return found[0], found[1]
 
-    def of_each(self, points: Sequence[MeshCandidate]) -> NDArray[np.float64]:
+    def of_each(self, candidates: Sequence[MeshCandidate]) -> NDArray[np.float64]:
         """Forward plus backward seconds of one microbatch in each block on every device type: ``[kinds, blocks,
-        points]``."""
-        return np.stack([sum(self.seconds(paced, points)) for paced in self.works.paced])
+        candidates]``."""
+        return np.stack([sum(self.seconds(paced, candidates)) for paced in self.works.paced])
 
-    def longest_backward(self, points: Sequence[MeshCandidate]) -> Vector:
-        """Backward seconds of one microbatch through all calls, on the slowest device type: shape ``[points]``."""
+    def longest_backward(self, candidates: Sequence[MeshCandidate]) -> Vector:
+        """Backward seconds of one microbatch through all calls, on the slowest device type: shape ``[candidates]``."""
         calls = np.array([self.often[name] for name in self.often], dtype=np.float64)
-        each = np.stack([calls @ self.seconds(paced, points)[1] for paced in self.works.paced])
+        each = np.stack([calls @ self.seconds(paced, candidates)[1] for paced in self.works.paced])
         longest: Vector = each.max(axis=0)
         return longest
 
-    def speeds(self, points: Sequence[MeshCandidate]) -> Matrix:
+    def speeds(self, candidates: Sequence[MeshCandidate]) -> Matrix:
         """Greatest relative speed of each device type over all blocks, forward or backward; the best type has speed 1.
-        Shape ``[kinds, points]``."""
-        best = np.maximum(np.concatenate(self.seconds(self.works.best, points)), _TINY_S)
-        own = [np.maximum(np.concatenate(self.seconds(paced, points)), _TINY_S) for paced in self.works.paced]
+        Shape ``[kinds, candidates]``."""
+        best = np.maximum(np.concatenate(self.seconds(self.works.best, candidates)), _TINY_S)
+        own = [np.maximum(np.concatenate(self.seconds(paced, candidates)), _TINY_S) for paced in self.works.paced]
         return np.stack([(best / seconds).max(axis=0) for seconds in own])
 
-    def fastest(self, points: Sequence[MeshCandidate]) -> Vector:
-        """Greatest relative speed over all device types: shape ``[points]``."""
-        return self.speeds(points).max(axis=0) if self.differ else np.ones(len(points))
+    def fastest(self, candidates: Sequence[MeshCandidate]) -> Vector:
+        """Greatest relative speed over all device types: shape ``[candidates]``."""
+        return self.speeds(candidates).max(axis=0) if self.differ else np.ones(len(candidates))

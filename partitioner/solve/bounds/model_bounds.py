@@ -54,26 +54,26 @@ BY_SIZE: Key = attrgetter("dp", "microbatch_size")  # how many microbatches
 BY_SHARES: Key = attrgetter("microbatch_size", *_STATES)  # the same, where faster ranks may have more
 
 
-def by_all(point: MeshCandidate) -> MeshCandidate:
+def by_all(candidate: MeshCandidate) -> MeshCandidate:
     """Each by itself."""
-    return point
+    return candidate
 
 
 def map_by_candidate_key(
-    points: Sequence[MeshCandidate], key: Key, find: Callable[[MeshCandidate], float]
+    candidates: Sequence[MeshCandidate], key: Key, find: Callable[[MeshCandidate], float]
 ) -> NDArray[np.float64]:
-    """``find`` of each of ``points``, which is the same where ``key`` is."""
-    keys = list(map(key, points))
-    known = {which: find(point) for which, point in dict(zip(keys, points, strict=True)).items()}
+    """``find`` of each of ``candidates``, which is the same where ``key`` is."""
+    keys = list(map(key, candidates))
+    known = {which: find(candidate) for which, candidate in dict(zip(keys, candidates, strict=True)).items()}
     return np.array([known[which] for which in keys], dtype=np.float64)
 
 
 def find_distinct_candidates(
-    points: Sequence[MeshCandidate], key: Key
+    candidates: Sequence[MeshCandidate], key: Key
 ) -> tuple[list[MeshCandidate], NDArray[np.int64]]:
-    """One point of each ``key``, and for each of ``points`` the place of its own."""
-    keys = list(map(key, points))
-    one = dict(zip(keys, points, strict=True))
+    """One candidate of each ``key``, and for each of ``candidates`` the place of its own."""
+    keys = list(map(key, candidates))
+    one = dict(zip(keys, candidates, strict=True))
     places = dict(zip(one, range(len(one)), strict=True))
     return list(one.values()), np.array([places[which] for which in keys], dtype=np.int64)
 
@@ -84,21 +84,24 @@ Vector = NDArray[np.float64]
 class BoundOptions(TypedDict, total=False):
     """Effort of the search for a lower bound, see :func:`partitioner.solve.stages.lower_bound.least_time`."""
 
-    enough_s: float
+    cutoff_s: float
     quick: bool
 
 
 _ROUNDING = 1 - 1e-9
 
 
-def _shard_state_cost(cost: StateCost, expert: bool, point: MeshCandidate) -> StateCost:
+def _shard_state_cost(cost: StateCost, expert: bool, candidate: MeshCandidate) -> StateCost:
     """Lower bound on the cost of a state on a rank."""
-    parts, sharers = (point.expert_tp * point.ep, point.expert_sharers) if expert else (point.tp, point.sharers)
-    return cost.scaled(1 / parts).zero(point.zero, sharers)
+    parts, sharers = (
+        (candidate.expert_tp * candidate.ep, candidate.expert_sharers) if expert else (candidate.tp, candidate.sharers)
+    )
+    return cost.scaled(1 / parts).zero(candidate.zero, sharers)
 
 
 class ModelBounds:
-    """Lower bounds of the points of one model on one topology. The model's graphs are for ``samples`` of a batch."""
+    """Lower bounds of the candidates of one model on one topology. The model's graphs are for ``samples`` of a
+    batch."""
 
     def __init__(self, job: PlannedJob, placements: Placements | None = None) -> None:
         self.job, self.model, self.global_batch, self.topology = job, job.model, job.global_batch, job.topology
@@ -167,99 +170,101 @@ class ModelBounds:
         """The number of calls of each block."""
         return Counter(self._cuttable_blocks)
 
-    def times(self, points: Sequence[MeshCandidate], *, shared: bool = False) -> Vector:
-        """Lower bound in seconds on the step time of each point.
+    def times(self, candidates: Sequence[MeshCandidate], *, shared: bool = False) -> Vector:
+        """Lower bound in seconds on the step time of each candidate.
 
         It is the sum of three terms: the pipeline, ``(m - 1) max + sum`` of an even split or (unless ``shared``) of the
         largest call; the reduction of gradients that the backward cannot hide (one stage); and the update.
         """
         # where devices differ, the sharding of states decides how microbatches are divided
-        alike, places = find_distinct_candidates(points, by_all if self._kinds.differ else BY_WORK)
+        alike, places = find_distinct_candidates(candidates, by_all if self._kinds.differ else BY_WORK)
         often, fastest = list(self._calls_by_block.values()), self._kinds.fastest(alike)
         forward, backward = (seconds / fastest for seconds in self._kinds.seconds(self.blocks, alike))
-        # in order: the same to the last digit whatever other points there are
+        # in order: the same to the last digit whatever other candidates there are
         ahead, back = (sum(map(multiply, often, seconds), np.zeros(len(alike))) for seconds in (forward, backward))
         largest = np.zeros(len(alike)) if shared else (forward + backward).max(axis=0)
         pipelines, ahead, back = (
             s[places] for s in (self._bound_pipeline_seconds(alike, ahead, back, largest), ahead, back)
         )
-        bound = pipelines + self._bound_seconds_after_pipeline(points, back)
+        bound = pipelines + self._bound_seconds_after_pipeline(candidates, back)
         if self._kinds.differ:
-            seconds, hides = self._kinds.of_each(points), self._kinds.longest_backward(points)
+            seconds, hides = self._kinds.of_each(candidates), self._kinds.longest_backward(candidates)
             bound = np.maximum(
-                bound, self._shared_out(points, seconds) + self._bound_seconds_after_pipeline(points, hides)
+                bound, self._shared_out(candidates, seconds) + self._bound_seconds_after_pipeline(candidates, hides)
             )
-        found: Vector = np.maximum(bound, self._drained(points, ahead, back)) * _ROUNDING
+        found: Vector = np.maximum(bound, self._drained(candidates, ahead, back)) * _ROUNDING
         return found
 
     def _bound_pipeline_seconds(
-        self, points: Sequence[MeshCandidate], ahead: Vector, back: Vector, largest: Vector
+        self, candidates: Sequence[MeshCandidate], ahead: Vector, back: Vector, largest: Vector
     ) -> Vector:
-        """Lower bound in seconds on the pipeline of each point.
+        """Lower bound in seconds on the pipeline of each candidate.
 
         ``ahead``, ``back``: forward and backward seconds of all calls for one microbatch. ``largest``: seconds of the
         largest call. The bound is for even stages, or for the pace of the largest call.
         """
-        m = map_by_candidate_key(points, self._by_rounds, self.rounds)
-        pp = np.array([p.pp for p in points], dtype=np.float64)
-        formula = np.array([is_formula(p.schedule) for p in points])
-        fill = np.array([self._bound_fill_and_drain(p) for p in points])
+        m = map_by_candidate_key(candidates, self._by_rounds, self.rounds)
+        pp = np.array([p.pp for p in candidates], dtype=np.float64)
+        formula = np.array([is_formula(p.schedule) for p in candidates])
+        fill = np.array([self._bound_fill_and_drain(p) for p in candidates])
         whole = ahead + back
         slowest = np.maximum(whole / pp, largest)
         filled = m * whole / pp + (1 - 1 / pp) * (fill[:, 0] * ahead + fill[:, 1] * back)
-        alone = ahead + back * np.array([least_alone(p.schedule) for p in points])
+        alone = ahead + back * np.array([least_alone(p.schedule) for p in candidates])
         return np.where(formula, (m - 1) * slowest + whole, np.maximum.reduce([filled, m * slowest, alone]))
 
-    def _shared_out(self, points: Sequence[MeshCandidate], seconds: NDArray[np.float64]) -> Vector:
+    def _shared_out(self, candidates: Sequence[MeshCandidate], seconds: NDArray[np.float64]) -> Vector:
         """Lower bound in seconds on the pipelines where devices differ. ``seconds``: of the blocks of one microbatch on
-        each device type, shape ``[kinds, blocks, points]``."""
-        found = np.zeros(len(points))
-        for place, (point, of_kind) in enumerate(zip(points, np.moveaxis(seconds, 2, 0), strict=True)):
+        each device type, shape ``[kinds, blocks, candidates]``."""
+        found = np.zeros(len(candidates))
+        for place, (candidate, of_kind) in enumerate(zip(candidates, np.moveaxis(seconds, 2, 0), strict=True)):
             work, speeds = work_and_speeds(of_kind, list(self._calls_by_block.values()))
-            pool = self._group_device_speeds(point, speeds)
-            of_all = self.rounds(point) * pool.pipelines
-            found[place] = pool.least(work, of_all, plain=is_formula(point.schedule))
+            pool = self._group_device_speeds(candidate, speeds)
+            of_all = self.rounds(candidate) * pool.pipelines
+            found[place] = pool.least(work, of_all, plain=is_formula(candidate.schedule))
         return found
 
-    def _group_device_speeds(self, point: MeshCandidate, speeds: Vector) -> GroupSpeeds:
-        """The groups of ranks that do a point's work: ranks that wait for each other in every microbatch (those of
+    def _group_device_speeds(self, candidate: MeshCandidate, speeds: Vector) -> GroupSpeeds:
+        """The groups of ranks that do a candidate's work: ranks that wait for each other in every microbatch (those of
         ``tp`` and ``cp``), or whole stages."""
-        apart = self.may_differ(point)
-        size = point.tp * point.cp if apart else self.topology.num_devices // point.pp
-        return pool_of(speeds, self._kinds.counts, size, point.dp if apart else 1)
+        apart = self.may_differ(candidate)
+        size = candidate.tp * candidate.cp if apart else self.topology.num_devices // candidate.pp
+        return pool_of(speeds, self._kinds.counts, size, candidate.dp if apart else 1)
 
-    def may_differ(self, point: MeshCandidate) -> bool:
+    def may_differ(self, candidate: MeshCandidate) -> bool:
         """Whether faster ranks may have more microbatches than slower ones."""
-        return self._kinds.differ and self.job.goes_apart(point)
+        return self._kinds.differ and self.job.goes_apart(candidate)
 
-    def rounds(self, point: MeshCandidate) -> float:
+    def rounds(self, candidate: MeshCandidate) -> float:
         """Number of microbatches of the rank with the most; the mean over ranks if faster ranks may have more."""
-        of_all = point.parts(self.global_batch) / point.dp
-        return of_all if self.may_differ(point) else point.num_microbatches(self.global_batch)
+        of_all = candidate.parts(self.global_batch) / candidate.dp
+        return of_all if self.may_differ(candidate) else candidate.num_microbatches(self.global_batch)
 
-    def _bound_fill_and_drain(self, point: MeshCandidate) -> tuple[float, float]:
+    def _bound_fill_and_drain(self, candidate: MeshCandidate) -> tuple[float, float]:
         """Lower bound on fill and drain, see :func:`least_fill`; 0 where it depends on microbatch counts that differ
         between ranks."""
-        if self.may_differ(point) and not is_formula(point.schedule):
+        if self.may_differ(candidate) and not is_formula(candidate.schedule):
             return 0.0, 0.0
-        m = point.num_microbatches(self.global_batch)
-        return least_fill(point.schedule, point.pp, m, point.virtual_stages, self.job.constraints.overlap_steps)
+        m = candidate.num_microbatches(self.global_batch)
+        return least_fill(
+            candidate.schedule, candidate.pp, m, candidate.virtual_stages, self.job.constraints.overlap_steps
+        )
 
-    def _bound_seconds_after_pipeline(self, points: Sequence[MeshCandidate], backward: Vector) -> Vector:
+    def _bound_seconds_after_pipeline(self, candidates: Sequence[MeshCandidate], backward: Vector) -> Vector:
         """Seconds after the pipeline: the update, and the reduction that a single stage's last backward cannot hide."""
         if not self.train:
-            return np.zeros(len(points))
+            return np.zeros(len(candidates))
         update = map_by_candidate_key(
-            points,
+            candidates,
             BY_STATES,
             lambda p: self._update_lower_bound_s / (p.pp * p.tp * p.ep * (p.sharers if p.zero else 1)),
         )
         reduced = map_by_candidate_key(
-            points, BY_STATES, lambda p: self._bound_reduction_seconds(p) if p.pp == 1 else 0.0
+            candidates, BY_STATES, lambda p: self._bound_reduction_seconds(p) if p.pp == 1 else 0.0
         )
         return update + np.maximum(0.0, reduced - backward)
 
-    def _drained(self, points: Sequence[MeshCandidate], ahead: Vector, back: Vector) -> Vector:
+    def _drained(self, candidates: Sequence[MeshCandidate], ahead: Vector, back: Vector) -> Vector:
         """Lower bound in seconds on steps with several stages, one on each rank, which reduce gradients from the last
         backward on.
 
@@ -267,14 +272,14 @@ class ModelBounds:
         known, or with a single stage: other bounds are tighter there.
         """
 
-        def reduced(point: MeshCandidate) -> float:
-            asked = self.train and point.pp > 1 and not self.placements.complete(point.grid)
-            return self._bound_reduction_seconds(point) if asked else 0.0
+        def reduced(candidate: MeshCandidate) -> float:
+            asked = self.train and candidate.pp > 1 and not self.placements.complete(candidate.grid)
+            return self._bound_reduction_seconds(candidate) if asked else 0.0
 
-        alone = np.array([p.virtual_stages == 1 for p in points])
-        exposed = np.maximum(0.0, np.where(alone, map_by_candidate_key(points, BY_STATES, reduced), 0.0) - back)
-        busy: Vector = map_by_candidate_key(points, self._by_rounds, self.rounds) * (ahead + back) + exposed
-        return busy / np.array([p.pp for p in points], dtype=np.float64)
+        alone = np.array([p.virtual_stages == 1 for p in candidates])
+        exposed = np.maximum(0.0, np.where(alone, map_by_candidate_key(candidates, BY_STATES, reduced), 0.0) - back)
+        busy: Vector = map_by_candidate_key(candidates, self._by_rounds, self.rounds) * (ahead + back) + exposed
+        return busy / np.array([p.pp for p in candidates], dtype=np.float64)
 
     @cached_property
     def _update_lower_bound_s(self) -> float:
@@ -283,20 +288,20 @@ class ModelBounds:
         hosts = (share or BOUNDLESS for share in self.topology.different_host_shares)
         return update_time(states, self.device) + min(update_seconds(states, host) for host in hosts)
 
-    def _bound_reduction_seconds(self, point: MeshCandidate) -> float:
+    def _bound_reduction_seconds(self, candidate: MeshCandidate) -> float:
         """Lower bound in seconds on reducing all stages' unsharded gradients, one after the other; without those of
         experts if ``ep`` > 1."""
-        experts = self.job.experts if point.ep > 1 else ()
+        experts = self.job.experts if candidate.ep > 1 else ()
         states = self.share_of_states
-        return self._reduced.seconds(point, lambda: (c for n, c in states(point).items() if n not in experts))
+        return self._reduced.seconds(candidate, lambda: (c for n, c in states(candidate).items() if n not in experts))
 
-    def share_of_states(self, point: MeshCandidate) -> StateCosts:
+    def share_of_states(self, candidate: MeshCandidate) -> StateCosts:
         """Lower bound on the cost of each state on a rank."""
-        key = point.states_kind
+        key = candidate.states_kind
         if key not in self._shares:
             experts = self.job.experts
             alike = {(id(cost), name in experts): (cost, name in experts) for name, cost in self.states.items()}
-            shares = {which: _shard_state_cost(*state, point) for which, state in alike.items()}
+            shares = {which: _shard_state_cost(*state, candidate) for which, state in alike.items()}
             self._shares[key] = StateCosts((n, shares[id(cost), n in experts]) for n, cost in self.states.items())
         return self._shares[key]
 
@@ -311,165 +316,167 @@ class ModelBounds:
             for cost in sum_state_costs(self.states[name] for name in names if (name in self.job.experts) == expert)
         ]
 
-    def state_bytes(self, point: MeshCandidate) -> float:
+    def state_bytes(self, candidate: MeshCandidate) -> float:
         """Bytes of states on a rank if all stages have equally many."""
-        key = point.states_kind
+        key = candidate.states_kind
         if key not in self._state_bytes:
-            self._state_bytes[key] = sum(_shard_state_cost(*state, point).total for state in self._placed_states)
-        return self._state_bytes[key] / point.pp
+            self._state_bytes[key] = sum(_shard_state_cost(*state, candidate).total for state in self._placed_states)
+        return self._state_bytes[key] / candidate.pp
 
-    def check_states(self, point: MeshCandidate) -> None:
+    def check_states(self, candidate: MeshCandidate) -> None:
         """Raise :class:`CapacityError`, quickly, if the states alone exceed the capacity of all stages. A stage may
         lack more bytes than the error reports."""
-        needed, room = self.state_bytes(point), sum(self._find_best_case_mesh(point).capacity) / point.pp
+        needed, room = self.state_bytes(candidate), sum(self._find_best_case_mesh(candidate).capacity) / candidate.pp
         check_room(f"parameters, gradients and optimizer states take {bytes_text(needed)} on average", needed, room)
 
-    def capacity(self, point: MeshCandidate) -> int:
+    def capacity(self, candidate: MeshCandidate) -> int:
         """Greatest usable bytes that a rank of any placement has."""
-        return max(self._find_best_case_mesh(point).capacity)
+        return max(self._find_best_case_mesh(candidate).capacity)
 
-    def speeds(self, point: MeshCandidate) -> tuple[float, float]:
+    def speeds(self, candidate: MeshCandidate) -> tuple[float, float]:
         """Upper bounds on the speed of the fastest stage and on the summed speed of all stages; a stage of the best
         device type has speed 1."""
         if not self._kinds.differ:
-            return 1.0, float(point.pp)
-        pool = self._group_device_speeds(point, self._kinds.speeds([point])[:, 0])
+            return 1.0, float(candidate.pp)
+        pool = self._group_device_speeds(candidate, self._kinds.speeds([candidate])[:, 0])
         return pool.fastest, pool.together / pool.pipelines
 
-    def _find_best_case_mesh(self, point: MeshCandidate) -> BestCaseMesh:
-        key = tuple(point.grid.values())
+    def _find_best_case_mesh(self, candidate: MeshCandidate) -> BestCaseMesh:
+        key = tuple(candidate.grid.values())
         if key not in self._machines:
-            known = self.placements.complete(point.grid)
-            candidates = self.placements.candidates(point.grid) if known else None
-            self._machines[key] = build_best_case_mesh(self.topology, point.grid, candidates)
+            known = self.placements.complete(candidate.grid)
+            candidates = self.placements.candidates(candidate.grid) if known else None
+            self._machines[key] = build_best_case_mesh(self.topology, candidate.grid, candidates)
         return self._machines[key]
 
-    def refine(self, point: MeshCandidate, floor: BlockLowerBound | None = None) -> float:
+    def refine(self, candidate: MeshCandidate, floor: BlockLowerBound | None = None) -> float:
         """A tighter lower bound in seconds: the stages of the relaxed problem under memory. It is at least
-        :meth:`times` of the point.
+        :meth:`times` of the candidate.
 
         ``floor``: lower bounds on each block's forward and backward seconds.
 
         Raises :class:`CapacityError` or :class:`PlanError` if even the relaxed problem has no solution.
         """
-        bound = float(self.times([point])[0])
-        if not is_plain(point.schedule, point.virtual_stages):  # a rank's calls are not consecutive
+        bound = float(self.times([candidate])[0])
+        if not is_plain(candidate.schedule, candidate.virtual_stages):  # a rank's calls are not consecutive
             return bound
-        return max(bound, self.staged([point], self.relaxed(point, floor)))
+        return max(bound, self.staged([candidate], self.relaxed(candidate, floor)))
 
     def relaxed(
         self,
-        point: MeshCandidate,
+        candidate: MeshCandidate,
         floor: BlockLowerBound | None = None,
         speed: float | None = None,
         **how: Unpack[BoundOptions],
     ) -> LeastTime:
         """Lower bound on the stages of the relaxed problem; arguments and errors as in :meth:`refine`.
 
-        ``speed``: of the fastest stage, by default the point's. ``how``: see
+        ``speed``: of the fastest stage, by default the candidate's. ``how``: see
         :func:`partitioner.solve.stages.lower_bound.least_time`.
         """
-        fastest = self.speeds(point)[0] if speed is None else speed
-        calls = {name: cost.paced(1 / fastest) for name, cost in self.calls(point).items()}
+        fastest = self.speeds(candidate)[0] if speed is None else speed
+        calls = {name: cost.paced(1 / fastest) for name, cost in self.calls(candidate).items()}
         if floor:
             calls |= {n: calls[n].at_least(*floor.seconds[n]) for n in calls.keys() & floor.seconds.keys()}
-        return self.least(point, self.model, calls, self.share_of_states(point), **how)
+        return self.least(candidate, self.model, calls, self.share_of_states(candidate), **how)
 
-    def calls(self, point: MeshCandidate) -> dict[str, CallCost]:
+    def calls(self, candidate: MeshCandidate) -> dict[str, CallCost]:
         """Lower bound on the cost of one microbatch in each block, on the best device type."""
-        key = (point.microbatch_size, point.tp, point.cp, point.ep)
+        key = (candidate.microbatch_size, candidate.tp, candidate.cp, candidate.ep)
         if key not in self._calls:
-            share, several = point.microbatch_size / self.samples / point.cp, point.microbatch_size > 1
-            rest = share, point.tp, several, point.ep, point.cp
+            share, several = candidate.microbatch_size / self.samples / candidate.cp, candidate.microbatch_size > 1
+            rest = share, candidate.tp, several, candidate.ep, candidate.cp
             self._calls[key] = {n: block.at(*rest) for n, block in self.blocks.items()}
         return self._calls[key]
 
-    def check_microbatch(self, point: MeshCandidate) -> None:
+    def check_microbatch(self, candidate: MeshCandidate) -> None:
         """Raise :class:`CapacityError`, quickly, if one call of one microbatch needs more memory than any rank has."""
-        needed = self.layer_bytes(point)
-        check_room(f"one layer of one microbatch takes {bytes_text(needed)}", needed, self.capacity(point))
+        needed = self.layer_bytes(candidate)
+        check_room(f"one layer of one microbatch takes {bytes_text(needed)}", needed, self.capacity(candidate))
 
-    def layer_bytes(self, point: MeshCandidate) -> float:
+    def layer_bytes(self, candidate: MeshCandidate) -> float:
         """Lower bound on the bytes that a rank needs for one microbatch in its largest call."""
         kept = "activations" not in (self.job.constraints.offload or ())
-        key = (kept, point.microbatch_size, point.tp, point.cp, point.ep)
+        key = (kept, candidate.microbatch_size, candidate.tp, candidate.cp, candidate.ep)
         if key not in self._layer_bytes:
-            calls = [self.calls(point)[name] for name in dict.fromkeys(self._cuttable_blocks)]
+            calls = [self.calls(candidate)[name] for name in dict.fromkeys(self._cuttable_blocks)]
             self._layer_bytes[key] = max((c.working_bytes + kept * c.saved_bytes for c in calls), default=0.0)
         return self._layer_bytes[key]
 
     def least(
         self,
-        point: MeshCandidate,
+        candidate: MeshCandidate,
         model: FoldedModel,
         calls: Mapping[str, CallCost],
         states: Mapping[str, StateCost],
         **how: Unpack[BoundOptions],
     ) -> LeastTime:
-        """Lower bound on the stages of ``point``, see :meth:`problem`. Raises the exceptions of :meth:`refine`."""
-        return least_time(self.problem(point, model, calls, states), **how)
+        """Lower bound on the stages of ``candidate``, see :meth:`problem`. Raises the exceptions of :meth:`refine`."""
+        return least_time(self.problem(candidate, model, calls, states), **how)
 
     def problem(
         self,
-        point: MeshCandidate,
+        candidate: MeshCandidate,
         model: FoldedModel,
         calls: Mapping[str, CallCost],
         states: Mapping[str, StateCost],
         ranks: Sequence[int] = (),
     ) -> StageProblem:
-        """The stage problem of ``point`` where blocks of ``model`` cost ``calls`` on every stage. Every stage has the
-        greatest memory of any placement. ``ranks``: the rank of each virtual stage, if a rank has several."""
+        """The stage problem of ``candidate`` where blocks of ``model`` cost ``calls`` on every stage. Every stage has
+        the greatest memory of any placement. ``ranks``: the rank of each virtual stage, if a rank has several."""
         return stage_problem(
             model,
             calls,
             states,
-            self._find_best_case_mesh(point),
-            num_microbatches=point.num_microbatches(self.global_batch),
-            microbatch_size=point.microbatch_size,
-            schedule=point.schedule,
+            self._find_best_case_mesh(candidate),
+            num_microbatches=candidate.num_microbatches(self.global_batch),
+            microbatch_size=candidate.microbatch_size,
+            schedule=candidate.schedule,
             ranks=ranks,
             constraints=self.job.constraints,
             profile=self.job.profile,
             train=self.train,
         )
 
-    def staged(self, points: Sequence[MeshCandidate], least: LeastTime) -> float:
-        """Lower bound in seconds on the step of all ``points``, which differ in ZeRO alone and whose stages take at
+    def staged(self, candidates: Sequence[MeshCandidate], least: LeastTime) -> float:
+        """Lower bound in seconds on the step of all ``candidates``, which differ in ZeRO alone and whose stages take at
         least ``least``."""
-        point, m = points[0], points[0].num_microbatches(self.global_batch)
-        pipeline = least.pipeline_s(point.schedule, point.pp, m, self.job.constraints.overlap_steps)
+        candidate, m = candidates[0], candidates[0].num_microbatches(self.global_batch)
+        pipeline = least.pipeline_s(candidate.schedule, candidate.pp, m, self.job.constraints.overlap_steps)
         hides = least.backward_s if least.is_seen else math.inf
         return (
-            pipeline + float(self._bound_seconds_after_pipeline(points, np.full(len(points), hides)).min())
+            pipeline + float(self._bound_seconds_after_pipeline(candidates, np.full(len(candidates), hides)).min())
         ) * _ROUNDING
 
-    def followed(self, point: MeshCandidate, pipeline_s: float) -> float:
-        """Lower bound in seconds on a step of ``point`` whose pipeline takes at least ``pipeline_s`` seconds."""
-        return (pipeline_s + float(self._bound_seconds_after_pipeline([point], np.array([math.inf]))[0])) * _ROUNDING
+    def followed(self, candidate: MeshCandidate, pipeline_s: float) -> float:
+        """Lower bound in seconds on a step of ``candidate`` whose pipeline takes at least ``pipeline_s`` seconds."""
+        return (
+            pipeline_s + float(self._bound_seconds_after_pipeline([candidate], np.array([math.inf]))[0])
+        ) * _ROUNDING
 
-    def forward_s(self, point: MeshCandidate, floor: BlockLowerBound | None) -> float:
+    def forward_s(self, candidate: MeshCandidate, floor: BlockLowerBound | None) -> float:
         """Lower bound in seconds on one microbatch's forward through all stages, on the fastest devices."""
-        fastest, calls, known = self.speeds(point)[0], self.calls(point), floor.seconds if floor else {}
+        fastest, calls, known = self.speeds(candidate)[0], self.calls(candidate), floor.seconds if floor else {}
         return sum(
             n * max(calls[b].forward_s / fastest, known.get(b, (0.0,))[0]) for b, n in self._calls_by_block.items()
         )
 
-    def with_floor(self, points: Sequence[MeshCandidate], floor: BlockLowerBound, *, shared: bool = False) -> float:
-        """Lower bound in seconds on the step of all ``points`` whose blocks take at least ``floor``. ``shared``: ignore
-        the pace of the largest call, as in :meth:`times`."""
+    def with_floor(self, candidates: Sequence[MeshCandidate], floor: BlockLowerBound, *, shared: bool = False) -> float:
+        """Lower bound in seconds on the step of all ``candidates`` whose blocks take at least ``floor``. ``shared``:
+        ignore the pace of the largest call, as in :meth:`times`."""
         often = self._calls_by_block
         ahead = sum(n * floor.seconds[block][0] for block, n in often.items())
         back = sum(n * floor.seconds[block][1] for block, n in often.items()) if self.train else 0.0
         largest = max((sum(floor.seconds[block][: 1 + self.train]) for block in often), default=0.0)
         # assume that the whole backward hides reductions
-        after = float(self._bound_seconds_after_pipeline(points, np.full(len(points), ahead + back)).min())
+        after = float(self._bound_seconds_after_pipeline(candidates, np.full(len(candidates), ahead + back)).min())
         of_point = [np.array([seconds]) for seconds in (ahead, back, 0.0 if shared else largest)]
-        least = min(points, key=self.rounds)
+        least = min(candidates, key=self.rounds)
         bound = after + float(self._bound_pipeline_seconds([least], *of_point)[0])
         if floor.of_kind:  # the slowest type may hide most
             both = np.array([[sum(of[block][: 1 + self.train]) for block in often] for of in floor.of_kind])
-            apart = list({self.may_differ(point): point for point in points}.values())
+            apart = list({self.may_differ(candidate): candidate for candidate in candidates}.values())
             hides = float((both @ np.array(list(often.values()))).max())
-            after = float(self._bound_seconds_after_pipeline(points, np.full(len(points), hides)).min())
+            after = float(self._bound_seconds_after_pipeline(candidates, np.full(len(candidates), hides)).min())
             bound = max(bound, after + min(self._shared_out(apart, np.dstack([both] * len(apart)))))
-        return max(bound, float(self._drained(points, *of_point[:2]).min())) * _ROUNDING
+        return max(bound, float(self._drained(candidates, *of_point[:2]).min())) * _ROUNDING

@@ -76,9 +76,9 @@ class Gathers:
         self._floors: dict[tuple[object, ...], tuple[Seconds, Seconds]] = {}
         self._scatters: dict[tuple[object, ...], float] = {}
 
-    def beside(self, floor: BlockLowerBound | None, point: MeshCandidate) -> BlockLowerBound | None:
+    def beside(self, floor: BlockLowerBound | None, candidate: MeshCandidate) -> BlockLowerBound | None:
         """Lower bound on the blocks' seconds with gathers, given ``floor`` without ZeRO."""
-        gathers, copies = self.floor(point)
+        gathers, copies = self.floor(candidate)
         if not gathers:
             return floor
         return (floor or BlockLowerBound(dict.fromkeys(gathers, (0.0, 0.0)))).each(
@@ -97,31 +97,34 @@ class Gathers:
         lower bound."""
         return seconds + compute_exposed_seconds(seconds, gathers_s, self.slowdown, self.overlap)
 
-    def floor(self, point: MeshCandidate) -> tuple[Seconds, Seconds]:
+    def floor(self, candidate: MeshCandidate) -> tuple[Seconds, Seconds]:
         """Seconds in which a block gathers its weights, backward gathers them again and scatters gradients, over the
         best groups; and seconds of copying them. Both are empty if weights are not sharded."""
-        if point.zero != 3 or point.sharers == point.expert_sharers == 1:
+        if candidate.zero != 3 or candidate.sharers == candidate.expert_sharers == 1:
             return {}, {}
-        key = *point.grid.values(), point.ep, point.expert_tp, point.dp_shard
+        key = *candidate.grid.values(), candidate.ep, candidate.expert_tp, candidate.dp_shard
         if key not in self._floors:
-            self._floors[key] = self._floor(*self._find_sharing_groups(point), point), self._bound_copy_seconds(point)
+            self._floors[key] = (
+                self._floor(*self._find_sharing_groups(candidate), candidate),
+                self._bound_copy_seconds(candidate),
+            )
         return self._floors[key]
 
-    def _bound_copy_seconds(self, point: MeshCandidate) -> Seconds:
+    def _bound_copy_seconds(self, candidate: MeshCandidate) -> Seconds:
         """Lower bound on :func:`~partitioner.cost.call.zero3_gathers.copy_seconds`, without kernel launches."""
         floor = dict[str, tuple[float, float]]()
         for name, read in self._reads.items():
             ahead = back = 0.0
             for (weights, gradients), ways, sharers in (
-                (read.others, point.tp, point.sharers),
-                (read.experts, point.ep * point.expert_tp, point.expert_sharers),
+                (read.others, candidate.tp, candidate.sharers),
+                (read.experts, candidate.ep * candidate.expert_tp, candidate.expert_sharers),
             ):
                 share = self._copied / ways if sharers > 1 else 0.0
                 ahead, back = ahead + share * weights, back + share * gradients
             floor[name] = ahead, (ahead + back) * self.train
         return floor
 
-    def scattered(self, point: MeshCandidate, m: int, known_s: float, forward_s: float) -> float:
+    def scattered(self, candidate: MeshCandidate, m: int, known_s: float, forward_s: float) -> float:
         """Lower bound on the step time in seconds under ZeRO-2, where all ``m`` backwards but the last scatter
         gradients.
 
@@ -130,8 +133,8 @@ class Gathers:
         hidden. The bound is taken for the mean over all stages, which is at most the slowest stage: ``exposed`` is
         convex, and the exposed seconds of earlier stages are not waited for.
         """
-        again, idle = self._bound_scatter_seconds(point) / point.pp, forward_s / point.pp
-        hides, ahead = (2 - self.slowdown) * self.overlap * (m - 1), point.pp - 1
+        again, idle = self._bound_scatter_seconds(candidate) / candidate.pp, forward_s / candidate.pp
+        hides, ahead = (2 - self.slowdown) * self.overlap * (m - 1), candidate.pp - 1
         # windows where all is hidden, and where no wait is left: the minimum is at one of them, or at the first window
         windows = [again, again * (m - 1) / max(hides + ahead, _TINY)]
         windows += [again * (m - 1) * (self.slowdown - 1) / ahead] if ahead else []
@@ -143,31 +146,34 @@ class Gathers:
         first = max(0.0, known_s / m - idle)
         return max(known_s, min(step(window) for window in (first, *(w for w in windows if w > first))))
 
-    def _bound_scatter_seconds(self, point: MeshCandidate) -> float:
+    def _bound_scatter_seconds(self, candidate: MeshCandidate) -> float:
         """Seconds of scattering all gradients, without the latency of each collective."""
-        key = *point.grid.values(), point.ep, point.expert_tp, point.dp_shard
+        key = *candidate.grid.values(), candidate.ep, candidate.expert_tp, candidate.dp_shard
         if key not in self._scatters:
-            shards, experts = self._find_sharing_groups(point)
-            parts = (shards, self._gradients[0] / point.tp), (experts, self._gradients[1] / point.ep / point.expert_tp)
+            shards, experts = self._find_sharing_groups(candidate)
+            parts = (
+                (shards, self._gradients[0] / candidate.tp),
+                (experts, self._gradients[1] / candidate.ep / candidate.expert_tp),
+            )
             self._scatters[key] = sum(
                 min(collective_time("reduce_scatter", n, g) - collective_time("reduce_scatter", 0.0, g) for g in groups)
                 for groups, n in parts
             )
         return self._scatters[key]
 
-    def _find_sharing_groups(self, point: MeshCandidate) -> tuple[Sequence[Group], Sequence[Group]]:
+    def _find_sharing_groups(self, candidate: MeshCandidate) -> tuple[Sequence[Group], Sequence[Group]]:
         """The groups that share weights, and those that share experts' weights, over the placements that are tried."""
-        if not self.placements.complete(point.grid):
-            sizes, everywhere = (point.sharers, point.expert_sharers), point.pp == 1
+        if not self.placements.complete(candidate.grid):
+            sizes, everywhere = (candidate.sharers, candidate.expert_sharers), candidate.pp == 1
             best = [self.placements.best_group(size, everywhere) for size in sizes]
             return best[:1], best[1:]
-        plain = self.placements.candidates(point.grid)
-        machines = [replace(m, ep=point.ep, etp=point.etp, zero=3, dp_shard=point.dp_shard) for m in plain]
+        plain = self.placements.candidates(candidate.grid)
+        machines = [replace(m, ep=candidate.ep, etp=candidate.etp, zero=3, dp_shard=candidate.dp_shard) for m in plain]
         shards = [m.group("dp_shard" if m.hybrid else "dp", "cp") for m in machines]
         experts = [m.group("edp_shard" if m.hybrid else "experts") for m in machines]
         return list(dict.fromkeys(shards)), list(dict.fromkeys(experts))
 
-    def _floor(self, shards: Sequence[Group], experts: Sequence[Group], point: MeshCandidate) -> Seconds:
+    def _floor(self, shards: Sequence[Group], experts: Sequence[Group], candidate: MeshCandidate) -> Seconds:
         def least(op: str, nbytes: float, groups: Sequence[Group]) -> float:
             return min(collective_time(op, nbytes, group) for group in groups) if nbytes else 0.0
 
@@ -175,7 +181,7 @@ class Gathers:
         for name, read in self._reads.items():
             if read not in known:
                 ahead = back = 0.0
-                parts = (read.others, shards, point.tp), (read.experts, experts, point.ep * point.expert_tp)
+                parts = (read.others, shards, candidate.tp), (read.experts, experts, candidate.ep * candidate.expert_tp)
                 for (weights, gradients), groups, ways in parts:
                     ahead += least("all_gather", weights / ways, groups)
                     back += least("reduce_scatter", gradients / ways, groups)
@@ -206,22 +212,24 @@ class LeastReduced:
         self._job, self._placements, self._device = job, placements, device
         self._known: dict[tuple[int, ...], float] = {}
 
-    def seconds(self, point: MeshCandidate, states: Callable[[], Iterable[StateCost]]) -> float:
+    def seconds(self, candidate: MeshCandidate, states: Callable[[], Iterable[StateCost]]) -> float:
         """Lower bound in seconds on reducing the gradients of ``states`` in all stages, one after the other.
 
         ``states``: the least that a rank can hold of them. The bound is 0 with one replica, under ZeRO-3 and under
         hybrid sharding.
         """
-        if point.replicas == 1 or point.zero == 3 or point.dp_shard:  # within nodes it may take next to nothing
+        if (
+            candidate.replicas == 1 or candidate.zero == 3 or candidate.dp_shard
+        ):  # within nodes it may take next to nothing
             return 0.0
-        single = point.pp == 1
-        key = (point.dp, point.cp, point.tp, min(point.zero, 1), point.ep > 1, single)
+        single = candidate.pp == 1
+        key = (candidate.dp, candidate.cp, candidate.tp, min(candidate.zero, 1), candidate.ep > 1, single)
         if key not in self._known:
-            grid, constraints = {"dp": point.dp, "cp": point.cp, "tp": point.tp}, self._job.constraints
+            grid, constraints = {"dp": candidate.dp, "cp": candidate.cp, "tp": candidate.tp}, self._job.constraints
             if single and self._placements.complete(grid):
-                reducers = data_reducers(self._placements.candidates(grid), point.zero, constraints)
+                reducers = data_reducers(self._placements.candidates(grid), candidate.zero, constraints)
             else:
-                group = self._placements.best_group(point.replicas, everywhere=single)
+                group = self._placements.best_group(candidate.replicas, everywhere=single)
                 reducers = best_reducers(self._job.topology, group, self._device, constraints)
             sizes, last_level = _over_data(states())
             totals = (reduction_of(sizes, last_level, r, overlap=False).total_s for r in reducers)

@@ -56,15 +56,15 @@ Shares = tuple[int, ...]  # the microbatches of each rank of dp; empty: all rank
 
 @dataclass
 class BatchSharing:
-    """The shares of the batch that ranks of ``dp`` may have under ``point``. ``local``: the local model of a rank.
+    """The shares of the batch that ranks of ``dp`` may have under ``candidate``. ``local``: the local model of a rank.
     ``costs``: its costs.
 
-    Machines must have the settings of the point (:meth:`Job.dressed`), and one machine must be the same object in each
-    call.
+    Machines must have the settings of the candidate (:meth:`Job.dressed`), and one machine must be the same object in
+    each call.
     """
 
     job: Job
-    point: MeshCandidate
+    candidate: MeshCandidate
     local: LocalModel
     costs: CallCostCache
     _first: dict[int, tuple[PlacedMesh, Sequence[Shares]]] = field(default_factory=dict)  # by identity
@@ -73,7 +73,7 @@ class BatchSharing:
     def is_free(self, machine: PlacedMesh) -> bool:
         """Whether ranks may have other numbers of microbatches than those of :meth:`first`, so that each goes at its
         own pace."""
-        free = self.job.constraints.data_shares is None and self.job.goes_apart(self.point)
+        free = self.job.constraints.data_shares is None and self.job.goes_apart(self.candidate)
         return free and len(set(machine.pipelines)) > 1
 
     def first(self, machine: PlacedMesh) -> Sequence[Shares]:
@@ -100,18 +100,18 @@ class BatchSharing:
     def by_stage(self, machine: PlacedMesh, shares: Shares) -> Sequence[Costs]:
         """Costs of calls by stage: on the slowest devices or, if pipelines go at different paces, scaled as if every
         pipeline had the most microbatches, each in proportionally less time."""
-        point, pipelines = self.point, machine.pipelines
-        if len(set(pipelines)) == 1 or not self.job.goes_apart(point):
+        candidate, pipelines = self.candidate, machine.pipelines
+        if len(set(pipelines)) == 1 or not self.job.goes_apart(candidate):
             return self.costs.by_stage(machine)
-        most, fill = max(shares), float(point.pp - 1)
+        most, fill = max(shares), float(candidate.pp - 1)
         kinds = dict.fromkeys(pipelines)
         each = {seats: max(n for n, s in zip(shares, pipelines, strict=True) if s == seats) for seats in kinds}
         pace = {seats: (n + fill) / (most + fill) for seats, n in each.items()}
         paced = [
             [_scale_costs_by_pace(self.costs.of_stage(seats[s], machine.spread), pace[seats]) for seats in kinds]
-            for s in range(point.pp)
+            for s in range(candidate.pp)
         ]
-        if point.pp == 1:  # all calls are one stage's
+        if candidate.pp == 1:  # all calls are one stage's
             return [max(paced[0], key=lambda costs: sum(self._sum_call_seconds(costs)))]
         return [combine_longest_costs(of_stage) for of_stage in paced]
 
@@ -124,35 +124,35 @@ class BatchSharing:
         return self._least[id(machine)][1]
 
     def _found_first(self, machine: PlacedMesh) -> Sequence[Shares]:
-        point = self.point
-        even = point.data_shares(self.job.global_batch)
+        candidate = self.candidate
+        even = candidate.data_shares(self.job.global_batch)
         if not self.is_free(machine):
             return (self.job.constraints.data_shares or even,)
         work = {seats: self._compute_stage_seconds(seats, machine) for seats in dict.fromkeys(machine.pipelines)}
         best = {seats: 1 / sum(1 / seconds for seconds in of) for seats, of in work.items()}
-        paced = {seats: max(of) / point.pp for seats, of in work.items()}
+        paced = {seats: max(of) / candidate.pp for seats, of in work.items()}
         shared = [self._share_out_batch([seconds[seats] for seats in machine.pipelines]) for seconds in (best, paced)]
-        alike = even or (point.parts(self.job.global_batch) // point.dp,) * point.dp
-        return list(dict.fromkeys(shared if point.pp == 1 else [*shared, alike]))
+        alike = even or (candidate.parts(self.job.global_batch) // candidate.dp,) * candidate.dp
+        return list(dict.fromkeys(shared if candidate.pp == 1 else [*shared, alike]))
 
     def _share_out_batch(self, seconds: Sequence[float]) -> Shares:
         """The batch divided among pipelines that take ``seconds`` for a microbatch."""
-        return share_out(self.point.parts(self.job.global_batch), seconds, float(self.point.pp - 1))
+        return share_out(self.candidate.parts(self.job.global_batch), seconds, float(self.candidate.pp - 1))
 
     def _found_least(self, machine: PlacedMesh) -> float:
-        point, num_microbatches = self.point, self.point.num_microbatches(self.job.global_batch)
+        candidate, num_microbatches = self.candidate, self.candidate.num_microbatches(self.job.global_batch)
         overlap = self.job.constraints.overlap_steps
-        fill = least_fill(point.schedule, point.pp, num_microbatches, point.virtual_stages, overlap)
-        apart = self.job.goes_apart(point)
+        fill = least_fill(candidate.schedule, candidate.pp, num_microbatches, candidate.virtual_stages, overlap)
+        apart = self.job.goes_apart(candidate)
         of_stages = self.costs.by_pipeline(machine) if apart else self.costs.by_stage(machine)
         different = {id(costs): costs for costs in of_stages}
         ahead, back = self._sum_call_seconds(combine_fastest_costs(list(different.values())))
-        filled = (1 - 1 / point.pp) * (fill[0] * ahead + fill[1] * back)
-        alike = (ahead + back) * num_microbatches / point.pp + filled
+        filled = (1 - 1 / candidate.pp) * (fill[0] * ahead + fill[1] * back)
+        alike = (ahead + back) * num_microbatches / candidate.pp + filled
         if len(different) == 1:
             return alike
         counts = list(Counter(machine.pipelines).values()) if apart else [1]
-        of_all = point.parts(self.job.global_batch) if apart else num_microbatches
+        of_all = candidate.parts(self.job.global_batch) if apart else num_microbatches
         return max(alike, self._least_of_pipelines(of_stages, different, counts, of_all))
 
     def _least_of_pipelines(
@@ -167,7 +167,7 @@ class BatchSharing:
         work, speeds = work_and_speeds(np.array(seconds), list(often.values()))
         by_stage = speeds[[numbers[id(costs)] for costs in of_stages]].reshape(len(counts), -1)
         pipelines = PipelineSpeeds(-np.sort(-by_stage, axis=1), np.array(counts))
-        return pipelines.least(work, num_microbatches, plain=is_formula(self.point.schedule))
+        return pipelines.least(work, num_microbatches, plain=is_formula(self.candidate.schedule))
 
     def _compute_stage_seconds(self, seats: tuple[Seats, ...], machine: PlacedMesh) -> list[float]:
         """Seconds of all calls of a microbatch on each stage of a replica's pipeline, on ``seats``."""

@@ -51,25 +51,27 @@ class PlacementResult(NamedTuple):
         return [[call.index for pair in pairs for call in self.problem.calls[slice(*pair)]] for pairs in parts]
 
 
-def virtual_ranks(point: MeshCandidate) -> tuple[int, ...]:
+def virtual_ranks(candidate: MeshCandidate) -> tuple[int, ...]:
     """The rank of each virtual stage, for a schedule that is simulated; empty for a schedule with a formula."""
-    return () if is_formula(point.schedule) else ranks_of(point.schedule, point.pp, point.virtual_stages)
+    return (
+        () if is_formula(candidate.schedule) else ranks_of(candidate.schedule, candidate.pp, candidate.virtual_stages)
+    )
 
 
 def split_of(
     problem: StageProblem,
-    point: MeshCandidate,
+    candidate: MeshCandidate,
     *,
     proven: bool = True,
     improved: bool = True,
-    enough_s: float = math.inf,
+    cutoff_s: float = math.inf,
 ) -> StageSplit:
-    """The best stages of ``problem`` under the schedule of ``point``. Arguments and exceptions are those of
+    """The best stages of ``problem`` under the schedule of ``candidate``. Arguments and exceptions are those of
     :func:`partitioner.solve.stages.virtual_stages.solve_virtual`."""
-    if is_formula(point.schedule):
+    if is_formula(candidate.schedule):
         return solve_stages(problem)
-    schedule = point.schedule, point.pp, point.virtual_stages
-    return solve_virtual(problem, *schedule, proven=proven, improved=improved, enough_s=enough_s)
+    schedule = candidate.schedule, candidate.pp, candidate.virtual_stages
+    return solve_virtual(problem, *schedule, proven=proven, improved=improved, cutoff_s=cutoff_s)
 
 
 @dataclass
@@ -93,35 +95,35 @@ class ShareRecord:
 
 @dataclass
 class PlacementEvaluator:
-    """Prices placements of ``point``.
+    """Prices placements of ``candidate``.
 
     ``local``: the local model of a rank. ``costs``: its costs. ``states``: the costs of its states. ``reference``: the
     seat that the sharding is chosen for. ``check``: raises if hosts lack memory for offloaded data. ``proven``,
-    ``improved``, ``enough_s``: see :meth:`partitioner.solve.evaluate.evaluator.CandidateEvaluator.solve`. ``record``:
-    history of the shares tried for points with the same pipelines.
+    ``improved``, ``cutoff_s``: see :meth:`partitioner.solve.evaluate.evaluator.CandidateEvaluator.solve`. ``record``:
+    history of the shares tried for candidates with the same pipelines.
 
-    ``leasts``: for each judged placement, a lower bound in seconds on its plans. ``asked``: the identities of the
+    ``lower_bounds``: for each judged placement, a lower bound in seconds on its plans. ``asked``: the identities of the
     judged machines.
     """
 
     job: Job
-    point: MeshCandidate
+    candidate: MeshCandidate
     local: LocalModel
     costs: CallCostCache
     states: Mapping[str, StateCost]
     reference: RankProfile
     check: Callable[[Estimate, PlacedMesh], None]
     proven: bool = True
-    enough_s: float = math.inf
+    cutoff_s: float = math.inf
     record: ShareRecord = field(default_factory=ShareRecord)
     improved: bool = True
-    leasts: list[float] = field(default_factory=list)
+    lower_bounds: list[float] = field(default_factory=list)
     asked: set[int] = field(default_factory=set)
     _dressed: dict[int, tuple[PlacedMesh, PlacedMesh]] = field(default_factory=dict)
 
     @cached_property
     def _batch_sharing(self) -> BatchSharing:
-        return BatchSharing(self.job, self.point, self.local, self.costs)
+        return BatchSharing(self.job, self.candidate, self.local, self.costs)
 
     def __call__(self, machine: PlacedMesh) -> tuple[float, PlacementResult]:
         """Seconds of a step on ``machine``, and the plan. Raises :class:`PlanError` if there is none."""
@@ -135,7 +137,7 @@ class PlacementEvaluator:
         asked.sort(key=lambda pair: self.record.is_poor(pair[1]))  # the others first
         while asked:
             floor, shares = asked.pop(0)
-            if best is not None and (floor >= min(step, self.enough_s) or self.record.is_poor(shares)):
+            if best is not None and (floor >= min(step, self.cutoff_s) or self.record.is_poor(shares)):
                 least = min(least, floor)
                 continue
             try:
@@ -155,7 +157,7 @@ class PlacementEvaluator:
         if best is None:
             raise errors[0]
         self.record.tell(steps)
-        self.leasts.append(
+        self.lower_bounds.append(
             min(least, self._batch_sharing.least(machine)) if self._batch_sharing.is_free(machine) else least
         )
         return step, best
@@ -170,14 +172,16 @@ class PlacementEvaluator:
     @property
     def _has_floor(self) -> bool:
         """Whether the schedule is simulated and has one stage on each rank; then a quick lower bound exists."""
-        return not is_formula(self.point.schedule) and is_plain(self.point.schedule, self.point.virtual_stages)
+        return not is_formula(self.candidate.schedule) and is_plain(
+            self.candidate.schedule, self.candidate.virtual_stages
+        )
 
     def _evaluate_with_shares(self, machine: PlacedMesh, shares: Shares) -> tuple[float, PlacementResult, float]:
         """Seconds of a step with ``shares`` of the batch, the plan, and a lower bound in seconds on its stages."""
-        job, point = self.job, self.point
+        job, candidate = self.job, self.candidate
         problem, held, shares = self._build_stage_problem(machine, shares)
-        ranks = virtual_ranks(point)
-        order = point.schedule, point.virtual_stages if ranks else None
+        ranks = virtual_ranks(candidate)
+        order = candidate.schedule, candidate.virtual_stages if ranks else None
 
         def price(split: StageSplit) -> tuple[float, Estimate]:
             expected = estimate_step(problem, split, held, machine, job.flops, job.constraints, *order)
@@ -188,21 +192,27 @@ class PlacementEvaluator:
         behind = least_update(problem, held, machine)
         cut = cut_for_step(
             problem,
-            partial(split_of, point=point, proven=self.proven, improved=self.improved, enough_s=self.enough_s - behind),
+            partial(
+                split_of,
+                candidate=candidate,
+                proven=self.proven,
+                improved=self.improved,
+                cutoff_s=self.cutoff_s - behind,
+            ),
             price,
             behind,
             lambda within_s: run_tails(
                 self._set_microbatches_in_flight(problem), held, machine, job.constraints, ranks, within_s
             ),
-            self.enough_s if self.proven else 0.0,
+            self.cutoff_s if self.proven else 0.0,
         )
-        return cut.step_s, PlacementResult(problem, cut.split, cut.priced, shares), cut.least_s
+        return cut.step_s, PlacementResult(problem, cut.split, cut.priced, shares), cut.lower_bound_s
 
     def _build_stage_problem(
         self, machine: PlacedMesh, shares: Shares
     ) -> tuple[StageProblem, Mapping[str, StateCost], Shares]:
         """The stage problem on ``machine``, the costs of its states, and the microbatches of each rank of ``dp``."""
-        job, point = self.job, self.point
+        job, candidate = self.job, self.candidate
         held = with_lost(self.states, lost_by(machine, job.constraints))
         costs_by_stage = self._batch_sharing.by_stage(machine, shares)
         shares = () if len(set(shares)) == 1 else shares
@@ -211,60 +221,62 @@ class PlacementEvaluator:
             self.costs.at(self.reference, machine.spread),
             held,
             machine,
-            num_microbatches=max(shares, default=point.num_microbatches(job.global_batch)),  # of the rank with the most
-            microbatch_size=point.microbatch_size,
-            schedule=point.schedule,
-            ranks=virtual_ranks(point),
+            num_microbatches=max(
+                shares, default=candidate.num_microbatches(job.global_batch)
+            ),  # of the rank with the most
+            microbatch_size=candidate.microbatch_size,
+            schedule=candidate.schedule,
+            ranks=virtual_ranks(candidate),
             constraints=job.constraints,
             profile=job.profile,
             train=job.train,
             costs_by_stage=costs_by_stage,
-            scattering=machine.scattering(point.num_microbatches(job.global_batch)),
+            scattering=machine.scattering(candidate.num_microbatches(job.global_batch)),
         )
         return problem, held, shares
 
-    def least(self, machine: PlacedMesh, enough_s: float = 0.0) -> float:
+    def least(self, machine: PlacedMesh, cutoff_s: float = 0.0) -> float:
         """Lower bound in seconds on every plan on ``machine``; infinite if no stages fit. It is refined, as far as that
-        is quick, to find out whether it reaches ``enough_s``."""
+        is quick, to find out whether it reaches ``cutoff_s``."""
         dressed = self.dressed(machine)
         return (
             self._batch_sharing.least(dressed)
             if self._batch_sharing.is_free(dressed)
-            else self.expected(machine, enough_s)
+            else self.expected(machine, cutoff_s)
         )
 
-    def expected(self, machine: PlacedMesh, enough_s: float = 0.0) -> float:
+    def expected(self, machine: PlacedMesh, cutoff_s: float = 0.0) -> float:
         """Estimated lower bound in seconds on ``machine``: at least :meth:`least`. It assumes that other shares gain at
         most a fixed fraction over those that are tried first."""
         machine = self.dressed(machine)
         quick = self._batch_sharing.least(machine)
-        if quick >= enough_s or not self._has_floor:
+        if quick >= cutoff_s or not self._has_floor:
             return quick
         left = 1 - _GAINED if self._batch_sharing.is_free(machine) else 1.0
-        first = min(self._least_of(machine, shares, enough_s / left) for shares in self._batch_sharing.first(machine))
+        first = min(self._least_of(machine, shares, cutoff_s / left) for shares in self._batch_sharing.first(machine))
         return max(quick, first * left)
 
-    def _least_of(self, machine: PlacedMesh, shares: Shares, enough_s: float) -> float:
+    def _least_of(self, machine: PlacedMesh, shares: Shares, cutoff_s: float) -> float:
         """Lower bound in seconds on a step of simulated stages with ``shares`` of the batch; infinite if no stages
         fit."""
         problem, held, _ = self._build_stage_problem(machine, shares)
         try:
-            found = least_time(self._set_microbatches_in_flight(problem), enough_s, quick=True)
+            found = least_time(self._set_microbatches_in_flight(problem), cutoff_s, quick=True)
         except CapacityError:
             return math.inf
         m, overlap = problem.num_microbatches, problem.overlap_steps
-        pipeline_s = found.pipeline_s(self.point.schedule, self.point.pp, m, overlap)
+        pipeline_s = found.pipeline_s(self.candidate.schedule, self.candidate.pp, m, overlap)
         return pipeline_s + least_update(problem, held, machine)
 
     def dressed(self, machine: PlacedMesh) -> PlacedMesh:
-        """``machine`` with the other settings of the point; one object for each machine."""
+        """``machine`` with the other settings of the candidate; one object for each machine."""
         if id(machine) not in self._dressed:  # the machine keeps its identity valid
-            self._dressed[id(machine)] = machine, self.job.dressed(machine, self.point)
+            self._dressed[id(machine)] = machine, self.job.dressed(machine, self.candidate)
         return self._dressed[id(machine)][1]
 
     def _set_microbatches_in_flight(self, problem: StageProblem) -> StageProblem:
         """``problem`` with the numbers of microbatches that stages hold under its schedule."""
-        point = self.point
-        if is_formula(point.schedule):
+        candidate = self.candidate
+        if is_formula(candidate.schedule):
             return problem
-        return set_scheduled_in_flight(problem, point.schedule, point.pp, point.virtual_stages)
+        return set_scheduled_in_flight(problem, candidate.schedule, candidate.pp, candidate.virtual_stages)

@@ -42,10 +42,10 @@ _EXCHANGES_FOLLOWED = 8  # exchanges under simulated schedules
 
 @dataclass(frozen=True)
 class SolvedCandidate:
-    """A candidate's plan before it is emitted. ``least_s``: lower bound in seconds on all plans of the candidate, if
-    that is below ``enough_s``."""
+    """A candidate's plan before it is emitted. ``lower_bound_s``: lower bound in seconds on all plans of the candidate,
+    if that is below ``cutoff_s``."""
 
-    point: MeshCandidate
+    candidate: MeshCandidate
     num_microbatches: int
     local: LocalModel
     stages: StageSplit
@@ -58,7 +58,7 @@ class SolvedCandidate:
     context_model: FoldedModel | None = None  # one microbatch, before its sequence is shared over cp
     reducing: ReductionScheme = AT_ONCE  # how gradients are added up
     data_shares: tuple[int, ...] = ()  # the microbatches of each rank of dp; empty: all ranks have equally many
-    least_s: float = 0.0  # lower bound in seconds on the candidate's plans, if below enough_s
+    lower_bound_s: float = 0.0  # lower bound in seconds on the candidate's plans, if below cutoff_s
 
 
 @dataclass
@@ -75,44 +75,48 @@ class CandidateEvaluator:
     _kinds: dict[LocalKey, StateKinds] = field(default_factory=dict)
     _records: dict[MeshCandidate, ShareRecord] = field(
         default_factory=lambda: defaultdict(ShareRecord)
-    )  # by point without ZeRO
+    )  # by candidate without ZeRO
 
     def solve(
         self,
-        point: MeshCandidate,
+        candidate: MeshCandidate,
         devices: Sequence[int] | None = None,
         *,
         proven: bool = True,
         improved: bool = True,
-        enough_s: float = math.inf,
+        cutoff_s: float = math.inf,
     ) -> SolvedCandidate:
         """The best plan of one candidate; on ``devices`` by rank, if they are given.
 
         ``proven``: with a lower bound on the stages, which for simulated schedules takes as long as finding them.
-        ``improved``: search other cuts of simulated schedules to fill the pipeline. ``enough_s``: plans whose step
+        ``improved``: search other cuts of simulated schedules to fill the pipeline. ``cutoff_s``: plans whose step
         takes this long or longer are of no interest, and a bound of this value is tight enough.
 
         Raises :class:`PlanError` (:class:`CapacityError` if memory does not suffice) or
         :class:`partitioner.passes.errors.UnsupportedError` if there is no plan.
         """
         job = self.job
-        if point in job.refused:
-            raise job.refused[point].with_traceback(None)
-        judge = replace(self._build_placement_evaluator(point, proven, enough_s), improved=improved)
-        local, states = judge.local, judge.states
+        if candidate in job.refused:
+            raise job.refused[candidate].with_traceback(None)
+        placement_evaluator = replace(self._build_placement_evaluator(candidate, proven, cutoff_s), improved=improved)
+        local, states = placement_evaluator.local, placement_evaluator.states
         if devices is None:
-            exchanges = EXCHANGES if is_formula(point.schedule) else _EXCHANGES_FOLLOWED
-            likely = None if is_plain(point.schedule, point.virtual_stages) else self._estimate_by_1f1b(point)
-            found = self.placements.best(point.grid, judge, judge.expected, enough_s, exchanges, likely)
-            others = [m for m in self.placements.candidates(point.grid) if id(m) not in judge.asked]
-            judge.leasts += map(judge.least, others if likely is not None else ())
+            exchanges = EXCHANGES if is_formula(candidate.schedule) else _EXCHANGES_FOLLOWED
+            likely = (
+                None if is_plain(candidate.schedule, candidate.virtual_stages) else self._estimate_by_1f1b(candidate)
+            )
+            found = self.placements.best(
+                candidate.grid, placement_evaluator, placement_evaluator.expected, cutoff_s, exchanges, likely
+            )
+            others = [m for m in self.placements.candidates(candidate.grid) if id(m) not in placement_evaluator.asked]
+            placement_evaluator.lower_bounds += map(placement_evaluator.least, others if likely is not None else ())
         else:
-            machine = self.placements.at(point.grid, devices)
-            found = BestPlacement(machine, *judge(machine))
+            machine = self.placements.at(candidate.grid, devices)
+            found = BestPlacement(machine, *placement_evaluator(machine))
         problem, split, expected, shares = found.result
-        if point in job.simulated:
-            expected = with_step_time(expected, max(expected.step_time, job.simulated[point]))
-        order = point.schedule, point.virtual_stages if split.virtual else None
+        if candidate in job.simulated:
+            expected = with_step_time(expected, max(expected.step_time, job.simulated[candidate]))
+        order = candidate.schedule, candidate.virtual_stages if split.virtual else None
         stage_of_call = [0] * len(local.model.calls)
         recompute: list[int] = []
         selective: list[int] = []
@@ -122,7 +126,7 @@ class CandidateEvaluator:
                 recompute += [call.index] if place < plan.start + plan.recompute else []
                 selective += [call.index] if plan.selective and call.cost.selective_bytes else []
         return SolvedCandidate(
-            point,
+            candidate,
             problem.num_microbatches,
             local,
             split,
@@ -132,120 +136,127 @@ class CandidateEvaluator:
             found.machine.device_of_rank,
             tuple(selective),
             job.constraints.offload or (),
-            self._split_of(point) if point.cp > 1 else None,
-            how_reduced(problem, split, states, judge.dressed(found.machine), job.constraints, *order)[1],
+            self._split_of(candidate) if candidate.cp > 1 else None,
+            how_reduced(problem, split, states, placement_evaluator.dressed(found.machine), job.constraints, *order)[1],
             shares,
-            min(expected.step_time, *judge.leasts),
+            min(expected.step_time, *placement_evaluator.lower_bounds),
         )
 
     @property
-    def afresh(self) -> CandidateEvaluator:
+    def without_share_history(self) -> CandidateEvaluator:
         """Copy of this evaluator without the history of shares tried on placements."""
         return replace(self, _records=defaultdict(ShareRecord))
 
-    def _estimate_by_1f1b(self, point: MeshCandidate) -> Callable[[PlacedMesh], float]:
+    def _estimate_by_1f1b(self, candidate: MeshCandidate) -> Callable[[PlacedMesh], float]:
         """Function from a placement to seconds of a step under 1F1B, which has a formula; infinite if it does not fit.
         Collectives and the end of the step, in which placements differ, are equal under a simulated schedule."""
-        judge = self._build_placement_evaluator(replace(point, schedule="1f1b", virtual_stages=1), proven=False)
+        placement_evaluator = self._build_placement_evaluator(
+            replace(candidate, schedule="1f1b", virtual_stages=1), proven=False
+        )
 
         def seconds(machine: PlacedMesh) -> float:
             try:
-                return judge(machine)[0]
+                return placement_evaluator(machine)[0]
             except PartitionError:
                 return math.inf
 
         return seconds
 
-    def tries_all(self, point: MeshCandidate) -> bool:
-        """Whether plans of a point are tried on all placements, and with all shares of the batch for each rank."""
-        complete, nested = self.placements.complete(point.grid), self.placements.nested(point.grid)
-        return complete and (nested or not self.job.goes_apart(point))  # nested replicas are equal
+    def tries_all(self, candidate: MeshCandidate) -> bool:
+        """Whether plans of a candidate are tried on all placements, and with all shares of the batch for each rank."""
+        complete, nested = self.placements.complete(candidate.grid), self.placements.nested(candidate.grid)
+        return complete and (nested or not self.job.goes_apart(candidate))  # nested replicas are equal
 
-    def is_in_vain(self, point: MeshCandidate, enough_s: float) -> bool:
-        """Whether none of the placements that :meth:`solve` tries is expected to take less than ``enough_s`` seconds.
+    def can_prune(self, candidate: MeshCandidate, cutoff_s: float) -> bool:
+        """Whether none of the placements that :meth:`solve` tries is expected to take less than ``cutoff_s`` seconds.
         Raises the exceptions of :meth:`solve`."""
-        if self.placements.complete(point.grid):
+        if self.placements.complete(candidate.grid):
             return False  # the bounds are exact enough
-        judge = self._build_placement_evaluator(point)
-        return all(judge.expected(machine, enough_s) >= enough_s for machine in self.placements.candidates(point.grid))
-
-    def _build_placement_evaluator(
-        self, point: MeshCandidate, proven: bool = True, enough_s: float = math.inf
-    ) -> PlacementEvaluator:
-        self._check_experts(point)
-        local, costs, states = self.own(point)
-        reference = self.locals.reference_seat(point.tp, point.cp)
-        record = self._records[point.sharing(0)]
-        return PlacementEvaluator(
-            self.job, point, local, costs, states, reference, self._check_offload, proven, enough_s, record
+        placement_evaluator = self._build_placement_evaluator(candidate)
+        return all(
+            placement_evaluator.expected(machine, cutoff_s) >= cutoff_s
+            for machine in self.placements.candidates(candidate.grid)
         )
 
-    def floor(self, point: MeshCandidate, size: int) -> BlockLowerBound | None:
-        """Lower bound on the forward and backward seconds of one microbatch of ``point`` in each block, wherever its
-        ranks are: the point's share of a microbatch of ``size`` samples. ``None`` if nothing can be said.
+    def _build_placement_evaluator(
+        self, candidate: MeshCandidate, proven: bool = True, cutoff_s: float = math.inf
+    ) -> PlacementEvaluator:
+        self._check_experts(candidate)
+        local, costs, states = self.own(candidate)
+        reference = self.locals.reference_seat(candidate.tp, candidate.cp)
+        record = self._records[candidate.sharing(0)]
+        return PlacementEvaluator(
+            self.job, candidate, local, costs, states, reference, self._check_offload, proven, cutoff_s, record
+        )
+
+    def floor(self, candidate: MeshCandidate, size: int) -> BlockLowerBound | None:
+        """Lower bound on the forward and backward seconds of one microbatch of ``candidate`` in each block, wherever
+        its ranks are: the candidate's share of a microbatch of ``size`` samples. ``None`` if nothing can be said.
 
         Per sample a smaller microbatch takes no less time than a larger one: each cost is a start-up plus a term that
         grows at most linearly with the batch. This holds if every divisor of the smaller size divides the larger, and
         if the sharding is priced on the devices and groups that it was chosen for.
         """
-        if size != point.microbatch_size and not self._is_at_best(point):
+        if size != candidate.microbatch_size and not self._is_at_best(candidate):
             return None
-        key, asked = self._asked(point, size)
+        key, asked = self._asked(candidate, size)
         if key not in self._floors:
             ahead = self.locals.read_ahead(key)
             self._floors[key] = self._compute_block_bound(*asked) if ahead is None else ahead
-        found, share = self._floors[key], point.microbatch_size / size
+        found, share = self._floors[key], candidate.microbatch_size / size
         return found and found.each(lambda seconds: {n: (a * share, b * share) for n, (a, b) in seconds.items()})
 
     def expect(
         self, floors: Iterable[tuple[MeshCandidate, int]], shardings: Iterable[tuple[MeshCandidate, int]]
     ) -> None:
-        """Announce the floors that will be needed, and the shardings that will be needed alone: pairs of a point and a
-        microbatch size, approximately in the order of use."""
+        """Announce the floors that will be needed, and the shardings that will be needed alone: pairs of a candidate
+        and a microbatch size, approximately in the order of use."""
         wanted = (self._wanted(p, size, self._is_whole(p, size)) for p, size in shardings)
         self.locals.expect(wanted, self._readings(floors))
 
-    def wish(self, point: MeshCandidate, size: int) -> None:
-        """Announce that the floor of ``point`` and ``size`` will be needed soon."""
-        self.locals.wish(self._wanted(point, size, self._is_whole(point, size)))
+    def wish(self, candidate: MeshCandidate, size: int) -> None:
+        """Announce that the floor of ``candidate`` and ``size`` will be needed soon."""
+        self.locals.wish(self._wanted(candidate, size, self._is_whole(candidate, size)))
 
     def _readings(self, floors: Iterable[tuple[MeshCandidate, int]]) -> Iterator[Reading]:
-        for point, size in floors:
-            if size == point.microbatch_size or self._is_at_best(point):
-                key, asked = self._asked(point, size)
+        for candidate, size in floors:
+            if size == candidate.microbatch_size or self._is_at_best(candidate):
+                key, asked = self._asked(candidate, size)
                 if key not in self._floors:
                     yield key, self._wanted(*asked)[0], partial(self._compute_block_bound, *asked)
 
-    def _asked(self, point: MeshCandidate, size: int) -> tuple[Hashable, tuple[MeshCandidate, int, bool]]:
-        """Key of the points with equal floors, and the arguments from which that floor is computed."""
-        whole = self._is_whole(point, size)
-        if point.zero < 3:  # equal times, except for waits between ranks
-            point = replace(point, zero=point.zero if self._has_mixed_speeds and point.zero == 2 else 0, dp_shard=0)
-        key = *point.grid.values(), point.ep, point.etp, point.zero, point.dp_shard, size, whole
-        return key, (point, size, whole)
+    def _asked(self, candidate: MeshCandidate, size: int) -> tuple[Hashable, tuple[MeshCandidate, int, bool]]:
+        """Key of the candidates with equal floors, and the arguments from which that floor is computed."""
+        whole = self._is_whole(candidate, size)
+        if candidate.zero < 3:  # equal times, except for waits between ranks
+            candidate = replace(
+                candidate, zero=candidate.zero if self._has_mixed_speeds and candidate.zero == 2 else 0, dp_shard=0
+            )
+        key = *candidate.grid.values(), candidate.ep, candidate.etp, candidate.zero, candidate.dp_shard, size, whole
+        return key, (candidate, size, whole)
 
-    def least(self, point: MeshCandidate) -> tuple[FoldedModel, Costs, dict[str, StateCost]]:
-        """The local model of a point, a lower bound on its costs on any placement, and its states. Raises the
+    def least(self, candidate: MeshCandidate) -> tuple[FoldedModel, Costs, dict[str, StateCost]]:
+        """The local model of a candidate, a lower bound on its costs on any placement, and its states. Raises the
         exceptions of :meth:`solve`, except those about experts."""
-        local, costs, states = self.own(point)
-        return local.model, combine_fastest_costs(self._list_stage_costs(point, costs)), states
+        local, costs, states = self.own(candidate)
+        return local.model, combine_fastest_costs(self._list_stage_costs(candidate, costs)), states
 
-    def least_beside(self, point: MeshCandidate) -> tuple[FoldedModel, Costs, dict[str, StateCost]] | None:
-        """The result of :meth:`least` for all points that differ from ``point`` in ZeRO alone and take no less memory.
-        ``None`` if devices differ, since ZeRO then decides more than memory and weight gathers."""
+    def bound_family_costs(self, candidate: MeshCandidate) -> tuple[FoldedModel, Costs, dict[str, StateCost]] | None:
+        """The result of :meth:`least` for all candidates that differ from ``candidate`` in ZeRO alone and take no less
+        memory. ``None`` if devices differ, since ZeRO then decides more than memory and weight gathers."""
         if self._has_mixed_speeds:
             return None
-        model, costs, _ = self.least(point.sharing(0))
-        return model, costs, self.own(point)[2]
+        model, costs, _ = self.least(candidate.sharing(0))
+        return model, costs, self.own(candidate)[2]
 
-    def own(self, point: MeshCandidate) -> tuple[LocalModel, CallCostCache, dict[str, StateCost]]:
-        """The local model of a point's own sharding, the costs of its calls, and the costs of its states."""
-        key, local = self._find_local_model(point)
-        return local, self._seat_costs(key, local), self._compute_state_costs(point, key, local)
+    def own(self, candidate: MeshCandidate) -> tuple[LocalModel, CallCostCache, dict[str, StateCost]]:
+        """The local model of a candidate's own sharding, the costs of its calls, and the costs of its states."""
+        key, local = self._find_local_model(candidate)
+        return local, self._seat_costs(key, local), self._compute_state_costs(candidate, key, local)
 
-    def _find_local_model(self, point: MeshCandidate) -> tuple[LocalKey, LocalModel]:
-        num_microbatches = point.num_microbatches(self.job.global_batch)
-        key = self.locals.key(point, point.parts(self.job.global_batch), num_microbatches == 1)
+    def _find_local_model(self, candidate: MeshCandidate) -> tuple[LocalKey, LocalModel]:
+        num_microbatches = candidate.num_microbatches(self.job.global_batch)
+        key = self.locals.key(candidate, candidate.parts(self.job.global_batch), num_microbatches == 1)
         return key, self.locals.at(key, num_microbatches)
 
     def _check_offload(self, expected: Estimate, machine: PlacedMesh) -> None:
@@ -260,27 +271,29 @@ class CandidateEvaluator:
         if "disk" in (self.job.constraints.offload or ()):
             check_disks(topology, devices, [stage.disk for stage in held])
 
-    def _split_of(self, point: MeshCandidate) -> FoldedModel:
+    def _split_of(self, candidate: MeshCandidate) -> FoldedModel:
         """The model for one microbatch, before its sequence is sharded over ``cp``."""
-        num_microbatches = point.num_microbatches(self.job.global_batch)
-        return self.locals.split(point, point.parts(self.job.global_batch), num_microbatches == 1)
+        num_microbatches = candidate.num_microbatches(self.job.global_batch)
+        return self.locals.split(candidate, candidate.parts(self.job.global_batch), num_microbatches == 1)
 
-    def _list_stage_costs(self, point: MeshCandidate, costs: CallCostCache) -> list[Costs]:
+    def _list_stage_costs(self, candidate: MeshCandidate, costs: CallCostCache) -> list[Costs]:
         """The distinct costs of calls on the stages of all placements that are tried. If there are other placements,
         the costs on the best devices and groups instead."""
-        if not self.placements.complete(point.grid):
-            return self._at_best(point, costs)
-        machines = [self.job.dressed(machine, point) for machine in self.placements.candidates(point.grid)]
-        each = costs.by_pipeline if self.job.goes_apart(point) else costs.by_stage
+        if not self.placements.complete(candidate.grid):
+            return self._at_best(candidate, costs)
+        machines = [self.job.dressed(machine, candidate) for machine in self.placements.candidates(candidate.grid)]
+        each = costs.by_pipeline if self.job.goes_apart(candidate) else costs.by_stage
         return list({id(of): of for machine in machines for of in each(machine)}.values())
 
-    def _at_best(self, point: MeshCandidate, costs: CallCostCache) -> list[Costs]:
+    def _at_best(self, candidate: MeshCandidate, costs: CallCostCache) -> list[Costs]:
         """Costs of calls on every device type, over the best groups that any placement could have."""
-        one_each = point.parts(self.job.global_batch) == point.dp
-        all_wait = point.pp == 1 and (one_each or not self.job.goes_apart(point))
+        one_each = candidate.parts(self.job.global_batch) == candidate.dp
+        all_wait = candidate.pp == 1 and (one_each or not self.job.goes_apart(candidate))
         best = partial(self.placements.best_group, everywhere=all_wait)
-        machine = self.job.dressed(PlacedMesh(self.job.topology, point.grid), point)
-        sizes = {axis: size for axis, size in {**point.grid, "ep": point.ep}.items() if axis != "pp" and size > 1}
+        machine = self.job.dressed(PlacedMesh(self.job.topology, candidate.grid), candidate)
+        sizes = {
+            axis: size for axis, size in {**candidate.grid, "ep": candidate.ep}.items() if axis != "pp" and size > 1
+        }
         groups, spread = tuple((axis, best(size)) for axis, size in sizes.items()), machine.spread
         over: dict[str, Any] = {n: best(getattr(spread, n).size) for n in ("experts", "shards", "expert_shards")}
         return [costs.at(RankProfile(*pace, groups), replace(spread, **over)) for pace in self.job.topology.paces[0]]
@@ -290,24 +303,24 @@ class CandidateEvaluator:
         """Whether devices have different speeds."""
         return len(self.job.topology.paces[0]) > 1
 
-    def _is_at_best(self, point: MeshCandidate) -> bool:
+    def _is_at_best(self, candidate: MeshCandidate) -> bool:
         """Whether the lower bound on calls is for the devices and groups that their sharding is chosen for."""
-        if self.placements.complete(point.grid):
+        if self.placements.complete(candidate.grid):
             return True
-        groups = dict(self.locals.reference_seat(point.tp, point.cp).groups).values()
+        groups = dict(self.locals.reference_seat(candidate.tp, candidate.cp).groups).values()
         return not self._has_mixed_speeds and all(
             no_slower(group, self.placements.best_group(group.size)) for group in groups
         )
 
-    def _compute_block_bound(self, point: MeshCandidate, size: int, whole: bool) -> BlockLowerBound | None:
-        wanted = self._wanted(point, size, whole)
+    def _compute_block_bound(self, candidate: MeshCandidate, size: int, whole: bool) -> BlockLowerBound | None:
+        wanted = self._wanted(candidate, size, whole)
         try:
             local = self.locals.at(*wanted)
         except UnsupportedError:  # samples that are coupled need not be so in smaller batches
             return None
         costs = self._seat_costs(wanted[0], local)
-        best = self._bound_block_seconds(local, combine_fastest_costs(self._list_stage_costs(point, costs)))
-        kinds = self._at_best(point, costs) if self._has_mixed_speeds else ()
+        best = self._bound_block_seconds(local, combine_fastest_costs(self._list_stage_costs(candidate, costs)))
+        kinds = self._at_best(candidate, costs) if self._has_mixed_speeds else ()
         return BlockLowerBound(best, tuple(self._bound_block_seconds(local, of_kind) for of_kind in kinds))
 
     def _bound_block_seconds(self, local: LocalModel, costs: Costs) -> Seconds:
@@ -320,44 +333,49 @@ class CandidateEvaluator:
             found[call.block] = min(found.get(call.block, of_call), of_call)
         return found
 
-    def _is_whole(self, point: MeshCandidate, size: int) -> bool:
-        whole = size == point.microbatch_size and point.num_microbatches(self.job.global_batch) == 1
+    def _is_whole(self, candidate: MeshCandidate, size: int) -> bool:
+        whole = size == candidate.microbatch_size and candidate.num_microbatches(self.job.global_batch) == 1
         return whole and self.locals.coupled
 
-    def _wanted(self, point: MeshCandidate, size: int, whole: bool) -> Wanted:
+    def _wanted(self, candidate: MeshCandidate, size: int, whole: bool) -> Wanted:
         """The local model from which a floor is read."""
         parts = self.job.global_batch // size
-        dp = point.dp if whole or (parts % point.dp == 0 and parts > point.dp) else 1
-        return self.locals.key(point, parts, whole or parts == 1), parts // dp
+        dp = candidate.dp if whole or (parts % candidate.dp == 0 and parts > candidate.dp) else 1
+        return self.locals.key(candidate, parts, whole or parts == 1), parts // dp
 
-    def _check_experts(self, point: MeshCandidate) -> None:
-        """Raise :class:`PlanError` if the graph does not allow the spread of experts in ``point``."""
-        apart = point.ep == 1 and point.expert_tp != point.tp
-        if self.job.num_experts and (apart or point.tp % point.expert_tp):
-            expected = f"{point.tp}, as many as share all else" if apart else f"a divisor of tp={point.tp}"
+    def _check_experts(self, candidate: MeshCandidate) -> None:
+        """Raise :class:`PlanError` if the graph does not allow the spread of experts in ``candidate``."""
+        apart = candidate.ep == 1 and candidate.expert_tp != candidate.tp
+        if self.job.num_experts and (apart or candidate.tp % candidate.expert_tp):
+            expected = f"{candidate.tp}, as many as share all else" if apart else f"a divisor of tp={candidate.tp}"
             raise PlanError(
-                f"etp={point.etp} with ep={point.ep}, tp={point.tp}: ranks that share an expert have different rows "
-                f"then, which nothing brings together; expected {expected}"
+                f"etp={candidate.etp} with ep={candidate.ep}, tp={candidate.tp}: ranks that share an expert have "
+                f"different rows then, which nothing brings together; expected {expected}"
             )
-        if point.ep == 1:
+        if candidate.ep == 1:
             return
-        key, local = self._find_local_model(point)
-        if (point.ep, key) in self._spread:
+        key, local = self._find_local_model(candidate)
+        if (candidate.ep, key) in self._spread:
             return
-        whole = point.dp == 1 or self.job.constraints.group_size is not None
-        if not whole and not can_spread_experts(self.job.model, self.job.batch_of(point.ep)):
+        whole = candidate.dp == 1 or self.job.constraints.group_size is not None
+        if not whole and not can_spread_experts(self.job.model, self.job.batch_of(candidate.ep)):
             raise PlanError(
-                f"ep={point.ep}: samples meet within the experts, whose rows cannot be told apart by samples; expected "
-                "experts that work on each sample's rows, or on all of them; use ep=1"
+                f"ep={candidate.ep}: samples meet within the experts, whose rows cannot be told apart by samples; "
+                "expected experts that work on each sample's rows, or on all of them; use ep=1"
             )
-        left = self.job.experts - local.spread(point.tp, point.ep, point.etp).experts.keys()
+        left = self.job.experts - local.spread(candidate.tp, candidate.ep, candidate.etp).experts.keys()
         if left:
-            raise PlanError(f"ep={point.ep} with tp={point.tp}: {min(left)} is not read by expert on each rank")
-        self._spread.add((point.ep, key))
+            raise PlanError(f"ep={candidate.ep} with tp={candidate.tp}: {min(left)} is not read by expert on each rank")
+        self._spread.add((candidate.ep, key))
 
-    def _compute_state_costs(self, point: MeshCandidate, key: LocalKey, local: LocalModel) -> dict[str, StateCost]:
+    def _compute_state_costs(self, candidate: MeshCandidate, key: LocalKey, local: LocalModel) -> dict[str, StateCost]:
         """Costs of states on a rank, which do not depend on the placement."""
-        held = point.dp > 1, point.kind, point.zero and (point.zero, point.sharers, point.expert_sharers), key
+        held = (
+            candidate.dp > 1,
+            candidate.kind,
+            candidate.zero and (candidate.zero, candidate.sharers, candidate.expert_sharers),
+            key,
+        )
         if held not in self._held:
             job = self.job
             if key not in self._kinds:
@@ -365,10 +383,10 @@ class CandidateEvaluator:
                 self._kinds[key] = kinds_of(local.model.states, layouts, job.experts, local.complete, local.left_whole)
             self._held[held] = state_costs(
                 self._kinds[key],
-                point.grid,
+                candidate.grid,
                 optimizer=job.optimizer,
                 train=job.train,
-                sharded=job.dressed(PlacedMesh(job.topology, point.grid), point).sharded,
+                sharded=job.dressed(PlacedMesh(job.topology, candidate.grid), candidate).sharded,
                 short_gradients=job.profile.short_gradients,
                 offload=job.constraints.offload or (),
             )

@@ -26,8 +26,8 @@ class Job:
 
     ``model``: the folded model of the whole batch, or of one group if samples interact within groups, marked with its
     gradients. ``profile``: how the plan is executed. ``reserve``: bytes of every rank that stay free. ``reserves``:
-    further reserved bytes of single points. ``refused``: points whose programs are known not to fit.
-    ``simulated``: seconds of a step of points whose programs take longer than their estimates.
+    further reserved bytes of single candidates. ``refused``: candidates whose programs are known not to fit.
+    ``simulated``: seconds of a step of candidates whose programs take longer than their estimates.
     """
 
     model: FoldedModel
@@ -44,19 +44,20 @@ class Job:
     refused: Mapping[MeshCandidate, CapacityError] = field(default_factory=dict[MeshCandidate, CapacityError])
     simulated: Mapping[MeshCandidate, float] = field(default_factory=dict[MeshCandidate, float])
 
-    def dressed(self, machine: PlacedMesh, point: MeshCandidate) -> PlacedMesh:
-        """``machine``, on which the point's mesh is placed, with the other settings of the point and the job."""
+    def dressed(self, machine: PlacedMesh, candidate: MeshCandidate) -> PlacedMesh:
+        """``machine``, on which the candidate's mesh is placed, with the other settings of the candidate and the
+        job."""
         return replace(
             machine,
             precision=self.precision,
-            ep=point.ep,
-            etp=point.etp,
-            zero=point.zero,
-            dp_shard=point.dp_shard,
+            ep=candidate.ep,
+            etp=candidate.etp,
+            zero=candidate.zero,
+            dp_shard=candidate.dp_shard,
             gradient_bytes=self.gradient_bytes,
             profile=self.profile,
             num_experts=self.num_experts,
-            reserve=self.reserve + self.reserves.get(point, 0),
+            reserve=self.reserve + self.reserves.get(candidate, 0),
         )
 
     @property
@@ -75,10 +76,10 @@ class Job:
         """Number of samples in the graphs of ``model``."""
         return self.constraints.group_size or self.global_batch
 
-    def goes_apart(self, point: MeshCandidate) -> bool:
+    def goes_apart(self, candidate: MeshCandidate) -> bool:
         """Whether ranks of ``dp`` wait for each other only at the end of a step, so that faster ones may do more work.
         Under ZeRO 2 and 3 they wait in each microbatch."""
-        return not self.model.updates and point.dp > 1 and point.zero < 2 and point.shares_out
+        return not self.model.updates and candidate.dp > 1 and candidate.zero < 2 and candidate.shares_out
 
     def batch_of(self, ep: int) -> ShardingSolution:
         """The split of the batch if experts are spread over ``ep`` ranks."""

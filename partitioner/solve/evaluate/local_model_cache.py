@@ -61,12 +61,12 @@ class LocalModels:
     _known: dict[LocalKey, Solutions] = field(default_factory=dict)  # what was done ahead
     _spent_s: float = 0.0
 
-    def key(self, point: MeshCandidate, parts: int, whole: bool) -> LocalKey:
-        """What decides the local model of a point whose batch is split into ``parts``; ``whole``: on one rank all of
-        its samples are one microbatch."""
-        apart = self.job.batch_of(point.ep) is not self.job.batch
-        split = split_of(point.tp, point.ep, point.etp)
-        return point.tp, point.cp, parts, whole and (apart or self.coupled), apart, split
+    def key(self, candidate: MeshCandidate, parts: int, whole: bool) -> LocalKey:
+        """What decides the local model of a candidate whose batch is split into ``parts``; ``whole``: on one rank all
+        of its samples are one microbatch."""
+        apart = self.job.batch_of(candidate.ep) is not self.job.batch
+        split = split_of(candidate.tp, candidate.ep, candidate.etp)
+        return candidate.tp, candidate.cp, parts, whole and (apart or self.coupled), apart, split
 
     def at(self, key: LocalKey, num_microbatches: int) -> LocalModel:
         """The local model of ``key``, of whose parts ``num_microbatches`` are on a rank.
@@ -108,9 +108,9 @@ class LocalModels:
         if self._aside is not None:
             self._aside.end()
 
-    def split(self, point: MeshCandidate, parts: int, whole: bool) -> FoldedModel:
+    def split(self, candidate: MeshCandidate, parts: int, whole: bool) -> FoldedModel:
         """One microbatch of a batch that was split, before its sequence is shared over ``cp``."""
-        return self._splits[self.key(point, parts, whole)[2:5]]
+        return self._splits[self.key(candidate, parts, whole)[2:5]]
 
     @cached_property
     def coupled(self) -> bool:
@@ -236,7 +236,7 @@ class LocalModels:
     def _rounds(self, key: LocalKey) -> int:
         """The microbatches of a step over which a sharding's price spreads what happens once in it.
 
-        The fewest that a point of ``key`` may have, so that it does not depend on which of them asks first. Two at
+        The fewest that a candidate of ``key`` may have, so that it does not depend on which of them asks first. Two at
         least: a gradient that is reduced once a step may go in a bucket and to shards, one inside a graph may not.
         """
         tp, cp, parts, *_ = key

@@ -63,7 +63,7 @@ Key = tuple[int, ...]
 
 _BETTER = 1e-9  # of a cost: what rounding may differ by
 
-EXCHANGES = 60  # placements that exchanges may judge for one mesh
+EXCHANGES = 60  # placements that exchanges may placement_evaluator for one mesh
 _LOOKS = 400  # and look at
 _NEAR = 1.1  # of the best cost of any mesh: exchanges have gained 3 % at most,
 _NEAR_INSIDE = 2.5  # and a half where pairs of devices have links of their own
@@ -147,19 +147,22 @@ class Placements:
     def best(
         self,
         mesh: Mapping[str, int],
-        judge: Callable[[PlacedMesh], tuple[float, Result]],
+        placement_evaluator: Callable[[PlacedMesh], tuple[float, Result]],
         least: Callable[[PlacedMesh, float], float] | None = None,
         enough: float = np.inf,
         exchanges: int = EXCHANGES,
         likely: Callable[[PlacedMesh], float] | None = None,
     ) -> BestPlacement[Result]:
-        """The placement of ``mesh`` that ``judge`` gives the least cost, and the result that came with it.
+        """The placement of ``mesh`` that ``placement_evaluator`` gives the least cost, and the result that came with
+        it.
 
-        ``least``: what ``judge`` cannot go below, quickly, found out as far as a cost that is enough; what cannot be
-        better is then not judged. ``enough``: a cost that is known for another mesh; one that is far from it is not
-        improved on. ``exchanges``: placements that are then judged besides, at most. ``likely``: what tells good
-        placements from others, much sooner than ``judge``, which is then not asked for those that are clearly worse.
-        Raises what ``judge`` raises where it refuses all: the :class:`CapacityError` that lacks least, if any.
+        ``least``: what ``placement_evaluator`` cannot go below, quickly, found out as far as a cost that is enough;
+        what cannot be better is then not judged. ``enough``: a cost that is known for another mesh; one that is far
+        from it is not improved on. ``exchanges``: placements that are then judged besides, at most. ``likely``: what
+        tells good placements from others, much sooner than ``placement_evaluator``, which is then not asked for those
+        that are clearly worse.
+        Raises what ``placement_evaluator`` raises where it refuses all: the :class:`CapacityError` that lacks least, if
+        any.
         """
         best: BestPlacement[Result] | None = None
         errors: list[PartitionError] = []
@@ -178,14 +181,14 @@ class Placements:
                 if floor >= min(best.cost, enough):
                     costs.append((floor, number))
                     continue
-            found = _evaluate_mesh_placement(machine, judge, errors)
+            found = _evaluate_mesh_placement(machine, placement_evaluator, errors)
             if found is None and likely is not None and self.nested(mesh) and isinstance(errors[-1], CapacityError):
                 break  # where devices are all alike what is lacking is lacking in any order
             if found is not None:
                 costs.append((found.cost, number))
                 best = found if best is None or found.cost < best.cost * (1 - _BETTER) else best
         if best is not None and not self.complete(mesh):
-            best = self._improve_by_exchange(best, judge, least, costs, errors, enough, exchanges, likely)
+            best = self._improve_by_exchange(best, placement_evaluator, least, costs, errors, enough, exchanges, likely)
         if best is None:
             raise find_least_shortage(errors)
         return best
@@ -193,7 +196,7 @@ class Placements:
     def _improve_by_exchange(
         self,
         best: BestPlacement[Result],
-        judge: Callable[[PlacedMesh], tuple[float, Result]],
+        placement_evaluator: Callable[[PlacedMesh], tuple[float, Result]],
         least: Callable[[PlacedMesh, float], float] | None,
         costs: list[tuple[float, int]],
         errors: list[PartitionError],
@@ -218,9 +221,12 @@ class Placements:
         if likely is not None:
             start = BestPlacement(best.machine, likely(best.machine), None)
             told = self._exchange_groups(start, lambda machine: (likely(machine), None), None, [], np.inf, EXCHANGES)
-            if told is not start and (found := _evaluate_mesh_placement(told.machine, judge, errors)) is not None:
+            if (
+                told is not start
+                and (found := _evaluate_mesh_placement(told.machine, placement_evaluator, errors)) is not None
+            ):
                 improved = found if found.cost < best.cost * (1 - _BETTER) else best
-        improved = self._exchange_groups(improved, judge, least, errors, enough, exchanges)
+        improved = self._exchange_groups(improved, placement_evaluator, least, errors, enough, exchanges)
         if improved is not best:
             self._candidates[key].append(improved.machine)
         return improved
@@ -228,7 +234,7 @@ class Placements:
     def _exchange_groups(
         self,
         best: BestPlacement[Result],
-        judge: Callable[[PlacedMesh], tuple[float, Result]],
+        placement_evaluator: Callable[[PlacedMesh], tuple[float, Result]],
         least: Callable[[PlacedMesh, float], float] | None,
         errors: list[PartitionError],
         enough: float,
@@ -253,7 +259,7 @@ class Placements:
                 if least is not None and least(machine, min(best.cost, enough)) >= min(best.cost, enough):
                     continue
                 left -= 1
-                found = _evaluate_mesh_placement(machine, judge, errors)
+                found = _evaluate_mesh_placement(machine, placement_evaluator, errors)
                 if found is not None and self._is_better(found, best):
                     best, improved = found, True
                     break
@@ -313,10 +319,10 @@ def _list_exchange_neighbours(devices: Ints, mesh: Mapping[str, int], inside: bo
 
 
 def _evaluate_mesh_placement(
-    machine: PlacedMesh, judge: Callable[[PlacedMesh], tuple[float, Result]], errors: list[PartitionError]
+    machine: PlacedMesh, placement_evaluator: Callable[[PlacedMesh], tuple[float, Result]], errors: list[PartitionError]
 ) -> BestPlacement[Result] | None:
     try:
-        return BestPlacement(machine, *judge(machine))
+        return BestPlacement(machine, *placement_evaluator(machine))
     except PartitionError as error:
         errors.append(error)
         return None

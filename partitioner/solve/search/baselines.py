@@ -43,12 +43,15 @@ from partitioner.units import list_divisors
 DATA_PARALLEL, FULLY_SHARDED, MEGATRON = "Plain data parallelism", "ZeRO-3 (fully sharded)", "Megatron's layout"
 
 _EXCLUDED = "excluded by the constraints"
-MOST_TRIED = 12  # points of one layout
+MOST_TRIED = 12  # candidates of one layout
 _MOST_OF_FAMILY, _MOST_ALIKE, _MOST_INTERLEAVED = 5, 2, 2  # layouts that are planned in addition to known ones
 _MOST_EFFORT = 0.05  # total effort of interleaved schedules after the first, see `alternatives.effort`
 _FILLED = 7 / 8  # share of a bubble that virtual stages fill
 _MOST_CHUNKS = 2  # numbers of virtual stages per layout; the second only if the search knows the first
-_MOST_FITTING, _MOST_BOUNDED = 4, 12  # per division of the model: points that fit, and points whose bounds are computed
+_MOST_FITTING, _MOST_BOUNDED = (
+    4,
+    12,
+)  # per division of the model: candidates that fit, and candidates whose bounds are computed
 _OF_COLLECTIVES = 1.05  # by which bounds are too low for each doubling of tp and cp, for the order of tries alone
 _FEW = 8  # virtual stages: interleaved schedules with about as many are tried first
 _NONE: Mapping[str, Baseline] = {}
@@ -58,59 +61,61 @@ _NONE: Mapping[str, Baseline] = {}
 class LayoutFamily:
     """The layouts that an expert chooses among, and their ``bounds``. ``space``: the search space of their jobs."""
 
-    points: tuple[MeshCandidate, ...]
+    candidates: tuple[MeshCandidate, ...]
     bounds: ModelBounds
     space: SearchSpace
 
     def promising(self, most_s: float) -> list[MeshCandidate]:
-        """Points of the family that fit and take less than ``most_s`` seconds by their bounds. The best point of each
-        division of the model comes first, then the others, each in increasing order of expected time."""
-        if not self.points:
+        """Points of the family that fit and take less than ``most_s`` seconds by their bounds. The best candidate of
+        each division of the model comes first, then the others, each in increasing order of expected time."""
+        if not self.candidates:
             return []
-        times = self.bounds.times(self.points)
+        times = self.bounds.times(self.candidates)
         likely: list[tuple[float, MeshCandidate]] = []
         fitting, asked = Counter[tuple[int, int, int]](), Counter[tuple[int, int, int]]()
-        most = _MOST_FITTING if len({(p.pp, p.tp, p.cp) for p in self.points}) > 1 else _MOST_BOUNDED
+        most = _MOST_FITTING if len({(p.pp, p.tp, p.cp) for p in self.candidates}) > 1 else _MOST_BOUNDED
         for i in np.argsort(times, kind="stable").tolist():
-            point = self.points[i]
-            mesh = point.pp, point.tp, point.cp
+            candidate = self.candidates[i]
+            mesh = candidate.pp, candidate.tp, candidate.cp
             if times[i] >= most_s:
                 break
-            if fitting[mesh] == most or asked[mesh] == _MOST_BOUNDED or not self._holds_states(point):
+            if fitting[mesh] == most or asked[mesh] == _MOST_BOUNDED or not self._holds_states(candidate):
                 continue
             asked[mesh] += 1
             with suppress(PartitionError):
-                seconds = self.bounds.refine(point)
+                seconds = self.bounds.refine(candidate)
                 if seconds < most_s:
                     fitting[mesh] += 1
-                    likely.append((seconds * _OF_COLLECTIVES ** math.log2(point.tp * point.cp), point))
-        ranked = [point for _, point in sorted(likely)]
-        first = {(point.pp, point.tp, point.cp): point for point in reversed(ranked)}
-        best = [point for point in ranked if first[point.pp, point.tp, point.cp] == point]
-        return best + [point for point in ranked if first[point.pp, point.tp, point.cp] != point]
+                    likely.append((seconds * _OF_COLLECTIVES ** math.log2(candidate.tp * candidate.cp), candidate))
+        ranked = [candidate for _, candidate in sorted(likely)]
+        first = {(candidate.pp, candidate.tp, candidate.cp): candidate for candidate in reversed(ranked)}
+        best = [candidate for candidate in ranked if first[candidate.pp, candidate.tp, candidate.cp] == candidate]
+        return best + [
+            candidate for candidate in ranked if first[candidate.pp, candidate.tp, candidate.cp] != candidate
+        ]
 
-    def _holds_states(self, point: MeshCandidate) -> bool:
+    def _holds_states(self, candidate: MeshCandidate) -> bool:
         try:
-            self.bounds.check_states(point)
+            self.bounds.check_states(candidate)
         except PartitionError:
             return False
         return True
 
-    def interleaved(self, point: MeshCandidate) -> list[MeshCandidate]:
-        """``point`` with several virtual stages on each rank, the most often successful numbers first."""
-        if point.pp == 1 or point.schedule != "1f1b" or not self.space.train:
+    def interleaved(self, candidate: MeshCandidate) -> list[MeshCandidate]:
+        """``candidate`` with several virtual stages on each rank, the most often successful numbers first."""
+        if candidate.pp == 1 or candidate.schedule != "1f1b" or not self.space.train:
             return []
-        several = [p for p in several_stages(self.space, point) if p.schedule == "interleaved"]
+        several = [p for p in several_stages(self.space, candidate) if p.schedule == "interleaved"]
         return sorted(several, key=lambda p: abs(p.virtual_stages - _FEW))
 
 
 @dataclass(frozen=True)
 class StandardLayout:
-    """A layout to compare with: the points that are tried, the best by its bound first, and the reason why it is no
+    """A layout to compare with: the candidates that are tried, the best by its bound first, and the reason why it is no
     candidate. ``family``: the layouts of its kind."""
 
     name: str
-    points: tuple[MeshCandidate, ...] = ()
+    candidates: tuple[MeshCandidate, ...] = ()
     excluded: str = ""
     family: LayoutFamily | None = None
 
@@ -140,11 +145,11 @@ def list_standard_layouts(
     return [
         StandardLayout(
             name,
-            () if point is None else (point, *_list_leaner_candidates(space, point, known)),
-            none[name] if point is None else "" if point in own_points else _EXCLUDED,
+            () if candidate is None else (candidate, *_list_leaner_candidates(space, candidate, known)),
+            none[name] if candidate is None else "" if candidate in own_points else _EXCLUDED,
             several.get(name),
         )
-        for name, point in found
+        for name, candidate in found
     ]
 
 
@@ -174,17 +179,17 @@ def _find_textbook_layouts(
 
 
 def _list_leaner_candidates(
-    space: SearchSpace, point: MeshCandidate, known: Collection[MeshCandidate]
+    space: SearchSpace, candidate: MeshCandidate, known: Collection[MeshCandidate]
 ) -> Iterator[MeshCandidate]:
-    """Points like ``point`` that take less memory: smaller microbatches, then (with ``tp``) also more stages."""
-    for pp in list_divisors(point.pp * point.dp):
-        dp = point.pp * point.dp // pp
-        if pp < point.pp or (pp > point.pp and point.tp == 1) or not space.splits(dp):
+    """Points like ``candidate`` that take less memory: smaller microbatches, then (with ``tp``) also more stages."""
+    for pp in list_divisors(candidate.pp * candidate.dp):
+        dp = candidate.pp * candidate.dp // pp
+        if pp < candidate.pp or (pp > candidate.pp and candidate.tp == 1) or not space.splits(dp):
             continue
         for size in reversed(space.sizes(dp)):
-            leaner = replace(point, pp=pp, dp=dp, microbatch_size=size)
-            smaller = size < point.microbatch_size or (pp > point.pp and size <= point.microbatch_size)
-            if smaller and (leaner in known or (point.zero and space.allows(leaner))):
+            leaner = replace(candidate, pp=pp, dp=dp, microbatch_size=size)
+            smaller = size < candidate.microbatch_size or (pp > candidate.pp and size <= candidate.microbatch_size)
+            if smaller and (leaner in known or (candidate.zero and space.allows(leaner))):
                 yield leaner
 
 
@@ -193,9 +198,9 @@ def is_known(standard: StandardLayout, rows: Sequence[Candidate]) -> bool:
     if standard.family is not None:
         best = _best_row(standard, rows)
         return best is not None and best.status == "chosen"
-    if not standard.points:
+    if not standard.candidates:
         return True
-    row = None if standard.excluded else _find_candidate_row(standard.points[0], rows)
+    row = None if standard.excluded else _find_candidate_row(standard.candidates[0], rows)
     return row is not None and row.step_time is not None
 
 
@@ -211,8 +216,8 @@ def compare_standard_layouts(
     row of the search, else a plan made now. ``offload``: the data kept in host memory.
 
     If a layout does not fit though its bound does, smaller microbatches and more stages are tried. Of a family the best
-    layout found ``until`` that time, on the monotonic clock, is shown. ``evaluate``: plans a point, given the seconds
-    to beat.
+    layout found ``until`` that time, on the monotonic clock, is shown. ``evaluate``: plans a candidate, given the
+    seconds to beat.
     """
     made = []
     for standard in found:
@@ -221,10 +226,10 @@ def compare_standard_layouts(
             made.append(plain)
             continue
         tried: list[Candidate] = []
-        for point in standard.points[:MOST_TRIED]:
-            row = None if standard.excluded else _find_candidate_row(point, rows)
+        for candidate in standard.candidates[:MOST_TRIED]:
+            row = None if standard.excluded else _find_candidate_row(candidate, rows)
             known = row if row is not None and row.status != "bounded" else None
-            tried.append(known or _plan_candidate_report(point, evaluate))
+            tried.append(known or _plan_candidate_report(candidate, evaluate))
             if tried[-1].step_time is not None:
                 break
         shortest = min(tried, key=lambda c: (c.step_time is None, c.missing or 0), default=None)
@@ -241,7 +246,7 @@ def _best_row(standard: StandardLayout, rows: Sequence[Candidate]) -> Candidate 
     family = standard.family
     if family is None:
         return None
-    known = {_identify_layout(build_candidate_report(point)) for point in family.points}
+    known = {_identify_layout(build_candidate_report(candidate)) for candidate in family.candidates}
     mine = [
         row
         for row in rows
@@ -275,45 +280,45 @@ def _tune_standard_layout(
     if best is not None and best.status == "chosen":
         return best
     known = {_identify_layout(row): row for row in rows}
-    points = {_identify_layout(build_candidate_report(point)): point for point in family.points}
+    candidates = {_identify_layout(build_candidate_report(candidate)): candidate for candidate in family.candidates}
     planned: set[MeshCandidate] = set()
 
-    def plan(point: MeshCandidate) -> Candidate | None:
-        """The outcome of a point that may be better; ``None`` if it is known not to be, or if time ran out."""
+    def plan(candidate: MeshCandidate) -> Candidate | None:
+        """The outcome of a candidate that may be better; ``None`` if it is known not to be, or if time ran out."""
         nonlocal best
-        most_s, told = _read_step_seconds(best), known.get(_identify_layout(build_candidate_report(point)))
-        if time.monotonic() > until or point in planned:
+        most_s, told = _read_step_seconds(best), known.get(_identify_layout(build_candidate_report(candidate)))
+        if time.monotonic() > until or candidate in planned:
             return None
         if told is not None and (told.status != "bounded" or told.bound >= most_s):
             return None
-        planned.add(point)
-        found = _plan_candidate_report(point, evaluate, most_s)
+        planned.add(candidate)
+        found = _plan_candidate_report(candidate, evaluate, most_s)
         best = found if _read_step_seconds(found) < most_s else best
         return found
 
-    tried = [row for row in rows if _identify_layout(row) in points and row.step_time is not None]
+    tried = [row for row in rows if _identify_layout(row) in candidates and row.step_time is not None]
 
     def improve(choices: Iterable[MeshCandidate], most: int) -> None:
-        for point in choices:
-            if most and (found := plan(point)) is not None:
+        for candidate in choices:
+            if most and (found := plan(candidate)) is not None:
                 most -= 1
                 tried.extend([found] if found.step_time is not None else [])
 
-    every = frozenset(family.points)
+    every = frozenset(family.candidates)
     if standard.name == MEGATRON:  # first, since a good plan here prunes most of the others
-        shared = ((row, points[_identify_layout(row)]) for row in tried)
+        shared = ((row, candidates[_identify_layout(row)]) for row in tried)
         lean = [(row, replace(p, zero=1) if replace(p, zero=1) in every else p) for row, p in shared]
         _plan_interleaved_layouts(family, lean, lambda: _read_step_seconds(best), plan)
     filled = best
     promising = family.promising(_read_step_seconds(best))
     improve(promising, _MOST_OF_FAMILY)
-    here = points.get(_identify_layout(best)) if best is not None else None
+    here = candidates.get(_identify_layout(best)) if best is not None else None
     seen = {_identify_layout(row) for row in tried}
     alike = [p for p in promising if here is not None and (p.pp, p.tp, p.cp) == (here.pp, here.tp, here.cp)]
     improve([p for p in alike if _identify_layout(build_candidate_report(p)) not in seen], _MOST_ALIKE)
     if standard.name == MEGATRON and best is not filled:
         _plan_interleaved_layouts(
-            family, [(row, points[_identify_layout(row)]) for row in tried], lambda: _read_step_seconds(best), plan
+            family, [(row, candidates[_identify_layout(row)]) for row in tried], lambda: _read_step_seconds(best), plan
         )
     return best
 
@@ -330,8 +335,8 @@ def _plan_interleaved_layouts(
         (_read_step_seconds(row) - _FILLED * (row.breakdown or {}).get("bubble", 0.0), p) for row, p in tried
     )
     spent = 0.0
-    for seconds, point in filled[:_MOST_INTERLEAVED]:
-        chunks = family.interleaved(point)[:_MOST_CHUNKS] if seconds < best_s() else []
+    for seconds, candidate in filled[:_MOST_INTERLEAVED]:
+        chunks = family.interleaved(candidate)[:_MOST_CHUNKS] if seconds < best_s() else []
         for other in chunks:
             work = estimate_interleaved_effort(family.space, other)
             if spent and spent + work > _MOST_EFFORT:
@@ -361,12 +366,12 @@ def no_candidates(found: Sequence[StandardLayout], names: Collection[str]) -> li
 
 
 def _plan_candidate_report(
-    point: MeshCandidate, evaluate: Callable[[MeshCandidate, float], EvaluatedCandidate], enough_s: float = math.inf
+    candidate: MeshCandidate, evaluate: Callable[[MeshCandidate, float], EvaluatedCandidate], cutoff_s: float = math.inf
 ) -> Candidate:
     try:
-        return build_candidate_report(point, evaluate(point, enough_s))
+        return build_candidate_report(candidate, evaluate(candidate, cutoff_s))
     except PartitionError as error:
-        return build_refused_report(point, error)
+        return build_refused_report(candidate, error)
 
 
 def unpin_constraints(constraints: Constraints) -> Constraints:
@@ -391,10 +396,10 @@ def _list_candidates_if_any(space: SearchSpace) -> list[MeshCandidate]:
 
 def _build_fit_check(bounds: ModelBounds) -> Callable[[MeshCandidate], bool]:
     @cache
-    def fits(point: MeshCandidate) -> bool:
+    def fits(candidate: MeshCandidate) -> bool:
         try:
-            bounds.check_states(point)
-            bounds.refine(point)
+            bounds.check_states(candidate)
+            bounds.refine(candidate)
         except PartitionError:
             return False
         return True
@@ -403,8 +408,8 @@ def _build_fit_check(bounds: ModelBounds) -> Callable[[MeshCandidate], bool]:
 
 
 def _fully_sharded(space: SearchSpace, bounds: ModelBounds) -> MeshCandidate | None:
-    """The best point with all ranks data-parallel, and parameters, gradients and optimizer states sharded over them;
-    ``None`` if the batch does not allow it."""
+    """The best candidate with all ranks data-parallel, and parameters, gradients and optimizer states sharded over
+    them; ``None`` if the batch does not allow it."""
     world = space.world_size
     if space.units % world:
         return None
@@ -415,5 +420,5 @@ def _fully_sharded(space: SearchSpace, bounds: ModelBounds) -> MeshCandidate | N
     )
 
 
-def _find_candidate_row(point: MeshCandidate, rows: Sequence[Candidate]) -> Candidate | None:
-    return _row_like(build_candidate_report(point), rows)
+def _find_candidate_row(candidate: MeshCandidate, rows: Sequence[Candidate]) -> Candidate | None:
+    return _row_like(build_candidate_report(candidate), rows)

@@ -12,6 +12,7 @@ states.
 from __future__ import annotations
 
 import heapq
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -28,58 +29,60 @@ from partitioner.plan import Certificate
 from partitioner.schedules.formulas import is_formula, is_plain
 from partitioner.solve.search.outcomes import CandidateOutcome, CutOff, EvaluatedCandidate, certificate_of
 
-_TOLD_EVERY_S = 0.1  # between two words on points that are only bounded
+_TOLD_EVERY_S = 0.1  # between two words on candidates that are only bounded
 
 
 class Bounds(Protocol):
-    """Lower bounds in seconds on the plans of a point; see ``partitioner/solve/search/bound_steps.py``."""
+    """Lower bounds in seconds on the plans of a candidate; see ``partitioner/solve/search/bound_steps.py``."""
 
-    def times(self, points: Sequence[MeshCandidate]) -> NDArray[np.float64]:
-        """Lower bounds in seconds on all points at once, shape ``[points]``."""
+    def times(self, candidates: Sequence[MeshCandidate]) -> NDArray[np.float64]:
+        """Lower bounds in seconds on all candidates at once, shape ``[candidates]``."""
 
-    def family(self, point: MeshCandidate) -> Hashable:
-        """Key of the point's family, which includes the schedule."""
+    def family(self, candidate: MeshCandidate) -> Hashable:
+        """Key of the candidate's family, which includes the schedule."""
 
-    def members(self, points: Sequence[MeshCandidate]) -> Sequence[MeshCandidate]:
-        """All points of the family of ``points``, including those unknown to the estimate of all points at once."""
-
-    @property
-    def together(self) -> Sequence[Callable[[Sequence[MeshCandidate], float], float]]:
-        """Bounds of a family; see :attr:`steps` for the arguments."""
+    def members(self, candidates: Sequence[MeshCandidate]) -> Sequence[MeshCandidate]:
+        """All candidates of the family of ``candidates``, including those unknown to the estimate of all candidates at
+        once."""
 
     @property
-    def steps(self) -> Sequence[Callable[[MeshCandidate, float], float]]:
-        """Bounds of one point, to be tried in order. The second argument is a cutoff in seconds: a bound above it need
-        not be exact. They raise :class:`PartitionError` if the point has no plan."""
+    def family_bounds(self) -> Sequence[Callable[[Sequence[MeshCandidate], float], float]]:
+        """Bounds of a family; see :attr:`candidate_bounds` for the arguments."""
 
-    def again_s(self, point: MeshCandidate) -> float:
+    @property
+    def candidate_bounds(self) -> Sequence[Callable[[MeshCandidate, float], float]]:
+        """Bounds of one candidate, to be tried in order. The second argument is a cutoff in seconds: a bound above it
+        need not be exact. They raise :class:`PartitionError` if the candidate has no plan."""
+
+    def again_s(self, candidate: MeshCandidate) -> float:
         """Approximate seconds of recomputation in a step; not a bound."""
 
-    def shortage(self, point: MeshCandidate) -> CapacityError | None:
-        """The exact shortage of a point for which a step gave only a lower bound."""
+    def shortage(self, candidate: MeshCandidate) -> CapacityError | None:
+        """The exact shortage of a candidate for which a step gave only a lower bound."""
 
 
 @dataclass(frozen=True)
 class SearchProgress:
-    """State of a search. ``best``: seconds of the incumbent. ``bound``: lower bound in seconds on ``point``.
+    """State of a search. ``best``: seconds of the incumbent. ``bound``: lower bound in seconds on ``candidate``.
 
-    ``num_evaluated``: points evaluated so far. ``num_open``: points that may still be better. ``num_bounded``: bounds
-    that were tightened.
+    ``num_evaluated``: candidates evaluated so far. ``num_open``: candidates that may still be better. ``num_bounded``:
+    bounds that were tightened.
     """
 
     num_evaluated: int
     num_open: int
     best: float | None
     bound: float
-    point: MeshCandidate
+    candidate: MeshCandidate
     num_bounded: int = 0
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best point, its plan, and its certificate. ``certificate`` and ``rows`` have a row for every point."""
+    """The best candidate, its plan, and its certificate. ``certificate`` and ``rows`` have a row for every
+    candidate."""
 
-    point: MeshCandidate
+    candidate: MeshCandidate
     best: EvaluatedCandidate
     certificate: Certificate
     num_evaluated: int
@@ -87,300 +90,306 @@ class SearchResult:
     rows: Mapping[MeshCandidate, CandidateOutcome] = field(default_factory=dict)
 
 
+class CandidatePlanner(Protocol):
+    """What the search asks of one candidate at a time; ``_CandidateAttempts`` in ``search.py`` has it."""
+
+    def evaluate(self, candidate: MeshCandidate) -> EvaluatedCandidate:
+        """The best plan of a candidate. Raises :class:`PartitionError` if it has none."""
+
+    def can_prune(self, candidate: MeshCandidate, upper_bound_s: float) -> bool:
+        """Whether :meth:`evaluate` would find no plan that takes less than ``upper_bound_s`` seconds, though the bounds
+        do not show it. Raises the exceptions of :meth:`evaluate`."""
+
+    def bound_tightly(self, candidate: MeshCandidate, upper_bound_s: float) -> float:
+        """The tightest lower bound in seconds; one of ``upper_bound_s`` is tight enough."""
+
+    def estimate_effort(self, candidate: MeshCandidate) -> float:
+        """Effort of evaluating a candidate with several virtual stages on a rank, as a share of all the effort that
+        may bring no better plan."""
+
+
 @dataclass
-class _BestFirstState:
-    rows: dict[MeshCandidate, CandidateOutcome]
-    best: MeshCandidate | None = None
-    enough_s: float = float("inf")
-    before: Mapping[MeshCandidate, CandidateOutcome] = field(default_factory=dict)
-    num_evaluated: int = 0
-    num_bounded: int = 0
+class BestFirstSearch:
+    """Branch and bound over candidates: the one of the least step time, and a certificate.
+
+    ``tolerance``: stop when no bound is better than the incumbent by more than this share. ``patience``: number of
+    consecutive families with several virtual stages on a rank that may bring no better plan; then the search skips such
+    families, and their bounds stay as they are. ``cutoff_s``: plans that take this long or longer are of no interest.
+    ``time_limit_s``: after it, or on ``KeyboardInterrupt``, the incumbent is returned, with its gap. ``progress``:
+    called before each evaluation, and from time to time between evaluations.
+    """
+
+    bounds: Bounds
+    planner: CandidatePlanner
+    progress: Callable[[SearchProgress], None] | None = None
+    time_limit_s: float = math.inf
+    tolerance: float = 0.0
+    patience: int | None = None
+    cutoff_s: float = math.inf
+
+    outcomes: dict[MeshCandidate, CandidateOutcome] = field(default_factory=dict, init=False)
+    incumbent: MeshCandidate | None = field(default=None, init=False)
+    _before: Mapping[MeshCandidate, CandidateOutcome] = field(default_factory=dict, init=False)
+    _num_evaluated: int = field(default=0, init=False)
+    _num_bounded: int = field(default=0, init=False)
     # since the last incumbent, of schedules with several virtual stages: evaluated families, and the effort spent
-    in_vain: set[Hashable] = field(default_factory=set)
-    spent: float = 0.0
-    told: float = field(default_factory=time.monotonic)  # time of the last progress report
+    _fruitless: set[Hashable] = field(default_factory=set, init=False)
+    _spent: float = field(default=0.0, init=False)
+    _reported: float = field(default_factory=time.monotonic, init=False)  # time of the last progress report
 
     @property
-    def best_time(self) -> float:
-        found = self.rows[self.best].evaluated if self.best is not None else None
-        return found.step_time if found is not None else float("inf")
+    def incumbent_s(self) -> float:
+        """Step time in seconds of the best plan so far."""
+        found = self.outcomes[self.incumbent].evaluated if self.incumbent is not None else None
+        return found.step_time if found is not None else math.inf
 
     @property
-    def limit(self) -> float:  # plans from here on are of no interest
-        return min(self.best_time, self.enough_s)
+    def upper_bound_s(self) -> float:
+        """Seconds from which on plans are of no interest: a candidate whose lower bound reaches it is pruned."""
+        return min(self.incumbent_s, self.cutoff_s)
 
+    def run(
+        self,
+        candidates: Sequence[MeshCandidate],
+        *,
+        always: Iterable[MeshCandidate | None] = (),
+        left_out: Mapping[MeshCandidate, str] | None = None,
+        before: Mapping[MeshCandidate, CandidateOutcome] | None = None,
+    ) -> SearchResult:
+        """Search ``candidates``, once for each search object.
 
-def search_best_first(
-    points: Sequence[MeshCandidate],
-    bounds: Bounds,
-    evaluate: Callable[[MeshCandidate], EvaluatedCandidate],
-    *,
-    always: Iterable[MeshCandidate | None] = (),
-    left_out: Mapping[MeshCandidate, str] | None = None,
-    progress: Callable[[SearchProgress], None] | None = None,
-    time_limit_s: float = float("inf"),
-    tolerance: float = 0.0,
-    patience: int | None = None,
-    effort: Callable[[MeshCandidate], float] = lambda point: 0.0,
-    in_vain: Callable[[MeshCandidate, float], bool] = lambda point, best_s: False,
-    last: Callable[[MeshCandidate, float], float] | None = None,
-    enough_s: float = float("inf"),
-    before: Mapping[MeshCandidate, CandidateOutcome] | None = None,
-) -> SearchResult:
-    """The point of the least step time.
+        Args:
+            always: candidates that are evaluated first, whatever their bounds, each before the next is requested.
+            left_out: configurations that are reported but not searched, and the reasons.
+            before: the outcomes of an earlier search with fewer constraints, whose bounds hold here, too.
 
-    Args:
-        evaluate: plans a point; raises :class:`PartitionError` if it has no plan, which is recorded as the reason.
-        always: points that are evaluated first, whatever their bounds, each before the next is requested.
-        left_out: points that are no candidates but are reported, and the reasons.
-        tolerance: stop when no bound is better than the incumbent by more than this share.
-        patience: number of consecutive families with several virtual stages on a rank that may bring no better plan;
-            then the search skips such families, and their bounds stay as they are. ``effort``: of such a point, as a
-            share of all the effort that may be in vain.
-        in_vain: whether ``evaluate`` would find no plan of a point that takes less than so many seconds, though its
-            bound does not show it; then the point is not evaluated. Raises the exceptions of ``evaluate``.
-        last: the tightest bound of a point; the second argument is a cutoff in seconds. Called if the least of all
-            bounds belongs to a point that was not evaluated, or that was evaluated only ``partly``.
-        enough_s: plans that take this long or longer are of no interest.
-        before: the rows of an earlier search with fewer constraints, whose bounds hold here, too.
-        progress: called before each evaluation, and from time to time between evaluations.
-        time_limit_s: after it, or on ``KeyboardInterrupt``, the incumbent is returned, with its gap.
-
-    Raises:
-        CapacityError: no point fits in memory; the error of the point with the least shortage.
-        PlanError: no point has a plan for other reasons, or none takes less than ``enough_s``.
-    """
-    deadline = time.monotonic() + time_limit_s
-    first = bounds.times(points).tolist() if len(points) > 1 else [0.0] * len(points)  # only if there is a choice
-    state = _BestFirstState(
-        {p: CandidateOutcome(p, b) for p, b in zip(points, first, strict=True)}, enough_s=enough_s, before=before or {}
-    )
-    for which, old in state.before.items():
-        if which in (left_out or {}):
-            continue
-        row = state.rows.setdefault(which, CandidateOutcome(which, old.bound))
-        row.bound = max(row.bound, old.bound)
-        if old.error is not None:
-            _mark_infeasible(row, old.error)
-    cut_off: CutOff | None = None
-    try:
-        for point in always:
-            if point in state.rows and state.rows[point].evaluated is None:
-                _evaluate_candidate(state, point, evaluate, progress)
-        done = _best_first(state, bounds, evaluate, in_vain, progress, deadline, tolerance, patience, effort)
-        done = (last is None or _tighten_least_bound(state, last, deadline)) and done
-        cut_off = None if done else "time limit"
-    except KeyboardInterrupt:
-        if state.best is None:
-            raise
-        cut_off = "interruption"
-    if state.best is None:
-        raise _explain_no_plan(state, bounds, cut_off is not None)
-    for point, reason in (left_out or {}).items():
-        state.rows.setdefault(point, CandidateOutcome(point, 0.0, "infeasible", reason=reason))
-    best = state.rows[state.best]
-    assert best.evaluated is not None, state.best
-    best.status = "chosen"
-    certificate = certificate_of(state.rows.values(), state.best_time, cut_off)
-    return SearchResult(state.best, best.evaluated, certificate, state.num_evaluated, cut_off is not None, state.rows)
-
-
-def _best_first(
-    state: _BestFirstState,
-    bounds: Bounds,
-    evaluate: Callable[[MeshCandidate], EvaluatedCandidate],
-    in_vain: Callable[[MeshCandidate, float], bool],
-    progress: Callable[[SearchProgress], None] | None,
-    deadline: float,
-    tolerance: float,
-    patience: int | None,
-    effort: Callable[[MeshCandidate], float],
-) -> bool:
-    """Run until no bound beats the incumbent. Returns ``False`` if time ran out.
-
-    Schedules without a formula come after the others: their bounds are quick once a good plan is known.
-    """
-    rows, shared = state.rows, len(bounds.together)
-    nodes = _group_open_families(state, bounds)
-    unknown = list(dict.fromkeys(p for members in nodes for p in members if p not in rows))
-    estimates = bounds.times(unknown).tolist() if unknown else []
-    first = {p: row.bound for p, row in rows.items()} | dict(zip(unknown, estimates, strict=True))
-    least = [min(first[p] for p in members) for members in nodes]
-    # ties go to the lowest number, which is quick to compare; the last item is the next step
-    heap = [(not is_formula(nodes[n][0].schedule), bound, n, 0) for n, bound in enumerate(least)]
-    heapq.heapify(heap)
-    while heap:
-        later, bound, number, step = heapq.heappop(heap)
-        members = nodes[number]
-        several = not is_plain(members[0].schedule, members[0].virtual_stages)
-        tired = patience is not None and (len(state.in_vain) >= patience or state.spent >= 1.0)
-        enough = several and tired and state.best is not None
-        if enough or bound >= state.limit * (1 - tolerance) or _were_in_vain(state, members):
-            continue
-        if time.monotonic() > deadline:
-            return False
-        alone = len(members) == 1
-        if step == shared and not alone:
-            for member in members:
-                row = rows.setdefault(member, CandidateOutcome(member, bound))
-                if row.is_open:
-                    nodes.append([member])
-                    heapq.heappush(heap, (later, max(bound, row.bound), len(nodes) - 1, step))
-            continue
-        last = state.limit == float("inf") and not heap  # no bound can prune the last one
-        if alone and (last or step == shared + len(bounds.steps)):
-            if several:
-                state.in_vain.add(bounds.family(members[0]))
-                state.spent += effort(members[0])
-            if not _is_in_vain(state, members[0], in_vain):
-                _evaluate_candidate(state, members[0], evaluate, progress, len(heap) + 1)
-            continue
-        state.num_bounded += 1
-        if time.monotonic() > state.told + _TOLD_EVERY_S:
-            _report_progress(state, members[0], progress, len(heap) + 1)
-        tighter = _compute_next_bound(state, bounds, members, step)
-        if tighter is not None:
-            heapq.heappush(heap, (later, max(bound, tighter), number, step + 1))
-    return True
-
-
-def _group_open_families(state: _BestFirstState, bounds: Bounds) -> list[Sequence[MeshCandidate]]:
-    """The families of the points, in order, without points that are closed."""
-    families: dict[Hashable, list[MeshCandidate]] = {}
-    for point in state.rows:
-        families.setdefault(bounds.family(point), []).append(point)
-    each = [sorted(points, key=in_order) for points in families.values()]
-    nodes = [bounds.members(points) for points in sorted(each, key=lambda points: in_order(points[0]))]
-    return [members for members in nodes if len(members) > 1 or state.rows[members[0]].is_open]
-
-
-def _compute_next_bound(
-    state: _BestFirstState, bounds: Bounds, members: Sequence[MeshCandidate], step: int
-) -> float | None:
-    """The bound of the next step, of a family or of one point; ``None`` if there is no plan."""
-    of_family = len(bounds.together)
-    known = [state.rows[point] for point in members if point in state.rows]
-    rows = [row for row in known if row.is_open]
-    try:
-        if step < of_family:
-            bound = bounds.together[step](members, state.limit)
-        else:
-            bound = bounds.steps[step - of_family](members[0], state.limit)
-    except PartitionError as error:
-        for row in rows:
-            _mark_infeasible(row, error)
-        return None
-    for row in rows:
-        row.bound = max(row.bound, bound)
-    return bound
-
-
-def _evaluate_candidate(
-    state: _BestFirstState,
-    point: MeshCandidate,
-    evaluate: Callable[[MeshCandidate], EvaluatedCandidate],
-    progress: Callable[[SearchProgress], None] | None,
-    num_open: int = 0,
-) -> None:
-    row = state.rows[point]
-    _report_progress(state, point, progress, num_open or len(state.rows))
-    state.num_evaluated += 1
-    try:
-        row.evaluated = evaluate(point)
-    except PartitionError as error:
-        _mark_infeasible(row, error)
-        return
-    found = row.evaluated
-    row.status, row.loose = "solved", found.partly or found.unsure
-    row.bound = min(max(row.bound, 0.0 if found.partly else found.least_s), found.step_time)
-    if found.step_time < state.best_time:
-        state.best = point
-        state.in_vain.clear()
-        state.spent = 0.0
-
-
-def _were_in_vain(state: _BestFirstState, members: Sequence[MeshCandidate]) -> bool:
-    """Whether the earlier search showed that no point is better than the incumbent; then the points' bounds stay as
-    they are."""
-    found = [state.before.get(point) for point in members] if state.before else [None]
-    if not all(row is not None and row.least_s >= state.limit for row in found):
-        return False
-    for row in found:
-        if row is not None and row.error is None:
-            here = state.rows[row.point]
-            here.loose, here.in_vain_s = row.loose, row.least_s
-    return True
-
-
-def _is_in_vain(state: _BestFirstState, point: MeshCandidate, in_vain: Callable[[MeshCandidate, float], bool]) -> bool:
-    """Whether a point need not be evaluated; then its bound stays as it is."""
-    row = state.rows[point]
-    try:
-        if state.limit == float("inf") or not in_vain(point, state.limit):
-            return False
-        row.loose, row.in_vain_s = True, state.limit
-        return True
-    except PartitionError as error:
-        _mark_infeasible(row, error)
-        return True
-
-
-def _tighten_least_bound(
-    state: _BestFirstState, last: Callable[[MeshCandidate, float], float], deadline: float
-) -> bool:
-    """Make the least of all bounds as tight as possible. Returns ``False`` if time ran out."""
-    while state.best is not None:
-        row = min((row for row in state.rows.values() if row.says), key=lambda row: row.bound, default=None)
-        if row is None or not row.loose or row.bound >= state.best_time:
-            break
-        if time.monotonic() > deadline:
-            return False
-        row.loose = False
-        found = row.evaluated
+        Raises:
+            CapacityError: no candidate fits in memory; the error of the candidate with the least shortage.
+            PlanError: no candidate has a plan for other reasons, or none takes less than ``cutoff_s``.
+        """
+        deadline = time.monotonic() + self.time_limit_s
+        self._open_candidates(candidates, left_out or {}, before or {})
+        cut_off: CutOff | None = None
         try:
-            tighter = last(row.point, state.best_time)
+            for candidate in always:
+                if candidate in self.outcomes and self.outcomes[candidate].evaluated is None:
+                    self._evaluate_candidate(candidate)
+            done = self._branch_and_bound(deadline)
+            done = self._tighten_least_bound(deadline) and done
+            cut_off = None if done else "time limit"
+        except KeyboardInterrupt:
+            if self.incumbent is None:
+                raise
+            cut_off = "interruption"
+        if self.incumbent is None:
+            raise self._explain_no_plan(cut_off is not None)
+        for candidate, reason in (left_out or {}).items():
+            self.outcomes.setdefault(candidate, CandidateOutcome(candidate, 0.0, "infeasible", reason=reason))
+        best = self.outcomes[self.incumbent]
+        assert best.evaluated is not None, self.incumbent
+        best.status = "chosen"
+        certificate = certificate_of(self.outcomes.values(), self.incumbent_s, cut_off)
+        return SearchResult(
+            self.incumbent, best.evaluated, certificate, self._num_evaluated, cut_off is not None, self.outcomes
+        )
+
+    def _open_candidates(
+        self,
+        candidates: Sequence[MeshCandidate],
+        left_out: Mapping[MeshCandidate, str],
+        before: Mapping[MeshCandidate, CandidateOutcome],
+    ) -> None:
+        """Start with the quickest bound of each candidate, and with what the earlier search found."""
+        is_choice = len(candidates) > 1
+        first = self.bounds.times(candidates).tolist() if is_choice else [0.0] * len(candidates)
+        self.outcomes = {c: CandidateOutcome(c, bound) for c, bound in zip(candidates, first, strict=True)}
+        self._before = before
+        for candidate, old in before.items():
+            if candidate in left_out:
+                continue
+            row = self.outcomes.setdefault(candidate, CandidateOutcome(candidate, old.bound))
+            row.bound = max(row.bound, old.bound)
+            if old.error is not None:
+                _mark_infeasible(row, old.error)
+
+    def _branch_and_bound(self, deadline: float) -> bool:
+        """Run until no lower bound is below the incumbent. Returns ``False`` if time ran out.
+
+        Schedules without a formula come after the others: their bounds are quick once a good plan is known.
+        """
+        rows, num_family_bounds = self.outcomes, len(self.bounds.family_bounds)
+        nodes = self._group_open_families()
+        unknown = list(dict.fromkeys(c for members in nodes for c in members if c not in rows))
+        estimates = self.bounds.times(unknown).tolist() if unknown else []
+        first = {c: row.bound for c, row in rows.items()} | dict(zip(unknown, estimates, strict=True))
+        least = [min(first[c] for c in members) for members in nodes]
+        # ties go to the lowest number, which is quick to compare; the last item is the next step
+        queue = [(not is_formula(nodes[n][0].schedule), bound, n, 0) for n, bound in enumerate(least)]
+        heapq.heapify(queue)
+        while queue:
+            later, bound, number, step = heapq.heappop(queue)
+            members = nodes[number]
+            if self._is_skipped(members[0]) or bound >= self.upper_bound_s * (1 - self.tolerance):
+                continue
+            if self._were_pruned_before(members):
+                continue
+            if time.monotonic() > deadline:
+                return False
+            alone = len(members) == 1
+            if step == num_family_bounds and not alone:
+                for member in members:
+                    row = rows.setdefault(member, CandidateOutcome(member, bound))
+                    if row.is_open:
+                        nodes.append([member])
+                        heapq.heappush(queue, (later, max(bound, row.bound), len(nodes) - 1, step))
+                continue
+            last = self.upper_bound_s == math.inf and not queue  # no bound can prune the last one
+            if alone and (last or step == num_family_bounds + len(self.bounds.candidate_bounds)):
+                if _has_virtual_stages(members[0]):
+                    self._fruitless.add(self.bounds.family(members[0]))
+                    self._spent += self.planner.estimate_effort(members[0])
+                if not self._can_prune(members[0]):
+                    self._evaluate_candidate(members[0], len(queue) + 1)
+                continue
+            self._num_bounded += 1
+            if time.monotonic() > self._reported + _TOLD_EVERY_S:
+                self._report_progress(members[0], len(queue) + 1)
+            tighter = self._compute_next_bound(members, step)
+            if tighter is not None:
+                heapq.heappush(queue, (later, max(bound, tighter), number, step + 1))
+        return True
+
+    def _is_skipped(self, candidate: MeshCandidate) -> bool:
+        """Whether enough candidates with several virtual stages were tried without success."""
+        if self.patience is None or self.incumbent is None or not _has_virtual_stages(candidate):
+            return False
+        return len(self._fruitless) >= self.patience or self._spent >= 1.0
+
+    def _group_open_families(self) -> list[Sequence[MeshCandidate]]:
+        """The families of the candidates, in order, without candidates that are closed."""
+        families: dict[Hashable, list[MeshCandidate]] = {}
+        for candidate in self.outcomes:
+            families.setdefault(self.bounds.family(candidate), []).append(candidate)
+        each = [sorted(members, key=in_order) for members in families.values()]
+        nodes = [self.bounds.members(members) for members in sorted(each, key=lambda members: in_order(members[0]))]
+        return [members for members in nodes if len(members) > 1 or self.outcomes[members[0]].is_open]
+
+    def _compute_next_bound(self, members: Sequence[MeshCandidate], step: int) -> float | None:
+        """The bound of the next step, of a family or of one candidate; ``None`` if there is no plan."""
+        num_family_bounds = len(self.bounds.family_bounds)
+        known = [self.outcomes[candidate] for candidate in members if candidate in self.outcomes]
+        rows = [row for row in known if row.is_open]
+        try:
+            if step < num_family_bounds:
+                bound = self.bounds.family_bounds[step](members, self.upper_bound_s)
+            else:
+                bound = self.bounds.candidate_bounds[step - num_family_bounds](members[0], self.upper_bound_s)
         except PartitionError as error:
-            if found is None:
+            for row in rows:
                 _mark_infeasible(row, error)
-            continue
-        row.bound = max(row.bound, tighter if found is None else min(tighter, found.step_time))
-    return True
+            return None
+        for row in rows:
+            row.bound = max(row.bound, bound)
+        return bound
+
+    def _evaluate_candidate(self, candidate: MeshCandidate, num_open: int = 0) -> None:
+        row = self.outcomes[candidate]
+        self._report_progress(candidate, num_open or len(self.outcomes))
+        self._num_evaluated += 1
+        try:
+            row.evaluated = self.planner.evaluate(candidate)
+        except PartitionError as error:
+            _mark_infeasible(row, error)
+            return
+        found = row.evaluated
+        row.status, row.loose = "solved", found.partly or found.unsure
+        row.bound = min(max(row.bound, 0.0 if found.partly else found.lower_bound_s), found.step_time)
+        if found.step_time < self.incumbent_s:
+            self.incumbent = candidate
+            self._fruitless.clear()
+            self._spent = 0.0
+
+    def _were_pruned_before(self, members: Sequence[MeshCandidate]) -> bool:
+        """Whether the earlier search showed that no candidate is better than the incumbent; then the candidates' bounds
+        stay as they are."""
+        found = [self._before.get(candidate) for candidate in members] if self._before else [None]
+        if not all(row is not None and row.lower_bound_s >= self.upper_bound_s for row in found):
+            return False
+        for row in found:
+            if row is not None and row.error is None:
+                here = self.outcomes[row.candidate]
+                here.loose, here.pruned_s = row.loose, row.lower_bound_s
+        return True
+
+    def _can_prune(self, candidate: MeshCandidate) -> bool:
+        """Whether a candidate need not be evaluated; then its bound stays as it is."""
+        row = self.outcomes[candidate]
+        try:
+            if self.upper_bound_s == math.inf or not self.planner.can_prune(candidate, self.upper_bound_s):
+                return False
+            row.loose, row.pruned_s = True, self.upper_bound_s
+            return True
+        except PartitionError as error:
+            _mark_infeasible(row, error)
+            return True
+
+    def _tighten_least_bound(self, deadline: float) -> bool:
+        """Make the least of all bounds as tight as possible. Returns ``False`` if time ran out."""
+        while self.incumbent is not None:
+            row = min((row for row in self.outcomes.values() if row.says), key=lambda row: row.bound, default=None)
+            if row is None or not row.loose or row.bound >= self.incumbent_s:
+                break
+            if time.monotonic() > deadline:
+                return False
+            row.loose = False
+            found = row.evaluated
+            try:
+                tighter = self.planner.bound_tightly(row.candidate, self.incumbent_s)
+            except PartitionError as error:
+                if found is None:
+                    _mark_infeasible(row, error)
+                continue
+            row.bound = max(row.bound, tighter if found is None else min(tighter, found.step_time))
+        return True
+
+    def _report_progress(self, candidate: MeshCandidate, num_open: int) -> None:
+        self._reported = time.monotonic()
+        if self.progress is not None:
+            best = self.incumbent_s if self.incumbent is not None else None
+            bound = self.outcomes[candidate].bound
+            self.progress(SearchProgress(self._num_evaluated, num_open, best, bound, candidate, self._num_bounded))
+
+    def _explain_no_plan(self, interrupted: bool) -> InfeasibleError:
+        """The error that explains why no candidate has a plan."""
+        rows = self.outcomes
+        if any(row.is_open for row in rows.values()) and self.cutoff_s < math.inf:
+            return PlanError(f"no plan takes less than {self.cutoff_s:.3g} s a step")
+        if interrupted:  # the other candidates may have plans
+            return TimeLimitError(
+                "the time limit passed before any plan was found; allow more time or fix more constraints"
+            )
+        short = {row.candidate: row.error for row in rows.values() if isinstance(row.error, CapacityError)}
+        while short:
+            candidate, error = min(short.items(), key=lambda item: (item[1].missing_bytes, item[1].at_least))
+            if not error.at_least:
+                return error
+            known = CapacityError(error.shortage, missing_bytes=error.missing_bytes)
+            short[candidate] = self.bounds.shortage(candidate) or known
+        errors = [row.error for row in rows.values()]
+        if all(isinstance(error, ConstraintError) for error in errors):
+            return ConstraintError(str(errors[0]))
+        reasons = list(dict.fromkeys(row.reason for row in rows.values() if row.reason))
+        return PlanError(f"none of the {len(rows)} candidates has a plan: {'; '.join(reasons[:3])}")
 
 
-def _report_progress(
-    state: _BestFirstState, point: MeshCandidate, progress: Callable[[SearchProgress], None] | None, num_open: int
-) -> None:
-    state.told = time.monotonic()
-    if progress is not None:
-        best = state.best_time if state.best is not None else None
-        bound = state.rows[point].bound
-        progress(SearchProgress(state.num_evaluated, num_open, best, bound, point, state.num_bounded))
+def _has_virtual_stages(candidate: MeshCandidate) -> bool:
+    """Whether a rank has several stages, or the schedule has no formula for what it holds."""
+    return not is_plain(candidate.schedule, candidate.virtual_stages)
 
 
 def _mark_infeasible(row: CandidateOutcome, error: PartitionError) -> None:
     row.status, row.error = "infeasible", error.with_traceback(None)  # the traceback holds all tables
     row.reason = error.shortage if isinstance(error, CapacityError) else str(error)
-
-
-def _explain_no_plan(state: _BestFirstState, bounds: Bounds, interrupted: bool) -> InfeasibleError:
-    """The error that explains why no point has a plan."""
-    if any(row.is_open for row in state.rows.values()) and state.enough_s < float("inf"):
-        return PlanError(f"no plan takes less than {state.enough_s:.3g} s a step")
-    if interrupted:  # the other points may have plans
-        return TimeLimitError(
-            "the time limit passed before any plan was found; allow more time or fix more constraints"
-        )
-    short = {row.point: row.error for row in state.rows.values() if isinstance(row.error, CapacityError)}
-    while short:
-        point, error = min(short.items(), key=lambda item: (item[1].missing_bytes, item[1].at_least))
-        if not error.at_least:
-            return error
-        short[point] = bounds.shortage(point) or CapacityError(error.shortage, missing_bytes=error.missing_bytes)
-    errors = [row.error for row in state.rows.values()]
-    if all(isinstance(error, ConstraintError) for error in errors):
-        return ConstraintError(str(errors[0]))
-    reasons = list(dict.fromkeys(row.reason for row in state.rows.values() if row.reason))
-    return PlanError(f"none of the {len(state.rows)} candidates has a plan: {'; '.join(reasons[:3])}")
 
 
 Found = TypeVar("Found")
@@ -396,17 +405,17 @@ class ZeroInfeasibility:
         default_factory=lambda: defaultdict(list)
     )
 
-    def tried(self, point: MeshCandidate, solve: Callable[[MeshCandidate], Found]) -> Found:
+    def tried(self, candidate: MeshCandidate, solve: Callable[[MeshCandidate], Found]) -> Found:
         """What ``solve`` finds. Raises :class:`CapacityError` where it does, and where it did for a sibling that takes
         no more."""
-        if is_plain(point.schedule, point.virtual_stages):
-            return solve(point)
-        family = replace(point, zero=0, dp_shard=0)
+        if is_plain(candidate.schedule, candidate.virtual_stages):
+            return solve(candidate)
+        family = replace(candidate, zero=0, dp_shard=0)
         for other, error in self._refused[family]:
-            if (other.zero == 3) == (point.zero == 3) and self.state_bytes(other) <= self.state_bytes(point):
+            if (other.zero == 3) == (candidate.zero == 3) and self.state_bytes(other) <= self.state_bytes(candidate):
                 raise CapacityError(error.shortage, missing_bytes=error.missing_bytes, at_least=True)
         try:
-            return solve(point)
+            return solve(candidate)
         except CapacityError as error:
-            self._refused[family].append((point, error.with_traceback(None)))
+            self._refused[family].append((candidate, error.with_traceback(None)))
             raise

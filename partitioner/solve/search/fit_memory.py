@@ -58,7 +58,7 @@ def context_ways(job: Job, chosen: SolvedCandidate) -> tuple[ContextWay, ...]:
             continue
         pinned = job.constraints.model_copy(update={"context": name})
         try:
-            found = CandidateEvaluator(replace(job, constraints=pinned)).solve(chosen.point)
+            found = CandidateEvaluator(replace(job, constraints=pinned)).solve(chosen.candidate)
             way = ContextWay(algorithm=name, step_time=found.estimate.step_time)
         except PartitionError as error:
             way = ContextWay(algorithm=name, reason=getattr(error, "message", str(error)))
@@ -66,9 +66,9 @@ def context_ways(job: Job, chosen: SolvedCandidate) -> tuple[ContextWay, ...]:
     return tuple(ways)
 
 
-_TRIES = 3  # to leave so much free for a point that its program fits, or for all of them at last
+_TRIES = 3  # to leave so much free for a candidate that its program fits, or for all of them at last
 
-_TURNS = 8  # in which single points are found anew
+_TURNS = 8  # in which single candidates are found anew
 _ENOUGH = 5  # turns where what was found nearly fits
 SAME_TIME = 0.01  # of a step: what the search's time and the simulation of the program may differ by
 _MOST_SIMULATED = 4  # plans whose programs take longer than the search said, before one is taken as it is
@@ -92,9 +92,9 @@ class PlanFinder(Protocol):
 def plan_to_fit(
     job: Job, find: PlanFinder, *, estimate_only: bool, time_limit_s: float | None = None
 ) -> PlannedProgram:
-    """What ``find`` finds for ``job``, with its program; found anew, with so much more memory left free for its point,
-    where that takes more than the search's tables said and than there is, as long as ``time_limit_s`` allows. Where no
-    program fits so, for all points.
+    """What ``find`` finds for ``job``, with its program; found anew, with so much more memory left free for its
+    candidate, where that takes more than the search's tables said and than there is, as long as ``time_limit_s``
+    allows. Where no program fits so, for all candidates.
 
     Raises as ``find`` does, and :class:`CapacityError` where no program fits.
     """
@@ -102,7 +102,7 @@ def plan_to_fit(
     explored: PlanSearchResult | None = None
     lacking: PartitionError | None = None
     tried: Counter[MeshCandidate] = Counter()
-    least_s, untold = math.inf, 0
+    lower_bound_s, untold = math.inf, 0
     end = None if time_limit_s is None else time.monotonic() + time_limit_s
     for turn in range(_TURNS + _TRIES):
         left = None if end is None else end - time.monotonic()
@@ -110,7 +110,7 @@ def plan_to_fit(
             break
         if turn >= _TURNS:
             assert explored is not None
-            least_s = least_s if job.reserve else explored.certificate.bound
+            lower_bound_s = lower_bound_s if job.reserve else explored.certificate.bound
             job = replace(job, reserve=max(untold, job.reserve + 1), reserves={}, refused={})
         try:
             emit = None if estimate_only or job.profile.differences else partial(_emit_chosen_program, job)
@@ -128,25 +128,29 @@ def plan_to_fit(
                 else _find_memory_shortfall(job, chosen=found.chosen, estimate=found.estimate)
             )
             if lacks is None:
-                point, seconds = found.chosen.point, found.estimate.simulated
-                if point in job.simulated or not _is_slower(found.estimate):
+                candidate, seconds = found.chosen.candidate, found.estimate.simulated
+                if candidate in job.simulated or not _is_slower(found.estimate):
                     return replace(
-                        found, certificate=_as_followed(explored.compared(least_s), found), lacking=explored.lacking
+                        found,
+                        certificate=_as_followed(explored.compared(lower_bound_s), found),
+                        lacking=explored.lacking,
                     )
                 assert seconds is not None
                 done = explored.certificate.cut_off is not None or len(job.simulated) >= _MOST_SIMULATED
                 if done or _rivals_s(explored) >= seconds * (1 - SAME_TIME):
-                    certificate = _as_followed(explored.compared(least_s), found)
+                    certificate = _as_followed(explored.compared(lower_bound_s), found)
                     return replace(_correct_step_time(found, certificate), lacking=explored.lacking)
-                job = replace(job, simulated={**job.simulated, point: seconds})
+                job = replace(job, simulated={**job.simulated, candidate: seconds})
                 continue
         if near is None and lacks.error.missing_bytes <= NEAR * lacks.room:
             near = found, explored
         lacking, untold = lacking or lacks.error, max(untold, lacks.untold)
-        job = _with_less(job, found.chosen.point, lacks, tried)
+        job = _with_less(job, found.chosen.candidate, lacks, tried)
     if near is not None:
         found, explored = near
-        return replace(found, certificate=_as_followed(explored.compared(least_s), found), lacking=explored.lacking)
+        return replace(
+            found, certificate=_as_followed(explored.compared(lower_bound_s), found), lacking=explored.lacking
+        )
     assert lacking is not None
     raise lacking
 
@@ -159,7 +163,7 @@ def _is_slower(estimate: Estimate) -> bool:
 def _rivals_s(explored: PlanSearchResult) -> float:
     """The least seconds that any candidate but the chosen one can take, by the search's bounds and estimates."""
     rows = (row for row in explored.rows.values() if row.error is None and row.status != "chosen")
-    return min((row.least_s for row in rows), default=math.inf)
+    return min((row.lower_bound_s for row in rows), default=math.inf)
 
 
 def _correct_step_time(found: PlannedProgram, certificate: Certificate) -> PlannedProgram:
@@ -188,20 +192,20 @@ def _as_followed(certificate: Certificate, found: PlannedProgram) -> Certificate
     return certificate.model_copy(update={"candidates": rows, "baselines": baselines})
 
 
-def _with_less(job: Job, point: MeshCandidate, lacks: _MemoryShortfall, tried: Counter[MeshCandidate]) -> Job:
-    """``job`` with so much more memory left free for ``point`` that its program may fit; after some tries it is
+def _with_less(job: Job, candidate: MeshCandidate, lacks: _MemoryShortfall, tried: Counter[MeshCandidate]) -> Job:
+    """``job`` with so much more memory left free for ``candidate`` that its program may fit; after some tries it is
     refused."""
-    tried[point] += 1
-    if tried[point] >= _TRIES:
-        return replace(job, refused={**job.refused, point: lacks.error})
-    more = max(lacks.untold, job.reserves.get(point, 0) + 1)
-    return replace(job, reserves={**job.reserves, point: more})
+    tried[candidate] += 1
+    if tried[candidate] >= _TRIES:
+        return replace(job, refused={**job.refused, candidate: lacks.error})
+    more = max(lacks.untold, job.reserves.get(candidate, 0) + 1)
+    return replace(job, reserves={**job.reserves, candidate: more})
 
 
 def _finished(job: Job, explored: PlanSearchResult, estimate_only: bool) -> PlannedProgram:
     """What was found, with its program where it is executed."""
     chosen = explored.chosen
-    beyond = planned_only(job, chosen.point, job.constraints)
+    beyond = planned_only(job, chosen.candidate, job.constraints)
     beyond += ("estimate_only=True",) if estimate_only else ()
     if beyond:
         ways = () if estimate_only else context_ways(job, chosen)
@@ -238,7 +242,7 @@ class _MemoryShortfall:
 
 def can_fit_program(job: Job, chosen: SolvedCandidate) -> bool:
     """Whether the program of ``chosen`` does, as nearly as is let pass; what is planned only has none."""
-    if planned_only(job, chosen.point, job.constraints):
+    if planned_only(job, chosen.candidate, job.constraints):
         return True
     lacks = _find_memory_shortfall(job, chosen, emit_program(job, chosen)[1])
     return lacks is None or lacks.error.missing_bytes <= NEAR * lacks.room
@@ -246,7 +250,7 @@ def can_fit_program(job: Job, chosen: SolvedCandidate) -> bool:
 
 def _find_memory_shortfall(job: Job, chosen: SolvedCandidate, estimate: Estimate) -> _MemoryShortfall | None:
     """``None`` where the program fits, which takes what ``estimate`` says."""
-    mesh = chosen.point.grid
+    mesh = chosen.candidate.grid
     rooms = stage_capacity(job.topology, mesh, chosen.devices)
     of_stages = [slice(ranks.start, ranks.stop) for ranks in stage_ranks(mesh)]
     needs = [max(estimate.memory[ranks]) for ranks in of_stages]
@@ -277,11 +281,11 @@ class PlannedProgram:
     lacking: str = ""  # what did not fit without the offload that was chosen unasked
 
 
-def planned_only(job: Job, point: MeshCandidate, constraints: Constraints) -> tuple[str, ...]:
+def planned_only(job: Job, candidate: MeshCandidate, constraints: Constraints) -> tuple[str, ...]:
     """What of a candidate of ``job`` under ``constraints`` is planned and not executed, as ``dispatch=once``."""
-    scaled = constraints.overlap_steps and is_split(point.schedule) and job.precision == "fp16"
+    scaled = constraints.overlap_steps and is_split(candidate.schedule) and job.precision == "fp16"
     more = {
-        f"etp={point.etp}": point.etp not in (0, 1, point.tp),
+        f"etp={candidate.etp}": candidate.etp not in (0, 1, candidate.tp),
         "precision=fp8 with experts": job.precision == "fp8" and job.num_experts > 0,
         "overlap_steps=True with precision=fp16": scaled and job.train,  # all ranks say whether gradients overflowed
     }
@@ -307,19 +311,19 @@ def _check_hosts(facts: ProgramFacts, job: Job, chosen: SolvedCandidate) -> None
 
 def emit_program(job: Job, chosen: SolvedCandidate) -> tuple[Program, Estimate]:
     """The programs of all ranks, proven, and the estimate with the memory that they take."""
-    point = chosen.point
-    local = chosen.local.spread(point.tp, point.ep, point.etp)
+    candidate = chosen.candidate
+    local = chosen.local.spread(candidate.tp, candidate.ep, candidate.etp)
     program = emit(
         local.model,
         chosen.stage_of_call,
-        mesh=point.mesh,
+        mesh=candidate.mesh,
         num_microbatches=chosen.num_microbatches,
         data_shares=chosen.data_shares,
-        schedule=point.schedule,
-        virtual_stages=point.virtual_stages,
+        schedule=candidate.schedule,
+        virtual_stages=candidate.virtual_stages,
         objective="train" if job.train else "infer",
-        layouts=layouts_of(local, job.batch_of(point.ep)),
-        etp=point.etp if point.ep > 1 else 0,
+        layouts=layouts_of(local, job.batch_of(candidate.ep)),
+        etp=candidate.etp if candidate.ep > 1 else 0,
         recompute=chosen.recompute,
         selective=chosen.selective,
         again={
@@ -327,8 +331,8 @@ def emit_program(job: Job, chosen: SolvedCandidate) -> tuple[Program, Estimate]:
         }
         if chosen.selective
         else None,
-        zero=cast(Literal[0, 1, 2, 3], point.zero),
-        dp_shard=point.dp_shard,
+        zero=cast(Literal[0, 1, 2, 3], candidate.zero),
+        dp_shard=candidate.dp_shard,
         fused_attention=job.topology.fused_attention,
         whole_scatter=job.topology.whole_scatter,
         offload=chosen.offload,

@@ -30,18 +30,18 @@ from partitioner.solve.search.space import SearchSpace, even_chunks, several_sta
 
 PATIENCE = 200  # meshes and schedules in a row that were no better, where such schedules are searched
 
-_MOST_RUNS = 4e7  # runs of calls on virtual stages, of all points in a row that were no better: half a minute or so
+_MOST_RUNS = 4e7  # runs of calls on virtual stages, of all candidates in a row that were no better: half a minute or so
 _ROUNDING = 1e-9  # of a step
 _BEST, _NEAR = 3, 1.15  # meshes and microbatches, that take no longer than this times the best
 _PROBED, _FEW = 6, 8  # others, by so many virtual stages at first
 _WORTH_IT = 1.01  # times the best plan: what a first one may take for others to be tried
 _HOPED, _MOST_ASKED = 0.93, 1000  # of the best plan: what such estimates, which are a tenth too low, are worth; bounds
-_RELAXED = 4  # bounds of a point by the sharding of the largest microbatch
+_RELAXED = 4  # bounds of a candidate by the sharding of the largest microbatch
 
 
-def estimate_interleaved_effort(space: SearchSpace, point: MeshCandidate) -> float:
-    """What it takes to cut the calls into a point's virtual stages, as a share of what may be in vain."""
-    return point.pp * point.virtual_stages * space.num_calls**2 / _MOST_RUNS
+def estimate_interleaved_effort(space: SearchSpace, candidate: MeshCandidate) -> float:
+    """What it takes to cut the calls into a candidate's virtual stages, as a share of what may be in vain."""
+    return candidate.pp * candidate.virtual_stages * space.num_calls**2 / _MOST_RUNS
 
 
 def schedules_of_several(
@@ -58,101 +58,103 @@ def schedules_of_several(
     enough = solved[found].step_time
     best: dict[MeshCandidate, MeshCandidate] = {}
     waiting: dict[MeshCandidate, tuple[float, MeshCandidate]] = {}
-    for point, known in sorted(solved.items(), key=lambda item: item[1].step_time):
+    for candidate, known in sorted(solved.items(), key=lambda item: item[1].step_time):
         parts = known.breakdown or {}
         filled_s = known.step_time - parts.get("bubble", 0.0)
-        least_s = filled_s - parts.get("recompute", 0.0)
-        if point.pp > 1 and known.step_time > _NEAR * enough and least_s < enough:
-            waiting.setdefault(mesh_of(point), (least_s, point))
-        elif point.pp > 1 and known.step_time <= _NEAR * enough and filled_s < enough and len(best) < _BEST:
-            best.setdefault(mesh_of(point), point)
+        lower_bound_s = filled_s - parts.get("recompute", 0.0)
+        if candidate.pp > 1 and known.step_time > _NEAR * enough and lower_bound_s < enough:
+            waiting.setdefault(mesh_of(candidate), (lower_bound_s, candidate))
+        elif candidate.pp > 1 and known.step_time <= _NEAR * enough and filled_s < enough and len(best) < _BEST:
+            best.setdefault(mesh_of(candidate), candidate)
     groups: list[Sequence[MeshCandidate]] = [
-        [other] for point in best.values() for other in several_stages(space, point)
+        [other] for candidate in best.values() for other in several_stages(space, candidate)
     ]
-    for _, point in sorted(waiting[mesh] for mesh in waiting.keys() - best.keys())[:_BEST]:
-        sharing = point.sharing(1)
-        groups.append(sorted(several_stages(space, sharing if sharing in rows else point), key=_far_from_few))
-    for point in _list_promising_candidates(space, rows.values(), {*map(mesh_of, solved)}, enough, bounds):
+    for _, candidate in sorted(waiting[mesh] for mesh in waiting.keys() - best.keys())[:_BEST]:
+        sharing = candidate.sharing(1)
+        groups.append(sorted(several_stages(space, sharing if sharing in rows else candidate), key=_far_from_few))
+    for candidate in _list_promising_candidates(space, rows.values(), {*map(mesh_of, solved)}, enough, bounds):
         if len(best) >= _BEST + _PROBED:
             break
-        if mesh_of(point) not in best:
-            best[mesh_of(point)] = point
-            groups.append(sorted(several_stages(space, point), key=_far_from_few))
+        if mesh_of(candidate) not in best:
+            best[mesh_of(candidate)] = candidate
+            groups.append(sorted(several_stages(space, candidate), key=_far_from_few))
     return groups
 
 
-def _far_from_few(point: MeshCandidate) -> tuple[bool, int]:
+def _far_from_few(candidate: MeshCandidate) -> tuple[bool, int]:
     """Interleaved stages first, of which a handful on a rank are most often best."""
-    return point.schedule != "interleaved", abs(point.virtual_stages - _FEW)
+    return candidate.schedule != "interleaved", abs(candidate.virtual_stages - _FEW)
 
 
-def mesh_of(point: MeshCandidate) -> MeshCandidate:
+def mesh_of(candidate: MeshCandidate) -> MeshCandidate:
     """What several ways of running the same mesh and microbatch have in common."""
-    return replace(point, schedule="", virtual_stages=1, zero=0, dp_shard=0)
+    return replace(candidate, schedule="", virtual_stages=1, zero=0, dp_shard=0)
 
 
 def _list_promising_candidates(
     space: SearchSpace,
     rows: Iterable[CandidateOutcome],
     solved: Collection[MeshCandidate],
-    enough_s: float,
+    cutoff_s: float,
     bounds: Bounds,
 ) -> Iterator[MeshCandidate]:
-    """Points that have no plan, nor their meshes one of ``solved``, and would take well less than ``enough_s`` by their
+    """Points that have no plan, nor their meshes one of ``solved``, and would take well less than ``cutoff_s`` by their
     bounds if their pipelines filled as much earlier as most virtual stages let them and made again what has no room
     then: the quickest first. Under ZeRO-2 the backwards of parts of stages are too short to scatter behind."""
-    heap: list[tuple[float, int, int]] = []  # seconds, the place of some points, how many bounds were asked for
+    heap: list[tuple[float, int, int]] = []  # seconds, the place of some candidates, how many bounds were asked for
     nodes: list[Sequence[MeshCandidate]] = []
-    together, steps = bounds.together, bounds.steps[:_RELAXED]
+    together, steps = bounds.family_bounds, bounds.candidate_bounds[:_RELAXED]
     alone, last = len(together), len(together) + len(steps)
 
-    def push(seconds: float, points: Sequence[MeshCandidate], step: int) -> None:
+    def push(seconds: float, candidates: Sequence[MeshCandidate], step: int) -> None:
         heapq.heappush(heap, (seconds, len(nodes), step))
-        nodes.append(points)
+        nodes.append(candidates)
 
     families = defaultdict[MeshCandidate, list[CandidateOutcome]](list)
-    left = [row for row in rows if row.status == "bounded" and row.point.pp > 1 and row.point.schedule == "1f1b"]
-    for row in [row for row in left if row.point.zero < 2] or left:
-        if mesh_of(row.point) not in solved:
-            families[mesh_of(row.point)].append(row)
-    known = {row.point: row.bound for row in left}
+    left = [
+        row for row in rows if row.status == "bounded" and row.candidate.pp > 1 and row.candidate.schedule == "1f1b"
+    ]
+    for row in [row for row in left if row.candidate.zero < 2] or left:
+        if mesh_of(row.candidate) not in solved:
+            families[mesh_of(row.candidate)].append(row)
+    known = {row.candidate: row.bound for row in left}
     for members in families.values():
-        shorter = _bound_interleaved_ratio(space, members[0].point)
-        push(shorter * min(row.bound for row in members), [row.point for row in members], 0)
+        shorter = _bound_interleaved_ratio(space, members[0].candidate)
+        push(shorter * min(row.bound for row in members), [row.candidate for row in members], 0)
     asked = 0
-    while heap and heap[0][0] < _HOPED * enough_s:
-        least_s, number, step = heapq.heappop(heap)
-        points = nodes[number]
-        shorter = _bound_interleaved_ratio(space, points[0])
+    while heap and heap[0][0] < _HOPED * cutoff_s:
+        lower_bound_s, number, step = heapq.heappop(heap)
+        candidates = nodes[number]
+        shorter = _bound_interleaved_ratio(space, candidates[0])
         if step > last:
-            yield points[0]
-        elif step == alone and len(points) > 1:
-            for point in points:
-                push(max(least_s, shorter * known[point]), [point], step)
+            yield candidates[0]
+        elif step == alone and len(candidates) > 1:
+            for candidate in candidates:
+                push(max(lower_bound_s, shorter * known[candidate]), [candidate], step)
         elif asked < _MOST_ASKED:
             asked += 1
             with suppress(PartitionError):  # it has no plan
                 if step == last:
-                    seconds = least_s + bounds.again_s(_interleave_candidate(space, points[0]))
+                    seconds = lower_bound_s + bounds.again_s(_interleave_candidate(space, candidates[0]))
                 elif step < alone:
-                    seconds = shorter * together[step](points, enough_s / shorter)
+                    seconds = shorter * together[step](candidates, cutoff_s / shorter)
                 else:
-                    seconds = shorter * steps[step - alone](points[0], enough_s / shorter)
-                push(max(least_s, seconds), points, step + 1)
+                    seconds = shorter * steps[step - alone](candidates[0], cutoff_s / shorter)
+                push(max(lower_bound_s, seconds), candidates, step + 1)
 
 
-def _count_most_virtual_stages(space: SearchSpace, point: MeshCandidate) -> int:
-    return even_chunks(space, point.pp)[-1]
+def _count_most_virtual_stages(space: SearchSpace, candidate: MeshCandidate) -> int:
+    return even_chunks(space, candidate.pp)[-1]
 
 
-def _interleave_candidate(space: SearchSpace, point: MeshCandidate) -> MeshCandidate:
-    return replace(point, schedule="interleaved", virtual_stages=_count_most_virtual_stages(space, point))
+def _interleave_candidate(space: SearchSpace, candidate: MeshCandidate) -> MeshCandidate:
+    return replace(candidate, schedule="interleaved", virtual_stages=_count_most_virtual_stages(space, candidate))
 
 
-def _bound_interleaved_ratio(space: SearchSpace, point: MeshCandidate) -> float:
+def _bound_interleaved_ratio(space: SearchSpace, candidate: MeshCandidate) -> float:
     """How many times as long as under 1F1B a step takes with most virtual stages, at best."""
-    idle = (point.pp - 1) / point.num_microbatches(space.global_batch)
-    return (1 + idle / _count_most_virtual_stages(space, point)) / (1 + idle)
+    idle = (candidate.pp - 1) / candidate.num_microbatches(space.global_batch)
+    return (1 + idle / _count_most_virtual_stages(space, candidate)) / (1 + idle)
 
 
 def best_schedule(
@@ -170,25 +172,27 @@ def best_schedule(
 
     ``attempt``: as ``evaluate``, which is asked for the best plan alone, but without a bound of the plan's own (nor has
     that one where not all placements are tried);
-    ``last``: as :func:`partitioner.solve.search.best_first.search_best_first` has it.
+    ``last``: see :meth:`partitioner.solve.search.best_first.CandidatePlanner.bound_tightly`.
     """
     best, rows, cut_off = found, list[Candidate](), certificate.cut_off
     better: EvaluatedCandidate | None = None
 
-    def tried(point: MeshCandidate, enough_s: float) -> EvaluatedCandidate | None:
+    def tried(candidate: MeshCandidate, cutoff_s: float) -> EvaluatedCandidate | None:
         """``None`` where it is no better, by its bounds."""
-        least = float(bounds.times([point])[0])
-        if least >= enough_s:
+        least = float(bounds.times([candidate])[0])
+        if least >= cutoff_s:
             return None
         try:
-            least = max([least, *(bound([point], enough_s) for bound in bounds.together)])
-            told = attempt(point) if least < enough_s else None
+            least = max([least, *(bound([candidate], cutoff_s) for bound in bounds.family_bounds)])
+            told = attempt(candidate) if least < cutoff_s else None
         except PartitionError as error:
-            rows.append(build_refused_report(point, error))
+            rows.append(build_refused_report(candidate, error))
             return None
         if told is not None:
             rows.append(
-                _at_least(build_candidate_report(point, told), max(least, 0.0 if told.partly else told.least or 0.0))
+                _at_least(
+                    build_candidate_report(candidate, told), max(least, 0.0 if told.partly else told.least or 0.0)
+                )
             )
         return told
 
@@ -202,19 +206,19 @@ def best_schedule(
             if time.monotonic() > deadline:
                 cut_off = "time limit"
                 break
-            enough_s = best.estimate.step_time * (1 - _ROUNDING)
-            told = tried(group.pop(0), enough_s)
-            if told is not None and told.step_time > _WORTH_IT * enough_s:
+            cutoff_s = best.estimate.step_time * (1 - _ROUNDING)
+            told = tried(group.pop(0), cutoff_s)
+            if told is not None and told.step_time > _WORTH_IT * cutoff_s:
                 group.clear()
-            elif told is not None and told.step_time < enough_s:
+            elif told is not None and told.step_time < cutoff_s:
                 best, better = told.payload, told
     except KeyboardInterrupt:  # the best so far is a plan
         cut_off = "interruption"
     certificate = certificate.model_copy(update={"cut_off": cut_off})
     if better is not None:
-        whole = better if better.partly else evaluate(best.point)  # of some placements a bound says nothing
-        proven = last(best.point, whole.step_time) if whole.partly else whole.least_s
-        chosen = build_candidate_report(best.point, whole)
+        whole = better if better.partly else evaluate(best.candidate)  # of some placements a bound says nothing
+        proven = last(best.candidate, whole.step_time) if whole.partly else whole.lower_bound_s
+        chosen = build_candidate_report(best.candidate, whole)
         if whole.step_time < best.estimate.step_time:
             best, rows = whole.payload, [chosen if _is_same_candidate(row, chosen) else row for row in rows]
         rows = [_at_least(row, proven) if _is_same_candidate(row, chosen) else row for row in rows]
@@ -228,7 +232,7 @@ def without_limit(
     if again.estimate.step_time >= found.estimate.step_time:
         return found, certificate
     told = solved_to_evaluated(again)
-    row = build_candidate_report(again.point, told).model_copy(update={"status": "chosen"})
+    row = build_candidate_report(again.candidate, told).model_copy(update={"status": "chosen"})
     rows = [
         row.model_copy(update={"bound": min(old.bound, told.step_time)}) if old.status == "chosen" else old
         for old in certificate.candidates
@@ -241,7 +245,9 @@ def without_limit(
 def solved_to_evaluated(solved: SolvedCandidate) -> EvaluatedCandidate:
     """What the search asks of a solved candidate."""
     estimate = solved.estimate
-    return EvaluatedCandidate(estimate.step_time, max(estimate.memory), solved, solved.least_s, estimate.breakdown)
+    return EvaluatedCandidate(
+        estimate.step_time, max(estimate.memory), solved, solved.lower_bound_s, estimate.breakdown
+    )
 
 
 def _add_rows_to_certificate(
@@ -251,7 +257,7 @@ def _add_rows_to_certificate(
     the plan that is used."""
     if best is found:
         return certificate.model_copy(update={"candidates": (*certificate.candidates, *rows)})
-    step, chosen = best.estimate.step_time, build_candidate_report(best.point)
+    step, chosen = best.estimate.step_time, build_candidate_report(best.candidate)
     solved = [c.model_copy(update={"status": "solved"}) if c.status == "chosen" else c for c in certificate.candidates]
     rows = [row.model_copy(update={"status": "chosen"}) if _is_same_candidate(row, chosen) else row for row in rows]
     chosen_s = [row.bound for row in rows if row.status == "chosen"]
@@ -267,7 +273,7 @@ def _at_least(row: Candidate, seconds: float) -> Candidate:
 
 
 def _is_same_candidate(row: Candidate, other: Candidate) -> bool:
-    """Whether two rows are of one point."""
+    """Whether two rows are of one candidate."""
     names = "mesh", "microbatch_size", "schedule", "virtual_stages", "zero", "dp_shard", "etp"
     return all(getattr(row, name) == getattr(other, name) for name in names)
 

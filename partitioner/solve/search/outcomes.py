@@ -22,10 +22,10 @@ _ROUNDING = 1e-12  # of a step: no gap
 
 @dataclass(frozen=True)
 class EvaluatedCandidate:
-    """A plan of a point: seconds of a step, bytes on the fullest rank, and whatever the caller needs to have it.
+    """A plan of a candidate: seconds of a step, bytes on the fullest rank, and whatever the caller needs to have it.
 
-    ``least``: what no plan of the point can go below, where that is less than ``step_time``; ``partly``: but plans of
-    a kind that was not tried; ``unsure``: what bounds the point may say more. ``breakdown``: seconds by kind.
+    ``least``: what no plan of the candidate can go below, where that is less than ``step_time``; ``partly``: but plans
+    of a kind that was not tried; ``unsure``: what bounds the candidate may say more. ``breakdown``: seconds by kind.
     """
 
     step_time: float
@@ -37,24 +37,24 @@ class EvaluatedCandidate:
     unsure: bool = False
 
     @property
-    def least_s(self) -> float:
+    def lower_bound_s(self) -> float:
         """What no plan that was tried goes below."""
         return self.step_time if self.least is None else self.least
 
 
 @dataclass
 class CandidateOutcome:
-    """What became of a point. ``loose``: whether its bound could be tighter; ``in_vain_s``: seconds that no plan takes
-    less than of those that would have been tried."""
+    """What became of a candidate. ``loose``: whether its bound could be tighter; ``pruned_s``: seconds that no plan
+    takes less than of those that would have been tried."""
 
-    point: MeshCandidate
+    candidate: MeshCandidate
     bound: float
     status: str = "bounded"
     evaluated: EvaluatedCandidate | None = None
     reason: str = ""
     error: PartitionError | None = None
     loose: bool = False
-    in_vain_s: float = 0.0
+    pruned_s: float = 0.0
 
     @property
     def is_open(self) -> bool:
@@ -62,11 +62,11 @@ class CandidateOutcome:
         return self.evaluated is None and self.error is None
 
     @property
-    def least_s(self) -> float:
+    def lower_bound_s(self) -> float:
         """Seconds that no plan takes less than of those that were tried, or would have been."""
         if self.error is not None:
             return float("inf")
-        return self.evaluated.step_time if self.evaluated is not None else max(self.bound, self.in_vain_s)
+        return self.evaluated.step_time if self.evaluated is not None else max(self.bound, self.pruned_s)
 
     @property
     def says(self) -> bool:
@@ -75,8 +75,8 @@ class CandidateOutcome:
 
 
 def list_solved_candidates(rows: Mapping[MeshCandidate, CandidateOutcome]) -> dict[MeshCandidate, EvaluatedCandidate]:
-    """The points that have a plan, by step time."""
-    known = {point: row.evaluated for point, row in rows.items() if row.evaluated is not None}
+    """The candidates that have a plan, by step time."""
+    known = {candidate: row.evaluated for candidate, row in rows.items() if row.evaluated is not None}
     return dict(sorted(known.items(), key=lambda item: item[1].step_time))
 
 
@@ -111,36 +111,36 @@ def _outcome_seconds(row: CandidateOutcome) -> float:
 
 
 def _outcome_to_report(row: CandidateOutcome) -> Candidate:
-    found = build_candidate_report(row.point, row.evaluated, row.reason)
+    found = build_candidate_report(row.candidate, row.evaluated, row.reason)
     missing = row.error.missing_bytes if isinstance(row.error, CapacityError) else None
     return found.model_copy(update={"status": row.status, "bound": row.bound, "missing": missing})
 
 
 def build_candidate_report(
-    point: MeshCandidate, evaluated: EvaluatedCandidate | None = None, reason: str = ""
+    candidate: MeshCandidate, evaluated: EvaluatedCandidate | None = None, reason: str = ""
 ) -> Candidate:
-    """The report's row of a point: what it takes, or why it takes nothing."""
+    """The report's row of a candidate: what it takes, or why it takes nothing."""
     breakdown = evaluated.breakdown if evaluated is not None else None
     return Candidate(
-        mesh=point.mesh,
-        microbatch_size=point.microbatch_size,
-        schedule=schedule_name(point.schedule),
+        mesh=candidate.mesh,
+        microbatch_size=candidate.microbatch_size,
+        schedule=schedule_name(candidate.schedule),
         status="solved" if evaluated is not None else "infeasible",
         step_time=evaluated.step_time if evaluated is not None else None,
         memory=evaluated.memory if evaluated is not None else None,
         reason=reason,
-        zero=point.zero,
-        dp_shard=point.dp_shard,
-        virtual_stages=point.virtual_stages,
-        etp=point.expert_tp,
+        zero=candidate.zero,
+        dp_shard=candidate.dp_shard,
+        virtual_stages=candidate.virtual_stages,
+        etp=candidate.expert_tp,
         breakdown=dict(breakdown) if breakdown is not None else None,
     )
 
 
-def build_refused_report(point: MeshCandidate, error: PartitionError) -> Candidate:
-    """The row of a point that has no plan: why, and what a rank lacks."""
+def build_refused_report(candidate: MeshCandidate, error: PartitionError) -> Candidate:
+    """The row of a candidate that has no plan: why, and what a rank lacks."""
     missing = error.missing_bytes if isinstance(error, CapacityError) else None
-    return build_candidate_report(point, reason=getattr(error, "message", str(error))).model_copy(
+    return build_candidate_report(candidate, reason=getattr(error, "message", str(error))).model_copy(
         update={"missing": missing}
     )
 

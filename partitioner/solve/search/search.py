@@ -27,7 +27,7 @@ from partitioner.solve.search.baselines import (
     no_candidates,
     unpin_constraints,
 )
-from partitioner.solve.search.best_first import SearchProgress, ZeroInfeasibility, search_best_first
+from partitioner.solve.search.best_first import BestFirstSearch, SearchProgress, ZeroInfeasibility
 from partitioner.solve.search.bound_steps import BoundCascade
 from partitioner.solve.search.interleaved import (
     PATIENCE,
@@ -68,7 +68,7 @@ _LEAST_S = 5.0  # for smaller clusters and tuned layouts, which are looked at fo
 @dataclass(frozen=True)
 class PlanSearchResult:
     """The plan that was found, the certificate, and what standard layouts would take, which may be found later;
-    ``rows``: what became of all points. ``ahead``: a plan that was the best for a while, and its program.
+    ``rows``: what became of all candidates. ``ahead``: a plan that was the best for a while, and its program.
     ``lacking``: what did not fit without the offload that was chosen unasked."""
 
     chosen: SolvedCandidate
@@ -78,10 +78,10 @@ class PlanSearchResult:
     ahead: tuple[SolvedCandidate, Future[EmittedProgram]] | None = None
     lacking: str = ""
 
-    def compared(self, least_s: float = math.inf) -> Certificate:
-        """The certificate with the standard layouts in it, without them if that is interrupted; ``least_s``: of plans
-        that this search left out."""
-        bound, gap = bound_and_gap(self.certificate.objective, (self.certificate.bound, least_s))
+    def compared(self, lower_bound_s: float = math.inf) -> Certificate:
+        """The certificate with the standard layouts in it, without them if that is interrupted; ``lower_bound_s``: of
+        plans that this search left out."""
+        bound, gap = bound_and_gap(self.certificate.objective, (self.certificate.bound, lower_bound_s))
         try:
             baselines = self.baselines.result()
         except KeyboardInterrupt:  # there is a plan already
@@ -90,7 +90,7 @@ class PlanSearchResult:
 
 
 def space_of(job: Job, bounds: ModelBounds) -> SearchSpace:
-    """What the job's points are drawn from."""
+    """What the job's candidates are drawn from."""
     attends = any(is_attention(node) for block in job.model.blocks.values() for node in block.graph.nodes)
     lengths = [i.spec.shape[1] for i in job.model.inputs if len(i.spec.shape) > 1]
     often = Counter(call.block for call in job.model.calls if not call.shared and not call.prologue)
@@ -115,13 +115,13 @@ def search_for_plan(
     *,
     progress: Callable[[SearchProgress], None] | None = None,
     compare: bool = True,
-    enough_s: float = math.inf,
+    cutoff_s: float = math.inf,
     before: PlanSearchResult | None = None,
     emit: Callable[[SolvedCandidate], EmittedProgram] | None = None,
     other_batch: JobOf | None = None,
 ) -> PlanSearchResult:
     """The best plan of all candidates, and the certificate; ``compare``: with the standard layouts beside them.
-    ``time_limit_s``: for the search, see :func:`partitioner.partition`. ``enough_s``: plans whose step takes as long
+    ``time_limit_s``: for the search, see :func:`partitioner.partition`. ``cutoff_s``: plans whose step takes as long
     are of no interest, and may not be found. ``before``: what was found for the same job where more memory was free.
     ``other_batch``: the job with another global batch, for the report.
     ``emit``: makes a plan's program, which a second process does while schedules of several virtual stages are tried.
@@ -138,6 +138,7 @@ def search_for_plan(
     evaluator = CandidateEvaluator(job)
     bounds = ModelBounds(job, evaluator.placements)
     deadline = time.monotonic() + (math.inf if time_limit_s is None else time_limit_s)
+    request = _SearchRequest(progress, compare, deadline, cutoff_s, emit, other_batch)
     short: CapacityError | None = None
     hosts_lacked: list[bool] = []
     had = before.chosen.offload if before else ()
@@ -152,8 +153,7 @@ def search_for_plan(
         try:
             known = before.rows if before and (asked.constraints.offload or ()) == had else {}
             hosts = asked is not job
-            how = progress, compare, deadline, enough_s, known, emit
-            found = _search_candidates(asked, evaluator, bounds, *how, other_batch=other_batch, hosts=hosts)
+            found = _search_candidates(asked, evaluator, bounds, request, known, hosts=hosts)
             lacking = short.shortage if short is not None else before.lacking if before else ""
             return replace(found, lacking=lacking if hosts else "")
         except CapacityError as error:
@@ -186,62 +186,89 @@ def _with_offload(job: Job, kinds: tuple[Offload, ...]) -> Job:
     return replace(job, constraints=job.constraints.model_copy(update={"offload": kinds}))
 
 
+@dataclass(frozen=True)
+class _SearchRequest:
+    """What :func:`search_for_plan` was asked for; ``deadline``: time (:func:`time.monotonic`) when the search ends."""
+
+    progress: Callable[[SearchProgress], None] | None
+    compare: bool
+    deadline: float
+    cutoff_s: float
+    emit: Callable[[SolvedCandidate], EmittedProgram] | None
+    other_batch: JobOf | None
+
+
+@dataclass
+class _CandidateAttempts:
+    """Plans the candidates of one search (:class:`partitioner.solve.search.best_first.CandidatePlanner`).
+
+    ``best_s``: seconds of the best plan so far, or the cutoff: the evaluator drops what takes longer.
+    """
+
+    evaluator: CandidateEvaluator
+    space: SearchSpace
+    bounds: BoundCascade
+    early: WarmStart
+    siblings: ZeroInfeasibility
+    best_s: float
+
+    def evaluate(
+        self, candidate: MeshCandidate, *, proven: bool = True, devices: tuple[int, ...] | None = None
+    ) -> EvaluatedCandidate:
+        """The best plan of a candidate; ``proven`` and ``devices``: see :meth:`CandidateEvaluator.solve`."""
+        is_complete = self.evaluator.placements.complete(candidate.grid)
+        solve = partial(self.evaluator.solve, devices=devices, proven=proven and is_complete, cutoff_s=self.best_s)
+        try:
+            found = solved_to_evaluated(self.siblings.tried(candidate, solve))
+        except PartitionError as error:
+            self.early.tell(candidate, error)
+            raise
+        self.early.tell(candidate, found.step_time)
+        self.best_s = min(self.best_s, found.step_time)
+        return replace(found, partly=not is_complete, unsure=not self.evaluator.tries_all(candidate))
+
+    def can_prune(self, candidate: MeshCandidate, upper_bound_s: float) -> bool:
+        return self.evaluator.can_prune(candidate, upper_bound_s)
+
+    def bound_tightly(self, candidate: MeshCandidate, upper_bound_s: float) -> float:
+        return self.bounds.bound_tightly(candidate, upper_bound_s)
+
+    def estimate_effort(self, candidate: MeshCandidate) -> float:
+        return estimate_interleaved_effort(self.space, candidate)
+
+
 def _search_candidates(
     job: Job,
     evaluator: CandidateEvaluator,
     bounds: ModelBounds,
-    progress: Callable[[SearchProgress], None] | None,
-    compare: bool,
-    deadline: float,
-    enough_s: float,
+    request: _SearchRequest,
     before: Mapping[MeshCandidate, CandidateOutcome],
-    emit: Callable[[SolvedCandidate], EmittedProgram] | None,
     *,
-    other_batch: JobOf | None,
     hosts: bool,
 ) -> PlanSearchResult:
     """``hosts``: whether nothing fitted without the host memory that ``job`` has."""
-    start = time.monotonic()
+    start, compare, deadline, emit = time.monotonic(), request.compare, request.deadline, request.emit
     space = space_of(job, bounds)
     candidates = list_candidates(space)
     free = replace(job, constraints=unpin_constraints(job.constraints))
     always = list_standard_layouts(space, candidates, bounds, bounds.with_job(free)) if compare else []
 
-    siblings = ZeroInfeasibility(bounds.state_bytes)
-    early = WarmStart(space, frozenset(candidates), bounds, always, deadline, enough_s)
+    early = WarmStart(space, frozenset(candidates), bounds, always, request.deadline, request.cutoff_s)
     floors = BoundCascade(bounds, evaluator, candidates, space)
-
-    best_s = enough_s
-
-    def evaluate(
-        point: MeshCandidate, *, proven: bool = True, devices: tuple[int, ...] | None = None
-    ) -> EvaluatedCandidate:
-        nonlocal best_s
-        proven = proven and evaluator.placements.complete(point.grid)
-        solve = partial(evaluator.solve, devices=devices, proven=proven, enough_s=best_s)
-        try:
-            found = solved_to_evaluated(siblings.tried(point, solve))
-        except PartitionError as error:
-            early.tell(point, error)
-            raise
-        early.tell(point, found.step_time)
-        best_s = min(best_s, found.step_time)
-        partly, unsure = not evaluator.placements.complete(point.grid), not evaluator.tries_all(point)
-        return replace(found, partly=partly, unsure=unsure)
-
-    result = search_best_first(
-        candidates,
+    attempts = _CandidateAttempts(
+        evaluator, space, floors, early, ZeroInfeasibility(bounds.state_bytes), request.cutoff_s
+    )
+    result = BestFirstSearch(
         floors,
-        evaluate,
-        always=chain(list(list_solved_candidates(before))[:1], early.points() if compare else ()),
-        left_out=left_out(space, candidates),
-        progress=progress,
-        time_limit_s=deadline - time.monotonic(),
+        attempts,
+        progress=request.progress,
+        time_limit_s=request.deadline - time.monotonic(),
         patience=PATIENCE,
-        effort=partial(estimate_interleaved_effort, space),
-        in_vain=evaluator.is_in_vain,
-        last=floors.of_point,
-        enough_s=enough_s,
+        cutoff_s=request.cutoff_s,
+    ).run(
+        candidates,
+        always=chain(list(list_solved_candidates(before))[:1], early.list_first_candidates() if compare else ()),
+        left_out=left_out(space, candidates),
         before=before,
     )
     beside = evaluator if free.constraints == job.constraints else replace(evaluator, job=free)
@@ -250,26 +277,26 @@ def _search_candidates(
     if not result.interrupted and job.train and job.constraints.leaves_schedule:
         evaluator.locals.end()  # its process makes room for the next
         known = {**list_solved_candidates(before), **list_solved_candidates(result.rows)}
-        several = schedules_of_several(space, known, found.point, result.rows, floors)
+        several = schedules_of_several(space, known, found.candidate, result.rows, floors)
         if (
             emit is not None
-            and sum(estimate_interleaved_effort(space, point) for group in several for point in group[:1])
+            and sum(estimate_interleaved_effort(space, candidate) for group in several for candidate in group[:1])
             > _MUCH_EFFORT
         ):
             ahead = found, Future(partial(emit, found))
-        devices = {mesh_of(e.payload.point): e.payload.devices for e in sorted(known.values(), key=_slowest_first)}
+        devices = {mesh_of(e.payload.candidate): e.payload.devices for e in sorted(known.values(), key=_slowest_first)}
 
-        def attempt(point: MeshCandidate) -> EvaluatedCandidate:
+        def attempt(candidate: MeshCandidate) -> EvaluatedCandidate:
             """Without a bound, and on the devices of a plan of the same mesh where all placements would be tried."""
-            same = devices.get(mesh_of(point)) if evaluator.placements.complete(point.grid) else None
-            found = evaluate(point, proven=False, devices=same)
+            same = devices.get(mesh_of(candidate)) if evaluator.placements.complete(candidate.grid) else None
+            found = attempts.evaluate(candidate, proven=False, devices=same)
             return found if same is None else replace(found, least=0.0)
 
         found, certificate = best_schedule(
-            evaluate, attempt, floors, floors.of_point, several, found, certificate, deadline
+            attempts.evaluate, attempt, floors, floors.bound_tightly, several, found, certificate, deadline
         )
-    if certificate.cut_off is None and not evaluator.tries_all(found.point):
-        found, certificate = without_limit(certificate, found, evaluator.afresh.solve(found.point))
+    if certificate.cut_off is None and not evaluator.tries_all(found.candidate):
+        found, certificate = without_limit(certificate, found, evaluator.without_share_history.solve(found.candidate))
 
     rows = certificate.candidates
     search_s = time.monotonic() - start
@@ -291,10 +318,14 @@ def _search_candidates(
         alone = _plan_without_host_memory(job, tried) if tried else {}
         tuned_by = min(deadline, time.monotonic() + as_long_s)
         found_beside = compare_standard_layouts(always, rows, partial(_solved_beside, beside), offload, alone, tuned_by)
-        if other_batch is not None and not offload:
+        if request.other_batch is not None and not offload:
             step_s = found.estimate.step_time
             fewer += faster_batches(
-                job, step_s, other_batch, space_of, lambda *asked: find_best_report(until - time.monotonic(), *asked)
+                job,
+                step_s,
+                request.other_batch,
+                space_of,
+                lambda *asked: find_best_report(until - time.monotonic(), *asked),
             )
         return (*found_beside, *(b.model_copy(update={"offload": offload}) for b in fewer))
 
@@ -303,7 +334,7 @@ def _search_candidates(
     uneven = compare and not is_even(job.topology)
     baselines = Future(others, worth_it=unknown or uneven, most_s=as_long_s)
     beyond = beyond_the_bound(space)
-    if not evaluator.placements.complete(found.point.grid) and job.constraints.placement is None:
+    if not evaluator.placements.complete(found.candidate.grid) and job.constraints.placement is None:
         beyond["placement"] = "The best placements of ranks on devices were tried, not all."
     certificate = certificate.model_copy(update={"limits": _space_to_limits(space), "beyond": beyond})
     return PlanSearchResult(found, certificate, baselines, result.rows, ahead)
@@ -339,13 +370,13 @@ def _plan_without_host_memory(job: Job, names: Collection[str]) -> dict[str, Bas
     return {b.name: b for b in compare_standard_layouts(found, (), partial(_solved_beside, evaluator), until=until)}
 
 
-def _solved_beside(evaluator: CandidateEvaluator, point: MeshCandidate, enough_s: float) -> EvaluatedCandidate:
-    return solved_to_evaluated(evaluator.solve(point, improved=False, enough_s=enough_s))
+def _solved_beside(evaluator: CandidateEvaluator, candidate: MeshCandidate, cutoff_s: float) -> EvaluatedCandidate:
+    return solved_to_evaluated(evaluator.solve(candidate, improved=False, cutoff_s=cutoff_s))
 
 
-def find_best_report(time_limit_s: float, job: Job, enough_s: float) -> Candidate:
+def find_best_report(time_limit_s: float, job: Job, cutoff_s: float) -> Candidate:
     """The row of the best plan of ``job``. Raises as :func:`search_for_plan` does."""
-    rows = search_for_plan(job, time_limit_s, compare=False, enough_s=enough_s).certificate.candidates
+    rows = search_for_plan(job, time_limit_s, compare=False, cutoff_s=cutoff_s).certificate.candidates
     return next(row for row in rows if row.status == "chosen").model_copy(update={"status": "solved"})
 
 

@@ -81,13 +81,13 @@ def is_even(topology: Topology) -> bool:
 
 
 def without_laggards(
-    job: Job, best_s: float, least_s: Callable[[], float], space_of: SpaceOf, best: Best
+    job: Job, best_s: float, lower_bound_s: Callable[[], float], space_of: SpaceOf, best: Best
 ) -> tuple[Baseline, ...]:
     """Smaller clusters that do the job's step in less than ``best_s`` (or, of a power of two of nodes, in as much),
-    each with its plan (``best``); ``least_s``: what no step takes less than on all devices, asked for where these are
-    even."""
+    each with its plan (``best``); ``lower_bound_s``: what no step takes less than on all devices, asked for where these
+    are even."""
     found = []
-    clusters = [(topology, _WORTH) for topology in _list_smaller_clusters(job.topology, best_s, least_s)]
+    clusters = [(topology, _WORTH) for topology in _list_smaller_clusters(job.topology, best_s, lower_bound_s)]
     if is_even(job.topology):
         clusters += [(topology, _AS_FAST) for topology in rounder_clusters(job.topology)]
     for topology, worth in clusters:
@@ -111,10 +111,10 @@ def _describe_removed_devices(smaller: Topology, whole: Topology) -> str:
     return smaller.name.removeprefix(f"{whole.name} without ")
 
 
-def _list_smaller_clusters(topology: Topology, best_s: float, least_s: Callable[[], float]) -> Iterator[Topology]:
+def _list_smaller_clusters(topology: Topology, best_s: float, lower_bound_s: Callable[[], float]) -> Iterator[Topology]:
     if not is_even(topology):
         return smaller_clusters(topology)
-    least = least_s()
+    least = lower_bound_s()
     return parts_alone(topology, _NEARLY * best_s / least if least else math.inf)
 
 

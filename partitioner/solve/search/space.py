@@ -31,7 +31,7 @@ def explain_uneven_batch(space: SearchSpace, dp: int) -> str:
 
 
 def why_none(space: SearchSpace) -> PlanError | ConstraintError:
-    """What to raise where there is no point."""
+    """What to raise where there is no candidate."""
     asked = space.constraints
     if None not in (asked.pp, asked.dp, asked.tp) and math.prod(asked.pinned.values()) != space.world_size:
         return ConstraintError(asked.too_few(space.world_size))
@@ -114,8 +114,8 @@ _OVERLAPPING = {"zb-2p": (1,)}  # where steps overlap, which fill what it leaves
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What the points are drawn from. ``num_calls``: calls that stages can be cut between; ``dims``: the sizes of the
-    weights' dims; ``global_batch``: samples; ``experts``: ranks that share them are a divisor of it; ``length``: a
+    """What the candidates are drawn from. ``num_calls``: calls that stages can be cut between; ``dims``: the sizes of
+    the weights' dims; ``global_batch``: samples; ``experts``: ranks that share them are a divisor of it; ``length``: a
     sample's tokens; ``repeated``: calls of blocks that repeat (0: all); ``even``: whether all ranks of ``dp`` must have
     as many microbatches; ``any_etp``: whether an expert may be divided over other numbers of ranks than 1 and
     ``tp``."""
@@ -162,23 +162,27 @@ class SearchSpace:
         shared = not self.even and self.global_batch % given == 0 and self.global_batch // given >= dp
         return [given] if shared else []
 
-    def allows(self, point: MeshCandidate) -> bool:
-        """Whether the microbatches of ``point`` can be shared out over ``dp``."""
+    def allows(self, candidate: MeshCandidate) -> bool:
+        """Whether the microbatches of ``candidate`` can be shared out over ``dp``."""
         given = self.constraints.data_shares
-        if given is not None and (len(given), sum(given)) != (point.dp, point.parts(self.global_batch)):
+        if given is not None and (len(given), sum(given)) != (candidate.dp, candidate.parts(self.global_batch)):
             return False
-        even = self.global_batch % (point.dp * point.microbatch_size) == 0 if given is None else len(set(given)) == 1
-        return even or (not self.even and point.shares_out)
+        even = (
+            self.global_batch % (candidate.dp * candidate.microbatch_size) == 0
+            if given is None
+            else len(set(given)) == 1
+        )
+        return even or (not self.even and candidate.shares_out)
 
 
 def list_candidates(space: SearchSpace) -> list[MeshCandidate]:
-    """All points that the constraints allow.
+    """All candidates that the constraints allow.
 
     ``tp`` divides some dim of a weight, and is at most 8 or the devices of the largest node (``ahead``: of two) unless
     it is pinned; the microbatch divides the batch, and there is one for every rank of ``dp``; there are calls for every
     stage. What is not executed yet is there only where it is asked for.
 
-    Raises :class:`ConstraintError` for constraints that cannot hold and :class:`PlanError` if no point is left.
+    Raises :class:`ConstraintError` for constraints that cannot hold and :class:`PlanError` if no candidate is left.
     """
     pinned = space.constraints
     pinned.check(space.world_size, space.global_batch, space.dims)
@@ -186,22 +190,22 @@ def list_candidates(space: SearchSpace) -> list[MeshCandidate]:
     pinned.check_sharding()
     table = None if pinned.schedule is None else table_of(pinned.schedule)
     found = [
-        point
+        candidate
         for pp, dp, tp, cp in list_mesh_shapes(space)
         for ep, etp in _expert_axes(space, dp * cp * tp, tp)
         for schedule, virtual in _list_schedules(space, pp)
         for zero, shard in _list_zero_options(space, dp, cp)
         for size in space.sizes(dp)
-        if space.allows(point := MeshCandidate(pp, dp, tp, size, schedule, cp, ep, etp, zero, virtual, shard))
-        and _is_for(table, pp, point.num_microbatches(space.global_batch))
+        if space.allows(candidate := MeshCandidate(pp, dp, tp, size, schedule, cp, ep, etp, zero, virtual, shard))
+        and _is_for(table, pp, candidate.num_microbatches(space.global_batch))
     ]
     if not found:
         raise why_none(space)
     return found
 
 
-def list_hybrid_candidates(space: SearchSpace, point: MeshCandidate) -> list[MeshCandidate]:
-    """``point`` with its states shared by a part of its ``dp`` ranks, on several nodes, where that is left open.
+def list_hybrid_candidates(space: SearchSpace, candidate: MeshCandidate) -> list[MeshCandidate]:
+    """``candidate`` with its states shared by a part of its ``dp`` ranks, on several nodes, where that is left open.
 
     A part is as many ranks as a node holds, or four times that, and so on: gathers over few nodes start sooner, and
     states over many take less memory.
@@ -210,14 +214,16 @@ def list_hybrid_candidates(space: SearchSpace, point: MeshCandidate) -> list[Mes
     several = space.topology.num_nodes > 1
     if pinned.hierarchical or not (space.train and several and pinned.zero is None and pinned.dp_shard is None):
         return []
-    size, parts = max(1, space.topology.devices_per_node // (point.tp * point.cp)), dict[int, None]()
-    even = list_divisors(point.dp)
-    while size < point.dp:
+    size, parts = max(1, space.topology.devices_per_node // (candidate.tp * candidate.cp)), dict[int, None]()
+    even = list_divisors(candidate.dp)
+    while size < candidate.dp:
         parts[max(d for d in even if d <= size)] = None
         size *= _PART_GROWS
     whole = pinned.model_copy(update={"grad_compression": None})  # what whole shards cannot, parts of them can
-    stages = [stage for stage, _ in _list_zero_options(replace(space, constraints=whole), point.dp, point.cp) if stage]
-    return [point.sharing(stage, part) for stage in stages for part in parts if part > 1]
+    stages = [
+        stage for stage, _ in _list_zero_options(replace(space, constraints=whole), candidate.dp, candidate.cp) if stage
+    ]
+    return [candidate.sharing(stage, part) for stage in stages for part in parts if part > 1]
 
 
 def list_mesh_shapes(space: SearchSpace) -> list[tuple[int, int, int, int]]:
@@ -326,13 +332,13 @@ def even_chunks(space: SearchSpace, pp: int) -> list[int]:
     return sorted(found) or [2]
 
 
-def several_stages(space: SearchSpace, point: MeshCandidate) -> list[MeshCandidate]:
-    """``point`` under the schedules of several virtual stages, but for those that are as fast as one of them in more
-    memory; and under those that others' steps fill."""
-    choices = {"interleaved": even_chunks(space, point.pp), **_BESIDE}
+def several_stages(space: SearchSpace, candidate: MeshCandidate) -> list[MeshCandidate]:
+    """``candidate`` under the schedules of several virtual stages, but for those that are as fast as one of them in
+    more memory; and under those that others' steps fill."""
+    choices = {"interleaved": even_chunks(space, candidate.pp), **_BESIDE}
     choices |= _OVERLAPPING if space.constraints.overlap_steps else {}
-    found = [(name, v) for name, several in choices.items() for v in several if v * point.pp <= space.num_calls]
-    return [replace(point, schedule=name, virtual_stages=v) for name, v in found]
+    found = [(name, v) for name, several in choices.items() for v in several if v * candidate.pp <= space.num_calls]
+    return [replace(candidate, schedule=name, virtual_stages=v) for name, v in found]
 
 
 def _is_for(table: ScheduleTable | None, pp: int, num_microbatches: int) -> bool:
@@ -408,7 +414,7 @@ def widest_searched(topology: Topology, pinned: Constraints) -> int:
 def find_baseline_candidates(
     space: SearchSpace, candidates: Sequence[MeshCandidate], times: Times, fits: Callable[[MeshCandidate], bool]
 ) -> dict[str, MeshCandidate | None]:
-    """The points that every report has: plain data parallelism, and the textbook layout of Megatron-LM.
+    """The candidates that every report has: plain data parallelism, and the textbook layout of Megatron-LM.
 
     The latter has ``tp`` as wide as a node, as few stages as fit in memory, data parallelism over the rest (Narayanan
     et al. 2021, section 3), and the microbatch of the least bound. ``None``: not among ``candidates``.
@@ -436,16 +442,16 @@ def left_out(space: SearchSpace, candidates: Sequence[MeshCandidate]) -> dict[Me
     if any(p.pp == p.tp == p.cp == 1 and not p.zero for p in candidates):
         return {}
     size = space.constraints.group_size or 1
-    point = MeshCandidate(1, space.world_size, 1, size, space.constraints.schedule or "1f1b")
+    candidate = MeshCandidate(1, space.world_size, 1, size, space.constraints.schedule or "1f1b")
     if not space.splits(space.world_size):
-        return {point: explain_uneven_batch(space, space.world_size)}
-    return {point: "excluded by the constraints"}
+        return {candidate: explain_uneven_batch(space, space.world_size)}
+    return {candidate: "excluded by the constraints"}
 
 
 def find_least_bound_candidate(
     choices: Sequence[MeshCandidate], times: Times, fits: Callable[[MeshCandidate], bool]
 ) -> MeshCandidate | None:
-    """The point of the least bound among those that fit, or among all if none does; ``None`` of none."""
+    """The candidate of the least bound among those that fit, or among all if none does; ``None`` of none."""
     if not choices:
         return None
     ranked = [choices[int(i)] for i in np.argsort(times(choices), kind="stable")]

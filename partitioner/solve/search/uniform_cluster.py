@@ -103,43 +103,43 @@ _NEAR = 0.75  # least mean peak, as a share of the best device's
 
 
 class UniformClusterBound:
-    """Lower bounds of the points that ``evaluator`` solves."""
+    """Lower bounds of the candidates that ``evaluator`` solves."""
 
     def __init__(self, evaluator: CandidateEvaluator) -> None:
         self._evaluator = evaluator
         self._costs: dict[int, CallCostCache] = {}  # by identity of the evaluator's own costs
         self._machines: dict[tuple[int, ...], list[PlacedMesh]] = {}
 
-    def quickly(self, point: MeshCandidate, enough_s: float) -> float:
-        """:meth:`least`, stopped when the bound falls below ``enough_s``; 0 if devices differ much."""
-        return self._bound_until(point, enough_s, enough_s) if self._are_near else 0.0
+    def quickly(self, candidate: MeshCandidate, cutoff_s: float) -> float:
+        """:meth:`least`, stopped when the bound falls below ``cutoff_s``; 0 if devices differ much."""
+        return self._bound_until(candidate, cutoff_s, cutoff_s) if self._are_near else 0.0
 
-    def least(self, point: MeshCandidate, enough_s: float) -> float:
-        """Lower bound in seconds on every plan of ``point``, at most ``enough_s``; 0 if nothing can be said. Raises the
-        exceptions of :meth:`CandidateEvaluator.own`."""
-        return self._bound_until(point, enough_s, 0.0)
+    def least(self, candidate: MeshCandidate, cutoff_s: float) -> float:
+        """Lower bound in seconds on every plan of ``candidate``, at most ``cutoff_s``; 0 if nothing can be said. Raises
+        the exceptions of :meth:`CandidateEvaluator.own`."""
+        return self._bound_until(candidate, cutoff_s, 0.0)
 
-    def _bound_until(self, point: MeshCandidate, enough_s: float, stop_s: float) -> float:
+    def _bound_until(self, candidate: MeshCandidate, cutoff_s: float, stop_s: float) -> float:
         """:meth:`least` that stops refining once the bound is below ``stop_s``."""
         if (
-            self._evaluator.tries_all(point)
+            self._evaluator.tries_all(candidate)
             or not self._level_sizes
-            or not is_regular_nesting(point.grid, self._level_sizes)
+            or not is_regular_nesting(candidate.grid, self._level_sizes)
         ):
             return 0.0
-        judge = self._build_uniform_evaluator(point, enough_s)
+        placement_evaluator = self._build_uniform_evaluator(candidate, cutoff_s)
         floors = sorted(
-            ((judge.least(machine), machine) for machine in self._list_distinct_placements(point)),
+            ((placement_evaluator.least(machine), machine) for machine in self._list_distinct_placements(candidate)),
             key=lambda pair: pair[0],
         )
-        least = enough_s
+        least = cutoff_s
         for floor, machine in floors:
             if floor >= least:
                 break
             if least < stop_s:  # the next floor bounds all remaining placements
                 return min(least, floor)
-            if (told := judge.least(machine, least)) < least:
-                least = min(least, max(told, _evaluate_for_bound(judge, machine)))
+            if (told := placement_evaluator.least(machine, least)) < least:
+                least = min(least, max(told, _evaluate_for_bound(placement_evaluator, machine)))
         return least
 
     @cached_property
@@ -170,38 +170,38 @@ class UniformClusterBound:
     def _uniform_job(self) -> Job:
         return replace(self._evaluator.job, topology=self._uniform_topologies[0])
 
-    def _build_uniform_evaluator(self, point: MeshCandidate, enough_s: float) -> PlacementEvaluator:
+    def _build_uniform_evaluator(self, candidate: MeshCandidate, cutoff_s: float) -> PlacementEvaluator:
         evaluator, job = self._evaluator, self._uniform_job
-        local, costs, states = evaluator.own(point)
+        local, costs, states = evaluator.own(candidate)
         if id(costs) not in self._costs:
             self._costs[id(costs)] = CallCostCache(costs.blocks, job.topology, costs.train, costs.again, costs.works)
-        reference = replace(evaluator.locals.reference_seat(point.tp, point.cp), kind=BEST)
+        reference = replace(evaluator.locals.reference_seat(candidate.tp, candidate.cp), kind=BEST)
         return PlacementEvaluator(
-            job, point, local, self._costs[id(costs)], states, reference, lambda *_: None, True, enough_s
+            job, candidate, local, self._costs[id(costs)], states, reference, lambda *_: None, True, cutoff_s
         )
 
-    def _list_distinct_placements(self, point: MeshCandidate) -> list[PlacedMesh]:
+    def _list_distinct_placements(self, candidate: MeshCandidate) -> list[PlacedMesh]:
         """The placements of a mesh, one for each distinct cost."""
-        key = tuple(point.grid.values())
+        key = tuple(candidate.grid.values())
         if key not in self._machines:
-            every = list(self._list_all_placements(point))
+            every = list(self._list_all_placements(candidate))
             self._machines[key] = list({identify_equal_cost(machine): machine for machine in every}.values())
         return self._machines[key]
 
-    def _list_all_placements(self, point: MeshCandidate) -> Iterator[PlacedMesh]:
-        sizes = tuple(point.grid.get(axis, 1) for axis in AXES)
+    def _list_all_placements(self, candidate: MeshCandidate) -> Iterator[PlacedMesh]:
+        sizes = tuple(candidate.grid.get(axis, 1) for axis in AXES)
         nested = all_nestings(sizes, self._level_sizes)
         first, precision = self._uniform_topologies[0], self._uniform_job.precision
-        for devices in list_arrangements(first, point.grid):  # others that are tried on the cluster itself
-            yield PlacedMesh(first, point.grid, precision, devices)
+        for devices in list_arrangements(first, candidate.grid):  # others that are tried on the cluster itself
+            yield PlacedMesh(first, candidate.grid, precision, devices)
         for topology in self._uniform_topologies:
             for devices in nested:
-                yield PlacedMesh(topology, point.grid, precision, devices)
+                yield PlacedMesh(topology, candidate.grid, precision, devices)
 
 
-def _evaluate_for_bound(judge: PlacementEvaluator, machine: PlacedMesh) -> float:
+def _evaluate_for_bound(placement_evaluator: PlacementEvaluator, machine: PlacedMesh) -> float:
     try:
-        judge(machine)
+        placement_evaluator(machine)
     except PartitionError:  # stages that are followed may fit though none were found that do
         return 0.0
-    return judge.leasts[-1]
+    return placement_evaluator.lower_bounds[-1]

@@ -1,8 +1,8 @@
 """Points that a search evaluates first: a good plan known early prunes most of the other candidates.
 
-The best point of each standard layout comes first, and leaner points as long as these do not fit. For mixtures of
-experts the textbook layout with spread experts follows: ``tp`` inside a node, experts over as many ranks as hold them,
-few stages. From the plans found the search goes on to neighbours that differ in one number (sharding of states or
+The best candidate of each standard layout comes first, and leaner candidates as long as these do not fit. For mixtures
+of experts the textbook layout with spread experts follows: ``tp`` inside a node, experts over as many ranks as hold
+them, few stages. From the plans found the search goes on to neighbours that differ in one number (sharding of states or
 experts, ``tp``, microbatch, stages), as long as one is better.
 """
 
@@ -25,16 +25,16 @@ _MOST_SPREAD = 64  # ranks that share the experts to begin with
 
 _MOST_WIDE = 8  # ranks of tp, the same
 _MOST_DEPTHS = 3  # numbers of stages that are tried to begin with
-_MOST_STEPS = 40  # points that are evaluated on the way to better ones
+_MOST_STEPS = 40  # candidates that are evaluated on the way to better ones
 
 
 @dataclass
 class WarmStart:
-    """Source of the first points. The caller evaluates each point of :meth:`points` and calls :meth:`tell` before it
-    requests the next.
+    """Source of the first candidates. The caller evaluates each candidate of :meth:`candidates` and calls :meth:`tell`
+    before it requests the next.
 
-    ``candidates``: the points that may be evaluated. ``deadline``: time (:func:`time.monotonic`) after which the search
-    for better plans ends. ``enough_s``: plans that take this long or longer are of no interest.
+    ``candidates``: the candidates that may be evaluated. ``deadline``: time (:func:`time.monotonic`) after which the
+    search for better plans ends. ``cutoff_s``: plans that take this long or longer are of no interest.
     """
 
     space: SearchSpace
@@ -42,49 +42,49 @@ class WarmStart:
     bounds: ModelBounds
     standards: Sequence[StandardLayout]
     deadline: float
-    enough_s: float = math.inf
+    cutoff_s: float = math.inf
     _found: dict[MeshCandidate, float | PartitionError] = field(default_factory=dict)
 
-    def tell(self, point: MeshCandidate, found: float | PartitionError) -> None:
-        """Record the outcome of a point: seconds of a step, or the reason why it has no plan."""
-        self._found[point] = found
+    def tell(self, candidate: MeshCandidate, found: float | PartitionError) -> None:
+        """Record the outcome of a candidate: seconds of a step, or the reason why it has no plan."""
+        self._found[candidate] = found
 
-    def points(self) -> Iterator[MeshCandidate]:
+    def list_first_candidates(self) -> Iterator[MeshCandidate]:
         for standard in self.standards:
             yield from self._first_that_fits(standard)
         if not self.space.experts:  # others are nearly as fast found as bounded
             return
         yield from self._list_expert_layouts()
-        plans = {point: seconds for point, seconds in self._found.items() if isinstance(seconds, float)}
-        for point in sorted(plans, key=plans.__getitem__):
-            yield from self._climb_from_candidate(point)
+        plans = {candidate: seconds for candidate, seconds in self._found.items() if isinstance(seconds, float)}
+        for candidate in sorted(plans, key=plans.__getitem__):
+            yield from self._climb_from_candidate(candidate)
 
     @property
     def _best_s(self) -> float:
-        return min((s for s in self._found.values() if isinstance(s, float)), default=self.enough_s)
+        return min((s for s in self._found.values() if isinstance(s, float)), default=self.cutoff_s)
 
     def _first_that_fits(self, standard: StandardLayout) -> Iterator[MeshCandidate]:
-        """The points of a standard layout until one fits. The first is evaluated for the report, whatever it takes; the
-        others only if they may be better."""
+        """The candidates of a standard layout until one fits. The first is evaluated for the report, whatever it takes;
+        the others only if they may be better."""
         tried = 0
-        for point in standard.points[: 1 if standard.excluded else None]:
-            if tried and not self._is_worth(point):
+        for candidate in standard.candidates[: 1 if standard.excluded else None]:
+            if tried and not self._is_worth(candidate):
                 continue
-            yield point
+            yield candidate
             tried += 1
-            if isinstance(self._found.get(point), float) or tried == MOST_TRIED:
+            if isinstance(self._found.get(candidate), float) or tried == MOST_TRIED:
                 return
 
-    def _is_worth(self, point: MeshCandidate) -> bool:
-        """Whether a point may be a better plan, by its quick bounds."""
-        if point in self._found or point not in self.candidates:
+    def _is_worth(self, candidate: MeshCandidate) -> bool:
+        """Whether a candidate may be a better plan, by its quick bounds."""
+        if candidate in self._found or candidate not in self.candidates:
             return False
         try:
-            self.bounds.check_states(point)
-            self.bounds.check_microbatch(point)
+            self.bounds.check_states(candidate)
+            self.bounds.check_microbatch(candidate)
         except PartitionError:
             return False
-        return bool(self.bounds.times([point])[0] < self._best_s)
+        return bool(self.bounds.times([candidate])[0] < self._best_s)
 
     def _list_expert_layouts(self) -> Iterator[MeshCandidate]:
         """The textbook layout of a mixture of experts, with as few stages and as large a microbatch as fit."""
@@ -98,13 +98,13 @@ class WarmStart:
                 continue
             zero = int(room > tp) if pinned.zero is None else pinned.zero
             etp = int(tp > 1 < ep) if pinned.etp is None else pinned.etp % tp
-            point = MeshCandidate(pp, room // tp, tp, 1, ep=ep, etp=etp, zero=zero)
-            worth = [s for s in self.space.sizes(point.dp) if self._is_worth(replace(point, microbatch_size=s))]
+            candidate = MeshCandidate(pp, room // tp, tp, 1, ep=ep, etp=etp, zero=zero)
+            worth = [s for s in self.space.sizes(candidate.dp) if self._is_worth(replace(candidate, microbatch_size=s))]
             depths += bool(worth)
             while worth:
-                times = self.bounds.times([replace(point, microbatch_size=s) for s in worth])
+                times = self.bounds.times([replace(candidate, microbatch_size=s) for s in worth])
                 size = worth[int(times.argmin())]
-                yield (tried := replace(point, microbatch_size=size))
+                yield (tried := replace(candidate, microbatch_size=size))
                 found = self._found.get(tried)
                 if isinstance(found, float):
                     return
@@ -113,46 +113,51 @@ class WarmStart:
             if depths == _MOST_DEPTHS:
                 return
 
-    def _estimate_fitting_microbatch(self, point: MeshCandidate, error: CapacityError) -> int:
-        """A microbatch size that is likely to fit, given the shortage ``error`` of ``point``: all memory except states
-        is proportional to it."""
-        room = self.bounds.capacity(point) - self.bounds.state_bytes(point)
+    def _estimate_fitting_microbatch(self, candidate: MeshCandidate, error: CapacityError) -> int:
+        """A microbatch size that is likely to fit, given the shortage ``error`` of ``candidate``: all memory except
+        states is proportional to it."""
+        room = self.bounds.capacity(candidate) - self.bounds.state_bytes(candidate)
         share = max(0.0, room) / max(1.0, room + error.missing_bytes)
-        return min(point.microbatch_size - 1, max(1, int(point.microbatch_size * share)))
+        return min(candidate.microbatch_size - 1, max(1, int(candidate.microbatch_size * share)))
 
     def _climb_from_candidate(self, start: MeshCandidate) -> Iterator[MeshCandidate]:
-        """From a point that has a plan to better ones, taking the first improvement each time."""
+        """From a candidate that has a plan to better ones, taking the first improvement each time."""
         here = start
         while True:
-            for point in self._list_neighbour_candidates(here):
+            for candidate in self._list_neighbour_candidates(here):
                 if len(self._found) > _MOST_STEPS or time.monotonic() > self.deadline:
                     return
-                if self._is_worth(point):
-                    yield point
-                    found, known = self._found.get(point), self._found[here]
+                if self._is_worth(candidate):
+                    yield candidate
+                    found, known = self._found.get(candidate), self._found[here]
                     if isinstance(found, float) and isinstance(known, float) and found < known:
-                        here = point
+                        here = candidate
                         break
             else:
                 return
 
-    def _list_neighbour_candidates(self, point: MeshCandidate) -> Iterator[MeshCandidate]:
-        """The neighbours of ``point``. Neighbours with the same local graphs come first, since they are quick to
+    def _list_neighbour_candidates(self, candidate: MeshCandidate) -> Iterator[MeshCandidate]:
+        """The neighbours of ``candidate``. Neighbours with the same local graphs come first, since they are quick to
         plan."""
-        if point.dp > 1:
-            yield from (point.sharing(zero) for zero in (3, 2, 1, 0))
-        for ep in _find_adjacent_numbers(list_divisors(self.space.experts), point.ep):
-            etp = 1 if point.tp > 1 and ep > 1 and (point.etp or point.ep == 1) else point.etp
-            yield replace(point, ep=ep, etp=etp if ep > 1 else 0)
-        for tp in _find_adjacent_numbers(list_divisors(math.gcd(point.dp * point.tp, self.space.widest)), point.tp):
-            dp, etp = point.dp * point.tp // tp, 1 if tp > 1 and point.ep > 1 and (point.etp or point.tp == 1) else 0
+        if candidate.dp > 1:
+            yield from (candidate.sharing(zero) for zero in (3, 2, 1, 0))
+        for ep in _find_adjacent_numbers(list_divisors(self.space.experts), candidate.ep):
+            etp = 1 if candidate.tp > 1 and ep > 1 and (candidate.etp or candidate.ep == 1) else candidate.etp
+            yield replace(candidate, ep=ep, etp=etp if ep > 1 else 0)
+        for tp in _find_adjacent_numbers(
+            list_divisors(math.gcd(candidate.dp * candidate.tp, self.space.widest)), candidate.tp
+        ):
+            dp, etp = (
+                candidate.dp * candidate.tp // tp,
+                1 if tp > 1 and candidate.ep > 1 and (candidate.etp or candidate.tp == 1) else 0,
+            )
             sizes = self.space.sizes(dp)
-            size = max([s for s in sizes if s * point.tp <= point.microbatch_size * tp], default=1)
-            yield replace(point, tp=tp, dp=dp, etp=etp, microbatch_size=size)
-        for size in _find_adjacent_numbers(self.space.sizes(point.dp), point.microbatch_size):
-            yield replace(point, microbatch_size=size)
-        for pp in _find_adjacent_numbers(list_divisors(point.pp * point.dp), point.pp):
-            yield replace(point, pp=pp, dp=point.pp * point.dp // pp)
+            size = max([s for s in sizes if s * candidate.tp <= candidate.microbatch_size * tp], default=1)
+            yield replace(candidate, tp=tp, dp=dp, etp=etp, microbatch_size=size)
+        for size in _find_adjacent_numbers(self.space.sizes(candidate.dp), candidate.microbatch_size):
+            yield replace(candidate, microbatch_size=size)
+        for pp in _find_adjacent_numbers(list_divisors(candidate.pp * candidate.dp), candidate.pp):
+            yield replace(candidate, pp=pp, dp=candidate.pp * candidate.dp // pp)
 
 
 def _find_adjacent_numbers(numbers: Sequence[int], number: int) -> list[int]:

@@ -43,11 +43,11 @@ class RankedCuts:
 
 
 def better_cuts(
-    tables: StageTables, timetable: Timetable, start: Sequence[int], enough_s: float = math.inf, *, quick: bool = False
+    tables: StageTables, timetable: Timetable, start: Sequence[int], cutoff_s: float = math.inf, *, quick: bool = False
 ) -> RankedCuts:
     """Improve the cuts ``start`` of the problem of ``tables``, so that each stage fits on its rank alone.
 
-    ``enough_s``: cuts that take this long or longer are of no interest. ``quick``: run a quarter of the iterations.
+    ``cutoff_s``: cuts that take this long or longer are of no interest. ``quick``: run a quarter of the iterations.
     """
     costs = _Costs(tables)
     how = {"train": tables.problem.train, "overlap_steps": tables.problem.overlap_steps}
@@ -66,7 +66,7 @@ def better_cuts(
         paths += (path - paths) / turn
         least, cuts = bands.shortest(paths)
         bound = max(bound, least)
-        if min(min(seen.values()) * (1 - _CLOSE), enough_s) <= bound:
+        if min(min(seen.values()) * (1 - _CLOSE), cutoff_s) <= bound:
             break
     else:
         _improve_cuts_locally(costs, timetable, how, seen, (_MOVED // 4 if quick else _MOVED) // actions)

@@ -63,8 +63,8 @@ class LeastTime:
         return max(m * slowest, m * total / p + (1 - 1 / p) * filled)
 
 
-def least_time(problem: StageProblem, enough_s: float = np.inf, *, quick: bool = False) -> LeastTime:
-    """The least times of ``problem``. Runs that alone make a step of ``enough_s`` seconds are left unseen; ``quick``:
+def least_time(problem: StageProblem, cutoff_s: float = np.inf, *, quick: bool = False) -> LeastTime:
+    """The least times of ``problem``. Runs that alone make a step of ``cutoff_s`` seconds are left unseen; ``quick``:
     all long runs, even where there are no others.
 
     Raises as :func:`partitioner.solve.stages.split.solve_stages` does, where all runs are looked at.
@@ -81,7 +81,7 @@ def least_time(problem: StageProblem, enough_s: float = np.inf, *, quick: bool =
     work = float(alone.sum())
     limit = _LONG * max(work / p, float(alone.max()))
     limit = limit if problem.num_microbatches >= _SEVERAL else np.inf
-    enough = enough_s / problem.num_microbatches
+    enough = cutoff_s / problem.num_microbatches
     found = _over_runs(tables, min(limit, enough))
     if found is None and enough <= limit and enough < np.inf:
         return LeastTime(np.inf, np.inf, forward, 0.0, (enough, max(work, enough)))

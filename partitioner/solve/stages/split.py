@@ -123,14 +123,14 @@ class StagePlan:
 class StageSplit:
     """The stages in order, and the seconds of a step's pipeline.
 
-    ``least_s``: lower bound on the pipeline's seconds; the optimum may be less balanced than ``stages``.
+    ``lower_bound_s``: lower bound on the pipeline's seconds; the optimum may be less balanced than ``stages``.
     ``microbatch_s``: of a microbatch through all calls, forward and backward, by the calls' own costs. ``virtual``: the
     virtual stages, if they differ from the stages.
     """
 
     stages: tuple[StagePlan, ...]
     pipeline_s: float
-    least_s: float
+    lower_bound_s: float
     microbatch_s: float = 0.0
     virtual: tuple[StagePlan, ...] = ()
 
@@ -240,11 +240,11 @@ class _Splitter:
         bubble = self.problem.bubble
         return (self.problem.num_rounds - bubble) * self.largest(cuts) + bubble * self.total(cuts)
 
-    def split(self, cuts: list[int], least_s: float) -> StageSplit:
+    def split(self, cuts: list[int], lower_bound_s: float) -> StageSplit:
         stages = tuple(stage_plan(self.tables, s, cuts[s], cuts[s + 1]) for s in range(self.problem.num_stages))
         costs = [call.cost for call in self.problem.calls]
         microbatch = sum(c.forward_total_s + (c.backward_total_s if self.problem.train else 0.0) for c in costs)
-        return StageSplit(stages, self.cost(cuts), least_s, microbatch)
+        return StageSplit(stages, self.cost(cuts), lower_bound_s, microbatch)
 
 
 def stage_plan(

@@ -29,13 +29,13 @@ Priced = TypeVar("Priced")
 
 @dataclass(frozen=True)
 class PricedSplit(Generic[Priced]):
-    """Stages, the seconds of their step and what came with these; ``least_s``: what no cuts go below, if that is below
-    what was asked."""
+    """Stages, the seconds of their step and what came with these; ``lower_bound_s``: what no cuts go below, if that is
+    below what was asked."""
 
     split: StageSplit
     step_s: float
     priced: Priced
-    least_s: float
+    lower_bound_s: float
 
 
 def cut_for_step(
@@ -44,7 +44,7 @@ def cut_for_step(
     price: Callable[[StageSplit], tuple[float, Priced]],
     least_tail_s: float,
     run_tails: Callable[[float], Sequence[Table]],
-    enough_s: float = np.inf,
+    cutoff_s: float = np.inf,
 ) -> PricedSplit[Priced]:
     """The stages of the least step.
 
@@ -54,23 +54,23 @@ def cut_for_step(
         least_tail_s: what follows the pipeline at least, wherever calls are cut.
         run_tails: the same by stage and run of calls; of runs that alone take a step longer than so many seconds
             infinite.
-        enough_s: steps that take as long as that are of no interest.
+        cutoff_s: steps that take as long as that are of no interest.
 
     Raises as ``solve`` and ``price`` do for the least pipeline.
     """
     split = solve(problem)
     step, priced = price(split)
     best = split, step, priced
-    pipeline, least = split.least_s, np.inf
+    pipeline, least = split.lower_bound_s, np.inf
     if problem.num_stages == 1:
         return PricedSplit(*best, step)
-    if pipeline + least_tail_s >= min(enough_s, step) * (1 - _ROUNDING):
+    if pipeline + least_tail_s >= min(cutoff_s, step) * (1 - _ROUNDING):
         return PricedSplit(*best, min(step, pipeline + least_tail_s))
-    tails = run_tails(min(enough_s, step))
+    tails = run_tails(min(cutoff_s, step))
     lowest = max(least_tail_s, min_max(list(tails))[0])
     rounds = _ROUNDS if is_formula(problem.schedule) else _ROUNDS_FOLLOWED
     for left in range(rounds, -1, -1):
-        if pipeline + lowest >= min(enough_s, best[1]) * (1 - _ROUNDING) or not left:
+        if pipeline + lowest >= min(cutoff_s, best[1]) * (1 - _ROUNDING) or not left:
             least = min(least, pipeline + lowest)
             break
         behind = max(_list_stage_tails(tails, split))
@@ -85,14 +85,14 @@ def cut_for_step(
         except PlanError:  # some may fit that were not found
             least = min(least, pipeline + lowest)
             break
-        pipeline = max(pipeline, split.least_s)
+        pipeline = max(pipeline, split.lower_bound_s)
         try:
             step, priced = price(split)
         except PlanError:
             continue
         if step < best[1]:
             best = split, step, priced
-    return PricedSplit(*best, min(least, best[1], enough_s))
+    return PricedSplit(*best, min(least, best[1], cutoff_s))
 
 
 def _list_stage_tails(tails: Sequence[Table], split: StageSplit) -> list[float]:

@@ -120,13 +120,13 @@ def solve_virtual(
     *,
     proven: bool = True,
     improved: bool = True,
-    enough_s: float = np.inf,
+    cutoff_s: float = np.inf,
 ) -> StageSplit:
     """The stages of ``problem`` and their time. The problem has one stage for each virtual stage, with the capacity of
     its rank.
 
     ``proven``: also compute a lower bound on all cuts. ``improved``: search other cuts than those that are best by the
-    model of the largest stage. ``enough_s``: pipelines that take this long or longer are of no interest.
+    model of the largest stage. ``cutoff_s``: pipelines that take this long or longer are of no interest.
 
     If memory is short, cuts under selective recomputation and under full recomputation of all stages are tried, too:
     cuts chosen without recomputation may fit worse.
@@ -136,7 +136,7 @@ def solve_virtual(
     lacking: CapacityError | None = None
     found: list[StageSplit] = []
     try:
-        found.append(_solve_virtual_stages(problem, schedule, num_ranks, chunks, proven, improved, enough_s))
+        found.append(_solve_virtual_stages(problem, schedule, num_ranks, chunks, proven, improved, cutoff_s))
     except CapacityError as error:
         lacking = error
     if found and not _cut_by_memory(problem, found[0]):
@@ -147,18 +147,18 @@ def solve_virtual(
         with suppress(CapacityError):
             found.append(
                 _solve_virtual_stages(
-                    replace(problem, recompute=how), schedule, num_ranks, chunks, False, improved, enough_s
+                    replace(problem, recompute=how), schedule, num_ranks, chunks, False, improved, cutoff_s
                 )
             )
     if lacking is not None and found:
         roomy = replace(problem, capacity=tuple(_ENOUGH for _ in problem.capacity))  # no stages go below its bound
-        least = _solve_virtual_stages(roomy, schedule, num_ranks, chunks, proven, improved, enough_s).least_s
+        least = _solve_virtual_stages(roomy, schedule, num_ranks, chunks, proven, improved, cutoff_s).lower_bound_s
     elif lacking is not None:
         raise lacking
     else:
-        least = found[0].least_s
+        least = found[0].lower_bound_s
     best = min(found, key=lambda split: split.pipeline_s)
-    return replace(best, least_s=min(best.pipeline_s, least))
+    return replace(best, lower_bound_s=min(best.pipeline_s, least))
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ def _solve_virtual_stages(
     chunks: int | None,
     proven: bool,
     improved: bool,
-    enough_s: float,
+    cutoff_s: float,
 ) -> StageSplit:
     ranks = _VirtualStageRanks.of(problem, schedule, num_ranks, chunks)
     capacity = ranks.capacity
@@ -274,7 +274,7 @@ def _solve_virtual_stages(
         quick = not proven and _cut_by_memory(ranks.problem, split)
         bound = 0.0
         if improved:
-            split, bound = _improve_virtual_cuts(whole, split, ranks, enough_s, quick)
+            split, bound = _improve_virtual_cuts(whole, split, ranks, cutoff_s, quick)
         return _join_stages_by_rank(split, ranks, ranks.memory(whole, split.stages), bound)
     stage, missing = lacking
     raise CapacityError(
@@ -330,7 +330,7 @@ def _sum_in_flight_bytes(counts: Counts, each: tuple[float, float]) -> float:
 
 
 def _improve_virtual_cuts(
-    tables: StageTables, split: StageSplit, ranks: _VirtualStageRanks, enough_s: float, quick: bool
+    tables: StageTables, split: StageSplit, ranks: _VirtualStageRanks, cutoff_s: float, quick: bool
 ) -> tuple[StageSplit, float]:
     """The fastest cuts that fit, searched from those of ``split``, and a lower bound in seconds on all cuts.
 
@@ -346,7 +346,7 @@ def _improve_virtual_cuts(
     )
     steady = max(float(times.sum(axis=1).min()) / p, float(times.min(axis=0).max()))  # even, or the largest call
     rest = more[2] * steady if more is not None else 0.0
-    found = better_cuts(tables, table, (0, *(plan.stop for plan in split.stages)), enough_s - rest, quick=quick)
+    found = better_cuts(tables, table, (0, *(plan.stop for plan in split.stages)), cutoff_s - rest, quick=quick)
     bound = found.bound + rest
     # other cuts that fit may need no recomputation
     known = ranks.seconds(split) if _cut_by_memory(problem, split) else np.inf

@@ -199,7 +199,7 @@ def test_virtual_stages_hold_together_what_their_rank_has(given_problem: StagePr
     own = group_stages_by_rank(ranks_of(schedule, ranks, v), ranks)
     for stage, virtual in zip(solved.stages, own, strict=True):
         assert stage.memory <= p.capacity[virtual[0]] + 1
-    assert solved.least_s <= solved.pipeline_s
+    assert solved.lower_bound_s <= solved.pipeline_s
 
 
 @pytest.mark.parametrize("v", [2, 4])

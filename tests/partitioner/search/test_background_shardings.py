@@ -166,15 +166,15 @@ def test_bounds_are_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = _llama()
     prepared = prepare(model, inputs).at(None)
     work = Job(*prepared, Topology.preset("dgx-h100"), Constraints(), True, "adamw", precision_of(prepared[0], None))
-    points = [MeshCandidate(pp=2, dp=4 // tp, tp=tp, microbatch_size=2) for tp in (2, 4)]
+    candidates = [MeshCandidate(pp=2, dp=4 // tp, tp=tp, microbatch_size=2) for tp in (2, 4)]
     alone = CandidateEvaluator(work)
-    expected = [alone.floor(point, 2) for point in points]
+    expected = [alone.floor(candidate, 2) for candidate in candidates]
     assert None not in expected and expected[0] != expected[1]
 
     monkeypatch.setattr(local_model_cache, "_WORTH_S", -1.0)
     helped = CandidateEvaluator(work)
-    helped.expect([(point, 2) for point in points], [(point, 2) for point in points])
-    first = replace(points[0], dp=4, tp=1)
+    helped.expect([(candidate, 2) for candidate in candidates], [(candidate, 2) for candidate in candidates])
+    first = replace(candidates[0], dp=4, tp=1)
     helped.floor(first, 2)  # which was not expected: the second process starts
     ahead = helped.locals._aside
     assert ahead is not None and len(ahead._keys) == 4
@@ -182,16 +182,16 @@ def test_bounds_are_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.001)
     own: list[MeshCandidate] = []
 
-    def counted(evaluator: CandidateEvaluator, point: MeshCandidate, *args: Any) -> Any:
-        own.append(point)
-        return floor(evaluator, point, *args)
+    def counted(evaluator: CandidateEvaluator, candidate: MeshCandidate, *args: Any) -> Any:
+        own.append(candidate)
+        return floor(evaluator, candidate, *args)
 
     floor = CandidateEvaluator._compute_block_bound
     monkeypatch.setattr(CandidateEvaluator, "_compute_block_bound", counted)
-    assert [helped.floor(point, 2) for point in points] == expected
+    assert [helped.floor(candidate, 2) for candidate in candidates] == expected
     assert not own
-    helped.floor(replace(points[1], microbatch_size=1), 1)
-    assert [point.microbatch_size for point in own] == [1]
+    helped.floor(replace(candidates[1], microbatch_size=1), 1)
+    assert [candidate.microbatch_size for candidate in own] == [1]
     helped.locals.end()
 
 

@@ -110,13 +110,13 @@ def test_no_placement_is_below_what_is_said_of_a_point(cluster: str, mesh: tuple
     if schedule != "1f1b" and pp == 1:
         return
     work = job(loads(cluster), 6)
-    point = MeshCandidate(pp, dp, tp, 1, schedule)
+    candidate = MeshCandidate(pp, dp, tp, 1, schedule)
     bounds, evaluator = ModelBounds(work), CandidateEvaluator(work)
-    assert not evaluator.placements.complete(point.grid)
+    assert not evaluator.placements.complete(candidate.grid)
     space = SearchSpace(work.topology, 6, bounds.num_calls, bounds.dims)
-    bound = BoundCascade(bounds, evaluator, [point], space).of_point(point)
-    assert bound >= bounds.refine(point)
-    assert bound <= min(times_of_all(work, point)) / (1 + SLACK) * (1 + 2 * SLACK)
+    bound = BoundCascade(bounds, evaluator, [candidate], space).bound_tightly(candidate)
+    assert bound >= bounds.refine(candidate)
+    assert bound <= min(times_of_all(work, candidate)) / (1 + SLACK) * (1 + 2 * SLACK)
 
 
 def test_meshes_that_fit_no_level_leave_a_small_gap():

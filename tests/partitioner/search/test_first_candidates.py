@@ -34,22 +34,22 @@ def known(name: str, nodes: int = 1, **pins: object) -> tuple[SearchSpace, list[
 
 def walked(early: WarmStart, found: Callable[[MeshCandidate], float | PartitionError]) -> list[MeshCandidate]:
     asked = []
-    for point in early.points():
-        asked.append(point)
-        early.tell(point, found(point))
+    for candidate in early.list_first_candidates():
+        asked.append(candidate)
+        early.tell(candidate, found(candidate))
     return asked
 
 
 def test_leaner_points_are_tried_until_one_fits():
     space, candidates, bounds = known("llama")
     standard = StandardLayout("long", tuple(p for p in candidates if (p.pp, p.tp, p.cp, p.zero) == (1, 4, 1, 0)))
-    assert len(standard.points) > 2
-    fits = standard.points[-1]
+    assert len(standard.candidates) > 2
+    fits = standard.candidates[-1]
     early = WarmStart(space, frozenset(candidates), bounds, [standard], math.inf)
     lacks = CapacityError("too small", missing_bytes=1)
-    assert walked(early, lambda point: 9.0 if point == fits else lacks) == list(standard.points)
+    assert walked(early, lambda candidate: 9.0 if candidate == fits else lacks) == list(standard.candidates)
     early = WarmStart(space, frozenset(candidates), bounds, [standard], math.inf)
-    assert walked(early, lambda point: 9.0) == [standard.points[0]]
+    assert walked(early, lambda candidate: 9.0) == [standard.candidates[0]]
 
 
 def test_what_is_excluded_is_not_walked():
@@ -66,7 +66,7 @@ def test_only_what_may_be_better_is_tried_besides():
     always = list_standard_layouts(space, candidates, bounds, bounds)
     early = WarmStart(space, frozenset(candidates), bounds, always, math.inf)
     asked = walked(early, lambda _: 0.0)  # nothing is better
-    assert set(asked) <= {standard.points[0] for standard in always if standard.points}
+    assert set(asked) <= {standard.candidates[0] for standard in always if standard.candidates}
 
 
 def test_experts_are_spread_and_neighbours_lead_to_a_better_plan():
@@ -74,16 +74,16 @@ def test_experts_are_spread_and_neighbours_lead_to_a_better_plan():
     always = list_standard_layouts(space, candidates, bounds, bounds)
     goal = next(p for p in candidates if (p.pp, p.cp, p.tp, p.ep, p.zero) == (2, 1, 2, 2, 1) and p.schedule == "1f1b")
 
-    def seconds(point: MeshCandidate) -> float:
+    def seconds(candidate: MeshCandidate) -> float:
         """The farther from the goal the more."""
-        pairs = [(getattr(point, n), getattr(goal, n)) for n in ("pp", "tp", "ep", "microbatch_size")]
-        return 1e3 + sum(abs(math.log2(a / b)) for a, b in pairs) + abs(point.zero - goal.zero)
+        pairs = [(getattr(candidate, n), getattr(goal, n)) for n in ("pp", "tp", "ep", "microbatch_size")]
+        return 1e3 + sum(abs(math.log2(a / b)) for a, b in pairs) + abs(candidate.zero - goal.zero)
 
     asked = walked(WarmStart(space, frozenset(candidates), bounds, always, math.inf), seconds)
     assert len(asked) == len(set(asked)) < len(candidates) / 2
-    assert set(asked) <= {*candidates, *(p for s in always for p in s.points)}
+    assert set(asked) <= {*candidates, *(p for s in always for p in s.candidates)}
     assert min(map(seconds, asked)) <= 1e3 + 1 < seconds(asked[0])
-    first = sum(bool(s.points) for s in always)
+    first = sum(bool(s.candidates) for s in always)
     assert asked[first].ep > 1 and asked[first].tp > 1  # the textbook, whatever the standards are
 
 
@@ -98,8 +98,8 @@ def test_a_microbatch_that_is_too_large_leads_to_one_that_fits():
     early = WarmStart(space, frozenset(candidates), bounds, [], time.monotonic() - 1)
     room = bounds.capacity(candidates[0])
 
-    def half(point: MeshCandidate) -> float | PartitionError:
-        lacks = point.microbatch_size * room - room
+    def half(candidate: MeshCandidate) -> float | PartitionError:
+        lacks = candidate.microbatch_size * room - room
         return CapacityError("too small", missing_bytes=lacks) if lacks else 1.0
 
     asked = walked(early, half)
@@ -109,7 +109,7 @@ def test_a_microbatch_that_is_too_large_leads_to_one_that_fits():
 def test_bounds_of_one_point_are_those_among_many():
     for name in ("llama", "experts"):
         _, candidates, bounds = known(name, 2)
-        alone = [float(bounds.times([point])[0]) for point in candidates[::37]]
+        alone = [float(bounds.times([candidate])[0]) for candidate in candidates[::37]]
         assert bounds.times(candidates)[::37].tolist() == alone
 
 
@@ -117,12 +117,12 @@ def test_states_that_are_alike_are_reduced_like_each_by_itself():
     _, candidates, bounds = known("llama", 2)
     asked = [p for p in candidates if p.replicas > 1 and p.zero < 3 and p.pp > 1][::23]
     assert asked
-    for point in asked:
-        states = bounds.share_of_states(point)
+    for candidate in asked:
+        states = bounds.share_of_states(candidate)
         (reducer,) = best_reducers(
-            bounds.topology, bounds.placements.best_group(point.replicas), bounds.device, Constraints()
+            bounds.topology, bounds.placements.best_group(candidate.replicas), bounds.device, Constraints()
         )
         apart = [replace(cost, grad_axes=("dp",) if cost.grad_axes else ()) for cost in states.values()]
         assert len({id(cost) for cost in states.values()}) < len(states)
-        found = LeastReduced(bounds.job, bounds.placements, bounds.device).seconds(point, states.values)
+        found = LeastReduced(bounds.job, bounds.placements, bounds.device).seconds(candidate, states.values)
         assert found == pytest.approx(compute_gradient_reduction(apart, reducer, True).total_s, rel=1e-12)

@@ -168,12 +168,12 @@ def _time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_longer_is_looked_for_changes_than_for_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of tries of half a second so many as there is time for, and what they found is told."""
-    tried, points = [], _RelaxationSearch._list_relaxed_candidates
+    tried, candidates = [], _RelaxationSearch._list_relaxed_candidates
 
     def slow(search: _RelaxationSearch, variant: Variant, pins: tuple[str, ...]) -> Any:
         tried.append(pins)
         time.sleep(0.5)
-        return points(search, variant, pins)
+        return candidates(search, variant, pins)
 
     monkeypatch.setattr("partitioner.advise.suggest._LEAST_S", 0.0)
     monkeypatch.setattr(_RelaxationSearch, "_list_relaxed_candidates", slow)
@@ -249,9 +249,9 @@ def test_what_takes_more_than_all_pins_left_free_is_said_too(monkeypatch: pytest
     assert job.plan(change.topology, change.constraints).estimate.step_time > 0
 
 
-def _only_without_pins(points: Callable[..., Any]) -> Callable[..., Any]:
+def _only_without_pins(candidates: Callable[..., Any]) -> Callable[..., Any]:
     def found(search: _RelaxationSearch, variant: Variant, pins: tuple[str, ...]) -> Any:
-        return [] if pins_of(variant.constraints) else points(search, variant, pins)
+        return [] if pins_of(variant.constraints) else candidates(search, variant, pins)
 
     return found
 
@@ -398,7 +398,7 @@ def test_changes_may_need_host_memory_as_plans_do() -> None:
 
 
 def test_the_nearest_values_that_have_no_plan_do_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a nearer value no point fits, though bounds allow many: as when its hosts lack memory."""
+    """Of a nearer value no candidate fits, though bounds allow many: as when its hosts lack memory."""
     job = Infeasible(CapacityError, "", cluster(3), pins={"dp": 4, "zero": 0})
     planned = _RelaxationSearch._plan_relaxed_candidate
     monkeypatch.setattr(

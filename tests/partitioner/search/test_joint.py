@@ -57,13 +57,13 @@ def test_no_other_cuts_have_a_lesser_step(p: StageProblem, seed: int, scale: flo
         return split.pipeline_s + max(behind), None
 
     found = cut_for_step(p, solve_stages, price, 0.0, lambda within_s: tails, enough * best)
-    assert found.least_s <= best * (1 + 1e-9)
+    assert found.lower_bound_s <= best * (1 + 1e-9)
     assert found.step_s == pytest.approx(steps[0, *found.split.cuts, n])
     if enough > 1:
         assert found.step_s <= best * (1 + SLACK) + 1e-9
-        assert found.least_s >= best * (1 - SLACK) - 1e-9
+        assert found.lower_bound_s >= best * (1 - SLACK) - 1e-9
     else:
-        assert found.least_s >= enough * best * (1 - SLACK) - 1e-9
+        assert found.lower_bound_s >= enough * best * (1 - SLACK) - 1e-9
 
 
 class Uneven(nn.Module):

@@ -143,7 +143,7 @@ def test_no_cuts_go_below_the_bounds(kind: tuple[str, int], p: int, rounds: int,
         split = solve_virtual(whole, schedule, p, v)
     assert result.bound <= min(taken) * (1 + 1e-9)
     assert min(taken) * (1 - 1e-9) <= result.cuts[0][0]
-    assert split.least_s <= min(taken) * (1 + 1e-9)
+    assert split.lower_bound_s <= min(taken) * (1 + 1e-9)
     assert split.pipeline_s >= min(taken) * (1 - 1e-9)
     if tried:
         assert split.pipeline_s == pytest.approx(min(taken))

@@ -302,12 +302,12 @@ def test_no_placement_is_better_and_none_is_below_the_bounds(cluster: str, mesh:
     """All permutations of the devices, judged by the same cost model."""
     pp, dp, tp = mesh
     work = job(loads(cluster), 6 if dp == 3 or tp == 3 else 8)
-    point = MeshCandidate(pp, dp, tp, 1)
-    chosen = CandidateEvaluator(work).solve(point)
-    times = times_of_all(work, point)
+    candidate = MeshCandidate(pp, dp, tp, 1)
+    chosen = CandidateEvaluator(work).solve(candidate)
+    times = times_of_all(work, candidate)
     assert chosen.estimate.step_time <= min(times) * (1 + 1e-9)
     bounds = ModelBounds(work)
-    assert float(bounds.times([point])[0]) <= bounds.refine(point) <= min(times) / (1 + SLACK) * (1 + 2 * SLACK)
+    assert float(bounds.times([candidate])[0]) <= bounds.refine(candidate) <= min(times) / (1 + SLACK) * (1 + 2 * SLACK)
 
 
 PLAIN: dict[str, Any] = {
@@ -397,13 +397,13 @@ def test_exchanges_go_by_what_is_quick_to_tell():
 
     judged: list[PlacedMesh] = []
 
-    def judge(machine: PlacedMesh) -> tuple[float, None]:
+    def placement_evaluator(machine: PlacedMesh) -> tuple[float, None]:
         judged.append(machine)
         return together(machine), None
 
-    unaided = Placements(topology).best(mesh, judge, exchanges=0)
+    unaided = Placements(topology).best(mesh, placement_evaluator, exchanges=0)
     count = len(judged)
-    told = Placements(topology).best(mesh, judge, exchanges=0, likely=together)
+    told = Placements(topology).best(mesh, placement_evaluator, exchanges=0, likely=together)
     assert told.cost < unaided.cost
     assert len(judged) - count <= count
 

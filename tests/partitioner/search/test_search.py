@@ -1,11 +1,11 @@
-"""The search: its points, best bound first, and what it reports."""
+"""The search: its candidates, best bound first, and what it reports."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from partitioner.schedules.formulas import is_formula, is_plain
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.bounds.zero_and_reduction import BlockLowerBound, Gathers
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator
-from partitioner.solve.search.best_first import SearchProgress, SearchResult, ZeroInfeasibility, search_best_first
+from partitioner.solve.search.best_first import BestFirstSearch, SearchProgress, SearchResult, ZeroInfeasibility
 from partitioner.solve.search.bound_steps import BoundCascade
 from partitioner.solve.search.interleaved import schedules_of_several
 from partitioner.solve.search.outcomes import CandidateOutcome, EvaluatedCandidate
@@ -46,46 +46,65 @@ from tests.helpers.search_jobs import job, small_experts
 
 
 class Table:
-    """Bounds and times by hand: each point's bound is a share of its time."""
+    """Bounds and times by hand: each candidate's bound is a share of its time."""
 
     def __init__(self, times: dict[MeshCandidate, float], share: float = 0.9) -> None:
         self.real, self.share = times, share
         self.evaluated: list[MeshCandidate] = []
 
-    def times(self, points: Sequence[MeshCandidate]) -> NDArray[np.float64]:
-        return np.array([self.real[p] * self.share / 2 for p in points])
+    def times(self, candidates: Sequence[MeshCandidate]) -> NDArray[np.float64]:
+        return np.array([self.real[p] * self.share / 2 for p in candidates])
 
-    def refine(self, point: MeshCandidate, _: float) -> float:
-        return self.real[point] * self.share
+    def refine(self, candidate: MeshCandidate, _: float) -> float:
+        return self.real[candidate] * self.share
 
-    together: Sequence[Callable[[Sequence[MeshCandidate], float], float]] = ()
+    family_bounds: Sequence[Callable[[Sequence[MeshCandidate], float], float]] = ()
 
-    def family(self, point: MeshCandidate) -> MeshCandidate:
-        return point
+    def family(self, candidate: MeshCandidate) -> MeshCandidate:
+        return candidate
 
-    def members(self, points: Sequence[MeshCandidate]) -> Sequence[MeshCandidate]:
-        return points
+    def members(self, candidates: Sequence[MeshCandidate]) -> Sequence[MeshCandidate]:
+        return candidates
 
     @property
-    def steps(self) -> Sequence[Callable[[MeshCandidate, float], float]]:
+    def candidate_bounds(self) -> Sequence[Callable[[MeshCandidate, float], float]]:
         return (self.refine,)
 
-    def shortage(self, point: MeshCandidate) -> CapacityError | None:
+    def shortage(self, candidate: MeshCandidate) -> CapacityError | None:
         return None
 
-    def evaluate(self, point: MeshCandidate) -> EvaluatedCandidate:
-        self.evaluated.append(point)
-        return EvaluatedCandidate(self.real[point], 100, str(point))
+    def evaluate(self, candidate: MeshCandidate) -> EvaluatedCandidate:
+        self.evaluated.append(candidate)
+        return EvaluatedCandidate(self.real[candidate], 100, str(candidate))
 
 
 def grid(count: int) -> list[MeshCandidate]:
     return [MeshCandidate(1, 1, k + 1, 1) for k in range(count)]
 
 
+@dataclass
+class Planner:
+    """What the search asks of a candidate, from functions."""
+
+    evaluate: Callable[[MeshCandidate], EvaluatedCandidate]
+    can_prune: Callable[[MeshCandidate, float], bool] = lambda candidate, upper_bound_s: False
+    bound_tightly: Callable[[MeshCandidate, float], float] = lambda candidate, upper_bound_s: 0.0
+    estimate_effort: Callable[[MeshCandidate], float] = lambda candidate: 0.0
+
+
+OF_RUN = ("always", "left_out", "before")
+OF_PLANNER = ("can_prune", "bound_tightly", "estimate_effort")
+
+
 def run(
-    table: Table, evaluate: Callable[[MeshCandidate], EvaluatedCandidate] | None = None, **more: Any
+    table: Table,
+    evaluate: Callable[[MeshCandidate], EvaluatedCandidate] | None = None,
+    candidates: Sequence[MeshCandidate] | None = None,
+    **more: Any,
 ) -> SearchResult:
-    return search_best_first(list(table.real), table, evaluate or table.evaluate, **more)
+    planner = Planner(evaluate or table.evaluate, **{name: more.pop(name) for name in OF_PLANNER if name in more})
+    asked = {name: more.pop(name) for name in OF_RUN if name in more}
+    return BestFirstSearch(table, planner, **more).run(candidates or list(table.real), **asked)
 
 
 @settings(max_examples=60, deadline=None)
@@ -121,16 +140,16 @@ def test_each_step_is_taken_only_for_what_the_steps_before_leave():
 
     class Stepwise(Table):
         @property
-        def steps(self) -> Sequence[Callable[[MeshCandidate, float], float]]:
+        def candidate_bounds(self) -> Sequence[Callable[[MeshCandidate, float], float]]:
             return self.rough, self.refine
 
-        def rough(self, point: MeshCandidate, _: float) -> float:
-            taken.append(("rough", point))
-            return self.real[point] / 3
+        def rough(self, candidate: MeshCandidate, _: float) -> float:
+            taken.append(("rough", candidate))
+            return self.real[candidate] / 3
 
-        def refine(self, point: MeshCandidate, _: float) -> float:
-            taken.append(("tight", point))
-            return self.real[point]
+        def refine(self, candidate: MeshCandidate, _: float) -> float:
+            taken.append(("tight", candidate))
+            return self.real[candidate]
 
     result = run(Stepwise(table.real, share=0.1))
     assert result.num_evaluated == 1
@@ -139,11 +158,11 @@ def test_each_step_is_taken_only_for_what_the_steps_before_leave():
 
 def test_a_point_alone_is_planned_without_bounds():
     class Unbounded(Table):
-        def times(self, points: Sequence[MeshCandidate]) -> NDArray[np.float64]:
-            raise AssertionError(points)
+        def times(self, candidates: Sequence[MeshCandidate]) -> NDArray[np.float64]:
+            raise AssertionError(candidates)
 
-        def refine(self, point: MeshCandidate, _: float) -> float:
-            raise AssertionError(point)
+        def refine(self, candidate: MeshCandidate, _: float) -> float:
+            raise AssertionError(candidate)
 
     result = run(Unbounded({grid(1)[0]: 2.0}))
     assert (result.best.step_time, result.certificate.bound, result.certificate.gap) == (2.0, 2.0, 0.0)
@@ -159,10 +178,10 @@ def test_a_tolerance_stops_early_and_is_told():
 def test_an_interruption_returns_the_best_so_far():
     table = Table(dict(zip(grid(3), [1.0, 0.9, 0.95], strict=True)), share=0.5)
 
-    def evaluate(point: MeshCandidate) -> EvaluatedCandidate:
+    def evaluate(candidate: MeshCandidate) -> EvaluatedCandidate:
         if table.evaluated:
             raise KeyboardInterrupt
-        return table.evaluate(point)
+        return table.evaluate(candidate)
 
     result = run(table, evaluate)
     assert result.interrupted
@@ -171,7 +190,7 @@ def test_an_interruption_returns_the_best_so_far():
     with pytest.raises(KeyboardInterrupt):
         run(table, evaluate)
     late = run(table, time_limit_s=-1.0, always=grid(1))
-    assert late.point == grid(1)[0]
+    assert late.candidate == grid(1)[0]
     assert (late.certificate.cut_off, late.certificate.num_open) == ("time limit", 2)
     assert run(table).certificate.cut_off is None
 
@@ -184,9 +203,9 @@ def test_progress_is_told_before_each_evaluation():
 
 def test_progress_is_told_while_points_are_only_bounded():
     class Slow(Table):
-        def refine(self, point: MeshCandidate, _: float) -> float:
+        def refine(self, candidate: MeshCandidate, _: float) -> float:
             time.sleep(0.15)
-            return super().refine(point, _)
+            return super().refine(candidate, _)
 
     seen: list[SearchProgress] = []
     run(Slow(dict(zip(grid(4), [3.0, 2.0, 1.9, 1.8], strict=True)), share=0.5), progress=seen.append)
@@ -198,16 +217,16 @@ def test_reasons_are_kept_and_the_smallest_shortage_is_raised():
     table = Table(dict(zip(grid(3), [1.0, 2.0, 3.0], strict=True)))
     lacking = {1: 30, 2: 10, 3: 20}
 
-    def evaluate(point: MeshCandidate) -> EvaluatedCandidate:
-        raise CapacityError(f"{lacking[point.tp]} B too much", missing_bytes=lacking[point.tp])
+    def evaluate(candidate: MeshCandidate) -> EvaluatedCandidate:
+        raise CapacityError(f"{lacking[candidate.tp]} B too much", missing_bytes=lacking[candidate.tp])
 
     with pytest.raises(CapacityError, match="10 B too much"):
         run(table, evaluate)
 
-    def refuse(point: MeshCandidate) -> EvaluatedCandidate:
-        if point.tp == 1:
+    def refuse(candidate: MeshCandidate) -> EvaluatedCandidate:
+        if candidate.tp == 1:
             raise PlanError("no way")
-        return table.evaluate(point)
+        return table.evaluate(candidate)
 
     rows = run(table, refuse).certificate.candidates
     assert (rows[-1].status, rows[-1].reason) == ("infeasible", "no way")
@@ -220,14 +239,14 @@ def test_the_smallest_shortage_is_found_out_where_only_its_least_is_known():
     asked: list[MeshCandidate] = []
 
     class Short(Table):
-        def refine(self, point: MeshCandidate, _: float) -> float:
-            raise CapacityError("much", missing_bytes=lacks[point][0], at_least=True)
+        def refine(self, candidate: MeshCandidate, _: float) -> float:
+            raise CapacityError("much", missing_bytes=lacks[candidate][0], at_least=True)
 
-        def shortage(self, point: MeshCandidate) -> CapacityError | None:
-            asked.append(point)
-            return CapacityError(f"{lacks[point][1]} B too much", missing_bytes=lacks[point][1])
+        def shortage(self, candidate: MeshCandidate) -> CapacityError | None:
+            asked.append(candidate)
+            return CapacityError(f"{lacks[candidate][1]} B too much", missing_bytes=lacks[candidate][1])
 
-    def evaluate(point: MeshCandidate) -> EvaluatedCandidate:
+    def evaluate(candidate: MeshCandidate) -> EvaluatedCandidate:
         raise CapacityError("60 B too much", missing_bytes=60)
 
     with pytest.raises(CapacityError, match="25 B too much") as error:
@@ -303,7 +322,7 @@ def test_an_expert_is_divided_as_the_profile_allows():
         pins = Constraints(pp=1, tp=tp, ep=2, etp=etp, ahead=ahead)
         dims = frozenset([4096])
         found = SearchSpace(Topology.preset("dgx-h100"), 64, 8, dims, pins, experts=8, any_etp=any_etp)
-        return {(point.tp, point.etp or point.tp) for point in list_candidates(found)}
+        return {(candidate.tp, candidate.etp or candidate.tp) for candidate in list_candidates(found)}
 
     assert divisions(tp=4) == divisions(tp=4, ahead=True) == divisions(tp=4, any_etp=True) == {(4, 1), (4, 4)}
     assert divisions(tp=4, ahead=True, any_etp=True) == {(4, 1), (4, 2), (4, 4)}
@@ -364,21 +383,21 @@ def test_virtual_stages_are_even():
 
 
 class Told:
-    """Bounds that are told, by ZeRO for a point; ``held``: a point that does not fit."""
+    """Bounds that are told, by ZeRO for a candidate; ``held``: a candidate that does not fit."""
 
     def __init__(self, held: MeshCandidate | None = None) -> None:
         self.held = held
-        self.together: list[Callable[[Sequence[MeshCandidate], float], float]] = [lambda points, enough_s: 0.0]
-        self.steps: list[Callable[[MeshCandidate, float], float]] = [self._held]
+        self.family_bounds: list[Callable[[Sequence[MeshCandidate], float], float]] = [lambda candidates, cutoff_s: 0.0]
+        self.candidate_bounds: list[Callable[[MeshCandidate, float], float]] = [self._held]
 
-    def times(self, points: Sequence[MeshCandidate]) -> NDArray[np.float64]:
-        return np.zeros(len(points))
+    def times(self, candidates: Sequence[MeshCandidate]) -> NDArray[np.float64]:
+        return np.zeros(len(candidates))
 
-    def again_s(self, point: MeshCandidate) -> float:
-        return 5.0 if point.tp == 2 else 0.0
+    def again_s(self, candidate: MeshCandidate) -> float:
+        return 5.0 if candidate.tp == 2 else 0.0
 
-    def _held(self, point: MeshCandidate, enough_s: float) -> float:
-        if point == self.held:
+    def _held(self, candidate: MeshCandidate, cutoff_s: float) -> float:
+        if candidate == self.held:
             raise CapacityError("too large")
         return 0.0
 
@@ -429,13 +448,13 @@ def test_points_of_several_stages_that_are_in_vain_are_left_with_their_bounds():
     plain = MeshCandidate(2, 1, 1, 8)
     table = Table({plain: 3.0, **dict.fromkeys(several, 4.0)}, share=0.5)
     found = run(table, patience=2)
-    assert (found.point, table.evaluated) == (plain, [plain, *several[:2]])
+    assert (found.candidate, table.evaluated) == (plain, [plain, *several[:2]])
     assert found.certificate.bound == 2.0
     assert run(Table(table.real, share=0.5)).certificate.gap == 0.0
 
 
 def test_a_certificate_keeps_the_best_bound_of_a_point():
-    """What an evaluation says of its point may be less than what was known before."""
+    """What an evaluation says of its candidate may be less than what was known before."""
     table = Table(dict(zip(grid(2), [6.0, 9.0], strict=True)), share=0.9)
     found = run(table, lambda p: replace(table.evaluate(p), least=1.0))
     assert found.certificate.bound == pytest.approx(0.9 * 6.0)
@@ -512,7 +531,7 @@ def test_states_are_shared_by_parts_of_dp_on_several_nodes():
 
 
 def test_a_family_is_refuted_at_once_and_its_points_only_where_it_is_not():
-    """A point that the first estimate does not know is found, and reported."""
+    """A candidate that the first estimate does not know is found, and reported."""
     lean, full = MeshCandidate(1, 4, 1, 1, zero=3), MeshCandidate(1, 4, 1, 1)
     part = MeshCandidate(1, 4, 1, 1, zero=3, dp_shard=2)
     slow = [MeshCandidate(1, 2, 2, 1), MeshCandidate(1, 2, 2, 1, zero=3)]
@@ -520,23 +539,23 @@ def test_a_family_is_refuted_at_once_and_its_points_only_where_it_is_not():
     taken: list[MeshCandidate] = []
 
     class Families(Table):
-        def family(self, point: MeshCandidate) -> MeshCandidate:
-            return replace(point, zero=0, dp_shard=0)
+        def family(self, candidate: MeshCandidate) -> MeshCandidate:
+            return replace(candidate, zero=0, dp_shard=0)
 
-        def members(self, points: Sequence[MeshCandidate]) -> Sequence[MeshCandidate]:
-            return [*points, part] if full in points else points
+        def members(self, candidates: Sequence[MeshCandidate]) -> Sequence[MeshCandidate]:
+            return [*candidates, part] if full in candidates else candidates
 
         @property
-        def together(self) -> Sequence[Callable[[Sequence[MeshCandidate], float], float]]:
-            return (lambda points, _: min(self.real[p] for p in points) * 0.8,)
+        def family_bounds(self) -> Sequence[Callable[[Sequence[MeshCandidate], float], float]]:
+            return (lambda candidates, _: min(self.real[p] for p in candidates) * 0.8,)
 
-        def refine(self, point: MeshCandidate, _: float) -> float:
-            taken.append(point)
-            return super().refine(point, _)
+        def refine(self, candidate: MeshCandidate, _: float) -> float:
+            taken.append(candidate)
+            return super().refine(candidate, _)
 
     table = Families({**real, part: 2.0})
-    result = search_best_first([*real], table, table.evaluate)
-    assert (result.point, result.best.step_time) == (part, 2.0)
+    result = run(table, candidates=[*real])
+    assert (result.candidate, result.best.step_time) == (part, 2.0)
     assert table.evaluated == [part]
     assert set(taken) == {full, lean, part}
     rows = {(c.mesh["tp"], c.zero, c.dp_shard): c for c in result.certificate.candidates}
@@ -551,29 +570,29 @@ def test_what_one_of_a_family_takes_bounds_no_other():
     other = replace(other, dp=2, tp=2)
 
     class Families(Table):
-        def family(self, point: MeshCandidate) -> MeshCandidate:
-            return replace(point, dp_shard=0)
+        def family(self, candidate: MeshCandidate) -> MeshCandidate:
+            return replace(candidate, dp_shard=0)
 
-        def members(self, points: Sequence[MeshCandidate]) -> Sequence[MeshCandidate]:
-            return [slow, part] if slow in points else points
+        def members(self, candidates: Sequence[MeshCandidate]) -> Sequence[MeshCandidate]:
+            return [slow, part] if slow in candidates else candidates
 
     table = Families({slow: 9.0, part: 2.0, other: 3.0})
-    result = search_best_first([slow, other], table, table.evaluate, always=[slow])
-    assert (result.point, table.evaluated) == (part, [slow, part])
+    result = run(table, candidates=[slow, other], always=[slow])
+    assert (result.candidate, table.evaluated) == (part, [slow, part])
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.floats(0.1, 10), st.floats(1, 2)), min_size=1, max_size=12), st.floats(0, 1))
 def test_a_search_goes_on_where_one_that_left_more_to_plans_has_been(times: list[tuple[float, float]], share: float):
-    points = grid(len(times))
-    more = Table({p: first for p, (first, _) in zip(points, times, strict=True)}, share)
-    less = Table({p: first * grows for p, (first, grows) in zip(points, times, strict=True)}, share)
+    candidates = grid(len(times))
+    more = Table({p: first for p, (first, _) in zip(candidates, times, strict=True)}, share)
+    less = Table({p: first * grows for p, (first, grows) in zip(candidates, times, strict=True)}, share)
     known = run(more)
-    result = run(less, before=known.rows, always=[known.point])
+    result = run(less, before=known.rows, always=[known.candidate])
     assert result.best.step_time == min(less.real.values())
     assert result.certificate.gap == 0.0
-    best_before = less.real[known.point]
-    assert all(known.rows[p].least_s < best_before for p in less.evaluated if p != known.point)
+    best_before = less.real[known.candidate]
+    assert all(known.rows[p].lower_bound_s < best_before for p in less.evaluated if p != known.candidate)
     assert len(result.certificate.candidates) == len(times)
 
 
@@ -582,7 +601,7 @@ def test_what_was_left_out_stays_so_where_a_search_goes_on():
     table = Table({first: 1.0, second: 2.0})
     known = run(table, left_out={out: "asked otherwise"})
     result = run(table, before=known.rows, left_out={out: "asked otherwise"})
-    assert result.point == first
+    assert result.candidate == first
     assert [c.reason for c in result.certificate.candidates if c.status == "infeasible"] == ["asked otherwise"]
 
 
@@ -593,14 +612,16 @@ def test_the_least_bound_is_tightened_at_the_end(evaluated: bool):
     table = Table({best: 10.0, low: 20.0, high: 30.0}, share=0.3)
     tightest, asked = {best: 9.0, low: 8.0, high: 25.0}, list[MeshCandidate]()
 
-    def evaluate(point: MeshCandidate) -> EvaluatedCandidate:
-        return replace(table.evaluate(point), least=table.real[point], partly=True)
+    def evaluate(candidate: MeshCandidate) -> EvaluatedCandidate:
+        return replace(table.evaluate(candidate), least=table.real[candidate], partly=True)
 
-    def last(point: MeshCandidate, enough_s: float) -> float:
-        asked.append(point)
-        return min(tightest[point], enough_s)
+    def last(candidate: MeshCandidate, cutoff_s: float) -> float:
+        asked.append(candidate)
+        return min(tightest[candidate], cutoff_s)
 
-    result = run(table, evaluate, last=last, in_vain=lambda point, _: not evaluated and point != best)
+    result = run(
+        table, evaluate, bound_tightly=last, can_prune=lambda candidate, _: not evaluated and candidate != best
+    )
     assert table.evaluated == [best, low, high][: 3 if evaluated else 1]
     assert asked == [best, low]  # high may take 9 s, for all that is known
     assert result.certificate.bound == 8.0
@@ -611,7 +632,7 @@ def test_the_least_bound_is_tightened_at_the_end(evaluated: bool):
     [("llama", False, 1, 8), ("llama", True, 1, 60), ("experts", True, 1, 120), ("experts", False, 2, 100)],
 )
 def test_no_plan_is_below_its_bounds(name: str, ahead: bool, nodes: int, every: int):
-    """The certificate rests on this: every point's bounds hold for what the evaluator makes of it."""
+    """The certificate rests on this: every candidate's bounds hold for what the evaluator makes of it."""
     work = job(name, Topology.preset("dgx-h100", nodes), batch=8 * nodes, ahead=ahead)
     bounds = ModelBounds(work)
     experts, length = work.num_experts, 16
@@ -621,17 +642,17 @@ def test_no_plan_is_below_its_bounds(name: str, ahead: bool, nodes: int, every: 
     candidates = list_candidates(space)
     evaluator = CandidateEvaluator(work)
     floors = BoundCascade(bounds, evaluator, candidates, space)
-    families = {floors.family(point): floors.members([point]) for point in candidates}
+    families = {floors.family(candidate): floors.members([candidate]) for candidate in candidates}
     every_point = list(dict.fromkeys([*candidates, *(p for members in families.values() for p in members)]))
-    assert any(point.dp_shard for point in every_point) == (nodes > 1)
+    assert any(candidate.dp_shard for candidate in every_point) == (nodes > 1)
     first = floors.times(every_point)
-    for point, quick in list(zip(every_point, first.tolist(), strict=True))[::every]:
-        solved = evaluator.solve(point)
+    for candidate, quick in list(zip(every_point, first.tolist(), strict=True))[::every]:
+        solved = evaluator.solve(candidate)
         split, step = solved.stages, solved.estimate.step_time
-        least = step - (split.pipeline_s - split.least_s)
-        assert quick <= bounds.refine(point) <= least, point
-        assert all(bound(floors.members([point]), np.inf) <= least for bound in floors.together), point
-        assert all(bound(point, np.inf) <= least for bound in floors.steps), point
+        least = step - (split.pipeline_s - split.lower_bound_s)
+        assert quick <= bounds.refine(candidate) <= least, candidate
+        assert all(bound(floors.members([candidate]), np.inf) <= least for bound in floors.family_bounds), candidate
+        assert all(bound(candidate, np.inf) <= least for bound in floors.candidate_bounds), candidate
         assert sum(solved.estimate.breakdown.values()) == pytest.approx(step)
         assert min(solved.estimate.breakdown.values()) >= 0.0
 
@@ -655,22 +676,27 @@ def test_what_memory_demands_is_no_more_than_any_plan_takes(name: str):
         )
         candidates = list_candidates(space)
         floors = BoundCascade(bounds, evaluator, candidates, space)
-        for point in [p for p in candidates if not is_plain(p.schedule, p.virtual_stages)][::29]:
+        for candidate in [p for p in candidates if not is_plain(p.schedule, p.virtual_stages)][::29]:
             try:
-                solved = evaluator.solve(point)
+                solved = evaluator.solve(candidate)
             except CapacityError:
                 solved = None
             bound: list[float] | None = []
             least = math.inf
             if solved is not None:
-                least = solved.estimate.step_time - (solved.stages.pipeline_s - solved.stages.least_s)
+                least = solved.estimate.step_time - (solved.stages.pipeline_s - solved.stages.lower_bound_s)
             try:
-                of_family = [step([point], limit) for step in floors.together for limit in (math.inf, 1.3 * least)]
-                bound = [*of_family, *(step(point, limit) for step in floors.steps for limit in (math.inf, least))]
+                of_family = [
+                    step([candidate], limit) for step in floors.family_bounds for limit in (math.inf, 1.3 * least)
+                ]
+                bound = [
+                    *of_family,
+                    *(step(candidate, limit) for step in floors.candidate_bounds for limit in (math.inf, least)),
+                ]
             except CapacityError:
                 bound = None
-            assert bound is not None or solved is None, point
-            assert bound is None or max(bound) <= least, point
+            assert bound is not None or solved is None, candidate
+            assert bound is None or max(bound) <= least, candidate
             refused += bound is None
             solved_too += solved is not None
     assert refused >= 3 <= solved_too
@@ -711,13 +737,15 @@ def test_scattering_gradients_behind_every_backward_bounds_a_step(name: str, ove
     space = SearchSpace(
         topology, 32, bounds.num_calls, bounds.dims, work.constraints, experts=work.num_experts, length=16
     )
-    candidates = [point for point in list_candidates(space) if point.zero == 2 and point.num_microbatches(32) > 1]
+    candidates = [
+        candidate for candidate in list_candidates(space) if candidate.zero == 2 and candidate.num_microbatches(32) > 1
+    ]
     floors = BoundCascade(bounds, evaluator, candidates, space)
     near = 0
-    for point in candidates[:: 1 + len(candidates) // 12]:
-        found, step = floors._bound_zero2_scatters(point), evaluator.solve(point).estimate.step_time
-        assert found <= step, point
-        near += found > max(0.25 * step, 3 * bounds.times([point])[0])
+    for candidate in candidates[:: 1 + len(candidates) // 12]:
+        found, step = floors._bound_zero2_scatters(candidate), evaluator.solve(candidate).estimate.step_time
+        assert found <= step, candidate
+        near += found > max(0.25 * step, 3 * bounds.times([candidate])[0])
     assert near > 2
 
 
@@ -735,15 +763,15 @@ def test_scattering_takes_no_more_than_that_bound(
     """However gradients and work are divided among stages."""
     gathers = Gathers.__new__(Gathers)
     gathers.slowdown, gathers.overlap = slowdown, overlap
-    gathers._bound_scatter_seconds = lambda point: sum(again for *_, again in of_stages)  # type: ignore[method-assign]
+    gathers._bound_scatter_seconds = lambda candidate: sum(again for *_, again in of_stages)  # type: ignore[method-assign]
     each = [ahead + back for ahead, back, _ in of_stages]
     pipeline, tail, waited = (m - 1) * max(each) + sum(each), 0.0, 0.0
     for _, back, again in of_stages:
         exposed = GradientReduction(again_s=again).exposed(back, slowdown, 0.0, overlap, m)
         tail, waited = max(tail, exposed - waited), waited + back
-    point = MeshCandidate(len(of_stages), 2, 1, 1, zero=2)
+    candidate = MeshCandidate(len(of_stages), 2, 1, 1, zero=2)
     forward = sum(ahead for ahead, *_ in of_stages)
-    assert gathers.scattered(point, m, share * pipeline, forward) <= (pipeline + tail) * (1 + 1e-9) + 1e-9
+    assert gathers.scattered(candidate, m, share * pipeline, forward) <= (pipeline + tail) * (1 + 1e-9) + 1e-9
 
 
 @pytest.mark.parametrize(
@@ -763,19 +791,19 @@ def test_states_alone_are_too_large_where_no_stages_hold_them(name: str, share: 
     space = SearchSpace(
         work.topology, 8, bounds.num_calls, bounds.dims, work.constraints, experts=work.common_experts, length=16
     )
-    tried = [point for point in list_candidates(space)[::3] if is_formula(point.schedule)]
-    refused = {point: error for point in tried if (error := refusal(bounds, point))}
-    for point, least in refused.items():
-        assert least.at_least, point
+    tried = [candidate for candidate in list_candidates(space)[::3] if is_formula(candidate.schedule)]
+    refused = {candidate: error for candidate in tried if (error := refusal(bounds, candidate))}
+    for candidate, least in refused.items():
+        assert least.at_least, candidate
         with pytest.raises(CapacityError) as error:
-            bounds.refine(point)
+            bounds.refine(candidate)
         assert (error.value.at_least, least.missing_bytes <= error.value.missing_bytes + 1) == (False, True)
     assert 0 < len(refused) < len(tried)
 
 
-def refusal(bounds: ModelBounds, point: MeshCandidate) -> CapacityError | None:
+def refusal(bounds: ModelBounds, candidate: MeshCandidate) -> CapacityError | None:
     try:
-        bounds.check_states(point)
+        bounds.check_states(candidate)
     except CapacityError as error:
         return error
     return None
@@ -792,7 +820,7 @@ def test_a_model_is_searched_to_the_end():
 
 
 def test_points_of_one_kind_may_reduce_their_gradients_over_other_axes():
-    """The states of a point are found once for all like it; with or without ``dp`` their gradients differ."""
+    """The states of a candidate are found once for all like it; with or without ``dp`` their gradients differ."""
     work = job("llama", Topology.preset("dgx-h100"), ahead=True)
     together, alone = CandidateEvaluator(work), CandidateEvaluator(work)
     first = MeshCandidate(pp=4, dp=1, tp=1, microbatch_size=2, cp=2)
@@ -805,17 +833,17 @@ def test_what_does_not_fit_is_not_tried_with_more_states():
     """Of schedules that are followed; under ZeRO-3 there is more besides states."""
     tried: list[MeshCandidate] = []
     fewest = {0: 40.0, 1: 30.0, 2: 20.0, 3: 10.0}
-    siblings = ZeroInfeasibility(lambda point: fewest[point.zero] - point.dp_shard)
+    siblings = ZeroInfeasibility(lambda candidate: fewest[candidate.zero] - candidate.dp_shard)
 
-    def solve(point: MeshCandidate) -> str:
-        tried.append(point)
-        if point.microbatch_size == 1:
+    def solve(candidate: MeshCandidate) -> str:
+        tried.append(candidate)
+        if candidate.microbatch_size == 1:
             raise CapacityError("too much", missing_bytes=5)
         return "a plan"
 
-    def outcome(point: MeshCandidate) -> str:
+    def outcome(candidate: MeshCandidate) -> str:
         try:
-            return siblings.tried(point, solve)
+            return siblings.tried(candidate, solve)
         except CapacityError as error:
             return "refused without trying" if error.at_least else "refused"
 

@@ -44,12 +44,12 @@ def test_the_split_is_the_best_of_all(p: StageProblem):
             solve_stages(p)
         return
     split = solve_stages(p)
-    assert split.least_s == pytest.approx(expected)
-    assert split.least_s <= split.pipeline_s <= (1 + SLACK) * split.least_s + 1e-9
+    assert split.lower_bound_s == pytest.approx(expected)
+    assert split.lower_bound_s <= split.pipeline_s <= (1 + SLACK) * split.lower_bound_s + 1e-9
     quick = least_time(p)
-    assert quick.pipeline_s(p.schedule, p.num_stages, p.num_microbatches) <= split.least_s * (1 + 1e-12)
+    assert quick.pipeline_s(p.schedule, p.num_stages, p.num_microbatches) <= split.lower_bound_s * (1 + 1e-12)
     if p.num_stages == 1:
-        assert quick.total_s * p.num_microbatches == pytest.approx(split.least_s)
+        assert quick.total_s * p.num_microbatches == pytest.approx(split.lower_bound_s)
         assert quick.backward_s == split.stages[0].backward_s + split.stages[0].recompute_s
     for s, stage in enumerate(split.stages):
         seconds, memory = by_hand(p, s, stage.start, stage.stop)

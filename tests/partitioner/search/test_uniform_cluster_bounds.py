@@ -25,13 +25,13 @@ MESHES = [(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 4, 1), (1, 2, 2), (1, 1, 4)]
 SCHEDULES = [("1f1b", 1), ("zb-1p", 1), ("gpipe", 1), ("interleaved", 2), ("zb-v", 2)]
 
 
-def bounds_of(work: Any, point: MeshCandidate) -> tuple[float, float]:
-    """What is said of a point where not all placements are tried: by nodes that are alike, and by all together."""
+def bounds_of(work: Any, candidate: MeshCandidate) -> tuple[float, float]:
+    """What is said of a candidate where not all placements are tried: by nodes that are alike, and by all together."""
     evaluator = CandidateEvaluator(work)
     evaluator.tries_all = lambda _: False  # type: ignore[method-assign]
     bounds = ModelBounds(work, evaluator.placements)
-    floors = BoundCascade(bounds, evaluator, [point], space_of(work, bounds))
-    return UniformClusterBound(evaluator).least(point, math.inf), floors.of_point(point)
+    floors = BoundCascade(bounds, evaluator, [candidate], space_of(work, bounds))
+    return UniformClusterBound(evaluator).least(candidate, math.inf), floors.bound_tightly(candidate)
 
 
 @settings(max_examples=25, deadline=None)
@@ -41,15 +41,15 @@ def test_no_placement_takes_less(
 ):
     pp, dp, tp = mesh
     name, virtual = schedule if pp > 1 else ("1f1b", 1)
-    point = MeshCandidate(pp, dp, tp, size, schedule=name, zero=zero if dp > 1 else 0, virtual_stages=virtual)
+    candidate = MeshCandidate(pp, dp, tp, size, schedule=name, zero=zero if dp > 1 else 0, virtual_stages=virtual)
     work = job(described(cluster))
-    times = times_of_all(work, point)
+    times = times_of_all(work, candidate)
     if not times:
         return
     try:
-        alike, every = bounds_of(work, point)
+        alike, every = bounds_of(work, candidate)
     except PartitionError:
-        pytest.fail("a point that has a plan is called infeasible")
+        pytest.fail("a candidate that has a plan is called infeasible")
     assert alike <= min(times) * (1 + 1e-9)
     assert every <= min(times) * (1 + 1e-9)
 
@@ -66,9 +66,9 @@ def test_no_placement_takes_less(
 def test_where_links_alone_differ_it_is_what_the_best_placement_takes(cluster: str, mesh: tuple[int, int, int]):
     pp, dp, tp = mesh
     work = job(loads(cluster), 6)
-    point = MeshCandidate(pp, dp, tp, 1)
-    alike, every = bounds_of(work, point)
-    least = min(times_of_all(work, point))
+    candidate = MeshCandidate(pp, dp, tp, 1)
+    alike, every = bounds_of(work, candidate)
+    least = min(times_of_all(work, candidate))
     # no bound knows by how much reductions beside the last backwards delay the stages before
     assert alike == pytest.approx(least, rel=3 * SLACK)
     assert max(alike, every) <= least * (1 + 1e-9)

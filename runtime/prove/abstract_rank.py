@@ -6,6 +6,7 @@ The result is the rank's list of events, in order, which other ranks see. Ranks 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
 
 from partitioner.runtime.program.analysis import ProgramFacts
 from partitioner.runtime.program.instructions import (
@@ -18,7 +19,7 @@ from partitioner.runtime.program.instructions import (
     Trace,
 )
 from partitioner.runtime.program.sharded_buckets import split_axes
-from partitioner.runtime.prove.errors import Place, Refusal, moved_text, place_text
+from partitioner.runtime.prove.errors import FaultLocation, Place, Refusal, moved_text, place_text
 from partitioner.runtime.prove.gradient_ledger import Returns, StateGradients, ValueGradients
 from partitioner.runtime.prove.host_memory import ActivationOffloads, HostStates, WrittenUpdates
 from partitioner.runtime.prove.instruction_fields import check_fields
@@ -40,13 +41,13 @@ def run_list(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction
         try:
             getattr(machine, instruction.op.lower())(instruction)
         except Refusal as refusal:
-            refusal.index = index
+            refusal.location = replace(refusal.location, index=index)
             raise
     try:
         machine.finish()
     except Refusal as refusal:
-        if refusal.index is None:
-            refusal.index = max(len(instructions) - 1, 0)
+        if refusal.location.index is None:
+            refusal.location = replace(refusal.location, index=max(len(instructions) - 1, 0))
         raise
     return tuple(machine.trace)
 
@@ -388,7 +389,7 @@ class _StageInterpreter:
             if output.stage == self.stage and output.value is not None:
                 self.taken(output.value, f"the output {output.path!r}")
         for place, index in self.alive.items():
-            raise Refusal("leak", f"{place_text(place)} is made here and never freed", index=index)
+            raise Refusal("leak", f"{place_text(place)} is made here and never freed", FaultLocation(index=index))
         self.parameters.finish()
         self.hosted.finish()
         self.updates.finish()

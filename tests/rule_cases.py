@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-import passes.ops.experts
-import passes.ops.random  # noqa: F401
+import partitioner.passes.ops.experts
+import partitioner.passes.ops.random  # noqa: F401
 
 aten = torch.ops.aten
 torch.manual_seed(2)  # the same numbers in every run

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import partitioner
-import passes.ops.attention  # noqa: F401 - defines the operator
+import partitioner.passes.ops.attention
 from partitioner import Constraints, Plan, PlanError, Topology, partition, run_reference
 from partitioner.passes.ir.layouts import Layout, join_shards, make_shard_layout, shard_slices, take_shard
 from partitioner.passes.ops.attention import Band, most_pairs, ring_steps

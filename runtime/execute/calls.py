@@ -101,12 +101,14 @@ class BoundCall:
         self.has_backward = needs is not None
         self.grad_inputs: list[str] = []
         if needs is None:
-            self.run_forward = binder.plain(self.call.block).function
+            self.run_forward = binder.compile_plain(self.call.block).function
             return
         derived = binder.library.differentiated(self.call.block, needs)
-        self.run_forward = binder.piece(self.call.block, needs, "outputs" if self.recomputed else "forward").function
+        self.run_forward = binder.compile_piece(
+            self.call.block, needs, "outputs" if self.recomputed else "forward"
+        ).function
         if self.recomputed:
-            self.run_saved = binder.piece(self.call.block, needs, "saved").function
+            self.run_saved = binder.compile_piece(self.call.block, needs, "saved").function
         self.grad_outputs = [self.outputs[i] for i in derived.grad_outputs]
         self.grad_inputs = [self.inputs[i] for i in derived.grad_inputs]
         self.sinks = [states.sinks[self.call.states[i]] for i in derived.grad_states]
@@ -114,10 +116,10 @@ class BoundCall:
         ops = {i.op for i in binder.rank.instructions if i.calls and i.calls[0] <= index < i.calls[1]}
         self.leaves = "OFFLOAD" in ops
         if "B" in ops:
-            self.run_backward = binder.piece(self.call.block, needs, "backward").function
+            self.run_backward = binder.compile_piece(self.call.block, needs, "backward").function
         if "I" in ops or "W" in ops:
-            self.run_input = binder.piece(self.call.block, needs, "backward_input").function
-            self.run_weight = binder.piece(self.call.block, needs, "backward_weight").function
+            self.run_input = binder.compile_piece(self.call.block, needs, "backward_input").function
+            self.run_weight = binder.compile_piece(self.call.block, needs, "backward_weight").function
 
     def forward(self, microbatch: int, values: dict[str, Tensor]) -> None:
         self.moment.microbatch = microbatch

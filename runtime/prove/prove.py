@@ -112,7 +112,7 @@ def _follow_lists(facts: ProgramFacts, own: Mapping[int, Instructions]) -> tuple
     """Follow the lists of all ranks; how many collectives and transfers they start."""
     traces, lists = _run_lists(facts, own)
     try:
-        TraceRunner(facts.program, traces, own.keys()).run()
+        TraceRunner(facts.program, traces, own.keys()).run_traces()
     except Mismatch as mismatch:
         instruction = str(lists[mismatch.rank][mismatch.index])
         raise ProofError(

@@ -3,7 +3,7 @@
 The layers of a decoder of ``published_models`` are alike but for the first ``dense_layers`` and, where only some of the
 others have experts, in turns; ``fold`` says so: of such a model more layers are more calls of the same blocks. So four
 of a kind are captured and the last ones' calls are repeated, which gives the folded model that all of them would have
-given (``tests/test_captures.py`` compares the two).
+given (``tests/integration/test_captures.py`` compares the two).
 """
 
 from __future__ import annotations

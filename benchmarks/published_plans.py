@@ -157,7 +157,10 @@ def _gather(row: Row, zero: int) -> Literal["parameter", "owner"] | None:
 def expert_kernels_of(row: Row) -> Literal["each", "fused"] | None:
     """How the products of a rank's experts run: Megatron-Core takes Transformer Engine's grouped linear layers, which
     launch a product and a cast for each expert, or its grouped MLP, without which a whole iteration, whose experts have
-    as many rows as come, cannot be recorded in a graph."""
+    as many rows as come, cannot be recorded in a graph. Primus has grouped products, and says where the activation is
+    fused with them."""
+    if row.get("experts") and is_of(row, ("Primus",)):
+        return "fused" if re.search(r"fused act|all fusions", str(row.get("notes"))) else None
     if not row.get("experts") or not is_of(row, ("Megatron", "NeMo/Megatron")):
         return None
     return "fused" if re.search(r"fused grouped MLP|full-iteration", flags_of(row)) else "each"

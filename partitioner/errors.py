@@ -3,25 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from partitioner.passes.errors import PartitionError
 
 if TYPE_CHECKING:
-    from partitioner.advise.suggest import Advice, Change
+    from partitioner.constraints import Constraints
+    from partitioner.topology.topology import Topology
 
 
 class TopologyError(PartitionError):
     """A description of hardware that is malformed, contradicts itself or names what is not known."""
 
 
+@dataclass(frozen=True)
+class Change:
+    """A job near one that has no plan: give these to ``partition``.
+
+    ``global_batch``: ``None`` where it stays the inputs'.
+    ``planned_only``: what of it this version plans but does not execute.
+    """
+
+    text: str
+    constraints: Constraints
+    topology: Topology
+    global_batch: int | None = None
+    planned_only: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Why a job has no plan, and what would give it one.
+
+    ``conflict``: a least set of constraints that cannot hold together; ``changes``: nearest first.
+    """
+
+    conflict: tuple[str, ...] = ()
+    changes: tuple[Change, ...] = ()
+
+
 class InfeasibleError(PartitionError):
     """A job that has no plan.
 
-    ``changes``: the nearest changes that give it one, the nearest first, each verified by planning; ``conflict``: a
-    least set of the user's constraints that cannot hold together here. Both are looked for when first asked for, and
-    empty where nothing was found or there is no job (a malformed constraint).
+    :meth:`suggest` looks for changes that give it one, which takes some seconds of planning. ``str(error)`` never
+    plans; it lists the changes once they were looked for.
     """
 
     _least_conflict = 2  # a single one is what the message is about
@@ -30,32 +56,43 @@ class InfeasibleError(PartitionError):
         super().__init__(message)
         self.message = message
         self.advise = advise
-        self.unadvised = ""  # why there is no advice, where looking for it failed
+        self._advice: Advice | None = None  # once it was looked for
+        self._why_none = ""  # why there is no advice, where looking for it failed
 
-    @cached_property
-    def _found_advice(self) -> Advice | None:
-        try:
-            return self.advise() if self.advise is not None else None
-        except Exception as error:  # what is wrong is said in any case, whatever looking for a way out runs into
-            self.unadvised = f"{type(error).__name__}: {error}".partition("\n")[0]
-            return None
+    def suggest(self) -> Advice:
+        """What conflicts, and the nearest changes that give the job a plan, the nearest first.
+
+        Each change was verified by planning. Both are empty where nothing was found, and where there is no job: a
+        constraint is malformed. The search runs once, for a few seconds.
+        """
+        if self._advice is None:
+            self._advice = Advice()
+            try:
+                self._advice = self.advise() if self.advise is not None else Advice()
+            except Exception as error:  # the message stands, whatever looking for a change runs into
+                self._why_none = f"{type(error).__name__}: {error}".partition("\n")[0]
+        return self._advice
 
     @property
     def changes(self) -> tuple[Change, ...]:
-        return self._found_advice.changes if self._found_advice is not None else ()
+        """The nearest changes that give the job a plan; see :meth:`suggest`."""
+        return self.suggest().changes
 
     @property
     def conflict(self) -> tuple[str, ...]:
-        return self._found_advice.conflict if self._found_advice is not None else ()
+        """A least set of the user's constraints that cannot hold together here; see :meth:`suggest`."""
+        return self.suggest().conflict
 
     def __str__(self) -> str:
-        text = self.message
-        if len(self.conflict) >= self._least_conflict:
-            text += f"; in conflict: {', '.join(self.conflict)}"
-        if self.changes:
-            return f"{text}; nearest change that fits: {'; or '.join(c.text for c in self.changes)}"
-        if self.unadvised:
-            return f"{text}; looking for a change that fits failed, which is a fault of the planner: {self.unadvised}"
+        text, advice = self.message, self._advice
+        if advice is None:
+            return text if self.advise is None else f"{text}; error.suggest() looks for the nearest change that fits"
+        if len(advice.conflict) >= self._least_conflict:
+            text += f"; in conflict: {', '.join(advice.conflict)}"
+        if advice.changes:
+            return f"{text}; nearest change that fits: {'; or '.join(c.text for c in advice.changes)}"
+        if self._why_none:
+            return f"{text}; looking for a change that fits failed, which is a fault of the planner: {self._why_none}"
         return text
 
 

@@ -5,7 +5,7 @@ Importing PyTorch takes seconds. Code that only reads a plan (summary, explanati
 
 from __future__ import annotations
 
-# Bytes of one element. ``tests/test_imports.py`` compares the table with PyTorch's own types.
+# Bytes of one element. ``tests/integration/test_imports.py`` compares the table with PyTorch's own types.
 FLOATING = {
     "float64": 8,
     "float32": 4,

@@ -37,7 +37,7 @@ from partitioner.advise.variants import (
 )
 from partitioner.candidate import MeshCandidate
 from partitioner.constraints import OF_POINT, Constraints
-from partitioner.errors import CapacityError, InfeasibleError, TimeLimitError
+from partitioner.errors import Advice, CapacityError, Change, InfeasibleError, TimeLimitError
 from partitioner.passes.errors import PartitionError
 from partitioner.solve.bounds.model_bounds import ModelBounds
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator, SolvedCandidate
@@ -45,7 +45,6 @@ from partitioner.solve.evaluate.job import Job
 from partitioner.solve.search.fit_memory import can_fit_program, planned_only
 from partitioner.solve.search.search import find_best_report, list_offload_variants, space_of
 from partitioner.solve.search.space import SearchSpace, list_candidates, several_stages
-from partitioner.topology import Topology
 from partitioner.units import list_divisors, seconds_text
 from partitioner.validate import check_request
 
@@ -55,28 +54,6 @@ _LEAST_S = 30.0  # seconds in which changes are looked for; longer where finding
 _OF_CONFLICT = 0.3  # of them: for what conflicts
 _LEANEST = 4  # of one, where those that need least memory are tried first
 _ZERO_IS_FREE = ("etp", "dp_shard")  # in points
-
-
-@dataclass(frozen=True)
-class Change:
-    """What to ask for instead: give these to ``partition``. ``global_batch`` is ``None`` where it stays the inputs'.
-
-    ``planned_only``: what of it this version plans but does not execute.
-    """
-
-    text: str
-    constraints: Constraints
-    topology: Topology
-    global_batch: int | None = None
-    planned_only: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Advice:
-    """``conflict``: a least set of constraints that cannot hold together; ``changes``: nearest first."""
-
-    conflict: tuple[str, ...] = ()
-    changes: tuple[Change, ...] = ()
 
 
 @contextmanager

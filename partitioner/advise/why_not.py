@@ -27,7 +27,7 @@ from partitioner.validate import check_request
 if TYPE_CHECKING:
     from torch import nn
 
-    from partitioner.advise.suggest import Change
+    from partitioner.errors import Change
 
 
 def format_asked_constraints(asked: Mapping[str, Any]) -> str:

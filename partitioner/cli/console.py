@@ -20,6 +20,7 @@ from rich.text import Text
 from typer import BadParameter
 from typer.core import TyperGroup
 
+from partitioner.errors import InfeasibleError
 from partitioner.passes.errors import InternalError, PartitionError
 from partitioner.passes.faults import typed_errors
 from partitioner.units import WIDTH, format_plain_text, text_console
@@ -52,6 +53,9 @@ class Commands(TyperGroup):
         except PartitionError as error:
             if ctx.meta["debug"]:
                 raise
+            if isinstance(error, InfeasibleError):
+                with show_spinner("looking for the nearest change that fits"):
+                    error.suggest()
             show_error(error)
             ctx.exit(INTERNAL_ERROR if isinstance(error, InternalError) else USER_ERROR)
         except UsageError as error:

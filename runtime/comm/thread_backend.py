@@ -151,7 +151,8 @@ class ThreadGroup:
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Pending:
         def compute(entries: list[Tensor]) -> list[Tensor]:
-            return [part.contiguous() for part in _reduce_entries(entries, False).chunk(self.size, dim)]
+            parts = _reduce_entries(entries, False).chunk(self.size, dim)
+            return [part.clone(memory_format=torch.contiguous_format) for part in parts]  # each rank may free its own
 
         return self._enter_collective("reduce_scatter", x, compute, dim)
 

@@ -230,15 +230,9 @@ def simulate(
     the first step.
     """
     facts = facts or ProgramFacts(program)
-    updates = [durations.update(s) for s in range(len(program.stages))]
-    lanes = [_make_simulated_rank(program, durations, s) for s in range(len(program.stages))]
-    _Simulation(facts, durations, lanes).run_lanes()
-    for lane in lanes:
-        lane.drain_collectives()
+    lanes, updates = _follow_step(facts, durations)
     gradients_s = max((lane.clock for lane in lanes), default=0.0)
-    step_time = max((lane.clock + update for lane, update in zip(lanes, updates, strict=True)), default=0.0)
-    if overlap_steps:
-        step_time = _steady_seconds(facts, durations, updates)
+    step_time = _find_step_time(facts, durations, lanes, updates, overlap_steps)
     stages = []
     for lane, update in zip(lanes, updates, strict=True):
         extra = extra_bytes[lane.stage] if extra_bytes else 0
@@ -256,6 +250,33 @@ def simulate(
             )
         )
     return Timeline(tuple(stages), step_time, gradients_s)
+
+
+def simulate_step_time(facts: ProgramFacts, durations: Durations, *, overlap_steps: bool = False) -> float:
+    """:attr:`Timeline.step_time` of :func:`simulate`, in seconds, without what the ranks hold over time."""
+    return _find_step_time(facts, durations, *_follow_step(facts, durations), overlap_steps)
+
+
+def _follow_step(facts: ProgramFacts, durations: Durations) -> tuple[list[_SimulatedRank], list[float]]:
+    """The rank of each stage at the end of a step, and the seconds of its update."""
+    stages = range(len(facts.program.stages))
+    lanes = [_make_simulated_rank(facts.program, durations, s) for s in stages]
+    _Simulation(facts, durations, lanes).run_lanes()
+    for lane in lanes:
+        lane.drain_collectives()
+    return lanes, [durations.update(s) for s in stages]
+
+
+def _find_step_time(
+    facts: ProgramFacts,
+    durations: Durations,
+    lanes: Sequence[_SimulatedRank],
+    updates: Sequence[float],
+    overlap_steps: bool,
+) -> float:
+    if overlap_steps:
+        return _steady_seconds(facts, durations, updates)
+    return max((lane.clock + update for lane, update in zip(lanes, updates, strict=True)), default=0.0)
 
 
 def _make_simulated_rank(program: Program, durations: Durations, stage: int) -> _SimulatedRank:
@@ -359,6 +380,7 @@ class _Simulation:
         self.durations = durations
         self.lanes = lanes
         self.sizes = {name: value_bytes(value) for name, value in self.program.values.items()}
+        self.computed: dict[tuple[int, str, tuple[int, int] | None], float] = {}
         self.arrivals: dict[tuple[int, int, str], deque[float]] = {}
         self.busy_until: dict[tuple[int, int, str], float] = {}
         self.meetings: dict[tuple[str, ...], dict[int, float]] = {}  # states to sync -> stage -> when it came
@@ -416,6 +438,13 @@ class _Simulation:
         return True
 
     def compute_seconds(self, stage: int, i: Instruction) -> float:
+        """Seconds in which ``stage`` computes ``i``: those of any instruction for the same calls."""
+        key = stage, i.op, i.calls
+        if key not in self.computed:
+            self.computed[key] = self._sum_call_seconds(stage, i)
+        return self.computed[key]
+
+    def _sum_call_seconds(self, stage: int, i: Instruction) -> float:
         calls = self.facts.stages[stage]
         if i.op == "TOTAL_F":
             return sum(self.durations.call(stage, p, "F") for p, c in enumerate(calls) if c.data.prologue)

@@ -6,8 +6,8 @@ Kernels are the columns of arrays, so that they are priced together.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, fx
 
 from partitioner.cost.call.expert_parallel import ExpertProducts, expert_region
-from partitioner.cost.call.fp8 import first_readers, in_fp8, products_in_fp8
+from partitioner.cost.call.fp8 import first_readers, in_fp8, products_in_fp8, skip_views
 from partitioner.cost.call.operators import (
     Kernel,
     Operand,
@@ -239,6 +239,7 @@ class _BlockProfiler:
         self.issued: list[float] = [0.0, 0.0, 0.0]
         self.each: list[float] = [0.0, 0.0, 0.0]
         self.modules = module_operators(block, self.region) if expert_kernels == "each" else {}
+        self.fused = find_nodes_between(self.region.products) if expert_kernels == "fused" else frozenset[fx.Node]()
         self.routing, self.among_experts = 0, False
 
     def read(self) -> BlockProfile:
@@ -273,6 +274,8 @@ class _BlockProfiler:
         operands, results = node_operands(node, self.names, self.learned)
         backward = self.train and needs_gradient(node)
         kernels = forward_kernels(node, operands, results)
+        if node in self.fused:
+            kernels = _fuse_kernels(kernels, self._count_fused_bytes(node, operands, results, way=0))
         place = -1
         if collective_name(node.target) in CONTEXT:
             place = len(self.rings)
@@ -290,6 +293,8 @@ class _BlockProfiler:
         self.issued[1] += more * backward
         if backward:
             kernels = [*backward_kernels(node, operands, results, operand_needs(node)), *fan_out(node)]
+            if node in self.fused:
+                kernels = _fuse_kernels(kernels, self._count_fused_bytes(node, operands, results, way=1))
             kernels = self._in_fp8(1, node, kernels, operands, results)
             self._add_kernel_rows(1, node, kernels, operands, place)
             later = sum(kernel.learned for kernel in kernels)
@@ -312,6 +317,23 @@ class _BlockProfiler:
             issued[2 if cast.learned else way] += max(0, cast.launches - way) * self._is_issued(node)
         return [*made, *casts]
 
+    def _count_fused_bytes(
+        self, node: fx.Node, operands: Sequence[Operand], results: Sequence[Operand], way: int
+    ) -> float:
+        """Bytes that products of experts move more because their kernels do the work of ``node``, too.
+
+        Forward (``way`` 0) reads only operands from outside; backward reads the results of products, which forward has
+        kept, and what is from outside. Results are written for products and other readers, and gradients of what
+        backward reads. Everything between two fused operators stays in the kernel.
+        """
+        sources = [skip_views(o) for o in tensors_of(node)]
+        kept = self.fused if way == 1 else self.fused | self.region.products  # in the kernel's own memory
+        read = sum(o.traffic for source, o in zip(sources, operands, strict=True) if source not in kept)
+        if way == 1:
+            return 2.0 * read
+        is_written = any(user not in self.fused for user in node.users)
+        return read + is_written * sum(result.nbytes for result in results)
+
     def _runs_each(self, node: fx.Node) -> bool:
         """Whether ``node`` is a product of experts that is launched for each of them."""
         return self.expert_kernels == "each" and node in self.region.products
@@ -319,7 +341,7 @@ class _BlockProfiler:
     def _is_issued(self, node: fx.Node) -> bool:
         """Whether the host issues ``node``. If each expert's products are launched separately, products of the same
         operand are one product, because their weights lie together in memory."""
-        return not self._runs_each(node) or node in self.first
+        return node not in self.fused and (not self._runs_each(node) or node in self.first)
 
     def _casts_apart(self, node: fx.Node) -> bool:
         """Whether a separate kernel casts an operand of ``node``: rows that were just exchanged and, if each expert's
@@ -368,6 +390,31 @@ class _BlockProfiler:
         back = _transpose_collective(node)
         if backward and back:
             self.exchanges.append(common(way=1, op=back))
+
+
+def find_nodes_between(products: Collection[fx.Node]) -> frozenset[fx.Node]:
+    """The operators and views on the ways from one of ``products`` to another, without the products."""
+    behind = _reach_nodes(products, lambda node: node.users)
+    ahead = _reach_nodes(products, lambda node: node.all_input_nodes)
+    return frozenset((behind & ahead).difference(products))
+
+
+def _reach_nodes(starts: Collection[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    left = list(starts)
+    while left:
+        for node in step(left.pop()):
+            if node not in found:
+                found.add(node)
+                left.append(node)
+    return found
+
+
+def _fuse_kernels(kernels: Sequence[Kernel], num_bytes: float) -> list[Kernel]:
+    """``kernels`` without launches, which together move ``num_bytes`` and no more than they did."""
+    total = sum(kernel.num_bytes for kernel in kernels)
+    share = min(1.0, num_bytes / total) if total else 0.0
+    return [replace(kernel, num_bytes=kernel.num_bytes * share, launches=0) for kernel in kernels]
 
 
 def _transpose_collective(node: fx.Node) -> str | None:

@@ -66,7 +66,9 @@ class CallCost:
 
     ``selective_bytes``: the part of ``saved_bytes`` that is quick to recompute, in ``selective_s``, from
     ``selective_inputs`` among others. ``slim``: the cost with selective recomputation, if it cannot be derived from
-    these fields. ``remade_s``: seconds of recomputation in ``backward_s``. ``host_bytes``: kept in host memory.
+    these fields. ``forward_only_s``: seconds of the forward that recomputing the whole call does not add to backward,
+    since backward has them already: selective recomputation, and waiting for gathered weights. ``host_bytes``: kept in
+    host memory.
     """
 
     forward_s: float = 0.0
@@ -88,7 +90,7 @@ class CallCost:
     selective_bytes: float = 0.0
     selective_inputs: tuple[bool, ...] = ()
     selective_s: float = 0.0
-    remade_s: float = 0.0
+    forward_only_s: float = 0.0
     host_bytes: float = 0.0
     slim: CallCost | None = None
 
@@ -104,7 +106,7 @@ class CallCost:
             forward_comm_s=self.forward_comm_s * factor,
             backward_comm_s=self.backward_comm_s * factor,
             selective_s=self.selective_s * factor,
-            remade_s=self.remade_s * factor,
+            forward_only_s=self.forward_only_s * factor,
             slim=self.slim and self.slim.paced(factor),
         )
 
@@ -126,7 +128,7 @@ class CallCost:
             selective_bytes=0.0,
             working_bytes=self.working_bytes + self.selective_bytes,
             backward_s=self.backward_s + self.selective_s,
-            remade_s=self.selective_s,
+            forward_only_s=self.forward_only_s + self.selective_s,
         )
 
     @cached_property
@@ -138,6 +140,11 @@ class CallCost:
     @cached_property
     def forward_total_s(self) -> float:
         return self.forward_s + self.forward_comm_s
+
+    @cached_property
+    def recompute_s(self) -> float:
+        """Seconds that recomputing the whole call adds to backward."""
+        return self.forward_total_s - self.forward_only_s
 
     @cached_property
     def backward_total_s(self) -> float:
@@ -253,9 +260,12 @@ class CallWork:
             halves[half] += took if half == 0 or train else 0.0
         seconds = [halves[0], halves[1] + halves[2]]
         gathers = gather_seconds(asked.states, spread)
-        for way in range(1 + train):
-            comm[way] += compute_exposed_seconds(seconds[way] + comm[way], gathers[way], slowdown, spread.overlap)
-        return self._build_call_cost(asked, spread, computed, halves, comm)
+        exposed = [
+            compute_exposed_seconds(seconds[way] + comm[way], gathers[way], slowdown, spread.overlap)
+            for way in range(1 + train)
+        ]
+        comm = [sent + waited for sent, waited in zip(comm, (*exposed, 0.0), strict=False)]
+        return self._build_call_cost(asked, spread, computed, halves, comm, exposed[0] if train else 0.0)
 
     def _get_kernel_prices(self, device: DeviceType, asked: BlockProfile, spread: Spread) -> _Computed:
         even = spread.software.even_experts
@@ -265,7 +275,13 @@ class CallWork:
         return self._computed[key][1]
 
     def _build_call_cost(
-        self, asked: BlockProfile, spread: Spread, computed: _Computed, halves: list[float], comm: list[float]
+        self,
+        asked: BlockProfile,
+        spread: Spread,
+        computed: _Computed,
+        halves: list[float],
+        comm: list[float],
+        forward_only_s: float,
     ) -> CallCost:
         regather = self.train and spread.software.regather
         apart = spread.ep > 1
@@ -292,6 +308,7 @@ class CallWork:
             selective_bytes=kept.inside - slim.inside,
             selective_inputs=slim.inputs,
             selective_s=computed.again,
+            forward_only_s=forward_only_s,
         )
 
     @cached_property

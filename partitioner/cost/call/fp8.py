@@ -33,7 +33,7 @@ def first_readers(block: Block, products: Collection[fx.Node]) -> frozenset[fx.N
     for node in block.graph.nodes if products else ():
         if node not in products:
             continue
-        sources = (_skip_views(o) for o in node.all_input_nodes if o.meta["val"].dim() > 1)
+        sources = (skip_views(o) for o in node.all_input_nodes if o.meta["val"].dim() > 1)
         read = frozenset(s for s in sources if s.op != "placeholder" or s.name not in states)
         if read not in known:
             found.add(node)
@@ -166,7 +166,7 @@ def _left_out(block: Block) -> Iterator[tuple[int, str]]:
     for node in block.graph.nodes:
         if node.op != "call_function" or node in short or not is_product(node) or is_attention(node):
             continue
-        sources = [_skip_views(o) for o in node.all_input_nodes if o.meta["val"].dim() > 1]
+        sources = [skip_views(o) for o in node.all_input_nodes if o.meta["val"].dim() > 1]
         weight = next((s.name for s in sources if s.op == "placeholder" and s.name in states), None)
         if weight is not None:
             yield states.index(weight), _describe_fp8_obstacle(node, frozenset(states))
@@ -182,7 +182,7 @@ def _describe_fp8_obstacle(node: fx.Node, states: frozenset[str]) -> str:
     return f"in {str(product.x.meta['val'].dtype).removeprefix('torch.')}"
 
 
-def _skip_views(node: fx.Node) -> fx.Node:
+def skip_views(node: fx.Node) -> fx.Node:
     while node.op == "call_function" and len(node.all_input_nodes) == 1 and is_view(node):
         node = node.all_input_nodes[0]
     return node

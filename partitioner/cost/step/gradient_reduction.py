@@ -54,6 +54,9 @@ class CommunicationTime(NamedTuple):
         return CommunicationTime(self.seconds + seconds, self.coding_s)
 
 
+Axes = tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class Reducer:
     """Cost of reducing the gradients of a stage.
@@ -65,10 +68,26 @@ class Reducer:
     how: ReductionScheme
     device: DeviceType
     itemsize: int = 4
+    _times: dict[tuple[str, float, Axes], CommunicationTime] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
-    def all_reduce(self, num_bytes: float, axes: tuple[str, ...]) -> CommunicationTime:
+    def all_reduce(self, num_bytes: float, axes: Axes) -> CommunicationTime:
         """Cost of an all-reduce of ``num_bytes`` of gradients over ``axes``: of a bucket, or of the shards left after
         scattering."""
+        key = "all_reduce", num_bytes, axes
+        if key not in self._times:
+            self._times[key] = self._find_all_reduce_time(num_bytes, axes)
+        return self._times[key]
+
+    def all_gather(self, num_bytes: float, axes: Axes) -> CommunicationTime:
+        """Cost of gathering ``num_bytes`` of updated parameters over ``axes``."""
+        key = "all_gather", num_bytes, axes
+        if key not in self._times:
+            self._times[key] = CommunicationTime(collective_time("all_gather", num_bytes, self.group(axes)))
+        return self._times[key]
+
+    def _find_all_reduce_time(self, num_bytes: float, axes: Axes) -> CommunicationTime:
         inner, outer = self._find_level_groups(axes)
         if inner.size > 1 and outer.size > 1:
             inside = collective_time("reduce_scatter", num_bytes, inner) + collective_time(
@@ -103,11 +122,17 @@ class Reducer:
             return (1 + 1 / outer.size) / inner.size
         return 1 + 1 / self.group(axes).size
 
-    def scatter(self, num_bytes: float, axes: tuple[str, ...], last: bool) -> CommunicationTime:
+    def scatter(self, num_bytes: float, axes: Axes, last: bool) -> CommunicationTime:
         """Cost of a reduce-scatter of a bucket to the ranks that share its states.
 
         ``last``: it crosses the outermost links of the reduction, on which gradients may be compressed.
         """
+        key = "scatter_last" if last else "scatter", num_bytes, axes
+        if key not in self._times:
+            self._times[key] = self._find_scatter_time(num_bytes, axes, last)
+        return self._times[key]
+
+    def _find_scatter_time(self, num_bytes: float, axes: Axes, last: bool) -> CommunicationTime:
         group = self.group(axes)
         if self.how.compression is None or not last or group.size == 1:
             return CommunicationTime(collective_time("reduce_scatter", num_bytes, group))
@@ -129,7 +154,12 @@ class Reducer:
 
 
 def reducer_of(machine: PlacedMesh, stage: int, how: ReductionScheme) -> Reducer:
-    """The reducer of a stage of ``machine``."""
+    """The reducer of a stage of ``machine``, one for all copies of the machine whose groups are the same."""
+    used = machine.zero, machine.dp_shard, machine.ep, machine.etp, machine.precision
+    return machine.compute_once(("reducer", stage, how, *used), lambda: _build_reducer(machine, stage, how))
+
+
+def _build_reducer(machine: PlacedMesh, stage: int, how: ReductionScheme) -> Reducer:
     split = replace(machine, dp_shard=how.inside) if how.inside else machine
     device = max(machine.devices_of(stage), key=lambda kind: coding_time("bf16", 1.0, kind))
 
@@ -266,8 +296,6 @@ def by_owner(work: GradientReduction, tensors: Mapping[tuple[str, ...], int], re
     starts = sum(min(group.size, count) * group.one_way_start for group, count in groups)
     return replace(work, total_s=work.total_s + starts, gather_s=work.gather_s + starts)
 
-
-Axes = tuple[str, ...]
 
 Sizes = dict[tuple[str, Axes, int, Axes], float]
 """Bytes by operation, its axes, the stage of ZeRO, and the axes that gradients were scattered over before."""

@@ -88,7 +88,7 @@ class PlacedMesh:
     nested: tuple[int, ...] = field(default=(), compare=False)  # steps, where all groups over the same axes are alike
     memo: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)  # shared by copies
 
-    def _compute_once(self, key: Hashable, find: Callable[[], Found]) -> Found:
+    def compute_once(self, key: Hashable, find: Callable[[], Found]) -> Found:
         """Compute a value that does not depend on how the machine is used, once for all copies of the machine."""
         if key not in self.memo:
             self.memo[key] = find()
@@ -154,7 +154,7 @@ class PlacedMesh:
                 return (first,) * mesh.get("pp", 1)
             return stage_groups(self.topology, mesh, *axes, devices=self.devices, ring=ring)
 
-        return self._compute_once((tuple(mesh.items()), axes, ring), find)
+        return self.compute_once((tuple(mesh.items()), axes, ring), find)
 
     @cached_property
     def expert_mesh(self) -> dict[str, int]:
@@ -210,7 +210,7 @@ class PlacedMesh:
             self.software,
             self.precision,
         )
-        return self._compute_once(("spread", *used), self._build_spread)
+        return self.compute_once(("spread", *used), self._build_spread)
 
     def _build_spread(self) -> Spread:
         tp = self.mesh.get("tp", 1)
@@ -259,27 +259,27 @@ class PlacedMesh:
     @property
     def capacity(self) -> tuple[int, ...]:
         """Usable bytes of a rank, by stage."""
-        whole = self._compute_once("capacity", lambda: stage_capacity(self.topology, self.mesh, self.devices))
+        whole = self.compute_once("capacity", lambda: stage_capacity(self.topology, self.mesh, self.devices))
         return tuple(max(0, room - self.reserve) for room in whole) if self.reserve else whole
 
     @property
     def links(self) -> tuple[Link, ...]:
         """The link from each stage to the next."""
-        return self._compute_once("links", lambda: stage_links(self.topology, self.mesh, self.devices))
+        return self.compute_once("links", lambda: stage_links(self.topology, self.mesh, self.devices))
 
     def link(self, stage: int, other: int) -> Link:
         """The slowest link between the ranks of two stages; :data:`HERE` for one stage, within which nothing is
         sent."""
         if stage == other:
             return HERE
-        return self._compute_once(
+        return self.compute_once(
             ("link", stage, other), lambda: find_stage_link(self.topology, self.mesh, stage, other, self.devices)
         )
 
     @property
     def seats(self) -> tuple[Seats, ...]:
         """The distinct seats of each stage, with the slowest groups of the stage. Equal tuples are one object."""
-        return self._compute_once(("seats", self.ep, self.expert_tp), self._build_rank_profiles)
+        return self.compute_once(("seats", self.ep, self.expert_tp), self._build_rank_profiles)
 
     def _build_rank_profiles(self) -> tuple[Seats, ...]:
         inner = [axis for axis in AXES if axis != "pp" and self.mesh.get(axis, 1) > 1]
@@ -298,7 +298,7 @@ class PlacedMesh:
     def pipelines(self) -> tuple[tuple[Seats, ...], ...]:
         """For each rank of ``dp`` the seats of its stages, which do not wait for other replicas. Equal tuples are one
         object."""
-        return self._compute_once(("pipelines", self.ep, self.expert_tp), self._build_pipeline_profiles)
+        return self.compute_once(("pipelines", self.ep, self.expert_tp), self._build_pipeline_profiles)
 
     def _build_pipeline_profiles(self) -> tuple[tuple[Seats, ...], ...]:
         dp, expert_mesh = self.mesh.get("dp", 1), self.expert_mesh
@@ -345,7 +345,7 @@ class PlacedMesh:
                 for ranks in stage_ranks(self.mesh)
             )
 
-        return self._compute_once("hosts", find)[stage]
+        return self.compute_once("hosts", find)[stage]
 
     @cached_property
     def peak(self) -> float:

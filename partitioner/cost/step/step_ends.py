@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from partitioner.cost.call.collectives import collective_time
 from partitioner.cost.call.states import StateCost
 from partitioner.cost.step.gradient_reduction import CommunicationTime, Reducer
 from partitioner.emit.buckets import bucket_limit
@@ -57,7 +56,7 @@ def stage_buckets(
         if cost.scatter_axes and cost.stage < 3:
             scatter = reducer.scatter(gradients, cost.scatter_axes, last_levels.get(cost.scatter_axes, False))
             parameters = sum(c.parameter for _, c in members)
-            gather = collective_time("all_gather", parameters, reducer.group(cost.scatter_axes))
+            gather = reducer.all_gather(parameters, cost.scatter_axes).seconds
         if cost.rest_axes:
             rest = reducer.all_reduce(sum(c.gradient_piece for _, c in members), cost.rest_axes)
         return GradientBucket(place, scatter, rest, gather)
@@ -235,5 +234,5 @@ def _backward_seconds(problem: StageProblem, plan: StagePlan, run: StagePlan) ->
     for place in range(run.start, run.stop):
         cost = costs[place]
         again = cost.selective_s if run.selective else 0.0
-        work[place] = cost.backward_total_s + (cost.forward_total_s if place < run.start + run.recompute else again)
+        work[place] = cost.backward_total_s + (cost.recompute_s if place < run.start + run.recompute else again)
     return work

@@ -35,7 +35,7 @@ from partitioner.runtime.program.state_bytes import host_states
 from partitioner.runtime.prove.prove import prove
 from partitioner.schedules.formulas import is_split
 from partitioner.simulate.program_memory import replace_estimated_memory
-from partitioner.simulate.program_time import ProgramOnDevices, simulate_plan
+from partitioner.simulate.program_time import ProgramOnDevices, simulate_plan_seconds
 from partitioner.solve.evaluate.evaluator import CandidateEvaluator, SolvedCandidate
 from partitioner.solve.evaluate.job import Job
 from partitioner.solve.search.outcomes import bound_and_gap
@@ -367,4 +367,4 @@ def _simulate_step_seconds(job: Job, chosen: SolvedCandidate, program: Program, 
     time, which it does not follow."""
     laid = ProgramOnDevices(program, job.topology, chosen.devices, job.constraints, job.precision, job.optimizer)
     contention = chosen.estimate.breakdown.get("contention", 0.0)
-    return simulate_plan(laid, facts).timeline.step_time + contention
+    return simulate_plan_seconds(laid, facts) + contention

@@ -51,7 +51,7 @@ class StageTables:
         sums = self.segments.sums
         self._forward = np.stack([sums([c.forward_total_s for c in pace.costs]) for pace in different])
         self._backward = np.stack([sums([c.backward_total_s for c in pace.costs]) for pace in different])
-        whole = [[c.forward_total_s - c.remade_s for c in pace.costs] for pace in different]
+        whole = [[c.recompute_s for c in pace.costs] for pace in different]
         self._whole_again = np.stack([np.concatenate([[0.0], np.cumsum(seconds)]) for seconds in whole])
         self._overhead = np.array([pace.overhead.forward_total_s for pace in paces])
         self.allowed = self._allowed_segments()

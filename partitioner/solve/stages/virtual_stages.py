@@ -77,7 +77,7 @@ def _by_calls(tables: StageTables, plans: Sequence[StagePlan], *, in_part: bool 
     def worth(chunk: int, place: int) -> tuple[float, int, int]:
         cost, stage = problem.calls[place].cost, plans[chunk].number
         of_stage = problem.pace(stage).costs[place]
-        seconds = of_stage.forward_total_s - of_stage.remade_s
+        seconds = of_stage.recompute_s
         return -problem.not_begun(stage) * cost.saved_bytes / max(seconds, 1e-15), chunk, place
 
     now = [stage_plan(tables, plan.number, plan.start, plan.stop, 0, in_part=in_part) for plan in plans]

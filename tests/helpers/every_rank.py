@@ -1,0 +1,31 @@
+"""A function run on every rank of a program, each rank a thread of this process."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from partitioner.runtime.comm.thread_backend import ThreadWorld
+from partitioner.runtime.program.program import Program
+
+
+def on_every_rank(program: Program, work: Any) -> list[Any]:
+    world = ThreadWorld(program.world_size, timeout=20)
+    results: list[Any] = [None] * program.world_size
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(world.communicator(rank))
+        except BaseException as error:
+            errors.append(error)
+            world.abort(str(error))
+
+    threads = [threading.Thread(target=run, args=(r,)) for r in range(program.world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results

@@ -1,0 +1,20 @@
+"""A Python script, run in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.helpers.paths import ROOT
+
+
+def execute(*command: str, cwd: Path, timeout: float = 300) -> str:
+    """Standard output of ``python command``; fails with what it printed."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout

@@ -1,0 +1,72 @@
+"""The benchmark of published runs: a row that cannot be planned is reported with the reason, and the run goes on."""
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.helpers.paths import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import accuracy
+import torch
+from published_models import Experts, Shape, build
+
+from partitioner import prepare
+from partitioner.cost.call.expert_parallel import expert_region
+from partitioner.cost.call.fp8 import products_in_fp8
+from partitioner.cost.call.operators import is_product
+
+SHAPE = Shape(layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=64, vocab=128, gated=True, tied=False)
+
+ROW: dict[str, Any] = dict(
+    id="row", family="family", framework="Megatron-DeepSpeed", model="gpt", layers=2, hidden=64, heads=2, vocab=128,
+    seq_len=16, gpu="V100-32GB", num_gpus=2, gpus_per_node=2, gbs=2, tp=1, pp=1, dp=2, mbs=1, step_time_s=1.0,
+)  # fmt: skip
+
+
+def test_copies_of_gradients_beyond_the_memory_are_no_plan():
+    """DeepSpeed's ZeRO-1 keeps two copies of two bytes: 200e9 parameters take 800 GB of 34.1 GB."""
+    found = accuracy.predict({**ROW, "zero_stage": 1, "params_b": 200.0})
+    assert "copies of gradients of 800.0 GB" in found.infeasible, found
+    assert "34.1 GB" in found.infeasible
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "reason"),
+    [
+        ({"gpu": "unheard-of"}, "skipped", "unheard-of"),
+        ({"seq_len": "sixteen"}, "failed", "TypeError"),
+    ],
+)
+def test_rows_that_cannot_be_built_are_reported(changes: dict[str, Any], kind: str, reason: str):
+    row = {**ROW, **changes}
+    found = {row["id"]: accuracy.predict(row)}
+    [line] = accuracy.unplanned([row], found)
+    assert line.startswith(f"row: {kind}: ") and reason in line
+    scores = accuracy.score([row], found)
+    assert scores["families"]["family"][kind] == 1 and scores["families"]["family"]["timed"] == 0
+    assert scores["fitting_called_infeasible"] == 0.0, "what was not planned is neither feasible nor infeasible"
+
+
+def test_the_head_and_routers_stay_in_16_bits():
+    """In fp8 all products of a layer are, but for the router's; the head's is not."""
+    shape = replace(SHAPE, experts=4, topk=2, moe_ffn=64, outer_16=True)
+    blocks = prepare(*build(shape, 32, torch.bfloat16)).at(2)[0].blocks
+    short = {name: products_in_fp8(block, True, expert_region(block)) for name, block in blocks.items()}
+    products = {name: [n for n in block.graph.nodes if is_product(n)] for name, block in blocks.items()}
+    assert len(short["layers.*"]) == 7 and len(products["layers.*"]) == 9, "four of attention, three of experts"
+    assert not short["head"] and len(products["head"]) == 1
+
+
+def test_biases_of_experts_count_by_the_weights_of_rows():
+    """With products of zero, what a token gets is the biases of its two experts, each times its weight for it."""
+    torch.manual_seed(0)
+    experts = Experts(replace(SHAPE, experts=4, topk=2, moe_ffn=64, expert_bias=True)).bfloat16().requires_grad_(False)
+    assert experts.bias is not None and not experts.down.any()
+    torch.nn.init.normal_(experts.bias)
+    x = torch.randn(1, 8, 64, dtype=torch.bfloat16)
+    weights, chosen = torch.topk(torch.softmax(experts.router(x[0]), -1), 2)
+    expected = (weights.unsqueeze(-1).float() * experts.bias[chosen].float()).sum(1)
+    torch.testing.assert_close(experts(x)[0].float(), expected, rtol=0.02, atol=0.02)

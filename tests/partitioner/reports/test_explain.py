@@ -1,0 +1,397 @@
+"""The texts: every figure that a reader looks for is there, in words, and numbers are readable."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from torch import nn
+
+from partitioner import Topology, partition
+from partitioner.candidate import MeshCandidate
+from partitioner.constraints import Constraints
+from partitioner.explain.explain import format_explanation, format_summary
+from partitioner.explain.tables import build_bar_chart, candidate_counts, describe_outcome
+from partitioner.passes.errors import InputsError
+from partitioner.plan import Candidate, Certificate, Plan
+from partitioner.plans import outline as outline_shared
+from partitioner.plans.outline import outline_program
+from partitioner.runtime.program.program import Program
+from partitioner.simulate.program_time import plan_timeline, stage_seconds
+from partitioner.solve.evaluate.evaluator import CandidateEvaluator
+from partitioner.solve.evaluate.prepared_model import prepare
+from partitioner.units import (
+    bytes_text,
+    count_text,
+    format_digits,
+    format_percent,
+    format_plural,
+    format_ranges,
+    seconds_text,
+)
+from tests.helpers.sample_programs import llama, plan_of
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return plan_of(llama(pp=4, dp=2, tp=2, tied=True, recompute=True), notes=("dropout is off",))
+
+
+def line_of(text: str, start: str) -> str:
+    return next(line.strip() for line in text.splitlines() if line.strip().startswith(start))
+
+
+def test_the_summary_has_the_figures(plan: Plan):
+    text = format_summary(plan)
+    words = " ".join(text.split())
+    assert line_of(text, "mesh") == "mesh                 pp 4 × dp 2 × tp 2 (16 ranks) on 2 x dgx-h100"
+    assert line_of(text, "microbatches").endswith("8 of 1 sample, global batch 16")
+    assert line_of(text, "step time").endswith("1.23 s")
+    assert line_of(text, "memory").endswith("61 GiB of 76.3 GiB, rank 0 is the fullest")
+    assert line_of(text, "matmul work divided").endswith("99%")
+    assert (
+        "gap 2.8% under the cost model: this plan takes 1.23 s, a plan that the proof covers takes 1.2 s or more"
+        in words
+    )
+    assert "4 layouts: 1 chosen; 1 slower; 1 ruled out by a lower bound on its time; 1 does not fit in memory" in words
+    assert "The proof covers the pipeline schedules 1F1B and ZB-1P. Wider tp was not tried." in words
+    assert line_of(text, "bandwidth").endswith("nvlink4 450 GB/s, ib-ndr 50 GB/s per device")
+    assert line_of(text, "of which").endswith("computation 71%, communication 18%, pipeline bubble 11%")
+    assert line_of(text, "aten.sort.stable").endswith("0.4%")
+    assert "- dropout is off" in text
+
+
+def test_the_summary_has_a_row_for_every_stage(plan: Plan):
+    row = line_of(format_summary(plan), "2   8–11").split()
+    assert row[:4] == ["2", "8–11", "RotaryEmbedding,", "8"]
+    assert " ".join(row).find("1.21 B 1.13 GiB 55 GiB (72%)") > 0
+
+
+def test_texts_are_plain_and_fit_their_width(plan: Plan):
+    for text in (format_summary(plan), format_explanation(plan)):
+        assert "\x1b" not in text
+        assert all(line == line.rstrip() and len(line) <= 110 for line in text.splitlines())
+
+
+def test_the_explanation_answers_its_questions(plan: Plan):
+    text = " ".join(format_explanation(plan).split())
+    assert "Yes: the fullest rank (0, on stage 0) needs 61 GiB of 76.3 GiB; 15.3 GiB are left (20%)." in text
+    assert "Time: computation 71%, communication" in text
+    assert "column-parallel (S0): self_attn.q_proj, mlp.up_proj" in text
+    assert "row-parallel (S1): self_attn.o_proj, mlp.down_proj" in text
+    assert "vocabulary-parallel (S0)" in text
+    assert "8 × DecoderLayer (model.layers.8–15, recomputed in backward)" in text
+    assert "stages 0→1, 1→2, 2→3: 16 MiB of activations per microbatch" in text
+    assert "of the tied weight model.embed_tokens.weight = lm_head.weight" in text
+
+
+def test_the_links_of_each_axis_are_named(plan: Plan):
+    links = "tp inside a node (nvlink4), dp inside a node (nvlink4), pp over nvlink4 and ib-ndr (2 nodes)"
+    assert f"links: {links}" in format_explanation(plan)
+    assert f"links {links}" in " ".join(format_summary(plan).split())
+    one = plan_of(llama(pp=1, dp=1, tp=1, layers=1))
+    assert "links:" not in format_explanation(one)
+
+
+def test_the_dearest_operators_are_named_where_little_of_the_peak_is_reached(plan: Plan):
+    def text(mfu: float) -> str:
+        estimate = plan.estimate.model_copy(update={"mfu": mfu})
+        return " ".join(format_explanation(plan.model_copy(update={"estimate": estimate})).split())
+
+    assert re.search(r"Most of a microbatch's computation is in matrix products \(\d+%\), ", text(0.1))
+    assert "Most of a microbatch" not in text(0.5)
+
+
+@pytest.mark.parametrize(
+    ("machine", "precision", "told"),
+    [("dgx-v100", "bf16", True), ("dgx-v100", "fp16", False), ("dgx-h100", "bf16", False)],
+)
+def test_a_much_faster_type_of_as_many_bits_is_told(machine: str, precision: str, told: bool):
+    with torch.device("meta"):
+        model, x = nn.Linear(64, 64), torch.empty(64, 64)
+    pins, loss = Constraints(dp=8), lambda out: out.sum()
+    plan = partition(model, Topology.preset(machine), (x,), loss=loss, precision=precision, constraints=pins)
+    for text in (format_explanation(plan), format_summary(plan)):
+        words = (
+            'v100-32gb multiplies 8 times as fast in fp16 as in bf16: plan with precision="fp16", with losses scaled'
+        )
+        assert (words in " ".join(text.split())) == told
+
+
+def test_transfers_of_every_microbatch_are_not_said_to_be_once_per_step():
+    model, inputs = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), (torch.randn(16, 64),)
+    for size, words in ((2, "in 16 transfers of 4 buckets, in all per step"), (8, "bucket, once per step")):
+        pins = Constraints(dp=2, zero=3 if size == 2 else 0, microbatch_size=size)
+        plan = partition(model, Topology.local(2), inputs, loss=lambda out: out.sum(), constraints=pins)
+        text = " ".join(format_explanation(plan).split())
+        assert words in text
+        assert ("once per step" in text) == (size == 8)
+
+
+def test_distinct_transfers_of_buckets_are_read_once_each(monkeypatch: pytest.MonkeyPatch):
+    """Under ZeRO-3 every microbatch repeats the same gathers and scatters. With 64 microbatches as few of them are
+    looked at as with 8, a gather and a scatter for each bucket at most; the totals are the sums over the whole list."""
+    seen, exchanged = [], outline_shared.describe_bucket_exchange
+    monkeypatch.setattr(
+        outline_shared, "describe_bucket_exchange", lambda *given: seen.append(given) or exchanged(*given)
+    )
+    for count in (8, 64):
+        seen.clear()
+        program = zero_program(count)
+        stage = program.stages[0]
+        totals = outline_shared.exchange_totals(program, stage)
+        assert len(seen) <= 2 * len(stage.buckets)
+        transfers, num_bytes = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
+        for i in (i for i in stage.instructions if i.op in outline_shared.BUCKET_OPS):
+            kind, size = exchanged(program, stage.buckets[i.bucket or 0], i.op, i.axes)
+            transfers[kind] += 1
+            num_bytes[kind] += size
+        assert totals.keys() == {("all_gather", "dp", "parameters"), ("reduce_scatter", "dp", "gradients")}
+        assert {kind: total.transfers for kind, total in totals.items()} == transfers
+        assert {kind: total.num_bytes for kind, total in totals.items()} == num_bytes
+        assert min(transfers.values()) >= count
+        assert {total.buckets for total in totals.values()} == {len(stage.buckets)}
+
+
+def zero_program(num_microbatches: int) -> Program:
+    """A model of four layers on two ranks that share its parameters."""
+    model, size = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), 2 * num_microbatches
+    pins = Constraints(dp=2, zero=3, microbatch_size=1)
+    inputs = (torch.randn(size, 64),)
+    return partition(model, Topology.local(2), inputs, loss=lambda out: out.sum(), constraints=pins).program
+
+
+@pytest.mark.parametrize("width", [80, 110])
+def test_bars_never_cut_values_off(width: int):
+    name = "weights while they are gathered, gradients while they are scattered"
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(build_bar_chart([(name, 1.0, "28.9 GiB"), ("gradients", 0.0, "1,023 MiB")]))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "28.9 GiB" in shown
+    assert "1,023 MiB" in shown
+    assert "…" not in shown
+    assert all(word in shown for word in name.split())
+
+
+def test_the_chosen_candidates_memory_is_the_plans(plan: Plan):
+    peaks = tuple(peak + 2**20 for peak in plan.estimate.memory)
+    told = plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"memory": peaks})})
+    (row,) = [line for line in format_explanation(told).splitlines() if line.rstrip().endswith("chosen")]
+    assert bytes_text(max(peaks)) in row
+
+
+def test_what_is_set_to_be_left_free_is_not_called_fixed(plan: Plan):
+    free = plan.model_copy(update={"constraints": Constraints(pp=None)})
+    assert "Constraints that you gave" not in free.explain()
+    some = plan.model_copy(update={"constraints": Constraints(pp=None, tp=2)})
+    assert "Constraints that you gave: tp=2." in some.explain()
+
+
+def test_the_explanation_says_why_the_baselines_lost(plan: Plan):
+    text = format_explanation(plan)
+    short = "does not fit in memory on the devices alone (offload to host memory was not tried; stage 0 lacks 43 GiB)"
+    assert f"Plain data parallelism (dp 16): {short}" in " ".join(text.split())
+    fixed = plan.model_copy(update={"constraints": Constraints(offload=())})
+    assert "Plain data parallelism (dp 16): does not fit in memory (stage 0 lacks 43 GiB)" in format_explanation(fixed)
+    assert "Megatron's layout (dp 2 × tp 8): takes 1.5 s, 22% more; excluded by the constraints" in text
+
+
+def test_a_plan_that_does_not_fit_says_by_how_much(plan: Plan):
+    full = plan.model_copy(update={"estimate": plan.estimate.model_copy(update={"memory": (90 * 2**30,) * 16})})
+    assert "No: the fullest rank (0, on stage 0) needs 90 GiB, 13.7 GiB more than its 76.3 GiB." in format_explanation(
+        full
+    )
+
+
+@pytest.mark.parametrize(("cut_off", "ended"), [("time limit", "its time limit"), ("interruption", "an interruption")])
+def test_what_a_search_left_when_it_was_cut_off_is_not_called_slower(plan: Plan, cut_off: str, ended: str):
+    chosen, solved, bounded, short = plan.certificate.candidates
+    rows = (chosen, solved, bounded, bounded.model_copy(update={"bound": 1.21}), short)
+    update = {"candidates": rows, "cut_off": cut_off, "left": {"open": 2, "bounded": 3}}
+    early = plan.model_copy(update={"certificate": plan.certificate.model_copy(update=update)})
+    counts = (
+        "10 layouts: 1 chosen; 1 slower; 3 not worked out, may be faster; 4 ruled out by lower bounds on their time; "
+        "1 does not fit in memory"
+    )
+    assert counts in " ".join(format_summary(early).split())
+    assert line_of(format_summary(early), "search").endswith(f"cut off by {ended}")
+    text = format_explanation(early)
+    assert f"The search was cut off by {ended}: with more time it may find a better plan." in text
+    words = [line.split()[-3:] for line in text.splitlines() if "gpipe" in line]
+    assert words == [["may", "be", "faster"], ["cannot", "be", "faster"]]
+    assert describe_outcome(rows[3], 1.234) == "was not worked out; it takes 1.21 s or more, so it may be faster"
+    answer = early.why_not(tp=8, dp=1)
+    assert answer.verdict == "unknown"
+    assert f"1 of these may be faster: the search was cut off by {ended}." in str(answer)
+
+
+def test_what_may_be_faster_by_its_bound_is_not_called_slower_without_a_limit_either(plan: Plan):
+    rows = (plan.chosen, plan.certificate.candidates[2].model_copy(update={"bound": 1.2}))
+    gap = plan.model_copy(update={"certificate": plan.certificate.model_copy(update={"candidates": rows})})
+    assert "search " not in format_summary(gap)
+    text = " ".join(format_explanation(gap).split())
+    assert "2 layouts: 1 chosen; 1 not worked out, may be faster." in text
+    assert "1 layout was not worked out and may be faster, by 2.8% at most." in text
+
+
+def test_a_proven_optimum_says_so(plan: Plan):
+    certificate = plan.certificate.model_copy(update={"gap": 0.0, "bound": plan.certificate.objective})
+    proven = plan.model_copy(update={"certificate": certificate})
+    assert "proven optimal under the cost model" in format_summary(proven)
+    assert "It is proven optimal under the cost model: no plan that the proof covers takes less." in format_explanation(
+        proven
+    )
+    searched = proven.model_copy(update={"certificate": certificate.model_copy(update={"beyond": {}})})
+    assert line_of(format_summary(searched), "certificate").endswith(
+        "under the cost model: no plan takes less than 1.23 s"
+    )
+    assert "not covered" not in format_summary(searched)
+
+
+def test_one_rank_needs_no_words_on_stages():
+    text = format_explanation(plan_of(llama(pp=1, dp=1, tp=1, layers=2)))
+    assert "the one rank needs" in text
+    assert "→" not in text
+
+
+def test_stage_times_are_the_simulators(plan: Plan):
+    timeline = plan_timeline(plan)
+    for stage, seconds in zip(timeline.stages, stage_seconds(plan), strict=True):
+        assert seconds.forward + seconds.backward == pytest.approx(stage.busy)
+
+
+def test_parameters_are_counted_once_and_by_rank(plan: Plan):
+    whole = outline_program(plan.program)
+    first = whole.stages[0]
+    assert first.num_parameters == 1_733_361_664
+    assert first.parameter_bytes == pytest.approx(2 * first.num_parameters / 2, rel=1e-3)  # bf16, half on each rank
+    tied = 128_256 * 4096
+    assert whole.num_parameters == sum(s.num_parameters for s in whole.stages) - tied
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (bytes_text(0), "0 B"),
+        (bytes_text(1023), "0.999 KiB"),
+        (bytes_text(16 * 2**20), "16 MiB"),
+        (bytes_text(1.5 * 2**40), "1.5 TiB"),
+        (seconds_text(0.01234), "12.3 ms"),
+        (seconds_text(0.9999), "1 s"),
+        (seconds_text(3e-7), "300 ns"),
+        (count_text(8_030_261_248), "8.03 B"),
+        (count_text(4112), "4,112"),
+        (format_percent(0.0276), "2.8%"),
+        (format_percent(0.5), "50%"),
+        (format_ranges([0, 1, 2, 5, 7, 8]), "0–2, 5, 7–8"),
+        (format_plural(1, "rank"), "1 rank"),
+        (format_plural(2, "microbatch", "microbatches"), "2 microbatches"),
+    ],
+)
+def test_numbers_as_people_read_them(shown: str, expected: str):
+    assert shown == expected
+
+
+@given(st.floats(1e-6, 1e9))
+def test_three_digits_are_close_enough(value: float):
+    assert float(format_digits(value).replace(",", "")) == pytest.approx(value, rel=0.006)
+
+
+def test_what_is_excluded_is_not_said_to_lack_memory():
+    one: dict[str, Any] = {"mesh": {"dp": 4}, "microbatch_size": 1, "schedule": "1f1b", "status": "infeasible"}
+    excluded = Candidate(**one, reason="excluded by the constraints")
+    assert describe_outcome(excluded, 1.0) == "not possible (excluded by the constraints)"
+    assert (
+        describe_outcome(Candidate(**one, missing=1, reason="stage 0 lacks 1 B"), 1.0)
+        == "does not fit in memory (stage 0 lacks 1 B)"
+    )
+    certificate = Certificate(objective=1.0, bound=1.0, gap=0.0, candidates=(excluded,), left={"infeasible": 2})
+    assert candidate_counts(certificate) == "3 layouts: 2 do not fit in memory; 1 not possible"
+
+
+def test_what_takes_as_long_is_not_called_slower():
+    one: dict[str, Any] = {"mesh": {"dp": 4}, "microbatch_size": 1, "schedule": "1f1b"}
+    rows = [Candidate(**one, zero=z, status=s, step_time=t) for z, s, t in ((1, "chosen", 1.0), (2, "solved", 1.0))]
+    slower = Candidate(**one, status="solved", step_time=1.1)
+    certificate = Certificate(objective=1.0, bound=1.0, gap=0.0, candidates=(*rows, slower))
+    assert candidate_counts(certificate) == "3 layouts: 1 chosen; 1 as fast as the chosen one; 1 slower"
+
+
+def test_what_limits_the_step_is_told_with_the_largest_first(plan: Plan):
+    parts = {"compute": 0.45, "bubble": 0.35, "reduction": 0.2}
+    estimate = plan.estimate.model_copy(update={"breakdown": parts})
+    text = " ".join(format_explanation(plan.model_copy(update={"estimate": estimate})).split())
+    assert "Time: computation 45%, pipeline bubble 35%, communication 20%." in text
+
+
+def test_a_precision_that_there_is_not_is_refused_before_anything_is_traced():
+    with pytest.raises(InputsError, match=r"one of bf16, fp16, fp32, fp64, tf32, fp8 or None; got 'int8'"):
+        prepare(nn.Linear(2, 2), (torch.ones(2, 2),), precision="int8")
+
+
+class Mixture(nn.Module):
+    """Four experts, of which every token goes to the best one."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, 4, bias=False)
+        self.up = nn.Parameter(torch.randn(4, width, 16 * width))
+        self.down = nn.Parameter(torch.randn(4, 16 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.flatten(0, 1)
+        chosen = self.gate(flat).argmax(-1)
+        order = chosen.argsort()
+        rows, expert = flat[order], chosen[order]
+        made = torch.bmm(torch.bmm(rows[:, None], self.up[expert]).relu(), self.down[expert]).squeeze(1)
+        return torch.zeros_like(flat).index_add(0, order, made).square().mean()
+
+
+def explained(**pins: int) -> str:
+    with torch.device("meta"):
+        model, x = Mixture(), torch.empty(8, 16, 64)
+    plan = partition(model, Topology.preset("dgx-h100"), (x,), constraints=Constraints(dp=8, **pins))
+    return " ".join(format_explanation(plan).split())
+
+
+def test_the_explanation_says_how_experts_are_spread():
+    text = explained()
+    held = re.search(
+        r"How are the experts spread\? Each rank holds (\d) of 4 experts of a layer. Tokens are sent", text
+    )
+    assert held is not None
+    ranks = 4 // int(held[1])
+    assert f"{ranks} ranks on 1 node. All experts together have 2 MiB of parameters." in text
+    assert "Without expert parallelism (ep 1) the best plan found is dp 8" in text
+    assert re.search(r"With ep \d ", text)
+
+
+def test_nothing_is_compared_where_experts_are_spread_as_asked_or_not_at_all():
+    text = explained(ep=2)
+    assert "Each rank holds 2 of 4 experts of a layer" in text
+    assert "Without expert parallelism" not in text
+    assert "How are the experts spread?" not in explained(ep=1)
+
+
+def test_an_interruption_leaves_the_plan_that_was_found(monkeypatch: pytest.MonkeyPatch):
+    """While schedules of several virtual stages are tried, there is one already."""
+    solve = CandidateEvaluator.solve
+
+    def interrupted(self: CandidateEvaluator, point: MeshCandidate, *args: Any, **named: Any) -> Any:
+        if point.virtual_stages > 1:
+            raise KeyboardInterrupt
+        return solve(self, point, *args, **named)
+
+    monkeypatch.setattr(CandidateEvaluator, "solve", interrupted)
+    with torch.device("meta"):
+        model, x = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))), torch.empty(8, 512)
+    plan = partition(model, Topology.local(2), (x,), loss=lambda y: y.sum(), constraints=Constraints(pp=2))
+    assert plan.certificate.cut_off == "interruption"
+    assert plan.prove()

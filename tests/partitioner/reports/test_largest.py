@@ -1,0 +1,83 @@
+"""The largest microbatch and the longest sequence that fit: the next one has no plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from partitioner import CapacityError, ConstraintError, Constraints, largest_that_fits, partition
+from partitioner.cli.app import app
+from partitioner.cluster_size import length_of, lengthen_sequences
+from partitioner.passes.errors import InputsError
+from tests.helpers.linear_towers import Tokens
+from tests.helpers.small_clusters import cluster
+
+PINS = Constraints(pp=1, tp=1, recompute="none", zero=0)
+
+
+def test_the_next_sequence_does_not_fit() -> None:
+    """2 x 65,792 weights take 16 bytes each, 2.0 MiB of 6. A token's numbers take 1 KiB wherever they are kept or on
+    their way, so that some 500 to 2,000 tokens fit in the 4 MiB that are left."""
+    with torch.device("meta"):
+        model, inputs = Tokens(), (torch.empty(1, 64, 256),)
+    found = largest_that_fits(model, cluster(6, 1), inputs, constraints=PINS, multiple=64)
+    assert 500 < found.size < 2100 and found.size % 64 == 0
+    assert found.too_large == found.size + 64
+    assert "too much" in found.reason
+    assert f"a sequence of {found.size:,} tokens fits: " in str(found)
+    options: dict[str, Any] = dict(constraints=PINS, estimate_only=True)
+    assert (
+        partition(model, cluster(6, 1), lengthen_sequences(inputs, found.size), **options).estimate
+        == found.plan.estimate
+    )
+    with pytest.raises(CapacityError):
+        partition(model, cluster(6, 1), lengthen_sequences(inputs, found.too_large), **options)
+
+
+def test_the_next_microbatch_does_not_fit() -> None:
+    with torch.device("meta"):
+        model, inputs = Tokens(), (torch.empty(1, 64, 256),)
+    found = largest_that_fits(model, cluster(6, 1), inputs, "microbatch", constraints=PINS)
+    assert found.too_large == found.size + 1
+    assert found.plan.chosen.microbatch_size == found.size
+    tokens = largest_that_fits(model, cluster(6, 1), inputs, constraints=PINS, multiple=64).size
+    assert abs(64 * found.size - tokens) <= 64  # it is the tokens that take memory, of one sample or of several
+    few = largest_that_fits(model, cluster(6, 1), inputs, "microbatch", constraints=PINS, most=2)
+    assert (few.size, few.too_large) == (2, None)
+    assert str(few).endswith("; no limit was found")
+
+
+def test_sequences_are_repeated() -> None:
+    ids, mask = torch.tensor([[1, 2, 3]]), torch.ones(1)
+    stretched = lengthen_sequences({"ids": ids, "mask": mask}, 7)
+    assert stretched["ids"].tolist() == [[1, 2, 3, 1, 2, 3, 1]]
+    assert stretched["mask"] is mask
+    assert length_of({"mask": mask, "ids": ids}) == 3
+
+
+def test_what_cannot_be_asked() -> None:
+    model, inputs = Tokens(), (torch.zeros(1, 64, 256),)
+    with pytest.raises(ConstraintError, match="of must be one of microbatch, sequence; got 'width'"):
+        largest_that_fits(model, cluster(6, 1), inputs, "width")  # type: ignore[arg-type]
+    with pytest.raises(ConstraintError, match="microbatch_size=2, of which the largest is asked for"):
+        largest_that_fits(model, cluster(6, 1), inputs, "microbatch", constraints=Constraints(microbatch_size=2))
+    with pytest.raises(InputsError, match="no input has a second dim"):
+        largest_that_fits(nn.Linear(4, 1), cluster(6, 1), (torch.zeros(4),))
+    with pytest.raises(CapacityError):
+        largest_that_fits(model, cluster(1, 1), inputs, constraints=PINS)
+
+
+def test_the_command_line_finds_it(tmp_path: Path) -> None:
+    (tmp_path / "small.py").write_text(
+        "import torch\nfrom tests.helpers.linear_towers import Tokens\n"
+        "def make():\n    return Tokens(), (torch.empty(1, 64, 256),)\n"
+    )
+    given = ["largest", f"{tmp_path / 'small.py'}:make", "--topology", "dgx-h100", "--most", "256", "--meta"]
+    told = CliRunner().invoke(app, given)
+    assert told.exit_code == 0, told.output
+    assert "a sequence of 256 tokens fits: " in " ".join(told.output.split())

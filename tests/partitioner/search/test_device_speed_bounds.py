@@ -1,0 +1,146 @@
+"""Bounds where devices differ: no division of work and no choice of pipelines beats them, nor does any plan."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from partitioner.cost.step.device_speeds import PipelineSpeeds, pool_of, work_and_speeds
+from partitioner.passes.errors import PartitionError
+from partitioner.solve.bounds.model_bounds import ModelBounds
+from partitioner.solve.evaluate.evaluator import CandidateEvaluator
+from partitioner.solve.search.bound_steps import BoundCascade
+from partitioner.solve.search.search import search_for_plan, space_of
+from partitioner.solve.search.space import list_candidates
+from partitioner.topology.files import loads
+from tests.helpers.placement_jobs import job
+
+SPEEDS = st.sampled_from([0.25, 0.4, 0.5, 0.8, 1.0])
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> list[list[float]]:
+    """Speeds by stage, of some pipelines."""
+    stages = draw(st.integers(1, 4))
+    return draw(st.lists(st.lists(SPEEDS, min_size=stages, max_size=stages), min_size=1, max_size=4))
+
+
+def step(speeds: list[float], work: np.ndarray[Any, np.dtype[np.float64]], n: int) -> float:
+    """GPipe and 1F1B: seconds of ``n`` microbatches in a pipeline that divides the work like this."""
+    times = work / np.array(speeds)
+    return float((n - 1) * times.max() + times.sum())
+
+
+def bound_of(of: list[list[float]], microbatches: int, plain: bool = True) -> float:
+    ordered = np.array([sorted(speeds, reverse=True) for speeds in of])
+    return PipelineSpeeds(ordered, np.ones(len(of), dtype=np.int64)).least(1.0, microbatches, plain=plain)
+
+
+@settings(max_examples=200, deadline=None)
+@given(pipelines(), st.lists(st.integers(1, 9), min_size=4, max_size=4), st.randoms(use_true_random=False))
+def test_no_division_of_the_work_takes_less(of: list[list[float]], shares: list[int], random: Any):
+    """However pipelines divide their microbatches and stages theirs; and the best division takes just as long."""
+    shares = shares[: len(of)]
+    ways = []
+    for speeds, n in zip(of, shares, strict=True):
+        some = np.array([random.random() ** 2 + 0.01 for _ in speeds])
+        ways.append(step(speeds, some / some.sum(), n))
+    assert bound_of(of, sum(shares), False) <= bound_of(of, sum(shares)) <= max(ways) * (1 + 1e-9)
+    if len(of) == 1:
+        order = np.argsort(-np.array(of[0]))
+        best = min(
+            step(
+                of[0],
+                np.where(np.isin(range(len(order)), order[:j]), of[0], 0) / np.sort(of[0])[::-1][:j].sum(),
+                shares[0],
+            )
+            for j in range(1, len(order) + 1)
+        )
+        assert bound_of(of, shares[0]) == pytest.approx(best)
+
+
+@settings(max_examples=100, deadline=None)
+@given(pipelines(), st.integers(1, 30))
+def test_no_choice_of_pipelines_takes_less(of: list[list[float]], more: int):
+    groups = np.array(sorted(itertools.chain(*of)))
+    speeds, counts = np.unique(groups, return_counts=True)
+    pool = pool_of(speeds, counts, 1, len(of))
+    for plain in (True, False):
+        assert pool.least(1.0, len(of) + more, plain=plain) <= bound_of(of, len(of) + more, plain) * (1 + 1e-9)
+
+
+def test_the_slowest_of_a_group_paces_it():
+    pool = pool_of(np.array([0.5, 1.0]), np.array([3, 9]), 4, 1)
+    assert pool.speeds.tolist() == [1.0, 0.5] and pool.counts.tolist() == [2, 1]
+
+
+def test_shares_are_whole():
+    """Ten microbatches, seven devices and one of half the speed: somebody has two, which takes two."""
+    assert pool_of(np.array([0.5, 1.0]), np.array([1, 7]), 1, 8).least(1.0, 10, plain=True) == pytest.approx(2.0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.lists(st.floats(0.01, 10), min_size=3, max_size=3), min_size=1, max_size=3),
+    st.randoms(use_true_random=False),
+)
+def test_calls_take_no_less_than_their_work(rows: list[list[float]], random: Any):
+    """Some of the calls on some kind: at its speed their work takes no longer, and all work is a bound of all of it."""
+    seconds, often = np.array(rows), np.array([1, 4, 2])
+    work, speeds = work_and_speeds(seconds, often.tolist())
+    parts = np.array([[random.random() + 0.01 for _ in often] for _ in rows])
+    parts = parts / parts.sum(axis=0) * often  # how often each kind does each block
+    busy = (parts * seconds).sum(axis=1)
+    assert work <= (busy * speeds).sum() * (1 + 1e-9)
+    assert work <= busy.max() * speeds.sum() * (1 + 1e-9)
+
+
+NODES = "nodes: [{{type: {}, devices: 2}}, {{type: {}, devices: {}}}]\n"
+LEVELS = "levels: [{name: nvlink, like: nvlink3, nodes: 1}, {name: network, bandwidth: 5 GB/s, latency: 19 us}]\n"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "every"),
+    [
+        (NODES.format("h100-sxm", "a100-80gb", 2) + LEVELS, 3),
+        (NODES.format("h100-sxm", "l40s", 4) + LEVELS, 9),
+        (NODES.format("a100-80gb", "a100-80gb", 6) + LEVELS + "overrides: {node1/2: {speed: 0.4}}\n", 11),
+    ],
+    ids=["two kinds", "a third are fast", "one is slow"],
+)
+def test_no_plan_on_devices_that_differ_is_below_its_bounds(cluster: str, every: int):
+    work = job(loads(cluster), batch=12)
+    bounds, evaluator = ModelBounds(work), CandidateEvaluator(work)
+    space = space_of(work, bounds)
+    candidates = list_candidates(space)
+    floors = BoundCascade(bounds, evaluator, candidates, space)
+    first, solved = floors.times(candidates), 0
+    for point, quick in list(zip(candidates, first.tolist(), strict=True))[::every]:
+        try:
+            plan = evaluator.solve(point)
+        except PartitionError:
+            continue
+        least = plan.estimate.step_time - (plan.stages.pipeline_s - plan.stages.least_s)
+        assert quick <= least, point
+        found = [bound(floors.members([point]), np.inf) for bound in floors.together]
+        found += [bound(point, np.inf) for bound in floors.steps]
+        assert max(found) <= least, point
+        assert floors.of_point(point) <= least, point
+        assert not evaluator.is_in_vain(point, least * (1 + 1e-9)), point
+        solved += 1
+    assert solved >= 10
+
+
+def test_the_bound_counts_on_slow_devices_for_what_they_can():
+    """Were all of them as fast as the fast ones, a step could take half as long."""
+    types = "types: {fast: {like: h100-sxm, dispatch: 0}, slow: {like: a100-80gb, dispatch: 0}}\n"
+    mixed = types + NODES.format("fast", "slow", 2) + "levels: [{like: nvlink3, nodes: 1}, {like: ib-ndr}]\n"
+    certificate = search_for_plan(job(loads(mixed), batch=128)).certificate
+    alike = search_for_plan(job(loads(mixed.replace("type: slow", "type: fast")), batch=128)).certificate
+    assert alike.objective < 0.75 * certificate.bound
+    assert certificate.gap < 0.2

@@ -1,0 +1,128 @@
+"""What a search evaluates first: standard layouts that fit, experts spread, and their neighbours."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from partitioner.candidate import MeshCandidate
+from partitioner.constraints import Constraints
+from partitioner.cost.step.gradient_reduction import best_reducers, compute_gradient_reduction
+from partitioner.errors import CapacityError
+from partitioner.passes.errors import PartitionError
+from partitioner.solve.bounds.model_bounds import ModelBounds
+from partitioner.solve.bounds.zero_and_reduction import LeastReduced
+from partitioner.solve.search.baselines import StandardLayout, list_standard_layouts
+from partitioner.solve.search.search import space_of
+from partitioner.solve.search.space import SearchSpace, list_candidates
+from partitioner.solve.search.warm_start import WarmStart
+from partitioner.topology import Topology
+from tests.helpers.search_jobs import job
+
+
+def known(name: str, nodes: int = 1, **pins: object) -> tuple[SearchSpace, list[MeshCandidate], ModelBounds]:
+    work = job(name, Topology.preset("dgx-h100", nodes), batch=8 * nodes)
+    work = replace(work, constraints=Constraints(**pins)) if pins else work
+    bounds = ModelBounds(work)
+    space = space_of(work, bounds)
+    return space, list_candidates(space), bounds
+
+
+def walked(early: WarmStart, found: Callable[[MeshCandidate], float | PartitionError]) -> list[MeshCandidate]:
+    asked = []
+    for point in early.points():
+        asked.append(point)
+        early.tell(point, found(point))
+    return asked
+
+
+def test_leaner_points_are_tried_until_one_fits():
+    space, candidates, bounds = known("llama")
+    standard = StandardLayout("long", tuple(p for p in candidates if (p.pp, p.tp, p.cp, p.zero) == (1, 4, 1, 0)))
+    assert len(standard.points) > 2
+    fits = standard.points[-1]
+    early = WarmStart(space, frozenset(candidates), bounds, [standard], math.inf)
+    lacks = CapacityError("too small", missing_bytes=1)
+    assert walked(early, lambda point: 9.0 if point == fits else lacks) == list(standard.points)
+    early = WarmStart(space, frozenset(candidates), bounds, [standard], math.inf)
+    assert walked(early, lambda point: 9.0) == [standard.points[0]]
+
+
+def test_what_is_excluded_is_not_walked():
+    space, candidates, bounds = known("llama")
+    standard = StandardLayout("none", tuple(candidates[:5]), "excluded")
+    lacks = CapacityError("too small", missing_bytes=1)
+    assert (
+        walked(WarmStart(space, frozenset(candidates), bounds, [standard], math.inf), lambda _: lacks) == candidates[:1]
+    )
+
+
+def test_only_what_may_be_better_is_tried_besides():
+    space, candidates, bounds = known("experts")
+    always = list_standard_layouts(space, candidates, bounds, bounds)
+    early = WarmStart(space, frozenset(candidates), bounds, always, math.inf)
+    asked = walked(early, lambda _: 0.0)  # nothing is better
+    assert set(asked) <= {standard.points[0] for standard in always if standard.points}
+
+
+def test_experts_are_spread_and_neighbours_lead_to_a_better_plan():
+    space, candidates, bounds = known("experts")
+    always = list_standard_layouts(space, candidates, bounds, bounds)
+    goal = next(p for p in candidates if (p.pp, p.cp, p.tp, p.ep, p.zero) == (2, 1, 2, 2, 1) and p.schedule == "1f1b")
+
+    def seconds(point: MeshCandidate) -> float:
+        """The farther from the goal the more."""
+        pairs = [(getattr(point, n), getattr(goal, n)) for n in ("pp", "tp", "ep", "microbatch_size")]
+        return 1e3 + sum(abs(math.log2(a / b)) for a, b in pairs) + abs(point.zero - goal.zero)
+
+    asked = walked(WarmStart(space, frozenset(candidates), bounds, always, math.inf), seconds)
+    assert len(asked) == len(set(asked)) < len(candidates) / 2
+    assert set(asked) <= {*candidates, *(p for s in always for p in s.points)}
+    assert min(map(seconds, asked)) <= 1e3 + 1 < seconds(asked[0])
+    first = sum(bool(s.points) for s in always)
+    assert asked[first].ep > 1 and asked[first].tp > 1  # the textbook, whatever the standards are
+
+
+def test_steps_to_better_plans_end_in_time():
+    space, candidates, bounds = known("experts")
+    early = WarmStart(space, frozenset(candidates), bounds, [], time.monotonic() - 1)
+    assert len(walked(early, lambda _: 1e3)) == 1
+
+
+def test_a_microbatch_that_is_too_large_leads_to_one_that_fits():
+    space, candidates, bounds = known("experts", tp=1, pp=1)
+    early = WarmStart(space, frozenset(candidates), bounds, [], time.monotonic() - 1)
+    room = bounds.capacity(candidates[0])
+
+    def half(point: MeshCandidate) -> float | PartitionError:
+        lacks = point.microbatch_size * room - room
+        return CapacityError("too small", missing_bytes=lacks) if lacks else 1.0
+
+    asked = walked(early, half)
+    assert asked[-1].microbatch_size == 1 and len({p.ep for p in asked}) == 1
+
+
+def test_bounds_of_one_point_are_those_among_many():
+    for name in ("llama", "experts"):
+        _, candidates, bounds = known(name, 2)
+        alone = [float(bounds.times([point])[0]) for point in candidates[::37]]
+        assert bounds.times(candidates)[::37].tolist() == alone
+
+
+def test_states_that_are_alike_are_reduced_like_each_by_itself():
+    _, candidates, bounds = known("llama", 2)
+    asked = [p for p in candidates if p.replicas > 1 and p.zero < 3 and p.pp > 1][::23]
+    assert asked
+    for point in asked:
+        states = bounds.share_of_states(point)
+        (reducer,) = best_reducers(
+            bounds.topology, bounds.placements.best_group(point.replicas), bounds.device, Constraints()
+        )
+        apart = [replace(cost, grad_axes=("dp",) if cost.grad_axes else ()) for cost in states.values()]
+        assert len({id(cost) for cost in states.values()}) < len(states)
+        found = LeastReduced(bounds.job, bounds.placements, bounds.device).seconds(point, states.values)
+        assert found == pytest.approx(compute_gradient_reduction(apart, reducer, True).total_s, rel=1e-12)

@@ -1,0 +1,145 @@
+"""Blocks through torch.compile: the same results, once per block type, and operator by operator where it cannot be."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from partitioner import Constraints, Engine, LaunchError, Topology, partition
+from partitioner.runtime.execute.bind import Library, gradient_needs
+from partitioner.runtime.execute.torch_compile import Segment, backend_of
+from partitioner.runtime.program.program import Program
+from tests.helpers.every_rank import on_every_rank
+from tests.helpers.models import CASES
+from tests.helpers.runtime_programs import Net, net_inputs, program_of_net
+
+CPU = torch.device("cpu")
+MESHES: list[dict[str, Any]] = [
+    {},
+    {"pp": 2, "num_microbatches": 2, "halves": True},
+    {"tp": 2, "checkpoint": True},
+    {"dp": 2, "tp": 2},
+]
+
+
+def gradients(program: Program, model: torch.nn.Module, batch: Any, library: Library | None) -> list[dict[str, Tensor]]:
+    def work(communicator: Any) -> dict[str, Tensor]:
+        engine = Engine(program, model, communicator=communicator, library=library)
+        loss = engine.step(batch)
+        assert loss is not None
+        found = {n: p.grad.clone() for n, p in engine.named_parameters() if p.grad is not None}
+        return found | {"loss": loss.clone()}
+
+    return on_every_rank(program, work)
+
+
+def same(got: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> None:
+    for here, there in zip(got, expected, strict=True):
+        assert here.keys() == there.keys()
+        for name in here:
+            torch.testing.assert_close(here[name], there[name], msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("plan", MESHES, ids=str)
+def test_compiled_blocks_compute_the_same(plan: dict[str, Any], backend: str):
+    program, model = program_of_net(**plan), Net()
+    library = Library(program, CPU, backend)
+    same(gradients(program, model, net_inputs(), library), gradients(program, model, net_inputs(), None))
+    assert library._segments
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("t5", marks=pytest.mark.slow)])
+def test_compiled_models_compute_the_same(name: str):
+    case = CASES[name]
+    model, batch = case.build(), case.inputs(4)
+    plan = partition(model, Topology.local(2), batch, loss=case.loss, constraints=Constraints(tp=2, microbatch_size=2))
+    library = Library(plan.program, CPU, "aot_eager")
+    same(gradients(plan.program, model, batch, library), gradients(plan.program, model, batch, None))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="Inductor needs a C++ compiler")
+def test_inductor_computes_the_same():
+    program, model = program_of_net(num_microbatches=2), Net()
+    library = Library(program, CPU, True)
+    assert library.backend == "inductor"
+    same(gradients(program, model, net_inputs(), library), gradients(program, model, net_inputs(), None))
+    assert all(s.function != s.module.forward for s in library._segments.values()), "nothing fell back"
+
+
+def test_a_block_type_is_compiled_once(monkeypatch: pytest.MonkeyPatch):
+    """However many calls, microbatches and ranks of this process there are."""
+    program = program_of_net(tp=2, num_layers=4, num_microbatches=2)
+    compiled: list[int] = []
+
+    def backend(module: fx.GraphModule, inputs: Any) -> Any:
+        compiled.append(len(list(module.graph.nodes)))
+        return module.forward
+
+    monkeypatch.setattr("partitioner.runtime.execute.torch_compile.backend_of", lambda asked, device: backend)
+    library = Library(program, CPU)
+    gradients(program, Net(num_layers=4), net_inputs(), library)
+    assert len(library._segments) == len(compiled)
+    assert {key[0] for key in library._segments} <= set(program.blocks)
+
+
+def test_what_cannot_be_compiled_runs_operator_by_operator(caplog: pytest.LogCaptureFixture):
+    def broken(module: fx.GraphModule, inputs: Any) -> Any:
+        raise RuntimeError("no such instruction")
+
+    segment = Segment("layer.forward.0", fx.symbolic_trace(lambda x: torch.relu(x) + 1), broken)  # type: ignore[arg-type]
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(segment(torch.ones(2)), torch.full((2,), 2.0))
+        assert torch.equal(segment(torch.ones(2)), torch.full((2,), 2.0))
+    assert caplog.text.count("layer.forward.0 is not compiled, and runs operator by operator") == 1
+
+
+def test_without_a_compiler_blocks_run_operator_by_operator(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with caplog.at_level(logging.WARNING):
+        assert backend_of(True, CPU) is None
+    assert "torch.compile needs a C++ compiler" in caplog.text
+
+
+def test_a_backend_that_torch_does_not_know_is_refused():
+    with pytest.raises(LaunchError, match=r"a bool or one of .*inductor.*; got 'nvcc'"):
+        Engine(program_of_net(), Net(), compile="nvcc")
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_functions_are_called_while_other_threads_trace(backend: str):
+    """Ranks that are threads: one runs its step while another derives its stage's blocks."""
+    graph = fx.Graph()
+    graph.output((graph.call_function(torch.ops.aten.sin.default, (graph.placeholder("x"),)),))
+    segment, x = Segment("part", fx.GraphModule({}, graph), backend), torch.randn(4)
+    stop, errors = threading.Event(), []
+
+    def call() -> None:
+        try:
+            while not stop.is_set():
+                segment(x)
+                time.sleep(1e-4)  # a lock is not fair: a rank that never waits would keep it
+        except BaseException as error:
+            errors.append(error)
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    program = program_of_net()
+    for _ in range(20):
+        library = Library(program, CPU)
+        for stage_call in program.stages[0].calls:
+            if needs := gradient_needs(program, stage_call):
+                library.differentiated(stage_call.block, needs)
+    stop.set()
+    caller.join()
+    assert not errors

@@ -1,0 +1,99 @@
+"""A run that is asked to end stops behind the same step on all ranks, saves it, and goes on from there."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from partitioner import CheckpointError, Checkpoints, Engine, LocalRanks
+from partitioner.runtime.program.program import Program
+from tests.helpers.paths import ROOT
+from tests.helpers.runtime_programs import Net, net_inputs, program_of_net
+from tests.helpers.torchrun import plan_file
+
+
+def train(program: str, folder: str, struck: int, at: int) -> tuple[int | None, int, bool, bool]:
+    """Steps until the run is asked to end, which it is on rank ``struck`` in step ``at``."""
+    engine = Engine(Program.model_validate_json(program), Net())
+    optimizer = torch.optim.AdamW(engine.parameters())
+    before = signal.getsignal(signal.SIGTERM)
+    checkpoints = Checkpoints(folder, engine, optimizer, every=100, signals=(signal.SIGTERM,))
+    first = checkpoints.restore()
+    actions = engine._executor.actions
+    index, action = actions[len(actions) // 2]
+
+    def strike() -> None:
+        if engine.communicator.rank == struck and engine.steps == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        action()
+
+    actions[len(actions) // 2] = index, strike
+    while engine.steps < 20:
+        engine.step(net_inputs())
+        optimizer.step()
+        checkpoints.after_step()
+        if checkpoints.interrupted:
+            break
+    checkpoints.close()
+    return first, engine.steps, checkpoints.interrupted, signal.getsignal(signal.SIGTERM) == before
+
+
+def test_all_ranks_stop_behind_the_step_in_which_one_was_asked_to(tmp_path: Path):
+    program = program_of_net(pp=2, dp=2, num_microbatches=2)
+    text, folder = program.model_dump_json(), str(tmp_path / "run")
+    with LocalRanks(4) as ranks:
+        assert ranks.call(train, text, folder, 2, 4, timeout=120) == [(None, 5, True, True)] * 4
+        assert ranks.call(train, text, folder, 0, 9, timeout=120) == [(5, 10, True, True)] * 4
+        assert ranks.call(train, text, folder, -1, 0, timeout=120) == [(10, 20, False, True)] * 4
+
+
+def test_outside_of_the_main_thread_signals_are_refused(tmp_path: Path):
+    engine, errors = Engine(program_of_net(), Net()), []
+
+    def make() -> None:
+        with pytest.raises(CheckpointError, match="in the main thread") as caught:
+            Checkpoints(tmp_path, engine, signals=(signal.SIGTERM,))
+        errors.append(caught.value)
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    assert len(errors) == 1
+
+
+def test_torchrun_that_is_terminated_leaves_a_checkpoint_of_the_last_step(tmp_path: Path):
+    plan = plan_file(tmp_path, program_of_net(pp=2, num_microbatches=2))
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "partitioner.runtime",
+    ]
+    run = subprocess.Popen(
+        [*command, str(plan), "--checkpoints", str(tmp_path / "run"), "--every", "100000", "--steps", "1000000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+    )
+    assert run.stdout is not None
+    lines = [run.stdout.readline() for _ in range(4)]
+    run.send_signal(signal.SIGTERM)
+    out, told = run.communicate(timeout=200)
+    steps = re.findall(r"^step (\d+) ", "".join(lines) + out, re.MULTILINE)
+    assert (tmp_path / "run" / "latest").read_text() == f"step-{int(steps[-1]):010}"
+    assert f"asked to end: step {steps[-1]} is saved in" in told
+    assert "first cause" not in told

@@ -425,10 +425,8 @@ class _TopologyScene:
         centres = cluster.centres(x, y)
         widest = max((rate for _, _, rate in cluster.chords), default=1.0)
         for i, j, rate in cluster.chords:
-            joined = draw_group(
-                root,
-                f"{self.find_device_name(cluster, i)} – {self.find_device_name(cluster, j)}: {format_digits(rate / 1e9)} GB/s",
-            )
+            ends = f"{self.find_device_name(cluster, i)} – {self.find_device_name(cluster, j)}"
+            joined = draw_group(root, f"{ends}: {format_digits(rate / 1e9)} GB/s")
             draw_line(joined, *centres[i], *centres[j], "memory", 1.0 + 2.4 * (rate / widest) ** 2)
         for box, (cx, cy) in zip(cluster.boxes, centres, strict=True):
             drawn = draw_group(root, self.format_box_tooltip(box), "hit")

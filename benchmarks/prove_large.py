@@ -12,7 +12,7 @@ import time
 import torch
 from torch import fx
 
-from partitioner.emit.program import Layouts, emit
+from partitioner.emit.program import Layouts, ProgramSpec, emit
 from partitioner.passes.ir.collectives import ops
 from partitioner.passes.ir.interpret import insert_operator_node
 from partitioner.passes.ir.layouts import make_shard_layout
@@ -93,9 +93,11 @@ def large_program(pp: int, dp: int, tp: int, num_microbatches: int, calls_per_st
     return emit(
         model,
         stage_of_call,
-        mesh={"pp": pp, "dp": dp, "tp": tp},
-        num_microbatches=num_microbatches,
-        layouts=Layouts(layouts, {}, axes, {"h0": 0}, {"loss": "P"}),
+        ProgramSpec(
+            mesh={"pp": pp, "dp": dp, "tp": tp},
+            num_microbatches=num_microbatches,
+            layouts=Layouts(layouts, {}, axes, {"h0": 0}, {"loss": "P"}),
+        ),
     )
 
 

@@ -80,9 +80,9 @@ def find_advice(asked: RelaxationRequest, short_of_memory: bool, seconds: float 
     except PartitionError:
         return Advice()
     search = _RelaxationSearch(asked, short_of_memory, begun + _OF_CONFLICT * seconds)
-    conflict = search.conflict()
+    conflict = search.find_conflict()
     search.until = begun + seconds
-    return Advice(conflict, search.changes())
+    return Advice(conflict, search.find_changes())
 
 
 _Basis = tuple[Hashable, ...]  # what bounds, or what is solved of candidates, is of, but for the candidates
@@ -112,29 +112,29 @@ class _RelaxationSearch:
         """Whether another try may end after there is time."""
         return time.monotonic() + self._longest > self.until
 
-    def conflict(self) -> tuple[str, ...]:
+    def find_conflict(self) -> tuple[str, ...]:
         """A least set of constraints without a plan, by bounds; empty where the bounds allow one, none is needed, or
         time does not suffice to know that it is the least."""
         given = self.asked.constraints
         every = kept = fixed_of(given)
-        if self._possible(given) or not self._possible(relax_pins(given, every)):
+        if self._is_possible_by_bounds(given) or not self._is_possible_by_bounds(relax_pins(given, every)):
             return ()
         for pin in every:
             if self.late:
                 return ()
             rest = [p for p in kept if p != pin]
-            if not self._possible(relax_pins(given, [p for p in every if p not in rest])):
+            if not self._is_possible_by_bounds(relax_pins(given, [p for p in every if p not in rest])):
                 kept = rest
         return tuple(format_given_pin(given, pin) for pin in kept)
 
-    def changes(self) -> tuple[Change, ...]:
+    def find_changes(self) -> tuple[Change, ...]:
         """The nearest changes with which there is a plan."""
-        found = self._nearest(list_variants(self.asked, self.short_of_memory))
+        found = self._find_nearest_changes(list_variants(self.asked, self.short_of_memory))
         if not found and self.short_of_memory:
-            found = self._nearest(far_variants(self.asked), all_pins=True)
+            found = self._find_nearest_changes(far_variants(self.asked), all_pins=True)
         return found or self._then_memory() or self._relax_differing_pins()
 
-    def _nearest(self, several: Iterable[Variant], *, all_pins: bool = False) -> tuple[Change, ...]:
+    def _find_nearest_changes(self, several: Iterable[Variant], *, all_pins: bool = False) -> tuple[Change, ...]:
         """The nearest of ``several`` variants with a plan, with all pins or without some of them."""
         ticket = count()
         heap: list[tuple[float, float, int, Variant, tuple[str, ...], MeshCandidate | None]] = []
@@ -315,7 +315,7 @@ class _RelaxationSearch:
                 return None
         return None
 
-    def _possible(self, constraints: Constraints) -> bool:
+    def _is_possible_by_bounds(self, constraints: Constraints) -> bool:
         """Whether the bounds allow a plan."""
         try:
             job = self.asked.prepare(self.asked.topology, constraints, self.asked.global_batch)
@@ -387,7 +387,7 @@ def _with_wider(space: SearchSpace, given_up: Mapping[str, Any]) -> list[MeshCan
 
 def _and_then(text: str, search: _RelaxationSearch) -> tuple[Change, ...]:
     """The nearest change that ``search`` finds, behind what ``text`` says."""
-    return tuple(replace(change, text=f"{text}, {change.text}") for change in search.changes()[:1])
+    return tuple(replace(change, text=f"{text}, {change.text}") for change in search.find_changes()[:1])
 
 
 def _find_new_pin_values(pins: Sequence[str], candidate: MeshCandidate) -> dict[str, Any]:

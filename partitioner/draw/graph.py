@@ -219,7 +219,7 @@ _LEGEND = (
 def draw_graph(plan: Plan) -> str:
     """The picture as SVG text."""
     scene = _GraphScene(plan, outline_program(plan.program))
-    drawing, width, height = scene.draw()
+    drawing, width, height = scene.draw_graph()
     used = {name[2:] for e in drawing.iter() for name in e.get("class", "").split() if name[:2] in ("f-", "s-")}
     header = Header(
         title=picture_title(plan),
@@ -274,14 +274,14 @@ class _GraphScene:
         self.clusters = clusters_of(whole)
         self.shown = {s: i for i, c in enumerate(self.clusters) for s in c.stages}
         self.links = {(k.source, k.target, k.direction): k for k in whole.links}
-        self.panels = [self.panel(c) for c in self.clusters]
+        self.panels = [self.build_stage_panel(c) for c in self.clusters]
 
-    def draw(self) -> tuple[ET.Element, float, float]:
+    def draw_graph(self) -> tuple[ET.Element, float, float]:
         """The drawing, its width and its height."""
-        rows = self.rows()
+        rows = self.split_into_rows()
         columns = range(len(rows[0]))
         widths = [max(self.panels[row[i]].width for row in rows if i < len(row)) for i in columns]
-        gaps = [max(self.gap(row[i]) for row in rows if i < len(row)) for i in columns]
+        gaps = [max(self.compute_gap_width(row[i]) for row in rows if i < len(row)) for i in columns]
         lefts = [sum(widths[:i]) + sum(gaps[:i]) for i in columns]
         boxes = [
             PanelBox(level, lefts[i], widths[i], self.panels[index].height)
@@ -290,7 +290,7 @@ class _GraphScene:
         ]
         right = max(b.left + b.width for b in boxes)
         beside = [(row[i], row[i + 1]) for row in rows for i in range(len(row) - 1)]
-        lanes = WireLanes(boxes, self.wires(set(beside)), right)
+        lanes = WireLanes(boxes, self.collect_wires(set(beside)), right)
         tops, bottoms, y = [], [], 0.0
         for level, row in enumerate(rows):
             tops.append(y)
@@ -300,19 +300,23 @@ class _GraphScene:
         for index, (panel, box) in enumerate(zip(self.panels, boxes, strict=True)):
             draw_panel(drawing, panel, box.left, tops[box.row], box.width, box.height)
             if any(first == index for first, _ in beside):
-                self.hand_over(drawing, index, box.left + box.width, boxes[index + 1].left, tops[box.row] + _LINK_Y)
+                self.draw_hand_over(
+                    drawing, index, box.left + box.width, boxes[index + 1].left, tops[box.row] + _LINK_Y
+                )
         draw_wires(drawing, lanes, tops, bottoms)
         return drawing, lanes.width, y
 
-    def rows(self) -> list[list[int]]:
+    def split_into_rows(self) -> list[list[int]]:
         """Panel numbers row by row, the rows about equally long."""
-        widest = max(p.width for p in self.panels) + max((self.gap(i) for i in range(len(self.panels))), default=0.0)
+        widest = max(p.width for p in self.panels) + max(
+            (self.compute_gap_width(i) for i in range(len(self.panels))), default=0.0
+        )
         most = max(1, int(_WIDEST // widest))
         count = math.ceil(len(self.panels) / most)
         size = math.ceil(len(self.panels) / count)
         return [list(range(i, min(i + size, len(self.panels)))) for i in range(0, len(self.panels), size)]
 
-    def neighbours(self, index: int) -> tuple[int, int] | None:
+    def find_neighbour_stages(self, index: int) -> tuple[int, int] | None:
         """The stages on either side of the gap after panel ``index``."""
         if index + 1 >= len(self.clusters):
             return None
@@ -326,14 +330,14 @@ class _GraphScene:
             f"{bytes_text(backward.num_bytes)} backward" if backward else "",
         )
 
-    def gap(self, index: int) -> float:
-        stages = self.neighbours(index)
+    def compute_gap_width(self, index: int) -> float:
+        stages = self.find_neighbour_stages(index)
         labels = self.link_labels(stages) if stages else ("",)
         return max(44.0, *(text_width(label, _LABEL) + 24 for label in labels))
 
-    def hand_over(self, parent: ET.Element, index: int, left: float, right: float, y: float) -> None:
+    def draw_hand_over(self, parent: ET.Element, index: int, left: float, right: float, y: float) -> None:
         """Arrows between neighbouring panels: forward, and backward below it."""
-        stages = self.neighbours(index)
+        stages = self.find_neighbour_stages(index)
         assert stages is not None
         directions = (("forward", stages, left, right), ("backward", stages[::-1], right, left))
         labels = self.link_labels(stages)
@@ -342,7 +346,7 @@ class _GraphScene:
             if link is None:
                 continue
             what = "gradients of " if direction == "backward" else ""
-            tip = f"stage {source} to stage {target}: {what}{self.named(link.values)}"
+            tip = f"stage {source} to stage {target}: {what}{self.format_value_names(link.values)}"
             outer = draw_group(parent, tip)
             height = y if direction == "forward" else y + 12
             towards = 7 if end > start else -7
@@ -351,21 +355,21 @@ class _GraphScene:
             base = height - 6 if direction == "forward" else height + 15
             draw_text(outer, (left + right) / 2, base, label, size=_LABEL, anchor="middle")
 
-    def named(self, names: Sequence[str]) -> str:
+    def format_value_names(self, names: Sequence[str]) -> str:
         values = self.plan.program.values
         shown = [f"{n} {list(values[n].shape)} {values[n].dtype}" for n in names[:10] if n in values]
         return ", ".join(shown) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
-    def wires(self, beside: set[tuple[int, int]]) -> list[Wire]:
+    def collect_wires(self, beside: set[tuple[int, int]]) -> list[Wire]:
         """All that is drawn along the lanes: hand-overs to the next row or further, relayed values, tied weights."""
         wires = []
         for link in self.whole.links:
             pair = self.shown[link.source], self.shown[link.target]
             if link.direction == "forward" and pair not in beside and pair[0] != pair[1]:
                 labels = [t for t in self.link_labels((link.source, link.target)) if t]
-                tip = f"stage {link.source} to stage {link.target}: {self.named(link.values)}"
+                tip = f"stage {link.source} to stage {link.target}: {self.format_value_names(link.values)}"
                 wires.append(Wire(*pair, "send", ", ".join(labels), tip, heads=len(labels)))
-        wires += self.relayed()
+        wires += self.build_relay_wires()
         for tie in self.whole.ties:
             places = list(dict.fromkeys(self.shown[p[0]] for p in tie.places))
             names = " = ".join([tie.state, *tie.aliases])
@@ -375,7 +379,7 @@ class _GraphScene:
             wires += [Wire(a, b, "tied", label, names, heads=0) for a, b in pairwise(places)]
         return wires
 
-    def relayed(self) -> list[Wire]:
+    def build_relay_wires(self) -> list[Wire]:
         """Values read more than one hand-over away from where they are made."""
         between: dict[tuple[int, int], list[ValueFlow]] = {}
         for flow in self.whole.flows:
@@ -395,14 +399,16 @@ class _GraphScene:
             )
             sizes = f"{bytes_text(ahead)} forward" + (f", {bytes_text(back)} backward" if back else "")
             hops = format_plural(abs(first.hops), "hop")
-            tip = "\n".join(self.named(f.values) for f in flows)
+            tip = "\n".join(self.format_value_names(f.values) for f in flows)
             wires.append(Wire(*pair, "long_edge", f"{ends}{more}: {sizes}, {hops}", tip))
         return wires
 
-    def panel(self, cluster: StageCluster) -> Panel:
-        return stage_panel(self.header(cluster), cluster.stage.groups, self.whole.flows, self.tooltip(cluster))
+    def build_stage_panel(self, cluster: StageCluster) -> Panel:
+        return stage_panel(
+            self.build_header_card(cluster), cluster.stage.groups, self.whole.flows, self.format_stage_tooltip(cluster)
+        )
 
-    def header(self, cluster: StageCluster) -> Card:
+    def build_header_card(self, cluster: StageCluster) -> Card:
         stage = cluster.stage
         ranks = [r for s in cluster.stages for r in self.whole.stages[s].ranks]
         several = len(cluster.stages) > 1
@@ -414,14 +420,14 @@ class _GraphScene:
             rows.append(CardRow(f"{', '.join(labels)} from each to the next", swatch="send"))
         size = f"{count_text(stage.num_parameters)} parameters, {bytes_text(stage.parameter_bytes)} per rank"
         rows.append(CardRow(size, 12, space=2))
-        rows += self.memory(ranks)
+        rows += self.build_memory_rows(ranks)
         for moved in stage.reductions:
             name = f"{COLLECTIVE_NAMES.get(moved.op, moved.op)} of {moved.what} over {moved.axis}"
             amount = f"{bytes_text(moved.num_bytes)} in {format_plural(moved.count, 'bucket')}"
             rows.append(CardRow(f"{name}: {amount}", swatch=moved.op))
         return Card(tuple(rows))
 
-    def memory(self, ranks: Sequence[int]) -> list[CardRow]:
+    def build_memory_rows(self, ranks: Sequence[int]) -> list[CardRow]:
         """Peak against room on the fullest of ``ranks``."""
         peaks, rooms = self.plan.estimate.memory, list_rank_capacities(self.plan)
         known = [r for r in ranks if r < len(peaks)]
@@ -438,7 +444,7 @@ class _GraphScene:
             )
         ]
 
-    def tooltip(self, cluster: StageCluster) -> str:
+    def format_stage_tooltip(self, cluster: StageCluster) -> str:
         stage = cluster.stage
         inner = {a: n for a, n in self.plan.mesh.items() if a != "pp"}
         lines = [

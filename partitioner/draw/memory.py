@@ -72,7 +72,9 @@ class MemoryLevel:
 def draw_plan_memory(plan: Plan) -> str:
     """The picture as SVG text."""
     of = simulate_plan(plan)
-    return to_text(_MemoryChart(plan, of.timeline, stage_levels(plan, of.timeline, of.durations, of.facts)).draw())
+    return to_text(
+        _MemoryChart(plan, of.timeline, stage_levels(plan, of.timeline, of.durations, of.facts)).draw_chart()
+    )
 
 
 def stage_levels(
@@ -137,7 +139,7 @@ class _MemoryChart:
         self.step = plan.estimate.step_time or self.total  # where the axis ends
         self.per_stage = plan.world_size // len(stages)
         rooms = list_rank_capacities(plan)
-        self.rooms = [min(rooms[r] for r in self.ranks(s)) for s in range(len(stages))]
+        self.rooms = [min(rooms[r] for r in self.list_stage_ranks(s)) for s in range(len(stages))]
         self.peaks = [max(levels, key=lambda level: level.total, default=None) for levels in stages]
         peak = max((level.total for level in self.peaks if level is not None), default=1)
         self.far = peak < _FAR * min(self.rooms)
@@ -147,10 +149,10 @@ class _MemoryChart:
         words = memory_words(plan)
         self.kinds = {kind: (colour, words[kind]) for kind, (colour, _) in KINDS.items()}
 
-    def ranks(self, stage: int) -> range:
+    def list_stage_ranks(self, stage: int) -> range:
         return range(stage * self.per_stage, (stage + 1) * self.per_stage)
 
-    def draw(self) -> ET.Element:
+    def draw_chart(self) -> ET.Element:
         width = self.left + _WIDTH + _RIGHT
         used = [k for k in KINDS if any(level.sizes.get(k, 0) for levels in self.stages for level in levels)]
         legend = [self.kinds[kind] for kind in used]
@@ -161,9 +163,9 @@ class _MemoryChart:
         bottom = top + len(self.stages) * (self.height + self.gap) - self.gap
         root = create_picture(width, bottom + 46, self._format_description())
         draw_header(root, header, width)
-        self.axis(root, top, bottom)
+        self.draw_time_axis(root, top, bottom)
         for stage in range(len(self.stages)):
-            self.row(root, stage, top + stage * (self.height + self.gap), used)
+            self.draw_stage_row(root, stage, top + stage * (self.height + self.gap), used)
         return root
 
     def _far_note(self) -> str:
@@ -182,7 +184,7 @@ class _MemoryChart:
     def x(self, seconds: float) -> float:
         return self.left + _WIDTH * seconds / self.total
 
-    def axis(self, root: ET.Element, top: float, bottom: float) -> None:
+    def draw_time_axis(self, root: ET.Element, top: float, bottom: float) -> None:
         """Ticks at round times, and one at the end of the step."""
         step = tick_step(self.step, int(_WIDTH / 110))
         times = [i * step for i in range(math.ceil(self.step / step - 1e-9)) if self.step - i * step > 0.4 * step]
@@ -191,8 +193,8 @@ class _MemoryChart:
             draw_line(root, x, top - 4, x, bottom + 5, "grid")
             draw_text(root, x, bottom + 20, seconds_text(time), size=11, fill="muted", anchor="middle", bold=last)
 
-    def row(self, root: ET.Element, stage: int, top: float, kinds: Sequence[str]) -> None:
-        ranks, ground = self.ranks(stage), top + self.height
+    def draw_stage_row(self, root: ET.Element, stage: int, top: float, kinds: Sequence[str]) -> None:
+        ranks, ground = self.list_stage_ranks(stage), top + self.height
         draw_text(root, _MARGIN, top + 14, f"Stage {stage}", size=13, bold=True)
         draw_text(
             root,
@@ -208,17 +210,17 @@ class _MemoryChart:
             y = ground - self.height * k * step / self.scale
             draw_line(root, self.left, y, self.left + _WIDTH, y, "grid")
             draw_text(root, self.left - 6, y + 3.5, bytes_text(k * step), size=9, fill="muted", anchor="end")
-        columns = self.columns(stage)
+        columns = self.find_fullest_moments(stage)
         floor = [0.0] * len(columns)
         for kind in kinds:
             roof = [low + column.sizes.get(kind, 0) for low, column in zip(floor, columns, strict=True)]
             if roof != floor:
-                self.area(root, kind, stage, floor, roof, ground)
+                self.draw_kind_area(root, kind, stage, floor, roof, ground)
             floor = roof
-        self.peak(root, stage, top, ground)
-        self.hits(root, columns, top)
+        self.draw_peak_mark(root, stage, top, ground)
+        self.draw_tooltip_areas(root, columns, top)
 
-    def columns(self, stage: int) -> list[MemoryLevel]:
+    def find_fullest_moments(self, stage: int) -> list[MemoryLevel]:
         """For each column of pixels the fullest moment in it."""
         count = int(_WIDTH / _COLUMN)
         fullest: list[MemoryLevel | None] = [None] * count
@@ -234,17 +236,21 @@ class _MemoryChart:
             filled.append(known or (filled[-1] if filled else MemoryLevel(0.0, 0.0, dict.fromkeys(KINDS, 0))))
         return filled
 
-    def area(
+    def draw_kind_area(
         self, root: ET.Element, kind: str, stage: int, floor: Sequence[float], roof: Sequence[float], ground: float
     ) -> None:
         colour, meaning = self.kinds[kind]
         most = max(level.sizes.get(kind, 0) for level in self.stages[stage])
-        path = "M" + "L".join([*self.outline(roof, ground), *reversed(self.outline(floor, ground))]) + "Z"
+        path = (
+            "M" + "L".join([*self.trace_staircase(roof, ground), *reversed(self.trace_staircase(floor, ground))]) + "Z"
+        )
         shape = draw_group(root, f"{meaning}: at most {bytes_text(most)} on a rank of stage {stage}")
         ET.SubElement(shape, "path", {"d": path, "fill": PALETTE[colour].light, "class": f"f-{colour}"})
-        self.label(shape, kind, floor, roof, ground)
+        self.draw_kind_label(shape, kind, floor, roof, ground)
 
-    def label(self, shape: ET.Element, kind: str, floor: Sequence[float], roof: Sequence[float], ground: float) -> None:
+    def draw_kind_label(
+        self, shape: ET.Element, kind: str, floor: Sequence[float], roof: Sequence[float], ground: float
+    ) -> None:
         """The kind's name inside its area, where that is high enough for as long as the name is."""
         words = kind if kind != "saved" else "activations"
         half = math.ceil(text_width(words, _LABEL) / 2 / _COLUMN) + 1
@@ -256,7 +262,7 @@ class _MemoryChart:
         ink = "on_stage" if kind in _PALE else "on_forward"
         draw_text(shape, self.left + _COLUMN * middle, y, words, size=_LABEL, fill=ink, anchor="middle")
 
-    def outline(self, sizes: Sequence[float], ground: float) -> list[str]:
+    def trace_staircase(self, sizes: Sequence[float], ground: float) -> list[str]:
         """The corners of a staircase from the left to the right."""
         corners, column = [], 0
         for size, run in groupby(sizes):
@@ -266,7 +272,7 @@ class _MemoryChart:
             column += length
         return corners
 
-    def peak(self, root: ET.Element, stage: int, top: float, ground: float) -> None:
+    def draw_peak_mark(self, root: ET.Element, stage: int, top: float, ground: float) -> None:
         room, fullest = self.rooms[stage], self.peaks[stage]
         right = self.left + _WIDTH + 10
         if not self.far:
@@ -274,7 +280,7 @@ class _MemoryChart:
             draw_line(root, self.left, y, self.left + _WIDTH, y, "ink", 1.5).set("stroke-dasharray", "6 3")
         if fullest is not None:
             told = self.plan.estimate.memory  # has also what is there for no time at all: copies that are sent
-            peak = max([fullest.total, *(told[r] for r in self.ranks(stage) if r < len(told))])
+            peak = max([fullest.total, *(told[r] for r in self.list_stage_ranks(stage) if r < len(told))])
             draw_text(root, right, top + 14, f"peak {bytes_text(peak)}", size=12, bold=True)
             draw_text(
                 root,
@@ -291,7 +297,7 @@ class _MemoryChart:
                 | {"fill": PALETTE["ink"].light, "class": "f-ink"},
             )  # fmt: skip
 
-    def hits(self, root: ET.Element, columns: Sequence[MemoryLevel], top: float) -> None:
+    def draw_tooltip_areas(self, root: ET.Element, columns: Sequence[MemoryLevel], top: float) -> None:
         """Tooltips: what is held at the fullest of a short time."""
         wide = int(_HIT / _COLUMN)
         for start in range(0, len(columns), wide):

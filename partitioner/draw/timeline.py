@@ -153,7 +153,7 @@ def draw_timeline(
     """The picture of ``bars`` as SVG text; ``figures`` and ``notes`` stand in the header. ``total``: the seconds at
     which the axis ends (``None``: with the last bar)."""
     return to_text(
-        _TimelineChart(title, program, [b for b in bars if look_of(b.instruction)], figures, total, notes).draw()
+        _TimelineChart(title, program, [b for b in bars if look_of(b.instruction)], figures, total, notes).draw_chart()
     )
 
 
@@ -186,7 +186,7 @@ class _TimelineChart:
         self.idle = idle_shares(program, bars, self.total)
         self.folds = self._find_chart_folds(bars)
         self.bars = [bar for bar in bars if not any(a <= bar.start and bar.end <= b for a, b in self._hidden_spans)]
-        counts = Counter(self.look(b).lane for b in self.bars)
+        counts = Counter(self.find_bar_style(b).lane for b in self.bars)
         self.crowded = counts["exchange"] > _MOST_SENDS
         self.lanes: list[Lane] = [
             lane
@@ -208,9 +208,9 @@ class _TimelineChart:
         computing = 0
         for stage in stages:
             mine = [b for b in bars if b.stage == stage]
-            joined = join_call_bars([b for b in mine if self.look(b).lane == "compute"])
+            joined = join_call_bars([b for b in mine if self.find_bar_style(b).lane == "compute"])
             computing = max(computing, len(joined))
-            kept += [*joined, *(b for b in mine if self.look(b).lane in ("reduce", "gather", "host"))]
+            kept += [*joined, *(b for b in mine if self.find_bar_style(b).lane in ("reduce", "gather", "host"))]
         return find_folds(kept, len(stages)) if computing > _MOST_BARS else ()
 
     @property
@@ -218,7 +218,7 @@ class _TimelineChart:
         return [fold.hidden for fold in self.folds]
 
     @staticmethod
-    def look(bar: Bar) -> OperationStyle:
+    def find_bar_style(bar: Bar) -> OperationStyle:
         look = look_of(bar.instruction)
         assert look is not None, bar.instruction
         return look
@@ -234,7 +234,7 @@ class _TimelineChart:
     def row_height(self) -> float:
         return sum(_LANE_HEIGHTS[lane] for lane in self.lanes) + _LANE_GAP * (len(self.lanes) - 1)
 
-    def draw(self) -> ET.Element:
+    def draw_chart(self) -> ET.Element:
         right = 84.0
         width = self.left + self.width + right
         alike = "its ranks all do the same" if not self.program.data_shares else "the ranks that take longest"
@@ -247,19 +247,19 @@ class _TimelineChart:
         note += " The optimizer's update is not drawn." if self.program.objective == "train" and not drawn else ""
         note += "".join(f" {words}" for words in self.notes)
         note += " Sends, too many to draw, are left out." if self.crowded else ""
-        header = Header(self.title, note, self.figures, self.legend())
+        header = Header(self.title, note, self.figures, self.build_legend_entries())
         top = draw_header(create_picture(width, 0, ""), header, width) + 6 + (_BRACKETS if self.folds else 0.0)
         bottom = top + len(self.program.stages) * (self.row_height + _ROW_GAP)
         root = create_picture(width, bottom + 44, self.title)
         draw_header(root, header, width)
-        self.axis(root, top - 4, bottom)
+        self.draw_time_axis(root, top - 4, bottom)
         for stage in range(len(self.program.stages)):
-            self.row(root, stage, top + stage * (self.row_height + _ROW_GAP))
+            self.draw_stage_row(root, stage, top + stage * (self.row_height + _ROW_GAP))
         for fold in self.folds:
-            self.bracket(root, fold, top, bottom)
+            self.draw_fold_bracket(root, fold, top, bottom)
         return root
 
-    def bracket(self, root: ET.Element, fold: Fold, top: float, bottom: float) -> None:
+    def draw_fold_bracket(self, root: ET.Element, fold: Fold, top: float, bottom: float) -> None:
         """Above a period that is drawn how often it runs, and two lines where the repetitions are left out."""
         start, _ = fold.hidden
         words = f"× {fold.times:,}"
@@ -275,21 +275,21 @@ class _TimelineChart:
             draw_line(outer, x, y + 5, x, bottom, "muted").set("stroke-dasharray", "3 3")
         draw_text(outer, middle, bottom - self.row_height / 2, "…", size=14, fill="muted", anchor="middle")
 
-    def legend(self) -> list[tuple[str, str]]:
-        used = {self.look(b) for b in self.bars if self.look(b).lane in self.lanes}
+    def build_legend_entries(self) -> list[tuple[str, str]]:
+        used = {self.find_bar_style(b) for b in self.bars if self.find_bar_style(b).lane in self.lanes}
         entries = [*dict.fromkeys((look.colour, look.meaning) for look in LOOKS.values() if look in used)]
-        chunks = {self.chunk(b) for b in self.bars if self.look(b).lane == "compute"} - {0}
+        chunks = {self.find_chunk_number(b) for b in self.bars if self.find_bar_style(b).lane == "compute"} - {0}
         if chunks:
             which = "second virtual stage" if chunks == {1} else "further virtual stages"
             entries.append((name_chunk_colour(LOOKS["F"].colour, 1), f"fainter: a rank's {which}"))
         return [*entries, ("hatched", "idle")]
 
-    def chunk(self, bar: Bar) -> int:
+    def find_chunk_number(self, bar: Bar) -> int:
         """Which of its rank's virtual stages an instruction is of."""
         calls = bar.instruction.calls
         return max(0, bisect_right(self.chunks[bar.stage], calls[0]) - 1) if calls else 0
 
-    def axis(self, root: ET.Element, top: float, bottom: float) -> None:
+    def draw_time_axis(self, root: ET.Element, top: float, bottom: float) -> None:
         """Ticks at round times, and one at the end of the step."""
         step = tick_step(self.scale.shown, max(2, int(self.width / 110)))
         times = [i * step for i in range(math.ceil(self.total / step - 1e-9))]
@@ -307,7 +307,7 @@ class _TimelineChart:
             draw_line(root, x, top, x, bottom + 5, "grid")
             draw_text(root, x, bottom + 20, words, size=11, fill="muted", anchor="middle", bold=time == self.total)
 
-    def row(self, root: ET.Element, stage: int, top: float) -> None:
+    def draw_stage_row(self, root: ET.Element, stage: int, top: float) -> None:
         several = "rank" if "–" not in self.ranks[stage] and "," not in self.ranks[stage] else "ranks"
         draw_text(root, _MARGIN, top + 12, f"Stage {stage}", size=13, bold=True)
         draw_text(root, _MARGIN, top + 26, f"{several} {self.ranks[stage]}", size=10, fill="muted")
@@ -316,32 +316,32 @@ class _TimelineChart:
             height = _LANE_HEIGHTS[lane]
             for start, stop in self.scale.visible(0.0, self.total):
                 draw_rectangle(root, start, y, stop - start, height, "hatched" if lane == "compute" else "panel")
-            mine = [b for b in self.bars if b.stage == stage and self.look(b).lane == lane]
+            mine = [b for b in self.bars if b.stage == stage and self.find_bar_style(b).lane == lane]
             for bar in merge_narrow_bars(join_call_bars(mine), _MERGE * self.scale.seconds_per_pixel):
-                self.box(root, bar, y, height)
+                self.draw_bar_box(root, bar, y, height)
             y += height + _LANE_GAP
         idle = f"{format_percent(self.idle[stage])} idle"
         draw_text(root, self.left + self.width + 10, top + 18, idle, size=11, fill="muted")
 
-    def box(self, root: ET.Element, bar: Bar, y: float, height: float) -> None:
-        outer = draw_group(root, self.tooltip(bar), "hit")
+    def draw_bar_box(self, root: ET.Element, bar: Bar, y: float, height: float) -> None:
+        outer = draw_group(root, self.format_bar_tooltip(bar), "hit")
         for start, stop in self.scale.visible(bar.start, bar.end):
-            self.piece(outer, bar, start, max(0.8, stop - start), y, height)
+            self.draw_bar_piece(outer, bar, start, max(0.8, stop - start), y, height)
 
-    def piece(self, outer: ET.Element, bar: Bar, x: float, width: float, y: float, height: float) -> None:
-        look = self.look(bar)
+    def draw_bar_piece(self, outer: ET.Element, bar: Bar, x: float, width: float, y: float, height: float) -> None:
+        look = self.find_bar_style(bar)
         inset = 0.5 if width > 3 else 0.0
-        colour = name_chunk_colour(look.colour, self.chunk(bar))
+        colour = name_chunk_colour(look.colour, self.find_chunk_number(bar))
         draw_rectangle(outer, x + inset, y, width - 2 * inset, height, colour, radius=2 if width > 8 else 0)
-        label = self.label(bar)
+        label = self.format_bar_label(bar)
         size = next((s for s in (11.0, 9.0) if s < height * 0.8 and text_width(label, s) < width - 1), None)
         if label and size:
             base = y + height / 2 + size * 0.36
             on = look.on if colour == look.colour else "ink"
             draw_text(outer, x + width / 2, base, label, size=size, fill=on, anchor="middle")
 
-    def label(self, bar: Bar) -> str:
-        if bar.merged > 1 or self.look(bar).lane == "exchange":
+    def format_bar_label(self, bar: Bar) -> str:
+        if bar.merged > 1 or self.find_bar_style(bar).lane == "exchange":
             return ""
         if bar.instruction.bucket is not None:
             return f"bucket {bar.instruction.bucket}"
@@ -349,8 +349,8 @@ class _TimelineChart:
             return "update"
         return "" if bar.instruction.microbatch is None else str(bar.instruction.microbatch)
 
-    def tooltip(self, bar: Bar) -> str:
-        instruction, look = bar.instruction, self.look(bar)
+    def format_bar_tooltip(self, bar: Bar) -> str:
+        instruction, look = bar.instruction, self.find_bar_style(bar)
         what = look.verb if bar.merged == 1 else f"{bar.merged} times {look.verb}"
         if instruction.microbatch is not None and bar.merged == 1:
             what += f" of microbatch {instruction.microbatch}"

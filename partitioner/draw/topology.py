@@ -134,12 +134,12 @@ _LEGEND_STAGES = 16
 
 def draw_plan_topology(plan: Plan) -> str:
     """The picture of ``plan`` on its devices as SVG text."""
-    return to_text(_TopologyScene(plan.topology, plan).draw())
+    return to_text(_TopologyScene(plan.topology, plan).draw_scene())
 
 
 def draw_topology(topology: Topology) -> str:
     """The picture of ``topology`` alone as SVG text: devices are coloured by kind."""
-    return to_text(_TopologyScene(topology, None).draw())
+    return to_text(_TopologyScene(topology, None).draw_scene())
 
 
 @dataclass(frozen=True)
@@ -239,40 +239,42 @@ class _TopologyScene:
         size = len(stage_ranks(self.plan.mesh)[0])
         return np.where(self.rank_of >= 0, self.rank_of // size, -1)
 
-    def draw(self) -> ET.Element:
-        clusters = self.clusters()
+    def draw_scene(self) -> ET.Element:
+        clusters = self.cluster_equal_nodes()
         links = link_table(self.topology, self.plan)
         widest = max([_WIDTH, *(c.width + 2 * _MARGIN for c in clusters)])
         used = max(x + c.width for c, x, _ in _place_clusters(clusters, widest, 0.0)[0])
         width = max(_LEAST_WIDTH, used + _MARGIN, links.width + 2 * _MARGIN)
-        header = Header(self.title, self.subtitle(clusters), self.figures(links), self.legend())
+        header = Header(
+            self.title, self.format_subtitle(clusters), self.list_key_figures(links), self.build_legend_entries()
+        )
         top = draw_header(create_picture(width, 0, ""), header, width) + 8
         placed, bottom = _place_clusters(clusters, width, top + links.height + 22)
         root = create_picture(width, bottom + _MARGIN, self.title)
         draw_header(root, header, width)
         draw_links(root, links, _MARGIN, top)
         for cluster, x, y in placed:
-            self.cluster(root, cluster, x, y)
+            self.draw_node_cluster(root, cluster, x, y)
         return root
 
     @property
     def title(self) -> str:
         return picture_title(self.plan) if self.plan is not None else self.topology.name
 
-    def subtitle(self, clusters: Sequence[NodeCluster]) -> str:
+    def format_subtitle(self, clusters: Sequence[NodeCluster]) -> str:
         numbers = " Numbers are ranks." if self.plan is not None else ""
         if self.named and self.plan is not None:
             numbers = " Numbers are ranks, behind the names that devices have of their own."
         if any(len(c.nodes) > 1 for c in clusters):
             alike = "have the same devices" + ("" if self.plan is None else " and pipeline stages")
-            numbers += f" {self.shown(clusters)} nodes are shown: of the nodes that {alike}, the first."
+            numbers += f" {self.format_drawn_share(clusters)} nodes are shown: of the nodes that {alike}, the first."
         return f"Bandwidths are per device and direction, when all talk at once.{numbers}"
 
-    def shown(self, clusters: Sequence[NodeCluster]) -> str:
+    def format_drawn_share(self, clusters: Sequence[NodeCluster]) -> str:
         """The number of drawn nodes among all nodes: ``1 of 16``."""
         return f"{sum(1 for c in clusters if c.boxes):,} of {self.topology.num_nodes:,}"
 
-    def figures(self, links: LinkTable) -> list[tuple[str, str]]:
+    def list_key_figures(self, links: LinkTable) -> list[tuple[str, str]]:
         topology = self.topology
         found = [("devices", f"{topology.num_devices:,}"), ("nodes", f"{topology.num_nodes:,}")]
         kinds = Counter(d.kind for d in topology.devices)
@@ -284,20 +286,20 @@ class _TopologyScene:
             found.append(("list price", f"{topology.price_per_hour:,.2f} USD/h"))
         return found
 
-    def legend(self) -> list[tuple[str, str]]:
+    def build_legend_entries(self) -> list[tuple[str, str]]:
         if self.plan is None:
-            return [(self.colour(self.kinds.index(kind)), kind) for kind in self.kinds]
+            return [(self.choose_stage_colour(self.kinds.index(kind)), kind) for kind in self.kinds]
         stages = self.plan.mesh.get("pp", 1)
-        found = [(self.colour(s), f"stage {s}") for s in range(min(stages, _LEGEND_STAGES))]
+        found = [(self.choose_stage_colour(s), f"stage {s}") for s in range(min(stages, _LEGEND_STAGES))]
         if stages > _LEGEND_STAGES:
-            found.append((self.colour(_LEGEND_STAGES), "… and so on"))
+            found.append((self.choose_stage_colour(_LEGEND_STAGES), "… and so on"))
         return found + ([("idle", "no rank")] if (self.rank_of < 0).any() else [])
 
     @staticmethod
-    def colour(number: int) -> str:
+    def choose_stage_colour(number: int) -> str:
         return f"stage_{number % NUM_STAGE_COLOURS}"
 
-    def clusters(self) -> list[NodeCluster]:
+    def cluster_equal_nodes(self) -> list[NodeCluster]:
         """The clusters of the picture; equal nodes form one cluster."""
         firsts = np.flatnonzero(self.topology.place_of == 0)
         ends = [*firsts[1:].tolist(), self.topology.num_devices]
@@ -306,13 +308,15 @@ class _TopologyScene:
         for exact in (True, False):
             runs = {}
             for node, (start, stop) in enumerate(spans):
-                runs.setdefault(self.likeness(start, stop, exact), []).append(node)
+                runs.setdefault(self.build_likeness_key(start, stop, exact), []).append(node)
             if len(runs) <= MOST_CLUSTERS:
                 break
         shown = sorted(runs.values())
-        return [self.as_cluster(nodes, spans) for nodes in shown[:MOST_CLUSTERS]] + self.rest(shown[MOST_CLUSTERS:])
+        return [self.as_cluster(nodes, spans) for nodes in shown[:MOST_CLUSTERS]] + self.cluster_left_out_nodes(
+            shown[MOST_CLUSTERS:]
+        )
 
-    def rest(self, left_out: Sequence[Sequence[int]]) -> list[NodeCluster]:
+    def cluster_left_out_nodes(self, left_out: Sequence[Sequence[int]]) -> list[NodeCluster]:
         if not left_out:
             return []
         nodes = sorted(n for nodes in left_out for n in nodes)
@@ -322,7 +326,7 @@ class _TopologyScene:
             )
         ]
 
-    def likeness(self, start: int, stop: int, exact: bool) -> object:
+    def build_likeness_key(self, start: int, stop: int, exact: bool) -> object:
         """Key of the nodes that are drawn once. Without ``exact``, stages are relative to the node's own stages."""
         here = slice(start, stop)
         devices = self.topology.devices[here]
@@ -337,13 +341,13 @@ class _TopologyScene:
         start, stop = spans[nodes[0]]
         return NodeCluster(
             nodes=tuple(nodes),
-            boxes=tuple(self.boxes(start, stop)),
+            boxes=tuple(self.generate_device_boxes(start, stop)),
             title=_format_numbered("Node", nodes),
-            lines=tuple(self.lines(nodes, spans)),
-            chords=tuple(self.chords(start, stop)),
+            lines=tuple(self.generate_cluster_lines(nodes, spans)),
+            chords=tuple(self.find_direct_links(start, stop)),
         )
 
-    def lines(self, nodes: Sequence[int], spans: Sequence[tuple[int, int]]) -> Iterator[str]:
+    def generate_cluster_lines(self, nodes: Sequence[int], spans: Sequence[tuple[int, int]]) -> Iterator[str]:
         start, stop = spans[nodes[0]]
         kinds = Counter(d.kind for d in self.topology.devices[start:stop])
         yield ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
@@ -352,9 +356,9 @@ class _TopologyScene:
             stages = sorted({s for n in nodes for s in self.stage_of[slice(*spans[n])].tolist() if s >= 0})
             if ranks:
                 yield f"{_format_numbered('stage', stages)}, {_format_numbered('rank', ranks)}"
-        yield from self.notes(start, stop)
+        yield from self.list_node_notes(start, stop)
 
-    def notes(self, start: int, stop: int) -> list[str]:
+    def list_node_notes(self, start: int, stop: int) -> list[str]:
         """Notes on the node's reduced network, speeds and memory."""
         found = []
         shares = self.topology.cards.left[start:stop]
@@ -372,20 +376,20 @@ class _TopologyScene:
         """Whether a device's memory differs from that of its type."""
         return device.memory != self.topology.types[device.kind].memory
 
-    def boxes(self, start: int, stop: int) -> Iterator[DeviceBox]:
+    def generate_device_boxes(self, start: int, stop: int) -> Iterator[DeviceBox]:
         one_by_one = stop - start <= _MOST_DEVICES
         first = start
         for i in range(start + 1, stop + 1):
-            if i == stop or one_by_one or self.look(i) != self.look(i - 1):
-                yield DeviceBox(first, i, self.label(first, i), self.look(first))
+            if i == stop or one_by_one or self.choose_device_colour(i) != self.choose_device_colour(i - 1):
+                yield DeviceBox(first, i, self.format_device_label(first, i), self.choose_device_colour(first))
                 first = i
 
-    def look(self, device: int) -> str:
+    def choose_device_colour(self, device: int) -> str:
         if self.plan is None:
-            return self.colour(self.kinds.index(self.topology.devices[device].kind))
-        return self.colour(int(self.stage_of[device])) if self.stage_of[device] >= 0 else "idle"
+            return self.choose_stage_colour(self.kinds.index(self.topology.devices[device].kind))
+        return self.choose_stage_colour(int(self.stage_of[device])) if self.stage_of[device] >= 0 else "idle"
 
-    def label(self, start: int, stop: int) -> str:
+    def format_device_label(self, start: int, stop: int) -> str:
         named = [d.name for d in self.topology.devices[start:stop] if d.index in self.named]
         name = _shorten_ranges(" – ".join(dict.fromkeys((named[0], named[-1])))) if named else ""
         if self.plan is not None:
@@ -399,7 +403,7 @@ class _TopologyScene:
         sizes = [(g.devices * g.count, bool(g.names)) for g in self.topology.nodes]
         return frozenset(np.flatnonzero(np.repeat([own for _, own in sizes], [n for n, _ in sizes])).tolist())
 
-    def chords(self, start: int, stop: int) -> Iterator[tuple[int, int, float]]:
+    def find_direct_links(self, start: int, stop: int) -> Iterator[tuple[int, int, float]]:
         """The direct links of a node (positions, bytes/s), if its pattern differs between pairs of devices."""
         kind = int(self.topology.pattern_of[start])
         matrix = self.topology.pattern_kinds[kind][1] if kind >= 0 else np.zeros((0, 0))
@@ -408,7 +412,7 @@ class _TopologyScene:
             for i, j in np.argwhere(np.triu(matrix)).tolist():
                 yield i, j, float(matrix[i, j])
 
-    def cluster(self, root: ET.Element, cluster: NodeCluster, x: float, y: float) -> None:
+    def draw_node_cluster(self, root: ET.Element, cluster: NodeCluster, x: float, y: float) -> None:
         frame = draw_group(
             root, f"nodes {format_ranges(cluster.nodes)}" if len(cluster.nodes) > 1 else f"node {cluster.nodes[0]}"
         )
@@ -421,12 +425,11 @@ class _TopologyScene:
         centres = cluster.centres(x, y)
         widest = max((rate for _, _, rate in cluster.chords), default=1.0)
         for i, j, rate in cluster.chords:
-            joined = draw_group(
-                root, f"{self.words(cluster, i)} – {self.words(cluster, j)}: {format_digits(rate / 1e9)} GB/s"
-            )
+            ends = f"{self.find_device_name(cluster, i)} – {self.find_device_name(cluster, j)}"
+            joined = draw_group(root, f"{ends}: {format_digits(rate / 1e9)} GB/s")
             draw_line(joined, *centres[i], *centres[j], "memory", 1.0 + 2.4 * (rate / widest) ** 2)
         for box, (cx, cy) in zip(cluster.boxes, centres, strict=True):
-            drawn = draw_group(root, self.tooltip(box), "hit")
+            drawn = draw_group(root, self.format_box_tooltip(box), "hit")
             left, top = cx - cluster.box_width / 2, cy - _BOX_HEIGHT / 2
             draw_rectangle(drawn, left, top, cluster.box_width, _BOX_HEIGHT, box.colour, stroke="line", radius=4)
             ink = "muted" if box.colour == "idle" else "on_stage"
@@ -443,10 +446,10 @@ class _TopologyScene:
                     2,
                 )
 
-    def words(self, cluster: NodeCluster, place: int) -> str:
+    def find_device_name(self, cluster: NodeCluster, place: int) -> str:
         return self.topology.devices[cluster.boxes[place].start].name
 
-    def tooltip(self, box: DeviceBox) -> str:
+    def format_box_tooltip(self, box: DeviceBox) -> str:
         device = self.topology.devices[box.start]
         lines = [f"{device.name}: {device.kind}, {bytes_text(device.usable)} usable"]
         if box.stop - box.start > 1:

@@ -76,55 +76,59 @@ class Layouts:
     context: Mapping[str, Layout] = field(default_factory=dict)
 
 
-def emit(
-    model: FoldedModel,
-    stage_of_call: Sequence[int],
-    *,
-    mesh: Mapping[str, int],
-    num_microbatches: int,
-    data_shares: Sequence[int] = (),
-    schedule: str | ScheduleTable = "1f1b",
-    virtual_stages: int | None = None,
-    objective: Literal["train", "infer"] = "train",
-    layouts: Layouts | None = None,
-    etp: int = 0,
-    recompute: Collection[int] = (),
-    selective: Collection[int] = (),
-    again: Mapping[str, Collection[str]] | None = None,
-    bucket_bytes: int | None = None,
-    zero: Literal[0, 1, 2, 3] = 0,
-    dp_shard: int = 0,
-    fused_attention: bool = True,
-    whole_scatter: bool = False,
-    offload: Sequence[Offload] = (),
-    reducing: ReductionScheme = AT_ONCE,
-    left_whole: Collection[str] = (),
-) -> Program:
+@dataclass(frozen=True, kw_only=True)
+class ProgramSpec:
+    """What a program is emitted for, besides a model and its stages: the mesh, the schedule and the chosen techniques.
+
+    ``virtual_stages``: number on each rank, if the schedule leaves it open. ``recompute``: indices of calls whose
+    activations are recomputed in backward instead of kept. ``selective``: indices of calls of which only the nodes in
+    ``again`` (names by block) are recomputed. ``bucket_bytes``: bytes of gradients that are reduced together. ``zero``:
+    the stage of state sharding; ``dp_shard``: over so many ranks of ``dp`` (0: all). ``left_whole``: states that
+    ``zero=3`` does not shard. ``reducing``: how gradients are reduced. ``data_shares``, ``fused_attention``,
+    ``whole_scatter``, ``offload``: see :class:`Program`.
+    """
+
+    mesh: Mapping[str, int]
+    num_microbatches: int
+    data_shares: Sequence[int] = ()
+    schedule: str | ScheduleTable = "1f1b"
+    virtual_stages: int | None = None
+    objective: Literal["train", "infer"] = "train"
+    layouts: Layouts = field(default_factory=Layouts)
+    etp: int = 0
+    recompute: Collection[int] = ()
+    selective: Collection[int] = ()
+    again: Mapping[str, Collection[str]] = field(default_factory=dict)
+    bucket_bytes: int | None = None
+    zero: Literal[0, 1, 2, 3] = 0
+    dp_shard: int = 0
+    fused_attention: bool = True
+    whole_scatter: bool = False
+    offload: Sequence[Offload] = ()
+    reducing: ReductionScheme = AT_ONCE
+    left_whole: Collection[str] = ()
+
+
+def emit(model: FoldedModel, stage_of_call: Sequence[int], spec: ProgramSpec) -> Program:
     """The program of all ranks.
 
     ``model``: blocks and ``values`` with one rank's shapes for one microbatch; ``states`` and ``inputs`` with their
     global specs. ``stage_of_call``: the (virtual) stage of each of ``model.calls``, non-decreasing; entries of shared
-    and prologue calls are ignored, since those run wherever their results are read. ``virtual_stages``: number on each
-    rank, if the schedule leaves it open. ``recompute``: indices of calls whose activations are recomputed in backward
-    instead of kept. ``selective``: indices of calls of which only the nodes in ``again`` (names by block) are
-    recomputed. ``bucket_bytes``: bytes of gradients that are reduced together. ``zero``: the stage of state sharding;
-    ``dp_shard``: over so many ranks of ``dp`` (0: all). ``left_whole``: states that ``zero=3`` does not shard.
-    ``reducing``: how gradients are reduced. ``data_shares``, ``fused_attention``, ``whole_scatter``, ``offload``: see
-    :class:`Program`.
+    and prologue calls are ignored, since those run wherever their results are read.
 
     Raises :class:`EmitError` if the stages do not form a pipeline, and ``ScheduleError`` if the schedule cannot run.
     """
-    layouts = layouts or Layouts()
+    mesh, layouts, schedule, zero, dp_shard = spec.mesh, spec.layouts, spec.schedule, spec.zero, spec.dp_shard
     sizes = {axis: mesh.get(axis, 1) for axis in MESH_AXES}
-    _check_mesh(mesh, objective, model, dp_shard)
-    part = dp_shard if zero else reducing.inside
-    sizes_of_axes = {**sizes, **expert_mesh(sizes, etp), **hybrid_mesh(sizes, etp, part)}
+    _check_mesh(mesh, spec.objective, model, dp_shard)
+    part = dp_shard if zero else spec.reducing.inside
+    sizes_of_axes = {**sizes, **expert_mesh(sizes, spec.etp), **hybrid_mesh(sizes, spec.etp, part)}
     num_stages = sizes["pp"]
-    train = objective == "train"
+    train = spec.objective == "train"
     trainable = {n for n, s in model.states.items() if train and s.kind == "parameter" and s.requires_grad}
     paths = {name: gradient_paths(block) for name, block in model.blocks.items()}
     flow = gradient_flow(model.calls, paths, trainable, model.loss)
-    ranks = ranks_of(schedule, num_stages, virtual_stages)
+    ranks = ranks_of(schedule, num_stages, spec.virtual_stages)
     routes = make_routes(model, stage_of_call, num_stages, ranks, flow)
 
     with_gradient = {s for added in flow.states for s in added}
@@ -134,7 +138,7 @@ def emit(
         state = model.states[name]
         if state.kind != "parameter" or not state.spec.shape or (zero < 3 and not train):
             return ()
-        if zero == 3 and name in left_whole:
+        if zero == 3 and name in spec.left_whole:
             return ()
         found = zero_axes(
             axes, name in with_gradient, zero=zero, expert=name in layouts.experts, hybrid=0 < dp_shard < sizes["dp"]
@@ -149,14 +153,14 @@ def emit(
 
     def limit(axes: tuple[str, ...]) -> int:
         """Bytes that fill a bucket of gradients that are reduced over ``axes``."""
-        return bucket_bytes or bucket_limit(math.prod(sizes_of_axes[axis] for axis in axes))
+        return spec.bucket_bytes or bucket_limit(math.prod(sizes_of_axes[axis] for axis in axes))
 
     calls = [tuple(_build_call_data(model, i) for i in here.calls) for here in routes.stages]
-    kept = select_offloads(offload, train)
+    kept = select_offloads(spec.offload, train)
 
     def lists(num_microbatches: int) -> list[tuple[tuple[Bucket, ...], tuple[Instruction, ...]]]:
         """The buckets and instructions of each stage."""
-        orders = build_timetable(schedule, num_stages, num_microbatches, virtual_stages).orders
+        orders = build_timetable(schedule, num_stages, num_microbatches, spec.virtual_stages).orders
         fetched = plan_fetches(orders, routes, train)
         result = []
         for s, here in enumerate(routes.stages):
@@ -168,7 +172,7 @@ def emit(
                 if (n in with_gradient or d.zero_axes) and s in d.stages
             ]
             planned = plan_buckets(here, orders[s], gradients, _find_gradient_additions(here, flow), limit, zero)
-            buckets = [with_levels(b, states[b.states[0]].zero_axes, sizes_of_axes, reducing) for b in planned]
+            buckets = [with_levels(b, states[b.states[0]].zero_axes, sizes_of_axes, spec.reducing) for b in planned]
             job = StageJob(
                 stage=s,
                 num_stages=num_stages,
@@ -199,7 +203,7 @@ def emit(
         """The positions on stage ``s`` of the ``calls`` that have a backward."""
         return tuple(p for p, i in enumerate(routes.stages[s].calls) if i in calls and flow.has_backward(i))
 
-    whole, slim = set(recompute), set(selective) - set(recompute)
+    whole, slim = set(spec.recompute), set(spec.selective) - set(spec.recompute)
     slimmed = {model.calls[i].block for i in slim}
     stages = [
         Stage(
@@ -211,23 +215,25 @@ def emit(
         )
         for s, (buckets, instructions) in enumerate(
             _derive_instruction_lists(
-                lists, find_steady_state(schedule, num_stages, num_microbatches, virtual_stages), num_microbatches
+                lists,
+                find_steady_state(schedule, num_stages, spec.num_microbatches, spec.virtual_stages),
+                spec.num_microbatches,
             )
         )
     ]
     used = {c.block for stage in stages for c in stage.calls}
     return Program(
         mesh=sizes,
-        objective=objective,
-        num_microbatches=num_microbatches,
-        data_shares=tuple(data_shares),
+        objective=spec.objective,
+        num_microbatches=spec.num_microbatches,
+        data_shares=tuple(spec.data_shares),
         schedule=schedule_name(schedule),
         blocks={
             name: BlockGraph(
                 nodes=block_to_data(block),
                 states=block.states,
                 inputs=block.inputs,
-                again=tuple(sorted((again or {}).get(name, ()))) if name in slimmed else (),
+                again=tuple(sorted(spec.again.get(name, ()))) if name in slimmed else (),
             )
             for name, block in model.blocks.items()
             if name in used
@@ -253,11 +259,11 @@ def emit(
         initial={n: model.initial[n] for n in states if n in model.initial},
         tree=model.tree,
         signature=_build_signature_data(model.signature),
-        etp=etp,
+        etp=spec.etp,
         zero=zero if any(state.zero_axes for state in states.values()) else 0,
         dp_shard=part,
-        fused_attention=fused_attention,
-        whole_scatter=whole_scatter,
+        fused_attention=spec.fused_attention,
+        whole_scatter=spec.whole_scatter,
         offload=kept,
     )
 

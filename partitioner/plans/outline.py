@@ -216,7 +216,7 @@ class Outline:
 
 def outline_program(program: Program) -> Outline:
     """The outline of ``program``; see the classes above."""
-    return _Outliner(program).outline()
+    return _Outliner(program).build_outline()
 
 
 def fold_runs(names: Sequence[Any], longest: int = 4) -> list[tuple[int, int, int]]:
@@ -281,15 +281,15 @@ class _Outliner:
         self.program = program
         self._collectives: dict[tuple[str, tuple[bool, ...]], tuple[BlockCollective, ...]] = {}
 
-    def outline(self) -> Outline:
+    def build_outline(self) -> Outline:
         program = self.program
-        stages = tuple(self.stage(i) for i in range(len(program.stages)))
+        stages = tuple(self.outline_stage(i) for i in range(len(program.stages)))
         parameters = [s for s in program.states.values() if s.kind == "parameter"]
         return Outline(
             stages=stages,
-            flows=tuple(self.flows(stages)),
-            links=tuple(self.links()),
-            ties=tuple(self.ties(stages)),
+            flows=tuple(self.find_value_flows(stages)),
+            links=tuple(self.list_stage_transfers()),
+            ties=tuple(self.find_tied_weights(stages)),
             num_parameters=sum(math.prod(s.shape) for s in parameters),
         )
 
@@ -299,7 +299,7 @@ class _Outliner:
         made = Counter(v for stage in self.program.stages for call in stage.calls for v in call.outputs)
         return {value for value, times in made.items() if times > 1}
 
-    def stage(self, index: int) -> StageOutline:
+    def outline_stage(self, index: int) -> StageOutline:
         program = self.program
         stage = program.stages[index]
         per_stage = program.world_size // max(1, program.mesh.get("pp", 1))
@@ -309,7 +309,7 @@ class _Outliner:
         return StageOutline(
             index=index,
             ranks=tuple(range(index * per_stage, (index + 1) * per_stage)),
-            groups=self.groups(index),
+            groups=self.group_stage_calls(index),
             num_calls=len(stage.calls),
             num_parameters=sum(math.prod(s.shape) for s in held.values()),
             parameter_bytes=sum(kept_bytes(program, s) for s in held),
@@ -322,7 +322,7 @@ class _Outliner:
             loads=tuple(dict.fromkeys(inputs.get(v, v) for v in loads)),
         )
 
-    def groups(self, index: int) -> tuple[CallGroup, ...]:
+    def group_stage_calls(self, index: int) -> tuple[CallGroup, ...]:
         stage = self.program.stages[index]
         recomputed, selective = set(stage.checkpoint_calls), set(stage.selective_calls)
         starts = chunk_starts(stage)
@@ -346,8 +346,8 @@ class _Outliner:
                     blocks=tuple(c.block for c in calls[:period]),
                     count=repeats,
                     paths=path_range(ends),
-                    collectives=self.moved(index, range(start, stop)),
-                    weights=tuple(w for call in calls[:period] for w in self.weights(call)),
+                    collectives=self.sum_collective_traffic(index, range(start, stop)),
+                    weights=tuple(w for call in calls[:period] for w in self.list_call_weights(call)),
                     num_parameters=sum(math.prod(self.program.states[s].shape) for s in parameters),
                     parameter_bytes=sum(kept_bytes(self.program, s) for s in parameters),
                     recomputed=start in recomputed,
@@ -358,16 +358,16 @@ class _Outliner:
             )
         return tuple(made)
 
-    def weights(self, call: Any) -> list[Weight]:
+    def list_call_weights(self, call: Any) -> list[Weight]:
         gathered = self.program.zero == 3 and self.program.size("dp_shard") * self.program.size("cp") > 1
         return block_weights(self.program.blocks[call.block], call, self.program.states, gathered)
 
-    def moved(self, stage: int, calls: range) -> tuple[CollectiveTotal, ...]:
+    def sum_collective_traffic(self, stage: int, calls: range) -> tuple[CollectiveTotal, ...]:
         sizes: dict[tuple[str, str, Direction], list[int]] = {}
         for i in calls:
             call = self.program.stages[stage].calls[i]
             recomputed = i in self.program.stages[stage].checkpoint_calls
-            for use in self.collectives(call):
+            for use in self.list_call_collectives(call):
                 directions: list[Direction] = [use.direction]
                 if use.direction == "forward" and recomputed:
                     directions.append("backward")
@@ -375,7 +375,7 @@ class _Outliner:
                     sizes.setdefault((use.op, use.axis, direction), []).append(use.num_bytes)
         return tuple(CollectiveTotal(*key, len(all_), sum(all_), len(set(all_)) == 1) for key, all_ in sizes.items())
 
-    def collectives(self, call: Any) -> tuple[BlockCollective, ...]:
+    def list_call_collectives(self, call: Any) -> tuple[BlockCollective, ...]:
         program = self.program
         train = program.objective == "train"
         grads = tuple(train and program.states[s].requires_grad for s in call.states) + tuple(
@@ -390,7 +390,7 @@ class _Outliner:
         values = [self.program.values[n] for n in names if n in self.program.values]
         return sum(tensor_bytes(v.shape, v.dtype) for v in values if v.requires_grad or not gradients)
 
-    def flows(self, stages: Sequence[StageOutline]) -> list[ValueFlow]:
+    def find_value_flows(self, stages: Sequence[StageOutline]) -> list[ValueFlow]:
         program = self.program
         made: dict[str, list[tuple[int, int]]] = {}
         for stage in stages:
@@ -421,7 +421,7 @@ class _Outliner:
             for (source, target), values in between.items()
         ]
 
-    def links(self) -> list[StageTransfer]:
+    def list_stage_transfers(self) -> list[StageTransfer]:
         directions: dict[str, Direction] = {"SEND_F": "forward", "SEND_B": "backward"}
         values: dict[tuple[int, int, Direction], dict[str, None]] = {}
         for index, stage in enumerate(self.program.stages):
@@ -434,7 +434,7 @@ class _Outliner:
             for (source, target, direction), names in values.items()
         ]
 
-    def ties(self, stages: Sequence[StageOutline]) -> list[TiedWeight]:
+    def find_tied_weights(self, stages: Sequence[StageOutline]) -> list[TiedWeight]:
         readers: dict[str, dict[tuple[int, int], None]] = {}
         for stage in stages:
             for group in stage.groups:

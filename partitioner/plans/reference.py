@@ -24,6 +24,7 @@ from partitioner.passes.capture.export import in_containers, place_of
 from partitioner.passes.capture.wrappers import copy_model
 from partitioner.passes.errors import InputsError, PartitionError
 from partitioner.passes.ir.rewrite import as_type
+from partitioner.passes.normalize.decompose import RecurrentLayers
 from partitioner.passes.ops.fake_quantize import FORMULAS, fused_quantizers_traced
 from partitioner.passes.ops.random import Sampler, apply_dropout, arguments_of, draw_whole_tensor, formula_of
 from partitioner.passes.trace.autograd_functions import collections_kept, drop_looking_hooks, looking_hooks_skipped
@@ -186,8 +187,9 @@ class _ByPlace(TorchFunctionMode):
         bound = _bind_arguments(replacement, args, kwargs) if replacement is not None else None
         if replacement is not None and bound is not None:
             return replacement(self, **bound)
-        if getattr(func, "__name__", "") in _RECURRENT and len(args) == 9 and args[4] > 1 and args[5] and args[6]:
-            return self.recurrent(func, *args)
+        if getattr(func, "__name__", "") in _RECURRENT and len(args) == 9 and RecurrentLayers(*args[3:]).drops:
+            x, state, weights, *layers = args
+            return self.recurrent(func, x, state, weights, RecurrentLayers(*layers))
         if getattr(func, "__module__", "") == nn.functional.__name__:
             with self.inside():
                 return func(*args, **kwargs)
@@ -218,23 +220,18 @@ class _ByPlace(TorchFunctionMode):
         x: Tensor,
         state: Any,
         weights: Sequence[Tensor],
-        biased: bool,
-        layers: int,
-        p: float,
-        training: bool,
-        both_ways: bool,
-        batch_first: bool,
+        stack: RecurrentLayers,
     ) -> tuple[Tensor, ...]:
         """Layer by layer, what one gives the next dropped out (``passes/normalize/decompose.py``)."""
-        each, ways = len(weights) // layers, 2 if both_ways else 1
+        each, ways = len(weights) // stack.layers, stack.ways
         several = not isinstance(state, Tensor)
         last: list[tuple[Tensor, ...]] = []
-        for layer in range(layers):
+        for layer in range(stack.layers):
             if layer:
-                x = self.drop(x, p)
+                x = self.drop(x, stack.p)
             first = [s[layer * ways : (layer + 1) * ways] for s in (state if several else [state])]
             own = weights[layer * each : (layer + 1) * each]
-            x, *ends = func(x, first if several else first[0], own, biased, 1, 0.0, training, both_ways, batch_first)
+            x, *ends = func(x, first if several else first[0], own, *stack.of_one)
             last.append(tuple(ends))
         return x, *(torch.cat(ends) for ends in zip(*last, strict=True))
 

@@ -94,7 +94,7 @@ class ScheduleTable(Data):
     def own(self) -> Timetable:
         """The timetable: ranks and orders of actions. Raises :class:`ScheduleError` if the table is no valid
         schedule."""
-        return _ScheduleTableReader(self).timetable()
+        return _ScheduleTableReader(self).parse_timetable()
 
     @cached_property
     def num_microbatches(self) -> int:
@@ -142,34 +142,34 @@ class _ScheduleTableReader:
 
     def __init__(self, table: ScheduleTable) -> None:
         self.name = table.name
-        self.rows = [list(self.row(number, row)) for number, row in enumerate(table.rows, 1)]
+        self.rows = [list(self.parse_row(number, row)) for number, row in enumerate(table.rows, 1)]
 
-    def refuse(self, message: str) -> ScheduleError:
+    def create_schedule_error(self, message: str) -> ScheduleError:
         return ScheduleError(f"the schedule {self.name!r}, {message}")
 
-    def row(self, number: int, row: Sequence[str]) -> Iterator[_ScheduleCell]:
+    def parse_row(self, number: int, row: Sequence[str]) -> Iterator[_ScheduleCell]:
         for place, text in enumerate(row, 1):
             pair = _OVERLAP.fullmatch(text.strip())
             for part in pair[1].split(";") if pair else [text]:
                 if part.strip():
-                    yield self.cell(part.strip(), number, place)
+                    yield self.parse_cell(part.strip(), number, place)
 
-    def cell(self, text: str, row: int, place: int) -> _ScheduleCell:
+    def parse_cell(self, text: str, row: int, place: int) -> _ScheduleCell:
         found = _ACTION.fullmatch(text)
         if found:
             return _ScheduleCell(found[2], int(found[1]), int(found[3]), row, place)
         hint = "<stage><F, B, I or W><microbatch>, like 3F0, or an empty cell"
         if _OTHER.fullmatch(text):
             hint += "; sends, receives and gathers are not written: they follow from the order (format compute_only)"
-        raise self.refuse(f"row {row}, cell {place}: {text!r} is no action; expected {hint}")
+        raise self.create_schedule_error(f"row {row}, cell {place}: {text!r} is no action; expected {hint}")
 
-    def timetable(self) -> Timetable:
+    def parse_timetable(self) -> Timetable:
         cells = [cell for row in self.rows for cell in row]
         if not cells:
             raise ScheduleError(f"the schedule {self.name!r} has no actions; expected a row for each pipeline rank")
-        home = self.homes(cells)
+        home = self.find_first_actions(cells)
         self.check_once(cells)
-        self.check_all(cells, home)
+        self.check_completeness(cells, home)
         ranks = tuple(home[k].row - 1 for k in range(len(home)))
         self.check_order()
         chunk = {k: place for stages in group_stages_by_rank(ranks, len(self.rows)) for place, k in enumerate(stages)}
@@ -178,24 +178,26 @@ class _ScheduleTableReader:
         orders = (merge_backward_halves(order, chunk[0]) if s == ranks[0] else order for s, order in enumerate(whole))
         return Timetable(tuple(orders), ranks)
 
-    def homes(self, cells: Sequence[_ScheduleCell]) -> dict[int, _ScheduleCell]:
+    def find_first_actions(self, cells: Sequence[_ScheduleCell]) -> dict[int, _ScheduleCell]:
         """The first action of each virtual stage. Raises :class:`ScheduleError` if the actions of a stage are in
         several rows."""
         first: dict[int, _ScheduleCell] = {}
         for cell in cells:
             other = first.setdefault(cell.stage, cell)
             if other.row != cell.row:
-                raise self.refuse(
+                raise self.create_schedule_error(
                     f"{cell.place}: {cell.text} runs stage {cell.stage}, which row {other.row} holds (cell "
                     f"{other.cell}: {other.text}); expected all of a stage in one row"
                 )
         for number, row in enumerate(self.rows, 1):
             if not row:
-                raise self.refuse(f"row {number} has no actions; expected at least one stage for every rank")
+                raise self.create_schedule_error(
+                    f"row {number} has no actions; expected at least one stage for every rank"
+                )
         for k in range(max(first)):
             if k not in first:
                 largest = first[max(first)]
-                raise self.refuse(
+                raise self.create_schedule_error(
                     f"{largest.place}: {largest.text} runs stage {largest.stage}, but no row has stage {k}; expected "
                     "stages from 0 on without a gap"
                 )
@@ -207,10 +209,12 @@ class _ScheduleTableReader:
             for kind in _HALVES[cell.kind]:
                 other = seen.get((kind, cell.stage, cell.microbatch))
                 if other is not None:
-                    raise self.refuse(f"{cell.place}: {cell.text} again; cell {other.cell} has {other.text}")
+                    raise self.create_schedule_error(
+                        f"{cell.place}: {cell.text} again; cell {other.cell} has {other.text}"
+                    )
             seen[cell.kind, cell.stage, cell.microbatch] = cell
 
-    def check_all(self, cells: Sequence[_ScheduleCell], first: dict[int, _ScheduleCell]) -> None:
+    def check_completeness(self, cells: Sequence[_ScheduleCell], first: dict[int, _ScheduleCell]) -> None:
         """Raise :class:`ScheduleError` unless every stage runs every microbatch forward and backward."""
         there = {(c.kind, c.stage, c.microbatch) for c in cells}
         last = max(cells, key=lambda c: c.microbatch)
@@ -226,7 +230,7 @@ class _ScheduleTableReader:
                     what = f"{k}I{i}, which comes before {k}W{i}"
                 else:
                     continue
-                raise self.refuse(
+                raise self.create_schedule_error(
                     f"row {home.row} lacks {what}; expected every microbatch from 0 to {last.microbatch} "
                     f"({last.place}: {last.text})"
                 )
@@ -239,7 +243,9 @@ class _ScheduleTableReader:
                 before = {"F": None, "B": "F", "I": "F", "W": "I"}[cell.kind]
                 if before and (before, cell.stage, cell.microbatch) not in seen:
                     wanted = f"{cell.stage}{before}{cell.microbatch}"
-                    raise self.refuse(f"{cell.place}: {cell.text} comes before {wanted}; expected it after")
+                    raise self.create_schedule_error(
+                        f"{cell.place}: {cell.text} comes before {wanted}; expected it after"
+                    )
                 seen.add((cell.kind, cell.stage, cell.microbatch))
 
     def check_progress(self, timetable: Timetable) -> None:
@@ -247,6 +253,6 @@ class _ScheduleTableReader:
         if stuck:
             cells = [self.rows[rank][place] for rank, place in stuck]
             shown = "; ".join(f"{c.place} ({c.text})" for c in cells[:4])
-            raise self.refuse(
+            raise self.create_schedule_error(
                 f"{cells[0].place}: {cells[0].text} waits for ever, for what comes after it. Those that wait: {shown}"
             )

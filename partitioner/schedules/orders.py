@@ -83,17 +83,17 @@ def zero_bubble_v(p: int, m: int, v: int) -> tuple[Order, ...]:
 
 def _zero_bubble_v(p: int, s: int, m: int) -> list[Action]:
     lane = _RankOrderBuilder()
-    lane.add("F0", 2 * (p - s) - 1)
-    lane.add("F1 F0", s)
-    lane.add("F1 I1 W1", p - s)
-    while lane.count("F", 0) < m or lane.count("F", 1) < m:
-        if lane.count("F", 0) < m:
-            lane.add("F0")
-        lane.add("I0 W0 F1 I1 W1")
-    lane.add("I0 I1", s)
-    lane.add("I0 W0", p - s)
-    lane.add("W1", lane.count("I", 1) - lane.count("W", 1))
-    lane.add("W0", lane.count("I", 0) - lane.count("W", 0))
+    lane.add_actions("F0", 2 * (p - s) - 1)
+    lane.add_actions("F1 F0", s)
+    lane.add_actions("F1 I1 W1", p - s)
+    while lane.count_actions("F", 0) < m or lane.count_actions("F", 1) < m:
+        if lane.count_actions("F", 0) < m:
+            lane.add_actions("F0")
+        lane.add_actions("I0 W0 F1 I1 W1")
+    lane.add_actions("I0 I1", s)
+    lane.add_actions("I0 W0", p - s)
+    lane.add_actions("W1", lane.count_actions("I", 1) - lane.count_actions("W", 1))
+    lane.add_actions("W0", lane.count_actions("I", 0) - lane.count_actions("W", 0))
     return lane.order
 
 
@@ -106,17 +106,17 @@ def dual_pipe_v(p: int, m: int, v: int) -> tuple[Order, ...]:
 def _dual_pipe_v(p: int, s: int, m: int) -> list[Action]:
     lane = _RankOrderBuilder()
     last = p - s - 1
-    lane.add("F0", 2 * last)
-    lane.add("F0 F1", s + 1)
-    lane.add("I1 W F1", last)
-    lane.add("F0 B1 F1 B0", m - 2 * p + s + 1)
-    lane.add("B1 F1 B0", last)
+    lane.add_actions("F0", 2 * last)
+    lane.add_actions("F0 F1", s + 1)
+    lane.add_actions("I1 W F1", last)
+    lane.add_actions("F0 B1 F1 B0", m - 2 * p + s + 1)
+    lane.add_actions("B1 F1 B0", last)
     half = (s + 1) // 2
     for pair in range(s + 1):  # from the middle one on, backwards for weights wait
-        lane.add("B1" if pair < half + (s % 2 == 0) else "I1")
-        lane.add("B0" if pair < half else "I0")
-    lane.add("W I0", last)
-    lane.add("W", len(lane.waiting))
+        lane.add_actions("B1" if pair < half + (s % 2 == 0) else "I1")
+        lane.add_actions("B0" if pair < half else "I0")
+    lane.add_actions("W I0", last)
+    lane.add_actions("W", len(lane.waiting))
     return lane.order
 
 
@@ -128,10 +128,10 @@ class _RankOrderBuilder:
         self.waiting: list[tuple[int, int]] = []  # (chunk, microbatch) whose backward for weights is to come
         self.counts: dict[tuple[str, int], int] = {}
 
-    def count(self, kind: str, chunk: int) -> int:
+    def count_actions(self, kind: str, chunk: int) -> int:
         return self.counts.get((kind, chunk), 0)
 
-    def add(self, pattern: str, times: int = 1) -> None:
+    def add_actions(self, pattern: str, times: int = 1) -> None:
         """``F0 I1 W``: the next forward of chunk 0, ... ``W``: of the chunk that waits longest, if any does."""
         for word in pattern.split() * times:
             if word == "W":
@@ -141,7 +141,7 @@ class _RankOrderBuilder:
                 continue
             kind, chunk = word[0], int(word[1:])
             if kind == "W":
-                self._append_weight_backward(chunk, self.count("W", chunk))
+                self._append_weight_backward(chunk, self.count_actions("W", chunk))
                 continue
             i = self._take_next_microbatch("F" if kind == "F" else "I", chunk)
             self.order.append(Action("F" if kind == "F" else "B" if kind == "B" else "I", i, chunk))
@@ -152,11 +152,11 @@ class _RankOrderBuilder:
 
     def _append_weight_backward(self, chunk: int, i: int) -> None:
         self.waiting.remove((chunk, i))
-        self.counts["W", chunk] = self.count("W", chunk) + 1
+        self.counts["W", chunk] = self.count_actions("W", chunk) + 1
         self.order.append(Action("W", i, chunk))
 
     def _take_next_microbatch(self, kind: ActionKind, chunk: int) -> int:
-        i = self.count(kind, chunk)
+        i = self.count_actions(kind, chunk)
         self.counts[kind, chunk] = i + 1
         return i
 

@@ -99,7 +99,7 @@ def assemble_program_graph(
             env[node] = empty_mask(graph, node, _find_model_location(node, classes))
         elif node.target in MARKS:
             env[node] = env[node.args[0]]
-        elif node.op == "call_function" and selected.concerns(node, env):
+        elif node.op == "call_function" and selected.concerns_node(node, env):
             env[node] = _copy_selected_rows(selected, node, env, classes)
         elif node.op == "call_function":
             env[node] = graph.node_copy(node, env.__getitem__)
@@ -130,7 +130,7 @@ def _copy_selected_rows(
     selected: SelectedRows, node: fx.Node, env: Mapping[fx.Node, Any], classes: dict[str, str]
 ) -> Any:
     try:
-        return selected.copy(node, env, _find_model_location(node, classes))
+        return selected.copy_node(node, env, _find_model_location(node, classes))
     except Unselectable as error:
         if str(error):
             raise UnsupportedError(f"{node.target} ({_format_node_location(node)}): {error}") from None

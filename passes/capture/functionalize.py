@@ -221,7 +221,7 @@ def flatten_program(program: ExportedProgram, own: Mapping[int, str] | None = No
     """
     _check_followed(program, own or {})
     inliner = _RegionInliner(_find_trainable_placeholders(program))
-    graph = inliner.run(program)
+    graph = inliner.inline_program(program)
     functional = not spell_out(graph) and inliner.transforms is None and not inliner.closed
     functional = functional and (not inliner.mutates or remove_inplace(graph))
     flat = copy.copy(program)
@@ -350,7 +350,7 @@ class _RegionInliner:
         self.closed = False  # whether there are calls of functions that are to be traced anew
         self.transforms: fx.Node | None = None  # the first of torch.vmap and its kin: gone once traced anew
 
-    def run(self, program: ExportedProgram) -> fx.Graph:
+    def inline_program(self, program: ExportedProgram) -> fx.Graph:
         env: dict[fx.Node, Any] = {}
         for node in program.graph.nodes:
             if node.op == "placeholder":
@@ -359,13 +359,13 @@ class _RegionInliner:
                     self.memory.marks(env[node])
         for constant, state in _held_twice(program).items():
             env[constant] = env[state]
-        results = self.body(program.graph_module, env, grad=True)
+        results = self.inline_body(program.graph_module, env, grad=True)
         fx.node.map_arg(results, self.memory.reads)
         self.memory.finish()
         self.graph.output(results)
         return self.graph
 
-    def body(self, owner: fx.GraphModule, env: dict[fx.Node, Any], grad: bool) -> Any:
+    def inline_body(self, owner: fx.GraphModule, env: dict[fx.Node, Any], grad: bool) -> Any:
         """Copy the operators of ``owner``'s graph; returns what it outputs. ``grad``: whether gradients are on."""
         for node in owner.graph.nodes:
             if node.op == "output":
@@ -373,26 +373,26 @@ class _RegionInliner:
             if node.op == "get_attr":
                 env[node] = getattr(owner, str(node.target))
             elif node.op == "call_function":
-                env[node] = self.operator(node, env, grad)
+                env[node] = self.inline_operator(node, env, grad)
         raise AssertionError("a graph ends in an output node")
 
-    def operator(self, node: fx.Node, env: dict[fx.Node, Any], grad: bool) -> Any:
+    def inline_operator(self, node: fx.Node, env: dict[fx.Node, Any], grad: bool) -> Any:
         if isinstance(node.target, torch._ops.HigherOrderOperator):
-            return self.region(node, env, grad)
+            return self.inline_region(node, env, grad)
         if node.target is operator.getitem and not isinstance(env[node.args[0]], fx.Node):  # type: ignore[index]
             return env[node.args[0]][node.args[1]]  # type: ignore[index]
         if not isinstance(node.target, torch._ops.OpOverload):
             if self.transforms is None and getattr(node.target, "__module__", "") == _TRANSFORMS:
                 self.transforms = node
-            return self.copy(node, env, grad)
+            return self.copy_node(node, env, grad)
         if node.target._schema.name.split("::")[1].startswith(_CHECKS):
             return None
         if _returns_itself(node) or (not grad and does_nothing(node)):
             return env[node.args[0]]  # type: ignore[index]
         self.mutates |= node.target._schema.is_mutable and node.target not in _PURE
-        return self.copy(node, env, grad)
+        return self.copy_node(node, env, grad)
 
-    def region(self, node: fx.Node, env: dict[fx.Node, Any], grad: bool) -> Any:
+    def inline_region(self, node: fx.Node, env: dict[fx.Node, Any], grad: bool) -> Any:
         """Inline a sub-graph that runs with gradients or autocast switched."""
         args: list[Any] = [env[a] if isinstance(a, fx.Node) else a for a in node.args]
         name = node.target.name()  # type: ignore[union-attr]
@@ -407,19 +407,19 @@ class _RegionInliner:
                 "pass the module, or take the region out and give the precision by partition(precision=...)"
             )
         elif name == "flat_apply" and (function := _own_function(args)) is not None and not self._needs_grad(args):
-            return self.applied(node, function, *pytree.tree_unflatten(args[2:], args[1]))
+            return self.insert_function_call(node, function, *pytree.tree_unflatten(args[2:], args[1]))
         else:
             raise UnsupportedError(
                 f"the operator {name}{_line_of(node, args)} runs a function of its own, which cannot be partitioned: "
                 "write it without torch.cond, while_loop and their kin"
             )
         inner = [n for n in owner.graph.nodes if n.op == "placeholder"]
-        return self.body(owner, dict(zip(inner, operands, strict=True)), grad)
+        return self.inline_body(owner, dict(zip(inner, operands, strict=True)), grad)
 
     def _needs_grad(self, args: list[Any]) -> bool:
         return any(isinstance(a, fx.Node) and self.memory.needs_grad(a) for a in args)
 
-    def applied(self, node: fx.Node, function: Callable[..., Any], args: Any, kwargs: Any) -> fx.Node:
+    def insert_function_call(self, node: fx.Node, function: Callable[..., Any], args: Any, kwargs: Any) -> fx.Node:
         """A call of a ``torch.autograd.Function`` that torch.export leaves closed, to be opened when it is traced anew:
         without a gradient it is what its forward is."""
         made = self.graph.call_function(function, args, kwargs)
@@ -428,7 +428,7 @@ class _RegionInliner:
         self.closed = True
         return made
 
-    def copy(self, node: fx.Node, env: dict[fx.Node, Any], grad: bool) -> fx.Node:
+    def copy_node(self, node: fx.Node, env: dict[fx.Node, Any], grad: bool) -> fx.Node:
         def operand(n: fx.Node) -> Any:
             value = env[n]
             return self.without_grad(value, node) if not grad and self.memory.needs_grad(value) else value

@@ -54,9 +54,9 @@ def spread_experts(
     """
     rewriter = _Spreader(axis, size, merged, apart)
     for region in regions:
-        rewriter.add(region)
+        rewriter.add_region(region)
     for node in block.graph.nodes:
-        rewriter.copy(node)
+        rewriter.copy_node(node)
     drop_unused(rewriter.graph)
     layouts = {name: make_shard_layout(dim) for region in regions for name, dim in region.states.items()}
     return Block(block.name, rewriter.graph, block.states, block.inputs), layouts
@@ -75,7 +75,7 @@ class _Spreader:
         self.routes: dict[fx.Node, tuple[fx.Node, fx.Node, fx.Node]] = {}
         self.sent: dict[tuple[int, fx.Node], fx.Node] = {}
 
-    def add(self, region: ExpertRegion) -> None:
+    def add_region(self, region: ExpertRegion) -> None:
         if region.num_experts % self.size:
             where = region.products[0].meta.get("path") or region.products[0].name
             raise UnsupportedError(
@@ -85,7 +85,7 @@ class _Spreader:
         self.tables |= region.tables
         self.region_of |= dict.fromkeys(region.nodes, region)
 
-    def copy(self, node: fx.Node) -> None:
+    def copy_node(self, node: fx.Node) -> None:
         if node in self.tables:
             self._shard_table_node(node, self.tables[node])
         elif node in self.region_of:

@@ -349,7 +349,7 @@ class LoopWeights:
     def of_all(self, stack: ExpertParameter | PackedParameter) -> fx.Node:
         """One value for all experts, which its first dim counts."""
         self.read = True
-        return stack.node if isinstance(stack, PackedParameter) else self.packing.pack(stack.nodes)
+        return stack.node if isinstance(stack, PackedParameter) else self.packing.pack_parameters(stack.nodes)
 
     def turned(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PackedParameter:
         """A parameter with its dims in another order, or of another type. Raises :class:`Different`."""

@@ -69,8 +69,8 @@ def route_loops(captured: Captured) -> Captured:
             continue
         for loop in loops_at(head, numbers):
             merging = _Merging(captured, head, loop, numbers)
-            if merging.run():
-                captured, routed = merging.packing.settle(), True
+            if merging.merge_loop():
+                captured, routed = merging.packing.remove_packed_parameters(), True
                 break
     if not routed:
         return captured
@@ -94,12 +94,12 @@ class _Merging:
         covers = num_choices(loop.of)
         self.covers = loop.first == 0 and covers == len(loop.parts)  # whether every row is an expert's
 
-    def run(self) -> bool:
+    def merge_loop(self) -> bool:
         """Rewrite the loop; ``False``, and nothing done, where it is not what it seemed."""
         graph = self.build.graph
         with graph.inserting_before(self.head):
             try:
-                total = self._build_loop_total(self.merge(self.loop.parts))
+                total = self._build_loop_total(self.merge_nodes(self.loop.parts))
                 apart = self._is_apart() and _is_like(total, self.head)
             except Different:
                 apart = False
@@ -107,7 +107,7 @@ class _Merging:
             self.head.target, self.head.args, self.head.kwargs = total.target, total.args, total.kwargs
         drop_unused(graph)
         if not apart:
-            self.packing.abandon()
+            self.packing.remove_placeholders()
         return apart
 
     def _build_loop_total(self, made: Any) -> fx.Node:
@@ -134,7 +134,7 @@ class _Merging:
         users = self.inner | self.loop.chain
         return self.weights.read and all(u in users for n in read for u in n.users)
 
-    def merge(self, nodes: tuple[fx.Node, ...]) -> Any:
+    def merge_nodes(self, nodes: tuple[fx.Node, ...]) -> Any:
         """What stands for ``nodes``, one of each expert. Raises :class:`Different`."""
         if nodes not in self.known:
             alike = len({self.numbers(n) for n in nodes}) == 1
@@ -144,7 +144,7 @@ class _Merging:
     def _merge_nodes(self, nodes: tuple[fx.Node, ...]) -> Any:
         first = nodes[0]
         if first.op == "placeholder":
-            self.packing.check(nodes)
+            self.packing.check_parameters(nodes)
             return ExpertParameter(nodes)
         made = self._merge_choices(nodes) or self._merge_slices(nodes) or self.columns.picked(nodes)
         if made is not None:
@@ -172,7 +172,7 @@ class _Merging:
             return self._merge_products(first, args)
         if any(isinstance(a, ExpertSum) for a in given):
             return self._apply_to_sum(first, args, kwargs)
-        return self._by_row(first, args, kwargs)
+        return self._merge_row_operator(first, args, kwargs)
 
     def _merge_slices(self, nodes: tuple[fx.Node, ...]) -> PackedParameter | None:
         made = self.weights.sliced(nodes)
@@ -192,7 +192,7 @@ class _Merging:
 
     def _merge_one_argument(self, given: Sequence[Any]) -> Any:
         if all(isinstance(g, fx.Node) for g in given):
-            return self.merge(tuple(given))
+            return self.merge_nodes(tuple(given))
         if isinstance(given[0], list | tuple) and all(type(g) is type(given[0]) for g in given):
             if any(len(g) != len(given[0]) for g in given):
                 raise Different
@@ -303,7 +303,7 @@ class _Merging:
             raise Different
         return ExpertSum(self.build(node.target, *(a.node if isinstance(a, ExpertSum) else a for a in args), **kwargs))
 
-    def _by_row(
+    def _merge_row_operator(
         self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> ExpertRows | MultiResultRows | ExpertSum | PlacedRows:
         """An operator that works on each row by itself."""
@@ -358,7 +358,7 @@ class _Merging:
 
     def _merge_getitem(self, nodes: tuple[fx.Node, ...]) -> ExpertRows:
         """One of several results."""
-        whole: Any = self.merge(tuple(n.args[0] for n in nodes))  # type: ignore[misc]
+        whole: Any = self.merge_nodes(tuple(n.args[0] for n in nodes))  # type: ignore[misc]
         if not isinstance(whole, MultiResultRows):
             raise Different
         self.inner.update(nodes)

@@ -75,7 +75,7 @@ def find_regions(block: Block, apart: Collection[str] = ()) -> list[ExpertRegion
         if node.target in row_products():
             products.setdefault(row_products()[node.target](node)[2], []).append(node)
     for keys, nodes in products.items():
-        region = _RegionFinder(block, keys, nodes, apart).region()
+        region = _RegionFinder(block, keys, nodes, apart).find_region()
         if region is not None:
             found.append(region)
     dense: dict[int, list[fx.Node]] = {}
@@ -83,7 +83,7 @@ def find_regions(block: Block, apart: Collection[str] = ()) -> list[ExpertRegion
         if node.target == aten.bmm.default:
             dense.setdefault(get_meta_shape(node)[0], []).append(node)
     for nodes in dense.values():
-        region = _RegionFinder(block, None, nodes, apart).region()
+        region = _RegionFinder(block, None, nodes, apart).find_region()
         if region is not None:
             found.append(region)
     return found
@@ -105,7 +105,7 @@ class _RegionFinder:
         self.entries: dict[fx.Node, RowExpertDims] = {}
         self.num_experts = 0
 
-    def region(self) -> ExpertRegion | None:
+    def find_region(self) -> ExpertRegion | None:
         seeds = self._find_seed_nodes()
         if not seeds:
             return None

@@ -44,7 +44,7 @@ def remove_row_sorts(graph: fx.Graph) -> None:
     """Rewrite ``graph`` in place. Requires and keeps values on every node."""
     for node in list(graph.nodes):
         if node.target in (*_SORTS, *_ARGSORTS) and len(list_node_sizes(operands_of(node)[0])) == 1:
-            _Unsorter(graph, node).run()
+            _Unsorter(graph, node).unsort_rows()
     drop_unused(graph)
 
 
@@ -70,7 +70,7 @@ class _Unsorter:
         self.order: fx.Node | None = None
         self.inverse: set[fx.Node] = set()
 
-    def run(self) -> None:
+    def unsort_rows(self) -> None:
         nodes = list(self.graph.nodes)
         with self.graph.inserting_before(self.sort):
             build = Builder(self.graph, self.sort)
@@ -358,7 +358,7 @@ def kept_sorted(block: Block) -> Block:
         if sum(n.target is _PRODUCT for n in region.products) > 1 and len(region.products) == sum(
             n.target is _PRODUCT for n in region.nodes
         ):
-            _Sorter(block.graph, region).run()
+            _Sorter(block.graph, region).sort_rows()
     drop_unused(block.graph)
     return block
 
@@ -369,7 +369,7 @@ class _Sorter:
         self.graph, self.region, self.keys = graph, region, region.keys
         self.moved: dict[fx.Node, fx.Node] = {}
 
-    def run(self) -> None:
+    def sort_rows(self) -> None:
         nodes = [n for n in self.graph.nodes if n in self.region.nodes]
         with self.graph.inserting_after(self.keys):
             found = self._append_call(ops.sort_experts.default, self.keys, self.keys, self.region.num_experts)

@@ -40,7 +40,7 @@ class Packing:
         self.captured = captured
         self.packed: dict[tuple[fx.Node, ...], fx.Node] = {}
 
-    def check(self, nodes: tuple[fx.Node, ...]) -> None:
+    def check_parameters(self, nodes: tuple[fx.Node, ...]) -> None:
         """Raise :class:`Different` where ``nodes`` are not parameters that have one form and one name each."""
         states = [self.captured.states.get(self.captured.placeholders.get(n.name, "")) for n in nodes]
         kinds = {(s.kind, s.spec, s.requires_grad, s.aliases, s.parts) if s is not None else None for s in states}
@@ -48,7 +48,7 @@ class Packing:
         if kinds or kind is None or kind[0] != "parameter" or kind[3] or kind[4] or len(set(nodes)) != len(nodes):
             raise Different
 
-    def pack(self, nodes: tuple[fx.Node, ...]) -> fx.Node:
+    def pack_parameters(self, nodes: tuple[fx.Node, ...]) -> fx.Node:
         """One placeholder for the parameters ``nodes`` of all modules."""
         if nodes in self.packed:
             return self.packed[nodes]
@@ -70,12 +70,12 @@ class Packing:
         self.packed[nodes] = made
         return made
 
-    def abandon(self) -> None:
+    def remove_placeholders(self) -> None:
         """Take back the placeholders that were made, which nothing reads."""
         for made in self.packed.values():
             self.captured.graph.erase_node(made)
 
-    def settle(self) -> Captured:
+    def remove_packed_parameters(self) -> Captured:
         """``captured`` without the parameters that are packed, which nothing reads any more."""
         placeholders, states = dict(self.captured.placeholders), dict(self.captured.states)
         for node in (n for nodes in self.packed for n in nodes):
@@ -101,8 +101,8 @@ def stack_experts(captured: Captured) -> Captured:
     for head in reversed(list(captured.graph.nodes)):
         if head.target is aten.add.Tensor and head.name not in named and not is_inner(head):
             stacking = _Stacking(captured, head)
-            if stacking.run():
-                captured = stacking.packing.settle()
+            if stacking.stack_experts():
+                captured = stacking.packing.remove_packed_parameters()
     return captured
 
 
@@ -148,7 +148,7 @@ class _Stacking:
         self.sums: set[fx.Node] = set()
         self.num = 0
 
-    def run(self) -> bool:
+    def stack_experts(self) -> bool:
         """Stack the sum's experts; ``False``, and nothing done, where it has none."""
         if not is_sum(self.head) or len(list_node_sizes(self.head)) != 2:
             return False
@@ -209,7 +209,7 @@ class _Stacking:
         ):
             raise Different
         if first.op == "placeholder":
-            self.packing.check(nodes)
+            self.packing.check_parameters(nodes)
             self.packed.append(nodes)
             return
         self.visited |= set(nodes)
@@ -250,7 +250,7 @@ class _Stacking:
         if nodes not in self.made:
             first = nodes[0]
             if first.op == "placeholder":
-                self.made[nodes] = self.packing.pack(nodes), True
+                self.made[nodes] = self.packing.pack_parameters(nodes), True
             else:
                 self.made[nodes] = self._stack_operator(nodes), True
         return self.made[nodes]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -145,32 +145,30 @@ def _checked_moments(
 
 
 # --- norms ------------------------------------------------------------------------------------------------------------
-def batch_norm(
-    build: Builder,
-    x: fx.Node,
-    weight: fx.Node | None,
-    bias: fx.Node | None,
-    running_mean: fx.Node | None,
-    running_var: fx.Node | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    *_: Any,
-) -> Any:
-    """Per channel: by the running statistics, or by those of the batch."""
+class BatchNorm(NamedTuple):
+    """What torch's operators of batch norm take after the input, in their order."""
+
+    weight: fx.Node | None
+    bias: fx.Node | None
+    running_mean: fx.Node | None
+    running_var: fx.Node | None
+    training: bool
+    momentum: float
+    eps: float
+
+
+def batch_norm(build: Builder, x: fx.Node, *arguments: Any) -> Any:
+    """Per channel: by the running statistics, or by those of the batch. ``arguments``: of ``aten.batch_norm``."""
+    return _rewrite_batch_norm(build, x, BatchNorm(*arguments[: len(BatchNorm._fields)]))
+
+
+def _rewrite_batch_norm(build: Builder, x: fx.Node, norm: BatchNorm) -> Any:
     if len(list_node_sizes(x)) < 2:  # of no elements
         return KEEP
-    if training or running_mean is None or running_var is None:
-        return _normalize_channels(build, x, weight, bias, *_compute_moments(build, x, _per_channel(x), 0.0, True), eps)
-    return _normalize_channels(
-        build,
-        x,
-        weight,
-        bias,
-        _broadcast_channels(build, running_var, x),
-        _broadcast_channels(build, running_mean, x),
-        eps,
-    )
+    if norm.training or norm.running_mean is None or norm.running_var is None:
+        return _normalize_channels(build, x, norm, *_compute_moments(build, x, _per_channel(x), 0.0, True))
+    variance, centre = (_broadcast_channels(build, running, x) for running in (norm.running_var, norm.running_mean))
+    return _normalize_channels(build, x, norm, variance, centre)
 
 
 def _per_channel(x: fx.Node) -> list[int]:
@@ -182,40 +180,25 @@ def _broadcast_channels(build: Builder, node: fx.Node, x: fx.Node) -> fx.Node:
     return build(aten.reshape.default, node, [1, list_node_sizes(x)[1]] + [1] * (len(list_node_sizes(x)) - 2))
 
 
-def _normalize_channels(
-    build: Builder,
-    x: fx.Node,
-    weight: fx.Node | None,
-    bias: fx.Node | None,
-    variance: fx.Node,
-    centre: fx.Node,
-    eps: float,
-) -> fx.Node:
-    scale = build(aten.rsqrt.default, build(aten.add.Tensor, variance, eps))
+def _normalize_channels(build: Builder, x: fx.Node, norm: BatchNorm, variance: fx.Node, centre: fx.Node) -> fx.Node:
+    scale = build(aten.rsqrt.default, build(aten.add.Tensor, variance, norm.eps))
     result = build(aten.mul.Tensor, build(aten.sub.Tensor, x, centre), scale)
-    if weight is not None:
-        result = build(aten.mul.Tensor, result, _broadcast_channels(build, weight, x))
-    return result if bias is None else build(aten.add.Tensor, result, _broadcast_channels(build, bias, x))
+    if norm.weight is not None:
+        result = build(aten.mul.Tensor, result, _broadcast_channels(build, norm.weight, x))
+    return result if norm.bias is None else build(aten.add.Tensor, result, _broadcast_channels(build, norm.bias, x))
 
 
-def batch_norm_of_training(
-    build: Builder,
-    x: fx.Node,
-    weight: fx.Node | None,
-    bias: fx.Node | None,
-    running_mean: fx.Node,
-    running_var: fx.Node,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> Any:
+def batch_norm_of_training(build: Builder, x: fx.Node, *arguments: Any) -> Any:
     """Batch norm, and what it leaves in the running statistics: a part of the batch's mean and unbiased variance."""
-    if not training:
-        result = batch_norm(build, x, weight, bias, running_mean, running_var, False, momentum, eps)
-        return result, None, None, running_mean, running_var
+    norm = BatchNorm(*arguments)
+    running_mean, running_var, momentum = norm.running_mean, norm.running_var, norm.momentum
+    assert running_mean is not None
+    assert running_var is not None
+    if not norm.training:
+        return _rewrite_batch_norm(build, x, norm), None, None, running_mean, running_var
     size = count_reduced_elements(x, _per_channel(x))
     variance, centre = _compute_moments(build, x, _per_channel(x), 0.0, True)
-    result = _normalize_channels(build, x, weight, bias, variance, centre, eps)
+    result = _normalize_channels(build, x, norm, variance, centre)
 
     def moved(running: fx.Node, seen: fx.Node, part: float) -> fx.Node:
         seen = build(aten.reshape.default, build(aten.detach.default, seen), list_node_sizes(running))
@@ -237,7 +220,8 @@ def functional_batch_norm(
     eps: float,
 ) -> Any:
     """Batch norm outside of training as torch's functional form writes it, with two more results that nothing reads."""
-    return batch_norm(build, x, weight, bias, running_mean, running_var, False, momentum, eps), None, None
+    norm = BatchNorm(weight, bias, running_mean, running_var, False, momentum, eps)
+    return _rewrite_batch_norm(build, x, norm), None, None
 
 
 def batch_norm_of_batch(
@@ -250,7 +234,8 @@ def batch_norm_of_batch(
     eps: float,
 ) -> Any:
     """Batch norm that keeps no statistics."""
-    return batch_norm(build, x, weight, bias, None, None, True, momentum, eps), None, None
+    norm = BatchNorm(weight, bias, None, None, True, momentum, eps)
+    return _rewrite_batch_norm(build, x, norm), None, None
 
 
 ALGEBRA: dict[Any, Rule] = {

@@ -34,7 +34,7 @@ def drop_constant_masks(graph: fx.Graph, constants: Mapping[str, Tensor]) -> Non
             continue
         queries = list_node_sizes(node.args[0])[-2]
         if (mask, queries) not in kinds:
-            kinds[mask, queries] = _classify_mask(evaluator.value(mask), queries, list_node_sizes(mask)[-1])
+            kinds[mask, queries] = _classify_mask(evaluator.find_value(mask), queries, list_node_sizes(mask)[-1])
         band = kinds[mask, queries]
         if band is not None:
             _replace_mask_by_band(graph, node, band)

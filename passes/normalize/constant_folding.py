@@ -58,7 +58,7 @@ class ConstantEvaluator:
         self.constants = constants
         self.values: dict[fx.Node, Value | None] = {}
 
-    def value(self, node: fx.Node) -> Value | None:
+    def find_value(self, node: fx.Node) -> Value | None:
         """The node's value, ``None`` where it depends on more than constants or costs too much."""
         stack = [node]
         while stack:
@@ -69,10 +69,10 @@ class ConstantEvaluator:
             else:
                 stack.pop()
                 if top not in self.values:
-                    self.values[top] = self.evaluate(top)
+                    self.values[top] = self.compute_value(top)
         return self.values[node]
 
-    def evaluate(self, node: fx.Node) -> Value | None:
+    def compute_value(self, node: fx.Node) -> Value | None:
         if node.op == "placeholder":
             constant = self.constants.get(node.name)
             return None if constant is None or constant.numel() > LIMIT else _squeeze_constant_dims(constant)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -113,32 +113,54 @@ def _inline_operators(build: Builder, *args: Any, **kwargs: Any) -> Any:
     raise AssertionError("a graph ends in an output node")
 
 
-def layer_by_layer(
-    build: Builder,
-    x: fx.Node,
-    state: Any,
-    weights: list[fx.Node],
-    biased: bool,
-    layers: int,
-    p: float,
-    train: bool,
-    both_ways: bool,
-    batch_first: bool,
-) -> Any:
-    """What one layer gives, dropped out, is the next one's input; the last states of all layers are joined."""
-    if not p or not train or layers == 1:
+class RecurrentLayers(NamedTuple):
+    """What torch's recurrent functions take after the input, the first state and the weights, in their order.
+
+    ``p``: of the dropout between layers.
+    """
+
+    biased: bool
+    layers: int
+    p: float
+    train: bool
+    both_ways: bool
+    batch_first: bool
+
+    @property
+    def drops(self) -> bool:
+        """Whether something is dropped out between layers."""
+        return bool(self.p) and self.train and self.layers > 1
+
+    @property
+    def ways(self) -> int:
+        """Directions in which a layer reads its input."""
+        return 2 if self.both_ways else 1
+
+    @property
+    def of_one(self) -> RecurrentLayers:
+        """One of the layers alone, which drops nothing out."""
+        return self._replace(layers=1, p=0.0)
+
+
+def layer_by_layer(build: Builder, x: fx.Node, state: Any, weights: list[fx.Node], *layers: Any) -> Any:
+    """What one layer gives, dropped out, is the next one's input; the last states of all layers are joined.
+
+    ``layers``: see :class:`RecurrentLayers`.
+    """
+    stack = RecurrentLayers(*layers)
+    if not stack.drops:
         return KEEP
     assert build.node is not None
-    each, ways = len(weights) // layers, 2 if both_ways else 1
+    each, ways = len(weights) // stack.layers, stack.ways
     several = isinstance(state, list | tuple)
     states = list(state) if several else [state]
     last: list[list[fx.Node]] = []
-    for layer in range(layers):
-        x = build(aten.dropout.default, x, p, True) if layer else x
+    for layer in range(stack.layers):
+        x = build(aten.dropout.default, x, stack.p, True) if layer else x
         first = [build(aten.slice.Tensor, s, 0, layer * ways, (layer + 1) * ways) for s in states]
         own = weights[layer * each : (layer + 1) * each]
         given = first if several else first[0]
-        made = build(build.node.target, x, given, own, biased, 1, 0.0, True, both_ways, batch_first)
+        made = build(build.node.target, x, given, own, *stack.of_one)
         x, *ends = (build(operator.getitem, made, i) for i in range(1 + len(first)))
         last.append(ends)
     return x, *(build(aten.cat.default, list(ends)) for ends in zip(*last, strict=True))

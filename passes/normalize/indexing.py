@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -26,20 +26,24 @@ from partitioner.passes.normalize.shapes import to_dtype
 _SUM, _MEAN, _MAX = range(3)  # as torch numbers the modes
 
 
-def embedding_bag(
-    build: Builder,
-    weight: fx.Node,
-    ids: fx.Node,
-    offsets: fx.Node,
-    scale_grad_by_freq: bool = False,
-    mode: int = _SUM,
-    sparse: bool = False,
-    per_sample_weights: fx.Node | None = None,
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
-) -> Any:
-    """``[bags, width]``. Raises :class:`UnsupportedError` for bags of several sizes."""
-    bags, length = list_node_sizes(offsets)[0] - include_last_offset, list_node_sizes(ids)[0]
+class BagReduction(NamedTuple):
+    """How ``embedding_bag`` adds up the rows of a bag: what it takes after the offsets, in its order."""
+
+    scale_grad_by_freq: bool = False
+    mode: int = _SUM
+    sparse: bool = False
+    per_sample_weights: fx.Node | None = None
+    include_last_offset: bool = False
+    padding_idx: int | None = None
+
+
+def embedding_bag(build: Builder, weight: fx.Node, ids: fx.Node, offsets: fx.Node, *reduction: Any) -> Any:
+    """``[bags, width]``. Raises :class:`UnsupportedError` for bags of several sizes.
+
+    ``reduction``: see :class:`BagReduction`.
+    """
+    how = BagReduction(*reduction)
+    bags, length = list_node_sizes(offsets)[0] - how.include_last_offset, list_node_sizes(ids)[0]
     size = length // bags if bags > 0 else 0
     regular = offsets.target is aten.arange.start_step and offsets.args[0] == 0 and offsets.args[2] == size
     if not size or size * bags != length or not regular:
@@ -47,20 +51,20 @@ def embedding_bag(
             f"embedding_bag at {build.where} has bags of any size, which would differ between ranks; "
             "give ids as [bags, size], and fill short bags up with padding_idx"
         )
-    if scale_grad_by_freq:
+    if how.scale_grad_by_freq:
         raise UnsupportedError(
             f"embedding_bag at {build.where} scales gradients by how often an id is in the batch, which couples its "
             "samples: expected scale_grad_by_freq=False"
         )
     table = _by_bag(build, ids, [bags, size])
     rows = build(aten.embedding.default, weight, table)
-    if per_sample_weights is not None:
-        scale = _by_bag(build, per_sample_weights, [bags, size])
+    if how.per_sample_weights is not None:
+        scale = _by_bag(build, how.per_sample_weights, [bags, size])
         rows = build(aten.mul.Tensor, rows, build(aten.unsqueeze.default, scale, -1))
     kept = None
-    if padding_idx is not None and padding_idx >= 0:
-        kept = build(aten.ne.Scalar, table, padding_idx)
-    return (_reduce_bags(build, rows, kept, mode), None, None, None)
+    if how.padding_idx is not None and how.padding_idx >= 0:
+        kept = build(aten.ne.Scalar, table, how.padding_idx)
+    return (_reduce_bags(build, rows, kept, how.mode), None, None, None)
 
 
 def _by_bag(build: Builder, flat: fx.Node, sizes: list[int]) -> fx.Node:

@@ -205,9 +205,8 @@ class Attention:
         """Let queries see some of the keys ``k`` ``[..., kv heads, keys, d]`` and of the values ``v``."""
         rows, keys = slice(*tile.rows), slice(*tile.keys)
         mask = _mask_of(tile, self.band, self.q, self._masks)
-        out, lse = compute_tile_attention(
-            self.q[..., rows, :], k[..., keys, :], v[..., keys, :], tile.kind == "diagonal", mask, self.scale
-        )
+        scoring = TileScoring(tile.kind == "diagonal", mask, self.scale)
+        out, lse = compute_tile_attention(self.q[..., rows, :], k[..., keys, :], v[..., keys, :], scoring)
         self._merge_tile_result(rows, out, lse)
 
     def _merge_tile_result(self, rows: slice, out: Tensor, lse: Tensor) -> None:
@@ -270,9 +269,7 @@ class AttentionGradients:
             v[..., keys, :],
             self.out[..., rows, :],
             self.lse[..., rows],
-            tile.kind == "diagonal",
-            _mask_of(tile, self.band, self.q, self._masks),
-            self.scale,
+            TileScoring(tile.kind == "diagonal", _mask_of(tile, self.band, self.q, self._masks), self.scale),
         )
         self.of_q[..., rows, :] += found[0]
         of_k[..., keys, :] += found[1]
@@ -311,10 +308,20 @@ def band_mask(num_queries: int, num_keys: int, offset: int, band: Band, like: Te
 
 # One tile on one device. Tensors are [batch, heads, positions, d]; with fewer heads of keys than of queries, several
 # query heads share one.
-def compute_tile_attention(
-    q: Tensor, k: Tensor, v: Tensor, diagonal: bool, mask: Tensor | None, scale: float | None
-) -> tuple[Tensor, Tensor]:
+class TileScoring(NamedTuple):
+    """How a tile's scores are masked and scaled: up to the ``diagonal``, or with a ``mask`` that is added to them.
+
+    ``scale``: of the products; ``None`` is that of the width.
+    """
+
+    diagonal: bool
+    mask: Tensor | None
+    scale: float | None
+
+
+def compute_tile_attention(q: Tensor, k: Tensor, v: Tensor, scoring: TileScoring) -> tuple[Tensor, Tensor]:
     """The result and the logarithms of the sums of exponents of one tile."""
+    diagonal, mask, scale = scoring
     if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, diagonal, attn_mask=mask, scale=scale)
         return out, lse
@@ -322,23 +329,16 @@ def compute_tile_attention(
         k, v = _for_flash(k, q), _for_flash(v, q)
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, diagonal, False, scale=scale)
         return out, lse[..., : q.shape[-2]]
-    scores = _compute_masked_scores(q, _repeat_key_heads(k, q), diagonal, mask, scale)
+    scores = _compute_masked_scores(q, _repeat_key_heads(k, q), scoring)
     lse = scores.logsumexp(-1)
     return (scores - lse.unsqueeze(-1)).exp_().to(v.dtype) @ _repeat_key_heads(v, q), lse
 
 
 def attend_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    diagonal: bool,
-    mask: Tensor | None,
-    scale: float | None,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: TileScoring
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of queries, keys and values through one tile; ``out`` and ``lse`` are those of all tiles."""
+    diagonal, mask, scale = scoring
     if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
         of_q, of_k, of_v = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, diagonal, attn_mask=mask, scale=scale
@@ -353,7 +353,7 @@ def attend_backward(
     else:
         keys, values = _repeat_key_heads(k, q), _repeat_key_heads(v, q)
         factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-        weights = (_compute_masked_scores(q, keys, diagonal, mask, scale) - lse.unsqueeze(-1)).exp_()
+        weights = (_compute_masked_scores(q, keys, scoring) - lse.unsqueeze(-1)).exp_()
         of_v = weights.transpose(-2, -1).to(grad.dtype) @ grad
         inner = (grad * out).sum(-1, keepdim=True, dtype=weights.dtype)
         of_scores = (weights * (grad @ values.transpose(-2, -1) - inner) * factor).to(q.dtype)
@@ -374,7 +374,8 @@ def _has_flash(q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
     )
 
 
-def _compute_masked_scores(q: Tensor, k: Tensor, diagonal: bool, mask: Tensor | None, scale: float | None) -> Tensor:
+def _compute_masked_scores(q: Tensor, k: Tensor, scoring: TileScoring) -> Tensor:
+    diagonal, mask, scale = scoring
     factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     scores = (q @ k.transpose(-2, -1)).to(_find_accumulation_dtype(q)) * factor
     if diagonal:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -134,6 +134,34 @@ QUANTIZED: dict[Any, Rule] = {
 }
 
 
+class FusedQuantizer(NamedTuple):
+    """What ``torch.fused_moving_avg_obs_fake_quant`` takes after the tensor, by torch's names and in its order."""
+
+    observer_on: Tensor
+    fake_quant_on: Tensor
+    running_min: Tensor
+    running_max: Tensor
+    scale: Tensor
+    zero_point: Tensor
+    averaging_const: float
+    quant_min: int
+    quant_max: int
+    ch_axis: int
+    per_row_fake_quant: bool = False
+    symmetric_quant: bool = False
+
+    def quantize(self, x: Tensor, where: str) -> Tensor:
+        """``x``, quantised where this is on. Raises :class:`UnsupportedError` where it observes."""
+        if bool(self.observer_on[0] == 1):
+            raise UnsupportedError(f"forward observes what it quantises{where}, which {OBSERVERS_OFF}")
+        if not bool(self.fake_quant_on[0] == 1):
+            return x
+        scale, zero_point, ends = self.scale, self.zero_point, (self.quant_min, self.quant_max)
+        if self.per_row_fake_quant:
+            return torch.fake_quantize_per_channel_affine(x, scale, zero_point, self.ch_axis, *ends)
+        return torch.fake_quantize_per_tensor_affine(x, scale, zero_point, *ends)
+
+
 @contextlib.contextmanager
 def fused_quantizers_traced(line_now: Callable[[], str] = lambda: "") -> Iterator[None]:
     """Inside, quantisers that could observe at the same time only quantise. ``line_now``: where forward is.
@@ -141,28 +169,8 @@ def fused_quantizers_traced(line_now: Callable[[], str] = lambda: "") -> Iterato
     Raises :class:`UnsupportedError` where one observes.
     """
 
-    def quantize(
-        x: Tensor,
-        observer_on: Tensor,
-        fake_quant_on: Tensor,
-        running_min: Tensor,
-        running_max: Tensor,
-        scale: Tensor,
-        zero_point: Tensor,
-        averaging_const: float,
-        quant_min: int,
-        quant_max: int,
-        ch_axis: int,
-        per_row_fake_quant: bool = False,
-        symmetric_quant: bool = False,
-    ) -> Tensor:
-        if bool(observer_on[0] == 1):
-            raise UnsupportedError(f"forward observes what it quantises{line_now()}, which {OBSERVERS_OFF}")
-        if not bool(fake_quant_on[0] == 1):
-            return x
-        if per_row_fake_quant:
-            return torch.fake_quantize_per_channel_affine(x, scale, zero_point, ch_axis, quant_min, quant_max)
-        return torch.fake_quantize_per_tensor_affine(x, scale, zero_point, quant_min, quant_max)
+    def quantize(x: Tensor, *quantizer: Any, **named: Any) -> Tensor:
+        return FusedQuantizer(*quantizer, **named).quantize(x, line_now())
 
     with mock.patch.object(torch, "fused_moving_avg_obs_fake_quant", quantize):
         yield

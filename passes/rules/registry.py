@@ -44,7 +44,7 @@ class TextRule:
     @staticmethod
     def parse(text: str, name: str, linear: tuple[frozenset[int], ...] = ()) -> TextRule:
         """Raises :class:`RuleError` on malformed text."""
-        return _Parser(text, name).parse(linear)
+        return _Parser(text, name).parse_rule(linear)
 
     def fit(self, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]], where: str) -> OpFactors:
         """The factors of a call on tensors of these shapes. Raises :class:`RuleError` where they do not fit."""
@@ -110,26 +110,30 @@ class _Parser:
         self.text, self.name = text, name
         self.whole: set[str] = set()
 
-    def error(self, what: str) -> RuleError:
+    def create_error(self, what: str) -> RuleError:
         return RuleError(f"rule for {self.name}, {self.text!r}: {what}; {_HELP}")
 
-    def parse(self, linear: tuple[frozenset[int], ...]) -> TextRule:
+    def parse_rule(self, linear: tuple[frozenset[int], ...]) -> TextRule:
         sides = self.text.split("->")
         if len(sides) != 2:
-            raise self.error(f"expected one '->', got {len(sides) - 1}")
-        operands = tuple(map(self.pattern, sides[0].split(","))) if sides[0].strip() else ()
-        results = tuple(map(self.pattern, sides[1].split(",")))  # nothing is a result without dims
+            raise self.create_error(f"expected one '->', got {len(sides) - 1}")
+        operands = tuple(map(self.parse_pattern, sides[0].split(","))) if sides[0].strip() else ()
+        results = tuple(map(self.parse_pattern, sides[1].split(",")))  # nothing is a result without dims
         for positions in linear:
             if not positions or any(not 0 <= p < len(operands) for p in positions):
-                raise self.error(f"linear={sorted(positions)} names operands that are not among the {len(operands)}")
+                raise self.create_error(
+                    f"linear={sorted(positions)} names operands that are not among the {len(operands)}"
+                )
         known = {f for p in operands for d in p.dims for f in d}
         new = {f for p in results for d in p.dims for f in d} - known
         # A factor that only results have was made by the operator from its arguments: only whole is it surely right.
         if new - self.whole:
-            raise self.error(f"no operand has {', '.join(sorted(new - self.whole))}: mark it '!', it must be whole")
+            raise self.create_error(
+                f"no operand has {', '.join(sorted(new - self.whole))}: mark it '!', it must be whole"
+            )
         return TextRule(self.name, self.text, operands, results, frozenset(self.whole), linear)
 
-    def pattern(self, text: str) -> DimPattern:
+    def parse_pattern(self, text: str) -> DimPattern:
         dims: list[tuple[str, ...]] = []
         names: list[str] = []
         group: list[str] | None = None
@@ -137,41 +141,41 @@ class _Parser:
         while text[at:].strip():
             match = _TOKEN.match(text, at)
             if match is None:
-                raise self.error(f"cannot read {text[at:].strip()!r}")
+                raise self.create_error(f"cannot read {text[at:].strip()!r}")
             token, at = match[1], match.end()
             if token == "...":
                 if dims or ellipsis or group is not None:
-                    raise self.error("'...' stands for dims in front of all others")
+                    raise self.create_error("'...' stands for dims in front of all others")
                 ellipsis = True
             elif token == "(":
                 if group is not None:
-                    raise self.error("a group within a group")
+                    raise self.create_error("a group within a group")
                 group = []
             elif token == ")":
                 if not group:
-                    raise self.error("an empty group" if group is not None else "')' without '('")
+                    raise self.create_error("an empty group" if group is not None else "')' without '('")
                 dims.append(tuple(group))
                 group = None
             elif token == "!":
                 if not names or text[at - 2 : at - 1].isspace():
-                    raise self.error("'!' stands right behind a factor's name")
+                    raise self.create_error("'!' stands right behind a factor's name")
                 self.whole.add(names[-1])
             elif token == "1":
                 if group is not None:
-                    raise self.error("'1' is a dim of its own")
+                    raise self.create_error("'1' is a dim of its own")
                 dims.append(())
             elif token.isidentifier():
                 if token in names:
-                    raise self.error(f"{token!r} stands twice in one tensor")
+                    raise self.create_error(f"{token!r} stands twice in one tensor")
                 names.append(token)
                 if group is None:
                     dims.append((token,))
                 else:
                     group.append(token)
             else:
-                raise self.error(f"unexpected {token!r}")
+                raise self.create_error(f"unexpected {token!r}")
         if group is not None:
-            raise self.error("'(' without ')'")
+            raise self.create_error("'(' without ')'")
         return DimPattern(tuple(dims), ellipsis)
 
 

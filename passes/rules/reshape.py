@@ -44,10 +44,10 @@ def find_shared_factors(
         name = NAMES[len(sizes)] if len(sizes) < len(NAMES) else f"d{len(sizes)}"
         sizes[name] = size
         for side in on:
-            side.take(name, size)
+            side.take_factor(name, size)
         return name
 
-    while sides[0].advance() and sides[1].advance():
+    while sides[0].advance_dim() and sides[1].advance_dim():
         common = math.gcd(sides[0].left, sides[1].left)
         if common > 1:
             put(common, sides)
@@ -57,7 +57,7 @@ def find_shared_factors(
         done = [1, 1]
         while done[0] != done[1] or done[0] == 1:
             behind = 0 if done[0] <= done[1] else 1
-            sides[behind].advance()
+            sides[behind].advance_dim()
             done[behind] *= sides[behind].left
             whole.add(put(sides[behind].left, [sides[behind]]))
     return sizes, sides[0].dims, sides[1].dims, frozenset(whole)
@@ -71,7 +71,7 @@ class _Side:
         self.found: list[list[str]] = [[] for _ in sizes]
         self.at, self.left = -1, 1
 
-    def advance(self) -> bool:
+    def advance_dim(self) -> bool:
         """Go to the next dim that is larger than 1, if nothing is left of this one; whether there is one."""
         while self.left == 1:
             self.at += 1
@@ -81,7 +81,7 @@ class _Side:
             self.left = self.sizes[self.at]
         return True
 
-    def take(self, name: str, size: int) -> None:
+    def take_factor(self, name: str, size: int) -> None:
         self.found[self.at].append(name)
         self.left //= size
 

@@ -62,7 +62,7 @@ def _one_hot(build: SelectedRows, node: fx.Node, numbers: fx.Node) -> fx.Node:
     size, bound = _known_size(node), bound_of(node.args[0])
     if size is None and bound is None:
         raise Unselectable(_INSTEAD[ONE_HOT])
-    made: fx.Node = build.apply(aten.one_hot.default, numbers, bound if size is None else size)
+    made: fx.Node = build.apply_operator(aten.one_hot.default, numbers, bound if size is None else size)
     return made if size is not None else _as_many(build, made, _up_to_largest(build, numbers, bound, 0))
 
 
@@ -78,24 +78,24 @@ def _count_occurrences(
     if size is None and bound is None:
         raise Unselectable(_INSTEAD[aten.bincount.default])
     counted = bound if size is None else size
-    every = build.call(aten.arange.default, counted, dtype=torch.int64, device=META)
-    hits = build.apply(aten.eq.Tensor, build.apply(aten.unsqueeze.default, numbers, -1), every)
+    every = build.insert_call(aten.arange.default, counted, dtype=torch.int64, device=META)
+    hits = build.apply_operator(aten.eq.Tensor, build.apply_operator(aten.unsqueeze.default, numbers, -1), every)
     if weights is not None:
         narrow = weights.meta["val"].dtype == torch.float32
-        weights = build.apply(aten.detach.default, weights)
-        weights = build.apply(aten.to.dtype, weights, torch.float32 if narrow else torch.float64)
-        hits = build.apply(aten.mul.Tensor, build.apply(aten.unsqueeze.default, weights, -1), hits)
-    made: fx.Node = build.apply(aten.sum.dim_IntList, hits, [0])
+        weights = build.apply_operator(aten.detach.default, weights)
+        weights = build.apply_operator(aten.to.dtype, weights, torch.float32 if narrow else torch.float64)
+        hits = build.apply_operator(aten.mul.Tensor, build.apply_operator(aten.unsqueeze.default, weights, -1), hits)
+    made: fx.Node = build.apply_operator(aten.sum.dim_IntList, hits, [0])
     return made if size is not None else _as_many(build, made, _up_to_largest(build, numbers, bound, least))
 
 
 def _up_to_largest(build: SelectedRows, numbers: fx.Node, bound: int | None, least: int) -> fx.Node:
     """Which classes there are: those up to the largest, and the first ``least``."""
-    every = build.call(aten.arange.default, bound, dtype=torch.int64, device=META)
-    largest = build.apply(aten.max.default, numbers)
+    every = build.insert_call(aten.arange.default, bound, dtype=torch.int64, device=META)
+    largest = build.apply_operator(aten.max.default, numbers)
     if least:
-        largest = build.call(aten.clamp_min.default, largest, least - 1)
-    return build.call(aten.le.Tensor, every, largest)
+        largest = build.insert_call(aten.clamp_min.default, largest, least - 1)
+    return build.insert_call(aten.le.Tensor, every, largest)
 
 
 def _as_many(build: SelectedRows, made: fx.Node, mask: fx.Node) -> fx.Node:

@@ -86,7 +86,7 @@ def find_rows(build: SelectedRows, condition: fx.Node, as_tuple: bool = True) ->
     )
     if as_tuple:
         return tuple(found)
-    table = build.call(aten.stack.default, found, -1)
+    table = build.insert_call(aten.stack.default, found, -1)
     build.rows[table] = build.rows[found[0]]
     if len(found) == 1:
         build.places[table] = build.places[found[0]]
@@ -97,13 +97,13 @@ def _build_mask_coordinates(build: SelectedRows, condition: fx.Node, mask: fx.No
     """One node per dim: that coordinate of every element of ``condition``. ``mask``: the flat ``condition``."""
     shape = tuple(condition.meta["val"].shape)
     inner = number = int(mask.meta["val"].shape[0])
-    every = build.call(aten.arange.default, number, dtype=torch.int64, device=META)
+    every = build.insert_call(aten.arange.default, number, dtype=torch.int64, device=META)
     found = []
     for i, size in enumerate(shape):
         inner //= size
-        place = every if inner == 1 else build.call(aten.div.Tensor_mode, every, inner, rounding_mode="floor")
-        place = place if i == 0 else build.call(aten.remainder.Scalar, place, size)
-        found.append(place if place is not every else build.call(aten.clone.default, every))
+        place = every if inner == 1 else build.insert_call(aten.div.Tensor_mode, every, inner, rounding_mode="floor")
+        place = place if i == 0 else build.insert_call(aten.remainder.Scalar, place, size)
+        found.append(place if place is not every else build.insert_call(aten.clone.default, every))
         build.places[found[-1]] = MaskCoordinate(mask, i, shape, condition)
     build.rows.update(dict.fromkeys(found, MaskedRows(mask, 0)))
     return found
@@ -131,10 +131,10 @@ def _build_choice_coordinates(build: SelectedRows, condition: fx.Node) -> list[f
         shape = list(numbers.meta["val"].shape)
         if choice is None:  # places in the shape of the condition
             shape = [*condition.meta["val"].shape, shape[-1]]
-        mask = build.mask_of(build.call(aten.eq.Scalar, numbers, number))
+        mask = build.mask_of(build.insert_call(aten.eq.Scalar, numbers, number))
         if shape != list(numbers.meta["val"].shape):
-            numbers = build.call(aten.reshape.default, numbers, shape)
-        ones = _build_mask_coordinates(build, build.call(aten.eq.Scalar, numbers, number), mask)
+            numbers = build.insert_call(aten.reshape.default, numbers, shape)
+        ones = _build_mask_coordinates(build, build.insert_call(aten.eq.Scalar, numbers, number), mask)
         build.pairs[key] = [ones[d] for d in along]
     return build.pairs[key]
 
@@ -154,9 +154,9 @@ def take_rows(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
         shape = list(x.meta["val"].shape)
         covered = index.meta["val"].dim()
         flat = [*shape[:first], int(mask.meta["val"].shape[0]), *shape[first + covered :]]
-        made = build.call(aten.reshape.default, x, flat)
+        made = build.insert_call(aten.reshape.default, x, flat)
         build.rows[made] = MaskedRows(mask, first)
-        made = build.harmless(made)
+        made = build.fill_with_harmless(made)
         if first == 0:
             build.read[made] = x, (mask,)
         return made
@@ -164,13 +164,13 @@ def take_rows(build: SelectedRows, x: fx.Node, indices: Any) -> Any:
         return None
     if [d for d, _ in given] != list(range(first, first + len(given))):
         raise Unselectable
-    rows = build.same(*(i for _, i in given))
+    rows = build.find_common_rows(*(i for _, i in given))
     if rows.dim != 0 or any(i.meta["val"].dim() != 1 for _, i in given):
         raise Unselectable
     spread = _broadcast_to_mask(build, x, first, [i for _, i in given])
-    made = spread if spread is not None else build.call(aten.index.Tensor, x, _guard_indices(build, indices))
+    made = spread if spread is not None else build.insert_call(aten.index.Tensor, x, _guard_indices(build, indices))
     build.rows[made] = MaskedRows(rows.mask, first)
-    made = build.harmless(made)
+    made = build.fill_with_harmless(made)
     if first == 0:
         build.read[made] = x, tuple(i for _, i in given)
     return made
@@ -183,17 +183,17 @@ def _take_of_rows(build: SelectedRows, x: fx.Node, given: list[tuple[int, fx.Nod
     if any(i not in build.rows or build.rows[i] != MaskedRows(rows.mask, 0) for _, i in given) or rows.dim != dim:
         raise Unselectable
     if len(given) == 1 and index.meta["val"].dtype == torch.bool and index.meta["val"].dim() == 1:
-        made = build.call(aten.alias.default, x)
-        build.rows[made] = MaskedRows(build.narrowed(rows.mask, index), dim)
-        return build.harmless(made)
+        made = build.insert_call(aten.alias.default, x)
+        build.rows[made] = MaskedRows(build.narrow_mask(rows.mask, index), dim)
+        return build.fill_with_harmless(made)
     if dim or [d for d, _ in given] != [0, 1] or build.numbered.get(index) is not rows.mask:
         raise Unselectable
-    number = build.harmless(given[1][1], 0)
+    number = build.fill_with_harmless(given[1][1], 0)
     count = int(number.meta["val"].shape[0])
-    alone = build.call(aten.reshape.default, number, [count] + [1] * (x.meta["val"].dim() - 1))
-    places = build.call(aten.expand.default, alone, [count, 1, *x.meta["val"].shape[2:]])
-    taken = build.call(aten.gather.default, x, 1, places)
-    made = build.call(aten.squeeze.dim, taken, 1)
+    alone = build.insert_call(aten.reshape.default, number, [count] + [1] * (x.meta["val"].dim() - 1))
+    places = build.insert_call(aten.expand.default, alone, [count, 1, *x.meta["val"].shape[2:]])
+    taken = build.insert_call(aten.gather.default, x, 1, places)
+    made = build.insert_call(aten.squeeze.dim, taken, 1)
     build.rows[made] = rows
     return made
 
@@ -219,7 +219,9 @@ def take_where(build: SelectedRows, x: fx.Node, mask: fx.Node) -> Any:
             raise Unselectable
         return take_rows(build, x, [mask])
     shape = list(torch.broadcast_shapes(x.meta["val"].shape, mask.meta["val"].shape))
-    both = [n if list(n.meta["val"].shape) == shape else build.call(aten.expand.default, n, shape) for n in (x, mask)]
+    both = [
+        n if list(n.meta["val"].shape) == shape else build.insert_call(aten.expand.default, n, shape) for n in (x, mask)
+    ]
     return take_rows(build, both[0], [both[1]])
 
 
@@ -241,15 +243,15 @@ def put_along(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, values:
         raise Unselectable
     sizes = [1] * x.meta["val"].dim()
     sizes[dim] = covered[0]
-    chosen = build.call(aten.reshape.default, build.same(index).mask, sizes)
+    chosen = build.insert_call(aten.reshape.default, build.find_common_rows(index).mask, sizes)
     if not isinstance(values, fx.Node):
-        return build.call(aten.masked_fill.Scalar, x, chosen, values)
-    return build.call(aten.masked_fill.Tensor, x, chosen, values)
+        return build.insert_call(aten.masked_fill.Scalar, x, chosen, values)
+    return build.insert_call(aten.masked_fill.Tensor, x, chosen, values)
 
 
 def _guard_indices(build: SelectedRows, indices: Any) -> list[Any]:
     """Replace the indices of unselected rows by 0, so that every index is valid."""
-    return [build.harmless(i, 0) if i in build.rows else i for i in indices]
+    return [build.fill_with_harmless(i, 0) if i in build.rows else i for i in indices]
 
 
 def _match_mask_coordinates(
@@ -279,11 +281,11 @@ def _broadcast_to_mask(build: SelectedRows, x: fx.Node, first: int, indices: lis
     before, after = sizes[:first], sizes[first + len(along) :]
     if along != sorted(along):
         moved = [first + along.index(i) for i in sorted(along)]
-        x = build.call(aten.permute.default, x, [*range(first), *moved, *range(first + len(along), len(sizes))])
+        x = build.insert_call(aten.permute.default, x, [*range(first), *moved, *range(first + len(along), len(sizes))])
     alone = [size if i in along else 1 for i, size in enumerate(covered)]
-    value = build.call(aten.reshape.default, x, [*before, *alone, *after])
-    value = build.call(aten.expand.default, value, [*before, *covered, *after])
-    return build.call(aten.reshape.default, value, [*before, math.prod(covered), *after])
+    value = build.insert_call(aten.reshape.default, x, [*before, *alone, *after])
+    value = build.insert_call(aten.expand.default, value, [*before, *covered, *after])
+    return build.insert_call(aten.reshape.default, value, [*before, math.prod(covered), *after])
 
 
 def put_rows(build: SelectedRows, x: fx.Node, indices: Any, values: fx.Node, accumulate: bool = False) -> Any:
@@ -298,7 +300,7 @@ def put_rows(build: SelectedRows, x: fx.Node, indices: Any, values: fx.Node, acc
             return put_rows(build, x, [*indices[:first], *pairs], values, accumulate)
         mask, covered, whole = build.mask_of(index), tuple(index.meta["val"].shape), True
     else:
-        mask = build.same(*(i for _, i in given)).mask
+        mask = build.find_common_rows(*(i for _, i in given)).mask
         covered, along = _match_mask_coordinates(build, x, first, [i for _, i in given])
         whole = bool(along) and along == list(range(len(covered))) and first == 0
     if rows.mask is not mask or rows.dim != first:
@@ -311,35 +313,39 @@ def put_rows(build: SelectedRows, x: fx.Node, indices: Any, values: fx.Node, acc
     if accumulate and not whole:
         added = None if index.meta["val"].dtype == torch.bool else _at_places(build, x, first, by, values)
         if added is not None:
-            return build.call(aten.add.Tensor, x, added)
-        return build.call(aten.index_put.default, x, _guard_indices(build, indices), build.zeroed(values), True)
+            return build.insert_call(aten.add.Tensor, x, added)
+        return build.insert_call(
+            aten.index_put.default, x, _guard_indices(build, indices), build.zero_unselected(values), True
+        )
     if not whole:
         put_once = _put_once(build, x, by, values) if first == 0 else None
         if put_once is not None:
             return put_once
     if not whole or tuple(shape[first : first + len(covered)]) != covered:
         raise Unselectable
-    put = build.zeroed(values) if accumulate else values
+    put = build.zero_unselected(values) if accumulate else values
     rest = [*shape[:first], int(mask.meta["val"].shape[0]), *shape[first + len(covered) :]]
-    put = build.call(aten.reshape.default, build.call(aten.expand.default, put, rest), shape)
+    put = build.insert_call(aten.reshape.default, build.insert_call(aten.expand.default, put, rest), shape)
     if accumulate:
-        return build.call(aten.add.Tensor, x, put)
-    chosen = build.call(
+        return build.insert_call(aten.add.Tensor, x, put)
+    chosen = build.insert_call(
         aten.reshape.default, mask, [1] * first + list(covered) + [1] * (len(shape) - first - len(covered))
     )
-    return build.call(aten.where.self, chosen, put, x)
+    return build.insert_call(aten.where.self, chosen, put, x)
 
 
 def add_rows(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, source: fx.Node, **kwargs: Any) -> Any:
-    if x in build.rows or build.same(index).mask is not build.same(source).mask:
+    if x in build.rows or build.find_common_rows(index).mask is not build.find_common_rows(source).mask:
         raise Unselectable
     dim %= x.meta["val"].dim()
-    if build.same(source).dim != dim:
+    if build.find_common_rows(source).dim != dim:
         raise Unselectable
     added = _at_places(build, x, dim, [index], source)
     if added is None:
-        return build.call(aten.index_add.default, x, dim, build.harmless(index, 0), build.zeroed(source), **kwargs)
-    return build.call(aten.add.Tensor, x, added, **kwargs)
+        return build.insert_call(
+            aten.index_add.default, x, dim, build.fill_with_harmless(index, 0), build.zero_unselected(source), **kwargs
+        )
+    return build.insert_call(aten.add.Tensor, x, added, **kwargs)
 
 
 def _at_places(
@@ -354,11 +360,11 @@ def _at_places(
     if not along or sizes[first + 1 :] != list(x.meta["val"].shape[first + len(along) :]):
         return None
     others = [first + i for i in range(len(covered)) if i not in along]
-    source = source if chosen and not others else build.zeroed(source)
-    apart = build.call(aten.reshape.default, source, [*sizes[:first], *covered, *sizes[first + 1 :]])
+    source = source if chosen and not others else build.zero_unselected(source)
+    apart = build.insert_call(aten.reshape.default, source, [*sizes[:first], *covered, *sizes[first + 1 :]])
     dtype = source.meta["val"].dtype
     kept = {} if dtype.is_floating_point or dtype.is_complex else {"dtype": dtype}  # sums of integers widen the type
-    total = build.call(aten.sum.dim_IntList, apart, others, **kept) if others else apart
+    total = build.insert_call(aten.sum.dim_IntList, apart, others, **kept) if others else apart
     return _permute_coordinates(build, total, first, along)
 
 
@@ -378,7 +384,7 @@ def _permute_coordinates(
     if value.target is aten.permute.default and [args[1][i] for i in order] == list(range(len(order))):
         source: fx.Node = args[0]  # the two permutations cancel, as between the iterations of a loop
         return source
-    return build.call(aten.permute.default, value, order)
+    return build.insert_call(aten.permute.default, value, order)
 
 
 def _put_once(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: fx.Node) -> fx.Node | None:
@@ -393,17 +399,17 @@ def _put_once(build: SelectedRows, x: fx.Node, indices: list[fx.Node], values: f
     more = _find_other_addend(build, x, indices, values)
     if more is not None:
         added = _at_places(build, x, 0, indices, more)
-        return None if added is None else build.call(aten.add.Tensor, x, added)
+        return None if added is None else build.insert_call(aten.add.Tensor, x, added)
     order = sorted(along)  # one order for all writes of a loop
     straight = _permute_coordinates(build, x, 0, along, back=True)
     put = _at_places(build, straight, 0, [indices[along.index(i)] for i in order], values, chosen=True)
     if put is None:
         return None
-    chosen = build.call(aten.reshape.default, place.mask, list(covered))
-    chosen = build.call(aten.any.dim, chosen, left[0]) if left else chosen
+    chosen = build.insert_call(aten.reshape.default, place.mask, list(covered))
+    chosen = build.insert_call(aten.any.dim, chosen, left[0]) if left else chosen
     sizes = chosen.meta["val"].shape
-    chosen = build.call(aten.reshape.default, chosen, [*sizes, *[1] * (x.meta["val"].dim() - len(sizes))])
-    return _permute_coordinates(build, build.call(aten.where.self, chosen, put, straight), 0, along)
+    chosen = build.insert_call(aten.reshape.default, chosen, [*sizes, *[1] * (x.meta["val"].dim() - len(sizes))])
+    return _permute_coordinates(build, build.insert_call(aten.where.self, chosen, put, straight), 0, along)
 
 
 def _at_most_one(condition: fx.Node, dim: int) -> bool:

@@ -49,20 +49,24 @@ aten = torch.ops.aten
 
 
 def _scatter_add(build: SelectedRows, x: fx.Node, dim: int, index: fx.Node, source: fx.Node) -> Any:
-    if x in build.rows or build.same(index, source).dim != dim % x.meta["val"].dim():
+    if x in build.rows or build.find_common_rows(index, source).dim != dim % x.meta["val"].dim():
         raise Unselectable
-    return build.call(aten.scatter_add.default, x, dim, build.harmless(index, 0), build.zeroed(source))
+    return build.insert_call(
+        aten.scatter_add.default, x, dim, build.fill_with_harmless(index, 0), build.zero_unselected(source)
+    )
 
 
 def _masked_scatter(build: SelectedRows, x: fx.Node, mask: fx.Node, source: fx.Node) -> Any:
     """The source's rows are taken in order: those that are selected come first."""
-    rows = build.same(source)
+    rows = build.find_common_rows(source)
     if x in build.rows or mask in build.rows or rows.dim != 0:
         raise Unselectable
-    left_out = build.call(aten.to.dtype, build.call(aten.logical_not.default, rows.mask), torch.int64)
-    ordered = build.call(aten.sort.stable, left_out, stable=True, dim=0)
-    order = build.call(operator.getitem, ordered, 1)
-    return build.call(aten.masked_scatter.default, x, mask, build.call(aten.index_select.default, source, 0, order))
+    left_out = build.insert_call(aten.to.dtype, build.insert_call(aten.logical_not.default, rows.mask), torch.int64)
+    ordered = build.insert_call(aten.sort.stable, left_out, stable=True, dim=0)
+    order = build.insert_call(operator.getitem, ordered, 1)
+    return build.insert_call(
+        aten.masked_scatter.default, x, mask, build.insert_call(aten.index_select.default, source, 0, order)
+    )
 
 
 def _split_by_counts(build: SelectedRows, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
@@ -72,20 +76,20 @@ def _split_by_counts(build: SelectedRows, x: fx.Node, sizes: Any, dim: int = 0) 
         raise Unselectable
     dim %= x.meta["val"].dim()
     number = int(x.meta["val"].shape[dim])
-    every = build.call(aten.arange.default, number, dtype=torch.int64, device=META)
+    every = build.insert_call(aten.arange.default, number, dtype=torch.int64, device=META)
     end, masks = None, list[fx.Node]()
     before: fx.Node | None = None
     for count in counts:
-        scalar = build.call(aten.reshape.default, count, [1])
-        end = scalar if end is None else build.call(aten.add.Tensor, end, scalar)
-        below = build.call(aten.lt.Tensor, every, end)
-        inside = below if before is None else build.call(aten.logical_and.default, below, before)
-        before = build.call(aten.logical_not.default, below)
+        scalar = build.insert_call(aten.reshape.default, count, [1])
+        end = scalar if end is None else build.insert_call(aten.add.Tensor, end, scalar)
+        below = build.insert_call(aten.lt.Tensor, every, end)
+        inside = below if before is None else build.insert_call(aten.logical_and.default, below, before)
+        before = build.insert_call(aten.logical_not.default, below)
         masks.append(inside)
     found = []
     for i, mask in enumerate(masks):
         build.pieces[mask] = x, i, len(masks)
-        piece = build.call(aten.alias.default, x)
+        piece = build.insert_call(aten.alias.default, x)
         build.rows[piece] = MaskedRows(mask, dim)
         found.append(piece)
     return tuple(found)
@@ -108,7 +112,7 @@ def _join_pieces(build: SelectedRows, parts: Any, rows: list[MaskedRows | None])
         return None
     whole: fx.Node = parts[-1]
     for part in reversed(parts[:-1]):
-        whole = build.call(aten.where.self, build.unselected(part), whole, part)
+        whole = build.insert_call(aten.where.self, build.mask_unselected(part), whole, part)
     return whole
 
 
@@ -122,18 +126,18 @@ def _cat_rows(build: SelectedRows, parts: Any, dim: int) -> fx.Node:
 
     def joined() -> fx.Node:
         if not in_turn:
-            return build.call(aten.cat.default, masks)
-        return build.call(aten.reshape.default, build.call(aten.stack.default, masks, 1), [sum(sizes)])
+            return build.insert_call(aten.cat.default, masks)
+        return build.insert_call(aten.reshape.default, build.insert_call(aten.stack.default, masks, 1), [sum(sizes)])
 
-    mask = build.once(first, ("cat", *others), joined)
+    mask = build.make_once(first, ("cat", *others), joined)
     if in_turn or build.unordered.intersection(masks):
         build.unordered.add(mask)
     if in_turn:
-        made = build.call(aten.stack.default, parts, dim + 1)
+        made = build.insert_call(aten.stack.default, parts, dim + 1)
         shape = list(parts[0].meta["val"].shape)
-        made = build.call(aten.reshape.default, made, [*shape[:dim], sum(sizes), *shape[dim + 1 :]])
+        made = build.insert_call(aten.reshape.default, made, [*shape[:dim], sum(sizes), *shape[dim + 1 :]])
     else:
-        made = build.call(aten.cat.default, parts, dim)
+        made = build.insert_call(aten.cat.default, parts, dim)
     build.rows[made] = MaskedRows(mask, dim)
     return made
 
@@ -142,7 +146,7 @@ def _mask_or_all(build: SelectedRows, part: fx.Node, size: int) -> fx.Node:
     if part in build.rows:
         return build.rows[part].mask
     if size not in build.all_of:
-        build.all_of[size] = build.call(aten.full.default, [size], True, dtype=torch.bool, device=META)
+        build.all_of[size] = build.insert_call(aten.full.default, [size], True, dtype=torch.bool, device=META)
     return build.all_of[size]
 
 
@@ -153,7 +157,7 @@ def _make_reshape_rule(target: Any) -> Callable[..., Any]:
         try:
             return build.by_rule(target, (x, *args), {})
         except Unselectable:
-            made = build.by_rule(target, (build.call(aten.alias.default, x), *args), {}, plain=True)
+            made = build.by_rule(target, (build.insert_call(aten.alias.default, x), *args), {}, plain=True)
         rows, before, after = build.rows[x], tuple(x.meta["val"].shape), tuple(made.meta["val"].shape)
         apart = build.flattened.get(rows.mask)
         for dim in range(len(after)):
@@ -245,7 +249,7 @@ class SelectedRows:
         self.key = Numbers()  # conditions that are computed alike have the same
         self._where: dict[str, Any] = {}
 
-    def concerns(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> bool:
+    def concerns_node(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> bool:
         """Whether ``node`` selects rows, reads some, or comes of what did."""
         given = [env.get(n) for n in node.all_input_nodes]
         kinds = (MaskedRowCount, ComputedSize, tuple, int)
@@ -260,7 +264,7 @@ class SelectedRows:
             isinstance(g, MaskedRowCount | tuple) or g in self.rows for g in given
         )
 
-    def copy(self, node: fx.Node, env: Mapping[fx.Node, Any], where: dict[str, Any]) -> Any:
+    def copy_node(self, node: fx.Node, env: Mapping[fx.Node, Any], where: dict[str, Any]) -> Any:
         """What stands for ``node``: a node, a tuple of nodes, or a number that only the data tell.
 
         Raises :class:`Unselectable`.
@@ -271,7 +275,7 @@ class SelectedRows:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
         if node.target is operator.getitem:
             whole, index = args
-            return whole[index] if isinstance(whole, tuple) else self.call(operator.getitem, whole, index)
+            return whole[index] if isinstance(whole, tuple) else self.insert_call(operator.getitem, whole, index)
         if node.target is aten.sym_size.int:
             return self._get_dim_size(*args)
         if node.target in COUNTING:
@@ -285,7 +289,7 @@ class SelectedRows:
             return compute_number(self, node.target, args)  # type: ignore[arg-type]
         try:
             made = with_tensors(self, node, args, kwargs)
-            return self.apply(node.target, *args, **kwargs) if made is None else made
+            return self.apply_operator(node.target, *args, **kwargs) if made is None else made
         except Unselectable as raised:
             parts = None if str(raised) else parts_of(node)
             if parts is None:
@@ -296,7 +300,7 @@ class SelectedRows:
         graph, operands = parts
         return self._copy_parts(graph, [env[n] for n in operands], where)
 
-    def apply(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply_operator(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         """What an operator makes, of rows or not."""
         special = SPECIAL.get(target)
         if special is not None and (target in _SOURCES or any(n in self.rows for n in _collect_nodes((args, kwargs)))):
@@ -313,7 +317,7 @@ class SelectedRows:
                 made = fx.node.map_arg(part.args[0], inner.__getitem__)
                 return tuple(made) if isinstance(made, list) else made
             if part.op == "call_function":
-                inner[part] = self.copy(part, inner, where)
+                inner[part] = self.copy_node(part, inner, where)
         raise AssertionError("a graph ends in an output node")
 
     def _get_dim_size(self, value: fx.Node, dim: int) -> MaskedRowCount | int:
@@ -331,9 +335,9 @@ class SelectedRows:
         flat_args, flat_kwargs = fx.node.map_aggregate((flat_args, flat_kwargs), _on_meta)
         for at, number in _GUARDED.get(target, {}).items():
             if at < len(flat_args) and flat_args[at] in self.rows:
-                flat_args = (*flat_args[:at], self.harmless(flat_args[at], number), *flat_args[at + 1 :])
+                flat_args = (*flat_args[:at], self.fill_with_harmless(flat_args[at], number), *flat_args[at + 1 :])
         try:
-            made = self.call(_STRIDE_FREE.get(target, target), *flat_args, **flat_kwargs)
+            made = self.insert_call(_STRIDE_FREE.get(target, target), *flat_args, **flat_kwargs)
         except Exception as error:  # what it makes depends on numbers
             raise Unselectable from error
         if plain:
@@ -352,8 +356,8 @@ class SelectedRows:
             return self._mark_selected_rows(made, mask, found) if found else self._raise_unselectable()
         dims = self._row_dims(target, made, operands)
         if dims is None:
-            zeroed = [self.zeroed(o) if o in self.rows else o for o in operands]
-            return self.call(made.target, *_replace_operands(flat_args, operands, zeroed), **flat_kwargs)
+            zeroed = [self.zero_unselected(o) if o in self.rows else o for o in operands]
+            return self.insert_call(made.target, *_replace_operands(flat_args, operands, zeroed), **flat_kwargs)
         if target in _KEEPS_PLACES and operands[0] in self.places and made.meta["val"].dim() == 1:
             self.places[made] = self.places[operands[0]]
         return self._mark_selected_rows(made, mask, dims)
@@ -388,7 +392,7 @@ class SelectedRows:
             raise Unselectable
         (dim,) = dims
         if isinstance(made.meta["val"], tuple):
-            parts = tuple(self.call(operator.getitem, made, i) for i in range(len(made.meta["val"])))
+            parts = tuple(self.insert_call(operator.getitem, made, i) for i in range(len(made.meta["val"])))
             self.rows.update(dict.fromkeys(parts, MaskedRows(mask, dim)))
             return parts
         self.rows[made] = MaskedRows(mask, dim)
@@ -399,7 +403,7 @@ class SelectedRows:
 
     # -- helpers ----------------------------------------------------------------------------------------------------
 
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def insert_call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         made = insert_operator_node(self.graph, target, args, kwargs)
         made.meta.update(self._where)
         return made
@@ -416,30 +420,32 @@ class SelectedRows:
             )
         if key not in self._masks:
             value = condition.meta["val"]
-            flat = condition if value.dtype == torch.bool else self.call(aten.ne.Scalar, condition, 0)
-            self._masks[key] = flat if value.dim() == 1 else self.call(aten.reshape.default, flat, [value.numel()])
+            flat = condition if value.dtype == torch.bool else self.insert_call(aten.ne.Scalar, condition, 0)
+            self._masks[key] = (
+                flat if value.dim() == 1 else self.insert_call(aten.reshape.default, flat, [value.numel()])
+            )
         return self._masks[key]
 
-    def once(self, mask: fx.Node, kind: Any, make: Callable[[], fx.Node]) -> fx.Node:
+    def make_once(self, mask: fx.Node, kind: Any, make: Callable[[], fx.Node]) -> fx.Node:
         """What is made for ``mask``, once for each ``kind``."""
         if (mask, kind) not in self._made:
             self._made[mask, kind] = make()
         return self._made[mask, kind]
 
-    def count(self, mask: fx.Node) -> fx.Node:
+    def count_selected(self, mask: fx.Node) -> fx.Node:
         """How many rows ``mask`` selects."""
-        return self.once(mask, "count", lambda: self.call(aten.sum.default, mask))
+        return self.make_once(mask, "count", lambda: self.insert_call(aten.sum.default, mask))
 
-    def nth(self, mask: fx.Node) -> fx.Node:
+    def number_selected(self, mask: fx.Node) -> fx.Node:
         """For each selected row how many there are up to it."""
         if mask in self.unordered:
             raise Unselectable
-        return self.once(mask, "nth", lambda: self.call(aten.cumsum.default, mask, 0))
+        return self.make_once(mask, "nth", lambda: self.insert_call(aten.cumsum.default, mask, 0))
 
-    def narrowed(self, mask: fx.Node, condition: fx.Node) -> fx.Node:
+    def narrow_mask(self, mask: fx.Node, condition: fx.Node) -> fx.Node:
         """The mask of those rows of ``mask`` for which ``condition`` holds, too."""
-        found = self.once(
-            mask, ("and", self.key(condition)), lambda: self.call(aten.logical_and.default, mask, condition)
+        found = self.make_once(
+            mask, ("and", self.key(condition)), lambda: self.insert_call(aten.logical_and.default, mask, condition)
         )
         return self._ordered_as(found, mask)
 
@@ -448,10 +454,12 @@ class SelectedRows:
 
         def spread() -> fx.Node:
             apart = [size if i == at else 1 for i, size in enumerate(sizes)]
-            made = self.call(aten.expand.default, self.call(aten.reshape.default, mask, apart), list(sizes))
-            return self.call(aten.reshape.default, made, [math.prod(sizes)])
+            made = self.insert_call(
+                aten.expand.default, self.insert_call(aten.reshape.default, mask, apart), list(sizes)
+            )
+            return self.insert_call(aten.reshape.default, made, [math.prod(sizes)])
 
-        found = self.once(mask, ("flat", sizes, at), spread)
+        found = self.make_once(mask, ("flat", sizes, at), spread)
         self.flattened[found] = mask, sizes, at
         return self._ordered_as(found, mask)
 
@@ -460,33 +468,33 @@ class SelectedRows:
             self.unordered.add(mask)
         return mask
 
-    def harmless(self, value: fx.Node, number: float | None = None) -> fx.Node:
+    def fill_with_harmless(self, value: fx.Node, number: float | None = None) -> fx.Node:
         """``value`` with ``number`` in the rows that are not selected, or ones (zeros, of whole numbers): what these
         hold may be what the model selects rows to avoid (a division by zero, an index of -100)."""
         dtype = value.meta["val"].dtype
         number = int(dtype.is_floating_point) if number is None else number
         if dtype == torch.bool or self._filled.get(value) == number or (number == 0 and value in self.places):
             return value
-        return self.filled(value, number)
+        return self.fill_unselected(value, number)
 
-    def filled(self, value: fx.Node, number: float) -> fx.Node:
+    def fill_unselected(self, value: fx.Node, number: float) -> fx.Node:
         """``value`` with ``number`` in the rows that are not selected."""
-        filled = self.call(aten.masked_fill.Scalar, value, self.unselected(value), number)
+        filled = self.insert_call(aten.masked_fill.Scalar, value, self.mask_unselected(value), number)
         self.rows[filled], self._filled[filled] = self.rows[value], number
         return filled
 
-    def unselected(self, value: fx.Node) -> fx.Node:
+    def mask_unselected(self, value: fx.Node) -> fx.Node:
         """``[.., rows, ..]`` truth values that broadcast to ``value``: which of its rows are not the model's."""
         rows = self.rows[value]
         shape = [1] * value.meta["val"].dim()
         shape[rows.dim] = rows.mask.meta["val"].shape[0]
-        left_out = self.call(aten.logical_not.default, rows.mask)
-        return left_out if shape == [shape[0]] else self.call(aten.reshape.default, left_out, shape)
+        left_out = self.insert_call(aten.logical_not.default, rows.mask)
+        return left_out if shape == [shape[0]] else self.insert_call(aten.reshape.default, left_out, shape)
 
-    def zeroed(self, value: fx.Node) -> fx.Node:
-        return self.call(aten.masked_fill.Scalar, value, self.unselected(value), 0)
+    def zero_unselected(self, value: fx.Node) -> fx.Node:
+        return self.insert_call(aten.masked_fill.Scalar, value, self.mask_unselected(value), 0)
 
-    def same(self, *values: Any) -> MaskedRows:
+    def find_common_rows(self, *values: Any) -> MaskedRows:
         """The rows that the values have in common."""
         found = {self.rows[v] for v in values if v in self.rows}
         if len(found) != 1 or any(v not in self.rows for v in values):

@@ -80,9 +80,9 @@ _MAKES = {aten.scalar_tensor.default: 0, aten.full.default: 1, aten.new_full.def
 def number_of(build: SelectedRows, given: Any) -> ComputedSize:
     """What ``given``, which forward takes for a number, is computed from."""
     if isinstance(given, MaskedRowCount):
-        return ComputedSize(build.count(given.mask), int(given))
+        return ComputedSize(build.count_selected(given.mask), int(given))
     if isinstance(given, fx.Node) and given.target in ITEMS:
-        return ComputedSize(build.call(aten.detach.default, given.args[0]))
+        return ComputedSize(build.insert_call(aten.detach.default, given.args[0]))
     if isinstance(given, ComputedSize):
         return given
     raise Unselectable
@@ -106,7 +106,9 @@ def compute_number(build: SelectedRows, target: Callable[..., Any], args: tuple[
     given = [n.node if isinstance(n, ComputedSize) else n for n in numbers]
     real = real or any(isinstance(g, float) or (isinstance(g, fx.Node) and _is_real(g)) for g in given)
     real = real or (target is operator.pow and isinstance(given[1], int) and given[1] < 0)
-    return ComputedSize(build.call(torchs, *(_as_tensor(build, g, _REAL if real else _WHOLE) for g in given)), all_rows)
+    return ComputedSize(
+        build.insert_call(torchs, *(_as_tensor(build, g, _REAL if real else _WHOLE) for g in given)), all_rows
+    )
 
 
 def _try_arithmetic(target: Callable[..., Any], args: list[Any]) -> Any:
@@ -130,7 +132,7 @@ def with_tensors(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) -> 
         at = _MAKES[target]
         made = _as_tensor(build, number_of(build, args[at]).node, value.dtype)
         sizes = list(value.shape) if target is aten.full_like.default else args[at - 1]
-        return made if target is aten.scalar_tensor.default else build.apply(aten.expand.default, made, sizes)
+        return made if target is aten.scalar_tensor.default else build.apply_operator(aten.expand.default, made, sizes)
     if target is aten.arange.default and len(args) == 1 and isinstance(args[0], MaskedRowCount):
         return number_selected_rows(build, args[0].mask, value.dtype)
     dtype = value.dtype if value.dtype.is_floating_point else None
@@ -147,7 +149,9 @@ def with_tensors(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) -> 
         return _as_tensor(build, given, dtype or value.dtype) if plain else given
 
     apart = target in _SAME_TYPE or target is aten.pow.Scalar
-    made = build.apply(takes, *(tensor(a, apart) for a in args), **{k: tensor(a, apart) for k, a in kwargs.items()})
+    made = build.apply_operator(
+        takes, *(tensor(a, apart) for a in args), **{k: tensor(a, apart) for k, a in kwargs.items()}
+    )
     if not isinstance(made, fx.Node) or made.meta["val"].dtype != value.dtype:
         raise Unselectable
     return made
@@ -155,8 +159,8 @@ def with_tensors(build: SelectedRows, node: fx.Node, args: Any, kwargs: Any) -> 
 
 def number_selected_rows(build: SelectedRows, mask: fx.Node, dtype: torch.dtype) -> fx.Node:
     """Selected rows by their number: 0, 1, .."""
-    made = build.call(aten.sub.Tensor, build.nth(mask), 1)
-    made = made if dtype == _WHOLE else build.call(aten.to.dtype, made, dtype)
+    made = build.insert_call(aten.sub.Tensor, build.number_selected(mask), 1)
+    made = made if dtype == _WHOLE else build.insert_call(aten.to.dtype, made, dtype)
     build.rows[made], build.numbered[made] = MaskedRows(mask, 0), mask
     return made
 
@@ -169,5 +173,5 @@ def _as_tensor(build: SelectedRows, given: Any, dtype: torch.dtype | None) -> fx
     if given is None:
         raise Unselectable
     if not isinstance(given, fx.Node):
-        return build.call(aten.full.default, [], given, dtype=dtype, device=META)
-    return given if dtype in (None, given.meta["val"].dtype) else build.call(aten.to.dtype, given, dtype)
+        return build.insert_call(aten.full.default, [], given, dtype=dtype, device=META)
+    return given if dtype in (None, given.meta["val"].dtype) else build.insert_call(aten.to.dtype, given, dtype)

@@ -37,8 +37,8 @@ def _mean_over(build: SelectedRows, x: fx.Node, dims: Any, keepdim: bool = False
     over = _find_reduced_dims(build, x, dims)
     if over is None:
         return None
-    total = build.call(aten.sum.dim_IntList, build.zeroed(x), over, keepdim, dtype=dtype)
-    return build.call(aten.div.Tensor, total, _count_selected_elements(build, x, over))
+    total = build.insert_call(aten.sum.dim_IntList, build.zero_unselected(x), over, keepdim, dtype=dtype)
+    return build.insert_call(aten.div.Tensor, total, _count_selected_elements(build, x, over))
 
 
 def _find_reduced_dims(build: SelectedRows, x: fx.Node, dims: Any) -> list[int] | None:
@@ -46,15 +46,15 @@ def _find_reduced_dims(build: SelectedRows, x: fx.Node, dims: Any) -> list[int] 
     rank = x.meta["val"].dim()
     dims = [dims] if isinstance(dims, int) else dims
     over = [d % rank for d in (dims if dims else range(rank))]
-    return over if build.same(x).dim in over else None
+    return over if build.find_common_rows(x).dim in over else None
 
 
 def _count_selected_elements(build: SelectedRows, x: fx.Node, over: list[int]) -> fx.Node:
     """How many selected elements there are of ``x`` in these dims."""
     rows, sizes = build.rows[x], x.meta["val"].shape
     others = math.prod(sizes[d] for d in over if d != rows.dim)
-    count = build.count(rows.mask)
-    return count if others == 1 else build.call(aten.mul.Tensor, count, others)
+    count = build.count_selected(rows.mask)
+    return count if others == 1 else build.insert_call(aten.mul.Tensor, count, others)
 
 
 def _make_deviation_rule(*, root: bool, with_mean: bool) -> Callable[..., Any]:
@@ -75,27 +75,31 @@ def _make_deviation_rule(*, root: bool, with_mean: bool) -> Callable[..., Any]:
         if over is None:
             return None
         number = _count_selected_elements(build, x, over)
-        mean = build.call(aten.div.Tensor, build.call(aten.sum.dim_IntList, build.zeroed(x), over, True), number)
-        apart = build.call(aten.sub.Tensor, x, mean)
+        mean = build.insert_call(
+            aten.div.Tensor, build.insert_call(aten.sum.dim_IntList, build.zero_unselected(x), over, True), number
+        )
+        apart = build.insert_call(aten.sub.Tensor, x, mean)
         build.rows[apart] = build.rows[x]
-        apart = build.zeroed(apart)
-        squares = build.call(aten.sum.dim_IntList, build.call(aten.mul.Tensor, apart, apart), over, keepdim)
+        apart = build.zero_unselected(apart)
+        squares = build.insert_call(
+            aten.sum.dim_IntList, build.insert_call(aten.mul.Tensor, apart, apart), over, keepdim
+        )
         less = int(unbiased) if correction is None else correction
-        freedom = build.call(aten.clamp_min.default, build.call(aten.sub.Tensor, number, less), 0)
-        found = build.call(aten.div.Tensor, squares, freedom)
+        freedom = build.insert_call(aten.clamp_min.default, build.insert_call(aten.sub.Tensor, number, less), 0)
+        found = build.insert_call(aten.div.Tensor, squares, freedom)
         found = _take_square_root(build, found) if root else found
         if not with_mean:
             return found
-        return found, mean if keepdim else build.call(aten.squeeze.dims, mean, over)
+        return found, mean if keepdim else build.insert_call(aten.squeeze.dims, mean, over)
 
     return rule
 
 
 def _take_square_root(build: SelectedRows, x: fx.Node) -> fx.Node:
     """A square root whose gradient at zero is zero."""
-    none = build.call(aten.eq.Scalar, x, 0)
-    root = build.call(aten.sqrt.default, build.call(aten.masked_fill.Scalar, x, none, 1))
-    return build.call(aten.masked_fill.Scalar, root, none, 0)
+    none = build.insert_call(aten.eq.Scalar, x, 0)
+    root = build.insert_call(aten.sqrt.default, build.insert_call(aten.masked_fill.Scalar, x, none, 1))
+    return build.insert_call(aten.masked_fill.Scalar, root, none, 0)
 
 
 # -- what a number that changes nothing takes the place of -------------------------------------------------------------
@@ -118,7 +122,7 @@ def _make_filled_reduction(
         over = _find_reduced_dims(build, x, kwargs.get("dim", dims))
         if over is None:
             return None
-        return build.call(target, build.filled(x, number(x.meta["val"])), *args, **kwargs)
+        return build.insert_call(target, build.fill_unselected(x, number(x.meta["val"])), *args, **kwargs)
 
     return rule
 
@@ -129,8 +133,8 @@ def _make_extreme_rule(target: Any, number: Callable[[Tensor], float]) -> Callab
     def rule(build: SelectedRows, x: fx.Node, dim: int, keepdim: bool = False) -> Any:
         if _find_reduced_dims(build, x, dim) is None:
             return None
-        made = build.call(target, build.filled(x, number(x.meta["val"])), dim, keepdim)
-        value, place = (build.call(operator.getitem, made, i) for i in range(2))
+        made = build.insert_call(target, build.fill_unselected(x, number(x.meta["val"])), dim, keepdim)
+        value, place = (build.insert_call(operator.getitem, made, i) for i in range(2))
         return value, _nth_place(build, x, place)
 
     return rule
@@ -142,17 +146,19 @@ def _extreme_place(target: Any, number: Callable[[Tensor], float]) -> Callable[.
             return None
         if dim is None and x.meta["val"].dim() != 1:
             raise Unselectable
-        return _nth_place(build, x, build.call(target, build.filled(x, number(x.meta["val"])), dim, keepdim))
+        return _nth_place(
+            build, x, build.insert_call(target, build.fill_unselected(x, number(x.meta["val"])), dim, keepdim)
+        )
 
     return rule
 
 
 def _nth_place(build: SelectedRows, x: fx.Node, place: fx.Node) -> fx.Node:
     """The number among the selected rows of each row ``place``."""
-    nth = build.call(aten.sub.Tensor, build.nth(build.rows[x].mask), 1)
-    flat = build.call(aten.reshape.default, place, [place.meta["val"].numel()])
-    found = build.call(aten.index_select.default, nth, 0, flat)
-    return build.call(aten.reshape.default, found, list(place.meta["val"].shape))
+    nth = build.insert_call(aten.sub.Tensor, build.number_selected(build.rows[x].mask), 1)
+    flat = build.insert_call(aten.reshape.default, place, [place.meta["val"].numel()])
+    found = build.insert_call(aten.index_select.default, nth, 0, flat)
+    return build.insert_call(aten.reshape.default, found, list(place.meta["val"].shape))
 
 
 def _make_norm_rule(target: Any, order_at: int, dim_at: int) -> Callable[..., Any]:
@@ -175,9 +181,9 @@ def _make_softmax_rule(target: Any) -> Callable[..., Any]:
     def rule(build: SelectedRows, x: fx.Node, dim: int, dtype: Any = None) -> Any:
         if _find_reduced_dims(build, x, dim) is None:
             return None
-        made = build.call(target, build.filled(x, -math.inf), dim, dtype)
+        made = build.insert_call(target, build.fill_unselected(x, -math.inf), dim, dtype)
         build.rows[made] = build.rows[x]
-        return build.harmless(made, 0)
+        return build.fill_with_harmless(made, 0)
 
     return rule
 
@@ -187,7 +193,7 @@ def _compute_cumsum(build: SelectedRows, x: fx.Node, dim: int, **kwargs: Any) ->
         return None
     if build.rows[x].mask in build.unordered:
         raise Unselectable
-    made = build.call(aten.cumsum.default, build.zeroed(x), dim, **kwargs)
+    made = build.insert_call(aten.cumsum.default, build.zero_unselected(x), dim, **kwargs)
     build.rows[made] = build.rows[x]
     return made
 
@@ -205,7 +211,7 @@ def _reduced_terms(target: Any, position: int) -> Callable[..., Any]:
             kwargs["reduction"] = NONE
         if reduction == NONE:
             return None
-        terms = build.apply(target, *given, **kwargs)
+        terms = build.apply_operator(target, *given, **kwargs)
         if isinstance(terms, tuple):  # a loss, and what its gradient needs
             return _apply_reduction(build, terms[0], reduction), *terms[1:]
         return _apply_reduction(build, terms, reduction)
@@ -216,7 +222,7 @@ def _reduced_terms(target: Any, position: int) -> Callable[..., Any]:
 def _apply_reduction(build: SelectedRows, terms: fx.Node, reduction: int) -> Any:
     if reduction == NONE:
         return terms
-    return build.apply(aten.sum.default if reduction == SUM else aten.mean.default, terms)
+    return build.apply_operator(aten.sum.default if reduction == SUM else aten.mean.default, terms)
 
 
 def _make_classification_rule(target: Any) -> Callable[..., Any]:
@@ -235,14 +241,14 @@ def _make_classification_rule(target: Any) -> Callable[..., Any]:
         if value.is_floating_point():
             if reduction == NONE:
                 return None
-            terms = build.apply(target, x, classes, weight, NONE, ignored, *more)
+            terms = build.apply_operator(target, x, classes, weight, NONE, ignored, *more)
             return _apply_reduction(build, terms, reduction)
-        rows = build.same(classes)
+        rows = build.find_common_rows(classes)
         between = x.meta["val"].dim() > 1 and rows.dim >= 1  # the dim of classes is before that of rows
         if build.rows.get(x) != MaskedRows(rows.mask, rows.dim + between):
             raise Unselectable("" if x in build.rows else ALL_ROWS)
-        kept = build.call(aten.masked_fill.Scalar, classes, build.unselected(classes), ignored)
-        made = build.call(target, x, kept, weight, reduction, ignored, *more)
+        kept = build.insert_call(aten.masked_fill.Scalar, classes, build.mask_unselected(classes), ignored)
+        made = build.insert_call(target, x, kept, weight, reduction, ignored, *more)
         if reduction == NONE:
             build.rows[made] = rows
         return made
@@ -255,7 +261,7 @@ def _broadcast_operands(build: SelectedRows, operands: Any) -> Any:
     wide = []
     for operand in operands:
         value = operand.meta["val"]
-        made = operand if value.shape == shape else build.call(aten.expand.default, operand, list(shape))
+        made = operand if value.shape == shape else build.insert_call(aten.expand.default, operand, list(shape))
         if operand in build.rows and made is not operand:
             rows = build.rows[operand]
             build.rows[made] = MaskedRows(rows.mask, rows.dim + len(shape) - value.dim())

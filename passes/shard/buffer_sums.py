@@ -51,7 +51,7 @@ def accumulate_updates(model: FoldedModel, axis: str, parts: int) -> FoldedModel
             made = [c.outputs[place] for c in model.calls if c.block == name]
             if all(value in states for value in made) and work.add_up(name, place):
                 keeps |= {state: 0.0 for value in made for state in states[value]}
-    return work.finished(keeps)
+    return work.build_model(keeps)
 
 
 class _NotLinear(Exception):
@@ -106,7 +106,7 @@ class _Accumulation:
         block.graph.output_node().args = (tuple(outputs),)
         return True
 
-    def finished(self, keeps: dict[str, float]) -> FoldedModel:
+    def build_model(self, keeps: dict[str, float]) -> FoldedModel:
         for block in self.blocks.values():
             drop_unused(block.graph)
         passed = {c.outputs[place] for name, place in self._passed for c in self.calls if c.block == name}

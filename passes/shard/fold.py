@@ -43,7 +43,7 @@ def fold(captured: Captured) -> FoldedModel:
     units = segment_operators([n for n in operators if n not in free], captured.classes)
     shared, units = _place_free([n for n in operators if n in free], units)
     folder = _Folder(captured, shared, units)
-    folder.run()
+    folder.make_calls()
     by_name = {n.name: n for n in graph.nodes}
 
     def value_of(name: str) -> str:
@@ -224,20 +224,20 @@ class _Folder:
             if node.op == "placeholder" and node.meta["state"] is None:
                 self.value_of[node] = captured.placeholders[node.name]
 
-    def run(self) -> None:
+    def make_calls(self) -> None:
         for group in self.shared:
-            self.call(Unit(_SHARED, group), shared=True)
+            self.make_call(Unit(_SHARED, group), shared=True)
         for unit in self.units:
-            self.call(unit)
+            self.make_call(unit)
 
-    def call(self, unit: Unit, shared: bool = False) -> None:
+    def make_call(self, unit: Unit, shared: bool = False) -> None:
         inside = set(unit.nodes)
         outputs = [n for n in unit.nodes if any(u not in inside for u in n.users)]
         outputs = [n for n in outputs if isinstance(n.meta["val"], Tensor) and not _is_copied(n)]
         sign = compute_signature(unit.nodes, outputs)
         if sign.key not in self.blocks:
             self.blocks[sign.key] = _make_block(unit, sign, outputs)
-        path = self.unique(unit.path or "model")
+        path = self.make_unique_path(unit.path or "model")
         names = tuple(f"{path}:{i}" for i in range(len(outputs)))
         for node, name in zip(outputs, names, strict=True):
             self.value_of[node] = name
@@ -247,10 +247,10 @@ class _Folder:
         self.calls.append(Call("", path, states, inputs, names, shared))
         self.keys.append(sign.key)
 
-    def unique(self, path: str) -> str:
+    def make_unique_path(self, path: str) -> str:
         count = self.paths[path]
         self.paths[path] += 1
-        return path if count == 0 else self.unique(f"{path}#{count}")
+        return path if count == 0 else self.make_unique_path(f"{path}#{count}")
 
     def named_blocks(self) -> dict[str, Block]:
         """The blocks by name; the calls then name them."""

@@ -78,10 +78,10 @@ def shard_block(block: Block, sharding: BlockSharding, axis: str, num_ranks: int
     layouts = {**sharding.inputs, **sharding.states}
     for node in block.graph.nodes:
         if node.op == "placeholder":
-            rewriter.placeholder(node, layouts[node.name])
+            rewriter.add_placeholder(node, layouts[node.name])
         elif node.op == "call_function":
-            rewriter.operator(node, sharding.strategies)
-    outputs = tuple(rewriter.read(n, to) for n, to in zip(block.outputs, sharding.outputs, strict=True))
+            rewriter.add_operator(node, sharding.strategies)
+    outputs = tuple(rewriter.read_in_layout(n, to) for n, to in zip(block.outputs, sharding.outputs, strict=True))
     rewriter.graph.output(outputs)
     drop_unused(rewriter.graph)
     return Block(block.name, rewriter.graph, block.states, block.inputs)
@@ -97,7 +97,7 @@ class _Rewriter:
         self.made: dict[tuple[fx.Node, Layout], fx.Node] = {}
         self.produced: dict[fx.Node, tuple[Layout, ...]] = {}
 
-    def placeholder(self, node: fx.Node, layout: Layout) -> None:
+    def add_placeholder(self, node: fx.Node, layout: Layout) -> None:
         local = self.graph.create_node("placeholder", node.name, name=node.name)
         local.meta.update(node.meta)
         shape = local_shape(layout, tuple(node.meta["val"].shape), self.num_ranks)
@@ -105,7 +105,7 @@ class _Rewriter:
         self.produced[node] = (layout,)
         self.made[node, layout] = local
 
-    def operator(self, node: fx.Node, strategies: dict[str, Strategy]) -> None:
+    def add_operator(self, node: fx.Node, strategies: dict[str, Strategy]) -> None:
         if node.target is operator.getitem:
             source, index = node.args
             assert isinstance(source, fx.Node) and isinstance(index, int)
@@ -115,26 +115,26 @@ class _Rewriter:
             self.made[node, layout] = insert_operator_node(self.graph, operator.getitem, (made, index), like=node)
             return
         strategy = strategies[node.name]
-        operands = [self.read(o, to) for o, to in zip(operands_of(node), strategy.operands, strict=True)]
+        operands = [self.read_in_layout(o, to) for o, to in zip(operands_of(node), strategy.operands, strict=True)]
         local = local_call(node, strategy, self.axis, self.num_ranks, operands, self.graph)
         local.meta.update({k: v for k, v in node.meta.items() if k not in ("val",)})
         self.produced[node] = strategy.results
         self.made[node, strategy.results[0]] = local
 
-    def read(self, node: fx.Node, to: Layout) -> fx.Node:
+    def read_in_layout(self, node: fx.Node, to: Layout) -> fx.Node:
         """``node``'s value in the layout ``to``."""
         if (node, to) not in self.made:
             (layout,) = self.produced[node]
-            self.made[node, to] = self.reshard(node, self.made[node, layout], layout, to)
+            self.made[node, to] = self.insert_reshard(node, self.made[node, layout], layout, to)
         return self.made[node, to]
 
-    def reshard(self, node: fx.Node, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
+    def insert_reshard(self, node: fx.Node, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
         assert (source.kind, to.kind) in RESHARDS, f"{node.name}: no way from {source} to {to}"
         return _STEPS[source.kind, to.kind](self, local, source, to)
 
     # Each of the steps below appends nodes and returns the resharded value.
 
-    def collective(self, name: str, local: fx.Node, *args: object) -> fx.Node:
+    def insert_collective(self, name: str, local: fx.Node, *args: object) -> fx.Node:
         return insert_operator_node(self.graph, getattr(ops, name).default, (local, *args), like=local)
 
     def rank_major(self, local: fx.Node, layout: Layout) -> fx.Node:
@@ -142,7 +142,7 @@ class _Rewriter:
         if not layout.sections and not layout.zigzag:
             return local
         parts, order = _order_dim_pieces(layout, local.meta["val"].shape[layout.dim], self.num_ranks)
-        return self.reorder(local, layout.dim, parts, order)
+        return self.reorder_parts(local, layout.dim, parts, order)
 
     def section_major(self, local: fx.Node, layout: Layout) -> fx.Node:
         """The inverse of :meth:`rank_major`."""
@@ -152,45 +152,47 @@ class _Rewriter:
         back = [0] * len(order)
         for place, piece in enumerate(order):
             back[piece] = place
-        return self.reorder(local, layout.dim, [parts[piece] for piece in order], back)
+        return self.reorder_parts(local, layout.dim, [parts[piece] for piece in order], back)
 
-    def reorder(self, local: fx.Node, dim: int, parts: list[int], order: list[int]) -> fx.Node:
+    def reorder_parts(self, local: fx.Node, dim: int, parts: list[int], order: list[int]) -> fx.Node:
         split = insert_operator_node(self.graph, aten.split_with_sizes.default, (local, parts, dim), like=local)
         pieces = [insert_operator_node(self.graph, operator.getitem, (split, i), like=local) for i in order]
         return insert_operator_node(self.graph, aten.cat.default, (pieces, dim), like=local)
 
-    def gather(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
+    def gather_shards(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
         grad = "reduce" if to.kind == "R'" else "slice"
-        whole = self.collective("all_gather", local, source.dim, self.axis, self.num_ranks, grad)
+        whole = self.insert_collective("all_gather", local, source.dim, self.axis, self.num_ranks, grad)
         return self.section_major(whole, source)
 
-    def slice(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
+    def slice_whole(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
         name = "shard_narrow" if source.kind == "R'" else "shard_slice"
-        return self.collective(name, self.rank_major(local, to), to.dim, self.axis, self.num_ranks)
+        return self.insert_collective(name, self.rank_major(local, to), to.dim, self.axis, self.num_ranks)
 
-    def scatter(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
-        return self.collective("reduce_scatter", self.rank_major(local, to), to.dim, self.axis, self.num_ranks)
+    def scatter_partials(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
+        return self.insert_collective("reduce_scatter", self.rank_major(local, to), to.dim, self.axis, self.num_ranks)
 
-    def exchange(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
+    def exchange_shards(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
         if source.dim == to.dim:  # other sections of the same dim
-            return self.slice(self.gather(local, source, REPLICATED), REPLICATED, to)
+            return self.slice_whole(self.gather_shards(local, source, REPLICATED), REPLICATED, to)
         local = self.rank_major(local, to)
-        local = self.collective("all_to_all", local, to.dim, source.dim, self.axis, self.num_ranks)
+        local = self.insert_collective("all_to_all", local, to.dim, source.dim, self.axis, self.num_ranks)
         return self.section_major(local, source)
 
-    def reduce(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
-        return self.collective("all_reduce", local, self.axis, self.num_ranks, "reduce" if to.kind == "R'" else "copy")
+    def reduce_partials(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
+        return self.insert_collective(
+            "all_reduce", local, self.axis, self.num_ranks, "reduce" if to.kind == "R'" else "copy"
+        )
 
-    def copy(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
-        return self.collective("copy", local, self.axis, self.num_ranks)
+    def copy_whole(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
+        return self.insert_collective("copy", local, self.axis, self.num_ranks)
 
-    def spread(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
+    def spread_whole(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
         """An n-th of a whole value is a partial sum of it."""
         if source.kind == "R" and local.meta.get("grad"):
-            local = self.copy(local, source, to)
+            local = self.copy_whole(local, source, to)
         return insert_operator_node(self.graph, aten.mul.Tensor, (local, 1.0 / self.num_ranks), like=local)
 
-    def same(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
+    def keep_value(self, local: fx.Node, source: Layout, to: Layout) -> fx.Node:
         return local
 
 
@@ -204,20 +206,20 @@ def _order_dim_pieces(layout: Layout, size: int, num_ranks: int) -> tuple[list[i
 
 
 _STEPS: dict[tuple[str, str], Callable[[_Rewriter, fx.Node, Layout, Layout], fx.Node]] = {
-    ("S", "S"): _Rewriter.exchange,
-    ("S", "R"): _Rewriter.gather,
-    ("S", "R'"): _Rewriter.gather,
-    ("R", "S"): _Rewriter.slice,
-    ("R", "R"): _Rewriter.same,
-    ("R", "R'"): _Rewriter.copy,
-    ("R", "P"): _Rewriter.spread,
-    ("P", "S"): _Rewriter.scatter,
-    ("P", "R"): _Rewriter.reduce,
-    ("P", "R'"): _Rewriter.reduce,
-    ("P", "P"): _Rewriter.same,
-    ("R'", "S"): _Rewriter.slice,
-    ("R'", "R'"): _Rewriter.same,
-    ("R'", "P"): _Rewriter.spread,
+    ("S", "S"): _Rewriter.exchange_shards,
+    ("S", "R"): _Rewriter.gather_shards,
+    ("S", "R'"): _Rewriter.gather_shards,
+    ("R", "S"): _Rewriter.slice_whole,
+    ("R", "R"): _Rewriter.keep_value,
+    ("R", "R'"): _Rewriter.copy_whole,
+    ("R", "P"): _Rewriter.spread_whole,
+    ("P", "S"): _Rewriter.scatter_partials,
+    ("P", "R"): _Rewriter.reduce_partials,
+    ("P", "R'"): _Rewriter.reduce_partials,
+    ("P", "P"): _Rewriter.keep_value,
+    ("R'", "S"): _Rewriter.slice_whole,
+    ("R'", "R'"): _Rewriter.keep_value,
+    ("R'", "P"): _Rewriter.spread_whole,
 }
 assert _STEPS.keys() == RESHARDS.keys()
 

@@ -130,9 +130,9 @@ def _totals_block(
     """A block that computes the operands of ``totals`` from model inputs and states; the states and inputs it reads."""
     body = _CallInliner(model, producers)
     here = model.calls.index(call)
-    outputs = tuple(body.copy(here, n.all_input_nodes[0]) for n in totals)
+    outputs = tuple(body.copy_value(here, n.all_input_nodes[0]) for n in totals)
     body.graph.output(outputs)
-    return body.block(name)
+    return body.build_block(name)
 
 
 class _CallInliner:
@@ -146,17 +146,17 @@ class _CallInliner:
         self.leaves: dict[str, fx.Node] = {}  # by state name or model input
         self.first: fx.Node | None = None
 
-    def copy(self, index: int, node: fx.Node) -> fx.Node:
+    def copy_value(self, index: int, node: fx.Node) -> fx.Node:
         if (index, node) not in self.copied:
             if node.op == "placeholder":
-                self.copied[index, node] = self.bound(index, node)
+                self.copied[index, node] = self.resolve_placeholder(index, node)
             else:
                 for operand in node.all_input_nodes:
-                    self.copy(index, operand)
+                    self.copy_value(index, operand)
                 self.copied[index, node] = self.graph.node_copy(node, lambda n: self.copied[index, n])
         return self.copied[index, node]
 
-    def bound(self, index: int, node: fx.Node) -> fx.Node:
+    def resolve_placeholder(self, index: int, node: fx.Node) -> fx.Node:
         """What a placeholder of the call ``index`` stands for."""
         call = self.model.calls[index]
         block = self.model.blocks[call.block]
@@ -164,13 +164,13 @@ class _CallInliner:
         outer = bound[node.name]
         if outer in self.producers:
             source, output = self.producers[outer]
-            return self.copy(source, self.model.blocks[self.model.calls[source].block].outputs[output])
+            return self.copy_value(source, self.model.blocks[self.model.calls[source].block].outputs[output])
         if outer not in self.leaves:
             self.leaves[outer] = self.graph.create_node("placeholder", node.name)
             self.leaves[outer].meta.update(node.meta)
         return self.leaves[outer]
 
-    def block(self, name: str) -> tuple[Block, tuple[str, ...], tuple[str, ...]]:
+    def build_block(self, name: str) -> tuple[Block, tuple[str, ...], tuple[str, ...]]:
         states = tuple(k for k in self.leaves if k in self.model.states)
         inputs = tuple(k for k in self.leaves if k not in self.model.states)
         order = [self.leaves[k] for k in (*states, *inputs)]

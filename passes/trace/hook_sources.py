@@ -181,7 +181,7 @@ def _evaluate_call(called: Any, args: list[HookValue], named: dict[str, HookValu
     if isinstance(function, types.FunctionType) and _is_own(function):
         if depth == _MOST_DEPTH:
             raise _SideEffect(f"calls {name}, which is too deep to be read")
-        return _HookReader(function, depth).returned(args, named)
+        return _HookReader(function, depth).find_returned_value(args, named)
     if not touched and not _is_state(owner):
         return FRESH
     if isinstance(function, type) and issubclass(function, tuple | BaseException):
@@ -253,13 +253,13 @@ class _HookReader:
         self.names: dict[str, HookValue] = {}
         self.result: HookValue | None = None
 
-    def returned(self, args: list[HookValue], named: dict[str, HookValue]) -> HookValue:
+    def find_returned_value(self, args: list[HookValue], named: dict[str, HookValue]) -> HookValue:
         self._bind_parameters(args, named)
         for _ in range(_MOST_ROUNDS):
             before, self.result = dict(self.names), None
             if isinstance(self.node, ast.Lambda):
-                return self.value(self.node.body)
-            self.run(self.node.body)
+                return self.evaluate_node(self.node.body)
+            self.read_statements(self.node.body)
             if self.names == before:
                 return self.result or NONE
         raise _SideEffect("is too involved to be read")
@@ -276,60 +276,62 @@ class _HookReader:
             if extra is not None:
                 self.names[extra.arg] = functools.reduce(HookValue.joined, rest, FRESH)
 
-    def acts(self, what: str, node: ast.AST) -> _SideEffect:
+    def create_side_effect(self, what: str, node: ast.AST) -> _SideEffect:
         return _SideEffect(f"{what} (line {getattr(node, 'lineno', '?')})")
 
     # statements
 
-    def run(self, body: Sequence[ast.stmt]) -> None:
+    def read_statements(self, body: Sequence[ast.stmt]) -> None:
         for statement in body:
-            self.statement(statement)
+            self.read_statement(statement)
 
-    def statement(self, node: ast.stmt) -> None:
+    def read_statement(self, node: ast.stmt) -> None:
         match node:
             case ast.Return():
-                found = NONE if node.value is None else self.value(node.value)
+                found = NONE if node.value is None else self.evaluate_node(node.value)
                 self.result = found if self.result is None else self.result.joined(found)
             case ast.Assign():
-                found = self.value(node.value)
+                found = self.evaluate_node(node.value)
                 for target in node.targets:
-                    self.store(target, found)
+                    self.store_value(target, found)
             case ast.AnnAssign():
                 if node.value is not None:
-                    self.store(node.target, self.value(node.value))
+                    self.store_value(node.target, self.evaluate_node(node.value))
             case ast.AugAssign():
-                held, added = self.value(node.target), self.value(node.value)
+                held, added = self.evaluate_node(node.target), self.evaluate_node(node.value)
                 if held.kind not in ("fresh", "none") and not _all_containers(held):
-                    raise self.acts(f"changes {ast.unparse(node.target)} in place", node)
-                self.store(node.target, held.joined(added))
+                    raise self.create_side_effect(f"changes {ast.unparse(node.target)} in place", node)
+                self.store_value(node.target, held.joined(added))
             case ast.For():
-                self.store(node.target, _join_value_elements(self.value(node.iter)))
-                self.run([*node.body, *node.orelse])
+                self.store_value(node.target, _join_value_elements(self.evaluate_node(node.iter)))
+                self.read_statements([*node.body, *node.orelse])
             case ast.While() | ast.If():
-                self.value(node.test)
-                self.run([*node.body, *node.orelse])
+                self.evaluate_node(node.test)
+                self.read_statements([*node.body, *node.orelse])
             case ast.With():
                 for item in node.items:
-                    found = self.value(item.context_expr)
+                    found = self.evaluate_node(item.context_expr)
                     if item.optional_vars is not None:
-                        self.store(item.optional_vars, found)
-                self.run(node.body)
+                        self.store_value(item.optional_vars, found)
+                self.read_statements(node.body)
             case ast.Try():
-                self.run([*node.body, *(s for h in node.handlers for s in h.body), *node.orelse, *node.finalbody])
+                self.read_statements(
+                    [*node.body, *(s for h in node.handlers for s in h.body), *node.orelse, *node.finalbody]
+                )
             case ast.Expr():
-                self.value(node.value)
+                self.evaluate_node(node.value)
             case ast.Import() | ast.ImportFrom():
                 self._bind_imported_names(node)
             case ast.Delete():
                 for target in node.targets:
                     if not isinstance(target, ast.Name):
-                        self.store(target, FRESH)
+                        self.store_value(target, FRESH)
             case ast.Pass() | ast.Break() | ast.Continue() | ast.Global() | ast.Nonlocal():
                 pass
             case ast.Raise() | ast.Assert():
-                raise self.acts("may raise an error", node)
+                raise self.create_side_effect("may raise an error", node)
             case _:
-                raise self.acts(f"has a statement that is not read ({type(node).__name__.lower()})", node)
+                raise self.create_side_effect(f"has a statement that is not read ({type(node).__name__.lower()})", node)
 
     def _bind_imported_names(self, node: ast.Import | ast.ImportFrom) -> None:
         for alias in node.names:
@@ -340,76 +342,76 @@ class _HookReader:
                 found = getattr(sys.modules.get(node.module or ""), alias.name, None)
             self.names[name] = UNKNOWN if found is None else HookValue("known", (found,))
 
-    def store(self, target: ast.expr, found: HookValue) -> None:
+    def store_value(self, target: ast.expr, found: HookValue) -> None:
         match target:
             case ast.Name():
                 held = self.names.get(target.id)
                 self.names[target.id] = found if held is None or held == found else held.joined(found)
             case ast.Tuple() | ast.List():
                 for part in target.elts:
-                    self.store(part, _join_value_elements(found))
+                    self.store_value(part, _join_value_elements(found))
             case ast.Starred():
-                self.store(target.value, found)
+                self.store_value(target.value, found)
             case ast.Attribute() | ast.Subscript():
-                base = self.value(target.value)
+                base = self.evaluate_node(target.value)
                 if base.kind not in ("fresh", "known") or any(map(_is_state, base.objects)):
-                    raise self.acts(f"writes to {ast.unparse(target)}", target)
+                    raise self.create_side_effect(f"writes to {ast.unparse(target)}", target)
             case _:
-                raise self.acts(f"writes to {ast.unparse(target)}", target)
+                raise self.create_side_effect(f"writes to {ast.unparse(target)}", target)
 
     # expressions
 
-    def value(self, node: ast.expr) -> HookValue:
+    def evaluate_node(self, node: ast.expr) -> HookValue:
         match node:
             case ast.Constant():
                 return NONE if node.value is None else FRESH
             case ast.Name():
-                return self.name(node.id)
+                return self.evaluate_name(node.id)
             case ast.Attribute():
-                return self.attribute(self.value(node.value), node.attr)
+                return self.evaluate_attribute(self.evaluate_node(node.value), node.attr)
             case ast.Subscript():
-                self.value(node.slice)
-                return _join_value_elements(self.value(node.value))
+                self.evaluate_node(node.slice)
+                return _join_value_elements(self.evaluate_node(node.value))
             case ast.Call():
-                return self.call(node)
+                return self.evaluate_call(node)
             case ast.IfExp():
-                self.value(node.test)
-                return self.either(node.body, node.orelse)
+                self.evaluate_node(node.test)
+                return self.evaluate_either(node.body, node.orelse)
             case ast.BoolOp():
-                return self.either(*node.values)
+                return self.evaluate_either(*node.values)
             case ast.NamedExpr():
-                found = self.value(node.value)
-                self.store(node.target, found)
+                found = self.evaluate_node(node.value)
+                self.store_value(node.target, found)
                 return found
             case ast.Starred():
-                return _join_value_elements(self.value(node.value))
+                return _join_value_elements(self.evaluate_node(node.value))
             case ast.Lambda():  # whoever calls it, with whatever
                 for parameter in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
-                    self.store(ast.Name(parameter.arg), GIVEN)
-                self.value(node.body)
+                    self.store_value(ast.Name(parameter.arg), GIVEN)
+                self.evaluate_node(node.body)
                 return FRESH
             case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
-                return self.comprehension(node)
+                return self.evaluate_comprehension(node)
             case ast.Await() | ast.Yield() | ast.YieldFrom():
-                raise self.acts("is a generator", node)
-        parts = [self.value(child) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
+                raise self.create_side_effect("is a generator", node)
+        parts = [self.evaluate_node(child) for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
         return FRESH if isinstance(node, ast.Compare | ast.JoinedStr | ast.FormattedValue) else _join_held_values(parts)
 
-    def either(self, *nodes: ast.expr) -> HookValue:
-        found = [self.value(n) for n in nodes]
+    def evaluate_either(self, *nodes: ast.expr) -> HookValue:
+        found = [self.evaluate_node(n) for n in nodes]
         if all(f.kind == "none" for f in found):
             return NONE
         return functools.reduce(HookValue.joined, [FRESH if f.kind == "none" else f for f in found])
 
-    def comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> HookValue:
+    def evaluate_comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> HookValue:
         for loop in node.generators:
-            self.store(loop.target, _join_value_elements(self.value(loop.iter)))
+            self.store_value(loop.target, _join_value_elements(self.evaluate_node(loop.iter)))
             for test in loop.ifs:
-                self.value(test)
+                self.evaluate_node(test)
         parts = (node.key, node.value) if isinstance(node, ast.DictComp) else (node.elt,)
-        return _join_held_values([self.value(p) for p in parts])
+        return _join_held_values([self.evaluate_node(p) for p in parts])
 
-    def name(self, name: str) -> HookValue:
+    def evaluate_name(self, name: str) -> HookValue:
         if name in self.names:
             return self.names[name]
         cells = dict(zip(self.function.__code__.co_freevars, self.function.__closure__ or (), strict=True))
@@ -423,7 +425,7 @@ class _HookReader:
                 return _of_object(place[name])
         return UNKNOWN
 
-    def attribute(self, base: HookValue, name: str) -> HookValue:
+    def evaluate_attribute(self, base: HookValue, name: str) -> HookValue:
         if base.kind != "known":
             return FRESH if base.kind == "none" or name in _DESCRIBING else base
         found = FRESH
@@ -437,20 +439,20 @@ class _HookReader:
             found = one if n == 0 else found.joined(one)
         return found
 
-    def call(self, node: ast.Call) -> HookValue:
-        args = [self.value(a) for a in node.args]
-        named = {k.arg or "**": self.value(k.value) for k in node.keywords}
+    def evaluate_call(self, node: ast.Call) -> HookValue:
+        args = [self.evaluate_node(a) for a in node.args]
+        named = {k.arg or "**": self.evaluate_node(k.value) for k in node.keywords}
         text = ast.unparse(node.func)
         if named.get("out", FRESH).kind not in ("fresh", "none"):
-            raise self.acts(f"writes to what {text} is given as out=", node)
+            raise self.create_side_effect(f"writes to what {text} is given as out=", node)
         try:
             if isinstance(node.func, ast.Attribute):
-                base = self.value(node.func.value)
+                base = self.evaluate_node(node.func.value)
                 if base.kind == "known" and any(map(_is_state, base.objects)):
                     base = GIVEN if all(isinstance(o, Tensor) for o in base.objects) else MODEL
                 if base.kind != "known" or not base.objects:
-                    return self.method(node.func, base, [*args, *named.values()])
-            called = self.value(node.func)
+                    return self.evaluate_method_call(node.func, base, [*args, *named.values()])
+            called = self.evaluate_node(node.func)
             if called.kind != "known":
                 raise _SideEffect(f"calls {text}, which cannot be read")
             found = [_evaluate_call(c, list(args), dict(named), self.depth + 1) for c in called.objects]
@@ -458,9 +460,9 @@ class _HookReader:
                 return NONE
             return functools.reduce(HookValue.joined, [FRESH if f.kind == "none" else f for f in found])
         except _SideEffect as found_out:
-            raise found_out if "(line " in str(found_out) else self.acts(str(found_out), node) from None
+            raise found_out if "(line " in str(found_out) else self.create_side_effect(str(found_out), node) from None
 
-    def method(self, function: ast.Attribute, base: HookValue, values: list[HookValue]) -> HookValue:
+    def evaluate_method_call(self, function: ast.Attribute, base: HookValue, values: list[HookValue]) -> HookValue:
         """A call of a method of what is no known object."""
         name = function.attr
         if base.kind in ("unknown", "none"):
@@ -474,7 +476,7 @@ class _HookReader:
         held = _join_held_values([base, *values])
         if base.kind == "fresh" and name in _FILLING:
             if isinstance(function.value, ast.Name):
-                self.store(function.value, held)
+                self.store_value(function.value, held)
             return NONE
         return FRESH if name in _MEASURING else held
 

@@ -79,15 +79,17 @@ def inner_gradients_traced(line: Callable[[], str]) -> Iterator[None]:
     """
     gradients = _InnerGradients(line)
     with (
-        mock.patch.object(torch.autograd, "_engine_run_backward", gradients.run),
+        mock.patch.object(torch.autograd, "_engine_run_backward", gradients.run_engine),
         mock.patch.object(
-            Tensor, "requires_grad_", lambda self, requires_grad=True: gradients.ask(self, requires_grad)
+            Tensor, "requires_grad_", lambda self, requires_grad=True: gradients.request_gradient(self, requires_grad)
         ),
-        mock.patch.object(Tensor, "requires_grad", property(_PLAIN_FLAG.__get__, gradients.set), create=True),
-        mock.patch.object(eager_transforms, "grad_and_value_impl", gradients.unmapped(_grad_and_value)),
-        mock.patch.object(eager_transforms, "_vjp_with_argnums", gradients.unmapped(_compute_output_and_vjp)),
-        mock.patch.object(eager_transforms, "_jvp_with_argnums", gradients.unmapped(_compute_output_and_jvp)),
-        mock.patch.object(eager_transforms, "vmap", gradients.unmapped(_unroll_vmap_rows)),
+        mock.patch.object(
+            Tensor, "requires_grad", property(_PLAIN_FLAG.__get__, gradients.assign_requires_grad), create=True
+        ),
+        mock.patch.object(eager_transforms, "grad_and_value_impl", gradients.refuse_inside_vmap(_grad_and_value)),
+        mock.patch.object(eager_transforms, "_vjp_with_argnums", gradients.refuse_inside_vmap(_compute_output_and_vjp)),
+        mock.patch.object(eager_transforms, "_jvp_with_argnums", gradients.refuse_inside_vmap(_compute_output_and_jvp)),
+        mock.patch.object(eager_transforms, "vmap", gradients.refuse_inside_vmap(_unroll_vmap_rows)),
     ):
         yield
 
@@ -100,17 +102,17 @@ class _InnerGradients:
     line: Callable[[], str]
     begun: dict[fx.Node, int] = field(default_factory=dict)
 
-    def ask(self, tensor: Tensor, flag: bool = True) -> Tensor:
+    def request_gradient(self, tensor: Tensor, flag: bool = True) -> Tensor:
         tracer = _find_active_tracer()
         node = _node_of(tensor, tracer) if tracer is not None else None
         if node is not None and flag and not _PLAIN_FLAG.__get__(tensor):
             self.begun[node] = len(node.graph.nodes)
         return _plain_requires_grad_(tensor, flag)
 
-    def set(self, tensor: Tensor, flag: bool) -> None:
-        self.ask(tensor, flag)
+    def assign_requires_grad(self, tensor: Tensor, flag: bool) -> None:
+        self.request_gradient(tensor, flag)
 
-    def run(
+    def run_engine(
         self,
         outputs: Sequence[Any],
         grad_outputs: Sequence[Any],
@@ -128,7 +130,7 @@ class _InnerGradients:
             )
             return made
         if accumulate_grad:
-            raise self.refused(
+            raise self.create_error(
                 "calls backward()",
                 "leaves gradients on tensors as a side effect; expected torch.autograd.grad(outputs, inputs, "
                 "create_graph=True), which returns them",
@@ -140,7 +142,7 @@ class _InnerGradients:
             raise RuntimeError(_UNUSED)
         return tuple(g if create_graph or g is None else g.detach() for g in grads)
 
-    def unmapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def refuse_inside_vmap(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function``, which is refused inside of ``torch.vmap``."""
 
         def checked(*args: Any, **kwargs: Any) -> Any:
@@ -151,12 +153,12 @@ class _InnerGradients:
 
     def check_unmapped(self) -> None:
         if get_dynamic_layer_stack_depth():
-            raise self.refused(
+            raise self.create_error(
                 "takes a gradient inside of torch.vmap",
                 "cannot be followed there; expected one gradient of the sum over the samples, or a loop over them",
             )
 
-    def refused(self, does: str, why: str) -> UnsupportedError:
+    def create_error(self, does: str, why: str) -> UnsupportedError:
         return UnsupportedError(f"forward {does}{self.line()}, which {why}")
 
 
@@ -174,7 +176,7 @@ class _GradientBody:
     @classmethod
     def of(cls, tracer: Any, gradients: _InnerGradients, outputs: list[Any], inputs: list[Any]) -> _GradientBody:
         if not all(isinstance(x, Tensor) for x in (*outputs, *inputs)):
-            raise gradients.refused("takes the gradient of a GradientEdge", "is followed for tensors alone")
+            raise gradients.create_error("takes the gradient of a GradientEdge", "is followed for tensors alone")
         ends, starts = ([_node_of(x, tracer) for x in tensors] for tensors in (outputs, inputs))
         nodes = list(tracer.graph.nodes)
         place = {node: index for index, node in enumerate(nodes)}
@@ -293,21 +295,21 @@ def _check_recomputable(node: fx.Node, reached: set[fx.Node], gradients: _InnerG
         return
     does = "takes a gradient"
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
-        raise gradients.refused(
+        raise gradients.create_error(
             does, f"leads through {node.target}, which is no operator of torch that has a derivative"
         )
     if _is_random_operator(node):
-        raise gradients.refused(
+        raise gradients.create_error(
             does, f"leads through {node.target}, which draws random numbers: draw them before, or leave it out (eval())"
         )
     if node.target is aten.rms_norm.default and len(node.args) <= _EPS_OF_RMS:
-        raise gradients.refused(
+        raise gradients.create_error(
             does, "leads through an RMS norm whose eps depends on the type: give it (eps=1e-6, say)"
         )
     if node.target._schema.is_mutable:
         *_, base = _find_written_values(node)
         if functional_kin(node.target) is None or base not in reached or is_view(base):
-            raise gradients.refused(
+            raise gradients.create_error(
                 does, f"leads through {node.target}, which writes in place: write to a copy, or not in place"
             )
 
@@ -385,7 +387,7 @@ def _check_derivable(traced: fx.GraphModule, arguments: list[Tensor], gradients:
                 continue
             parts = [x for x in env[node.args[0]] if isinstance(x, Tensor)]
             if env[node].is_floating_point() and not env[node].requires_grad and any(x.requires_grad for x in parts):
-                raise gradients.refused(
+                raise gradients.create_error(
                     "takes a gradient",
                     f"leads through {node.args[0].target}, whose derivative torch cannot derive once more from its "
                     "parts: write the operator with simpler ones",

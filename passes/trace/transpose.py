@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -286,27 +286,28 @@ def _spelled_out() -> dict[Any, Callable[..., Any]]:
     return table | {aten.convolution_backward.default: _convolution_input_gradient}
 
 
-def _convolution_input_gradient(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias_sizes: Any,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    transposed: bool,
-    output_padding: list[int],
-    groups: int,
-    output_mask: list[bool],
-) -> Any:
+class ConvolutionGeometry(NamedTuple):
+    """How a convolution's kernel moves, as torch's operators take it, in their order."""
+
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    transposed: bool
+    output_padding: list[int]
+    groups: int
+
+
+def _convolution_input_gradient(grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, *how: Any) -> Any:
     """The gradient of a convolution for its input, where no other is wanted: a convolution, which does not read the
-    input."""
+    input. ``how``: its geometry, and a flag for each gradient."""
+    *geometry, output_mask = how
     if list(output_mask) != [True, False, False]:
         return NotImplemented
+    stride, padding, dilation, transposed, _, groups = ConvolutionGeometry(*geometry)
     added = [0] * len(padding)
     if not transposed:
-        geometry = zip(x.shape[2:], grad.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
-        added = [size - ((n - 1) * step - 2 * pad + apart * (k - 1) + 1) for size, n, k, step, pad, apart in geometry]
+        moves = zip(x.shape[2:], grad.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+        added = [size - ((n - 1) * step - 2 * pad + apart * (k - 1) + 1) for size, n, k, step, pad, apart in moves]
     made = aten.convolution(grad, weight, None, stride, padding, dilation, not transposed, added, groups)
     return made, None, None
 

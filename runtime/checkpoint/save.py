@@ -62,13 +62,13 @@ class Staging:
         self._ready: torch.cuda.Event | None = None
         self._hooks: list[Any] = []
 
-    def begin(
+    def start_copies(
         self,
         moving: Sequence[ShardPiece],
         still: Sequence[ShardPiece],
         optimizers: Sequence[torch.optim.Optimizer | None],
     ) -> list[ShardPiece]:
-        """The copies: those of ``moving`` are made now, those of ``still`` by :meth:`finish`, before which
+        """The copies: those of ``moving`` are made now, those of ``still`` by :meth:`finish_copies`, before which
         ``optimizers`` do not step. Called when the save before is over."""
         self._remove_hooks()
         everything = [*moving, *still]
@@ -94,7 +94,7 @@ class Staging:
             for p in everything
         ]
 
-    def finish(self) -> None:
+    def finish_copies(self) -> None:
         """Make the copies that are left; in the thread that writes. Raises :class:`CheckpointError` where something
         changed meanwhile but by the optimizer's step."""
         try:
@@ -108,7 +108,7 @@ class Staging:
         self._require_unchanged(changed)
 
     def written(self) -> None:
-        """What :meth:`begin` gave is written, or will not be. Raises as :meth:`finish` does."""
+        """What :meth:`start_copies` gave is written, or will not be. Raises as :meth:`finish_copies` does."""
         changed = [p.key for p, version in self._as_it_is if p.tensor._version != version]
         self._as_it_is = []
         self.copied.set()
@@ -260,7 +260,7 @@ class Saver:
         first = content.rank.rank == 0
         held = [*content.moving, *content.still]
         if not wait:
-            held = self._staging.begin(content.moving, content.still, optimizers_of(optimizer))
+            held = self._staging.start_copies(content.moving, content.still, optimizers_of(optimizer))
             content = replace(content, training=dict(content.training), own=copy.deepcopy(content.own))
         self.last = Saving(target.final, self._staging.copied)
 
@@ -417,7 +417,7 @@ def _write_rank_part(
         try:
             target.begin(rank)
             if staging is not None:
-                staging.finish()
+                staging.finish_copies()
             written = write_shards(target.partial, rank, held)
         finally:
             if staging is not None:

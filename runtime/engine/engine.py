@@ -47,7 +47,7 @@ from partitioner.runtime.program.program import Program, RankProgram
 from partitioner.runtime.state import loss as norms
 from partitioner.runtime.state.disk_offload import expect_on_disk, keep_on_disk
 from partitioner.runtime.state.gradients import RankGradients
-from partitioner.runtime.state.host_offload import Copier, HostParameters
+from partitioner.runtime.state.host_offload import Copier, HostParameters, TransientParameters
 from partitioner.runtime.state.loss import Scale, StepLoss, scale_of
 from partitioner.runtime.state.parameters import MasterParameters, load_weights, names_read, parameters_of
 from partitioner.runtime.state.sharded_parameters import ShardedParameters
@@ -159,9 +159,7 @@ class Engine:
             communicator,
             library or Library(program, self.device, compile),
             keep_outputs,
-            sharded,
-            hosted,
-            copier,
+            TransientParameters(sharded, hosted),
         )
 
     @property

@@ -171,7 +171,7 @@ def _try_copies(optimizer: Optimizer, samples: Sequence[Sample], stages: bool, c
     for make, closure, wide in itertools.product((mirror_optimizer, rebuild_optimizer), closures, (True, False)):
         trial = _Trial(optimizer, samples, replace(call, closure=closure), make, wide)
         try:
-            found = trial.compare(stages)
+            found = trial.compare_copies(stages)
         except _WholeFailed as error:
             why = why or str(error)
             continue
@@ -251,16 +251,16 @@ class _Trial:
         self._curvatures = [0.05 + 0.45 * curvature.abs().clamp(max=1.0) for _, curvature, *_ in numbers]
         self._gradients = [gradients for _, _, *gradients in numbers]
 
-    def compare(self, stages: bool) -> TrialFinding | None:
+    def compare_copies(self, stages: bool) -> TrialFinding | None:
         """Raises :class:`_WholeFailed` where nothing can be compared."""
         try:
-            whole = self._copy({i: s.cut.parameters for i, s in enumerate(self.samples)}, "parts")
+            whole = self._copy_parts({i: s.cut.parameters for i, s in enumerate(self.samples)}, "parts")
         except Exception as error:
             raise _WholeFailed(_format_error(error)) from error
         others: list[_Stepped] = []
         for parts, what in self._iterate_variants(stages):
             try:
-                others.append(self._copy(parts, what))
+                others.append(self._copy_parts(parts, what))
             except Exception as error:
                 return self._report_failed(what, error)
         for number in range(NUM_STEPS):
@@ -287,7 +287,7 @@ class _Trial:
                 chosen = list(enumerate(self.samples))[first::2]
                 yield {i: s.cut.parameters for i, s in chosen}, "stages"
 
-    def _copy(self, parts: Mapping[int, Part], what: Literal["parts", "stages"]) -> _Stepped:
+    def _copy_parts(self, parts: Mapping[int, Part], what: Literal["parts", "stages"]) -> _Stepped:
         groups: list[list[Tensor]] = [[] for _ in self.optimizer.param_groups]
         tensors: dict[int, list[nn.Parameter]] = {}
         rows: list[_TrialRow] = []
@@ -370,7 +370,7 @@ def _call_step(optimizer: Any, closure: Callable[[], Tensor], call: StepCall) ->
 # Copies
 def mirror_optimizer(optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) -> Any:
     """A copy of ``optimizer``, attribute by attribute, without state, whose groups have the parameters ``groups``."""
-    return _OptimizerMirror(optimizer, groups).optimizer(optimizer)
+    return _OptimizerMirror(optimizer, groups).copy_optimizer(optimizer)
 
 
 def rebuild_optimizer(optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) -> Any:
@@ -388,13 +388,13 @@ def rebuild_optimizer(optimizer: Optimizer, groups: Sequence[Sequence[Tensor]]) 
         elif parameter.kind is inspect.Parameter.VAR_POSITIONAL:
             continue
         elif name == "params" or (not given and name not in known):
-            given.append(mirror.groups())
+            given.append(mirror.copy_groups())
         elif name in known:
-            named[name] = mirror.value(known[name])
+            named[name] = mirror.copy_value(known[name])
         elif parameter.default is inspect.Parameter.empty:
             raise NotCopied(f"its constructor's argument {name!r} is no attribute of it")
     if takes_all:
-        named |= {name: mirror.value(value) for name, value in defaults.items() if name not in named}
+        named |= {name: mirror.copy_value(value) for name, value in defaults.items() if name not in named}
     try:
         made = kind(*given, **named)
     except TypeError:
@@ -449,14 +449,14 @@ class _OptimizerMirror:
             self._made[id(group["params"])] = [*given]
         self._groups = optimizer.param_groups
 
-    def groups(self) -> list[dict[str, Any]]:
+    def copy_groups(self) -> list[dict[str, Any]]:
         """The groups with their options."""
-        found = [self.value(group) for group in self._groups]
+        found = [self.copy_value(group) for group in self._groups]
         for group in found:
             _raise_rate(group)
         return found
 
-    def optimizer(self, original: Optimizer) -> Any:
+    def copy_optimizer(self, original: Optimizer) -> Any:
         kind = class_of(original)
         made = object.__new__(kind)
         self._made[id(original)] = made
@@ -470,12 +470,12 @@ class _OptimizerMirror:
                 if not getattr(value, "_wrapped_by_lr_sched", False):
                     raise NotCopied("its step has been replaced by another function")
             elif name != KEEPER:
-                made.__dict__[name] = self.value(value)
+                made.__dict__[name] = self.copy_value(value)
         for group in made.param_groups:
             _raise_rate(group)
         return made
 
-    def value(self, value: Any) -> Any:
+    def copy_value(self, value: Any) -> Any:
         """A copy of any value."""
         if id(value) in self._made:
             return self._made[id(value)]
@@ -490,7 +490,7 @@ class _OptimizerMirror:
         if value is None or isinstance(value, _SHARED):
             return value
         if isinstance(value, Optimizer):
-            return self.optimizer(value)
+            return self.copy_optimizer(value)
         if isinstance(value, torch.Generator):
             return value.clone_state()
         if isinstance(value, Tensor):
@@ -500,10 +500,10 @@ class _OptimizerMirror:
         if isinstance(value, types.FunctionType):
             return self._copy_function(value)
         if isinstance(value, types.MethodType):
-            return types.MethodType(value.__func__, self.value(value.__self__))
+            return types.MethodType(value.__func__, self.copy_value(value.__self__))
         if isinstance(value, functools.partial):
-            named = {name: self.value(given) for name, given in value.keywords.items()}
-            return functools.partial(self.value(value.func), *map(self.value, value.args), **named)
+            named = {name: self.copy_value(given) for name, given in value.keywords.items()}
+            return functools.partial(self.copy_value(value.func), *map(self.copy_value, value.args), **named)
         if isinstance(value, nn.Module) or type(value).__module__.partition(".")[0] == "partitioner":
             return _Withheld(type(value).__name__)
         if isinstance(value, dict):
@@ -514,10 +514,10 @@ class _OptimizerMirror:
             self._made[id(value)] = made
             add = made.add if isinstance(made, set) else made.append
             for item in value:
-                add(self.value(item))
+                add(self.copy_value(item))
             return made
         if isinstance(value, tuple):
-            items = [self.value(item) for item in value]
+            items = [self.copy_value(item) for item in value]
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         return self._copy_object(value)
 
@@ -531,7 +531,7 @@ class _OptimizerMirror:
         self._made[id(value)] = made
         for cell, original in zip(cells, value.__closure__, strict=True):
             with contextlib.suppress(ValueError):  # nothing is in it yet
-                cell.cell_contents = self.value(original.cell_contents)
+                cell.cell_contents = self.copy_value(original.cell_contents)
         return made
 
     def _copy_dict(self, value: dict[Any, Any]) -> dict[Any, Any]:
@@ -539,7 +539,7 @@ class _OptimizerMirror:
         made.clear()
         self._made[id(value)] = made
         for key, item in value.items():
-            made[self.value(key)] = self.value(item)
+            made[self.copy_value(key)] = self.copy_value(item)
         return made
 
     def _copy_object(self, value: Any) -> Any:
@@ -550,7 +550,7 @@ class _OptimizerMirror:
         made = object.__new__(type(value))
         self._made[id(value)] = made
         for name, item in vars(value).items():
-            made.__dict__[name] = self.value(item)
+            made.__dict__[name] = self.copy_value(item)
         return made
 
 

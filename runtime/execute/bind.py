@@ -219,13 +219,13 @@ class Binder:
     def compiled(self) -> list[Compiled]:
         return list(self._compiled.values())
 
-    def plain(self, name: str) -> Compiled:
+    def compile_plain(self, name: str) -> Compiled:
         """``(*states, *inputs) -> outputs``, where no backward follows."""
         return self._compile_once(
             name, None, "forward", lambda: (_make_results_contiguous(self.library.block(name).graph), 0)
         )
 
-    def piece(self, name: str, needs: GradientNeeds, kind: str) -> Compiled:
+    def compile_piece(self, name: str, needs: GradientNeeds, kind: str) -> Compiled:
         """One of the functions of :class:`Differentiated`, or ``outputs`` and ``saved``: half of ``forward`` each.
 
         Gradients of states go to sinks.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,11 +59,22 @@ class Environment:
         gradients[value] = gradient if old is None else old + gradient
 
 
+class StageStates(NamedTuple):
+    """The states of a stage, by name: the ``tensors``, and the ``sinks`` of their gradients.
+
+    ``leaving``: states whose memory is given away between calls.
+    """
+
+    tensors: Mapping[str, Tensor]
+    sinks: Mapping[str, Sink]
+    leaving: Collection[str]
+
+
 class BoundCall:
     """A call with its states and functions.
 
     ``watched`` is told of every result that the model returns or that is its loss: ``(microbatch, name, value)``.
-    ``leaving``: states whose memory is given away between calls.
+    ``staying``: values that stay on the device where activations are moved to host memory.
     """
 
     def __init__(
@@ -71,19 +82,17 @@ class BoundCall:
         binder: Binder,
         env: Environment,
         index: int,
-        states: Mapping[str, Tensor],
-        sinks: Mapping[str, Sink],
+        states: StageStates,
         watched: Mapping[str, Callable[[int, str, Tensor], None]],
         staying: Collection[str] = (),
-        leaving: Collection[str] = (),
     ) -> None:
         stage = binder.rank.stage
         self.call: CallData = stage.calls[index]
         self.index = index
         self.env = env
         self.moment = binder.moment
-        self.states = [states[s] for s in self.call.states]
-        self.leaving = [states[s] for s in self.call.states if s in leaving]
+        self.states = [states.tensors[s] for s in self.call.states]
+        self.leaving = [states.tensors[s] for s in self.call.states if s in states.leaving]
         self.inputs = self.call.inputs
         self.outputs = self.call.outputs
         self.watched = [(k, name, watched[name]) for k, name in enumerate(self.outputs) if name in watched]
@@ -92,23 +101,25 @@ class BoundCall:
         self.has_backward = needs is not None
         self.grad_inputs: list[str] = []
         if needs is None:
-            self.run_forward = binder.plain(self.call.block).function
+            self.run_forward = binder.compile_plain(self.call.block).function
             return
         derived = binder.library.differentiated(self.call.block, needs)
-        self.run_forward = binder.piece(self.call.block, needs, "outputs" if self.recomputed else "forward").function
+        self.run_forward = binder.compile_piece(
+            self.call.block, needs, "outputs" if self.recomputed else "forward"
+        ).function
         if self.recomputed:
-            self.run_saved = binder.piece(self.call.block, needs, "saved").function
+            self.run_saved = binder.compile_piece(self.call.block, needs, "saved").function
         self.grad_outputs = [self.outputs[i] for i in derived.grad_outputs]
         self.grad_inputs = [self.inputs[i] for i in derived.grad_inputs]
-        self.sinks = [sinks[self.call.states[i]] for i in derived.grad_states]
+        self.sinks = [states.sinks[self.call.states[i]] for i in derived.grad_states]
         self.staying = [name in staying for name in (*self.inputs, *self.outputs)]
         ops = {i.op for i in binder.rank.instructions if i.calls and i.calls[0] <= index < i.calls[1]}
         self.leaves = "OFFLOAD" in ops
         if "B" in ops:
-            self.run_backward = binder.piece(self.call.block, needs, "backward").function
+            self.run_backward = binder.compile_piece(self.call.block, needs, "backward").function
         if "I" in ops or "W" in ops:
-            self.run_input = binder.piece(self.call.block, needs, "backward_input").function
-            self.run_weight = binder.piece(self.call.block, needs, "backward_weight").function
+            self.run_input = binder.compile_piece(self.call.block, needs, "backward_input").function
+            self.run_weight = binder.compile_piece(self.call.block, needs, "backward_weight").function
 
     def forward(self, microbatch: int, values: dict[str, Tensor]) -> None:
         self.moment.microbatch = microbatch

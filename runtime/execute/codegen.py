@@ -189,7 +189,7 @@ def compile_graph(
 ) -> Compiled:
     """Compile ``graph``. The last ``num_sinks`` outputs are not returned but handed to ``sinks``, as soon as they are
     known: ``sink.add(value)``; ``sink.addmm(a, b)`` and ``sink.sum(x, dims)`` where nothing else reads that value."""
-    return _CodeWriter(graph, name, bindings, device, num_sinks).compile()
+    return _CodeWriter(graph, name, bindings, device, num_sinks).compile_code()
 
 
 class _CodeWriter:
@@ -245,19 +245,19 @@ class _CodeWriter:
     def is_started(self, node: fx.Node) -> bool:
         return isinstance(self.bindings.get(node), AsyncBinding)
 
-    def compile(self) -> Compiled:
-        sinks = self.sinks()
-        last = self.last_uses()
-        overwritable = self.overwritable()
+    def compile_code(self) -> Compiled:
+        sinks = self.find_sinks()
+        last = self.find_last_uses()
+        overwritable = self.find_overwritable()
         self.lines.append("def run(arguments, sinks):")
         if self.num_sinks:
             names = ", ".join(f"sink_{i}" for i in range(self.num_sinks))
             self.lines.append(f"    {names}, = sinks")
-        self.unpack(sinks)
+        self.unpack_arguments(sinks)
         for index, (node, wait) in enumerate(self.steps):
-            self.step(node, wait, sinks, overwritable)
-            self.drop(last.get(index, ()))
-        outputs = "".join(f"{self.render(n)}, " for n in self.returned)
+            self.write_step(node, wait, sinks, overwritable)
+            self.write_deletion(last.get(index, ()))
+        outputs = "".join(f"{self.render_value(n)}, " for n in self.returned)
         self.lines.append(f"    return ({outputs})")
         code = "\n".join(self.lines) + "\n"
         filename = f"<partition {self.name} {next(_numbers)}>"
@@ -265,7 +265,7 @@ class _CodeWriter:
         linecache.cache[filename] = (len(code), None, self.lines, filename)
         return Compiled(self.name, self.globals["run"], code, filename, self.line_nodes)
 
-    def unpack(self, sinks: Mapping[fx.Node, list[int]]) -> None:
+    def unpack_arguments(self, sinks: Mapping[fx.Node, list[int]]) -> None:
         for node in self.placeholders:
             self.names[node] = f"v{len(self.names)}"
         if self.placeholders:
@@ -273,38 +273,38 @@ class _CodeWriter:
         self.lines.append("    arguments.clear()")
         for node in self.placeholders:
             self.lines += [f"    sink_{i}.add({self.names[node]})" for i in sinks.get(node, ())]
-        read = {self.source(o) for n in self.graph.nodes for o in n.all_input_nodes}
-        self.drop([n for n in self.placeholders if n not in read])
+        read = {self.resolve_alias(o) for n in self.graph.nodes for o in n.all_input_nodes}
+        self.write_deletion([n for n in self.placeholders if n not in read])
 
-    def source(self, node: fx.Node) -> fx.Node:
+    def resolve_alias(self, node: fx.Node) -> fx.Node:
         """The node that ``node``'s value stands under: itself, unless it is an alias."""
         while isinstance(self.bindings.get(node), AliasBinding):
             node = node.all_input_nodes[0]
         return node
 
-    def sinks(self) -> dict[fx.Node, list[int]]:
+    def find_sinks(self) -> dict[fx.Node, list[int]]:
         """The sinks that each node's value goes to."""
         sinks: dict[fx.Node, list[int]] = {}
         for i, result in enumerate(self.sunk):
             if result is not None:
-                sinks.setdefault(self.source(result), []).append(i)
+                sinks.setdefault(self.resolve_alias(result), []).append(i)
         return sinks
 
-    def last_uses(self) -> dict[int, list[fx.Node]]:
+    def find_last_uses(self) -> dict[int, list[fx.Node]]:
         """For each step, the values that no later step reads."""
         last: dict[fx.Node, int] = {}
         for index, (node, wait) in enumerate(self.steps):
-            last[self.source(node)] = index
+            last[self.resolve_alias(node)] = index
             if not wait:
-                last.update((self.source(o), index) for o in node.all_input_nodes)
-        kept = {self.source(n) for n in self.returned if n is not None}
+                last.update((self.resolve_alias(o), index) for o in node.all_input_nodes)
+        kept = {self.resolve_alias(n) for n in self.returned if n is not None}
         uses: dict[int, list[fx.Node]] = {}
         for node, index in last.items():
             if node not in kept and not isinstance(self.bindings.get(node), ConstantBinding):
                 uses.setdefault(index, []).append(node)
         return uses
 
-    def overwritable(self) -> set[fx.Node]:
+    def find_overwritable(self) -> set[fx.Node]:
         """The collectives whose operand is made here and used by nothing else: it may be overwritten."""
         family = find_memory_owners(
             self.graph, lambda n: can_alias_operand(n) or isinstance(self.bindings.get(n), AliasBinding | DirectBinding)
@@ -329,50 +329,52 @@ class _CodeWriter:
     def is_constant(self, node: fx.Node) -> bool:
         return isinstance(self.bindings.get(node), ConstantBinding)
 
-    def step(self, node: fx.Node, wait: bool, sinks: Mapping[fx.Node, list[int]], overwritable: set[fx.Node]) -> None:
+    def write_step(
+        self, node: fx.Node, wait: bool, sinks: Mapping[fx.Node, list[int]], overwritable: set[fx.Node]
+    ) -> None:
         binding = self.bindings.get(node)
         if wait:
-            self.line(f"{self.names[node]} = {self.names[node]}.wait()", node)
+            self.append_line(f"{self.names[node]} = {self.names[node]}.wait()", node)
         elif isinstance(binding, AliasBinding):
             return
         elif isinstance(binding, ConstantBinding):
-            self.names[node] = self.constant(binding.value)
-        elif sinks.get(node) and self.product(node, sinks[node]):
+            self.names[node] = self.add_constant(binding.value)
+        elif sinks.get(node) and self.write_product(node, sinks[node]):
             return
         else:
             self.names[node] = f"v{len(self.names)}"
-            self.line(f"{self.names[node]} = {self.expression(node, binding, overwritable)}", node)
+            self.append_line(f"{self.names[node]} = {self.write_expression(node, binding, overwritable)}", node)
         if not self.is_started(node) or wait:
             for sink in sinks.get(node, ()):
-                self.line(f"sink_{sink}.add({self.names[node]})", node)
+                self.append_line(f"sink_{sink}.add({self.names[node]})", node)
 
-    def expression(self, node: fx.Node, binding: Binding | None, overwritable: set[fx.Node]) -> str:
+    def write_expression(self, node: fx.Node, binding: Binding | None, overwritable: set[fx.Node]) -> str:
         if node.target is operator.getitem:
-            return f"{self.render(node.args[0])}[{node.args[1]!r}]"
+            return f"{self.render_value(node.args[0])}[{node.args[1]!r}]"
         if isinstance(binding, DirectBinding | AsyncBinding):
             function = binding.function
             if isinstance(binding, AsyncBinding) and node in overwritable:
                 function = binding.scratch
-            operands = ", ".join(self.render(o) for o in node.all_input_nodes)
-            return f"{self.constant(function, node)}({operands})"
+            operands = ", ".join(self.render_value(o) for o in node.all_input_nodes)
+            return f"{self.add_constant(function, node)}({operands})"
         function = FAST.get(node.target, node.target)  # type: ignore[arg-type]
-        arguments = [self.render(a) for a in node.args]
-        arguments += [f"{k}={self.render(v)}" for k, v in node.kwargs.items()]
-        return f"{self.constant(function, node)}({', '.join(arguments)})"
+        arguments = [self.render_value(a) for a in node.args]
+        arguments += [f"{k}={self.render_value(v)}" for k, v in node.kwargs.items()]
+        return f"{self.add_constant(function, node)}({', '.join(arguments)})"
 
-    def product(self, node: fx.Node, to: list[int]) -> bool:
+    def write_product(self, node: fx.Node, to: list[int]) -> bool:
         """Let the sink multiply or sum up, where only the sink reads what ``node`` is."""
         if len(to) > 1 or not (node in self.stacks or self.sunk_only(node)):
             return False
         if node in self.sums:
             x, dims = self.sums[node].args[:2]
-            self.line(f"sink_{to[0]}.sum({self.render(x)}, {self.render(dims)})", node)
+            self.append_line(f"sink_{to[0]}.sum({self.render_value(x)}, {self.render_value(dims)})", node)
         elif node.target is torch.ops.aten.mm.default:
-            a, b = (self.render(x) for x in node.args)
-            self.line(f"sink_{to[0]}.addmm({a}, {b})", node)
+            a, b = (self.render_value(x) for x in node.args)
+            self.append_line(f"sink_{to[0]}.addmm({a}, {b})", node)
         elif node in self.stacks:
-            rows, grads, ends = (self.render(x) for x in node.args)
-            self.line(f"sink_{to[0]}.grouped({rows}, {grads}, {ends}, {self.stacks[node]})", node)
+            rows, grads, ends = (self.render_value(x) for x in node.args)
+            self.append_line(f"sink_{to[0]}.grouped({rows}, {grads}, {ends}, {self.stacks[node]})", node)
         else:
             return False
         self.names[node] = ""
@@ -381,31 +383,31 @@ class _CodeWriter:
     def sunk_only(self, node: fx.Node) -> bool:
         return node not in self.returned and all(user.op == "output" for user in node.users)
 
-    def drop(self, nodes: Sequence[fx.Node]) -> None:
+    def write_deletion(self, nodes: Sequence[fx.Node]) -> None:
         names = [self.names[n] for n in nodes if self.names[n]]
         if names:
             self.lines.append(f"    del {', '.join(names)}")
 
-    def line(self, text: str, node: fx.Node) -> None:
+    def append_line(self, text: str, node: fx.Node) -> None:
         self.lines.append(f"    {text}")
         self.line_nodes[len(self.lines)] = node
 
-    def render(self, value: Any) -> str:
+    def render_value(self, value: Any) -> str:
         if isinstance(value, fx.Node):
-            return self.names[self.source(value)]
+            return self.names[self.resolve_alias(value)]
         if isinstance(value, list):
-            return f"[{', '.join(map(self.render, value))}]"
+            return f"[{', '.join(map(self.render_value, value))}]"
         if isinstance(value, tuple):
-            return f"({''.join(self.render(v) + ', ' for v in value)})"
+            return f"({''.join(self.render_value(v) + ', ' for v in value)})"
         if isinstance(value, _LITERALS):
             return repr(value)
         if isinstance(value, float) and value == value and abs(value) != float("inf"):
             return repr(value)
         if value == META:
             return "device"
-        return self.constant(value)
+        return self.add_constant(value)
 
-    def constant(self, value: Any, node: fx.Node | None = None) -> str:
+    def add_constant(self, value: Any, node: fx.Node | None = None) -> str:
         name = f"{_name_operator(node)}_{len(self.globals)}"
         self.globals[name] = value
         return name

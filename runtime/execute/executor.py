@@ -18,7 +18,7 @@ from partitioner.runtime.comm.group import Communicator
 from partitioner.runtime.comm.wait_clock import waited
 from partitioner.runtime.errors import InstructionError
 from partitioner.runtime.execute.bind import Binder, Library
-from partitioner.runtime.execute.calls import BoundCall, Environment
+from partitioner.runtime.execute.calls import BoundCall, Environment, StageStates
 from partitioner.runtime.execute.failures import failure_of
 from partitioner.runtime.execute.flight_recorder import Recorder
 from partitioner.runtime.execute.transfers import (
@@ -36,9 +36,8 @@ from partitioner.runtime.program.sharded_buckets import states_read
 from partitioner.runtime.program.state_bytes import staying_values
 from partitioner.runtime.state.buffer_updates import BufferUpdates
 from partitioner.runtime.state.gradients import RankGradients
-from partitioner.runtime.state.host_offload import Copier, HostParameters
+from partitioner.runtime.state.host_offload import HostParameters, TransientParameters
 from partitioner.runtime.state.loss import LossSum
-from partitioner.runtime.state.sharded_parameters import ShardedParameters
 
 Action = Callable[[], None]
 
@@ -46,7 +45,7 @@ Action = Callable[[], None]
 class Executor:
     """Runs one rank's program: ``run(inputs)`` is one step.
 
-    ``states`` are the rank's shards by name; of parameters that it shares (``sharded``) the whole. With ``keep``, the
+    ``states`` are the rank's shards by name; of parameters that it shares (``transient``) the whole. With ``keep``, the
     model's results that this rank makes are collected in ``outputs``: value -> microbatch -> tensor. ``loss`` is the
     whole loss, on every rank; ``None`` without one.
 
@@ -62,19 +61,17 @@ class Executor:
         communicator: Communicator,
         library: Library,
         keep: bool = False,
-        sharded: ShardedParameters | None = None,
-        hosted: HostParameters | None = None,
-        copier: Copier | None = None,
+        transient: TransientParameters | None = None,
     ) -> None:
         self.rank = rank
         self.program = rank.program
         self.communicator = communicator
         self.gradients = gradients
-        self.gathered = {} if sharded is None else sharded.buckets
+        self.gathered = {} if transient is None else transient.sharded.buckets
         self.binder = Binder(rank, library, communicator)
-        self.hosted = hosted
+        self.hosted = None if transient is None else transient.hosted
         self.updates = BufferUpdates(rank, states, communicator)
-        self.env = Environment(rank, library.device, copier)
+        self.env = Environment(rank, library.device, gradients.copier)
         self.sender = TransferSender(rank, self.env, communicator)
         self.outputs: dict[str, dict[int, Tensor]] = {}
         self.totals: dict[str, Tensor] = {}
@@ -86,11 +83,8 @@ class Executor:
             watched[self.program.loss] = self._add_loss
         watched |= dict.fromkeys(self.updates.added, self.updates.add)
         staying = staying_values(rank.stage)
-        leaving = {s for held in (sharded, hosted) if held is not None for s in held.leaving}
-        self.calls = [
-            BoundCall(self.binder, self.env, i, states, gradients.sinks, watched, staying, leaving)
-            for i in range(len(rank.stage.calls))
-        ]
+        held = StageStates(states, gradients.sinks, frozenset() if transient is None else transient.leaving)
+        self.calls = [BoundCall(self.binder, self.env, i, held, watched, staying) for i in range(len(rank.stage.calls))]
         self.actions = self._compile_actions()
         self.recorder: Recorder | None = None
 

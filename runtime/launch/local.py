@@ -25,6 +25,7 @@ from partitioner.runtime.launch.process_pool import (
     LocalRanks,
     RankResults,
     Run,
+    StepFiles,
     join_rank_results,
     part_of,
     run_program,
@@ -92,15 +93,16 @@ def run_local(
         folder = Path(name)
         (folder / "program.json").write_text(program.model_dump_json(exclude_defaults=True))
         torch.save(batch, folder / "inputs.pt")
-        results = [str(folder / f"{rank}.pt") for rank in range(program.world_size)]
-        files = [
-            folder / "program.json",
-            _ensure_weights_file(program, weights, folder / "weights.safetensors"),
-            folder / "inputs.pt",
-        ]
-        arguments = (*map(str, files), results, placement_of(plan), seed, outputs, grads, str(folder / "watch"))
+        files = StepFiles(
+            program=str(folder / "program.json"),
+            weights=str(_ensure_weights_file(program, weights, folder / "weights.safetensors")),
+            inputs=str(folder / "inputs.pt"),
+            results=[str(folder / f"{rank}.pt") for rank in range(program.world_size)],
+            watch=str(folder / "watch"),
+        )
+        arguments = (files, placement_of(plan), seed, outputs, grads)
         pool.call(run_program, *arguments, timeout=timeout, watch=Monitor(folder / "watch", timeout))
-        parts = [RankResults(rank, **torch.load(path, weights_only=True)) for rank, path in enumerate(results)]
+        parts = [RankResults(rank, **torch.load(path, weights_only=True)) for rank, path in enumerate(files.results)]
     return join_rank_results(program, parts, _compute_unread_gradients(program, model))
 
 

@@ -25,7 +25,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -459,37 +459,38 @@ def _locate_thread(thread: int) -> str:
     return f"outside of its program ({deepest.name}, {deepest.filename}:{deepest.lineno})" if deepest else "gone"
 
 
-def run_program(
-    program: str,
-    weights: str,
-    inputs: str,
-    results: list[str],
-    placement: tuple[int, ...],
-    seed: int,
-    outputs: bool,
-    grads: bool,
-    watch: str,
-) -> None:
-    """One step, watched. ``program``, ``weights``, ``inputs`` and ``results`` are files; this rank writes its own."""
-    parsed = Program.model_validate_json(Path(program).read_text())
+class StepFiles(NamedTuple):
+    """The files of one step that processes run: what they read, one of ``results`` for each rank, and the folder
+    ``watch``."""
+
+    program: str
+    weights: str
+    inputs: str
+    results: list[str]
+    watch: str
+
+
+def run_program(files: StepFiles, placement: tuple[int, ...], seed: int, outputs: bool, grads: bool) -> None:
+    """One step, watched. This rank writes its own result."""
+    parsed = Program.model_validate_json(Path(files.program).read_text())
     if dist.get_rank() >= parsed.world_size:
         return
     communicator = TorchCommunicator(parsed.world_size, default_device(), placement=placement)
-    batch = torch.load(inputs, weights_only=True)
+    batch = torch.load(files.inputs, weights_only=True)
     engine = Engine(
         parsed,
-        weights,
+        files.weights,
         seed=seed,
         keep_outputs=outputs,
         communicator=communicator,
-        library=Library(parsed, communicator.device, shared=Path(program).with_name("derived")),
+        library=Library(parsed, communicator.device, shared=Path(files.program).with_name("derived")),
         offload_folder=one_step_folder(),
     )
-    with Watch(engine, watch, leave=False, slow_factor=None):
+    with Watch(engine, files.watch, leave=False, slow_factor=None):
         engine.step(batch)
     part = part_of(engine, outputs, grads)
     found = {"loss": part.loss, "outputs": part.outputs, "grads": part.grads, "buffers": part.buffers}
-    torch.save(found, results[communicator.rank])
+    torch.save(found, files.results[communicator.rank])
 
 
 def _error_to_failure(error: Exception, rank: int) -> Failure:

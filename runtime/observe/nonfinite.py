@@ -72,7 +72,7 @@ def find_nonfinite(engine: Engine, batch: Any, local: bool = False) -> Failure:
         found = _NonFiniteFinder(engine.communicator.rank)
         with _replay_step(engine), probe_operators(engine, found.see):
             engine.step(batch, local=local)
-        told = _of_all(engine, found.origins())
+        told = _of_all(engine, found.list_origins())
     return _origins_to_failure(told, engine.steps)
 
 
@@ -100,7 +100,7 @@ class _NonFiniteFinder:
         self.nan: NonFiniteOrigin | None = None
         self.infinity: NonFiniteOrigin | None = None
 
-    def origins(self) -> list[NonFiniteOrigin]:
+    def list_origins(self) -> list[NonFiniteOrigin]:
         return [o for o in (self.nan, self.infinity) if o is not None]
 
     def see(self, operation: ProbedOperation) -> None:

@@ -130,7 +130,7 @@ def memory_steps(facts: ProgramFacts, stage: int, instructions: Sequence[Instruc
     """
     holder = _Holder(facts, stage)
     for instruction in instructions:
-        yield holder.run(instruction)
+        yield holder.run_instruction(instruction)
 
 
 def memory_moments(
@@ -140,8 +140,8 @@ def memory_moments(
     holder = _Holder(facts, stage)
     for instruction in instructions:
         holder.moments = []
-        peak, held = holder.run(instruction)
-        after = holder.moment()
+        peak, held = holder.run_instruction(instruction)
+        after = holder.build_moment()
         if not holder.moments and peak > held:  # a copy is sent, so the data exists twice
             holder.moments = [after._replace(gathered=after.gathered + peak - held)]
         yield holder.moments, after
@@ -166,7 +166,7 @@ def host_bytes(facts: ProgramFacts, stage: int, instructions: Sequence[Instructi
     holder = _Holder(facts, stage)
     most = 0
     for instruction in instructions:
-        holder.run(instruction)
+        holder.run_instruction(instruction)
         most = max(most, holder.host)
     return most + sum(master_bytes(facts, s) for s in host_states(facts.program, stage))
 
@@ -229,56 +229,58 @@ class _Holder:
     def bucket_bytes(self, number: int) -> int:
         return sum(self.facts.state_bytes(s) for s in self.shared[number])
 
-    def moment(self, call: int | None = None, recomputed: int = 0) -> MemoryMoment:
+    def build_moment(self, call: int | None = None, recomputed: int = 0) -> MemoryMoment:
         return MemoryMoment(call, self.saved + self.leaving, self.flowing, recomputed, self.of_shared, self.host)
 
-    def note(self, call: int, recomputed: int = 0) -> None:
+    def note_moment(self, call: int, recomputed: int = 0) -> None:
         if self.moments is not None:
-            self.moments.append(self.moment(call, recomputed))
+            self.moments.append(self.build_moment(call, recomputed))
 
-    def run(self, i: Instruction) -> tuple[int, int]:
+    def run_instruction(self, i: Instruction) -> tuple[int, int]:
         peak = self.held
         match i.op:
             case "LOAD" | "RECV_F":
                 for value in i.values:
-                    self.hold(value, i.microbatch)
+                    self.hold_value(value, i.microbatch)
             case "TOTAL":
                 for value in i.values:
-                    self.hold(value, None)
+                    self.hold_value(value, None)
             case "TOTAL_F":
                 peak += sum(self.sizes[v] for v in i.values)
             case "F":
-                self.forward(i)
+                self.run_forward(i)
             case "RECV_B":
                 for value in i.values:
                     self.hold_gradient(value, i.microbatch)
             case "B" | "I" | "W":
-                peak = self.backward(i)
+                peak = self.run_backward(i)
             case "GATHER" if i.gradients:
                 peak = max(peak, self.turning.turn(i) + self.held)
             case "GATHER" if self.facts.program.zero == 3:
                 assert i.bucket is not None
                 self.gathered += self.bucket_bytes(i.bucket)
                 peak = self.held
-                self.gathered -= self.fetched(self.shared[i.bucket])  # this rank's pieces are among the whole
+                self.gathered -= self.count_fetched_bytes(
+                    self.shared[i.bucket]
+                )  # this rank's pieces are among the whole
             case "OFFLOAD" if i.calls is not None:
-                self.offload(i)
+                self.offload_activations(i)
             case "FETCH" if i.calls is not None:
-                self.fetch(i)
+                self.fetch_activations(i)
             case "FETCH" if "parameters" in self.facts.program.offload:
-                self.gathered += self.fetched(i.states)
+                self.gathered += self.count_fetched_bytes(i.states)
             case "FREE" if i.states:
-                self.gathered -= self.fetched(i.states)
+                self.gathered -= self.count_fetched_bytes(i.states)
             case "SCATTER" if not i.axes:
-                peak = self.scatter(i)
+                peak = self.start_scatter(i)
             case "REDUCE" | "SCATTER" if i.bucket is not None:
                 while any(bucket == i.bucket for bucket, _ in self.scattering):
-                    peak = max(peak, self.collect())
+                    peak = max(peak, self.collect_scatter())
                 peak = max(peak, self.turning.turn(i) + self.held)
             case "SYNC" | "STEP":
                 while self.scattering:
-                    peak = max(peak, self.collect())
-                self.settle(i.states)
+                    peak = max(peak, self.collect_scatter())
+                self.settle_gradients(i.states)
                 self.turning.finish()
             case "FREE" if i.bucket is not None:
                 self.gathered -= self.bucket_bytes(i.bucket)
@@ -288,7 +290,7 @@ class _Holder:
                         self.gradients.discard((value, i.microbatch))
                         self.flowing -= self.sizes[value]
                     else:
-                        self.release(value, i.microbatch)
+                        self.release_value(value, i.microbatch)
         peak = max(peak, self.held)
         if i.op in ("F", "B", "I", "W"):
             self.leaving = 0
@@ -296,7 +298,7 @@ class _Holder:
             self.scattering.computed()
         return peak, self.held
 
-    def scatter(self, i: Instruction) -> int:
+    def start_scatter(self, i: Instruction) -> int:
         """Start the reduce-scatter of a bucket's gradients, after ending the earlier ones that must end first.
 
         Returns the peak bytes meanwhile.
@@ -304,7 +306,7 @@ class _Holder:
         assert i.bucket is not None
         peak = self.held
         for _ in self.scattering.before_next():
-            peak = max(peak, self.collect())
+            peak = max(peak, self.collect_scatter())
         states = self.shared[i.bucket]
         whole = sum(map(self.facts.gradient_bytes, states))
         peak = max(peak, self.held + whole)  # a copy of the gradients is sent
@@ -317,7 +319,7 @@ class _Holder:
         self.added.difference_update(states)
         return peak
 
-    def collect(self) -> int:
+    def collect_scatter(self) -> int:
         """End the oldest reduce-scatter in flight and add its result to this rank's pieces. Returns the peak bytes
         meanwhile."""
         number = next(iter(self.scattering))[0]
@@ -329,46 +331,46 @@ class _Holder:
         self.scattering.end_first()
         return peak
 
-    def settle(self, states: Sequence[str]) -> None:
+    def settle_gradients(self, states: Sequence[str]) -> None:
         """Count gradient pieces that SYNC creates: of tied ``states`` whose buckets this stage has not scattered."""
         for number, held in enumerate(self.shared):
             if self.facts.program.zero >= 2 and number not in self.scattered and not set(held).isdisjoint(states):
                 self.scattered.add(number)
                 self.pieces += sum(map(self.facts.gradient_piece_bytes, held))
 
-    def fetched(self, states: Sequence[str]) -> int:
+    def count_fetched_bytes(self, states: Sequence[str]) -> int:
         """The bytes that a FETCH copies to the device for the parameters ``states``; 0 unless they are offloaded."""
         hosted = "parameters" in self.facts.program.offload
         return sum(self.facts.piece_bytes(s) for s in states) if hosted else 0
 
-    def moved(self, i: Instruction) -> list[CallFacts]:
+    def list_moved_calls(self, i: Instruction) -> list[CallFacts]:
         """The calls of an OFFLOAD or FETCH whose activations are moved: all that have a backward."""
         assert i.calls is not None
         return [call for call in self.calls[slice(*i.calls)] if call.has_backward]
 
-    def offload(self, i: Instruction) -> None:
-        for call in self.moved(i):
+    def offload_activations(self, i: Instruction) -> None:
+        for call in self.list_moved_calls(i):
             before = self.saved
             for value in call.moves:
-                self.release(value, i.microbatch)
+                self.release_value(value, i.microbatch)
             self.saved -= call.kept_bytes
             self.leaving += before - self.saved
             self.host += self.facts.moved_bytes(call)
 
-    def fetch(self, i: Instruction) -> None:
-        for call in self.moved(i):
+    def fetch_activations(self, i: Instruction) -> None:
+        for call in self.list_moved_calls(i):
             for value in call.moves:
-                self.hold(value, i.microbatch)
+                self.hold_value(value, i.microbatch)
             self.saved += call.kept_bytes
             self.host -= self.facts.moved_bytes(call)
 
-    def hold(self, value: str, microbatch: int | None) -> None:
+    def hold_value(self, value: str, microbatch: int | None) -> None:
         key = value, None if value in self.totals else microbatch
         self.values[key] += 1
         if self.values[key] == 1:
             self.saved += self.sizes[value]
 
-    def release(self, value: str, microbatch: int | None) -> None:
+    def release_value(self, value: str, microbatch: int | None) -> None:
         key = value, None if value in self.totals else microbatch
         self.values[key] -= 1
         if not self.values[key]:
@@ -379,17 +381,17 @@ class _Holder:
             self.gradients.add((value, microbatch))
             self.flowing += self.sizes[value]
 
-    def forward(self, i: Instruction) -> None:
+    def run_forward(self, i: Instruction) -> None:
         assert i.calls is not None
         for position, call in enumerate(self.calls[slice(*i.calls)], i.calls[0]):
             for value in call.data.outputs:
-                self.hold(value, i.microbatch)
+                self.hold_value(value, i.microbatch)
             for value in call.keeps:
-                self.hold(value, i.microbatch)
+                self.hold_value(value, i.microbatch)
             self.saved += call.kept_bytes
-            self.note(position)
+            self.note_moment(position)
 
-    def backward(self, i: Instruction) -> int:
+    def run_backward(self, i: Instruction) -> int:
         assert i.calls is not None
         peak = self.held
         for position in reversed(range(*i.calls)):
@@ -403,22 +405,22 @@ class _Holder:
             # the other gradients are created while the call's saved tensors are freed
             self.added.update(sorted(new, key=self.facts.gradient_bytes)[-1:])
             first = self.held + call.recomputed_bytes
-            self.note(position, call.recomputed_bytes)
+            self.note_moment(position, call.recomputed_bytes)
             if i.op != "W":
                 for value in call.keeps:
-                    self.release(value, i.microbatch)
+                    self.release_value(value, i.microbatch)
                 self.saved -= call.kept_bytes
             if i.op == "I":
                 for value in call.carries:
-                    self.hold(value, i.microbatch)
+                    self.hold_value(value, i.microbatch)
                 self.saved += call.carried_bytes
-                self.note(position)  # the carried tensors are held until the call's W
+                self.note_moment(position)  # the carried tensors are held until the call's W
             if i.op == "W":
                 for value in call.carries:
-                    self.release(value, i.microbatch)
+                    self.release_value(value, i.microbatch)
                 self.saved -= call.carried_bytes
             self.added.update(new)
             if self.held > first:
-                self.note(position)
+                self.note_moment(position)
             peak = max(peak, first, self.held)
         return peak

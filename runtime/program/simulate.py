@@ -261,9 +261,9 @@ def _follow_step(facts: ProgramFacts, durations: Durations) -> tuple[list[_Simul
     """The rank of each stage at the end of a step, and the seconds of its update."""
     stages = range(len(facts.program.stages))
     lanes = [_make_simulated_rank(facts.program, durations, s) for s in stages]
-    _Simulation(facts, durations, lanes).run()
+    _Simulation(facts, durations, lanes).run_lanes()
     for lane in lanes:
-        lane.drain()
+        lane.drain_collectives()
     return lanes, [durations.update(s) for s in stages]
 
 
@@ -289,9 +289,9 @@ def _steady_seconds(facts: ProgramFacts, durations: Durations, updates: Sequence
     simulation = _Simulation(facts, durations, lanes)
     seconds = ended = 0.0
     for _ in range(_STEPS_TO_STEADY):
-        simulation.run()
+        simulation.run_lanes()
         for lane, update in zip(lanes, updates, strict=True):
-            lane.drain()
+            lane.drain_collectives()
             lane.clock += update
             lane.position = 0
         last = max(lane.clock for lane in lanes)
@@ -342,7 +342,7 @@ class _SimulatedRank(RankClock):
     spans: list[SimulatedSpan] = field(default_factory=list)
     background: list[Background] = field(default_factory=list)
 
-    def spend(self, start: float, work: float, wait_for: Iterable[OverlappedCollective] = ()) -> None:
+    def spend_time(self, start: float, work: float, wait_for: Iterable[OverlappedCollective] = ()) -> None:
         """Finish the present instruction: wait until ``start`` and for some jobs, then work."""
         began = self.clock
         self.wait(start)
@@ -354,14 +354,14 @@ class _SimulatedRank(RankClock):
         self.spans.append(SimulatedSpan(began, self.clock, self.position, instruction, self.clock - ready))
         self.position += 1
 
-    def post(self, index: int, seconds: float, nbytes: int, ready: float = 0.0) -> _InstructionJob:
+    def post_collective(self, index: int, seconds: float, nbytes: int, ready: float = 0.0) -> _InstructionJob:
         """Begin the collective of instruction ``index`` beside what is computed."""
         instruction = self.instructions[index]
         job = _InstructionJob(ready, seconds, index=index, instruction=instruction, nbytes=nbytes)
         self.begin(job)
         return job
 
-    def drain(self) -> None:
+    def drain_collectives(self) -> None:
         """Wait for all collectives, and for what goes to other stages and to host memory."""
         self.wait_for_all()
         self.wait(max([self.clock, *(b.end for b in self.background)]))
@@ -385,59 +385,59 @@ class _Simulation:
         self.busy_until: dict[tuple[int, int, str], float] = {}
         self.meetings: dict[tuple[str, ...], dict[int, float]] = {}  # states to sync -> stage -> when it came
 
-    def run(self) -> None:
+    def run_lanes(self) -> None:
         moved = True
         while moved:
             moved = False
             for lane in self.lanes:
-                while lane.position < len(lane.instructions) and self.step(lane):
+                while lane.position < len(lane.instructions) and self.run_next_instruction(lane):
                     moved = True
         for lane in self.lanes:
             assert lane.position == len(lane.instructions), f"stage {lane.stage} is stuck: prove the program first"
 
-    def step(self, lane: _SimulatedRank) -> bool:
+    def run_next_instruction(self, lane: _SimulatedRank) -> bool:
         """Run a lane's next instruction; ``False`` where it has to wait for another lane."""
         i = lane.instructions[lane.position]
         match i.op:
             case "F" | "B" | "I" | "W" | "TOTAL_F":
-                lane.spend(*self.parameters(lane, i))
+                lane.spend_time(*self.await_parameters(lane, i))
                 if i.op in BACKWARD:
                     lane.scattering.computed()
             case "SEND_F" | "SEND_B":
-                self.send(lane, i)
+                self.send_values(lane, i)
             case "RECV_F" | "RECV_B":
                 assert i.peer is not None
                 arrived = self.arrivals.get((i.peer, lane.stage, i.op[-1]))
                 if not arrived:
                     return False
                 posted = lane.clock + self.durations.posting(lane.stage, i.op)
-                lane.spend(max(posted, arrived.popleft()), 0.0)
+                lane.spend_time(max(posted, arrived.popleft()), 0.0)
             case "TOTAL":
                 axes = split_axes(self.program, i.axes)
                 nbytes = sum(self.sizes[v] for v in i.values)
-                lane.spend(lane.clock, self.durations.all_reduce(axes, nbytes, (lane.stage,)) if axes else 0.0)
+                lane.spend_time(lane.clock, self.durations.all_reduce(axes, nbytes, (lane.stage,)) if axes else 0.0)
             case "GATHER" if not i.gradients:
-                self.gather(lane, i)
+                self.start_gather(lane, i)
             case "SCATTER" if not i.axes:
-                self.scatter(lane, i)
+                self.start_scatter(lane, i)
             case "GATHER" | "SCATTER" | "REDUCE":
-                self.turn(lane, i)
+                self.start_reduction_turn(lane, i)
             case "SYNC":
-                return self.meet(lane, i)
+                return self.meet_stages(lane, i)
             case "UPDATE" if len(self.program.states[i.states[0]].stages) > 1:
-                return self.meet(lane, i)
+                return self.meet_stages(lane, i)
             case "OFFLOAD":
-                self.offload(lane, i)
+                self.start_offload(lane, i)
             case "FETCH":
-                self.fetch(lane, i)
+                self.start_fetch(lane, i)
             case "STEP":
-                lane.spend(lane.leaving if self.program.offload else 0.0, 0.0, [*lane.under_way])
+                lane.spend_time(lane.leaving if self.program.offload else 0.0, 0.0, [*lane.under_way])
                 lane.scattering.clear()
             case _:
-                lane.spend(lane.clock, self.durations.posting(lane.stage, i.op))
+                lane.spend_time(lane.clock, self.durations.posting(lane.stage, i.op))
         return True
 
-    def compute(self, stage: int, i: Instruction) -> float:
+    def compute_seconds(self, stage: int, i: Instruction) -> float:
         """Seconds in which ``stage`` computes ``i``: those of any instruction for the same calls."""
         key = stage, i.op, i.calls
         if key not in self.computed:
@@ -460,7 +460,7 @@ class _Simulation:
                     total += self.durations.call(stage, p, "F")
         return total
 
-    def send(self, lane: _SimulatedRank, i: Instruction) -> None:
+    def send_values(self, lane: _SimulatedRank, i: Instruction) -> None:
         assert i.peer is not None
         channel = lane.stage, i.peer, i.op[-1]
         nbytes = sum(self.sizes[v] for v in i.values)
@@ -469,9 +469,9 @@ class _Simulation:
         self.busy_until[channel] = end
         self.arrivals.setdefault(channel, deque()).append(end)
         lane.background.append(Background(start, end, lane.position, i, nbytes))
-        lane.spend(lane.clock, self.durations.posting(lane.stage, i.op))
+        lane.spend_time(lane.clock, self.durations.posting(lane.stage, i.op))
 
-    def turn(self, lane: _SimulatedRank, i: Instruction) -> None:
+    def start_reduction_turn(self, lane: _SimulatedRank, i: Instruction) -> None:
         """A REDUCE, or a SCATTER or GATHER of a level of a bucket."""
         assert i.bucket is not None
         bucket = self.program.stages[lane.stage].buckets[i.bucket]
@@ -481,7 +481,7 @@ class _Simulation:
         if i.op == "REDUCE":
             seconds = self.durations.all_reduce(rest_axes(self.program, bucket), nbytes, (lane.stage,))
         elif bucket.compression is not None and level == len(bucket.levels) - 1:
-            sent = self.sent(bucket, i.axes, nbytes, lane.stage)
+            sent = self.time_exchange(bucket, i.axes, nbytes, lane.stage)
             seconds, coding = sent[i.op == "GATHER"], self.durations.coding(lane.stage, bucket.compression, nbytes)
         else:
             op: Sharing = "all_gather" if i.op == "GATHER" else "reduce_scatter"
@@ -490,37 +490,37 @@ class _Simulation:
         before = [lane.scattered[i.bucket]] if i.bucket in lane.scattered else []
         before += [lane.summed] if last and lane.summed is not None else []
         index = lane.position
-        lane.spend(lane.clock, coding, before)
-        lane.scattered[i.bucket] = lane.post(index, seconds, nbytes)
+        lane.spend_time(lane.clock, coding, before)
+        lane.scattered[i.bucket] = lane.post_collective(index, seconds, nbytes)
         lane.summed = lane.scattered[i.bucket] if last else lane.summed
 
-    def sent(self, bucket: Bucket, axes: tuple[str, ...], nbytes: int, stage: int) -> tuple[float, float]:
+    def time_exchange(self, bucket: Bucket, axes: tuple[str, ...], nbytes: int, stage: int) -> tuple[float, float]:
         """Seconds of exchanging the ``nbytes`` of a bucket, compressed, and of gathering the sums."""
         wire = int(nbytes * self.facts.wire_share(bucket))
         ranks = math.prod(map(self.program.size, axes))
         exchanged = self.durations.share("all_to_all", axes, wire * ranks, stage)
         return exchanged, self.durations.share("all_gather", axes, wire, stage)
 
-    def gather(self, lane: _SimulatedRank, i: Instruction) -> None:
+    def start_gather(self, lane: _SimulatedRank, i: Instruction) -> None:
         assert i.bucket is not None
         states = self.program.stages[lane.stage].buckets[i.bucket].states
         ready = max([0.0, *(lane.fetched.pop(s) for s in states if s in lane.fetched)])
-        lane.gathered[i.bucket] = lane.post(lane.position, *self.shared(lane, i, "all_gather"), ready)
-        lane.spend(lane.clock, 0.0)
+        lane.gathered[i.bucket] = lane.post_collective(lane.position, *self.time_sharing(lane, i, "all_gather"), ready)
+        lane.spend_time(lane.clock, 0.0)
 
-    def scatter(self, lane: _SimulatedRank, i: Instruction) -> None:
+    def start_scatter(self, lane: _SimulatedRank, i: Instruction) -> None:
         assert i.bucket is not None
         bucket, coding = self.program.stages[lane.stage].buckets[i.bucket], 0.0
-        seconds, nbytes = self.shared(lane, i, "reduce_scatter")
+        seconds, nbytes = self.time_sharing(lane, i, "reduce_scatter")
         if bucket.compression is not None and not bucket.levels:
             coding = self.durations.coding(lane.stage, bucket.compression, nbytes)
-            seconds = self.sent(bucket, zero_axes(self.program, bucket.states), nbytes, lane.stage)[0]
+            seconds = self.time_exchange(bucket, zero_axes(self.program, bucket.states), nbytes, lane.stage)[0]
         index = lane.position
-        lane.spend(lane.clock, coding, lane.scattering.before_next())
-        job = lane.scattered[i.bucket] = lane.post(index, seconds, nbytes)
+        lane.spend_time(lane.clock, coding, lane.scattering.before_next())
+        job = lane.scattered[i.bucket] = lane.post_collective(index, seconds, nbytes)
         lane.scattering.begin(job)
 
-    def shared(self, lane: _SimulatedRank, i: Instruction, op: Sharing) -> tuple[float, int]:
+    def time_sharing(self, lane: _SimulatedRank, i: Instruction, op: Sharing) -> tuple[float, int]:
         """Seconds and bytes of a GATHER or SCATTER."""
         assert i.bucket is not None
         states = self.program.stages[lane.stage].buckets[i.bucket].states
@@ -528,13 +528,13 @@ class _Simulation:
         nbytes = sum(map(size, states))
         return self.durations.share(op, zero_axes(self.program, states), nbytes, lane.stage), nbytes
 
-    def parameters(self, lane: _SimulatedRank, i: Instruction) -> tuple[float, float, list[_InstructionJob]]:
+    def await_parameters(self, lane: _SimulatedRank, i: Instruction) -> tuple[float, float, list[_InstructionJob]]:
         """When what a computation reads is there that was in host memory, the seconds of the computation, and the
         gathers that it waits for."""
         there = [lane.fetched.pop(s) for s in states_read(i, self.program.stages[lane.stage]) if s in lane.fetched]
         if i.calls is not None and i.op in ("B", "I"):
             there += [lane.parked.pop((p, i.microbatch), 0.0) for p in range(*i.calls)]
-        start, seconds = max([lane.clock, *there]), self.compute(lane.stage, i)
+        start, seconds = max([lane.clock, *there]), self.compute_seconds(lane.stage, i)
         if not lane.gathered:
             return start, seconds, []
         stage = self.program.stages[lane.stage]
@@ -542,32 +542,32 @@ class _Simulation:
         needed = [b for b in lane.gathered if not read.isdisjoint(stage.buckets[b].states)]
         return start, seconds, [lane.gathered.pop(b) for b in needed]
 
-    def offload(self, lane: _SimulatedRank, i: Instruction) -> None:
-        nbytes, needed = self.kept(lane, i), list[OverlappedCollective]()
+    def start_offload(self, lane: _SimulatedRank, i: Instruction) -> None:
+        nbytes, needed = self.count_kept_bytes(lane, i), list[OverlappedCollective]()
         if i.states:
             nbytes, needed = sum(map(self.facts.gradient_piece_bytes, i.states)), [*lane.under_way]
         # what was kept before has left by then, so that no more memory is taken
-        lane.spend(lane.clock if i.states else lane.leaving, 0.0, needed)
+        lane.spend_time(lane.clock if i.states else lane.leaving, 0.0, needed)
         start = max(lane.clock, lane.leaving)
         lane.leaving = start + self.durations.host(lane.stage, nbytes)
         lane.background.append(Background(start, lane.leaving, lane.position - 1, i, nbytes))
 
-    def fetch(self, lane: _SimulatedRank, i: Instruction) -> None:
-        nbytes = sum(map(self.facts.piece_bytes, i.states)) if i.states else self.kept(lane, i)
+    def start_fetch(self, lane: _SimulatedRank, i: Instruction) -> None:
+        nbytes = sum(map(self.facts.piece_bytes, i.states)) if i.states else self.count_kept_bytes(lane, i)
         start = max(lane.clock, lane.coming)
         lane.coming = start + self.durations.host(lane.stage, nbytes)
         if i.calls is not None:
             lane.parked.update(((p, i.microbatch), lane.coming) for p in range(*i.calls))
         lane.fetched.update(dict.fromkeys(i.states, lane.coming))
         lane.background.append(Background(start, lane.coming, lane.position, i, nbytes))
-        lane.spend(lane.clock, 0.0)
+        lane.spend_time(lane.clock, 0.0)
 
-    def kept(self, lane: _SimulatedRank, i: Instruction) -> int:
+    def count_kept_bytes(self, lane: _SimulatedRank, i: Instruction) -> int:
         """The bytes that calls keep and an OFFLOAD moves."""
         calls = self.facts.stages[lane.stage][slice(*i.calls)] if i.calls is not None else ()
         return sum(map(self.facts.moved_bytes, calls))
 
-    def meet(self, lane: _SimulatedRank, i: Instruction) -> bool:
+    def meet_stages(self, lane: _SimulatedRank, i: Instruction) -> bool:
         """SYNC, and UPDATE over several stages: everyone starts when the last has come."""
         stages = self.program.states[i.states[0]].stages
         came = self.meetings.setdefault(i.states, {})
@@ -576,5 +576,5 @@ class _Simulation:
             return False
         size = self.facts.state_bytes if i.op == "UPDATE" else self.facts.gradient_piece_bytes
         nbytes = sum(map(size, i.states))
-        lane.spend(max(came.values()), self.durations.all_reduce((), nbytes, stages))
+        lane.spend_time(max(came.values()), self.durations.all_reduce((), nbytes, stages))
         return True

@@ -6,6 +6,7 @@ The result is the rank's list of events, in order, which other ranks see. Ranks 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
 
 from partitioner.runtime.program.analysis import ProgramFacts
 from partitioner.runtime.program.instructions import (
@@ -18,7 +19,7 @@ from partitioner.runtime.program.instructions import (
     Trace,
 )
 from partitioner.runtime.program.sharded_buckets import split_axes
-from partitioner.runtime.prove.errors import Place, Refusal, moved_text, place_text
+from partitioner.runtime.prove.errors import FaultLocation, Place, Refusal, moved_text, place_text
 from partitioner.runtime.prove.gradient_ledger import Returns, StateGradients, ValueGradients
 from partitioner.runtime.prove.host_memory import ActivationOffloads, HostStates, WrittenUpdates
 from partitioner.runtime.prove.instruction_fields import check_fields
@@ -40,13 +41,13 @@ def run_list(facts: ProgramFacts, stage: int, instructions: Sequence[Instruction
         try:
             getattr(machine, instruction.op.lower())(instruction)
         except Refusal as refusal:
-            refusal.index = index
+            refusal.location = replace(refusal.location, index=index)
             raise
     try:
-        machine.finish()
+        machine.check_end()
     except Refusal as refusal:
-        if refusal.index is None:
-            refusal.index = max(len(instructions) - 1, 0)
+        if refusal.location.index is None:
+            refusal.location = replace(refusal.location, index=max(len(instructions) - 1, 0))
         raise
     return tuple(machine.trace)
 
@@ -83,18 +84,18 @@ class _StageInterpreter:
 
     # --- values -----------------------------------------------------------------------------------------------------
 
-    def make(self, value: str, microbatch: int | None, again: bool = False) -> None:
+    def make_value(self, value: str, microbatch: int | None, again: bool = False) -> None:
         place = value, microbatch
         if place in self.alive or (place in self.freed and not again):
             at = self.alive.get(place, self.freed.get(place))
             raise Refusal("twice", f"makes {place_text(place)} a second time: see instruction {at}")
         self.alive[place] = self.index
 
-    def place(self, value: str, microbatch: int | None) -> Place:
+    def find_place(self, value: str, microbatch: int | None) -> Place:
         return (value, None) if value in self.of_prologue else (value, microbatch)
 
-    def read(self, value: str, microbatch: int | None) -> None:
-        place = self.place(value, microbatch)
+    def read_value(self, value: str, microbatch: int | None) -> None:
+        place = self.find_place(value, microbatch)
         if place not in self.alive:
             if place in self.freed:
                 raise Refusal("order", f"reads {place_text(place)}, which was freed at instruction {self.freed[place]}")
@@ -104,11 +105,11 @@ class _StageInterpreter:
         for value in i.values:
             if value not in self.is_input:
                 raise Refusal("fields", f"{value!r} is no input of the batch")
-            self.make(value, i.microbatch, again=True)
+            self.make_value(value, i.microbatch, again=True)
 
     def free(self, i: Instruction) -> None:
         if i.bucket is not None:
-            self.wait(self.parameters.free(i.bucket, self.index))
+            self.await_result(self.parameters.free(i.bucket, self.index))
             return
         if i.states:
             self.hosted.free(i.states, self.index)
@@ -143,10 +144,10 @@ class _StageInterpreter:
             if call.data.prologue:
                 for value in call.data.inputs:
                     if value not in temporary:
-                        self.read(value, i.microbatch)
+                        self.read_value(value, i.microbatch)
                 temporary.update(call.data.outputs)
                 self.read_states(position)
-                self.collectives("F", position, i.microbatch)
+                self.trace_collectives("F", position, i.microbatch)
         self.added_up.add(i.microbatch)
 
     def agree_on_totals(self, i: Instruction) -> None:
@@ -166,8 +167,8 @@ class _StageInterpreter:
         if split_axes(self.program, i.axes) != axes or set(i.axes) - set(self.program.mesh):
             raise Refusal("fields", f"totals are over the whole batch: axes {axes}, got {i.axes}")
         for value in i.values:
-            self.make(value, None)
-        self.collective(axes, ("TOTAL", i.values), f"all_reduce of {', '.join(i.values)}")
+            self.make_value(value, None)
+        self.trace_collective(axes, ("TOTAL", i.values), f"all_reduce of {', '.join(i.values)}")
         self.total_at = self.index
 
     def f(self, i: Instruction) -> None:
@@ -176,13 +177,13 @@ class _StageInterpreter:
         for position in range(*i.calls):
             run = position, i.microbatch
             if run in self.forward:
-                raise Refusal("twice", f"runs {self.path(position)} forward on microbatch {i.microbatch} again")
+                raise Refusal("twice", f"runs {self.format_path(position)} forward on microbatch {i.microbatch} again")
             for value in self.calls[position].data.inputs:
-                self.read(value, i.microbatch)
+                self.read_value(value, i.microbatch)
             self.read_states(position)
-            self.collectives("F", position, i.microbatch)
+            self.trace_collectives("F", position, i.microbatch)
             for value in self.calls[position].data.outputs:
-                self.make(value, i.microbatch)
+                self.make_value(value, i.microbatch)
             self.forward.add(run)
 
     # --- backward ---------------------------------------------------------------------------------------------------
@@ -192,20 +193,20 @@ class _StageInterpreter:
             self.take_gradients(position, microbatch)
             self.give_gradients(position, microbatch)
             self.add_state_gradients(position, microbatch)
-            self.collectives("B", position, microbatch)
+            self.trace_collectives("B", position, microbatch)
             self.backward.add((position, microbatch))
 
     def i(self, i: Instruction) -> None:
         for position, microbatch in self.backward_runs(i):
             self.take_gradients(position, microbatch)
             self.give_gradients(position, microbatch)
-            self.collectives("I", position, microbatch)
+            self.trace_collectives("I", position, microbatch)
             self.halfway.add((position, microbatch))
 
     def w(self, i: Instruction) -> None:
         for position, microbatch in self.backward_runs(i, after_inputs=True):
             self.add_state_gradients(position, microbatch)
-            self.collectives("W", position, microbatch)
+            self.trace_collectives("W", position, microbatch)
             self.halfway.discard((position, microbatch))
             self.backward.add((position, microbatch))
 
@@ -215,7 +216,7 @@ class _StageInterpreter:
         self.reductions.computed()
         runs = [(p, i.microbatch) for p in reversed(range(*i.calls)) if self.calls[p].has_backward]
         for run in runs:
-            what = f"{self.path(run[0])} backward on microbatch {run[1]}"
+            what = f"{self.format_path(run[0])} backward on microbatch {run[1]}"
             if run not in self.forward:
                 raise Refusal("order", f"runs {what} before forward")
             if run in self.backward or (run in self.halfway and not after_inputs):
@@ -244,14 +245,14 @@ class _StageInterpreter:
     def recv_f(self, i: Instruction) -> None:
         assert i.peer is not None
         for value in i.values:
-            self.make(value, i.microbatch)
+            self.make_value(value, i.microbatch)
             self.origin[value, i.microbatch] = i.peer
         self.trace.append((self.index, ReceiveEvent("F", i.peer, (i.values, i.microbatch), moved_text(i))))
 
     def send_f(self, i: Instruction) -> None:
         assert i.peer is not None
         for value in i.values:
-            self.read(value, i.microbatch)
+            self.read_value(value, i.microbatch)
         self.trace.append((self.index, SendEvent("F", i.peer, (i.values, i.microbatch), moved_text(i))))
 
     def recv_b(self, i: Instruction) -> None:
@@ -276,16 +277,16 @@ class _StageInterpreter:
     def gather(self, i: Instruction) -> None:
         assert i.bucket is not None
         if i.gradients:
-            self.turn(i)
+            self.run_reduction_turn(i)
             return
         what = self.parameters.gather(i.bucket, self.index)
         self.hosted.read(self.parameters.states(i.bucket), gather=True)
-        self.collective(self.parameters.axes(i.bucket), what, f"all_gather of bucket {i.bucket}", waits=False)
+        self.trace_collective(self.parameters.axes(i.bucket), what, f"all_gather of bucket {i.bucket}", waits=False)
 
     def read_states(self, position: int) -> None:
         """A call reads its states: those that are shared have to be gathered, which it waits for."""
         for what in self.parameters.read(position):
-            self.wait(what)
+            self.await_result(what)
         self.hosted.read(self.calls[position].data.states)
         self.updates.read(self.calls[position].data.states)
 
@@ -301,42 +302,42 @@ class _StageInterpreter:
         for run in self.parked.runs(i, self.forward, self.backward, self.halfway):
             self.parked.fetch(run, self.index)
 
-    def wait(self, what: Hashable) -> None:
+    def await_result(self, what: Hashable) -> None:
         if what is not None:
             self.trace.append((self.index, FinishEvent(what)))
 
     def scatter(self, i: Instruction) -> None:
         assert i.bucket is not None
         if i.axes:
-            self.turn(i)
+            self.run_reduction_turn(i)
             return
         self.states.scatter(i.bucket, self.index)
         waits, what = self.reductions.scatter(i.bucket, self.buckets[i.bucket])
         axes = self.parameters.axes(i.bucket)
-        self.start(waits, axes, what, f"reduce_scatter of bucket {i.bucket}")
+        self.start_collective(waits, axes, what, f"reduce_scatter of bucket {i.bucket}")
 
     def reduce(self, i: Instruction) -> None:
-        self.turn(i)
+        self.run_reduction_turn(i)
 
-    def turn(self, i: Instruction) -> None:
+    def run_reduction_turn(self, i: Instruction) -> None:
         """What reduces a bucket further, once the turn before has ended."""
         assert i.bucket is not None
         op, axes = self.states.turn(i.bucket, i.op, i.axes, self.index)
         waits, what = self.reductions.turn(i.bucket, self.buckets[i.bucket], (op, axes))
         of = "the gradients of bucket" if op == "GATHER" else "bucket"
-        self.start(waits, axes, what, f"{TURNS[op]} of {of} {i.bucket}")
+        self.start_collective(waits, axes, what, f"{TURNS[op]} of {of} {i.bucket}")
 
-    def start(self, waits: Iterable[Hashable], axes: tuple[str, ...], what: Hashable, text: str) -> None:
+    def start_collective(self, waits: Iterable[Hashable], axes: tuple[str, ...], what: Hashable, text: str) -> None:
         """Start a collective, after others have ended."""
         for other in waits:
-            self.wait(other)
-        self.collective(axes, what, text, waits=False)
+            self.await_result(other)
+        self.trace_collective(axes, what, text, waits=False)
 
     def sync(self, i: Instruction) -> None:
         stages = self.states.sync(i.states, self.index)
         for number in sorted({self.states.home[s] for s in i.states if s in self.states.home}):
             for what in self.reductions.ended(number):
-                self.wait(what)
+                self.await_result(what)
         event = CollectiveEvent(
             (), ("SYNC", i.states), f"sum of {', '.join(i.states)} over stages {stages}", "", stages
         )
@@ -345,60 +346,64 @@ class _StageInterpreter:
     def update(self, i: Instruction) -> None:
         values, meetings = self.updates.update(i.states, self.index, self.forward)
         for value in values:
-            self.read(value, i.microbatch)
+            self.read_value(value, i.microbatch)
         self.trace += [(self.index, meeting) for meeting in meetings]
 
     def step(self, i: Instruction) -> None:
-        for position, microbatch in self.runs():
+        for position, microbatch in self.list_runs():
             if self.calls[position].has_backward and (position, microbatch) not in self.backward:
-                raise Refusal("missing", f"{self.path(position)} has not run backward on microbatch {microbatch}")
+                raise Refusal(
+                    "missing", f"{self.format_path(position)} has not run backward on microbatch {microbatch}"
+                )
         self.states.step(self.index)
         self.hosted.step()
         self.trace.append((self.index, FinishEvent()))
 
-    def collectives(self, op: str, position: int, microbatch: int) -> None:
-        for axes, what, text, node, count in self.bundles(op, position):
+    def trace_collectives(self, op: str, position: int, microbatch: int) -> None:
+        for axes, what, text, node, count in self.find_bundles(op, position):
             event = CollectiveEvent(axes, (what, microbatch), f"{text} on microbatch {microbatch}", node, count=count)
             self.trace.append((self.index, event))
 
-    def bundles(self, op: str, position: int) -> list[Bundle]:
+    def find_bundles(self, op: str, position: int) -> list[Bundle]:
         if (op, position) not in self.bundled:
             self.bundled[op, position] = bundles_of(self.program, self.calls[position], op, position)
         return self.bundled[op, position]
 
-    def collective(self, axes: tuple[str, ...], what: object, text: str, node: str = "", waits: bool = True) -> None:
+    def trace_collective(
+        self, axes: tuple[str, ...], what: object, text: str, node: str = "", waits: bool = True
+    ) -> None:
         if axes:
             self.trace.append((self.index, CollectiveEvent(axes, what, text, node, (), waits)))
 
     # --- at the end -------------------------------------------------------------------------------------------------
 
-    def runs(self) -> list[tuple[int, int]]:
+    def list_runs(self) -> list[tuple[int, int]]:
         positions = [p for p, c in enumerate(self.calls) if not c.data.prologue]
         return [(p, m) for m in range(self.program.num_microbatches) for p in positions]
 
-    def finish(self) -> None:
-        for position, microbatch in self.runs():
+    def check_end(self) -> None:
+        for position, microbatch in self.list_runs():
             if (position, microbatch) not in self.forward:
-                raise Refusal("missing", f"{self.path(position)} never runs forward on microbatch {microbatch}")
+                raise Refusal("missing", f"{self.format_path(position)} never runs forward on microbatch {microbatch}")
         if self.of_prologue and self.total_at is None:
             raise Refusal("missing", "the totals are never added up")
         if self.program.objective == "train" and self.states.stepped is None:
             raise Refusal("missing", "there is no STEP")
         for output in self.program.outputs:
             if output.stage == self.stage and output.value is not None:
-                self.taken(output.value, f"the output {output.path!r}")
+                self.check_taken(output.value, f"the output {output.path!r}")
         for place, index in self.alive.items():
-            raise Refusal("leak", f"{place_text(place)} is made here and never freed", index=index)
+            raise Refusal("leak", f"{place_text(place)} is made here and never freed", FaultLocation(index=index))
         self.parameters.finish()
         self.hosted.finish()
         self.updates.finish()
         self.gradients.finish()
 
-    def taken(self, value: str, what: str) -> None:
+    def check_taken(self, value: str, what: str) -> None:
         for microbatch in range(self.program.num_microbatches):
-            place = self.place(value, microbatch)
+            place = self.find_place(value, microbatch)
             if place not in self.alive and place not in self.freed:
                 raise Refusal("missing", f"{what} is {place_text(place)}, which this stage never makes")
 
-    def path(self, position: int) -> str:
+    def format_path(self, position: int) -> str:
         return repr(self.calls[position].data.path)

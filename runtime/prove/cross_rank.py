@@ -118,10 +118,10 @@ class _GroupProgress:
     entered: dict[int, int] = field(default_factory=dict)  # rank -> how many operations it has entered
     waiting: list[int] = field(default_factory=list)
 
-    def complete(self, number: int) -> bool:
+    def is_complete(self, number: int) -> bool:
         return self.operations[number].arrived == len(self.ranks)
 
-    def missing(self, number: int) -> set[int]:
+    def find_missing_ranks(self, number: int) -> set[int]:
         return {r for r in self.ranks if self.entered.get(r, 0) <= number}
 
 
@@ -153,27 +153,27 @@ class TraceRunner:
         self.runnable = deque(traces)
         self.stages = {rank: program.coordinates(rank)["pp"] for rank in traces}
 
-    def run(self) -> None:
+    def run_traces(self) -> None:
         """Raises :class:`Mismatch`."""
         while self.runnable:
-            self.advance(self.runnable.popleft())
+            self.advance_rank(self.runnable.popleft())
         stuck = [r for r, trace in self.traces.items() if r in self.inside or self.position[r] < len(trace)]
         if stuck:
-            raise self.deadlock(stuck)
+            raise self.describe_deadlock(stuck)
         for (source, target, _), channel in self.channels.items():
             if channel.sent:
                 event, index = channel.sent[0]
                 raise Mismatch("match", f"sends {event.text} to rank {target}, which never receives it", source, index)
 
-    def advance(self, rank: int) -> None:
+    def advance_rank(self, rank: int) -> None:
         """Run a rank until it ends or has to wait."""
         trace, position = self.traces[rank], self.position[rank]
         while position < len(trace):
             index, event = trace[position]
             if isinstance(event, CollectiveEvent):
-                group, number = self.enter(rank, index, event)
+                group, number = self.enter_collective(rank, index, event)
                 position += 1
-                if event.waits and not group.complete(number):
+                if event.waits and not group.is_complete(number):
                     self.inside[rank] = group, number
                     group.waiting.append(rank)
                     break
@@ -181,11 +181,11 @@ class TraceRunner:
                     self.started[rank].append((group, number))
                 continue
             if isinstance(event, SendEvent):
-                self.send(rank, index, event)
+                self.send_values(rank, index, event)
             elif isinstance(event, ReceiveEvent):
-                if not self.receive(rank, index, event):
+                if not self.receive_values(rank, index, event):
                     break
-            elif not self.finished(rank, event):
+            elif not self.check_finished(rank, event):
                 break
             position += 1
         self.position[rank] = position
@@ -196,18 +196,18 @@ class TraceRunner:
         key = event.stages or event.axes
         group = self.memberships.get((rank, key))
         if group is None:
-            ranks = frozenset(self.classes[r] for r in self.members(rank, event))
+            ranks = frozenset(self.classes[r] for r in self.list_members(rank, event))
             group = self.groups.setdefault((key, ranks), _GroupProgress(ranks))
             self.memberships[rank, key] = group
         return group
 
-    def members(self, rank: int, event: CollectiveEvent) -> tuple[int, ...]:
+    def list_members(self, rank: int, event: CollectiveEvent) -> tuple[int, ...]:
         """The ranks that take part with ``rank``."""
         if event.stages:
-            return tuple(self.peer(rank, s) for s in event.stages)
+            return tuple(self.find_peer_rank(rank, s) for s in event.stages)
         return self.program.group(rank, event.axes)
 
-    def enter(self, rank: int, index: int, event: CollectiveEvent) -> tuple[_GroupProgress, int]:
+    def enter_collective(self, rank: int, index: int, event: CollectiveEvent) -> tuple[_GroupProgress, int]:
         group = self.group_of(rank, event)
         number = group.entered.get(rank, 0)
         group.entered[rank] = number + 1
@@ -215,20 +215,20 @@ class TraceRunner:
             group.operations.append(_GroupOperation(rank, index, event))
         operation = group.operations[number]
         if operation.event is not event and operation.event.what != event.what:
-            raise self.disagree(rank, index, event, operation)
+            raise self.create_mismatch(rank, index, event, operation)
         operation.arrived += 1
-        if group.complete(number) and group.waiting:
+        if group.is_complete(number) and group.waiting:
             for waiting in group.waiting:
                 self.inside.pop(waiting, None)
             self.runnable.extend(group.waiting)
             group.waiting.clear()
         return group, number
 
-    def disagree(self, rank: int, index: int, event: CollectiveEvent, first: _GroupOperation) -> Mismatch:
+    def create_mismatch(self, rank: int, index: int, event: CollectiveEvent, first: _GroupOperation) -> Mismatch:
         mine, theirs = (rank, index, event), (first.rank, first.index, first.event)
         if first.rank in self.suspects and rank not in self.suspects:
             mine, theirs = theirs, mine
-        members = self.members(mine[0], mine[2])
+        members = self.list_members(mine[0], mine[2])
         other = next(r for r in members if self.classes[r] == theirs[0])
         return Mismatch(
             "match",
@@ -239,41 +239,41 @@ class TraceRunner:
             mine[2].node,
         )
 
-    def finished(self, rank: int, event: FinishEvent) -> bool:
+    def check_finished(self, rank: int, event: FinishEvent) -> bool:
         """Whether what the rank waits for has ended; if not, it is woken when more has."""
-        self.started[rank] = [(group, number) for group, number in self.started[rank] if not group.complete(number)]
-        open_ = self.awaited(rank, event)
+        self.started[rank] = [(group, number) for group, number in self.started[rank] if not group.is_complete(number)]
+        open_ = self.list_awaited(rank, event)
         if open_:
             open_[0][0].waiting.append(rank)
         return not open_
 
-    def awaited(self, rank: int, event: FinishEvent) -> list[tuple[_GroupProgress, int]]:
+    def list_awaited(self, rank: int, event: FinishEvent) -> list[tuple[_GroupProgress, int]]:
         """The operations that the rank has started, that have not ended, and that ``event`` waits for."""
         return [
             (group, number)
             for group, number in self.started[rank]
-            if not group.complete(number) and event.what in (None, group.operations[number].event.what)
+            if not group.is_complete(number) and event.what in (None, group.operations[number].event.what)
         ]
 
     # --- transfers --------------------------------------------------------------------------------------------------
 
-    def peer(self, rank: int, stage: int) -> int:
+    def find_peer_rank(self, rank: int, stage: int) -> int:
         return rank + (stage - self.stages[rank]) * self.program.strides["pp"]
 
-    def channel(self, source: int, target: int, direction: str) -> _Channel:
+    def find_channel(self, source: int, target: int, direction: str) -> _Channel:
         return self.channels.setdefault((source, target, direction), _Channel())
 
-    def send(self, rank: int, index: int, event: SendEvent) -> None:
-        target = self.classes[self.peer(rank, event.peer)]
-        channel = self.channel(rank, target, event.direction)
+    def send_values(self, rank: int, index: int, event: SendEvent) -> None:
+        target = self.classes[self.find_peer_rank(rank, event.peer)]
+        channel = self.find_channel(rank, target, event.direction)
         channel.sent.append((event, index))
         if channel.waiting:
             channel.waiting = False
             self.runnable.append(target)
 
-    def receive(self, rank: int, index: int, event: ReceiveEvent) -> bool:
-        source = self.classes[self.peer(rank, event.peer)]
-        channel = self.channel(source, rank, event.direction)
+    def receive_values(self, rank: int, index: int, event: ReceiveEvent) -> bool:
+        source = self.classes[self.find_peer_rank(rank, event.peer)]
+        channel = self.find_channel(source, rank, event.direction)
         if not channel.sent:
             channel.waiting = True
             return False
@@ -288,7 +288,7 @@ class TraceRunner:
 
     # --- those that wait for ever -----------------------------------------------------------------------------------
 
-    def deadlock(self, stuck: list[int]) -> Mismatch:
+    def describe_deadlock(self, stuck: list[int]) -> Mismatch:
         """Follow who waits for whom until it closes, or ends at a rank that has nothing more to do."""
         rank = next((r for r in stuck if r in self.suspects), stuck[0])
         chain: list[int] = []
@@ -318,18 +318,18 @@ class TraceRunner:
             group, number = self.inside[rank]
             index, event = self.traces[rank][self.position[rank] - 1]
             assert isinstance(event, CollectiveEvent)
-            return f"is in {event.text}", self.absent(rank, event, group, number), index, event.node
+            return f"is in {event.text}", self.list_absent_ranks(rank, event, group, number), index, event.node
         index, event = self.traces[rank][self.position[rank]]
         if isinstance(event, ReceiveEvent):
-            return f"receives {event.text}", [self.peer(rank, event.peer)], index, ""
+            return f"receives {event.text}", [self.find_peer_rank(rank, event.peer)], index, ""
         assert isinstance(event, FinishEvent)
-        group, number = self.awaited(rank, event)[0]
+        group, number = self.list_awaited(rank, event)[0]
         started = group.operations[number].event
-        return f"waits for {started.text}", self.absent(rank, started, group, number), index, ""
+        return f"waits for {started.text}", self.list_absent_ranks(rank, started, group, number), index, ""
 
-    def absent(self, rank: int, event: CollectiveEvent, group: _GroupProgress, number: int) -> list[int]:
+    def list_absent_ranks(self, rank: int, event: CollectiveEvent, group: _GroupProgress, number: int) -> list[int]:
         """The ranks that have yet to enter an operation."""
-        return [r for r in self.members(rank, event) if self.classes[r] in group.missing(number)]
+        return [r for r in self.list_members(rank, event) if self.classes[r] in group.find_missing_ranks(number)]
 
 
 def _format_ranks(ranks: Collection[int]) -> str:

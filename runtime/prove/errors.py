@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from partitioner.passes.errors import PartitionError
@@ -22,34 +23,27 @@ Fault = Literal[
 ]
 
 
+@dataclass(frozen=True)
+class FaultLocation:
+    """Where a fault is on a ``stage``: the ``index`` of an instruction; else the position of a ``call``, a ``bucket``
+    or a ``state``, of which the first instruction that touches it is meant. ``node``: of the call's graph."""
+
+    stage: int = 0
+    index: int | None = None
+    call: int | None = None
+    bucket: int | None = None
+    state: str = ""
+    node: str = ""
+
+
 class Refusal(Exception):
-    """A fault found on a stage, before it is known which rank runs it.
+    """A fault found on a stage, before it is known which rank runs it."""
 
-    Where: the ``index`` of an instruction; else the position of a ``call``, a ``bucket`` or a ``state`` of the stage,
-    of which the first instruction that touches it is meant.
-    """
-
-    def __init__(
-        self,
-        fault: Fault,
-        message: str,
-        *,
-        stage: int = 0,
-        index: int | None = None,
-        call: int | None = None,
-        bucket: int | None = None,
-        state: str = "",
-        node: str = "",
-    ) -> None:
+    def __init__(self, fault: Fault, message: str, location: FaultLocation | None = None) -> None:
         super().__init__(message)
         self.fault = fault
         self.message = message
-        self.stage = stage
-        self.index = index
-        self.call = call
-        self.bucket = bucket
-        self.state = state
-        self.node = node
+        self.location = location or FaultLocation()
 
 
 class ProofError(PartitionError):

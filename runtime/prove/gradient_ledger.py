@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from partitioner.runtime.program.analysis import ProgramFacts
 from partitioner.runtime.program.instructions import Instruction
 from partitioner.runtime.program.sharded_buckets import Turn, list_reduction_turns, zero_axes
-from partitioner.runtime.prove.errors import Refusal
+from partitioner.runtime.prove.errors import FaultLocation, Refusal
 
 Returns = dict[tuple[str, int], frozenset[int]]  # (value, microbatch) -> stages
 
@@ -189,7 +189,7 @@ class StateGradients:
             position, microbatch = min(self.missing[state])
             late = self.here.calls[position].path
             message = f"the gradient of {state!r} lacks the backward of {late!r} on microbatch {microbatch}"
-            raise Refusal("gradient", message, state=state)
+            raise Refusal("gradient", message, FaultLocation(state=state))
 
     def turn(self, number: int, op: str, axes: tuple[str, ...], index: int) -> Turn:
         """A REDUCE of a bucket, or a SCATTER or GATHER of one of its levels: the turn that it takes."""

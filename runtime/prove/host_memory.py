@@ -15,7 +15,7 @@ from partitioner.runtime.program.instructions import CollectiveEvent, Instructio
 from partitioner.runtime.program.program import Program, StateData
 from partitioner.runtime.program.sharded_buckets import zero_axes
 from partitioner.runtime.program.state_bytes import host_states
-from partitioner.runtime.prove.errors import Refusal
+from partitioner.runtime.prove.errors import FaultLocation, Refusal
 from partitioner.runtime.prove.gradient_ledger import StateGradients
 
 Run = tuple[int, int]  # call, microbatch
@@ -130,7 +130,9 @@ class HostStates:
     def finish(self) -> None:
         for state, index in self.there.items():
             if self.passing:
-                raise Refusal("leak", f"the state {state!r} is fetched here and never freed", index=index)
+                raise Refusal(
+                    "leak", f"the state {state!r} is fetched here and never freed", FaultLocation(index=index)
+                )
 
 
 def check_updates(program: Program) -> None:
@@ -140,7 +142,7 @@ def check_updates(program: Program) -> None:
         problem = "" if state.update is None else _find_update_problem(program, state, state.update, makers)
         if problem:
             stage = min((s for s in state.stages if 0 <= s < len(program.stages)), default=0)
-            raise Refusal("structure", f"the state {name!r} {problem}", stage=stage, state=name)
+            raise Refusal("structure", f"the state {name!r} {problem}", FaultLocation(stage=stage, state=name))
 
 
 def _find_producing_stages(program: Program) -> dict[str, set[int]]:
@@ -174,7 +176,7 @@ def check_alike(program: Program, known: dict[str, Sameness]) -> None:
     for name, state in program.states.items():
         if state.update is not None and state.keeps is None and known.get(state.update) == "different":
             message = f"the state {name!r} takes {state.update!r}, which differs between the parts of the batch"
-            raise Refusal("structure", message, stage=min(state.stages), state=name)
+            raise Refusal("structure", message, FaultLocation(stage=min(state.stages), state=name))
 
 
 class WrittenUpdates:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from partitioner.runtime.program.instructions import Instruction
 from partitioner.runtime.program.mesh import ALL_AXES
 from partitioner.runtime.program.program import Program
-from partitioner.runtime.prove.errors import Refusal
+from partitioner.runtime.prove.errors import FaultLocation, Refusal
 
 FIELDS: dict[str, frozenset[str]] = {
     "LOAD": frozenset({"microbatch", "values"}),
@@ -57,7 +57,7 @@ def check_fields(program: Program, stage: int, instructions: Sequence[Instructio
     for index, instruction in enumerate(instructions):
         problem = _find_field_problem(program, stage, instruction)
         if problem:
-            raise Refusal("fields", problem, index=index)
+            raise Refusal("fields", problem, FaultLocation(index=index))
 
 
 def _find_field_problem(program: Program, stage: int, instruction: Instruction) -> str:

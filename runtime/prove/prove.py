@@ -30,7 +30,7 @@ neighbours, so what agrees at two numbers of steps agrees at all.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from partitioner.runtime.program.analysis import ProgramFacts
 from partitioner.runtime.program.instructions import (
@@ -45,7 +45,7 @@ from partitioner.runtime.program.memory import peak_bytes
 from partitioner.runtime.program.program import Program, RankProgram, keep_first_microbatches
 from partitioner.runtime.prove.abstract_rank import run_list
 from partitioner.runtime.prove.cross_rank import Mismatch, TraceRunner
-from partitioner.runtime.prove.errors import ProofError, Refusal
+from partitioner.runtime.prove.errors import FaultLocation, ProofError, Refusal
 from partitioner.runtime.prove.gradient_ledger import gradient_returns
 from partitioner.runtime.prove.replication import check_wholeness
 from partitioner.runtime.prove.structure import check_structure
@@ -112,7 +112,7 @@ def _follow_lists(facts: ProgramFacts, own: Mapping[int, Instructions]) -> tuple
     """Follow the lists of all ranks; how many collectives and transfers they start."""
     traces, lists = _run_lists(facts, own)
     try:
-        TraceRunner(facts.program, traces, own.keys()).run()
+        TraceRunner(facts.program, traces, own.keys()).run_traces()
     except Mismatch as mismatch:
         instruction = str(lists[mismatch.rank][mismatch.index])
         raise ProofError(
@@ -218,7 +218,7 @@ def _run_column(facts: ProgramFacts, ranks: Sequence[int], run: Sequence[Instruc
         try:
             traces.append(run_list(facts, s, instructions, returns[s]))
         except Refusal as refusal:
-            refusal.stage = s
+            refusal.location = replace(refusal.location, stage=s)
             raise _locate_refusal(facts.program, refusal, instructions, ranks[s]) from None
     return traces
 
@@ -227,35 +227,36 @@ def _locate_refusal(
     program: Program, refusal: Refusal, instructions: Sequence[Instruction] | None = None, rank: int | None = None
 ) -> ProofError:
     """The error for a refusal: its rank, and the instruction that it is about."""
+    location = refusal.location
     if instructions is None:
         stages = program.stages
-        instructions = stages[refusal.stage].instructions if 0 <= refusal.stage < len(stages) else ()
+        instructions = stages[location.stage].instructions if 0 <= location.stage < len(stages) else ()
     if rank is None:
-        rank = refusal.stage * program.strides["pp"]
-    index = refusal.index
+        rank = location.stage * program.strides["pp"]
+    index = location.index
     if index is None:
-        index = next((k for k, i in enumerate(instructions) if _is_about(program, refusal, i)), 0)
+        index = next((k for k, i in enumerate(instructions) if _is_about(program, location, i)), 0)
     return ProofError(
         refusal.message,
         rank=rank,
         index=index,
         instruction=_format_instruction(instructions, index),
-        node=refusal.node,
+        node=location.node,
         fault=refusal.fault,
     )
 
 
-def _is_about(program: Program, refusal: Refusal, instruction: Instruction) -> bool:
-    if refusal.bucket is not None:
-        return instruction.bucket == refusal.bucket
-    calls = program.stages[refusal.stage].calls
+def _is_about(program: Program, location: FaultLocation, instruction: Instruction) -> bool:
+    if location.bucket is not None:
+        return instruction.bucket == location.bucket
+    calls = program.stages[location.stage].calls
     if instruction.op == "TOTAL_F":
         positions = [p for p, c in enumerate(calls) if c.prologue]
     else:
         positions = list(range(*instruction.calls)) if instruction.calls is not None else []
-    if refusal.call is not None:
-        return refusal.call in positions
-    return any(refusal.state in calls[p].states for p in positions if 0 <= p < len(calls))
+    if location.call is not None:
+        return location.call in positions
+    return any(location.state in calls[p].states for p in positions if 0 <= p < len(calls))
 
 
 def _format_instruction(instructions: Sequence[Instruction], index: int) -> str:

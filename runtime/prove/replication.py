@@ -6,13 +6,15 @@ computes different results on them. An additional collective counts a value seve
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import fx
 
 from partitioner.passes.ir.layouts import Layout
 from partitioner.passes.ir.verify import Sameness, compare_across_ranks, find_difference_origin, find_misused_collective
 from partitioner.runtime.program.analysis import ProgramFacts
 from partitioner.runtime.program.program import CallData, Program, StateData
-from partitioner.runtime.prove.errors import Refusal
+from partitioner.runtime.prove.errors import FaultLocation, Refusal
 from partitioner.runtime.prove.host_memory import check_alike
 from partitioner.runtime.prove.structure import DATA_AXES
 
@@ -41,7 +43,7 @@ def _check_axis(axis: str, facts: ProgramFacts) -> None:
             if any(v in facts.flow.values for v in call.outputs):
                 _check_backward(axis, facts, call)
         except Refusal as refusal:
-            refusal.stage, refusal.call = stage, position
+            refusal.location = replace(refusal.location, stage=stage, call=position)
             raise
 
 
@@ -96,7 +98,7 @@ def _check_forward(axis: str, facts: ProgramFacts, call: CallData) -> None:
             message = (
                 f"{call.path!r}: the value {value!r} is said to be whole over {axis}, but differs from rank to rank"
             )
-            raise Refusal("structure", message, node=find_difference_origin(node, known).name)
+            raise Refusal("structure", message, FaultLocation(node=find_difference_origin(node, known).name))
 
 
 def _check_backward(axis: str, facts: ProgramFacts, call: CallData) -> None:
@@ -126,7 +128,7 @@ def _check_backward(axis: str, facts: ProgramFacts, call: CallData) -> None:
             message = (
                 f"{call.path!r}: the gradient of {name!r} should be whole over {axis}, but differs from rank to rank"
             )
-            raise Refusal("structure", message, node=find_difference_origin(node, known).name)
+            raise Refusal("structure", message, FaultLocation(node=find_difference_origin(node, known).name))
 
 
 def _list_graph_results(graph: fx.Graph) -> tuple[fx.Node | None, ...]:
@@ -138,7 +140,7 @@ def _list_graph_results(graph: fx.Graph) -> tuple[fx.Node | None, ...]:
 def _refuse_misuse(axis: str, call: CallData, graph: fx.Graph, known: dict[str, Sameness]) -> None:
     found = find_misused_collective(graph, known, axis)
     if found is not None:
-        raise Refusal("structure", f"{call.path!r}: {found[1]}", node=found[0].name)
+        raise Refusal("structure", f"{call.path!r}: {found[1]}", FaultLocation(node=found[0].name))
 
 
 def _over_batch(facts: ProgramFacts) -> None:
@@ -163,5 +165,5 @@ def _over_batch(facts: ProgramFacts) -> None:
     for output in program.outputs:
         if output.value is not None and output.batch == "R" and known.get(output.value) == "different":
             message = f"the output {output.path!r} is said to be the same in every microbatch, but is not"
-            raise Refusal("structure", message, stage=output.stage or 0)
+            raise Refusal("structure", message, FaultLocation(stage=output.stage or 0))
     check_alike(program, known)

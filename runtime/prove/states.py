@@ -27,7 +27,7 @@ from partitioner.runtime.program.sharded_buckets import (
     split_axes,
     zero_axes,
 )
-from partitioner.runtime.prove.errors import Refusal, use_text
+from partitioner.runtime.prove.errors import FaultLocation, Refusal, use_text
 
 
 def check_state(facts: ProgramFacts, name: str) -> None:
@@ -36,7 +36,9 @@ def check_state(facts: ProgramFacts, name: str) -> None:
     problem = _state_problem(facts, name)
     if problem:
         stages = [s for s in facts.program.states[name].stages if 0 <= s < len(facts.program.stages)]
-        raise Refusal("structure", f"the state {name!r} {problem}", stage=min(stages, default=0), state=name)
+        raise Refusal(
+            "structure", f"the state {name!r} {problem}", FaultLocation(stage=min(stages, default=0), state=name)
+        )
 
 
 def _state_problem(facts: ProgramFacts, name: str) -> str:
@@ -154,17 +156,17 @@ def check_buckets(facts: ProgramFacts, stage: int) -> None:
         if not problem:
             problem = level_problem(program, bucket) if bucket.states else "has no gradients"
         if problem:
-            raise Refusal("structure", f"bucket {number} {problem}", stage=stage, bucket=number)
+            raise Refusal("structure", f"bucket {number} {problem}", FaultLocation(stage=stage, bucket=number))
     for name, axes in wanted.items():
         if name not in found:
             shared = program.states[name].zero_axes
             what = f"which is shared over {shared}" if shared else f"whose gradient is a sum over {axes}"
             problem = f"no bucket has {name!r}, {what}"
-            raise Refusal("structure", problem, stage=stage, state=name)
+            raise Refusal("structure", problem, FaultLocation(stage=stage, state=name))
     for position in here.checkpoint_calls:
         if not 0 <= position < len(here.calls):
             problem = f"call {position} is to be recomputed; the stage has {len(here.calls)} calls"
-            raise Refusal("structure", problem, stage=stage)
+            raise Refusal("structure", problem, FaultLocation(stage=stage))
     for position in here.selective_calls:
         problem = ""
         if not 0 <= position < len(here.calls):
@@ -176,7 +178,7 @@ def check_buckets(facts: ProgramFacts, stage: int) -> None:
         ):
             problem = f"call {position} is to recompute {min(unknown)!r}, which its block does not have"
         if problem:
-            raise Refusal("structure", problem, stage=stage)
+            raise Refusal("structure", problem, FaultLocation(stage=stage))
 
 
 def _list_node_names(program: Program, stage: int, position: int) -> set[str]:
@@ -239,7 +241,7 @@ class Parameters:
     def finish(self) -> None:
         for number, index in self.there.items():
             if self.program.zero == 3:
-                raise Refusal("leak", f"bucket {number} is gathered here and never freed", index=index)
+                raise Refusal("leak", f"bucket {number} is gathered here and never freed", FaultLocation(index=index))
 
 
 class PendingReductions:

@@ -24,7 +24,7 @@ from partitioner.runtime.program.program import (
     shard_shape,
     weights_fingerprint,
 )
-from partitioner.runtime.prove.errors import Refusal
+from partitioner.runtime.prove.errors import FaultLocation, Refusal
 from partitioner.runtime.prove.host_memory import check_updates
 from partitioner.runtime.prove.states import check_buckets, check_state
 
@@ -37,7 +37,9 @@ def check_inputs(program: Program) -> None:
         problem = _input_problem(program, given)
         if problem:
             reads = [s for s, stage in enumerate(program.stages) for c in stage.calls if given.value in c.inputs]
-            raise Refusal("structure", f"the input {given.path!r} {problem}", stage=min(reads, default=0))
+            raise Refusal(
+                "structure", f"the input {given.path!r} {problem}", FaultLocation(stage=min(reads, default=0))
+            )
 
 
 def _input_problem(program: Program, given: InputData) -> str:
@@ -66,10 +68,10 @@ def check_outputs(program: Program) -> None:
         problem = "" if output.value is None else _output_problem(program, output, output.value)
         if problem:
             stage = output.stage if output.stage in range(len(program.stages)) else 0
-            raise Refusal("structure", f"the output {output.path!r} {problem}", stage=stage or 0)
+            raise Refusal("structure", f"the output {output.path!r} {problem}", FaultLocation(stage=stage or 0))
     problem = _loss_problem(program)
     if problem:
-        raise Refusal("structure", problem, stage=len(program.stages) - 1)
+        raise Refusal("structure", problem, FaultLocation(stage=len(program.stages) - 1))
 
 
 def _output_problem(program: Program, output: OutputData, name: str) -> str:
@@ -125,7 +127,7 @@ def check_structure(facts: ProgramFacts) -> None:
             flows = "flows" if name in facts.flow.values else "does not flow"
             problem = f"requires_grad is {value.requires_grad}, but a gradient {flows} through the value {name!r}"
             at, position = _find_first_call(program, partial(_is_value_of_call, name))
-            raise Refusal("structure", problem, stage=at, call=position)
+            raise Refusal("structure", problem, FaultLocation(stage=at, call=position))
     for s in range(len(program.stages)):
         check_buckets(facts, s)
 
@@ -185,7 +187,7 @@ def _check_blocks(program: Program) -> None:
         fault = graph_fault(program, name, axes)
         if fault is not None:
             stage, position = _find_first_call(program, partial(_is_of, name))
-            raise Refusal("structure", fault[0], stage=stage, call=position, node=fault[1])
+            raise Refusal("structure", fault[0], FaultLocation(stage=stage, call=position, node=fault[1]))
 
 
 def _check_calls(facts: ProgramFacts, stage: int) -> None:
@@ -196,7 +198,7 @@ def _check_calls(facts: ProgramFacts, stage: int) -> None:
         for name in call.outputs:
             if name in made:
                 problem = f"the value {name!r} is made by call {made[name]} too"
-                raise Refusal("structure", problem, stage=stage, call=position)
+                raise Refusal("structure", problem, FaultLocation(stage=stage, call=position))
             made[name] = position
 
 
@@ -213,7 +215,7 @@ def _check_call_names(program: Program, stage: int, position: int, call: CallDat
         if name not in program.values:
             problem = f"the value {name!r} does not exist"
     if problem:
-        raise Refusal("structure", problem, stage=stage, call=position)
+        raise Refusal("structure", problem, FaultLocation(stage=stage, call=position))
 
 
 def _check_call_specs(facts: ProgramFacts, stage: int, position: int, call: CallData) -> None:
@@ -226,7 +228,7 @@ def _check_call_specs(facts: ProgramFacts, stage: int, position: int, call: Call
     ):
         if len(have) != len(want):
             problem = f"{call.path!r} names {len(have)} {kind}, its graph has {len(want)}"
-            raise Refusal("structure", problem, stage=stage, call=position)
+            raise Refusal("structure", problem, FaultLocation(stage=stage, call=position))
     specs = [_state_spec(program, n) for n in call.states]
     specs += [_value_spec(program.values[n]) for n in (*call.inputs, *call.outputs)]
     names = (*call.states, *call.inputs, *call.outputs)
@@ -234,7 +236,7 @@ def _check_call_specs(facts: ProgramFacts, stage: int, position: int, call: Call
         have_text = "of an unknown type or layout" if spec is None else format_meta_value(spec.meta())
         if spec != TensorSpec.of(node.meta["val"]):
             problem = f"{name!r} is {have_text}, but {format_meta_value(node.meta['val'])} in the graph"
-            raise Refusal("structure", problem, stage=stage, call=position, node=node.name)
+            raise Refusal("structure", problem, FaultLocation(stage=stage, call=position, node=node.name))
 
 
 def _value_spec(value: Value) -> TensorSpec | None:
@@ -261,7 +263,7 @@ def _check_call_order(facts: ProgramFacts) -> None:
         for position, call in enumerate(stage.calls):
             if (s, position) not in placed:
                 problem = f"{call.path!r} reads {', '.join(call.inputs)}, not all of which are made before it"
-                raise Refusal("structure", problem, stage=s, call=position)
+                raise Refusal("structure", problem, FaultLocation(stage=s, call=position))
 
 
 def _check_value_sources(program: Program) -> None:
@@ -274,4 +276,4 @@ def _check_value_sources(program: Program) -> None:
                 there, other = source.setdefault(value, (s, call))
                 if there != s and (other != call or program.values[value].requires_grad):
                     problem = f"the value {value!r} is made by {other.path!r} too"
-                    raise Refusal("structure", problem, stage=s, call=position)
+                    raise Refusal("structure", problem, FaultLocation(stage=s, call=position))

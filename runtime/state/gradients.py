@@ -133,7 +133,7 @@ class WideRoomSink(RoomSink):
 
 class ScatteredBucket:
     """The gradients of one bucket. ``keep``: the whole of them stays until the next step (ZeRO 1); without, the pieces,
-    too, have memory only from the first SCATTER of a step on.
+    too, have memory only from the first SCATTER of a step on. ``grain``, ``whole``: see :func:`_compute_grains`.
 
     ``pieces``: what an optimizer sees; ``sinks``: what backward adds to.
     """
@@ -145,7 +145,6 @@ class ScatteredBucket:
         group: RankGroup,
         rest: RankGroup,
         device: torch.device,
-        keep: bool,
         grain: int = 1,
         whole: int = 1,
     ) -> None:
@@ -154,7 +153,7 @@ class ScatteredBucket:
         program, short = rank.program, dtype_of(rank.program.states[states[0]].dtype)
         dtype = accumulated_in(short)
         sink = RoomSink if dtype == short else WideRoomSink
-        self.group, self.rest, self.keep = group, rest, keep
+        self.group, self.rest, self.keep = group, rest, program.zero < 2
         self.flat = FlatBuffer(pieces_of(program, states, group.size, group.index), dtype, device, grain, whole)
         shapes = [shard_shape(program, s) for s in states]
         self.rooms = [GatherBuffer(p, shape, dtype, device) for p, shape in zip(self.flat.pieces, shapes, strict=True)]
@@ -165,7 +164,7 @@ class ScatteredBucket:
         self.sender: ErrorFeedbackEncoder | None = None  # where what goes over this group is compressed
         if bucket.compression and not bucket.levels:
             self.sender = ErrorFeedbackEncoder(CODECS[bucket.compression], group.size * self.flat.length, dtype, device)
-        if not keep:
+        if not self.keep:
             self.give()
 
     def begin(self) -> None:
@@ -234,7 +233,7 @@ class RankGradients:
     """A rank's gradients, by state; ``shards`` are what it holds of each.
 
     ``sinks``: what backward adds to; ``owned``: what an optimizer sees after a step: the same tensors, or pieces, or
-    copies of these in host memory, where the program offloads the optimizer.
+    copies of these in host memory, where the program offloads the optimizer. ``copier`` makes these copies.
     """
 
     def __init__(
@@ -271,7 +270,7 @@ class RankGradients:
         self.owned = {s: sink.view for s, sink in self._sums.items()}
         self.owned |= {s: piece for b in self.scattered.values() for s, piece in b.pieces.items()}
         self._here = self.owned  # on the device
-        self._copier = copier = copier or Copier(communicator.device)
+        self.copier = copier = copier or Copier(communicator.device)
         self._leaving: list[Arrival] = []
         if "optimizer" in rank.program.offload:
             self.owned = {s: copier.empty(view.shape, view.dtype).zero_() for s, view in self._here.items()}
@@ -287,9 +286,7 @@ class RankGradients:
         rank, bucket = self.rank, self.rank.stage.buckets[number]
         group = self.communicator.group(rank.zero_group(bucket.states[0]))
         rest = self.communicator.group(rank.group(*rest_axes(rank.program, bucket)))
-        return ScatteredBucket(
-            rank, number, group, rest, self.communicator.device, rank.program.zero < 2, *_compute_grains(rank, bucket)
-        )
+        return ScatteredBucket(rank, number, group, rest, self.communicator.device, *_compute_grains(rank, bucket))
 
     def _make_levelwise_reduction(self, number: int) -> LevelwiseReduction:
         rank, bucket = self.rank, self.rank.stage.buckets[number]
@@ -431,7 +428,7 @@ class RankGradients:
         for state in states:
             if state in self._sums:
                 self._sums[state].settle()
-        self._leaving.append(self._copier.start([(self._here[s], self.owned[s]) for s in states]))
+        self._leaving.append(self.copier.start([(self._here[s], self.owned[s]) for s in states]))
 
 
 def group_states_by_ranks(rank: RankProgram, states: Sequence[str]) -> dict[tuple[int, ...], list[str]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -234,3 +234,15 @@ class HostParameters:
         self.wait(names)
         for name in names:
             self._rooms[name].give()
+
+
+class TransientParameters(NamedTuple):
+    """A rank's parameters that may be on its device for a part of a step only: shared ones and those in host memory."""
+
+    sharded: ShardedParameters
+    hosted: HostParameters
+
+    @property
+    def leaving(self) -> set[str]:
+        """Names of the states whose memory is given away between calls."""
+        return {*self.sharded.leaving, *self.hosted.leaving}

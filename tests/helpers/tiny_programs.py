@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from partitioner.emit.program import Layouts, emit
+from partitioner.emit.program import Layouts, ProgramSpec, emit
 from partitioner.passes.ir.collectives import ops
 from partitioner.passes.ir.interpret import insert_operator_node
 from partitioner.passes.ir.layouts import READ_SHARDED, make_shard_layout
@@ -165,13 +165,15 @@ def tiny_program(
     return emit(
         model,
         even_stages(model, stages),
-        mesh={"pp": pp, "dp": dp, "tp": tp},
-        num_microbatches=num_microbatches,
-        schedule=schedule,
-        virtual_stages=chunks if chunks > 1 else None,
-        objective=objective,
-        layouts=layouts,
-        **options,
+        ProgramSpec(
+            mesh={"pp": pp, "dp": dp, "tp": tp},
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            virtual_stages=chunks if chunks > 1 else None,
+            objective=objective,
+            layouts=layouts,
+            **options,
+        ),
     )
 
 

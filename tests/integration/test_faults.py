@@ -71,7 +71,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, error: Excep
 
 
 def test_an_internal_error_names_phase_operator_and_line(monkeypatch: pytest.MonkeyPatch):
-    broken(monkeypatch, shard_block._Rewriter, "operator", KeyError("x"))
+    broken(monkeypatch, shard_block._Rewriter, "add_operator", KeyError("x"))
     with pytest.raises(InternalError) as caught:
         make_plan()
     error = caught.value

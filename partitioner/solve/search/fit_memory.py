@@ -22,7 +22,7 @@ from partitioner.cost.call.recomputation import find_recomputed_nodes
 from partitioner.cost.call.saved_activations import kept_by
 from partitioner.cost.step.estimate import with_step_time
 from partitioner.cost.step.offload import check_disks, check_hosts
-from partitioner.emit.program import emit
+from partitioner.emit.program import ProgramSpec, emit
 from partitioner.errors import CapacityError, TimeLimitError
 from partitioner.optimizers import OPTIMIZERS
 from partitioner.passes.errors import PartitionError
@@ -313,9 +313,7 @@ def emit_program(job: Job, chosen: SolvedCandidate) -> tuple[Program, Estimate]:
     """The programs of all ranks, proven, and the estimate with the memory that they take."""
     candidate = chosen.candidate
     local = chosen.local.spread(candidate.tp, candidate.ep, candidate.etp)
-    program = emit(
-        local.model,
-        chosen.stage_of_call,
+    spec = ProgramSpec(
         mesh=candidate.mesh,
         num_microbatches=chosen.num_microbatches,
         data_shares=chosen.data_shares,
@@ -330,7 +328,7 @@ def emit_program(job: Job, chosen: SolvedCandidate) -> tuple[Program, Estimate]:
             n: frozenset(x.name for x in find_recomputed_nodes(b, job.remade)) for n, b in local.model.blocks.items()
         }
         if chosen.selective
-        else None,
+        else {},
         zero=cast(Literal[0, 1, 2, 3], candidate.zero),
         dp_shard=candidate.dp_shard,
         fused_attention=job.topology.fused_attention,
@@ -339,6 +337,7 @@ def emit_program(job: Job, chosen: SolvedCandidate) -> tuple[Program, Estimate]:
         reducing=chosen.reducing,
         left_whole=chosen.local.left_whole,
     )
+    program = emit(local.model, chosen.stage_of_call, spec)
     program = with_fp8(program) if job.precision == "fp8" else program
     program = program.model_copy(update={"tf32": job.precision == "tf32"})
     facts = ProgramFacts(program)

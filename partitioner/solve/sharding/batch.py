@@ -23,7 +23,7 @@ from partitioner.passes.ir.model import FoldedModel, ModelInput, TensorSpec
 from partitioner.passes.rules.factors import Strategy, results_of
 from partitioner.passes.shard.sample_groups import GroupModel
 from partitioner.passes.shard.shard_block import RESHARDS
-from partitioner.solve.sharding.choices import matmul_flops
+from partitioner.solve.sharding.choices import LayoutRules, matmul_flops
 from partitioner.solve.sharding.sharding import DATA, Allowed, ShardingSolution, solve_sharding, whole_sharding
 
 # All work undone costs this many meetings of samples: a thousandth of the work is worth one collective.
@@ -66,8 +66,7 @@ def shard_batch(model: FoldedModel, batch: int, allowed: Allowed | None = None) 
         DATA,
         batch,
         BatchCosts(_work(model, alone), samples, alone, _MOVED if model.updates else 1.0),
-        input_layouts={i.value: _input_layouts(i, batch) for i in model.inputs},
-        output_layouts=outputs,
+        LayoutRules({i.value: _input_layouts(i, batch) for i in model.inputs}, outputs),
         allowed=allowed,
     )
 

@@ -39,7 +39,8 @@ class LayoutRules:
     ``inputs``: the layouts that a model input may have (``R`` where it is not named). ``outputs``: those that a model
     output may have (``S`` or ``R`` where it is not named). ``pins``: the one layout of a value, input or state.
     ``whole_states``: no state is sharded, and one that is trained has a partial-sum gradient. ``partial_values``:
-    values between calls may be partial sums. ``lengths``: dims of these sizes may be sharded zigzag.
+    values between calls may be partial sums. ``lengths``: of sequences that the axis shards: dims of
+    these sizes may be sharded zigzag, operators in further forms.
     """
 
     inputs: Mapping[str, Collection[Layout]] = field(default_factory=dict)
@@ -52,13 +53,16 @@ class LayoutRules:
     def check(self, model: FoldedModel) -> None:
         """Raises :class:`ShardingError` where a name is unknown."""
         aliases = {a for state in model.states.values() for a in state.aliases}
-        for what, names in (("pins", self.pins), ("input_layouts", self.inputs), ("output_layouts", self.outputs)):
+        for what, names in (("pins", self.pins), ("inputs", self.inputs), ("outputs", self.outputs)):
             for name in names:
                 if name not in model.values and name not in model.states and name not in aliases:
                     raise ShardingError(
                         f"{what}: no value or state is called {name!r}; expected one of the model's "
                         f"{len(model.states)} states or {len(model.values)} values between calls"
                     )
+
+
+FREE_LAYOUTS = LayoutRules()  # nothing is fixed
 
 
 def _list_dim_shards(tie: LayoutTie, num_ranks: int) -> list[Layout]:

@@ -30,7 +30,7 @@ from partitioner.passes.rules.factors import Strategy, get_meta_shape, get_node_
 from partitioner.passes.shard.repeated_heads import group_queries
 from partitioner.passes.shard.shard_block import shard_block
 from partitioner.passes.shard.split_batch import sample_dims, splits_samples
-from partitioner.solve.sharding.choices import ShardingError, matmul_flops
+from partitioner.solve.sharding.choices import LayoutRules, ShardingError, matmul_flops
 from partitioner.solve.sharding.costs import TensorCosts
 from partitioner.solve.sharding.sharding import Allowed, ShardingSolution, solve_sharding
 
@@ -98,9 +98,7 @@ def _solve_context_sharding(
             "cp",
             num_ranks,
             costs,
-            input_layouts=layouts,
-            pins=dict.fromkeys(split.states, REPLICATED),
-            lengths=lengths,
+            LayoutRules(layouts, pins=dict.fromkeys(split.states, REPLICATED), lengths=frozenset(lengths)),
             allowed=_ContextRules(split, batch, num_ranks, tp, algorithm, allowed),
         )
     except ShardingError as error:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -30,11 +30,11 @@ from partitioner.passes.ir.layouts import PARTIAL, REPLICATED, Layout
 from partitioner.passes.ir.model import Block, FoldedModel, TensorSpec
 from partitioner.passes.rules import factors_of
 from partitioner.passes.rules.factors import Strategy, operands_of, results_of
-from partitioner.passes.rules.strategies import NO_SIZES
 from partitioner.passes.shard.shard_block import RESHARDS, BlockSharding
 from partitioner.solve.pairwise.assignment import Assignment, solve_assignment
 from partitioner.solve.pairwise.presolve import InfeasibleAssignmentError
 from partitioner.solve.sharding.choices import (
+    FREE_LAYOUTS,
     LayoutRules,
     ShardingError,
     list_operator_strategies,
@@ -101,31 +101,23 @@ def solve_sharding(
     axis: str,
     num_ranks: int,
     costs: ShardingCosts,
+    rules: LayoutRules = FREE_LAYOUTS,
     *,
-    input_layouts: Mapping[str, Collection[Layout]] | None = None,
-    output_layouts: Mapping[str, Collection[Layout]] | None = None,
-    pins: Mapping[str, Layout] | None = None,
-    whole_states: bool | None = None,
-    lengths: Collection[int] = NO_SIZES,
     allowed: Allowed | None = None,
     time_limit_s: float = 60.0,
 ) -> ShardingSolution:
     """The best sharding of ``model`` over ``num_ranks`` ranks of ``axis``.
 
     Args:
-        input_layouts: value -> the layouts that a model input may have; ``R`` for those not named.
-        output_layouts: value -> the layouts that a model output may have; ``S`` or ``R`` for those not named, ``P``
-            only where no call reads it. The loss is ``P`` on the axis ``data`` and ``R`` on others unless it is named.
-        pins: value or state -> its layout.
-        whole_states: no state is sharded and trained ones have partial-sum gradients; by default on the axis ``data``.
-        lengths: of sequences that the axis shards: dims of these sizes may be zigzag, operators in further forms.
+        rules: what is fixed from outside. The loss is ``P`` on the axis ``data`` and ``R`` on others unless it is
+            named. On ``data``, states are whole and values between calls may be partial sums.
         allowed: which strategies an operator may have.
 
     Raises:
         ShardingError: a name is unknown, or what is asked excludes every sharding.
         TimeLimitError: no sharding was found in time.
     """
-    rules = _build_layout_rules(model, axis, input_layouts, output_layouts, pins, whole_states, lengths)
+    rules = _complete_layout_rules(model, axis, rules)
     if num_ranks == 1:
         return whole_sharding(model, axis, costs)
     return ShardingProblem(model, axis, num_ranks, costs, rules).solve(allowed, time_limit_s)
@@ -133,29 +125,15 @@ def solve_sharding(
 
 def sharding_problem(model: FoldedModel, axis: str, num_ranks: int, costs: ShardingCosts) -> ShardingProblem:
     """The problem of :func:`solve_sharding` over at least two ranks, with nothing fixed from outside."""
-    return ShardingProblem(model, axis, num_ranks, costs, _build_layout_rules(model, axis))
+    return ShardingProblem(model, axis, num_ranks, costs, _complete_layout_rules(model, axis, FREE_LAYOUTS))
 
 
-def _build_layout_rules(
-    model: FoldedModel,
-    axis: str,
-    input_layouts: Mapping[str, Collection[Layout]] | None = None,
-    output_layouts: Mapping[str, Collection[Layout]] | None = None,
-    pins: Mapping[str, Layout] | None = None,
-    whole_states: bool | None = None,
-    lengths: Collection[int] = NO_SIZES,
-) -> LayoutRules:
-    outputs = dict(output_layouts or {})
+def _complete_layout_rules(model: FoldedModel, axis: str, rules: LayoutRules) -> LayoutRules:
+    """``rules`` with what holds on ``axis``, checked against the model's names."""
+    outputs = dict(rules.outputs)
     if model.loss is not None:
         outputs.setdefault(model.loss, (PARTIAL,) if axis == DATA else (REPLICATED,))
-    rules = LayoutRules(
-        input_layouts or {},
-        outputs,
-        pins or {},
-        whole_states=axis == DATA if whole_states is None else whole_states,
-        partial_values=axis == DATA,
-        lengths=frozenset(lengths),
-    )
+    rules = replace(rules, outputs=outputs, whole_states=axis == DATA, partial_values=axis == DATA)
     rules.check(model)
     return rules
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partitioner.emit.program import emit
+from partitioner.emit.program import ProgramSpec, emit
 from partitioner.emit.routes import EmitError
 from partitioner.runtime.program.program import Program
 from partitioner.runtime.prove.prove import prove
@@ -78,7 +78,9 @@ def test_a_frozen_model_part_has_no_backward():
     model, layouts = tiny_model(2, tied=False)
     frozen = {n: s if n == "head.w" else type(s)(s.name, s.spec, s.kind, False) for n, s in model.states.items()}
     program = emit(
-        model.with_(states=frozen), even_stages(model, 2), mesh={"pp": 2}, num_microbatches=1, layouts=layouts
+        model.with_(states=frozen),
+        even_stages(model, 2),
+        ProgramSpec(mesh={"pp": 2}, num_microbatches=1, layouts=layouts),
     )
     prove(program)
     assert not {"B", "RECV_B", "SEND_B"} & {i.op for i in program.stages[0].instructions}
@@ -90,7 +92,9 @@ def test_what_nobody_reads_is_kept_and_freed():
     state = model.states["layers.0.gain"]
     states = {**model.states, "unread": type(state)("unread", state.spec, "parameter", True)}
     program = emit(
-        model.with_(states=states), even_stages(model, 2), mesh={"pp": 2}, num_microbatches=2, layouts=layouts
+        model.with_(states=states),
+        even_stages(model, 2),
+        ProgramSpec(mesh={"pp": 2}, num_microbatches=2, layouts=layouts),
     )
     assert program.states["unread"].stages == (0,)
     prove(program)
@@ -140,10 +144,10 @@ def test_programs_are_read_back():
 def test_stages_that_are_no_pipeline_are_refused(stages: list[int], message: str):
     model, layouts = tiny_model(4)
     with pytest.raises(EmitError, match=message):
-        emit(model, stages, mesh={"pp": 2}, num_microbatches=2, layouts=layouts)
+        emit(model, stages, ProgramSpec(mesh={"pp": 2}, num_microbatches=2, layouts=layouts))
 
 
 def test_training_without_a_loss_is_refused():
     model, layouts = tiny_model(1)
     with pytest.raises(EmitError, match="training needs a loss"):
-        emit(model.with_(loss=None), even_stages(model, 1), mesh={}, num_microbatches=1, layouts=layouts)
+        emit(model.with_(loss=None), even_stages(model, 1), ProgramSpec(mesh={}, num_microbatches=1, layouts=layouts))

@@ -24,7 +24,7 @@ from partitioner.passes.rules.strategies import enumerate_strategies
 from partitioner.passes.shard.fold import fold
 from partitioner.passes.shard.shard_block import RESHARDS, BlockSharding, shard_block
 from partitioner.solve.sharding import reshard_graph
-from partitioner.solve.sharding.choices import ShardingError, matmul_flops
+from partitioner.solve.sharding.choices import LayoutRules, ShardingError, matmul_flops
 from partitioner.solve.sharding.layout_ties import values_of
 from partitioner.solve.sharding.sharding import ShardingCosts, ShardingSolution, solve_sharding
 
@@ -177,7 +177,9 @@ def test_llama_vocabulary_is_sharded_through_head_and_loss() -> None:
     assert solution.values[model.loss] == REPLICATED
     # Untied, the table is cut along its width: an all-to-all then does what takes a reduce-scatter n times its size.
     assert solution.states["model.embed_tokens.weight"] == make_shard_layout(1)
-    pinned = solve_sharding(model, "tp", 4, H100(4), pins={"model.embed_tokens.weight": make_shard_layout(0)})
+    pinned = solve_sharding(
+        model, "tp", 4, H100(4), LayoutRules(pins={"model.embed_tokens.weight": make_shard_layout(0)})
+    )
     assert pinned.objective > solution.objective
 
 
@@ -235,7 +237,7 @@ class Batch(H100):
 def test_the_batch_is_split_and_the_loss_is_a_partial_sum(family: str) -> None:
     model = decoder(family, layers=2, batch=8, length=64)
     inputs = {i.value: (make_shard_layout(0), REPLICATED) for i in model.inputs}
-    solution = solve_sharding(model, "data", 8, Batch(8), input_layouts=inputs)
+    solution = solve_sharding(model, "data", 8, Batch(8), LayoutRules(inputs))
     assert {solution.values[i.value] for i in model.inputs} == {make_shard_layout(0)}
     assert solution.values[model.loss] == PARTIAL
     trained = {name for name, state in model.states.items() if state.kind == "parameter"}
@@ -257,7 +259,7 @@ def test_samples_that_meet_are_seen() -> None:
     model = folded(InBatch(), (torch.zeros(8, 4),))
     inputs = {i.value: (make_shard_layout(0),) for i in model.inputs}
     with pytest.raises(ShardingError, match="no sharding over 8 ranks of 'data'"):
-        solve_sharding(model, "data", 8, Batch(8), input_layouts=inputs)
+        solve_sharding(model, "data", 8, Batch(8), LayoutRules(inputs))
 
 
 # --- exactness --------------------------------------------------------------------------------------------------------
@@ -397,7 +399,7 @@ def test_no_other_sharding_is_cheaper(seed: int) -> None:
     model, costs = tower(), Random(seed)
     hidden = [REPLICATED, READ_SHARDED, make_shard_layout(0), make_shard_layout(1)]
     inputs = {i.value: hidden for i in model.inputs}
-    solution = solve_sharding(model, "tp", 2, costs, input_layouts=inputs)
+    solution = solve_sharding(model, "tp", 2, costs, LayoutRules(inputs))
     best = cheapest_tower(model, costs, hidden)
     assert price(model, costs, solution) == pytest.approx(best)
     assert solution.objective == pytest.approx(best)
@@ -413,9 +415,9 @@ def test_the_objective_is_what_the_sharding_costs(family: str) -> None:
 
 def test_both_forms_of_a_value_with_many_readers_have_one_optimum(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = tower(), {i.value: (REPLICATED, make_shard_layout(0), make_shard_layout(1)) for i in tower().inputs}
-    by_set = [solve_sharding(model, "tp", 2, Random(seed), input_layouts=inputs).objective for seed in range(8)]
+    by_set = [solve_sharding(model, "tp", 2, Random(seed), LayoutRules(inputs)).objective for seed in range(8)]
     monkeypatch.setattr(reshard_graph, "MAX_SETS", 0)
-    by_target = [solve_sharding(model, "tp", 2, Random(seed), input_layouts=inputs).objective for seed in range(8)]
+    by_target = [solve_sharding(model, "tp", 2, Random(seed), LayoutRules(inputs)).objective for seed in range(8)]
     assert by_target == pytest.approx(by_set)
 
 
@@ -426,7 +428,7 @@ def test_pins_are_kept() -> None:
     model = decoder("llama")
     hidden = next(c.outputs[0] for c in model.calls if c.path == "model.layers.1")
     pins = {"model.layers.2.self_attn.q_proj.weight": make_shard_layout(1), hidden: REPLICATED}
-    solution = solve_sharding(model, "tp", 4, H100(4), pins=pins)
+    solution = solve_sharding(model, "tp", 4, H100(4), LayoutRules(pins=pins))
     assert {name: (solution.values | solution.states)[name] for name in pins} == pins
     # the other layers run the same block
     assert solution.states["model.layers.0.self_attn.q_proj.weight"] == make_shard_layout(1)
@@ -434,12 +436,12 @@ def test_pins_are_kept() -> None:
 
 def test_an_unknown_pin_is_refused() -> None:
     with pytest.raises(ShardingError, match="pins: no value or state is called 'q_proj'"):
-        solve_sharding(tower(), "tp", 2, Random(0), pins={"q_proj": make_shard_layout(0)})
+        solve_sharding(tower(), "tp", 2, Random(0), LayoutRules(pins={"q_proj": make_shard_layout(0)}))
 
 
 def test_a_pin_that_does_not_divide_is_refused() -> None:
     with pytest.raises(ShardingError, match=r"of shape \[4, 4\] over 3 ranks.*pinned S0"):
-        solve_sharding(tower(), "tp", 3, Random(0), pins={"layers.0.weight": make_shard_layout(0)})
+        solve_sharding(tower(), "tp", 3, Random(0), LayoutRules(pins={"layers.0.weight": make_shard_layout(0)}))
 
 
 def test_one_rank_holds_everything_whole() -> None:

@@ -130,8 +130,9 @@ class LagrangianDual:
             length = float(direction @ direction)
             if length > least and best < upper:
                 target = min(best + ahead, upper)
-                if not math.isfinite(target - min(bound, best)):  # no choice is known yet, or there is none
+                step = 0.5 * (target - min(bound, best)) / length
+                if not math.isfinite(step):  # no choice is known yet, or there is none
                     break
-                self.prices = np.maximum(self.prices + 0.5 * (target - min(bound, best)) / length * direction, 0.0)
+                self.prices = np.maximum(self.prices + step * direction, 0.0)
         self.prices = best_prices
         return best

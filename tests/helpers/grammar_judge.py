@@ -68,7 +68,7 @@ def is_judged_by_place(recipe: Recipe) -> bool:
 
 def eager(recipe: Recipe, model: nn.Module, batch: Batch) -> Truth:
     """The loss, every gradient and every buffer of one step of the model itself, which is left as it is."""
-    # Floats of another length are converted to the planned type by design; the placement_evaluator converts them too.
+    # Floats of another length are converted to the planned type by design; the judge converts them too.
     batch = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()}
     if is_judged_by_place(recipe):
         made = run_reference(model, batch, loss_of(recipe))
@@ -126,7 +126,7 @@ def seed_python(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def placement_evaluator(recipe: Recipe, ranks: LocalRanks | None = None, *, verify: bool = False) -> Outcome:
+def judge(recipe: Recipe, ranks: LocalRanks | None = None, *, verify: bool = False) -> Outcome:
     """Plan a recipe's model and run it, on ``ranks`` or in threads."""
     try:
         model, planned = build_model(recipe), make_batch(recipe)

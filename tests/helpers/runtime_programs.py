@@ -1,4 +1,4 @@
-"""Small programs made by hand, with the module that each of them computes: the placement_evaluator of the runtime's
+"""Small programs made by hand, with the module that each of them computes: the judge of the runtime's
 tests.
 
 ``Net``: ``x -> first -> residual layers -> head``, a squared error over the targets that count (``weight`` 1). With

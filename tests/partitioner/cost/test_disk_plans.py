@@ -111,7 +111,7 @@ def test_the_report_has_it(tmp_path: Path):
 def test_a_disk_that_is_too_small_is_said():
     with pytest.raises(CapacityError, match=r"the disk of node 0 has 7.63 MiB and is to hold 12 MiB") as caught:
         plan(with_disk(cluster(64, devices=1), disk="8 MB"), "disk")
-    assert "offload=optimizer instead of optimizer+disk" in str(caught.value)
+    assert "offload=optimizer instead of optimizer+disk" in caught.value.changes[0].text
     with pytest.raises(CapacityError, match=r"the disk of node 0 has 26.7 MiB and is to hold 48.1 MiB"):
         plan(with_disk(cluster(64, devices=4), disk="28 MB"), "disk", pins=dict(dp=4, tp=1, pp=1, zero=0))
 

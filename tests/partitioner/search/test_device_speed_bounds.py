@@ -127,8 +127,8 @@ def test_no_plan_on_devices_that_differ_is_below_its_bounds(cluster: str, every:
             continue
         least = plan.estimate.step_time - (plan.stages.pipeline_s - plan.stages.lower_bound_s)
         assert quick <= least, candidate
-        found = [bound(floors.members([candidate]), np.inf) for bound in floors.together]
-        found += [bound(candidate, np.inf) for bound in floors.steps]
+        found = [bound(floors.members([candidate]), np.inf) for bound in floors.family_bounds]
+        found += [bound(candidate, np.inf) for bound in floors.candidate_bounds]
         assert max(found) <= least, candidate
         assert floors.bound_tightly(candidate) <= least, candidate
         assert not evaluator.can_prune(candidate, least * (1 + 1e-9)), candidate

@@ -450,7 +450,7 @@ def _explain_certificate(plan: Plan) -> Iterator[RenderableType]:
     else:
         least = f"a plan {covered}takes {seconds_text(c.bound)} or more"
         yield format_text_line(
-            f"It is not proven optimal: {least}, so a better plan could save {format_percent(c.gap)} at most."
+            f"It is not proven optimal: {least}, which is {format_percent(c.gap)} less than this plan takes."
         )
     if c.cut_off is not None:
         yield format_text_line(f"The search was {cut_off(c)}: with more time it may find a better plan.")
@@ -462,8 +462,13 @@ def _explain_certificate(plan: Plan) -> Iterator[RenderableType]:
     yield from map(format_text_line, outside)
     if plan.estimate.simulated is not None:
         simulated, step = plan.estimate.simulated, plan.estimate.step_time
-        off = f"{abs(simulated / step - 1):.1%} {'above' if simulated > step else 'below'} that"
-        yield format_text_line(f"The simulation of the program ends at {seconds_text(simulated)}, {off}.")
+        difference = abs(simulated / step - 1)
+        compared = f"{difference:.1%} {'more' if simulated > step else 'less'} than the estimate"
+        compared = compared if difference >= 5e-4 else "the same"
+        yield format_text_line(
+            f"Check: a simulation of the generated programs with the same costs takes {seconds_text(simulated)}, "
+            f"{compared}."
+        )
     over = [axis for axis in ("cp", "tp") if plan.mesh.get(axis, 1) > 1]
     if over:  # the other axes divide samples, stages and experts, all of whose work is divided
         share = format_percent(plan.shares.matmul_sharded)

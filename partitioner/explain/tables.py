@@ -152,7 +152,7 @@ STATUS_WORDS = {
     "chosen": "chosen",
     "solved": "slower",
     OPEN: "not worked out, may be faster",  # its bound is below the plan's cost
-    "bounded": "cannot be faster",
+    "bounded": "ruled out by a bound",
     "infeasible": "does not fit in memory",
 }
 _COUNTED = {  # in a list of what became of all candidates: of one, of several
@@ -278,6 +278,7 @@ def build_figure_grid(plan: Plan, time: str) -> Padding:
         ("disk", disk_text(plan)),
         ("matmul work divided", format_percent(plan.shares.matmul_sharded) if divided else ""),
         ("certificate", certificate_line(plan)),
+        ("constraints", constraint_cost_text(plan)),
         ("not covered", " ".join(_shortly_uncovered(plan))),
         ("alternatives", candidate_counts(certificate)),
         ("search", cut_off(certificate)),
@@ -291,8 +292,23 @@ def throughput_text(plan: Plan) -> str:
     if not step or not samples:
         return ""
     each, what = (plan.tokens_per_step, "tokens") if plan.tokens_per_step else (samples, "samples")
-    alone = f", {count_text(each / step / plan.world_size)} of each device" if plan.world_size > 1 else ""
+    alone = f", {count_text(each / step / plan.world_size)} per device" if plan.world_size > 1 else ""
     return f"{count_text(each / step)} {what}/s{alone}"
+
+
+def constraint_cost_text(plan: Plan) -> str:
+    """By how much the fastest standard layout that the user's constraints exclude is faster; empty if none is."""
+    step = plan.certificate.objective
+    found = [
+        (baseline.candidate.step_time, baseline)
+        for baseline in plan.certificate.baselines
+        if baseline.excluded and baseline.candidate is not None and baseline.candidate.step_time
+    ]
+    least, baseline = min(found, key=lambda pair: pair[0], default=(step, None))
+    if baseline is None or baseline.candidate is None or least >= step:
+        return ""
+    layout = f"{baseline.name} ({candidate_text(baseline.candidate)})"
+    return f"cost {format_percent(1 - least / step)} or more: {layout}, which they exclude, takes {seconds_text(least)}"
 
 
 def fewer_text(plan: Plan) -> str:

@@ -19,8 +19,13 @@ COLLECTIVE_NAMES = {
 
 
 def mesh_text(mesh: dict[str, int]) -> str:
-    """The mesh as text, ``pp 4 × dp 2 × tp 2``, without axes of one rank; ``one rank`` for a mesh of one rank."""
-    return " × ".join(f"{axis} {mesh[axis]}" for axis in MESH_AXES if mesh.get(axis, 1) > 1) or "one rank"
+    """The mesh as text, ``pp 4 × dp 2 × tp 2``, without axes of one rank; ``one rank`` for a mesh of one rank.
+
+    ``ep`` comes after a comma: its ranks are ranks of the other axes, and not a factor of their product.
+    """
+    product = " × ".join(f"{axis} {mesh[axis]}" for axis in MESH_AXES if axis != "ep" and mesh.get(axis, 1) > 1)
+    experts = f"ep {mesh['ep']}" if mesh.get("ep", 1) > 1 else ""
+    return ", ".join(filter(None, (product, experts))) or "one rank"
 
 
 def candidate_text(candidate: Candidate) -> str:

@@ -385,7 +385,9 @@ def beyond_the_bound(space: SearchSpace) -> dict[str, str]:
         found |= {"schedule": schedules, "virtual_stages": schedules}
     if space.length and pinned.cp is None:
         found["cp"] = (
-            f"Context parallelism with fewer than {_LEAST_TOKENS:,} tokens of a sample on each rank was not tried."
+            f"Context parallelism was tried with {_LEAST_TOKENS:,} tokens of a sample on each rank or more."
+            if space.length >= 2 * _LEAST_TOKENS
+            else f"Context parallelism was not tried: a sample has fewer than 2 × {_LEAST_TOKENS:,} tokens."
         )
     if pinned.tp is None and space.widest < space.world_size:
         found["tp"] = f"Tensor parallelism over more than {space.widest} ranks was not tried."

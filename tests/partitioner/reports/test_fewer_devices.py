@@ -205,7 +205,7 @@ def test_what_fewer_devices_take_is_in_the_summary() -> None:
     baselines = (Baseline(name="Without 2 of the 10 devices", candidate=one),)
     told = plan.model_copy(update={"certificate": plan.certificate.model_copy(update={"baselines": baselines})})
     seconds = seconds_text(0.9 * plan.certificate.objective)
-    text = f"on 8 of the {plan.world_size} a step takes {seconds}, 10% less (dp 8 × ep 4)"
+    text = f"on 8 of the {plan.world_size} a step takes {seconds}, 10% less (dp 8, ep 4)"
     assert fewer_text(told) == text
     assert " ".join(text.split()) in " ".join(told.summary().split())
     assert fewer_text(plan) == ""

@@ -29,7 +29,7 @@ def plan() -> Plan:
 
 def test_tokens_of_a_second(plan: Plan) -> None:
     assert plan.tokens_per_step == 8 * 2**20
-    assert throughput_text(plan) == "1.05 M tokens/s, 65.5 k of each device"
+    assert throughput_text(plan) == "1.05 M tokens/s, 65.5 k per device"
 
 
 def test_a_run_by_hand(plan: Plan) -> None:

@@ -172,7 +172,7 @@ def expert_kernels_of(row: Row) -> Literal["grouped", "each", "fused"]:
     as many rows as come, cannot be recorded in a graph. Primus has grouped products, and says where the activation is
     fused with them."""
     if row.get("experts") and is_of(row, ("Primus",)):
-        return "fused" if re.search(r"fused act|all fusions", str(row.get("notes"))) else None
+        return "fused" if re.search(r"fused act|all fusions", str(row.get("notes"))) else "grouped"
     if not row.get("experts") or not is_of(row, ("Megatron", "NeMo/Megatron")):
         return "grouped"
     return "fused" if re.search(r"fused grouped MLP|full-iteration", flags_of(row)) else "each"

@@ -259,12 +259,18 @@ class CallWork:
             halves[half] += took if half == 0 or train else 0.0
         seconds = [halves[0], halves[1] + halves[2]]
         gathers = gather_seconds(asked.states, spread)
+        windows = [seconds[way] + comm[way] for way in range(1 + train)]
         exposed = [
-            compute_exposed_seconds(seconds[way] + comm[way], gathers[way], slowdown, profile.overlap)
-            for way in range(1 + train)
+            compute_exposed_seconds(window, gathers[way], slowdown, profile.overlap)
+            for way, window in enumerate(windows)
         ]
         comm = [sent + waited for sent, waited in zip(comm, (*exposed, 0.0), strict=False)]
-        return self._build_call_cost(asked, spread, computed, halves, comm, exposed[0] if train else 0.0)
+        forward_only_s = 0.0
+        if train and profile.gather != "parameter":  # by parameter they are gathered for recomputation, and again
+            # recomputation waits for no gather of its own, and hides some of those of backward
+            hidden = compute_exposed_seconds(sum(windows), gathers[1], slowdown, profile.overlap)
+            forward_only_s = exposed[0] + exposed[1] - hidden
+        return self._build_call_cost(asked, spread, computed, halves, comm, forward_only_s)
 
     def _get_kernel_prices(self, device: DeviceType, asked: BlockProfile, spread: Spread) -> _Computed:
         even = spread.profile.even_experts

@@ -103,7 +103,7 @@ def needs_of(calls: Sequence[tuple[Call, CallCost]], split: bool = False) -> Mic
         saved = cost.saved_bytes - cost.selective_bytes  # the rest may be recomputed alone at almost no cost
         saved = min(saved, cost.carried_bytes) if split else saved
         whole.append(saved + sum(kept.values()))
-        again += [(cost.forward_s / cost.saved_bytes, saved)] if saved > 0 else []
+        again += [(min(cost.forward_s, cost.recompute_s) / cost.saved_bytes, saved)] if saved > 0 else []
         seen.update(call.inputs)
         kept_before.update(kept)
     seconds = [cost.forward_s + cost.backward_s for _, cost in calls]

@@ -27,10 +27,8 @@ Sizes = dict[str, int]  # bytes by kind
 
 
 def fixed_sizes(facts: ProgramFacts, stage: int, optimizer: str) -> Sizes:
-    """Bytes of what a rank of a stage holds all the time: states, their gradients, what was lost in sending these, the
-    optimizer's states.
-
-    What is in host memory is not there.
+    """Return the bytes that a rank of ``stage`` holds during the whole step, by kind: parameters, gradients, optimizer
+    states, and residuals of gradient compression. Data in host memory are not counted.
     """
     program, hosted = facts.program, host_states(facts.program, stage)
     sizes = {"parameters": 0, "optimizer": 0, "gradients": 0}
@@ -48,13 +46,17 @@ def fixed_sizes(facts: ProgramFacts, stage: int, optimizer: str) -> Sizes:
 
 
 def moving_sizes(moment: MemoryMoment, working: int) -> Sizes:
-    """Bytes of what comes and goes; ``working``: what the operators of the moment's call work with."""
+    """Return the bytes of temporary data at one moment of a step, by kind. ``working``: bytes of working memory of the
+    call that runs at this moment.
+    """
     moving = {"saved": moment.saved, "flowing": moment.gradients, "recomputed": moment.recomputed, "working": working}
     return {**moving, "gathered": moment.gathered}
 
 
 def compute_peak_sizes(facts: ProgramFacts, stage: int, optimizer: str, working: Mapping[str, int]) -> Sizes:
-    """What a rank of a stage holds when it holds most, in bytes by kind. ``working``: by block."""
+    """Compute the bytes by kind that a rank of ``stage`` holds at the moment of its peak memory. ``working``: bytes of
+    working memory of a call, by block.
+    """
     here = facts.program.stages[stage]
     needs = [working.get(call.block, 0) for call in here.calls]
     most = _find_fullest_moment(facts, stage, here.instructions, needs)
@@ -64,9 +66,11 @@ def compute_peak_sizes(facts: ProgramFacts, stage: int, optimizer: str, working:
 def _find_fullest_moment(
     facts: ProgramFacts, stage: int, instructions: Instructions, needs: Sequence[int]
 ) -> tuple[MemoryMoment, int]:
-    """The fullest moment and what its call works with; ``needs``: of each call.
+    """Return the moment of peak memory, and the working bytes of the call that runs then. ``needs``: working bytes of
+    each call of the stage.
 
-    A list that repeats is followed for two repetitions, and whole only if the second holds more than the first.
+    If the instructions repeat, one and two repetitions are followed. The whole list is followed only if the second
+    repetition has a higher peak.
     """
     if isinstance(instructions, Listing) and instructions.steps > 2:
         first, second = (
@@ -85,7 +89,9 @@ def _find_fullest_moment(
 def replace_estimated_memory(
     estimate: Estimate, facts: ProgramFacts, optimizer: str, working: Mapping[str, int]
 ) -> Estimate:
-    """``estimate`` with the memory that the program takes."""
+    """Return ``estimate`` with the peak memory of every rank computed from its program. ``working``: bytes of working
+    memory of a call, by block.
+    """
     sizes = [compute_peak_sizes(facts, stage, optimizer, working) for stage in range(len(facts.program.stages))]
     memory, stages = list(estimate.memory), list(estimate.stages)
     for number, (ranks, found) in enumerate(zip(stage_ranks(facts.program.mesh), sizes, strict=True)):

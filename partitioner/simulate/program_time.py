@@ -63,7 +63,7 @@ class HasProgram(Protocol):
 
 @dataclass(frozen=True)
 class ProgramOnDevices:
-    """A program before it is a plan's."""
+    """A program and the devices it runs on, without a complete plan."""
 
     program: Program
     topology: Topology
@@ -75,7 +75,9 @@ class ProgramOnDevices:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """A step of the pipelines at ``places`` of ``dp``: none takes longer. ``facts``: of their microbatches alone."""
+    """Simulation of one step of the slowest pipeline. ``facts``: analysis of the program for the microbatches of this
+    pipeline. ``places``: indices along the data-parallel axis of the pipelines that it stands for.
+    """
 
     timeline: Timeline
     durations: PlanDurations
@@ -84,7 +86,7 @@ class SimulatedStep:
 
 
 def simulate_plan(plan: HasProgram, facts: ProgramFacts | None = None) -> SimulatedStep:
-    """One step of ``plan`` on the pipelines that take longest, with the optimizer's update."""
+    """Simulate one step of ``plan``, including the optimizer update. Returns the simulation of the slowest pipeline."""
     overlap = steps_overlap(plan)
     found = [
         SimulatedStep(simulate(own.program, durations, facts=own, overlap_steps=overlap), durations, own, places)
@@ -94,7 +96,9 @@ def simulate_plan(plan: HasProgram, facts: ProgramFacts | None = None) -> Simula
 
 
 def simulate_plan_seconds(plan: HasProgram, facts: ProgramFacts | None = None) -> float:
-    """Seconds of one step of ``plan``: the step time of :func:`simulate_plan`, found faster."""
+    """Return the seconds of one step of ``plan``. This equals the step time of :func:`simulate_plan` and is faster to
+    compute.
+    """
     overlap = steps_overlap(plan)
     pipelines = _list_pipelines(plan, facts or ProgramFacts(plan.program))
     return max(simulate_step_time(own, durations, overlap_steps=overlap) for durations, own, _ in pipelines)
@@ -103,7 +107,9 @@ def simulate_plan_seconds(plan: HasProgram, facts: ProgramFacts | None = None) -
 def _list_pipelines(
     plan: HasProgram, facts: ProgramFacts
 ) -> Iterator[tuple[PlanDurations, ProgramFacts, tuple[int, ...]]]:
-    """The pipelines of ``plan`` that differ, each with its durations, its facts and its places on ``dp``."""
+    """Yield each distinct pipeline of ``plan``: its durations, its program analysis, and the indices along the
+    data-parallel axis that have it.
+    """
     if not plan.program.data_shares:
         yield PlanDurations(plan, facts=facts), facts, tuple(range(plan.program.size("dp")))
         return
@@ -118,25 +124,25 @@ def _list_pipelines(
 
 
 def steps_overlap(plan: HasProgram) -> bool:
-    """Whether a rank of ``plan`` begins a step while others are still in the one before."""
+    """Whether a rank of ``plan`` may begin a step before all other ranks have finished the previous one."""
     return plan.constraints.overlap_steps and is_split(plan.program.schedule)
 
 
 def plan_timeline(plan: Plan) -> Timeline:
-    """The timeline of :func:`simulate_plan`."""
+    """Return the timeline of one simulated step of the slowest pipeline of ``plan``."""
     return simulate_plan(plan).timeline
 
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """What a stage works in one step, in seconds: forward, and backward with what it recomputes."""
+    """Computation time of a stage in one step, in seconds. ``backward`` includes recomputation."""
 
     forward: float
     backward: float
 
 
 def stage_seconds(plan: Plan) -> tuple[StageSeconds, ...]:
-    """For each stage, without waiting."""
+    """Return the computation time of each stage in one step, without waiting and communication."""
     durations = simulate_plan(plan).durations if plan.data_shares else PlanDurations(plan)
     train = plan.program.objective == "train"
     result = []
@@ -150,8 +156,9 @@ def stage_seconds(plan: Plan) -> tuple[StageSeconds, ...]:
 
 
 class PlanDurations:
-    """The durations that the simulator asks for, from the plan's topology. ``seats``: by stage, of the ranks that are
-    followed (``None``: the slowest of each stage)."""
+    """Durations of the instructions of a plan in seconds, for the simulator. ``seats``: device, speed and groups of the
+    simulated ranks, by stage (``None``: the slowest ranks of each stage).
+    """
 
     def __init__(
         self, plan: HasProgram, seats: tuple[Seats, ...] | None = None, facts: ProgramFacts | None = None
@@ -179,8 +186,9 @@ class PlanDurations:
         return seconds[part]
 
     def _compute_copy_seconds(self, stage: int, call: int) -> tuple[float, float]:
-        """Seconds in which a call's weights are copied out of what was gathered, and gradients into what is
-        scattered."""
+        """Return the seconds in which a call copies its weights out of gathered buffers, and its gradients into buffers
+        to be scattered. Both are 0 below ZeRO-3.
+        """
         program = self.plan.program
         if program.zero < 3:
             return 0.0, 0.0
@@ -245,7 +253,9 @@ class PlanDurations:
         return 0.0  # a device computes on while its host starts what comes next
 
     def _find_axis_groups(self, axes: tuple[str, ...]) -> tuple[Group, ...]:
-        """By stage, over axes of the mesh, of the experts' mesh, or of what these are split into."""
+        """Return the communication group of ``axes`` for each stage. The axes may be of the mesh or of the experts'
+        mesh, or parts of the data-parallel axis under hybrid sharding.
+        """
         if any(axis in HYBRID_AXES for axis in axes):
             return self.machine.grid_groups(self.plan.program.grid(axes), axes)
         return self.machine.stage_groups(*(_EXPERT_AXES.get(axis, axis) for axis in axes))
@@ -260,7 +270,7 @@ class PlanDurations:
 
     @cached_property
     def costs(self) -> tuple[dict[str, CallCost], ...]:
-        """By stage and block."""
+        """Costs of one call of each block, by stage and block name."""
         program = self.plan.program
         costs = CallCostCache(
             self.blocks, self.topology, program.objective == "train", partial(_find_recomputed_nodes, program)
@@ -269,7 +279,7 @@ class PlanDurations:
 
     @property
     def _expert_spread(self) -> Spread:
-        """How many ranks share a layer's experts: the fullest of them paces all. Graphs are divided already."""
+        """Distribution of the experts: the group of ranks that share a layer's experts, and the number of experts."""
         program = self.plan.program
         regions = {name: expert_region(block).states for name, block in self.blocks.items()}
         num_experts = 0
@@ -284,13 +294,15 @@ class PlanDurations:
 
     @cached_property
     def passing(self) -> dict[str, int]:
-        """By block, the bytes that its operators work with, besides what the program holds."""
+        """Bytes of temporary memory that the operators of each block need, by block name."""
         train = self.plan.program.objective == "train"
         return {name: kept_by(block, train).passing for name, block in self.blocks.items()}
 
     @cached_property
     def blocks(self) -> dict[str, Block]:
-        """The program's. A placeholder needs a gradient if it does in any of the block's calls."""
+        """Graphs of the program's blocks by name. A placeholder needs a gradient if it needs one in any call of the
+        block.
+        """
         program = self.plan.program
         train = program.objective == "train"
         needing: dict[str, set[str]] = {name: set() for name in program.blocks}

@@ -11,7 +11,7 @@ _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float6
 
 
 def common_precision(program: Program) -> str:
-    """The precision of most of the weights."""
+    """Return the precision of most of the weights' elements, such as ``"bf16"``; ``"fp32"`` without weights."""
     weights: Counter[str] = Counter()
     for state in program.states.values():
         if state.kind == "parameter":

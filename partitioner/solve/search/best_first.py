@@ -33,7 +33,7 @@ _TOLD_EVERY_S = 0.1  # between two words on candidates that are only bounded
 
 
 class Bounds(Protocol):
-    """Lower bounds in seconds on the plans of a candidate; see ``partitioner/solve/search/bound_steps.py``."""
+    """Interface of the lower bounds, in seconds, on the step time of a candidate's plans."""
 
     def times(self, candidates: Sequence[MeshCandidate]) -> NDArray[np.float64]:
         """Lower bounds in seconds on all candidates at once, shape ``[candidates]``."""
@@ -91,7 +91,7 @@ class SearchResult:
 
 
 class CandidatePlanner(Protocol):
-    """What the search asks of one candidate at a time; ``_CandidateAttempts`` in ``search.py`` has it."""
+    """Interface by which the search plans and bounds single candidates."""
 
     def evaluate(self, candidate: MeshCandidate) -> EvaluatedCandidate:
         """The best plan of a candidate. Raises :class:`PartitionError` if it has none."""
@@ -397,8 +397,13 @@ Found = TypeVar("Found")
 
 @dataclass
 class ZeroInfeasibility:
-    """``state_bytes``: of a rank. All else that a rank of several virtual stages holds is the same under ZeRO 0 to 2;
-    under ZeRO-3 weights are gathered besides. Only for schedules that are followed, whose stages take long to find."""
+    """Skips candidates that cannot fit because a candidate that differs only in ZeRO, and holds no more bytes of
+    states, does not fit. ``state_bytes``: function that returns the bytes of parameters, gradients and optimizer states
+    on a rank.
+
+    It applies only to simulated schedules, whose stages take long to solve. ZeRO-3 is compared only with ZeRO-3,
+    because it also gathers weights.
+    """
 
     state_bytes: Callable[[MeshCandidate], float]
     _refused: dict[MeshCandidate, list[tuple[MeshCandidate, CapacityError]]] = field(
@@ -406,8 +411,9 @@ class ZeroInfeasibility:
     )
 
     def tried(self, candidate: MeshCandidate, solve: Callable[[MeshCandidate], Found]) -> Found:
-        """What ``solve`` finds. Raises :class:`CapacityError` where it does, and where it did for a sibling that takes
-        no more."""
+        """Return the result of ``solve``. Raises :class:`CapacityError` if ``solve`` does, or without calling it if a
+        comparable candidate with no more bytes of states did not fit.
+        """
         if is_plain(candidate.schedule, candidate.virtual_stages):
             return solve(candidate)
         family = replace(candidate, zero=0, dp_shard=0)

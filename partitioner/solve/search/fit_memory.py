@@ -47,7 +47,11 @@ from partitioner.units import bytes_text
 
 
 def context_ways(job: Job, chosen: SolvedCandidate) -> tuple[ContextWay, ...]:
-    """One by one; nothing without such an axis."""
+    """Return the step time of ``chosen`` under each algorithm of context-parallel attention, one entry per algorithm.
+
+    The result is empty if the plan has no context-parallel axis ``cp``. An entry has a reason instead of a step time if
+    the algorithm has no plan.
+    """
     if chosen.local.context is None or not chosen.context_model:
         return ()
     calls = algorithms_of(chosen.context_model, chosen.local.context)
@@ -75,8 +79,11 @@ _MOST_SIMULATED = 4  # plans whose programs take longer than the search said, be
 
 
 class PlanFinder(Protocol):
-    """Finds the best plan of a job in so many seconds; ``before``: what it found where more memory was free; ``emit``:
-    makes a plan's program and what is told of it, which may be begun before the search has ended."""
+    """Callable that returns the best plan of a job within a time limit in seconds (``None``: no limit).
+
+    ``before``: the result of an earlier search, in which ranks had more free memory. ``emit``: function that writes the
+    program of a solved candidate; it may be started before the search has ended.
+    """
 
     def __call__(
         self,
@@ -92,11 +99,13 @@ class PlanFinder(Protocol):
 def plan_to_fit(
     job: Job, find: PlanFinder, *, estimate_only: bool, time_limit_s: float | None = None
 ) -> PlannedProgram:
-    """What ``find`` finds for ``job``, with its program; found anew, with so much more memory left free for its
-    candidate, where that takes more than the search's tables said and than there is, as long as ``time_limit_s``
-    allows. Where no program fits so, for all candidates.
+    """Return the best plan of ``job``, found by ``find``, together with a program that fits in memory.
 
-    Raises as ``find`` does, and :class:`CapacityError` where no program fits.
+    The program of a plan may need more memory than the search estimated. If it exceeds a device, the search is repeated
+    with more memory reserved for this candidate, and finally for all candidates. Repetitions end when ``time_limit_s``
+    seconds have passed.
+
+    Raises the exceptions of ``find``, and :class:`CapacityError` if no program fits.
     """
     near: tuple[PlannedProgram, PlanSearchResult] | None = None
     explored: PlanSearchResult | None = None
@@ -161,13 +170,17 @@ def _is_slower(estimate: Estimate) -> bool:
 
 
 def _rivals_s(explored: PlanSearchResult) -> float:
-    """The least seconds that any candidate but the chosen one can take, by the search's bounds and estimates."""
+    """Return the least step time in seconds that any candidate except the chosen one may have, by the bounds and
+    estimates of the search; infinite if there is none.
+    """
     rows = (row for row in explored.rows.values() if row.error is None and row.status != "chosen")
     return min((row.lower_bound_s for row in rows), default=math.inf)
 
 
 def _correct_step_time(found: PlannedProgram, certificate: Certificate) -> PlannedProgram:
-    """``found`` with the step time of its program, and the gap of that."""
+    """Return ``found`` with the simulated step time of its program in place of the estimate, and with the gap of
+    ``certificate`` computed from it.
+    """
     seconds = found.estimate.simulated
     assert seconds is not None
     bound, gap = bound_and_gap(seconds, (certificate.bound,))
@@ -176,7 +189,9 @@ def _correct_step_time(found: PlannedProgram, certificate: Certificate) -> Plann
 
 
 def _as_followed(certificate: Certificate, found: PlannedProgram) -> Certificate:
-    """``certificate`` with the memory of the plan's program in the plan's row, in place of the search's tables'."""
+    """Return ``certificate`` in which the row of the chosen plan has the memory of its program, instead of the search's
+    estimate.
+    """
     if found.program is None:
         return certificate
     most = max(found.estimate.memory)
@@ -193,8 +208,9 @@ def _as_followed(certificate: Certificate, found: PlannedProgram) -> Certificate
 
 
 def _with_less(job: Job, candidate: MeshCandidate, lacks: _MemoryShortfall, tried: Counter[MeshCandidate]) -> Job:
-    """``job`` with so much more memory left free for ``candidate`` that its program may fit; after some tries it is
-    refused."""
+    """Return ``job`` with a larger memory reserve for ``candidate``, so that its program may fit. After a few tries the
+    returned job excludes the candidate instead.
+    """
     tried[candidate] += 1
     if tried[candidate] >= _TRIES:
         return replace(job, refused={**job.refused, candidate: lacks.error})
@@ -203,7 +219,7 @@ def _with_less(job: Job, candidate: MeshCandidate, lacks: _MemoryShortfall, trie
 
 
 def _finished(job: Job, explored: PlanSearchResult, estimate_only: bool) -> PlannedProgram:
-    """What was found, with its program where it is executed."""
+    """Return the plan of ``explored``, with its program unless the plan is only estimated."""
     chosen = explored.chosen
     beyond = planned_only(job, chosen.candidate, job.constraints)
     beyond += ("estimate_only=True",) if estimate_only else ()
@@ -222,7 +238,9 @@ def _finished(job: Job, explored: PlanSearchResult, estimate_only: bool) -> Plan
 
 
 def _emit_chosen_program(job: Job, chosen: SolvedCandidate) -> EmittedProgram:
-    """The program, and what is told of it, unless that takes what only the first process has."""
+    """Return the program of ``chosen``, its estimate, and the step times of other attention algorithms (``None`` if a
+    background process cannot compute them).
+    """
     program, estimate = emit_program(job, chosen)
     try:
         return program, estimate, context_ways(job, chosen)
@@ -232,8 +250,9 @@ def _emit_chosen_program(job: Job, chosen: SolvedCandidate) -> EmittedProgram:
 
 @dataclass(frozen=True)
 class _MemoryShortfall:
-    """What the fullest rank lacks, what its device has, and how much more programs take than the search's tables say,
-    where they do not fit."""
+    """Memory shortage of a program. ``error``: the shortage of the fullest stage. ``room``: usable bytes of a device of
+    that stage. ``untold``: the most bytes by which a stage that does not fit exceeds the search's estimate.
+    """
 
     error: CapacityError
     room: int
@@ -241,7 +260,9 @@ class _MemoryShortfall:
 
 
 def can_fit_program(job: Job, chosen: SolvedCandidate) -> bool:
-    """Whether the program of ``chosen`` does, as nearly as is let pass; what is planned only has none."""
+    """Whether the program of ``chosen`` fits in device memory, or exceeds it by no more than a small tolerance. Returns
+    ``True`` for plans that are only estimated, because they have no program.
+    """
     if planned_only(job, chosen.candidate, job.constraints):
         return True
     lacks = _find_memory_shortfall(job, chosen, emit_program(job, chosen)[1])
@@ -249,7 +270,7 @@ def can_fit_program(job: Job, chosen: SolvedCandidate) -> bool:
 
 
 def _find_memory_shortfall(job: Job, chosen: SolvedCandidate, estimate: Estimate) -> _MemoryShortfall | None:
-    """``None`` where the program fits, which takes what ``estimate`` says."""
+    """Return the memory shortage of a program whose ranks need the bytes in ``estimate``; ``None`` if it fits."""
     mesh = chosen.candidate.grid
     rooms = stage_capacity(job.topology, mesh, chosen.devices)
     of_stages = [slice(ranks.start, ranks.stop) for ranks in stage_ranks(mesh)]
@@ -270,7 +291,9 @@ def _find_memory_shortfall(job: Job, chosen: SolvedCandidate, estimate: Estimate
 
 @dataclass(frozen=True)
 class PlannedProgram:
-    """A plan's parts. ``beyond``: what of it is planned and not executed; then there is no program."""
+    """A solved candidate with its certificate, program and estimate. ``beyond``: the features of the plan that this
+    version cannot execute; ``program`` is ``None`` if there are any.
+    """
 
     chosen: SolvedCandidate
     certificate: Certificate
@@ -282,7 +305,9 @@ class PlannedProgram:
 
 
 def planned_only(job: Job, candidate: MeshCandidate, constraints: Constraints) -> tuple[str, ...]:
-    """What of a candidate of ``job`` under ``constraints`` is planned and not executed, as ``dispatch=once``."""
+    """Return the features of a plan that this version can only estimate and not execute, as text such as ``"etp=2"``;
+    empty if the plan can be executed.
+    """
     scaled = constraints.overlap_steps and is_split(candidate.schedule) and job.precision == "fp16"
     more = {
         f"etp={candidate.etp}": candidate.etp not in (0, 1, candidate.tp),
@@ -293,8 +318,7 @@ def planned_only(job: Job, candidate: MeshCandidate, constraints: Constraints) -
 
 
 def _check_hosts(facts: ProgramFacts, job: Job, chosen: SolvedCandidate) -> None:
-    """Raise :class:`PlanError` where the program, followed step by step, does not fit in the hosts' memory, or on their
-    disks."""
+    """Raise :class:`CapacityError` if the offloaded data of a program exceed the memory or the disks of the hosts."""
     program = facts.program
     moments = OPTIMIZERS[job.optimizer].moment_bytes
     in_host, on_disk = [], []
@@ -310,7 +334,9 @@ def _check_hosts(facts: ProgramFacts, job: Job, chosen: SolvedCandidate) -> None
 
 
 def emit_program(job: Job, chosen: SolvedCandidate) -> tuple[Program, Estimate]:
-    """The programs of all ranks, proven, and the estimate with the memory that they take."""
+    """Write and prove the program of all ranks of ``chosen``. Returns it with the estimate, in which memory and
+    simulated step time are those of the program.
+    """
     candidate = chosen.candidate
     local = chosen.local.spread(candidate.tp, candidate.ep, candidate.etp)
     spec = ProgramSpec(
@@ -350,8 +376,9 @@ def emit_program(job: Job, chosen: SolvedCandidate) -> tuple[Program, Estimate]:
 
 
 def _simulate_step_seconds(job: Job, chosen: SolvedCandidate, program: Program, facts: ProgramFacts) -> float:
-    """Seconds of a step at which the simulation of a program ends; with what devices lose that cannot all compute at a
-    time, which it does not follow."""
+    """Return the simulated seconds of one step of ``program``, plus the estimated seconds that ranks lose by sharing
+    processor cores.
+    """
     laid = ProgramOnDevices(program, job.topology, chosen.devices, job.constraints, job.precision, job.optimizer)
     contention = chosen.estimate.breakdown.get("contention", 0.0)
     return simulate_plan_seconds(laid, facts) + contention

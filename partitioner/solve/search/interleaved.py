@@ -40,7 +40,9 @@ _RELAXED = 4  # bounds of a candidate by the sharding of the largest microbatch
 
 
 def estimate_interleaved_effort(space: SearchSpace, candidate: MeshCandidate) -> float:
-    """What it takes to cut the calls into a candidate's virtual stages, as a share of what may be in vain."""
+    """Return the effort of cutting the model into the virtual stages of ``candidate``, as a fraction of the effort that
+    the search may spend without finding a better plan.
+    """
     return candidate.pp * candidate.virtual_stages * space.num_calls**2 / _MOST_RUNS
 
 
@@ -51,10 +53,12 @@ def schedules_of_several(
     rows: Mapping[MeshCandidate, CandidateOutcome],
     bounds: Bounds,
 ) -> list[Sequence[MeshCandidate]]:
-    """Points of several virtual stages, by mesh and microbatch: of those that were best of ``solved`` and would be
-    better than ``found`` without the pipeline's bubble, and of those that the bubble alone may have kept from a plan.
-    Of these the first says whether the others are worth it, as of those that take far longer than ``found`` and mostly
-    wait, which may have room for what they make again if they share their optimizer states."""
+    """Return groups of candidates with several virtual stages on each rank, in the order in which they should be tried.
+
+    The groups are variants of the best candidates in ``solved``, of solved pipelines that lose much time to bubbles and
+    recomputation, and of candidates whose bounds suggest a faster plan. ``found``: the best candidate so far. ``rows``:
+    the outcomes of all candidates. In each group, the first candidate shows whether the others are worth trying.
+    """
     enough = solved[found].step_time
     best: dict[MeshCandidate, MeshCandidate] = {}
     waiting: dict[MeshCandidate, tuple[float, MeshCandidate]] = {}
@@ -82,12 +86,14 @@ def schedules_of_several(
 
 
 def _far_from_few(candidate: MeshCandidate) -> tuple[bool, int]:
-    """Interleaved stages first, of which a handful on a rank are most often best."""
+    """Return a sort key: interleaved schedules come first, and among them numbers of virtual stages near 8."""
     return candidate.schedule != "interleaved", abs(candidate.virtual_stages - _FEW)
 
 
 def mesh_of(candidate: MeshCandidate) -> MeshCandidate:
-    """What several ways of running the same mesh and microbatch have in common."""
+    """Return ``candidate`` without schedule, virtual stages and ZeRO, as a key of candidates with equal mesh and
+    microbatch size.
+    """
     return replace(candidate, schedule="", virtual_stages=1, zero=0, dp_shard=0)
 
 
@@ -98,9 +104,12 @@ def _list_promising_candidates(
     cutoff_s: float,
     bounds: Bounds,
 ) -> Iterator[MeshCandidate]:
-    """Points that have no plan, nor their meshes one of ``solved``, and would take well less than ``cutoff_s`` by their
-    bounds if their pipelines filled as much earlier as most virtual stages let them and made again what has no room
-    then: the quickest first. Under ZeRO-2 the backwards of parts of stages are too short to scatter behind."""
+    """Yield unsolved 1F1B candidates that would take clearly less than ``cutoff_s`` seconds with interleaved stages,
+    fastest first.
+
+    The estimate scales the bounds of a candidate by the smaller pipeline bubble and adds the recomputation that memory
+    requires. Candidates whose mesh and microbatch size are in ``solved`` are skipped.
+    """
     heap: list[tuple[float, int, int]] = []  # seconds, the place of some candidates, how many bounds were asked for
     nodes: list[Sequence[MeshCandidate]] = []
     together, steps = bounds.family_bounds, bounds.candidate_bounds[:_RELAXED]
@@ -152,7 +161,9 @@ def _interleave_candidate(space: SearchSpace, candidate: MeshCandidate) -> MeshC
 
 
 def _bound_interleaved_ratio(space: SearchSpace, candidate: MeshCandidate) -> float:
-    """How many times as long as under 1F1B a step takes with most virtual stages, at best."""
+    """Return the least ratio of an interleaved step time to the 1F1B step time, with the most virtual stages that are
+    tried.
+    """
     idle = (candidate.pp - 1) / candidate.num_microbatches(space.global_batch)
     return (1 + idle / _count_most_virtual_stages(space, candidate)) / (1 + idle)
 
@@ -167,12 +178,12 @@ def best_schedule(
     certificate: Certificate,
     deadline: float,
 ) -> tuple[SolvedCandidate, Certificate]:
-    """``found``, or the best plan of ``several``; and the certificate, with what was tried, until ``deadline`` or
-    ``KeyboardInterrupt``.
+    """Return the best plan among ``found`` and the candidates in ``several``, and the certificate with a row for each
+    candidate tried.
 
-    ``attempt``: as ``evaluate``, which is asked for the best plan alone, but without a bound of the plan's own (nor has
-    that one where not all placements are tried);
-    ``last``: see :meth:`partitioner.solve.search.best_first.CandidatePlanner.bound_tightly`.
+    The search ends at ``deadline`` or on ``KeyboardInterrupt``. ``evaluate``: plans a candidate and bounds its plans.
+    ``attempt``: plans a candidate without such a bound. ``last``: computes the tightest lower bound of a candidate in
+    seconds, given a step time that is tight enough.
     """
     best, rows, cut_off = found, list[Candidate](), certificate.cut_off
     better: EvaluatedCandidate | None = None
@@ -228,7 +239,9 @@ def best_schedule(
 def without_limit(
     certificate: Certificate, found: SolvedCandidate, again: SolvedCandidate
 ) -> tuple[SolvedCandidate, Certificate]:
-    """The better one of a plan that was looked for as one that beats others, and of one without such a limit."""
+    """Return the faster of two plans and its certificate. ``found``: solved with a cutoff of the step time. ``again``:
+    the same candidate solved without a cutoff.
+    """
     if again.estimate.step_time >= found.estimate.step_time:
         return found, certificate
     told = solved_to_evaluated(again)
@@ -243,7 +256,7 @@ def without_limit(
 
 
 def solved_to_evaluated(solved: SolvedCandidate) -> EvaluatedCandidate:
-    """What the search asks of a solved candidate."""
+    """Convert a solved candidate to the record of step time, memory and lower bound that the search uses."""
     estimate = solved.estimate
     return EvaluatedCandidate(
         estimate.step_time, max(estimate.memory), solved, solved.lower_bound_s, estimate.breakdown
@@ -253,8 +266,9 @@ def solved_to_evaluated(solved: SolvedCandidate) -> EvaluatedCandidate:
 def _add_rows_to_certificate(
     certificate: Certificate, rows: Sequence[Candidate], best: SolvedCandidate, found: SolvedCandidate
 ) -> Certificate:
-    """The rows come behind those of the search; the bound is that of the schedules of one stage on each rank, and of
-    the plan that is used."""
+    """Return ``certificate`` with ``rows`` appended. If ``best`` is not ``found``, the objective, the chosen row, the
+    bound and the gap are those of ``best``.
+    """
     if best is found:
         return certificate.model_copy(update={"candidates": (*certificate.candidates, *rows)})
     step, chosen = best.estimate.step_time, build_candidate_report(best.candidate)

@@ -22,10 +22,11 @@ _ROUNDING = 1e-12  # of a step: no gap
 
 @dataclass(frozen=True)
 class EvaluatedCandidate:
-    """A plan of a candidate: seconds of a step, bytes on the fullest rank, and whatever the caller needs to have it.
+    """The best plan of a candidate. ``step_time``: seconds of a step. ``memory``: bytes on the fullest rank.
+    ``payload``: data of the caller, such as the plan. ``breakdown``: seconds of a step by kind.
 
-    ``least``: what no plan of the candidate can go below, where that is less than ``step_time``; ``partly``: but plans
-    of a kind that was not tried; ``unsure``: what bounds the candidate may say more. ``breakdown``: seconds by kind.
+    ``least``: lower bound in seconds on the candidate's plans (``None``: ``step_time``). ``partly``: the bound covers
+    only the placements that were tried. ``unsure``: other bounds of the candidate may be tighter.
     """
 
     step_time: float
@@ -38,14 +39,16 @@ class EvaluatedCandidate:
 
     @property
     def lower_bound_s(self) -> float:
-        """What no plan that was tried goes below."""
+        """Lower bound in seconds on the step time of the plans that were tried."""
         return self.step_time if self.least is None else self.least
 
 
 @dataclass
 class CandidateOutcome:
-    """What became of a candidate. ``loose``: whether its bound could be tighter; ``pruned_s``: seconds that no plan
-    takes less than of those that would have been tried."""
+    """Result of the search for one candidate. ``bound``: lower bound in seconds on its step time. ``loose``: whether
+    the bound could be tightened. ``pruned_s``: lower bound in seconds on the plans that an evaluation would have tried,
+    for a candidate that was pruned.
+    """
 
     candidate: MeshCandidate
     bound: float
@@ -58,31 +61,34 @@ class CandidateOutcome:
 
     @property
     def is_open(self) -> bool:
-        """Whether nothing has become of it yet."""
+        """Whether the candidate was neither evaluated nor found infeasible."""
         return self.evaluated is None and self.error is None
 
     @property
     def lower_bound_s(self) -> float:
-        """Seconds that no plan takes less than of those that were tried, or would have been."""
+        """Lower bound in seconds on the plans that were or would have been tried; infinite if the candidate has no
+        plan.
+        """
         if self.error is not None:
             return float("inf")
         return self.evaluated.step_time if self.evaluated is not None else max(self.bound, self.pruned_s)
 
     @property
     def says(self) -> bool:
-        """Whether its bound says how good a plan may be at best."""
+        """Whether the bound of this candidate counts in the bound of the whole search."""
         return self.status == "bounded" or (self.evaluated is not None and self.evaluated.least is not None)
 
 
 def list_solved_candidates(rows: Mapping[MeshCandidate, CandidateOutcome]) -> dict[MeshCandidate, EvaluatedCandidate]:
-    """The candidates that have a plan, by step time."""
+    """Return the candidates that have a plan, with their plans, in increasing order of step time."""
     known = {candidate: row.evaluated for candidate, row in rows.items() if row.evaluated is not None}
     return dict(sorted(known.items(), key=lambda item: item[1].step_time))
 
 
 def certificate_of(every: Collection[CandidateOutcome], objective: float, cut_off: CutOff | None = None) -> Certificate:
-    """Rows best first, and the least of all bounds that are not refuted; ``objective``: seconds of the best plan;
-    ``cut_off``: what ended the search before it was done."""
+    """Return the certificate of a search: its rows, best first, and the least lower bound. ``objective``: step time of
+    the best plan in seconds. ``cut_off``: why the search ended early; ``None`` if it was completed.
+    """
     order = {"chosen": 0, "solved": 1, "bounded": 2, "infeasible": 3}
     bound, gap = bound_and_gap(objective, (row.bound for row in every if row.says))
     rows = sorted(every, key=lambda r: (r.evaluated is None, order[r.status], _outcome_seconds(r)))
@@ -99,7 +105,9 @@ def certificate_of(every: Collection[CandidateOutcome], objective: float, cut_of
 
 
 def bound_and_gap(objective: float, bounds: Iterable[float]) -> tuple[float, float]:
-    """The least of ``bounds``, and how far ``objective`` is from it, as a part; nothing where that is rounding."""
+    """Return the least of ``objective`` and ``bounds`` in seconds, and the relative gap between ``objective`` and it. A
+    gap within rounding is 0.
+    """
     bound = min([objective, *bounds])
     if objective - bound <= _ROUNDING * objective:
         return objective, 0.0
@@ -119,7 +127,7 @@ def _outcome_to_report(row: CandidateOutcome) -> Candidate:
 def build_candidate_report(
     candidate: MeshCandidate, evaluated: EvaluatedCandidate | None = None, reason: str = ""
 ) -> Candidate:
-    """The report's row of a candidate: what it takes, or why it takes nothing."""
+    """Return the report's row of a candidate: its step time and memory, or the reason why it has no plan."""
     breakdown = evaluated.breakdown if evaluated is not None else None
     return Candidate(
         mesh=candidate.mesh,
@@ -138,7 +146,7 @@ def build_candidate_report(
 
 
 def build_refused_report(candidate: MeshCandidate, error: PartitionError) -> Candidate:
-    """The row of a candidate that has no plan: why, and what a rank lacks."""
+    """Return the report's row of a candidate without a plan, with the reason and the missing bytes of memory."""
     missing = error.missing_bytes if isinstance(error, CapacityError) else None
     return build_candidate_report(candidate, reason=getattr(error, "message", str(error))).model_copy(
         update={"missing": missing}

@@ -67,9 +67,12 @@ _LEAST_S = 5.0  # for smaller clusters and tuned layouts, which are looked at fo
 
 @dataclass(frozen=True)
 class PlanSearchResult:
-    """The plan that was found, the certificate, and what standard layouts would take, which may be found later;
-    ``rows``: what became of all candidates. ``ahead``: a plan that was the best for a while, and its program.
-    ``lacking``: what did not fit without the offload that was chosen unasked."""
+    """Result of the search: the plan, its certificate, and the baselines, which may still be computed in the
+    background.
+
+    ``rows``: the outcome of each candidate. ``ahead``: an earlier best plan and its program, which is written in the
+    background. ``lacking``: the memory shortage that made the search choose offload; empty if there was none.
+    """
 
     chosen: SolvedCandidate
     certificate: Certificate
@@ -79,8 +82,9 @@ class PlanSearchResult:
     lacking: str = ""
 
     def compared(self, lower_bound_s: float = math.inf) -> Certificate:
-        """The certificate with the standard layouts in it, without them if that is interrupted; ``lower_bound_s``: of
-        plans that this search left out."""
+        """Return the certificate with the baselines added, or without them if their computation is interrupted.
+        ``lower_bound_s``: lower bound in seconds on plans that this search excluded.
+        """
         bound, gap = bound_and_gap(self.certificate.objective, (self.certificate.bound, lower_bound_s))
         try:
             baselines = self.baselines.result()
@@ -90,7 +94,7 @@ class PlanSearchResult:
 
 
 def space_of(job: Job, bounds: ModelBounds) -> SearchSpace:
-    """What the job's candidates are drawn from."""
+    """Return the search space of ``job``, from which its candidates are listed."""
     attends = any(is_attention(node) for block in job.model.blocks.values() for node in block.graph.nodes)
     lengths = [i.spec.shape[1] for i in job.model.inputs if len(i.spec.shape) > 1]
     often = Counter(call.block for call in job.model.calls if not call.shared and not call.prologue)
@@ -120,17 +124,22 @@ def search_for_plan(
     emit: Callable[[SolvedCandidate], EmittedProgram] | None = None,
     other_batch: JobOf | None = None,
 ) -> PlanSearchResult:
-    """The best plan of all candidates, and the certificate; ``compare``: with the standard layouts beside them.
-    ``time_limit_s``: for the search, see :func:`partitioner.partition`. ``cutoff_s``: plans whose step takes as long
-    are of no interest, and may not be found. ``before``: what was found for the same job where more memory was free.
-    ``other_batch``: the job with another global batch, for the report.
-    ``emit``: makes a plan's program, which a second process does while schedules of several virtual stages are tried.
+    """Return the best plan of all candidates of ``job``, with its certificate.
 
-    Where none fits in memory and neither offload nor the mesh was fixed, what is kept in host memory is searched, the
-    less the better; with optimizer states on disk at last, where it is a host that lacks memory.
+    If no candidate fits in memory, and the user fixed neither offload nor the mesh, the search is repeated with more
+    and more kinds of data offloaded to host memory, and last with optimizer states on disk if host memory is too small.
 
-    Raises :class:`CapacityError` where none fits in memory, :class:`PlanError` or :class:`ConstraintError` where there
-    is none for other reasons.
+    Args:
+    - time_limit_s: time limit of the search in seconds.
+    - compare: whether to plan the standard layouts for comparison.
+    - cutoff_s: plans with at least this step time in seconds are not of interest and may be missed.
+    - before: result of an earlier search of the job, in which ranks had more free memory.
+    - emit: function that writes the program of a plan. It may run in the background.
+    - other_batch: function that returns the job with another global batch, for the report.
+
+    Raises:
+    - CapacityError: no candidate fits in memory.
+    - PlanError, ConstraintError: there is no plan for another reason.
     """
     pinned = job.constraints
     if pinned.cp is not None:
@@ -166,9 +175,10 @@ def search_for_plan(
 
 
 def list_offload_variants(job: Job, host_lacks: Callable[[], bool] = lambda: False) -> Iterator[Job]:
-    """The job as it is, then with more and more kinds in host memory; then the same with optimizer states on disk, if
-    there are disks, and a host's memory was what was lacking (``host_lacks``). Only the job as it is where the user
-    fixed offload or the mesh."""
+    """Yield ``job`` unchanged, then variants with more and more kinds of data in host memory. Variants with optimizer
+    states on disk follow if there are disks and ``host_lacks()`` says that host memory was too small. Only the
+    unchanged job is yielded if the user fixed offload or the mesh.
+    """
     pinned = job.constraints
     yield job
     if pinned.offload is not None or pinned.fixes_mesh(job.topology.num_devices) or not can_offload(job.topology):
@@ -188,7 +198,7 @@ def _with_offload(job: Job, kinds: tuple[Offload, ...]) -> Job:
 
 @dataclass(frozen=True)
 class _SearchRequest:
-    """What :func:`search_for_plan` was asked for; ``deadline``: time (:func:`time.monotonic`) when the search ends."""
+    """Arguments of :func:`search_for_plan`. ``deadline``: end of the search on the clock of :func:`time.monotonic`."""
 
     progress: Callable[[SearchProgress], None] | None
     compare: bool
@@ -246,7 +256,9 @@ def _search_candidates(
     *,
     hosts: bool,
 ) -> PlanSearchResult:
-    """``hosts``: whether nothing fitted without the host memory that ``job`` has."""
+    """Search the candidates of one offload variant of the job. ``hosts``: whether offload was added because nothing
+    fitted without it.
+    """
     start, compare, deadline, emit = time.monotonic(), request.compare, request.deadline, request.emit
     space = space_of(job, bounds)
     candidates = list_candidates(space)
@@ -357,7 +369,9 @@ def _space_to_limits(space: SearchSpace) -> Limits:
 
 
 def _plan_without_host_memory(job: Job, names: Collection[str]) -> dict[str, Baseline]:
-    """The standard layouts of these names without host memory, by name."""
+    """Plan the standard layouts called ``names`` without offload. Returns them by name; empty if the job has no
+    candidates.
+    """
     alone = replace(job, constraints=unpin_constraints(job.constraints).model_copy(update={"offload": ()}))
     evaluator = CandidateEvaluator(alone)
     bounds = ModelBounds(alone, evaluator.placements)
@@ -375,7 +389,7 @@ def _solved_beside(evaluator: CandidateEvaluator, candidate: MeshCandidate, cuto
 
 
 def find_best_report(time_limit_s: float, job: Job, cutoff_s: float) -> Candidate:
-    """The row of the best plan of ``job``. Raises as :func:`search_for_plan` does."""
+    """Return the report's row of the best plan of ``job``. Raises the exceptions of :func:`search_for_plan`."""
     rows = search_for_plan(job, time_limit_s, compare=False, cutoff_s=cutoff_s).certificate.candidates
     return next(row for row in rows if row.status == "chosen").model_copy(update={"status": "solved"})
 

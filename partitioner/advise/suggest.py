@@ -1,9 +1,9 @@
-"""A job that has no plan: which of its requirements conflict, and the nearest changes that give it one.
+"""For a job that has no plan, find which of its requirements conflict, and the nearest changes that make a plan
+possible.
 
-Requirements are the user's constraints, the batch and the cluster. Changes are tried nearest first: fewer and smaller
-ones before more and larger, all of them before what this version plans but does not execute. Every one that is
-reported has been planned: its sharding and its stages are solved under the memory of the devices, and where memory was
-what was lacking its program is made and fits.
+Requirements are the user's constraints, the batch and the cluster. Changes are tried by increasing effort. Changes that
+this version can plan but not execute come last. Every reported change has been planned: its sharding and its stages are
+solved under the memory limits. If memory was lacking, its program is also built and fits.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ _ZERO_IS_FREE = ("etp", "dp_shard")  # in candidates
 
 @contextmanager
 def attach_advice(asked: RelaxationRequest) -> Iterator[None]:
-    """Gives an error of the block that says that there is no plan the advice, to be looked for when it is read, for as
-    long as the block took."""
+    """Context manager: add advice to an :class:`InfeasibleError` that the block raises. The advice is computed when it
+    is read, in about as much time as the block took (at least 30 s)."""
     begun = time.monotonic()
     try:
         yield
@@ -73,7 +73,8 @@ def attach_advice(asked: RelaxationRequest) -> Iterator[None]:
 
 
 def find_advice(asked: RelaxationRequest, short_of_memory: bool, seconds: float = math.inf) -> Advice:
-    """What conflicts, and the nearest changes, of a job that has no plan: what is found in about so many seconds."""
+    """Return the conflicting constraints of a job without a plan, and the nearest changes that give it one. The search
+    takes about ``seconds``. ``short_of_memory``: whether memory is the reason that there is no plan."""
     begun = time.monotonic()
     try:
         _check_job_request(asked.prepare(asked.topology, asked.constraints.meaning, asked.global_batch))
@@ -109,12 +110,12 @@ class _RelaxationSearch:
 
     @property
     def late(self) -> bool:
-        """Whether another try may end after there is time."""
+        """Whether one more try might end after the time limit."""
         return time.monotonic() + self._longest > self.until
 
     def find_conflict(self) -> tuple[str, ...]:
-        """A least set of constraints without a plan, by bounds; empty where the bounds allow one, none is needed, or
-        time does not suffice to know that it is the least."""
+        """Return a minimal set of constraints that exclude every plan, according to lower bounds, formatted as text.
+        Empty if the bounds do not show a conflict, or if time is too short to find a minimal set."""
         given = self.asked.constraints
         every = kept = fixed_of(given)
         if self._is_possible_by_bounds(given) or not self._is_possible_by_bounds(relax_pins(given, every)):
@@ -128,14 +129,15 @@ class _RelaxationSearch:
         return tuple(format_given_pin(given, pin) for pin in kept)
 
     def find_changes(self) -> tuple[Change, ...]:
-        """The nearest changes with which there is a plan."""
+        """Return the nearest changes that make a plan possible; empty if none was found in time."""
         found = self._find_nearest_changes(list_variants(self.asked, self.short_of_memory))
         if not found and self.short_of_memory:
             found = self._find_nearest_changes(far_variants(self.asked), all_pins=True)
         return found or self._then_memory() or self._relax_differing_pins()
 
     def _find_nearest_changes(self, several: Iterable[Variant], *, all_pins: bool = False) -> tuple[Change, ...]:
-        """The nearest of ``several`` variants with a plan, with all pins or without some of them."""
+        """Return the nearest changes among the variants ``several`` that have a plan. ``all_pins``: keep all pinned
+        constraints instead of also giving some up."""
         ticket = count()
         heap: list[tuple[float, float, int, Variant, tuple[str, ...], MeshCandidate | None]] = []
         for variant in several:
@@ -173,8 +175,8 @@ class _RelaxationSearch:
         return tuple(found)
 
     def _then_memory(self) -> tuple[Change, ...]:
-        """Where what was asked for could not be, and no near change of it fits: the nearest that could, and what its
-        memory then takes."""
+        """Return a change that first satisfies the other constraints and then adds what its memory needs. It applies if
+        the request is impossible and every near change lacks memory; empty otherwise."""
         for variant, pins, candidate in [] if self.short_of_memory else self._lacking[:_MOST_CHANGES]:
             if self.late:
                 break
@@ -190,7 +192,8 @@ class _RelaxationSearch:
         return ()
 
     def _relax_differing_pins(self) -> tuple[Change, ...]:
-        """Where nothing near was found in so many tries: of all pins as many given up as what has a plan differs in."""
+        """Find a plan with all pins given up, and return the change that gives up only the pins in which this plan
+        differs. This is the last resort if no near change was found."""
         base = next(iter(list_variants(self.asked, self.short_of_memory)))
         every = tuple(pins_of(base.constraints))
         if not every or self.late:
@@ -231,7 +234,8 @@ class _RelaxationSearch:
     def _list_relaxed_candidates(
         self, variant: Variant, pins: tuple[str, ...]
     ) -> list[tuple[float, float, MeshCandidate]]:
-        """Points without ``pins`` that differ in each: what that costs, their bound in seconds, and they."""
+        """List the candidates that differ from the request in each of ``pins``, as (additional effort, sort key,
+        candidate), nearest first. The key is a lower bound in seconds, or bytes if memory is lacking."""
         try:
             job = self._prepare_relaxed_job(variant, pins)
             _check_job_request(job)
@@ -260,15 +264,14 @@ class _RelaxationSearch:
     def _list_plainest_zero_choices(
         self, job: Job, bounds: ModelBounds, given_up: Sequence[str]
     ) -> list[MeshCandidate]:
-        """The candidates of a job, of those that are alike the plainest: one that is better is found when it is
-        planned."""
+        """List the candidates of a job. Unless memory is lacking, only those with the lowest ZeRO stage are kept."""
         plainest = self._list_plainest_candidates(job, bounds, given_up)
         least = min(candidate.zero for candidate in plainest)
         return [p for p in plainest if self.short_of_memory or p.zero == least]
 
     def _list_plainest_candidates(self, job: Job, bounds: ModelBounds, given_up: Sequence[str]) -> list[MeshCandidate]:
-        """The candidates of a job, where schedules are left free under 1F1B, which takes least memory of those
-        searched."""
+        """List the candidates of a job. If the schedule is free, only those with 1F1B are kept, because it needs the
+        least memory of the searched schedules."""
         space = space_of(job, bounds)
         asked = self.asked.constraints
         choices = _with_wider(space, {name: getattr(asked, name) for name in given_up if hasattr(asked, name)})
@@ -279,7 +282,7 @@ class _RelaxationSearch:
         return plain or choices
 
     def _can_bounds_allow(self, variant: Variant, pins: tuple[str, ...], candidate: MeshCandidate) -> bool:
-        """Whether the bounds allow a plan at ``candidate``."""
+        """Whether the lower bounds on memory leave a plan possible for ``candidate``."""
         try:
             self._find_model_bounds(_maximise_offload(self._prepare_relaxed_job(variant, pins))).refine(candidate)
         except CapacityError:
@@ -292,7 +295,8 @@ class _RelaxationSearch:
     def _plan_relaxed_candidate(
         self, variant: Variant, pins: Sequence[str], candidate: MeshCandidate
     ) -> SolvedCandidate | None:
-        """The plan of ``candidate``, with what ``partition`` keeps in host memory; ``None`` where it does not fit."""
+        """Solve ``candidate`` with the offload variants that ``partition`` tries, and return the first plan that fits;
+        ``None`` if none fits."""
         lacking: list[CandidateEvaluator] = []
         changed = replace(
             self._prepare_relaxed_job(variant, pins), constraints=self._constrain_to_candidate(variant, pins, candidate)
@@ -316,7 +320,7 @@ class _RelaxationSearch:
         return None
 
     def _is_possible_by_bounds(self, constraints: Constraints) -> bool:
-        """Whether the bounds allow a plan."""
+        """Whether the lower bounds leave a plan possible under ``constraints``."""
         try:
             job = self.asked.prepare(self.asked.topology, constraints, self.asked.global_batch)
             _check_job_request(job)
@@ -338,12 +342,12 @@ class _RelaxationSearch:
         return False
 
     def _constrain_to_candidate(self, variant: Variant, pins: Sequence[str], candidate: MeshCandidate) -> Constraints:
-        """What to ask for, to have ``candidate`` instead of the ``pins``."""
+        """Return the constraints of ``variant`` with ``pins`` replaced by the values of ``candidate``."""
         return _update_constraints(relax_pins(variant.constraints, pins), _find_new_pin_values(pins, candidate).items())
 
     def _step_time(self, variant: Variant, constraints: Constraints, known_s: float) -> float:
-        """Seconds of the best plan under ``constraints``, of which one that takes ``known_s`` is known: that one's
-        where there is no time to search."""
+        """Return the step time in seconds of the best plan under ``constraints``, or ``known_s`` (of a known plan) if
+        the search fails."""
         job = self.asked.prepare(variant.topology, constraints, variant.global_batch)
         try:
             return find_best_report(min(_LEAST_S, self.until - time.monotonic()), job, math.inf).step_time or known_s
@@ -366,8 +370,8 @@ class _RelaxationSearch:
 
 
 def _with_wider(space: SearchSpace, given_up: Mapping[str, Any]) -> list[MeshCandidate]:
-    """The candidates that are searched. Where an axis is ``given_up`` that was wider than those, others as wide too,
-    which are tried only where they are fixed."""
+    """List the candidates of ``space``. If the value of ``tp`` or ``cp`` that is ``given_up`` is wider than the search
+    tries by itself, other wide values of that axis are included."""
     sizes = list_divisors(space.world_size)[1:]
     shared = [size for size in sizes if space.length and space.length % (2 * size) == 0]  # two pieces for each rank
     wider = [{"tp": size} for size in sizes if size > space.widest] if given_up.get("tp", 1) > space.widest else []
@@ -386,12 +390,13 @@ def _with_wider(space: SearchSpace, given_up: Mapping[str, Any]) -> list[MeshCan
 
 
 def _and_then(text: str, search: _RelaxationSearch) -> tuple[Change, ...]:
-    """The nearest change that ``search`` finds, behind what ``text`` says."""
+    """Return the nearest change that ``search`` finds, with ``text`` put before its description; empty if there is
+    none."""
     return tuple(replace(change, text=f"{text}, {change.text}") for change in search.find_changes()[:1])
 
 
 def _find_new_pin_values(pins: Sequence[str], candidate: MeshCandidate) -> dict[str, Any]:
-    """What ``candidate`` has for those of the ``pins`` that it fixes otherwise."""
+    """Return the values of ``candidate`` for those of ``pins`` that it fixes, by name."""
     new = {pin: getattr(candidate, pin) for pin in pins if pin in MeshCandidate.__dataclass_fields__}
     return {pin: size for pin, size in new.items() if size or pin not in _ZERO_IS_FREE}
 
@@ -401,7 +406,7 @@ def _update_constraints(constraints: Constraints, new: Iterable[tuple[str, Any]]
 
 
 def _check_job_request(job: Job) -> None:
-    """Raise what ``partition`` does for what is asked for in a ``job``."""
+    """Raise the errors that ``partition`` raises for an invalid request in ``job``."""
     check_request(job.topology, job.constraints, job.optimizer, job.train, job.profile)
 
 
@@ -414,5 +419,6 @@ def _is_possible(job: Job) -> bool:
 
 
 def _maximise_offload(job: Job) -> Job:
-    """``job`` with as much in host memory as ``partition`` would try: what its bounds refuse has no plan."""
+    """Return ``job`` with as much offload to host memory as ``partition`` would try. If the bounds exclude this job,
+    there is no plan."""
     return list(list_offload_variants(job))[-1]

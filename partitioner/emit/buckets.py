@@ -1,11 +1,11 @@
-"""Buckets of gradients that are reduced together, and the reduction steps (turns) of each bucket.
+"""Group gradients into buckets that are reduced together, and plan the reduction steps ("turns") of each bucket.
 
-Buckets are filled in the order in which the last backward completes the gradients (the last calls first), so that each
-reduction is hidden behind the rest of backward, as in PyTorch's DDP (Li et al. 2020).
+Buckets are filled in the order in which the last backward completes the gradients (the last calls first). Each
+reduction is thus hidden behind the rest of backward, as in PyTorch's DDP (Li et al. 2020).
 
-Hierarchical and compressed reductions take several turns, each over its own axes. A bucket starts its first turn as
-soon as it is full, and each further turn behind the next backward, so that no turn waits for the one before. The
-remaining turns come at the end.
+Hierarchical and compressed reductions take several turns, each over its own axes. A bucket starts its first turn when
+it is full. Each further turn starts behind the next backward, so that no turn waits for the one before. The remaining
+turns come at the end.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _PER_RANK = 2_000_000
 
 
 def bucket_limit(ranks: int) -> int:
-    """The size of buckets over ``ranks``: PyTorch's, and for many ranks Megatron-LM's million of two-byte gradients for
-    each, so that the steps around the ring are not most of it."""
+    """Return the bytes that fill a bucket which ``ranks`` ranks reduce. This is PyTorch's 25 MiB or, for many ranks,
+    Megatron-LM's one million two-byte gradients per rank, so that latency does not dominate the ring."""
     return max(_LEAST_BUCKET, _PER_RANK * ranks)
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """A state's gradient as one stage's rank holds it."""
+    """The gradient of a parameter on one rank of a stage: its size, and the axes and stages over which it is summed."""
 
     state: str
     dtype: str
@@ -49,11 +49,13 @@ class Gradient:
 
 @dataclass(frozen=True)
 class PlannedBucket:
-    """``ready``: (index of the action in the order, position of the call) after which it is whole on this rank;
-    ``None`` where it has to wait for SYNC, or is of parameters without gradients. ``each``: under ZeRO 2 and 3, for
-    each chunk the position of the call after which a microbatch has added all to it that it adds. ``levels``,
-    ``compression``: see :class:`partitioner.runtime.program.buckets.Bucket`; ``turns``: what reduces it, or the shards
-    that SCATTER makes.
+    """A bucket of gradients (or of sharded parameters), with the place in the schedule where its reduction starts.
+
+    ``ready``: (index of the action in the order, position of the call) after which the gradients are complete on this
+    rank; ``None`` if they wait for SYNC or do not exist. ``each``: for ZeRO 2 and 3, by chunk (virtual stage of the
+    rank), the position of the call after which a microbatch has added its whole part. ``levels``, ``compression``: the
+    sequence of reductions and their compression. ``turns``: the steps that reduce the bucket, or the shards that
+    SCATTER leaves.
     """
 
     states: tuple[str, ...]
@@ -66,7 +68,8 @@ class PlannedBucket:
     turns: tuple[Turn, ...] = ()
 
     def done_by(self, index: int, chunk: int) -> int | None:
-        """The position of the call of ``chunk`` whose backward, the order's action ``index``, it is to follow."""
+        """Return the position of the call of ``chunk`` after whose backward the reduction starts, if it starts in the
+        action ``index`` of the order; otherwise ``None``."""
         if self.each:
             return self.each.get(chunk)
         return self.ready[1] if self.ready is not None and self.ready[0] == index else None
@@ -80,17 +83,17 @@ def plan_buckets(
     limit: Callable[[tuple[str, ...]], int],
     zero: int = 0,
 ) -> list[PlannedBucket]:
-    """Buckets of ``gradients``, in the order in which they are to be reduced.
+    """Group ``gradients`` into buckets and return them in the order in which they are reduced.
 
-    ``adds``: for each state the positions of the stage's calls whose backward adds to its gradient. ``limit``: the
-    bytes that fill a bucket that is added up over these axes, at once or one after the other: what is left of a bucket
-    after it is scattered inside a node still goes around all nodes. ``zero``: under 3 a bucket is of what the same
-    calls read, without limit.
+    ``stage``, ``order``: the calls of the rank and the order of its actions. ``adds``: for each state, the positions of
+    the calls whose backward adds to its gradient. ``limit``: returns the bytes that fill a bucket, given all axes over
+    which it is reduced. ``zero``: the ZeRO stage; under ZeRO 3 a bucket holds what the same calls read, without limit.
     """
     last = {a.chunk: i for i, a in enumerate(order) if a.kind in ("B", "W")}
 
     def done(gradient: Gradient) -> tuple[int, int]:
-        """When the gradient is complete; calls run backward from the last one."""
+        """Return a sort key for the time at which the gradient is complete: (index of the action, minus the call's
+        position)."""
         times = [(last[stage.chunk_of(i)], -i) for i in adds.get(gradient.state, ())]
         return max(times, default=(0, 0))
 
@@ -110,7 +113,8 @@ def plan_buckets(
         buckets.append(PlannedBucket(tuple(g.state for g in content), content[0].axes, ready, sharded, each))
 
     def together(gradient: Gradient) -> object:
-        """What may be in one bucket: under ZeRO 2 and 3 what the same chunks add to."""
+        """Return a key that is equal for gradients that may share a bucket. Under ZeRO 2 and 3 the same chunks must add
+        to them."""
         chunks = {stage.chunk_of(i) for i in adds.get(gradient.state, ())} if zero >= 2 and gradient.sharded else ()
         return gradient.axes, gradient.dtype, gradient.tied, gradient.sharded, gradient.readers, tuple(sorted(chunks))
 
@@ -136,9 +140,11 @@ _DATA = frozenset({"cp", *_INNER, *_OUTER.values()})  # axes whose ranks have gr
 
 @dataclass(frozen=True)
 class ReductionScheme:
-    """How gradients are reduced. ``inside``: number of neighbouring ranks of ``dp`` among which they are scattered
-    before the reduction over the others (0: one reduction over all). ``compression``: of the data on the outermost
-    links."""
+    """How gradients are reduced over the data-parallel ranks.
+
+    ``inside``: number of neighbouring ranks of ``dp`` among which gradients are scattered before the reduction over the
+    other ranks; 0 means one reduction over all. ``compression``: compression of the data on the outermost links.
+    """
 
     inside: int = 0
     compression: Compression | None = None
@@ -150,7 +156,8 @@ AT_ONCE = ReductionScheme()
 def with_levels(
     bucket: PlannedBucket, shared: Sequence[str], sizes: Mapping[str, int], how: ReductionScheme
 ) -> PlannedBucket:
-    """``bucket`` with its levels and turns. ``shared``: the axes over which its states are sharded."""
+    """Return ``bucket`` with its reduction levels and turns. ``shared``: the axes over which its states are sharded.
+    ``sizes``: number of ranks by axis. ``how``: the reduction scheme."""
     axes = tuple(a for a in ALL_AXES if a in bucket.axes and sizes[a] > 1)
     if not axes:
         return bucket
@@ -166,12 +173,14 @@ def with_levels(
 
 
 def inner_axes(axes: Sequence[str]) -> tuple[str, ...]:
-    """``axes`` restricted to neighbouring ranks: ``dp`` becomes its inner part, other axes stay."""
+    """Return ``axes`` restricted to neighbouring ranks: ``dp`` and ``edp`` become ``dp_shard`` and ``edp_shard``, other
+    axes stay."""
     return tuple(_INNER.get(axis, axis) for axis in axes)
 
 
 def outer_axes(axes: Sequence[str]) -> tuple[str, ...]:
-    """The outer parts of ``axes``: those between the groups of neighbouring ranks."""
+    """Return the parts of ``axes`` between groups of neighbouring ranks: ``dp_replicate`` and ``edp_replicate``. Other
+    axes have none."""
     return tuple(_OUTER[axis] for axis in axes if axis in _OUTER)
 
 
@@ -183,8 +192,8 @@ def build_turn_instruction(stage: int, number: int, turn: Turn) -> Instruction:
 
 
 def with_turns(instructions: Sequence[Instruction], buckets: Sequence[PlannedBucket]) -> Iterator[Instruction]:
-    """``instructions`` with the remaining turns of every bucket whose first turn, or last SCATTER to shards, they
-    contain."""
+    """Yield ``instructions`` with the remaining reduction turns of each bucket inserted. They follow the backwards
+    after its first turn (or its last SCATTER), and the rest precede SYNC or STEP."""
     started = {i.bucket: index for index, i in enumerate(instructions) if i.op in ("SCATTER", "REDUCE")}
     waiting: list[deque[Instruction]] = []  # the remaining turns of each bucket
     for index, i in enumerate(instructions):

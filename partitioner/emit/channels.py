@@ -1,8 +1,8 @@
-"""Receives of each rank before each of its actions, in the order of the sends.
+"""Plan the receives of each rank before each of its actions, in the order in which the transfers are sent.
 
-Between two ranks the transfers of one direction are one channel, first in, first out. Where the sender's order differs
-from the order in which the receiver reads, the receiver also takes and keeps the transfers that come before the one it
-reads. It never waits for a transfer that has not been sent by then.
+The transfers between two ranks in one direction form a first-in, first-out channel. If the sender's order differs from
+the order in which the receiver reads, the receiver fetches earlier transfers too, before the one that it reads. It
+never waits for a transfer that has not been sent by then.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ Channel = tuple[int, int, Direction]  # source, target
 
 @dataclass(frozen=True)
 class Fetch:
-    """A transfer between virtual stages ``hop - 1`` and ``hop``: of values (``F``), or of their gradients (``B``)."""
+    """One transfer between the virtual stages ``hop - 1`` and ``hop``, to be received from rank ``peer``. ``direction``
+    is ``F`` for values or ``B`` for their gradients."""
 
     direction: Direction
     microbatch: int
@@ -30,7 +31,8 @@ class Fetch:
 
 
 def plan_fetches(orders: Sequence[Order], routes: Routes, train: bool) -> list[list[list[Fetch]]]:
-    """For each rank, for each action of its order, what it receives before it."""
+    """Return the transfers that each rank receives before each action, indexed by rank and by the action's index in its
+    order."""
     own = group_stages_by_rank(routes.ranks, len(orders))
     sent: dict[Channel, list[Fetch]] = {}
     for rank, order in enumerate(orders):
@@ -57,7 +59,7 @@ def plan_fetches(orders: Sequence[Order], routes: Routes, train: bool) -> list[l
 
 
 def _find_sent_fetch(routes: Routes, rank: int, virtual: int, action: Action, train: bool) -> tuple[int, Fetch] | None:
-    """What an action sends, and to which rank."""
+    """Return the target rank and the transfer that an action of ``rank`` sends; ``None`` if it sends nothing."""
     if action.kind == "F":
         hop = virtual + 1
         if hop < len(routes.arriving) and routes.arriving[hop]:
@@ -68,7 +70,7 @@ def _find_sent_fetch(routes: Routes, rank: int, virtual: int, action: Action, tr
 
 
 def _find_wanted_fetch(routes: Routes, rank: int, virtual: int, action: Action, train: bool) -> Fetch | None:
-    """What an action reads of what others send."""
+    """Return the transfer from another rank that an action reads; ``None`` if it reads none."""
     if action.kind == "F":
         if routes.arriving[virtual]:
             return Fetch("F", action.microbatch, virtual, routes.ranks[virtual - 1])

@@ -1,11 +1,11 @@
-"""Host memory in a stage's instructions: when activations, parameters and gradients go there and come back.
+"""Insert the transfers to and from host memory into a stage's instructions, for activations, parameters and gradients.
 
-* Activations: what a call keeps goes after its forward, and comes back one computation ahead of its backward, where at
-  least one other computation lies between.
-* Optimizer: every step starts with a FETCH of the parameters, which the optimizer has changed in host memory, in the
-  order in which they are read; behind the last backwards gradients go there as soon as they are whole.
-* Parameters: a FETCH comes one computation ahead of every call, of what it reads, and a FREE after it, unless the next
-  computation reads it as well; of what ranks share (ZeRO 3), right before the GATHER.
+* Activations: the activations that a call keeps are offloaded after its forward. They are fetched one computation ahead
+of its backward. This is done only if at least one other computation lies between. * Optimizer: every step starts with a
+FETCH of the parameters, which the optimizer has changed in host memory, in the order in which they are read. Gradients
+are offloaded behind the last backwards, as soon as they are complete. * Parameters: a FETCH comes one computation ahead
+of every call that reads them. A FREE follows the call, unless the next computation reads them as well. Parameters that
+ranks shard (ZeRO 3) are fetched right before their GATHER.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ _APART = 2  # computations from a forward to its backward with one between them 
 
 
 def select_offloads(offload: Sequence[Offload], train: bool) -> tuple[Offload, ...]:
-    """What of ``offload`` a program has, in order: without training there are only parameters, and no disk."""
+    """Return the kinds of ``offload`` that a program uses, in the canonical order. Without training only parameters can
+    be offloaded."""
     kinds = OFFLOADS if train else ("parameters",)
     return tuple(kind for kind in kinds if kind in offload)
 
 
 def with_parking(instructions: Sequence[Instruction], runs: Sequence[bool]) -> list[Instruction]:
-    """``instructions``, in which each F is of one call, with OFFLOAD and FETCH of what calls keep.
+    """Return ``instructions`` with OFFLOAD and FETCH of the activations that calls keep. Each F instruction must run a
+    single call.
 
-    ``runs``: whether each call has a backward.
+    ``runs``: for each call, whether it has a backward.
     """
     places = [index for index, i in enumerate(instructions) if i.op in COMPUTING]
     number = {index: k for k, index in enumerate(places)}
@@ -59,9 +61,10 @@ def with_parking(instructions: Sequence[Instruction], runs: Sequence[bool]) -> l
 def with_fetches(
     instructions: Sequence[Instruction], calls: Sequence[CallData], hosted: Collection[str]
 ) -> list[Instruction]:
-    """``instructions`` with a FETCH of the states ``hosted`` at the start, in the order in which they are read.
+    """Return ``instructions`` with a FETCH of each state of ``hosted`` (in host memory) at the start, in the order in
+    which they are read.
 
-    The first computations are cut where they read what was not read before, so that they need not wait for all.
+    Forwards are split before a call that reads a further state, so that they do not wait for all transfers.
     """
     seen: set[str] = set()
     fetches: list[Instruction] = []
@@ -90,9 +93,11 @@ def with_passing(
     hosted: Collection[str],
     buckets: Mapping[int, Sequence[str]],
 ) -> list[Instruction]:
-    """``instructions`` with FETCH and FREE of the states ``hosted`` around every computation that reads them.
+    """Return ``instructions`` with FETCH and FREE of the states of ``hosted`` (in host memory) around every computation
+    that reads them.
 
-    ``buckets``: of states that ranks share, which are fetched for their GATHER.
+    ``runs``: for each call, whether it has a backward. ``buckets``: states that ranks shard, by bucket; they are
+    fetched before their GATHER.
     """
     shared = {s for states in buckets.values() for s in states}
     places = [index for index, i in enumerate(instructions) if i.op in COMPUTING]
@@ -131,8 +136,11 @@ def with_gradients(
     wanted: Sequence[str],
     tied: Collection[str],
 ) -> list[Instruction]:
-    """``instructions`` with an OFFLOAD of the gradients of ``wanted``: those of a bucket behind the backward after the
-    last that reduces them; what nothing reduces, or is ``tied`` to other stages, before STEP."""
+    """Return ``instructions`` with an OFFLOAD of the gradients of the states ``wanted`` to host memory.
+
+    The gradients of a bucket are offloaded after the backward that follows its last reduction. Gradients that nothing
+    reduces, or that are ``tied`` to other stages, are offloaded before STEP.
+    """
     reducing = (
         k for k, i in enumerate(instructions) if i.op in ("SCATTER", "REDUCE") or (i.op == "GATHER" and i.gradients)
     )

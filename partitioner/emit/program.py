@@ -58,13 +58,16 @@ from partitioner.schedules.steady_state import SteadyState, find_steady_state, p
 
 @dataclass(frozen=True)
 class Layouts:
-    """Layouts of the model's tensors.
+    """Layouts of the model's tensors, by name.
 
-    ``states``, ``values``: over ``tp`` (absent: whole). ``context``: values over ``cp``. ``experts``: states over
-    ``ep``. ``grad_axes``: the axes over which a state's gradient is a partial sum after the last backward (absent:
-    none). ``batch_dims``: the dim of each model input that is split over microbatches and ``dp`` (absent or ``None``:
-    read whole). ``batch``: for each value that leaves the model, how the microbatches' results are combined:
-    ``S<dim>``, ``P`` or ``R`` (absent).
+    - ``states``, ``values``: layout over ``tp``; a missing name is replicated. ``context``: layout of values over
+      ``cp``. ``experts``: layout of states over ``ep``.
+    - ``grad_axes``: the axes over which a state's gradient is a partial sum after the last backward; a missing name has
+      none.
+    - ``batch_dims``: the dimension of each model input that is split over microbatches and ``dp``; a missing name or
+      ``None`` is read whole.
+    - ``batch``: how the microbatches' results of a model output are combined: concatenated on a dimension (``S<dim>``),
+      summed (``P``), or equal (``R``, the default).
     """
 
     states: Mapping[str, Layout] = field(default_factory=dict)
@@ -78,14 +81,16 @@ class Layouts:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramSpec:
-    """What a program is emitted for, besides a model and its stages: the mesh, the schedule and the chosen techniques.
+    """The choices for which a program is emitted: the mesh, the schedule, the layouts and the techniques.
 
-    ``virtual_stages``: number on each rank, if the schedule leaves it open. ``recompute``: indices of calls whose
-    activations are recomputed in backward instead of kept. ``selective``: indices of calls of which only the nodes in
-    ``again`` (names by block) are recomputed. ``bucket_bytes``: bytes of gradients that are reduced together. ``zero``:
-    the stage of state sharding; ``dp_shard``: over so many ranks of ``dp`` (0: all). ``left_whole``: states that
-    ``zero=3`` does not shard. ``reducing``: how gradients are reduced. ``data_shares``, ``fused_attention``,
-    ``whole_scatter``, ``offload``: see :class:`Program`.
+    - ``virtual_stages``: number of virtual stages on each rank, if the schedule leaves it open.
+    - ``recompute``: indices of the calls whose activations are recomputed in backward. ``selective``: indices of the
+      calls of which only the nodes in ``again`` (names of nodes by block) are recomputed.
+    - ``zero``: the ZeRO stage. ``dp_shard``: number of ``dp`` ranks that shard a state (0: all). ``left_whole``: states
+      that ZeRO 3 does not shard.
+    - ``bucket_bytes``: bytes of gradients that are reduced together. ``reducing``: the scheme of gradient reductions.
+    - ``data_shares``: number of microbatches of each data-parallel rank. ``fused_attention``, ``whole_scatter``,
+      ``offload``: passed on to :class:`Program`.
     """
 
     mesh: Mapping[str, int]
@@ -110,11 +115,11 @@ class ProgramSpec:
 
 
 def emit(model: FoldedModel, stage_of_call: Sequence[int], spec: ProgramSpec) -> Program:
-    """The program of all ranks.
+    """Build the program that all ranks run.
 
-    ``model``: blocks and ``values`` with one rank's shapes for one microbatch; ``states`` and ``inputs`` with their
-    global specs. ``stage_of_call``: the (virtual) stage of each of ``model.calls``, non-decreasing; entries of shared
-    and prologue calls are ignored, since those run wherever their results are read.
+    ``model``: blocks and ``values`` have one rank's shapes for one microbatch; ``states`` and ``inputs`` have their
+    global shapes. ``stage_of_call``: the (virtual) stage of each call of ``model.calls``, non-decreasing. Entries of
+    shared and prologue calls are ignored, because these run on every rank that reads their results.
 
     Raises :class:`EmitError` if the stages do not form a pipeline, and ``ScheduleError`` if the schedule cannot run.
     """
@@ -134,7 +139,8 @@ def emit(model: FoldedModel, stage_of_call: Sequence[int], spec: ProgramSpec) ->
     with_gradient = {s for added in flow.states for s in added}
 
     def shared(name: str, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """The axes whose ranks shard a state; empty for scalars, which are not worth it."""
+        """Return the axes whose ranks shard the state ``name``; empty if it is not sharded. Scalars are never
+        sharded."""
         state = model.states[name]
         if state.kind != "parameter" or not state.spec.shape or (zero < 3 and not train):
             return ()
@@ -159,7 +165,7 @@ def emit(model: FoldedModel, stage_of_call: Sequence[int], spec: ProgramSpec) ->
     kept = select_offloads(spec.offload, train)
 
     def lists(num_microbatches: int) -> list[tuple[tuple[Bucket, ...], tuple[Instruction, ...]]]:
-        """The buckets and instructions of each stage."""
+        """Build the buckets and the instructions of each stage for ``num_microbatches`` microbatches."""
         orders = build_timetable(schedule, num_stages, num_microbatches, spec.virtual_stages).orders
         fetched = plan_fetches(orders, routes, train)
         result = []
@@ -200,7 +206,7 @@ def emit(model: FoldedModel, stage_of_call: Sequence[int], spec: ProgramSpec) ->
         return result
 
     def chosen(s: int, calls: set[int]) -> tuple[int, ...]:
-        """The positions on stage ``s`` of the ``calls`` that have a backward."""
+        """Return the positions on stage ``s`` of those ``calls`` that have a backward."""
         return tuple(p for p, i in enumerate(routes.stages[s].calls) if i in calls and flow.has_backward(i))
 
     whole, slim = set(spec.recompute), set(spec.selective) - set(spec.recompute)
@@ -292,8 +298,8 @@ Lists = Sequence[tuple[tuple[Bucket, ...], Instructions]]  # by stage
 
 
 def _derive_instruction_lists(lists: Callable[[int], Lists], found: SteadyState | None, num_microbatches: int) -> Lists:
-    """The stages' instruction lists. If the schedule has a steady state, the lists of many microbatches are derived
-    from lists of few."""
+    """Return buckets and instructions of each stage. If the schedule has a steady state (``found``), the lists for many
+    microbatches are derived from those for few."""
     if found is None:
         return lists(num_microbatches)
     result: list[tuple[tuple[Bucket, ...], Instructions]] = []
@@ -316,7 +322,7 @@ def _check_mesh(mesh: Mapping[str, int], objective: str, model: FoldedModel, dp_
 
 
 def _select_split_axes(axes: Collection[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The ``axes`` that have more than one rank, in the mesh's order."""
+    """Return those of ``axes`` that have more than one rank, in the order of the mesh."""
     return tuple(a for a in ALL_AXES if a in axes and sizes[a] > 1)
 
 
@@ -334,8 +340,8 @@ def _build_state_data(
     sizes: Mapping[str, int],
     shared: Callable[[str, tuple[str, ...]], tuple[str, ...]],
 ) -> dict[str, StateData]:
-    """The states and the stages that read them. A state that no call reads is kept on stage 0, unless it is a
-    constant."""
+    """Return the data of each state by name, with the stages that read it. A state that no call reads is kept on stage
+    0; constants that no call reads are left out."""
     read: dict[str, set[int]] = {name: set() for name in model.states}
     for s, here in enumerate(routes.stages):
         for i in here.calls:

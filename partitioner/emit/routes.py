@@ -1,7 +1,7 @@
-"""The calls of each stage, and the route of each value and gradient from stage to stage.
+"""Assign the calls to stages, and route each value and gradient from stage to stage.
 
-The schedule says which rank holds each virtual stage. A value that a call of virtual stage ``k`` makes is sent on to
-``k + 1``, ``k + 2``, ... until every rank that reads it has it. Nothing is sent between virtual stages of one rank.
+The schedule says which rank holds each virtual stage. A value that a call of virtual stage ``k`` computes is forwarded
+to ``k + 1``, ``k + 2``, ... until every rank that reads it has it. Nothing is sent between virtual stages of one rank.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from partitioner.schedules.actions import group_stages_by_rank
 
 
 class EmitError(PartitionError):
-    """The stages, layouts or numbers given do not describe a pipeline."""
+    """Error: the given stages, layouts or numbers do not describe a pipeline."""
 
 
 @dataclass(frozen=True)
 class StageCalls:
-    """The model's calls on one rank, in the order of ``Stage.calls``: prologue, shared, then the chunks' own."""
+    """Indices of the model's calls on one rank, in the order of ``Stage.calls``: prologue calls, shared calls, then the
+    calls of each chunk (virtual stage of the rank)."""
 
     calls: tuple[int, ...]
     num_prologue: int
@@ -34,16 +35,20 @@ class StageCalls:
         return next(c for c, (start, end) in enumerate(self.chunks) if start <= position < end)
 
     def forward_range(self, chunk: int) -> tuple[int, int]:
-        """The first chunk's forward runs the shared calls too."""
+        """Return the range ``[start, end)`` of positions in ``calls`` that the forward of ``chunk`` runs. The first
+        chunk includes the shared calls."""
         start, end = self.chunks[chunk]
         return (self.num_prologue, end) if chunk == 0 else (start, end)
 
 
 @dataclass(frozen=True)
 class Routes:
-    """``ranks[k]``: the rank of virtual stage ``k``. ``arriving[k]``: values that it receives from ``k - 1``;
-    ``returning[k]``: those of them whose gradients go back. ``home``: the rank that yields each value that leaves the
-    model, or goes into a buffer."""
+    """The rank of each virtual stage and the values that are sent between virtual stages.
+
+    ``ranks[k]``: the rank of virtual stage ``k``. ``arriving[k]``: names of the values that it receives from ``k - 1``.
+    ``returning[k]``: those of them whose gradients are sent back. ``home``: for each value that is a model output or
+    the new value of a buffer, the rank that provides it.
+    """
 
     ranks: tuple[int, ...]
     stages: tuple[StageCalls, ...]
@@ -55,9 +60,10 @@ class Routes:
 def make_routes(
     model: FoldedModel, stage_of_call: Sequence[int], num_stages: int, ranks: Sequence[int], flow: GradientFlow
 ) -> Routes:
-    """Place the calls and route their values. ``ranks``: of each virtual stage.
+    """Place the calls on ranks and compute the routes of their values. ``stage_of_call``: virtual stage of each call.
+    ``ranks``: rank of each virtual stage. ``flow``: which values have gradients.
 
-    Raises :class:`EmitError` where ``stage_of_call`` is no pipeline.
+    Raises :class:`EmitError` if ``stage_of_call`` does not describe a pipeline.
     """
     check_stages(model, stage_of_call, len(ranks))
     own = [
@@ -98,9 +104,10 @@ def make_routes(
 
 
 def _find_value_hops(start: int, readers: set[int], ranks: Sequence[int]) -> list[int]:
-    """The virtual stages that receive a value made at ``start``: each rank that reads it, or hands it on, gets it once.
+    """Return the virtual stages that receive a value computed at virtual stage ``start``, sorted. Each rank that reads
+    or forwards it receives it once.
 
-    It comes at the first of the rank's virtual stages, from that before it, whose rank has got it likewise.
+    The value is received by the first later virtual stage of that rank, from the virtual stage before.
     """
     hops: set[int] = set()
     for reader in sorted(readers):
@@ -115,7 +122,8 @@ def _find_value_hops(start: int, readers: set[int], ranks: Sequence[int]) -> lis
 
 
 def _find_reached_ranks(hop: int, hops: Sequence[int], ranks: Sequence[int]) -> set[int]:
-    """The ranks that get a value by ``hop``, themselves or from others that do."""
+    """Return the ranks that get a value through the transfer into virtual stage ``hop``, directly or forwarded by other
+    ranks. ``hops``: all virtual stages that receive the value."""
     found = {ranks[hop]}
     for later in hops:
         if later > hop and ranks[later - 1] in found:
@@ -124,7 +132,7 @@ def _find_reached_ranks(hop: int, hops: Sequence[int], ranks: Sequence[int]) -> 
 
 
 def check_stages(model: FoldedModel, stage_of_call: Sequence[int], num_stages: int) -> None:
-    """Raise :class:`EmitError` unless the calls' stages go from first to last without stepping back."""
+    """Raise :class:`EmitError` unless ``stage_of_call`` has one valid stage per call and the stages never decrease."""
     if len(stage_of_call) != len(model.calls):
         raise EmitError(
             f"stage_of_call has {len(stage_of_call)} entries for {len(model.calls)} calls; give one for each"
@@ -144,7 +152,8 @@ def check_stages(model: FoldedModel, stage_of_call: Sequence[int], num_stages: i
 
 
 def _stage_calls(model: FoldedModel, chunks: Sequence[Sequence[int]], leaving: Sequence[str]) -> StageCalls:
-    """The calls of one rank: its chunks' own, and the shared and prologue calls that they, or ``leaving``, read."""
+    """Collect the calls of one rank: those of its ``chunks``, and the shared and prologue calls that they need.
+    ``leaving``: names of values that this rank provides as outputs of the model."""
     producer = {v: i for i, c in enumerate(model.calls) for v in c.outputs}
     inputs = {i.value for i in model.inputs}
     common: set[int] = set()

@@ -1,4 +1,5 @@
-"""One stage's instructions: its order of forwards and backwards, with all that has to happen around them."""
+"""Build the instruction list of one stage: its forwards and backwards in order, with transfers, reductions and
+frees."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from partitioner.schedules.actions import Action, Order, group_stages_by_rank
 
 @dataclass(frozen=True)
 class StageFlow:
-    """What the backward of each call on a stage (by position) takes and gives: gradients of values."""
+    """For each call of a stage, the names of the values whose gradients its backward reads (``takes``) and computes
+    (``gives``), and whether it has a backward."""
 
     takes: tuple[tuple[str, ...], ...]
     gives: tuple[tuple[str, ...], ...]
@@ -28,7 +30,8 @@ class StageFlow:
 
 @dataclass(frozen=True)
 class StageJob:
-    """All that decides one rank's instructions; "stage" is what a rank holds, in one or several virtual stages."""
+    """All inputs that determine the instructions of one rank. "Stage" means everything that the rank holds, in one or
+    several virtual stages."""
 
     stage: int
     num_stages: int
@@ -51,23 +54,26 @@ class StageJob:
 
     @property
     def by_call(self) -> bool:
-        """Whether each call is run by itself, since its parameters come for it, or what it keeps goes after it."""
+        """Whether each call gets its own instruction, because its parameters are gathered or fetched for it, or its
+        activations are offloaded after it."""
         if "parameters" in self.offload or (self.train and "activations" in self.offload):
             return True
         return self.zero == 3 and any(bucket.sharded for bucket in self.buckets)
 
     @cached_property
     def held(self) -> tuple[int, ...]:
-        """This rank's virtual stages, by chunk."""
+        """The numbers of this rank's virtual stages, indexed by chunk."""
         return group_stages_by_rank(self.routes.ranks, self.num_stages)[self.stage]
 
     def is_sent(self, hops: Sequence[Sequence[str]], virtual: int) -> bool:
-        """Whether there is a virtual stage ``virtual`` that receives something (``hops``) from the one before it."""
+        """Whether virtual stage ``virtual`` exists and receives something from the one before it. ``hops``: names of
+        the received values by virtual stage."""
         return virtual < len(hops) and bool(hops[virtual])
 
 
 def updates_of(states: Mapping[str, StateData], stage: int) -> list[tuple[str, ...]]:
-    """The buffers of a stage that forward changes, those that share their stages together."""
+    """Return the names of the buffers of ``stage`` that forward changes, grouped by the set of stages that hold
+    them."""
     found: dict[tuple[int, ...], list[str]] = {}
     for name, state in states.items():
         if state.update is not None and stage in state.stages:
@@ -76,7 +82,7 @@ def updates_of(states: Mapping[str, StateData], stage: int) -> list[tuple[str, .
 
 
 def stage_instructions(job: StageJob) -> tuple[Instruction, ...]:
-    """The instruction list that all ranks of the stage run."""
+    """Build the instruction list that all ranks of the stage run."""
     instructions = list(_emit_prologue(job))
     for index, action in enumerate(job.order):
         if action.kind == "F":
@@ -101,7 +107,7 @@ def stage_instructions(job: StageJob) -> tuple[Instruction, ...]:
 
 
 def _emit_prologue(job: StageJob) -> Iterator[Instruction]:
-    """Totals over the whole batch, before anything that reads them."""
+    """Yield the instructions that compute totals over the whole batch, before anything reads them."""
     here = job.routes.stages[job.stage]
     if not here.totals:
         return
@@ -113,7 +119,7 @@ def _emit_prologue(job: StageJob) -> Iterator[Instruction]:
 
 
 def _emit_fetches(job: StageJob, index: int) -> Iterator[Instruction]:
-    """What arrives before the action at ``index``, in the order in which it is sent."""
+    """Yield the receive instructions before the action at ``index``, in the order in which the transfers are sent."""
     for fetch in job.fetches[index]:
         hops = job.routes.arriving if fetch.direction == "F" else job.routes.returning
         yield Instruction(
@@ -167,7 +173,8 @@ def _emit_backward(job: StageJob, action: Action, index: int) -> Iterator[Instru
 
 
 def _split_call_range(start: int, end: int, cuts: Iterable[int], runs: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """``[start, end)`` cut before the positions ``cuts``, last piece first; what has no backward adds no piece."""
+    """Yield the pieces of ``[start, end)`` that result from splitting at the positions ``cuts``, last piece first. A
+    leading piece without any backward is not split off."""
     here = end
     for cut in sorted((c for c in cuts if any(runs[start:c])), reverse=True):
         yield cut, here
@@ -176,7 +183,8 @@ def _split_call_range(start: int, end: int, cuts: Iterable[int], runs: Sequence[
 
 
 def _emit_step_end(job: StageJob) -> Iterator[Instruction]:
-    """What comes after the last forward and backward."""
+    """Yield the instructions after the last forward and backward: remaining reductions, buffer updates and the
+    optimizer step."""
     if job.train:
         for states in job.syncs:
             yield Instruction(op="SYNC", stage=job.stage, states=states)
@@ -190,7 +198,7 @@ def _emit_step_end(job: StageJob) -> Iterator[Instruction]:
 
 
 def _start_bucket_reduction(job: StageJob, number: int) -> Instruction:
-    """What starts the reduction of a bucket."""
+    """Return the first instruction of the reduction of bucket ``number``."""
     bucket = job.buckets[number]
     if bucket.sharded:
         return Instruction(op="SCATTER", stage=job.stage, bucket=number)
@@ -203,9 +211,10 @@ Key = tuple[str, int | None, bool]  # value, microbatch, whether its gradient
 def insert_frees(
     instructions: Sequence[Instruction], calls: Sequence[CallData], flow: StageFlow, new_values: Mapping[str, str]
 ) -> tuple[Instruction, ...]:
-    """Add a FREE after the last use of each value and gradient. An input that is loaded again is freed in between.
+    """Return ``instructions`` with a FREE after the last use of each value and gradient. An input that is loaded again
+    is freed in between.
 
-    ``new_values``: what UPDATE reads, by the buffer that takes it.
+    ``new_values``: for each buffer, the value that UPDATE reads for it.
     """
     totals = {v for i in instructions if i.op == "TOTAL" for v in i.values}
     last: dict[Key, int] = {}
@@ -240,7 +249,7 @@ def _list_accessed_values(
     totals: set[str],
     new_values: Mapping[str, str],
 ) -> tuple[list[Key], list[Key]]:
-    """What an instruction makes (or adds to) and what it reads."""
+    """Return the values and gradients that an instruction computes (or adds to), and those that it reads."""
     microbatch = instruction.microbatch
     named = [(v, microbatch, instruction.op.endswith("_B")) for v in instruction.values]
     match instruction.op:

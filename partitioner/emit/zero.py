@@ -1,9 +1,9 @@
-"""State sharding in a stage's instructions: when parameters are gathered and freed.
+"""Insert the instructions that gather and free sharded parameters (ZeRO) into a stage's instructions.
 
-* ZeRO 1 and 2: a GATHER of every bucket starts the step, in the order in which they are read: the optimizer has changed
-  the pieces since the last one, and the forward hides it. Nothing is freed.
-* ZeRO 3: what a call reads is gathered one computation ahead and freed after it, forward and backward, unless the next
-  computation reads it as well.
+* ZeRO 1 and 2: a GATHER of every bucket starts the step, in the order in which the buckets are read, because the
+optimizer has changed the shards since the last step. The forward hides the gathers. Nothing is freed. * ZeRO 3: the
+parameters of a call are gathered one computation ahead and freed after it, in forward and in backward, unless the next
+computation reads them as well.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ Needs = Sequence[frozenset[int]]  # for each call of the stage the buckets of wh
 
 
 def zero_axes(grad_axes: Sequence[str], trained: bool, *, zero: int, expert: bool, hybrid: bool) -> tuple[str, ...]:
-    """The axes whose ranks share a parameter: those along which batch and sequence are split, or an expert's replicas.
+    """Return the mesh axes whose ranks shard a parameter; empty if it is not sharded.
 
-    ``grad_axes``: over which its gradient is added up, if it is ``trained``; what differs on no axis is not shared
-    there. ``hybrid``: only a part of the data-parallel ranks shares.
+    ``grad_axes``: the axes over which its gradient is summed. A trained parameter is sharded only over these.
+    ``trained``: whether it has a gradient. ``expert``: whether it belongs to an expert. ``hybrid``: whether only a part
+    of the data-parallel ranks shards it.
     """
     if not zero or (zero < 3 and not trained):
         return ()
@@ -37,17 +38,19 @@ def zero_axes(grad_axes: Sequence[str], trained: bool, *, zero: int, expert: boo
 
 
 def small_states(sizes: Mapping[str, int]) -> frozenset[str]:
-    """The states of a call, by their bytes, that ZeRO-3 leaves whole, such as the weights of a norm.
+    """Return the names of the states that ZeRO 3 does not shard because they are small, such as the weights of a norm.
+    ``sizes``: bytes of the states of one call, by name.
 
-    To gather them apart from others, whose gradients are added up over other axes, would take a collective's latency
-    and save next to no memory (as DeepSpeed's persistent parameters).
+    Gathering them in a separate collective would cost its latency and save next to no memory (compare DeepSpeed's
+    persistent parameters).
     """
     most = SMALL * sum(sizes.values())
     return frozenset(name for name, nbytes in sizes.items() if nbytes <= most)
 
 
 def states_left_whole(model: FoldedModel) -> frozenset[str]:
-    """The states of ``model``, as one rank has it before ZeRO, that are small in all calls that read them."""
+    """Return the names of the states of ``model`` that are small in every call that reads them, so that ZeRO 3 does not
+    shard them. ``model`` has the shapes of one rank before ZeRO."""
     small: set[str] = set()
     large: set[str] = set()
     of_block: dict[str, frozenset[str]] = {}
@@ -61,7 +64,8 @@ def states_left_whole(model: FoldedModel) -> frozenset[str]:
 
 
 def bucket_needs(calls: Sequence[CallData], buckets: Mapping[int, Sequence[str]]) -> Needs:
-    """For each of ``calls`` the sharded ``buckets`` of which it reads parameters."""
+    """Return for each of ``calls`` the numbers of the sharded buckets whose parameters it reads. ``buckets``: names of
+    states by bucket number."""
     home = {state: number for number, states in buckets.items() for state in states}
     return [frozenset(home[s] for s in call.states if s in home) for call in calls]
 
@@ -73,7 +77,8 @@ def with_sharding(
     buckets: Mapping[int, Sequence[str]],
     zero: int,
 ) -> list[Instruction]:
-    """``instructions`` with GATHER and FREE of the sharded ``buckets``. ``runs``: whether each call has a backward."""
+    """Return ``instructions`` with GATHER and FREE instructions for the sharded ``buckets`` (names of states by bucket
+    number). ``runs``: for each call, whether it has a backward. ``zero``: the ZeRO stage."""
     if not buckets:
         return [*instructions]
     needs = bucket_needs(calls, buckets)
@@ -119,7 +124,8 @@ def _gathered_by_call(
 
 
 def _gathered_once(instructions: Sequence[Instruction], needs: Needs, prologue: Sequence[int]) -> list[Instruction]:
-    """The first computations are cut where they read what was not read before, so that they need not wait for all."""
+    """Return ``instructions`` with one GATHER per bucket at the start. Forwards are split before a call that reads a
+    further bucket, so that they do not wait for all gathers."""
     known: dict[int, None] = {}
     result: list[Instruction] = []
     for instruction in instructions:

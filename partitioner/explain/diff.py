@@ -31,12 +31,13 @@ _SAME = 1e-3  # of a figure: less is no difference
 
 
 def format_plan_diff(plan: Plan, other: Plan) -> str:
-    """What ``other`` does otherwise than ``plan``, as plain text."""
+    """Return the differences of ``other`` from ``plan`` as plain text."""
     return format_plain_text(diff_parts(plan, other))
 
 
 def diff_parts(plan: Plan, other: Plan, names: tuple[str, str] = ("this plan", "the other")) -> list[RenderableType]:
-    """The comparison for a terminal."""
+    """Return the comparison of two plans as parts to print on a terminal. ``names``: the column titles of the two
+    plans."""
     parts: list[RenderableType] = []
     for title, body in (
         ("In short", [_format_item(line) for line in in_words(plan, other)]),
@@ -78,7 +79,8 @@ def in_words(plan: Plan, other: Plan) -> Iterator[str]:
 
 
 def format_relative(old: float, new: float, text: Callable[[float], str] = seconds_text) -> str:
-    """How ``new`` stands to ``old``, both written by ``text``: ``22% more than``, ``3.1 times``, ``the same as``."""
+    """Return how ``new`` compares with ``old``, for example ``22% more than``, ``3.1 times`` or ``the same as``.
+    ``text``: formats a number."""
     if not old or (abs(new - old) <= _SAME * abs(old) and text(old) == text(new)):
         return "the same as"
     ratio = new / old
@@ -88,7 +90,8 @@ def format_relative(old: float, new: float, text: Callable[[float], str] = secon
 
 
 def time_changes(old: Mapping[str, float], new: Mapping[str, float], most: int = 4) -> Iterator[str]:
-    """Where the difference between two breakdowns lies: the kinds that changed, the largest change first."""
+    """Yield one line for each kind of time that changed between two breakdowns (seconds by kind), the largest change
+    first. ``most``: largest number of lines."""
     total = sum(old.values())
     old, new = without_residue(old), without_residue(new)
     changes = {kind: new.get(kind, 0.0) - old.get(kind, 0.0) for kind in {**old, **new}}
@@ -111,7 +114,8 @@ def _build_pair_table(names: tuple[str, str], rows: Sequence[tuple[str, str, str
 
 
 def _compare_figures(plan: Plan, other: Plan) -> Iterator[tuple[str, str, str]]:
-    """(name, this, other); what both have alike is left out, but for time and memory."""
+    """Yield (name, value of this plan, value of the other) for each figure that differs. Mesh, step time and memory are
+    always included."""
     pairs = zip(_describe_plan(plan), _describe_plan(other), strict=True)
     for (name, one), (_, two) in pairs:
         if one != two or name in ("mesh", "step time", "memory"):
@@ -147,7 +151,7 @@ def _describe_plan(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _added_up(plan: Plan) -> str:
-    """Which collectives add up gradients, over what, and in what they are sent."""
+    """Return a text that lists the collectives that reduce gradients, with their data types and axes."""
     if plan.written is None:
         return "not written out"
     moved = [

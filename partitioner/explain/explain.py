@@ -104,7 +104,7 @@ _TIGHT = 0.9  # of the memory: from here on memory is said to bind
 
 
 def memory_words(plan: Plan) -> dict[str, str]:
-    """What kinds of memory are called; without a backward, nothing is saved for one."""
+    """Return the display names of the kinds of memory, by kind. Names for inference do not mention backward."""
     return MEMORY_KINDS if plan.objective == "train" else {**MEMORY_KINDS, **_OF_INFERENCE}
 
 
@@ -114,12 +114,12 @@ def format_summary(plan: Plan) -> str:
 
 
 def format_explanation(plan: Plan) -> str:
-    """Why the plan is as it is, as plain text."""
+    """Return the explanation of the plan's choices as plain text."""
     return format_plain_text(explain_parts(plan))
 
 
 def summary_parts(plan: Plan) -> list[RenderableType]:
-    """The summary for a terminal."""
+    """Return the summary of the plan as parts to print on a terminal."""
     parts: list[RenderableType]
     if plan.written is None:
         parts = [
@@ -147,12 +147,12 @@ def summary_parts(plan: Plan) -> list[RenderableType]:
 
 
 def _hosted_unasked(plan: Plan) -> str:
-    """That the job fits only with host memory, which nobody asked for; empty where that is not so."""
+    """Return a text which says that the job fits only with offload that the user did not request; empty otherwise."""
     return f": fits only {format_offload(plan)}" if plan.lacking and plan.offload else ""
 
 
 def explain_parts(plan: Plan) -> list[RenderableType]:
-    """The explanation for a terminal: a heading and lines for each question that a reader has."""
+    """Return the explanation of the plan as parts to print on a terminal: a heading and lines for each question."""
     whole = outline_program(plan.written) if plan.written is not None else None
     parts: list[RenderableType] = []
     for title, body in (
@@ -237,7 +237,7 @@ def _explain_fit(plan: Plan) -> Iterator[RenderableType]:
 
 
 def time_shares(plan: Plan) -> list[tuple[str, float]]:
-    """What the step's time goes to, in a few words each, with its share; the largest first."""
+    """Return pairs of activity and fraction of the step time, the largest first."""
     breakdown = plan.estimate.breakdown
     total = sum(breakdown.values())
     known = {kind for kinds in _GROUPS.values() for kind in kinds}
@@ -247,7 +247,8 @@ def time_shares(plan: Plan) -> list[tuple[str, float]]:
 
 
 def _shares_text(plan: Plan) -> str:
-    """``computation 86%, communication 11%, pipeline bubble 2.2%``."""
+    """Return the fractions of the step time as text, for example ``computation 86%, communication 11%, pipeline bubble
+    2.2%``."""
     return ", ".join(f"{name} {format_percent(share)}" for name, share in time_shares(plan))
 
 
@@ -284,7 +285,8 @@ def _explain_limits(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _disk_binds(plan: Plan) -> Iterator[RenderableType]:
-    """How much of the update it is to read and write what is on disk."""
+    """Yield a line on how much of the optimizer's update is spent on disk reads and writes; nothing if no state is on
+    disk."""
     update = plan.estimate.breakdown.get("optimizer", 0.0)
     if "disk" not in plan.offload or not update:
         return
@@ -297,7 +299,7 @@ def _disk_binds(plan: Plan) -> Iterator[RenderableType]:
 
 
 def without_residue(breakdown: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by kind, without what is left of others' rounding where there is none of a kind."""
+    """Return ``breakdown`` (seconds by kind) without entries so small that they are only rounding residue."""
     total = sum(breakdown.values())
     return {kind: seconds for kind, seconds in breakdown.items() if seconds > _RESIDUE * total}
 
@@ -355,7 +357,8 @@ def _calls_text(group: CallGroup) -> str:
 
 
 def _explain_weights(whole: Outline) -> Iterator[RenderableType]:
-    """Per block type, the weights by layout; a type that occurs on several stages is told once."""
+    """Yield lines that list the weights of each block type by layout. A type that occurs on several stages is listed
+    once."""
     seen: dict[tuple[str, ...], dict[str, list[str]]] = {}
     for stage in whole.stages:
         for group in stage.groups:

@@ -1,4 +1,4 @@
-"""Which kinds of operators a microbatch's time goes to, by the cost model."""
+"""Split a microbatch's predicted time by kind of operator."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _WORDS = {
 
 
 def format_costliest_kinds(plan: Plan) -> str:
-    """``matrix products (61%), norms (20%) and reductions (8.1%)``: of what the busiest stage computes for a
-    microbatch, the kinds that take longest; empty where it computes nothing."""
+    """Return the kinds of operators that take the most time on the busiest stage, for example ``matrix products (61%),
+    norms (20%) and reductions (8.1%)``; empty if it computes nothing."""
     durations = PlanDurations(plan)
     seconds = max((_of_stage(plan, durations, stage) for stage in range(plan.num_stages)), key=_sum_kind_seconds)
     total = _sum_kind_seconds(seconds)
@@ -45,7 +45,7 @@ def format_costliest_kinds(plan: Plan) -> str:
 
 
 def _of_stage(plan: Plan, durations: PlanDurations, stage: int) -> Seconds:
-    """Seconds by kind, on the slowest of the stage's devices."""
+    """Return the seconds per microbatch of ``stage`` by kind of operator, on the slowest of its devices."""
     train = plan.program.objective == "train"
     here, of_devices = plan.program.stages[stage], []
     for kind, speed in {(seat.kind, seat.speed) for seat in durations.machine.seats[stage]}:
@@ -67,7 +67,8 @@ def _of_stage(plan: Plan, durations: PlanDurations, stage: int) -> Seconds:
 
 
 def _of_call(block: Block, cost: CallCost, device: DeviceType, train: bool) -> tuple[Seconds, Seconds]:
-    """Forward and backward, with what the host takes longer to issue than the device to run."""
+    """Return forward and backward seconds of one call by kind of operator. Time in which the device waits for the host
+    to launch operators is a kind of its own."""
     asked = asked_by(block, train).kernels
     found: tuple[Seconds, Seconds] = defaultdict(float), defaultdict(float)
     for kind, way, took in zip(asked.kind, asked.way, kernel_times(asked, device), strict=True):

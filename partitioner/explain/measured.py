@@ -1,4 +1,4 @@
-"""A measured step beside the predicted one: as a trace to look at, and as tables that say where they part."""
+"""Compare a measured step with the predicted one, as a trace to view and as tables of the differences."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ KINDS = {
 
 
 def write_plan_trace(plan: Plan, folder: Path | None, path: Path) -> Path:
-    """Write the prediction, and beside it the last step of the run that was watched in ``folder``; of several attempts
-    below it, of the last."""
+    """Write the predicted step as a trace to ``path`` and return the path. If ``folder`` has the recordings of a run,
+    its last measured step is added; of several attempts, the last is used."""
     events: list[Event] = []
     if folder is not None:
         folder = newest_attempt(folder)
@@ -58,7 +58,8 @@ def write_plan_trace(plan: Plan, folder: Path | None, path: Path) -> Path:
 
 
 def predicted_events(timeline: Timeline) -> Iterator[Event]:
-    """One process per stage: its instructions, what waits left out, and below what is sent and reduced meanwhile."""
+    """Yield trace events of the predicted step, one process per stage. One thread has the instructions, another the
+    transfers and reductions that run in the background."""
     ends = _receive_ends(timeline)
     number = _PREDICTED
     for stage, lane in enumerate(timeline.stages):
@@ -90,7 +91,8 @@ def _receive_ends(timeline: Timeline) -> dict[tuple[int, str, int | None, tuple[
 
 @dataclass(frozen=True)
 class StageComparison:
-    """Seconds of work (or of waiting) that were predicted, and the median over a stage's ranks of the whole."""
+    """Predicted seconds and measured seconds (median over the ranks of a stage) of one kind of work or of waiting.
+    ``stage`` is -1 for a sum over all stages."""
 
     stage: int
     what: str
@@ -99,9 +101,10 @@ class StageComparison:
 
 
 def compare_steps(plan: Plan, spans: Sequence[TraceSpan]) -> list[RenderableType]:
-    """Where prediction and measurement part, as tables; by stage, by kind, and the instructions that differ most.
+    """Compare the predicted step with the measured ``spans``. Return tables by stage, by kind of work, and of the
+    instructions that differ most.
 
-    Raises :class:`PlanError` where the trace is of another plan.
+    Raises :class:`PlanError` if the trace is from a different plan.
     """
     _require_same_plan(plan.program, spans)
     of = simulate_plan(plan)
@@ -160,7 +163,8 @@ def by_stage(timeline: Timeline, spans: Sequence[TraceSpan]) -> list[StageCompar
 
 
 def by_kind(timeline: Timeline, spans: Sequence[TraceSpan]) -> list[StageComparison]:
-    """Work alone: what waits is by stage."""
+    """Compare predicted and measured seconds of work by kind of instruction, summed over stages. Waiting is not
+    included."""
     predicted: dict[str, float] = {}
     for lane in timeline.stages:
         for p in lane.spans:
@@ -190,7 +194,7 @@ def by_instruction(timeline: Timeline, spans: Sequence[TraceSpan]) -> list[Stage
 
 
 def _group_spans_by_rank(spans: Sequence[TraceSpan], stage: int) -> list[list[TraceSpan]]:
-    """The spans of each rank of a stage."""
+    """Return the measured spans of ``stage``, one list for each rank."""
     found: dict[int, list[TraceSpan]] = {}
     for s in spans:
         if s.stage == stage:

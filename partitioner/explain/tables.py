@@ -55,7 +55,8 @@ _MUCH = 2.0  # times as fast: from here on it is told
 
 
 def precision_notes(plan: Plan) -> list[str]:
-    """For each kind of device that multiplies much faster in the other type of as many bits, that it does."""
+    """Return a note for each kind of device that multiplies much faster in the other data type of the same width; empty
+    if there is none."""
     precision = plan.precision or (common_precision(plan.written) if plan.written is not None else "")
     other = _OTHERS.get(precision)
     if other is None:
@@ -93,7 +94,8 @@ def notes_on_precision(topology: Topology, precision: str, model: FoldedModel) -
 
 
 def types_text(plan: Plan) -> str:
-    """The types of products, parameters and what is kept for them; empty where a plan has no program to say it."""
+    """Return a text of the data types of products, parameters, gradients and optimizer states; empty if the plan has no
+    program."""
     program = plan.written
     if program is None:
         return ""
@@ -130,12 +132,12 @@ def _kept_types(plan: Plan, program: Program) -> Iterator[str]:
 
 
 def _with_type_of_sums(state: StateData) -> StateData:
-    """A parameter with the type in which its gradients are added up, and in which it is stepped."""
+    """Return a copy of the parameter's data with the data type in which its gradient is accumulated."""
     return state.model_copy(update={"dtype": sum_type(state.dtype)})
 
 
 def _types_of(states: Sequence[StateData]) -> str:
-    """The types of ``states``, that of the most numbers first."""
+    """Return the data types of ``states`` as text, the type with the most elements first."""
     sizes: Counter[str] = Counter()
     for state in states:
         sizes[_shorten_dtype(state.dtype)] += math.prod(state.shape)
@@ -181,18 +183,18 @@ _TOLD_GAPS = 2  # sentences on what a proof leaves out that the summary has
 
 
 def is_barred(candidate: Candidate) -> bool:
-    """Whether a candidate has no plan, and not for lack of memory."""
+    """Whether a candidate is infeasible for another reason than lack of memory."""
     return candidate.status == "infeasible" and candidate.missing is None
 
 
 def is_as_fast(candidate: Candidate, certificate: Certificate) -> bool:
-    """Whether a candidate that was not chosen takes no longer than the plan."""
+    """Whether a solved candidate that was not chosen takes no longer than the plan."""
     solved = candidate.status == "solved" and candidate.step_time is not None
     return solved and (candidate.step_time or 0.0) <= certificate.objective * (1 + _ROUNDING)
 
 
 def status_word(candidate: Candidate, certificate: Certificate) -> str:
-    """What became of a candidate, in a word."""
+    """Return a short text for the outcome of a candidate in the search."""
     if is_as_fast(candidate, certificate):
         return AS_FAST
     return _NO_PLAN if is_barred(candidate) else STATUS_WORDS[_get_status(candidate, certificate)]
@@ -231,7 +233,8 @@ def build_empty_table(columns: Sequence[tuple[str, bool]]) -> Table:
 
 
 def microbatches_text(plan: Plan) -> str:
-    """The microbatches of a step, as ``8``, or ``5 on 4 ranks of dp, 4 on 3``."""
+    """Return the number of microbatches in a step as text, for example ``8``, or ``5 on 4 ranks of dp, 4 on 3`` if
+    ranks differ."""
     if not plan.data_shares:
         return f"{plan.num_microbatches:,}"
     (most, ranks), *others = sorted(Counter(plan.data_shares).items(), reverse=True)
@@ -241,7 +244,7 @@ def microbatches_text(plan: Plan) -> str:
 
 
 def build_figure_grid(plan: Plan, time: str) -> Padding:
-    """What the plan is and what it is expected to do; ``time``: what the step's time goes to."""
+    """Build the grid of the plan's main figures. ``time``: text of what the step time is spent on."""
     estimate, certificate = plan.estimate, plan.certificate
     fullest = fullest_rank(plan)
     batch = _find_batch_size(plan)
@@ -287,7 +290,8 @@ def build_figure_grid(plan: Plan, time: str) -> Padding:
 
 
 def throughput_text(plan: Plan) -> str:
-    """Tokens, or samples, of a second, and of one device; empty where no input has a batch."""
+    """Return tokens (or samples) per second as text, in total and per device; empty if no input has a batch
+    dimension."""
     step, samples = plan.estimate.step_time, plan.global_batch
     if not step or not samples:
         return ""
@@ -312,7 +316,7 @@ def constraint_cost_text(plan: Plan) -> str:
 
 
 def fewer_text(plan: Plan) -> str:
-    """That a part of the cluster is as fast or faster; empty where none was found."""
+    """Return a text which says that a part of the cluster is at least as fast; empty if no such part was found."""
     step = plan.certificate.objective
     found = [
         (baseline, baseline.candidate.step_time)
@@ -329,7 +333,7 @@ def fewer_text(plan: Plan) -> str:
 
 
 def other_batch_text(plan: Plan) -> str:
-    """That the samples of another global batch take less time; empty where none was found."""
+    """Return a text which says that another global batch needs less time per sample; empty if none was found."""
     found = next((b for b in plan.certificate.baselines if b.global_batch), None)
     if found is None or found.candidate is None or not found.candidate.step_time or not plan.global_batch:
         return ""
@@ -341,13 +345,14 @@ def other_batch_text(plan: Plan) -> str:
 
 
 def per_sample_text(plan: Plan, global_batch: int, seconds: float) -> str:
-    """A step of another batch, and how its samples stand to the plan's: ``7 s, 5% less per sample``."""
+    """Return the step time of another batch and its time per sample relative to the plan's, for example ``7 s, 5% less
+    per sample``. ``seconds``: that step time."""
     ratio = seconds / global_batch / (plan.certificate.objective / plan.global_batch)
     return f"{seconds_text(seconds)}, {format_percent(abs(1 - ratio))} {'less' if ratio < 1 else 'more'} per sample"
 
 
 def sharing_text(plan: Plan) -> str:
-    """The stage of ZeRO, what it shares, and over how many ranks; empty without training."""
+    """Return a text of the ZeRO stage, the states that it shards, and the number of ranks; empty without training."""
     if plan.objective != "train":
         return ""
     zero, replicas = plan.chosen.zero, plan.mesh.get("dp", 1) // (plan.chosen.dp_shard or plan.mesh.get("dp", 1))
@@ -366,7 +371,8 @@ def sharing_text(plan: Plan) -> str:
 
 
 def recomputed_text(plan: Plan) -> str:
-    """What backward makes again, stage by stage where that differs; empty without training, or where it is unknown."""
+    """Return a text of what backward recomputes, listed by stage if stages differ; empty without training, or if it is
+    unknown."""
     stages = plan.estimate.stages
     if plan.objective != "train" or not stages:
         return ""
@@ -389,27 +395,28 @@ def _format_recomputed(stage: StageEstimate, asked: str | None) -> str:
 
 
 def host_text(plan: Plan) -> str:
-    """What is kept in host memory, and how much of it a rank has there at most; empty where nothing is."""
+    """Return a text of what is kept in host memory, with the largest bytes of a rank; empty if nothing is."""
     most = max((stage.host for stage in plan.estimate.stages), default=0)
     return f"{' + '.join(host_kinds(plan))}: {bytes_text(most)} per rank" if plan.offload else ""
 
 
 def host_kinds(plan: Plan | Baseline) -> list[str]:
-    """What is kept in host memory, in words; of an optimizer whose states are on disk it is what it steps."""
+    """Return words for the kinds of data in host memory. If optimizer states are on disk, the optimizer's entry names
+    the parameters and gradients that it updates."""
     kinds = [kind for kind in plan.offload if kind != "disk"]
     steps = "the optimizer's parameters and gradients"
     return [steps if kind == "optimizer" and "disk" in plan.offload else kind for kind in kinds]
 
 
 def format_offload(plan: Plan | Baseline) -> str:
-    """``with optimizer and activations in host memory``."""
+    """Return a phrase such as ``with optimizer and activations in host memory``; empty if nothing is offloaded."""
     disk = ", its states on disk" if "disk" in plan.offload else ""
     return f"with {' and '.join(host_kinds(plan))} in host memory{disk}" if plan.offload else ""
 
 
 def describe_tried_offload(plan: Plan) -> str:
-    """What the search's candidates had in host memory, where more of it might make room; empty where it could not. A
-    candidate that does not fit has only been tried so."""
+    """Return a phrase for the offload that the search's candidates used, if more offload might make a plan fit; empty
+    if it could not. A candidate that does not fit was tried only with that offload."""
     if plan.constraints.offload is not None or "parameters" in plan.offload or not can_offload(plan.topology):
         return ""
     if not plan.offload:
@@ -418,14 +425,14 @@ def describe_tried_offload(plan: Plan) -> str:
 
 
 def disk_text(plan: Plan) -> str:
-    """What is kept on disk, and how much of it a rank has there at most; empty where nothing is."""
+    """Return a text of what is kept on disk, with the largest bytes of a rank; empty if nothing is."""
     most = max((stage.disk for stage in plan.estimate.stages), default=0)
     return f"optimizer states: {bytes_text(most)} per rank" if "disk" in plan.offload else ""
 
 
 def bandwidth_text(plan: Plan) -> str:
-    """What a device gets of each level of links when all devices talk at once, as ``nvlink4 450 GB/s, ib-ndr 50 GB/s
-    per device``; empty for one rank."""
+    """Return the bandwidth per device of each link level if all devices transfer simultaneously, for example ``nvlink4
+    450 GB/s, ib-ndr 50 GB/s per device``; empty for one rank."""
     if plan.world_size == 1:
         return ""
     rates = [f"{level.name} {level_rates(plan.topology, level)[1]}" for level in plan.topology.levels]
@@ -433,7 +440,7 @@ def bandwidth_text(plan: Plan) -> str:
 
 
 def _find_batch_size(plan: Plan) -> int:
-    """Samples of one step, 0 where no input has a batch."""
+    """Return the number of samples in one step; 0 if no input has a batch dimension."""
     if plan.written is None:
         return plan.global_batch
     inputs = plan.written.inputs
@@ -441,19 +448,21 @@ def _find_batch_size(plan: Plan) -> int:
 
 
 def fullest_rank(plan: Plan) -> int:
-    """The rank whose peak comes closest to what its device has."""
+    """Return the rank with the largest ratio of peak bytes to its device's capacity."""
     rooms = list_rank_capacities(plan)
     return max(range(len(plan.estimate.memory)), key=lambda r: plan.estimate.memory[r] / max(1, rooms[r]), default=0)
 
 
 def memory_left(plan: Plan) -> float:
-    """The fraction of its device's memory that the fullest rank leaves free; negative: what it lacks."""
+    """Return the fraction of the device's memory that the fullest rank leaves free. It is negative if the rank does not
+    fit."""
     rank = fullest_rank(plan)
     return 1 - plan.estimate.memory[rank] / max(1, list_rank_capacities(plan)[rank])
 
 
 def margin_text(plan: Plan) -> str:
-    """How much of its memory the fullest rank leaves free, beside what was asked for; empty where it is unknown."""
+    """Return a text of the fraction of memory that the fullest rank leaves free, with the requested margin; empty if it
+    is unknown."""
     if not plan.estimate.memory:
         return ""
     left, margin = memory_left(plan), plan.constraints.memory_margin
@@ -464,7 +473,7 @@ def margin_text(plan: Plan) -> str:
 
 
 def certificate_line(plan: Plan) -> str:
-    """That the plan is proven optimal, or by how much a faster one could beat it."""
+    """Return a sentence that states that the plan is proven optimal, or by how much a faster plan could beat it."""
     c, covered = plan.certificate, "that the proof covers " if list_uncovered_choices(plan) else ""
     if c.gap <= 1e-6:
         return f"proven optimal under the cost model: no plan {covered}takes less than {seconds_text(c.bound)}"
@@ -473,8 +482,8 @@ def certificate_line(plan: Plan) -> str:
 
 
 def list_uncovered_choices(plan: Plan) -> list[str]:
-    """What a user could have fixed that the certificate's bound does not cover: a sentence each, the most important
-    first. It is what :attr:`Certificate.beyond` says, and each faster algorithm of attention over ``cp``."""
+    """Return a sentence for each choice that the certificate's lower bound does not cover, the most important first.
+    These are the choices in :attr:`Certificate.beyond` and each faster attention algorithm over ``cp``."""
     found = []
     for way in plan.context:
         if not way.calls and way.step_time is not None and way.step_time < plan.certificate.objective * (1 - _ROUNDING):
@@ -493,12 +502,13 @@ def _shortly_uncovered(plan: Plan) -> list[str]:
 
 
 def cut_off(certificate: Certificate) -> str:
-    """That the search ended before it was done, if it did."""
+    """Return a phrase for the limit that ended the search early; empty if the search was complete."""
     return f"cut off by {_ENDS[certificate.cut_off]}" if certificate.cut_off else ""
 
 
 def candidate_counts(certificate: Certificate) -> str:
-    """``24 layouts: 1 chosen, 3 slower, 20 ruled out by lower bounds on their time``."""
+    """Return the numbers of candidates by outcome, for example ``24 layouts: 1 chosen, 3 slower, 20 ruled out by lower
+    bounds on their time``."""
     if not certificate.candidates:
         return ""
     known = Counter(_get_status(c, certificate) for c in certificate.candidates)
@@ -514,7 +524,8 @@ def candidate_counts(certificate: Certificate) -> str:
 
 
 def stage_table(plan: Plan, whole: Outline) -> Padding:
-    """One row per stage: what it holds, and the seconds of its forward and backward work in one step."""
+    """Build a table with one row per stage: its ranks and contents, and its forward and backward seconds in one
+    step."""
     busy = [(stage.forward_s, stage.backward_s) for stage in plan.estimate.stages]
     busy = busy if len(busy) == len(whole.stages) else _simulate_stage_seconds(plan)
     train = plan.program.objective == "train"
@@ -541,14 +552,15 @@ def stage_table(plan: Plan, whole: Outline) -> Padding:
 
 
 def _simulate_stage_seconds(plan: Plan) -> list[tuple[float, float]]:
-    """The seconds of stages for a plan whose estimate does not have them: such files are of an earlier version."""
+    """Simulate the forward and backward seconds of each stage, for plan files of an earlier version that do not contain
+    them."""
     from partitioner.simulate.program_time import stage_seconds
 
     return [(seconds.forward, seconds.backward) for seconds in stage_seconds(plan)]
 
 
 def estimate_table(plan: Plan) -> Padding:
-    """One row per stage of a plan without a program: what the cost model expects of it."""
+    """Build a table with one row per stage for a plan without a program, from the cost model's estimate."""
     train = plan.objective == "train"
     made = build_empty_table(
         [("stage", True), ("ranks", False), ("calls", True), ("from", False), ("to", False), ("peak", True),
@@ -567,7 +579,8 @@ def estimate_table(plan: Plan) -> Padding:
 
 
 def candidate_table(plan: Plan, most: int = _MOST_CANDIDATES) -> Padding:
-    """The candidates, the best first: the chosen one, then by what they take or cannot go below."""
+    """Build the table of candidates: the chosen one first, then by step time or lower bound. ``most``: largest number
+    of rows."""
     made = build_empty_table(
         [("mesh", False), ("microbatch", True), ("schedule", False), ("step time", True), ("at least", True),
          ("memory", True), ("outcome", False)]
@@ -591,12 +604,13 @@ def candidate_table(plan: Plan, most: int = _MOST_CANDIDATES) -> Padding:
 
 
 def fullest_bytes(plan: Plan) -> int | None:
-    """The peak of the rank that comes closest to what its device has; ``None`` where it is unknown."""
+    """Return the peak bytes of the rank that is closest to its device's capacity; ``None`` if it is unknown."""
     return plan.estimate.memory[fullest_rank(plan)] if plan.estimate.memory else None
 
 
 def _format_candidate_memory(candidate: Candidate, plan: Plan) -> str:
-    """Memory on the fullest rank; of the chosen one as the rest of the report has it."""
+    """Return the peak memory of a candidate's fullest rank as text; empty if unknown. For the chosen candidate, use the
+    plan's estimate."""
     if candidate.status == "chosen" and (most := fullest_bytes(plan)) is not None:
         return bytes_text(most)
     return bytes_text(candidate.memory) if candidate.memory is not None else ""
@@ -608,7 +622,8 @@ def best_first(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def collective_table(whole: Outline) -> Padding | None:
-    """What one call of each block type moves, per microbatch; a type that several stages run is told once."""
+    """Build a table of the bytes that collectives transfer in one call of each block type, per microbatch; ``None`` if
+    there are none."""
     made = build_empty_table([("each call of", False), ("collective", False), ("forward", True), ("backward", True)])
     told: set[tuple[str, ...]] = set()
     for group in (g for stage in whole.stages for g in stage.groups):
@@ -627,7 +642,8 @@ def collective_table(whole: Outline) -> Padding | None:
 
 
 def rule_table(plan: Plan) -> Padding | None:
-    """Operators that run whole on every rank for want of a rule, by their share of the work."""
+    """Build a table of the operators that every rank runs unsharded because they have no sharding rule, with their
+    share of the work; ``None`` if there are none."""
     shares = sorted(plan.shares.without_rule.items(), key=lambda item: -item[1])
     if not shares:
         return None
@@ -638,7 +654,8 @@ def rule_table(plan: Plan) -> Padding | None:
 
 
 def build_bar_chart(shares: Sequence[tuple[str, float, str]], width: int = 30) -> Padding:
-    """(name, share of one, value) as a bar chart; where there is little room, names are wrapped, never values cut."""
+    """Build a bar chart from rows of (name, fraction of the total, value as text). If there is little room, names are
+    wrapped and values are kept whole."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(overflow="fold")
     for justify in ("right", "right", "left"):
@@ -649,13 +666,13 @@ def build_bar_chart(shares: Sequence[tuple[str, float, str]], width: int = 30) -
 
 
 def format_text_line(text: str) -> RenderableType:
-    """A line of a section."""
+    """Return ``text`` as an indented line of a section."""
     return indent_part(Text(text))
 
 
 def describe_outcome(candidate: Candidate, chosen: float, unhosted: str = "") -> str:
-    """What became of a candidate, next to the ``chosen`` plan's seconds; ``unhosted``: see
-    :func:`describe_tried_offload`."""
+    """Return a phrase for the outcome of a candidate compared with the plan's ``chosen`` seconds. ``unhosted``: the
+    text of :func:`describe_tried_offload`."""
     why = f" ({candidate.reason})" if candidate.reason else ""
     if candidate.status == "chosen":
         return "this is the plan"
@@ -683,7 +700,8 @@ _ALGORITHMS = {
 
 
 def explain_sequence_axis(plan: Plan) -> Iterator[RenderableType]:
-    """Why there is a ``cp`` axis, and why attention runs as it does."""
+    """Yield lines that explain why the plan uses the ``cp`` axis, and its attention algorithm; nothing if ``cp`` is
+    1."""
     cp, chosen = plan.mesh.get("cp", 1), plan.certificate.objective
     if cp == 1:
         return
@@ -710,7 +728,7 @@ def explain_sequence_axis(plan: Plan) -> Iterator[RenderableType]:
 
 
 def explain_expert_axis(plan: Plan) -> Iterator[RenderableType]:
-    """Why there is an ``ep`` axis, and how wide."""
+    """Yield lines that explain why the plan uses the ``ep`` axis, and its size; nothing if ``ep`` is 1."""
     ep, program = plan.mesh.get("ep", 1), plan.written
     if ep == 1:
         return
@@ -744,7 +762,8 @@ def explain_expert_axis(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _explain_without_axis(plan: Plan, axis: str, words: str, size: int = 1) -> Iterator[RenderableType]:
-    """What the candidates would do whose ``axis`` is of another ``size``."""
+    """Yield a line on the candidates in which ``axis`` has ``size`` ranks: their best step time or their lower
+    bound."""
     others = [c for c in plan.certificate.candidates if c.mesh.get(axis, 1) == size]
     chosen = plan.certificate.objective
     solved = [c for c in others if c.step_time is not None]

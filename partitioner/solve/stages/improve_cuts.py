@@ -1,11 +1,15 @@
-"""Cuts of the calls into a schedule's virtual stages: better cuts, and a lower bound on all cuts.
+"""Improve the cuts of the calls into a schedule's virtual stages, and compute a lower bound on the step time of all
+cuts.
 
-The time of a schedule is the longest of the paths through its actions. Each path is a weighted sum of the virtual
-stages' forwards and backwards. No cuts take less than the best cuts for one path, or for a mean of paths; these best
-cuts are a shortest path over (stage, cut). Alternately, the cuts answer the mean of all paths so far, and the longest
-path of these cuts is added to the mean (fictitious play, Brown 1951; Robinson 1951): the two sides approach each other.
-Runs of calls that for all microbatches take longer than a step under the first cuts are excluded, because a rank runs
-them one after the other. If the two sides stay apart, a local search moves cuts. If there are few cuts, all are tried.
+The time of a schedule is the length of the longest path through its actions. Each path is a weighted sum of the forward
+and backward times of the virtual stages. For one path, or a mean of paths, the best cuts are a shortest path over
+(stage, cut), and their sum is a lower bound for all cuts. The search alternates: it computes the best cuts for the mean
+of all paths so far, then adds the longest path under these cuts to the mean (fictitious play, Brown 1951; Robinson
+1951). Upper and lower bound approach each other.
+
+A rank runs the microbatches of a stage one after the other. Runs of calls that take longer than the first cuts' step
+for all microbatches are therefore excluded. If a gap remains, a local search moves cuts. If there are few cuts, all are
+tried.
 """
 
 from __future__ import annotations
@@ -36,7 +40,11 @@ _STEPS = (1, -1, 2, -2)  # calls that cuts are moved by
 
 @dataclass(frozen=True)
 class RankedCuts:
-    """``cuts`` with the step time of each, fastest first. ``bound``: lower bound on the step time of all cuts."""
+    """Pairs of step time in seconds and cuts, fastest first, with a lower bound in seconds on the step time of all
+    cuts.
+
+    Cuts are the positions of the first call of each stage, followed by the number of calls.
+    """
 
     cuts: tuple[tuple[float, tuple[int, ...]], ...]
     bound: float
@@ -45,9 +53,12 @@ class RankedCuts:
 def better_cuts(
     tables: StageTables, timetable: Timetable, start: Sequence[int], cutoff_s: float = math.inf, *, quick: bool = False
 ) -> RankedCuts:
-    """Improve the cuts ``start`` of the problem of ``tables``, so that each stage fits on its rank alone.
+    """Search cuts with a shorter step time, starting from the cuts ``start``. Return all cuts that were tried, fastest
+    first, with a lower bound.
 
-    ``cutoff_s``: cuts that take this long or longer are of no interest. ``quick``: run a quarter of the iterations.
+    Each stage alone fits on its rank; the virtual stages of a rank together may not. The search stops early if the
+    lower bound reaches ``cutoff_s`` seconds, because longer steps are of no use to the caller. ``quick``: run a quarter
+    of the iterations.
     """
     costs = _Costs(tables)
     how = {"train": tables.problem.train, "overlap_steps": tables.problem.overlap_steps}
@@ -77,8 +88,11 @@ def better_cuts(
 def _improve_cuts_locally(
     costs: _Costs, timetable: Timetable, how: Mapping[str, bool], seen: dict[tuple[int, ...], float], left: int
 ) -> None:
-    """Local search from the best of ``seen``: move single cuts, and neighbouring cuts together, as long as that helps.
-    ``left``: greatest number of schedules to simulate."""
+    """Add cuts to ``seen`` (step time by cuts) by a local search from the fastest ones. The search moves single cuts
+    and groups of neighbouring cuts, and stops if no move is faster.
+
+    ``left``: largest number of schedules to simulate.
+    """
     best, before = min(seen, key=lambda cuts: seen[cuts]), None
     while best != before and left > 0:
         near = [cuts for cuts in _list_neighbour_cuts(best) if cuts not in seen][:left]
@@ -88,7 +102,8 @@ def _improve_cuts_locally(
 
 
 def _list_neighbour_cuts(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """``cuts`` with one or more neighbouring cuts moved by a few calls, fewest moved cuts first."""
+    """Yield variants of ``cuts`` in which one or more neighbouring cuts are moved by one or two calls. Variants with
+    fewer moved cuts come first."""
     inner = len(cuts) - 2
     for count in range(1, inner + 1):
         for first in range(1, inner + 2 - count):
@@ -99,7 +114,7 @@ def _list_neighbour_cuts(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def _best_of_all(costs: _Costs, timetable: Timetable, how: Mapping[str, bool], calls: int, stages: int) -> RankedCuts:
-    """All cuts, tried one by one."""
+    """Simulate all possible cuts and return the fastest ones. The bound is the step time of the best."""
     taken = costs.taken(timetable, _all_cuts(calls, stages), how, _KEPT)  # the cuts of the start fit
     order = tuple((seconds, cuts) for cuts, seconds in taken.items())
     return RankedCuts(order, order[0][0])
@@ -112,8 +127,11 @@ def _all_cuts(calls: int, stages: int) -> Places:
 
 
 class _Costs:
-    """Seconds of every run of calls on every virtual stage, by :class:`Phases`, shape
-    ``[stages, 5, calls + 1, calls + 1]``; the backward for inputs is infinite where a run does not fit."""
+    """Seconds of every run of calls on every virtual stage.
+
+    There is one array for each stage, of shape ``[5, calls + 1, calls + 1]``; the first dimension is the fields of
+    :class:`Phases`. The backward for inputs is infinite if the run does not fit in memory.
+    """
 
     def __init__(self, tables: StageTables) -> None:
         problem = tables.problem
@@ -140,8 +158,10 @@ class _Costs:
     def taken(
         self, timetable: Timetable, cuts: Places, how: Mapping[str, bool], most: int | None = None
     ) -> dict[tuple[int, ...], float]:
-        """Step times of the rows of ``cuts`` whose stages each fit on their rank, fastest first. ``most``: number of
-        results."""
+        """Simulate the cuts in the rows of ``cuts`` and return step time in seconds by cuts, fastest first.
+
+        Cuts with a stage that alone does not fit on its rank are left out. ``most``: largest number of results.
+        """
         each = np.stack([table[:, cuts[:, k], cuts[:, k + 1]] for k, table in enumerate(self.of_stage)])
         fit = np.flatnonzero(np.isfinite(each[:, 1]).all(axis=0))
         if not len(fit):
@@ -151,7 +171,7 @@ class _Costs:
         return dict(zip(map(tuple, cuts[fit[order]].tolist()), seconds[order].tolist(), strict=True))
 
     def bands(self, most: float) -> _Bands:
-        """The runs of calls that take at most ``most`` seconds."""
+        """Return the table of the runs of calls that take at most ``most`` seconds per microbatch and fit in memory."""
         size = self.of_stage[0].shape[-1]
         total = np.stack([table[:3].sum(axis=0) for table in self.of_stage])
         length = np.arange(size)[None, :] - np.arange(size)[:, None]
@@ -167,14 +187,18 @@ class _Costs:
 
 @dataclass(frozen=True)
 class _Bands:
-    """Runs of calls by their end and their length minus one. ``seconds``: shape ``[stages, 5, calls + 1, width]``.
-    ``barred``: shape ``[stages, calls + 1, width]``, infinite for entries that are no run."""
+    """Seconds of runs of calls, indexed by the end of the run and by its length minus one.
+
+    ``seconds``: shape ``[stages, 5, calls + 1, width]``. ``barred``: shape ``[stages, calls + 1, width]``; 0 if the
+    entry is an allowed run, else infinite.
+    """
 
     seconds: Table
     barred: Table
 
     def shortest(self, paths: Table) -> tuple[float, tuple[int, ...]]:
-        """The least sum of the stages' phases, each weighted by ``paths``, and its cuts."""
+        """Return the least weighted sum of the stages' phases in seconds, and the cuts that attain it. ``paths``:
+        weights, shape ``[stages, 5]``."""
         sums = np.einsum("kc,kcjw->kjw", paths, self.seconds) + self.barred
         _, size, width = sums.shape
         reached = np.full(width + size, np.inf)  # the first ``width`` are before all calls
@@ -192,5 +216,5 @@ class _Bands:
 
 
 def _count_microbatches(timetable: Timetable) -> int:
-    """Number of microbatches of a timetable."""
+    """Return the number of microbatches that ``timetable`` runs in one step."""
     return sum(action.kind == "F" and action.chunk == 0 for action in timetable.orders[0])

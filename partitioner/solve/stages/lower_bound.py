@@ -1,7 +1,7 @@
-"""Fast lower bounds on stage times: the least maximum and the least sum of times, of one split or of two.
+"""Lower bounds on stage times that are quick to compute: on the slowest stage and on the sum of all stages.
 
-Stages are equal where memory allows it, so runs of calls that take much longer than an even share are skipped: with
-many stages few runs are left.
+Stages are about equal if memory allows it. Runs of calls that take much longer than an even share of the work are
+therefore skipped. With many stages few runs are left.
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ _LONG, _SEVERAL = 2.0, 4  # times an even share, or the largest call; microbatch
 
 @dataclass(frozen=True)
 class LeastTime:
-    """Seconds of a microbatch that no split can go below: on the slowest stage, and on all together; ``forward_s``: the
-    forwards of ``total_s``; ``backward_s``: of a single stage, with what it recomputes. ``unseen``: the same two of the
-    splits that were not looked at, which may be all. ``step_s``: of a whole step, of those that were, see
-    :func:`_after_others`."""
+    """Lower bounds in seconds per microbatch over all splits: on the slowest stage, and on the sum of all stages
+    (``total_s``).
+
+    ``forward_s``: the forward part of ``total_s``. ``backward_s``: backward with recomputation, known only for a single
+    stage. ``unseen``: bounds on (slowest, total) for the splits that were skipped; infinite if none were skipped.
+    ``step_s``: lower bound on the whole step for the splits that were examined.
+    """
 
     slowest_s: float
     total_s: float
@@ -43,11 +46,12 @@ class LeastTime:
 
     @property
     def is_seen(self) -> bool:
-        """Whether splits were looked at, and fit."""
+        """Whether splits were examined and at least one fits in memory."""
         return bool(np.isfinite(self.total_s))
 
     def pipeline_s(self, schedule: str | ScheduleTable, p: int, m: int, overlap_steps: bool = False) -> float:
-        """Seconds of ``m`` microbatches under a schedule that has one stage on each of ``p`` ranks."""
+        """Return a lower bound on the seconds of ``m`` microbatches under ``schedule`` with one stage on each of ``p``
+        ranks."""
         fill = least_fill(schedule, p, m, 1, overlap_steps)
         seen = max(self.step_s, self._pipeline_s(schedule, p, m, fill, self.slowest_s, self.total_s))
         return min(seen, self._pipeline_s(schedule, p, m, fill, *self.unseen))
@@ -64,10 +68,12 @@ class LeastTime:
 
 
 def least_time(problem: StageProblem, cutoff_s: float = np.inf, *, quick: bool = False) -> LeastTime:
-    """The least times of ``problem``. Runs that alone make a step of ``cutoff_s`` seconds are left unseen; ``quick``:
-    all long runs, even where there are no others.
+    """Compute lower bounds on the stage times of all splits of ``problem``.
 
-    Raises as :func:`partitioner.solve.stages.split.solve_stages` does, where all runs are looked at.
+    Runs of calls that alone make a step of ``cutoff_s`` seconds are skipped. ``quick``: skip all long runs, even if no
+    split without them fits.
+
+    Raises :class:`CapacityError` if memory cannot suffice, and :class:`PlanError` if there are more stages than calls.
     """
     tables = StageTables(problem)
     if tables.hopeless:
@@ -105,8 +111,11 @@ def least_time(problem: StageProblem, cutoff_s: float = np.inf, *, quick: bool =
 
 
 def _over_runs(tables: StageTables, limit: float) -> tuple[float, float, float] | None:
-    """The least maximum and the least sum of stages of runs whose work alone takes at most ``limit`` seconds, and the
-    least step of :func:`_after_others`; ``None`` if there are none, or longer runs might be better."""
+    """Compute bounds over the splits into runs whose work alone takes at most ``limit`` seconds.
+
+    Returns the least slowest stage, the least sum of stages and the least step, in seconds. Returns ``None`` if there
+    is no such split, or if longer runs might be better.
+    """
     start, stop, firsts = _runs_by_stop(tables, limit)
     if not len(start):
         return None
@@ -139,8 +148,9 @@ def _over_runs(tables: StageTables, limit: float) -> tuple[float, float, float] 
 
 
 class OtherStageTimes(NamedTuple):
-    """Seconds of a microbatch, by call up to which: its forward through all calls at least, its backward for inputs,
-    and its backward for weights on the devices of one stage."""
+    """Cumulative seconds of a microbatch up to each call, three arrays of shape ``[calls + 1]``. ``ahead`` (forward)
+    and ``back`` (backward for inputs) are lower bounds over all stages' devices. ``weights`` (backward for weights) is
+    for the devices of one stage."""
 
     ahead: Vector
     back: Vector
@@ -150,11 +160,12 @@ class OtherStageTimes(NamedTuple):
 def _after_others(
     problem: StageProblem, stage: int, others: OtherStageTimes, start: Places, stop: Places, times: Vector
 ) -> Vector:
-    """Seconds of a step in which ``stage`` runs the calls from ``start`` to ``stop``, ``times`` each microbatch.
+    """Return lower bounds in seconds on the step if ``stage`` runs the calls ``[start, stop)`` in ``times`` seconds per
+    microbatch.
 
-    It begins when the first microbatch has been through all calls before, and ends with the last one's backward; which
-    goes on through all calls before, while no more than so many of the stage's backwards for weights are left. Where
-    steps overlap, either counts, the first stage's from its begin to its end, or the stage's own alone.
+    The stage begins when the first microbatch has passed all earlier calls. After its last backward for inputs,
+    backward continues through all earlier calls; meanwhile the stage can still run the backwards for weights that it
+    has postponed. If steps overlap, only the part of the earlier calls that exceeds these postponed backwards counts.
     """
     ahead, back, weights = others
     late = problem.half_done(stage) * (weights[stop] - weights[start])
@@ -178,7 +189,8 @@ def _bound_other_stages(problem: StageProblem, pace: Pace) -> OtherStageTimes:
 
 
 def _check_memory(tables: StageTables) -> None:
-    """Raise :class:`CapacityError` where no split fits, whatever it takes; it says what is missing and not where."""
+    """Raise :class:`CapacityError` if no split fits in memory under any allowed recomputation. The error states the
+    missing bytes, but no stage."""
     problem = tables.problem
     if problem.pinned or problem.recompute == "full":
         return
@@ -200,8 +212,8 @@ def _check_memory(tables: StageTables) -> None:
 
 
 def _runs_by_stop(tables: StageTables, limit: float) -> tuple[Places, Places, Places]:
-    """The runs whose work takes at most ``limit`` seconds, in the order of their stops: where each starts and stops,
-    and the first of each stop."""
+    """Return the runs of calls whose work takes at most ``limit`` seconds, sorted by their stops: three arrays with the
+    starts, the stops, and the index of the first run for each stop."""
     start, stop = tables.short_runs(limit)
     # as many stages as the calls before and behind take at least, and one for the run
     done = np.concatenate([[0.0], np.cumsum(np.diagonal(tables.least_work, 1))]) / max(limit, TINY)

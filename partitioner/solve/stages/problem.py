@@ -20,9 +20,13 @@ Recompute = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True)
 class StageCall:
-    """A call to be placed. ``inputs``, ``outputs``: names of the values that stages pass on or keep, in the order of
-    ``cost``. ``states``: names. ``index``: its position among the model's calls. ``gathered_bytes``: of its own weights
-    and of its neighbours' while it runs, gradients included. ``at_ends``: see :class:`AtEnds`."""
+    """One call of a module that is to be placed on a stage, with its cost.
+
+    ``path``: the module's name. ``inputs``, ``outputs``: names of the values that stages send or keep, in the order of
+    ``cost``. ``states``: names of the parameters and buffers that it reads. ``index``: its position among the model's
+    calls. ``gathered_bytes``: temporary bytes of gathered weights (its own and its neighbours') while it runs, with
+    gradients. ``at_ends``: temporary bytes at the first and last call of a stage, see :class:`AtEnds`.
+    """
 
     path: str
     cost: CallCost
@@ -35,14 +39,16 @@ class StageCall:
 
     @property
     def working_bytes(self) -> float:
-        """Temporary bytes while the call runs, besides those that are kept."""
+        """Temporary bytes while the call runs, without the bytes that are kept for backward."""
         return self.cost.working_bytes + self.gathered_bytes
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Costs of the calls on the devices of a stage: ``costs`` by position of the calls, of which only the seconds
-    count, and ``overhead`` of the calls that every stage runs for itself."""
+    """Costs of the calls on the devices of one stage. Only the seconds are used.
+
+    ``costs``: by position of the call. ``overhead``: the calls that every stage runs in addition.
+    """
 
     costs: tuple[CallCost, ...]
     overhead: CallCost = field(default_factory=CallCost)
@@ -50,19 +56,25 @@ class Pace:
 
 @dataclass(frozen=True)
 class StageProblem:
-    """The calls, the stages that hold them, and the schedule.
+    """The problem of cutting calls into pipeline stages: the calls in order, the stages' memory and links, and the
+    schedule.
 
-    ``state_bytes``: bytes of a state on a rank, with its gradient and optimizer states. ``late_bytes``: the part of
-    them that is allocated only when the first backward frees activations. ``local``: values that are no call's output
-    on another stage (model inputs, results of shared calls), never sent. ``capacity``: usable bytes of a rank by stage.
-    ``links``: from each stage to the next. ``pinned``: call position -> stage. ``overhead``: the calls that every stage
-    runs for itself. ``paces``: of each stage's devices; empty: the calls' own costs apply. ``bubble``: the schedule's
-    share of the plain pipeline's fill and drain. ``repeated``: by call, whether its block occurs again. ``chunks``:
-    number of stages on one rank, which runs them in turns. ``flying``: the microbatches that each stage holds at a time
-    (:class:`partitioner.schedules.formulas.InFlightMicrobatches`), if the schedule has no formula. ``total_bytes``: of
-    sums over the batch before the first forward of the stage that needs them. ``barred``: by stage, forbidden runs of
-    calls, by start and stop. ``overlap_steps``: ranks begin the next step when they have ended their own part of this
-    one.
+    - ``capacity``: usable bytes of a rank, by stage. ``links``: the link from each stage to the next.
+    - ``state_bytes``: bytes of a parameter or buffer on a rank, with its gradient and optimizer states, by name.
+      ``late_bytes``: the part of these bytes that is allocated only when the first backward frees activations.
+    - ``local``: names of values that are never sent between stages (model inputs, results of calls that every stage
+      runs).
+    - ``recompute``: the recomputation that is required, or ``None`` for a free choice. ``pinned``: stage by position of
+      the call.
+    - ``overhead``: the calls that every stage runs in addition. ``paces``: costs on each stage's devices; if empty, the
+      calls' own costs apply.
+    - ``bubble``: the schedule's fraction of the fill and drain time of a plain pipeline. ``chunks``: number of virtual
+      stages on one rank. ``flying``: for each stage, the numbers of microbatches that it holds at a time, if the
+      schedule has no formula for them.
+    - ``repeated``: for each call, whether its block occurs more than once in the model. ``barred``: for each stage, a
+      mask of the runs of calls ``[start, stop]`` that it may not hold.
+    - ``overlap_steps``: a rank begins the next step when it has ended its own part of this one. ``total_bytes``: bytes
+      of sums over the batch that are sent before the first forward of the stage that needs them.
     """
 
     calls: tuple[StageCall, ...]
@@ -92,7 +104,8 @@ class StageProblem:
 
     @property
     def num_rounds(self) -> int:
-        """Number of times that a rank runs a stage, forward and backward."""
+        """Number of times per step that a rank runs one of its stages forward and backward: microbatches times virtual
+        stages."""
         return self.num_microbatches * self.chunks
 
     def pace(self, stage: int) -> Pace:
@@ -103,22 +116,22 @@ class StageProblem:
         return Pace(tuple(call.cost for call in self.calls), self.overhead)
 
     def held(self, stage: int) -> tuple[Counts, ...]:
-        """Counts of microbatches that a stage holds at a time: (backward not begun, between the two backward halves).
-        The memory of the stage peaks at one of these pairs."""
+        """Return the numbers of microbatches that ``stage`` holds at a time, as pairs (backward not begun, between the
+        two backward halves). The memory of the stage peaks at one of these pairs."""
         if not self.train:
             return ((1, 0),)
         return self.flying[stage] if self.flying else self._count_formula_in_flight(stage)
 
     def in_flight(self, stage: int) -> int:
-        """Upper bound on the number of microbatches that a stage holds at a time."""
+        """Return an upper bound on the number of microbatches that ``stage`` holds at a time."""
         return max(map(sum, self.held(stage)))
 
     def not_begun(self, stage: int) -> int:
-        """Upper bound on the number of microbatches whose backward has not begun."""
+        """Return the largest number of microbatches that ``stage`` holds at a time before their backward."""
         return max(whole for whole, _ in self.held(stage))
 
     def half_done(self, stage: int) -> int:
-        """Upper bound on the number of microbatches between the two backward halves."""
+        """Return the largest number of microbatches that ``stage`` holds at a time between the two backward halves."""
         return max(half for _, half in self.held(stage))
 
     def _count_formula_in_flight(self, stage: int) -> tuple[Counts, ...]:
@@ -126,8 +139,8 @@ class StageProblem:
 
     @cached_property
     def slim(self) -> StageProblem | None:
-        """This problem under selective recomputation; ``None`` if that is not allowed or no call has anything to
-        recompute so."""
+        """This problem with the costs of selective recomputation; ``None`` if that is not allowed, or if no call has
+        cheap parts to recompute."""
         scores = any(call.cost.selective_bytes for call in self.calls)
         if not (self.train and scores and self.recompute in (None, "selective")):
             return None
@@ -139,6 +152,7 @@ class StageProblem:
 
     @property
     def last_repeated(self) -> int:
-        """The position after the last call of a repeated block; "full" recomputes up to there."""
+        """The index after the last call of a repeated block, or the number of calls if no block repeats. "full"
+        recomputes only calls before it."""
         places = [k for k, repeats in enumerate(self.repeated) if repeats]
         return places[-1] + 1 if places else len(self.calls)

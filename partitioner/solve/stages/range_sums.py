@@ -1,6 +1,7 @@
-"""Sums over every run ``[i, j)`` of a sequence of calls at once, as tables of shape ``[calls + 1, calls + 1]``.
+"""Tables of sums and maxima over every run ``[i, j)`` of consecutive calls, each of shape ``[calls + 1, calls + 1]``.
 
-An item that several calls of a run share (a tied weight, a rotary table that every layer keeps) counts once in it.
+A call is one execution of a module of the model. Rows of a table are the starts of runs, columns are their ends. If
+several calls of a run use the same tensor (for example a tied weight), its bytes count once in that run.
 """
 
 from __future__ import annotations
@@ -24,8 +25,12 @@ _MOST_KNOWN = 1 << 21  # entries of tables of states
 
 
 class Holding(NamedTuple):
-    """The values that a call reads, makes and keeps, see :class:`partitioner.solve.stages.problem.StageCall` and its
-    cost."""
+    """The values that one call reads, writes and keeps, with their bytes. This is the hashable part of a ``StageCall``
+    and its cost, so that tables can be cached by it.
+
+    ``inputs``, ``outputs`` and ``states`` (parameters and buffers) are names. ``input_bytes``, ``saved_inputs``,
+    ``output_bytes`` and ``output_grads`` are parallel to the names.
+    """
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -41,8 +46,11 @@ class Holding(NamedTuple):
 
 
 def segments_of(calls: Sequence[StageCall], local: Collection[str] = frozenset()) -> Segments:
-    """The runs of ``calls``; see :class:`StageProblem` for ``local``. Results are cached: problems that differ only in
-    stages, states and seconds share them."""
+    """Return the tables over all runs of ``calls``, from a cache if calls with equal values and bytes were seen before.
+
+    ``local``: names of values that are never sent between stages. Stages, states' bytes and seconds are not part of the
+    tables, so problems that differ only in them share the result.
+    """
     holdings = tuple(
         Holding(
             call.inputs,
@@ -63,7 +71,10 @@ def segments_of(calls: Sequence[StageCall], local: Collection[str] = frozenset()
 
 
 class Segments:
-    """Bytes and transfers of every run of ``calls``."""
+    """Tables of the bytes that every run of ``calls`` keeps, uses and transfers, each computed at its first use.
+
+    ``local``: names of values that are never sent between stages.
+    """
 
     def __init__(self, calls: Sequence[Holding], local: Collection[str] = frozenset()) -> None:
         self.calls = calls
@@ -71,23 +82,25 @@ class Segments:
 
     @cached_property
     def saved(self) -> Table:
-        """Bytes kept per microbatch, besides inputs."""
+        """Bytes of activations that each run saves for backward, per microbatch, without its inputs."""
         return self.sums([c.saved_bytes for c in self.calls])
 
     @cached_property
     def carried(self) -> Table:
-        """Bytes held per microbatch between the halves of its backward, besides inputs."""
+        """Bytes that each run holds between its backward for inputs and its backward for weights, per microbatch,
+        without its inputs."""
         return self.sums([c.carried_bytes for c in self.calls])
 
     @cached_property
     def largest_again(self) -> Table:
-        """Greatest bytes that one recomputed call keeps and works with."""
+        """For each run, the largest sum of saved and temporary bytes of a single call: the peak while calls are
+        recomputed one at a time."""
         return self._tabulate_run_maxima([c.saved_bytes + c.working_bytes for c in self.calls])
 
     @cached_property
     def largest_working(self) -> Table:
-        """Greatest temporary bytes. A peak may be the start of a microbatch's backward in the last call, while
-        gradients of the first call are still in flight from the previous microbatch."""
+        """For each run, the largest temporary bytes at any moment. This is the maximum over its calls, or the backward
+        of the last call together with gradients of the first call that the previous microbatch is still sending."""
         table = self._tabulate_run_maxima([c.working_bytes for c in self.calls])
         last, lingering, _ = zip(*(c.at_ends for c in self.calls), strict=True)
         if not any(lingering):
@@ -97,17 +110,22 @@ class Segments:
 
     @cached_property
     def closing(self) -> Table:
-        """By start: bytes of gradients that are sent when everything else of a microbatch is freed."""
+        """Bytes of the gradients that a run sends at the end of a microbatch's backward, when its activations are
+        freed. Shape ``[calls + 1]``, indexed by the start of the run."""
         return np.array([*(c.at_ends[2] for c in self.calls), 0.0])
 
     def states_of(self, sizes: Mapping[str, float]) -> Table:
-        """Bytes of the distinct states. ``sizes``: bytes by state, not to be changed later."""
+        """Return the table of bytes of the distinct states (parameters and buffers) in each run.
+
+        ``sizes``: bytes by name of state. The result is cached by the identity of ``sizes``, so the mapping must not be
+        modified later.
+        """
         names = tuple(call.states for call in self.calls)
         return (_states_of if len(names) <= _MOST_REMEMBERED else _StateReads)(names).table(sizes)
 
     @cached_property
     def saved_inputs(self) -> Table:
-        """Bytes of the distinct inputs that are kept per microbatch."""
+        """Bytes of the distinct inputs that each run keeps for backward, per microbatch."""
         return self._tabulate_distinct_bytes(
             [
                 [item for item, kept in zip(self._list_input_items(c), c.saved_inputs, strict=True) if kept]
@@ -117,22 +135,23 @@ class Segments:
 
     @cached_property
     def all_inputs(self) -> Table:
-        """Bytes of the distinct inputs, which recomputation keeps."""
+        """Bytes of all distinct inputs of the calls in each run. Recomputation must keep them."""
         return self._tabulate_distinct_bytes([self._list_input_items(c) for c in self.calls])
 
     @cached_property
     def forward(self) -> Table:
-        """Bytes that pass each cut forward, shape ``[calls + 1]``: made before it and read at it or later."""
+        """Bytes of the values that are sent across each cut in forward, shape ``[calls + 1]``. A value crosses a cut if
+        a call before the cut writes it and a call after the cut reads it."""
         return self._passing(gradients=False)
 
     @cached_property
     def backward(self) -> Table:
-        """Bytes of gradients that pass each cut backward."""
+        """Bytes of the gradients that are sent across each cut in backward, shape ``[calls + 1]``."""
         return self._passing(gradients=True)
 
     @cached_property
     def boundary(self) -> Table:
-        """Bytes of the send and receive buffers at both ends of a run."""
+        """Bytes of the send and receive buffers of each run, for values and gradients at its start and at its end."""
         both: Table = self.forward + self.backward
         return both[:, None] + both[None, :]
 
@@ -140,7 +159,7 @@ class Segments:
         return list(zip(call.inputs, call.input_bytes, strict=True))
 
     def sums(self, per_call: Sequence[float]) -> Table:
-        """Sum over every run of ``per_call``."""
+        """Return the table of the sums of ``per_call`` (one number for each call) over every run."""
         prefix: Table = np.concatenate([[0.0], np.cumsum(np.asarray(per_call, dtype=np.float64))])
         return np.maximum(0.0, prefix[None, :] - prefix[:, None])
 
@@ -152,7 +171,8 @@ class Segments:
         return table
 
     def _tabulate_distinct_bytes(self, items: Sequence[Sequence[Item]]) -> Table:
-        """Bytes of the distinct items of every run, each counted once."""
+        """Return the table of bytes of the distinct items in each run. ``items``: for each call, its pairs of name and
+        bytes."""
         places, counted = _index_first_occurrences([[name for name, _ in own] for own in items])
         sizes = np.array([size for own in items for _, size in own], dtype=np.float64)
         return _sum_first_occurrences(places, sizes[counted], len(items))
@@ -169,7 +189,8 @@ class Segments:
 
 
 class _StateReads:
-    """The states that calls read, by call."""
+    """The names of the states (parameters and buffers) that each call reads, prepared for tables with different byte
+    sizes."""
 
     def __init__(self, names: Sequence[Sequence[str]]) -> None:
         self._places, counted = _index_first_occurrences(names)
@@ -178,7 +199,8 @@ class _StateReads:
         self._known: dict[int, tuple[Mapping[str, float], Table]] = {}
 
     def table(self, sizes: Mapping[str, float]) -> Table:
-        """Bytes of the distinct states of every run. ``sizes``: bytes by state."""
+        """Return the table of bytes of the distinct states in each run. ``sizes``: bytes by name of state; the result
+        is cached by its identity."""
         if id(sizes) not in self._known:
             if len(self._known) * (self._calls + 1) ** 2 > _MOST_KNOWN:
                 self._known.clear()
@@ -199,8 +221,11 @@ def _build_cached_segments(calls: tuple[Holding, ...], local: frozenset[str]) ->
 
 
 def _sum_first_occurrences(places: NDArray[np.int64], sizes: NDArray[np.float64], n: int) -> Table:
-    """Table of runs of ``n`` calls: the entry ``[i, k + 1]`` sums the bytes that calls ``i`` to ``k`` add, each item
-    once."""
+    """Return the table of bytes of distinct items over all runs of ``n`` calls.
+
+    ``places`` and ``sizes`` are parallel: the flat index from :func:`_index_first_occurrences` and the bytes of each
+    item.
+    """
     added = np.bincount(places, sizes, minlength=n * n).reshape(n, n)
     first = np.triu(np.cumsum(added, axis=0))  # [i, k]: bytes that call k adds to a run that starts at i
     table = np.zeros((n + 1, n + 1))
@@ -209,9 +234,12 @@ def _sum_first_occurrences(places: NDArray[np.int64], sizes: NDArray[np.float64]
 
 
 def _index_first_occurrences(names: Sequence[Sequence[str]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """For the items of calls, by name: the first start from which a call adds each item (the call after the last that
-    has the item), as a flat index into ``[start, call]``; and the numbers of the counted items, since an item that a
-    call has twice counts once."""
+    """Find from which start of a run each item of a call is new in the run, so that sums count shared items once.
+
+    Returns two parallel arrays: flat indices into ``[start, call]``, and the position of the item in the concatenated
+    ``names``. The start is the call after the previous call that has the item. An item that one call names twice is
+    listed once.
+    """
     n, previous = len(names), dict[str, int]()
     places: list[int] = []
     counted: list[int] = []

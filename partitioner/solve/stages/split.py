@@ -32,14 +32,18 @@ _HOW = {
 
 
 def check_room(takes: str, needed: float, room: float) -> None:
-    """Raise :class:`CapacityError` where what ``takes`` the ``needed`` bytes has no ``room``; no plan lacks less."""
+    """Raise :class:`CapacityError` if ``needed`` bytes exceed ``room`` bytes. ``takes``: the start of the message,
+    which names what needs the memory."""
     if (missing := math.ceil(needed - room)) > 0:
         text = f"{takes} of the {bytes_text(room)} usable on a device: {bytes_text(missing)} too much"
         raise CapacityError(text, missing_bytes=missing, at_least=True)
 
 
 def _find_least_shortage(tables: StageTables) -> tuple[float, int, list[int]]:
-    """Over all splits, the least that any rank can lack (bytes, negative: to spare), on which stage, and the cuts."""
+    """Find the split whose worst memory shortage over its stages is smallest.
+
+    Returns that shortage in bytes (negative if memory is left over), the number of the worst stage, and the cuts.
+    """
     least = [_find_pinned_memory(tables, stage) for stage in range(len(tables.allowed))]
     excess = [m - c for m, c in zip(least, tables.problem.capacity, strict=True)]
     worst, cuts = min_max(excess)
@@ -48,7 +52,8 @@ def _find_least_shortage(tables: StageTables) -> tuple[float, int, list[int]]:
 
 
 def _find_pinned_memory(tables: StageTables, stage: int) -> Table:
-    """The least peak bytes of every segment: where "full" is asked for, with just that recomputed."""
+    """Return the table of the least peak bytes of every run of calls on ``stage``. If the problem asks for full
+    recomputation, exactly that is assumed."""
     if tables.problem.recompute != "full" or not tables.problem.train:
         return tables.least_memory[stage]
     start, stop = np.nonzero(tables.allowed[stage])
@@ -58,7 +63,12 @@ def _find_pinned_memory(tables: StageTables, stage: int) -> Table:
 
 
 def capacity_error(tables: StageTables, *, relaxed: bool = False) -> PlanError:
-    """Why no split of a problem is possible: what lacks least, and where; ``relaxed``: a plan lacks that or more."""
+    """Build the error for a problem that no split satisfies. It names the stage of the split that lacks the least
+    memory, and the missing bytes.
+
+    Returns a plain :class:`PlanError` if pinned calls exclude every split. ``relaxed``: the missing bytes are a lower
+    bound.
+    """
     problem = tables.problem
     missing, stage, cuts = _find_least_shortage(tables)
     if not np.isfinite(missing):
@@ -82,12 +92,13 @@ SLACK = 0.01  # share of the optimum that may be lost for equal stages
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The calls ``start:stop`` of a stage. Backward recomputes the first ``recompute`` of them and, if ``selective``,
-    the parts of the others that are quick to recompute.
+    """The calls ``start:stop`` of one stage, with seconds and memory. Backward recomputes the first ``recompute`` calls
+    in full. If ``selective``, it also recomputes the cheap parts of the other calls.
 
-    Seconds are per microbatch. ``transfer_s``: waits for neighbours, in both directions; ``forward_wait_s``: the part
-    before the forward. ``in_flight``: number of microbatches at a time. ``number``: the stage's number in the problem.
-    ``parts``: a rank's virtual stages; between them lie calls of other ranks.
+    Seconds are per microbatch. ``transfer_s``: seconds of waiting for neighbours in both directions, of which
+    ``forward_wait_s`` precede the forward. ``memory``: peak bytes. ``in_flight``: number of microbatches held at a
+    time. ``number``: position of the stage in the problem. ``parts``: the virtual stages of a rank that has several;
+    calls of other ranks lie between them.
     """
 
     start: int
@@ -106,12 +117,12 @@ class StagePlan:
 
     @property
     def runs(self) -> tuple[StagePlan, ...]:
-        """The stage's runs of consecutive calls."""
+        """The runs of consecutive calls of this stage: its virtual stages, or the stage itself."""
         return self.parts or (self,)
 
     @property
     def places(self) -> list[int]:
-        """The positions of the stage's calls."""
+        """The indices of the stage's calls in the problem, in order."""
         return [place for run in self.runs for place in range(run.start, run.stop)]
 
     @property
@@ -121,11 +132,11 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class StageSplit:
-    """The stages in order, and the seconds of a step's pipeline.
+    """The stages of a pipeline in order, and the seconds that one step of the pipeline takes.
 
-    ``lower_bound_s``: lower bound on the pipeline's seconds; the optimum may be less balanced than ``stages``.
-    ``microbatch_s``: of a microbatch through all calls, forward and backward, by the calls' own costs. ``virtual``: the
-    virtual stages, if they differ from the stages.
+    ``lower_bound_s``: lower bound on the pipeline's seconds over all splits. ``stages`` may be slightly slower, because
+    equal stages are preferred. ``microbatch_s``: seconds of one microbatch through all calls, forward and backward,
+    from the calls' own costs. ``virtual``: the virtual stages if a rank has several, else empty.
     """
 
     stages: tuple[StagePlan, ...]
@@ -140,11 +151,15 @@ class StageSplit:
 
 
 class NoneLeft(CapacityError):
-    """Every feasible split has a stage that is a barred run of calls."""
+    """Error: every split that fits in memory contains a run of calls that the problem bars."""
 
 
 def solve_stages(problem: StageProblem, tables: StageTables | None = None) -> StageSplit:
-    """The best split. Raises :class:`PlanError` with more stages than calls, :class:`CapacityError` if none fits."""
+    """Return the split with the least pipeline time. ``tables``: the tables of ``problem``, if they exist already.
+
+    Raises :class:`PlanError` if there are more stages than calls, and :class:`CapacityError` if no split fits in
+    memory.
+    """
     tables = tables or StageTables(problem)
     split = None if tables.hopeless else _Splitter(tables).best()
     if split is None:
@@ -153,14 +168,15 @@ def solve_stages(problem: StageProblem, tables: StageTables | None = None) -> St
 
 
 class _Splitter:
-    """Shortest paths over the tables of a problem."""
+    """Search for the best split by shortest paths over (stage, cut), with the seconds and memory in ``tables``."""
 
     def __init__(self, tables: StageTables) -> None:
         self.tables = tables
         self.problem = tables.problem
 
     def best(self) -> StageSplit | None:
-        """The split of least ``(m - b) max + b sum``; ``None`` if nothing fits."""
+        """Return the split that minimises ``(m - b) max + b sum`` of the stage times; ``None`` if no split fits in
+        memory."""
         bubble = self.problem.bubble
         often = self.problem.num_rounds - bubble
         free = self.path(np.inf)
@@ -190,9 +206,10 @@ class _Splitter:
         return self.split(self.balanced(best), best_cost)
 
     def balanced(self, best: list[int]) -> list[int]:
-        """The cuts of the least maximum among those that cost at most slightly more than ``best``.
+        """Return the cuts with the smallest slowest stage among all cuts that cost at most 1 % more than ``best``.
 
-        With few microbatches the time hardly depends on the cuts, and memory and later schedules prefer equal stages.
+        With few microbatches the time hardly depends on the cuts. Equal stages then need less memory and suit other
+        schedules.
         """
         low, high = self.lowest_limit(), self.largest(best)
         limit, allowed = low, (1 + SLACK) * self.cost(best)
@@ -206,7 +223,8 @@ class _Splitter:
         return best
 
     def path(self, limit: float) -> list[int] | None:
-        """The cuts of the least sum of stage times, none above ``limit``; ``None`` if there are none."""
+        """Return the cuts with the least sum of stage times, if no stage may take more than ``limit`` seconds; ``None``
+        if no cuts satisfy that."""
         n, p = len(self.problem.calls), self.problem.num_stages
         reached = np.full(n + 1, np.inf)
         reached[0] = 0.0
@@ -224,7 +242,7 @@ class _Splitter:
         return cuts[::-1]
 
     def lowest_limit(self) -> float:
-        """The least possible maximum of the stages' times."""
+        """Return the seconds of the slowest stage, minimised over all cuts."""
         return float(min_max(self.tables.times)[0])
 
     def stage_times(self, cuts: list[int]) -> list[float]:
@@ -250,10 +268,10 @@ class _Splitter:
 def stage_plan(
     tables: StageTables, stage: int, start: int, stop: int, recompute: int | None = None, *, in_part: bool = False
 ) -> StagePlan:
-    """The plan of stage ``stage`` with the calls ``start:stop``.
+    """Build the plan of stage ``stage`` with the calls ``start:stop``, with its seconds and peak bytes.
 
-    ``recompute``: number of calls to recompute whole; by default the least that memory allows. ``in_part``: also
-    recompute selectively in the other calls, if ``recompute`` is given.
+    ``recompute``: number of first calls to recompute in full; by default the fewest that fit in memory. ``in_part``:
+    also recompute the cheap parts of the other calls. It applies only if ``recompute`` is given.
     """
     problem = tables.problem
     here = np.array([start]), np.array([stop])

@@ -1,9 +1,9 @@
-"""Cut calls into stages for the shortest step, of which the pipeline is only a part.
+"""Cut calls into stages for the shortest training step, of which the pipeline is only a part.
 
-A stage solver minimises the pipeline time. The reductions and the optimizer's update after the pipeline depend on the
-cuts too, so cuts with a longer pipeline may give a shorter step. Runs of calls with at least as much work after the
-pipeline as the cuts found are therefore barred, and the solver is called again, until the pipeline alone takes as long
-as the best step.
+A stage solver minimises the pipeline time. The gradient reductions and the optimizer's update after the pipeline depend
+on the cuts too, so cuts with a longer pipeline may give a shorter step. The search therefore repeats the solver. Each
+time it bars the runs of calls that have at least as much work after the pipeline as the last cuts. It stops if the
+pipeline and the least work after it take as long as the best step.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ Priced = TypeVar("Priced")
 
 @dataclass(frozen=True)
 class PricedSplit(Generic[Priced]):
-    """Stages, the seconds of their step and what came with these; ``lower_bound_s``: what no cuts go below, if that is
-    below what was asked."""
+    """A split, the seconds of its step, and the additional result of the function that computed these seconds
+    (``priced``).
+
+    ``lower_bound_s``: lower bound on the step over all splits; at most ``step_s`` and the cutoff of the search.
+    """
 
     split: StageSplit
     step_s: float
@@ -46,17 +49,18 @@ def cut_for_step(
     run_tails: Callable[[float], Sequence[Table]],
     cutoff_s: float = np.inf,
 ) -> PricedSplit[Priced]:
-    """The stages of the least step.
+    """Return the split with the shortest step, with a lower bound on the step over all splits.
 
     Args:
-        solve: the stages of the least pipeline; raises :class:`PlanError` where there are none.
-        price: seconds of a step with some stages.
-        least_tail_s: what follows the pipeline at least, wherever calls are cut.
-        run_tails: the same by stage and run of calls; of runs that alone take a step longer than so many seconds
-            infinite.
-        cutoff_s: steps that take as long as that are of no interest.
+        problem: the calls and stages.
+        solve: returns the split with the shortest pipeline; raises :class:`PlanError` if there is none.
+        price: returns the seconds of a step with a split, and a result that is passed on.
+        least_tail_s: lower bound on the seconds after the pipeline, for any split.
+        run_tails: returns for each stage a table of seconds after the pipeline, by run of calls. The argument is a step
+            time in seconds; runs that alone make the step longer may be infinite.
+        cutoff_s: steps that take at least this many seconds are of no use to the caller.
 
-    Raises as ``solve`` and ``price`` do for the least pipeline.
+    Raises the errors of ``solve`` and ``price`` for the split with the shortest pipeline.
     """
     split = solve(problem)
     step, priced = price(split)
@@ -96,7 +100,7 @@ def cut_for_step(
 
 
 def _list_stage_tails(tails: Sequence[Table], split: StageSplit) -> list[float]:
-    """What follows the pipeline at least, by stage."""
+    """Return a lower bound on the seconds after the pipeline for each stage of ``split``."""
     stages = split.virtual or split.stages
     return [float(tail[stage.start, stage.stop]) for tail, stage in zip(tails, stages, strict=True)]
 

@@ -47,8 +47,12 @@ Taken = Callable[[Sequence[StagePlan]], float]
 def fit_virtual_stages(
     tables: StageTables, plans: Sequence[StagePlan], taken: Taken, capacity: float
 ) -> list[StagePlan] | None:
-    """A rank's virtual stages, cut as ``plans`` are, that take no more than ``capacity`` bytes together by what
-    ``taken`` says; ``None`` where too much is left, whatever is made again."""
+    """Choose the recomputation of a rank's virtual stages so that they fit in ``capacity`` bytes together, at the least
+    time.
+
+    ``plans``: the virtual stages; their calls stay as they are. ``taken``: returns the peak bytes of all virtual stages
+    together. Returns the new plans, or ``None`` if not even the most recomputation fits.
+    """
     every = _by_calls(tables, plans), _in_part(tables, plans), _by_calls(tables, plans, in_part=True)
     found = [ways for ways in map(list, every) if ways]
     fits = [best for ways in found if (best := _find_least_recompute_fit(ways, taken, capacity)) is not None]
@@ -56,7 +60,8 @@ def fit_virtual_stages(
 
 
 def _find_least_recompute_fit(ways: Sequence[list[StagePlan]], taken: Taken, capacity: float) -> list[StagePlan] | None:
-    """The first of ``ways``, each of which makes more again than the one before it, that fits."""
+    """Return the first of ``ways`` that fits in ``capacity`` bytes, or ``None`` if none fits. ``ways`` are ordered by
+    increasing recomputation, so a binary search finds it."""
     low, high = 0, len(ways) - 1
     if taken(ways[high]) > capacity:
         return None
@@ -67,8 +72,11 @@ def _find_least_recompute_fit(ways: Sequence[list[StagePlan]], taken: Taken, cap
 
 
 def _by_calls(tables: StageTables, plans: Sequence[StagePlan], *, in_part: bool = False) -> Iterator[list[StagePlan]]:
-    """``plans`` with no call made again whole, then with one more each time, the others all ``in_part`` or not at all;
-    none where there is no choice."""
+    """Yield variants of ``plans``: first with no call recomputed in full, then with one more such call each time, in
+    the order of bytes freed per second of recomputation.
+
+    ``in_part``: the other calls are recomputed selectively. Yields nothing if the problem leaves no such choice.
+    """
     most = [int(tables.most_recomputed[plan.start, plan.stop]) for plan in plans]
     if tables.problem.recompute == "full" or not any(most) or (in_part and tables.slim is None):
         return
@@ -94,8 +102,11 @@ def _by_calls(tables: StageTables, plans: Sequence[StagePlan], *, in_part: bool 
 
 
 def _in_part(tables: StageTables, plans: Sequence[StagePlan]) -> Iterator[list[StagePlan]]:
-    """``plans`` with nothing made again, then with one more made again in part each time, the longest kept first; none
-    where there is no choice."""
+    """Yield variants of ``plans``: first without recomputation, then with one more virtual stage recomputed selectively
+    each time. Stages that hold more microbatches come first.
+
+    Yields nothing if selective recomputation is not allowed, or if it is required for all stages.
+    """
     if tables.slim is None or tables.problem.recompute == "selective":
         return
     now = [stage_plan(tables, plan.number, plan.start, plan.stop, 0) for plan in plans]
@@ -122,16 +133,18 @@ def solve_virtual(
     improved: bool = True,
     cutoff_s: float = np.inf,
 ) -> StageSplit:
-    """The stages of ``problem`` and their time. The problem has one stage for each virtual stage, with the capacity of
-    its rank.
+    """Cut the calls of ``problem`` into the virtual stages of ``schedule``, and return the stages of each rank with the
+    simulated pipeline time. The problem has one stage for each virtual stage; its capacity is that of the stage's rank.
 
-    ``proven``: also compute a lower bound on all cuts. ``improved``: search other cuts than those that are best by the
-    model of the largest stage. ``cutoff_s``: pipelines that take this long or longer are of no interest.
+    ``chunks``: number of virtual stages on each rank. ``proven``: also compute a lower bound over all cuts.
+    ``improved``: also search cuts beyond those that are best if the largest stage paces all others. ``cutoff_s``:
+    pipelines that take at least this many seconds are of no use to the caller.
 
-    If memory is short, cuts under selective recomputation and under full recomputation of all stages are tried, too:
-    cuts chosen without recomputation may fit worse.
+    If memory is short, cuts chosen for selective and for full recomputation of all stages are also tried. Cuts chosen
+    without recomputation may fit worse.
 
-    Raises :class:`PlanError` with more stages than calls, :class:`CapacityError` if no cuts were found that fit.
+    Raises :class:`PlanError` if there are more stages than calls, and :class:`CapacityError` if no cuts that fit were
+    found.
     """
     lacking: CapacityError | None = None
     found: list[StageSplit] = []
@@ -163,9 +176,9 @@ def solve_virtual(
 
 @dataclass(frozen=True)
 class _VirtualStageRanks:
-    """The virtual stages of ``problem`` on their ranks under a schedule.
+    """The virtual stages of ``problem``, grouped by the rank that runs them under ``schedule``.
 
-    ``chunks``: number of virtual stages on a rank. ``own``: the virtual stages of each rank.
+    ``chunks``: number of virtual stages on a rank. ``own``: for each rank, the numbers of its virtual stages.
     """
 
     problem: StageProblem
@@ -182,16 +195,17 @@ class _VirtualStageRanks:
 
     @cached_property
     def flying(self) -> InFlightMicrobatches:
-        """The numbers of microbatches that each stage holds."""
+        """The numbers of microbatches that each virtual stage holds at a time under the schedule."""
         return held_microbatches(self.schedule, len(self.own), self.problem.num_microbatches, self.chunks)
 
     @cached_property
     def capacity(self) -> list[float]:
-        """Usable bytes of each rank."""
+        """Usable memory of each rank in bytes."""
         return [self.problem.capacity[stages[0]] for stages in self.own]
 
     def seconds(self, split: StageSplit) -> float:
-        """Seconds of the pipeline, simulated action by action."""
+        """Return the seconds of the pipeline with the stages of ``split``, by simulating the actions of the
+        schedule."""
         problem = self.problem
         phases = [phases_of(problem, k, plan) for k, plan in enumerate(split.stages)]
         m, overlap = problem.num_microbatches, problem.overlap_steps
@@ -199,19 +213,20 @@ class _VirtualStageRanks:
         return pipeline_seconds(*how, overlap_steps=overlap)
 
     def memory(self, tables: StageTables, every: Sequence[StagePlan]) -> list[float]:
-        """Peak bytes of each rank, see :meth:`taken`."""
+        """Return the peak bytes of each rank. ``every``: the plans of all virtual stages in order."""
         return [self.taken(tables, rank, [every[k] for k in own]) for rank, own in enumerate(self.own)]
 
     def hold(self, tables: StageTables, every: Sequence[StagePlan]) -> bool:
-        """Whether each rank has room for its virtual stages."""
+        """Whether the virtual stages of every rank fit in its memory together."""
         every_rank = zip(self.own, self.capacity, strict=True)
         return all(
             self.taken(tables, rank, [every[k] for k in own]) <= room for rank, (own, room) in enumerate(every_rank)
         )
 
     def taken(self, tables: StageTables, rank: int, plans: Sequence[StagePlan]) -> float:
-        """Peak bytes of a rank: the sum of its stages' peaks, without bytes that the stages need at different times or
-        share."""
+        """Return the peak bytes of rank ``rank`` with the virtual stages ``plans``. This is the sum of the peaks of its
+        stages, except that shared states and working memory count once, and activations count only as far as they
+        coexist."""
         problem, stages = tables.problem, self.own[rank]
         ways = [tables.slim if plan.selective and tables.slim is not None else tables for plan in plans]
         places = [(np.array([plan.start]), np.array([plan.stop])) for plan in plans]
@@ -289,7 +304,8 @@ def _solve_virtual_stages(
 def set_scheduled_in_flight(
     problem: StageProblem, schedule: str | ScheduleTable, num_ranks: int, chunks: int | None
 ) -> StageProblem:
-    """``problem`` with the microbatches that each stage holds, from the schedule's order."""
+    """Return a copy of ``problem`` with the numbers of microbatches that each stage holds under ``schedule``. If the
+    problem is not for training, return it unchanged."""
     if not problem.train:
         return problem
     flying = held_microbatches(schedule, num_ranks, problem.num_microbatches, chunks)
@@ -297,7 +313,8 @@ def set_scheduled_in_flight(
 
 
 def _made_again(tables: StageTables, split: StageSplit, ranks: _VirtualStageRanks) -> StageSplit | None:
-    """The cuts of ``split`` with enough recomputation on each rank to fit; ``None`` if some rank cannot fit."""
+    """Return ``split`` with the same cuts and enough recomputation for every rank to fit; ``None`` if some rank cannot
+    fit."""
     stages = list(split.stages)
     for rank, (virtual, room) in enumerate(zip(ranks.own, ranks.capacity, strict=True)):
         taken = partial(ranks.taken, tables, rank)
@@ -315,7 +332,8 @@ def _made_again(tables: StageTables, split: StageSplit, ranks: _VirtualStageRank
 def _divide_rank_capacity(
     needs: Sequence[float], own: Sequence[Sequence[int]], capacity: Sequence[float]
 ) -> list[float]:
-    """Each rank's capacity, divided among its stages in proportion to ``needs``."""
+    """Divide the capacity of each rank among its virtual stages in proportion to ``needs``. Return bytes by virtual
+    stage."""
     limits = [0.0] * len(needs)
     for stages, room in zip(own, capacity, strict=True):
         total = sum(needs[k] for k in stages)
@@ -325,16 +343,19 @@ def _divide_rank_capacity(
 
 
 def _sum_in_flight_bytes(counts: Counts, each: tuple[float, float]) -> float:
-    """Bytes of the microbatches in ``counts``: (backward not begun, between the two backward halves)."""
+    """Return the bytes of the microbatches in flight. Both pairs are (backward not begun, between the two backward
+    halves): ``counts`` are numbers of microbatches, ``each`` are bytes of one microbatch."""
     return counts[0] * each[0] + counts[1] * each[1]
 
 
 def _improve_virtual_cuts(
     tables: StageTables, split: StageSplit, ranks: _VirtualStageRanks, cutoff_s: float, quick: bool
 ) -> tuple[StageSplit, float]:
-    """The fastest cuts that fit, searched from those of ``split``, and a lower bound in seconds on all cuts.
+    """Return the fastest split that fits, searched from the cuts of ``split``, and a lower bound in seconds over all
+    cuts.
 
-    ``tables``: of stages that may each use all of their rank's memory.
+    ``tables``: tables in which each virtual stage may use all memory of its rank. ``cutoff_s``: slower pipelines are of
+    no use to the caller. ``quick``: search less.
     """
     problem, p = ranks.problem, len(ranks.own)
     table, more = shorten_timetable(ranks.schedule, p, problem.num_microbatches, ranks.chunks)
@@ -365,14 +386,16 @@ def _improve_virtual_cuts(
 
 
 def _cut_by_memory(problem: StageProblem, split: StageSplit) -> bool:
-    """Whether calls are recomputed only to fit in memory, which the search for better cuts does not consider."""
+    """Whether ``split`` recomputes calls only to fit in memory. The search for better cuts does not consider such
+    recomputation."""
     return problem.recompute is None and any(plan.recompute or plan.selective for plan in split.stages)
 
 
 def _join_stages_by_rank(
     split: StageSplit, ranks: _VirtualStageRanks, memory: Sequence[float], bound: float
 ) -> StageSplit:
-    """The stages by rank, and the seconds of the schedule with them."""
+    """Return ``split`` with one merged stage for each rank and the simulated seconds of the schedule. ``memory``: peak
+    bytes of each rank. ``bound``: lower bound in seconds over all cuts."""
     seconds = ranks.seconds(split)
     stages = tuple(
         _merge_virtual_stages([split.stages[k] for k in virtual], round(taken))
@@ -382,7 +405,8 @@ def _join_stages_by_rank(
 
 
 def _merge_virtual_stages(parts: Sequence[StagePlan], memory: int) -> StagePlan:
-    """A rank's virtual stages as one stage."""
+    """Merge the virtual stages of one rank into a single stage with summed seconds. ``memory``: peak bytes of the
+    rank."""
     total = {
         name: sum(getattr(part, name) for part in parts)
         for name in ("forward_s", "backward_s", "recompute_s", "transfer_s", "recompute")
@@ -399,9 +423,13 @@ def _merge_virtual_stages(parts: Sequence[StagePlan], memory: int) -> StagePlan:
 
 
 def phases_of(problem: StageProblem, stage: int, plan: StagePlan) -> Phases:
-    """Seconds of a microbatch in a virtual stage. Collectives and recomputation belong to the backward for inputs. A
-    stage waits for values before its forward and for gradients before its backward. A rank with one stage is idle
-    then; a rank with several virtual stages computes for another one."""
+    """Return the seconds of one microbatch in a virtual stage, split into forward, backward for inputs, backward for
+    weights, and the waits for values and for gradients.
+
+    Collectives and recomputation belong to the backward for inputs. On a rank with one stage the waits are added to the
+    forward and the backward, because the rank is idle then. A rank with several virtual stages can run another one
+    meanwhile.
+    """
     costs = problem.pace(stage).costs[plan.start : plan.stop]
     weights = sum(c.later_s for c in costs) if problem.train else 0.0
     values, gradients = plan.forward_wait_s, plan.transfer_s - plan.forward_wait_s

@@ -1,8 +1,8 @@
-"""What a pipeline schedule is made of: actions, each rank's order of them, and where the virtual stages are.
+"""Actions of a pipeline schedule, each rank's order of actions, and the placement of virtual stages on ranks.
 
-The pipeline of ``p`` ranks is cut into virtual stages, numbered in the order in which a microbatch passes them. A
-:class:`Timetable` says which rank holds each of them, and what each rank does in which order; the virtual stages of one
-rank, in rising order, are its *chunks*.
+The model is cut into virtual stages, numbered in the order in which a microbatch passes through them. Each of the ``p``
+pipeline ranks holds one or more of them. A :class:`Timetable` states the rank of each virtual stage and the order of
+actions of each rank. The virtual stages of one rank, in increasing order, are its *chunks*.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ ActionKind = Literal["F", "B", "I", "W"]
 
 
 class ScheduleError(PartitionError):
-    """A schedule that does not exist, cannot run with these numbers, or gives an order that cannot run."""
+    """Raised for a schedule that does not exist, that does not support the given numbers, or whose order deadlocks."""
 
 
 @dataclass(frozen=True)
 class Action:
-    """One microbatch through one chunk: forward, backward, or its two halves (input gradients, weight gradients)."""
+    """One step of a rank: it runs one microbatch through one of its chunks. ``kind``: ``F`` forward, ``B`` the whole
+    backward, ``I`` the backward for input gradients, ``W`` the backward for weight gradients. ``chunk``: the index of
+    the virtual stage among those of the rank."""
 
     kind: ActionKind
     microbatch: int
@@ -39,38 +41,43 @@ Order = tuple[Action, ...]
 
 @dataclass(frozen=True)
 class Timetable:
-    """``orders[s]``: what rank ``s`` does; ``ranks[k]``: the rank that holds virtual stage ``k``."""
+    """A complete schedule. ``orders[s]``: the actions of rank ``s`` in the order of execution. ``ranks[k]``: the rank
+    that holds virtual stage ``k``."""
 
     orders: tuple[Order, ...]
     ranks: tuple[int, ...]
 
     @cached_property
     def held(self) -> tuple[tuple[int, ...], ...]:
-        """The virtual stages of each rank, by chunk."""
+        """For each rank, the numbers of its virtual stages, indexed by chunk."""
         return group_stages_by_rank(self.ranks, len(self.orders))
 
 
 def group_stages_by_rank(ranks: Sequence[int], num_ranks: int) -> tuple[tuple[int, ...], ...]:
-    """The virtual stages of each rank, by chunk, from the rank of each virtual stage."""
+    """Return for each rank the numbers of its virtual stages in increasing order. ``ranks[k]``: the rank of virtual
+    stage ``k``."""
     return tuple(tuple(k for k, rank in enumerate(ranks) if rank == s) for s in range(num_ranks))
 
 
 def build_looped_placement(num_ranks: int, chunks: int) -> tuple[int, ...]:
-    """Rank ``s`` holds the virtual stages ``s, s + p, s + 2p, ...``"""
+    """Return the rank of each virtual stage if the stages are dealt out in turn: rank ``s`` of ``p`` holds the virtual
+    stages ``s, s + p, s + 2p, ...``"""
     return tuple(range(num_ranks)) * chunks
 
 
 def v_shaped(num_ranks: int, chunks: int) -> tuple[int, ...]:
-    """There and back: rank ``s`` holds ``s`` and ``2p - 1 - s``; the last rank passes a value on to itself."""
+    """Return the rank of each virtual stage if the direction reverses after every ``p`` stages: rank ``s`` of ``p``
+    holds ``s`` and ``2p - 1 - s``. At each reversal two consecutive virtual stages are on the same rank."""
     there = tuple(range(num_ranks))
     return tuple(rank for c in range(chunks) for rank in (there[::-1] if c % 2 else there))
 
 
 def check_timetable(timetable: Timetable, num_microbatches: int) -> None:
-    """Raise :class:`ScheduleError` unless every rank can finish, having run each microbatch once each way.
+    """Raise :class:`ScheduleError` unless every rank runs each microbatch once forward and once backward in each chunk,
+    and no rank deadlocks.
 
-    Whether they finish is found by running them: a forward waits for that of the virtual stage before it, a backward
-    for its own forward and for the backward of the virtual stage after it.
+    Deadlocks are found by simulation. A forward waits for the forward of the preceding virtual stage. A backward waits
+    for its own forward and for the backward of the following virtual stage.
     """
     for stage, order in enumerate(timetable.orders):
         wanted = {(i, c) for i in range(num_microbatches) for c in range(len(timetable.held[stage]))}
@@ -88,7 +95,8 @@ def check_timetable(timetable: Timetable, num_microbatches: int) -> None:
 
 
 def stuck_at(timetable: Timetable) -> list[tuple[int, int]]:
-    """The ranks that never end, each with the place in its order where it waits; empty: all end."""
+    """Simulate the orders and return the deadlocked ranks as pairs (rank, index of the action that never starts). An
+    empty list means that all ranks finish."""
     orders, last = timetable.orders, len(timetable.ranks) - 1
     done: set[tuple[str, int, int]] = set()  # kind, microbatch, virtual stage
     position = [0] * len(orders)
@@ -123,13 +131,15 @@ def _is_action_ready(action: Action, virtual: int, last: int, done: set[tuple[st
 
 
 def peak_in_flight(order: Order) -> int:
-    """The most (microbatch, chunk) pairs whose forward has run and whose backward has not ended."""
+    """Return the largest number of (microbatch, chunk) pairs in flight at once: the forward has run and the backward is
+    not complete."""
     return max((sum(counts.values()) for counts in in_flight(order)), default=0)
 
 
 def halves_in_flight(order: Order, chunks: int) -> list[tuple[tuple[int, int], ...]]:
-    """After each action, by chunk, the microbatches whose forward has run and whose backward has not begun, and those
-    of which half the backward has run."""
+    """Return, for each action, the counts of microbatches in flight after it: a tuple with one pair per chunk. The
+    first number of a pair counts microbatches whose forward has run and whose backward has not begun. The second counts
+    those whose backward has run for inputs but not yet for weights."""
     split = {(a.microbatch, a.chunk) for a in order if a.kind == "W"}
     current = [(0, 0)] * chunks
     seen = []
@@ -148,6 +158,7 @@ def halves_in_flight(order: Order, chunks: int) -> list[tuple[tuple[int, int], .
 
 
 def in_flight(order: Order) -> list[Counter[int]]:
-    """After each action, by chunk, the microbatches whose forward has run and whose backward has not ended."""
+    """Return, for each action, a counter that maps each chunk to its number of microbatches in flight after the action:
+    the forward has run and the backward is not complete."""
     chunks = 1 + max((action.chunk for action in order), default=0)
     return [Counter(dict(enumerate(map(sum, counts)))) for counts in halves_in_flight(order, chunks)]

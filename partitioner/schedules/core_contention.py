@@ -1,8 +1,8 @@
-"""Time of a schedule whose ranks share the cores of a machine.
+"""Step time of a pipeline schedule if several ranks compete for the cores of a machine.
 
-All ranks that compute on a node at a time share its capacity evenly. A rank that waits for a collective, a message or
-another stage leaves its capacity to the others. A rank that computes slows the others down, whether or not the step
-waits for it.
+All ranks of a node that compute at the same time share its capacity evenly. A rank that waits for a collective, a
+message or another stage uses no capacity. A rank that computes slows the others down, whether or not the step time
+depends on it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _EPSILON = 1e-12  # seconds; work below it has ended
 
 @dataclass(frozen=True)
 class VirtualStageTime:
-    """Seconds of a microbatch in a virtual stage: of computing on a core of its own, and of waiting for others."""
+    """Seconds that one microbatch takes in a virtual stage, by phase. ``computing``: computation with a core of its
+    own. ``waiting``: communication, which uses no core."""
 
     computing: Phases
     waiting: Phases
@@ -30,14 +31,16 @@ class VirtualStageTime:
 
 @dataclass(frozen=True)
 class NodeCores:
-    """The ranks and cores of each node. ``ranks[s]``: number of ranks of stage ``s`` by node. ``room``: number of ranks
-    that can compute at full speed at a time, by node. A node that is not in ``room`` has room for all its ranks."""
+    """The ranks and cores of each node. ``ranks[s]``: for each node, the number of ranks of stage ``s`` on it.
+    ``room``: for each node, the number of ranks that can compute at full speed at the same time. A node that is not in
+    ``room`` is never overloaded."""
 
     ranks: tuple[Mapping[int, int], ...]
     room: Mapping[int, float]
 
     def speeds(self, stages: Sequence[int]) -> list[float]:
-        """The speed of each of ``stages`` while all of them compute; 1 with a core of its own."""
+        """Return the relative speed of each of ``stages`` while all of them compute at the same time. 1 is the speed
+        with a core of its own."""
         crowd = dict.fromkeys(self.room, 0)
         for stage in stages:
             for node, count in self.ranks[stage].items():
@@ -55,7 +58,9 @@ def seconds_in_turns(
     cores: NodeCores,
     train: bool = True,
 ) -> float:
-    """Seconds of a step's pipeline of ``m`` microbatches. ``works``: of each virtual stage."""
+    """Return the seconds that the pipeline of one step takes with shared cores. ``m``: number of microbatches. ``v``:
+    chunks of each rank. ``works``: the times of each virtual stage. Long steps are extrapolated from two shorter
+    ones."""
     p = len(cores.ranks)
     if p == 1:
         speed = cores.speeds([0])[0]
@@ -75,7 +80,8 @@ def _get_phase_seconds(phases: Phases, train: bool) -> float:
 
 
 class _ContentionSimulation:
-    """Simulation of all ranks' orders: the other ranks decide how long a rank waits and how fast it computes."""
+    """Event simulation of the orders of all ranks. It tracks when each rank waits, and how fast it computes given the
+    other ranks that compute on its node."""
 
     def __init__(self, table: Timetable, works: Sequence[VirtualStageTime], cores: NodeCores, train: bool) -> None:
         self.table, self.cores, self.train = table, cores, train
@@ -117,7 +123,7 @@ class _ContentionSimulation:
         return clock
 
     def _get_next_seconds(self, rank: int) -> tuple[float, float]:
-        """Seconds of waiting and of computing of the rank's next action."""
+        """Return the seconds of waiting and the seconds of computing of the rank's next action."""
         action = self.table.orders[rank][self.at[rank]]
         return self.work[self.table.held[rank][action.chunk]][action.kind]
 

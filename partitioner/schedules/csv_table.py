@@ -1,10 +1,10 @@
-"""Schedules as tables: the compute-only notation of ``torch.distributed.pipelining``, as CSV.
+"""Pipeline schedules as CSV tables, in the compute-only notation of ``torch.distributed.pipelining``.
 
-A row for each pipeline rank, from rank 0 on, and a cell for each action: ``3F0`` runs microbatch 0 forward through
-virtual stage 3, ``3B0`` backward, ``3I0`` and ``3W0`` backward in two halves (gradients of inputs, of weights). An
-empty cell waits. ``(0F4;7B1)OVERLAP_F_B`` are two actions, which run one after the other here. The rows define which
-rank holds a virtual stage. The files are those that ``_PipelineScheduleRuntime._load_csv`` reads and ``_dump_csv(...,
-format="compute_only")`` writes (torch/distributed/pipelining/schedules.py).
+Each row is a pipeline rank, from rank 0 on. Each cell is an action: ``3F0`` runs microbatch 0 forward through virtual
+stage 3, ``3B0`` backward, and ``3I0`` and ``3W0`` are the two halves of the backward (gradients of inputs, gradients of
+weights). An empty cell is idle. ``(0F4;7B1)OVERLAP_F_B`` holds two actions, which are executed one after the other
+here. The row in which a virtual stage occurs determines its rank. ``_PipelineScheduleRuntime._load_csv`` reads and
+``_dump_csv(..., format="compute_only")`` writes the same files (torch/distributed/pipelining/schedules.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _HALVES = {"F": ("F",), "B": ("B", "I", "W"), "I": ("B", "I"), "W": ("B", "W")} 
 
 
 class _ScheduleCell(NamedTuple):
-    """One action and its cell in the table; rows and cells count from 1, as in spreadsheets."""
+    """One action and its position in the table. Rows and cells are counted from 1."""
 
     kind: Any  # "F", "B", "I" or "W"
     stage: int
@@ -51,10 +51,8 @@ class _ScheduleCell(NamedTuple):
 
 
 class ScheduleTable(Data):
-    """A schedule for one number of ranks and of microbatches.
-
-    Raises :class:`ScheduleError` (see :meth:`check`) when it is first used.
-    """
+    """A user-defined schedule for one fixed number of ranks and microbatches. The table is validated at its first use,
+    not at construction. Then :class:`ScheduleError` is raised if it is no valid schedule."""
 
     name: str = Field(description="What reports call it.")
     rows: tuple[tuple[str, ...], ...] = Field(
@@ -72,14 +70,15 @@ class ScheduleTable(Data):
 
     @staticmethod
     def of(schedule: str, num_ranks: int, num_microbatches: int, chunks: int | None = None) -> ScheduleTable:
-        """The table of a named schedule."""
+        """Return the table of the named ``schedule`` for the given numbers of ranks, microbatches and chunks per
+        rank."""
         from partitioner.schedules.registry import build_timetable
 
         found = build_timetable(schedule, num_ranks, num_microbatches, chunks)
         return ScheduleTable(name=schedule, rows=format_timetable_rows(found))
 
     def save(self, path: str | Path) -> Path:
-        """Write the table as CSV."""
+        """Write the table as a CSV file and return its path."""
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows(self.rows)
         return write_text(Path(path), text.getvalue())
@@ -92,18 +91,18 @@ class ScheduleTable(Data):
 
     @cached_property
     def own(self) -> Timetable:
-        """The timetable: ranks and orders of actions. Raises :class:`ScheduleError` if the table is no valid
-        schedule."""
+        """The timetable that the rows describe: each rank's order of actions, and the rank of each virtual stage.
+        Raises :class:`ScheduleError` if the table is no valid schedule."""
         return _ScheduleTableReader(self).parse_timetable()
 
     @cached_property
     def num_microbatches(self) -> int:
-        """Number of microbatches of one step."""
+        """Number of microbatches in one step of this schedule."""
         return 1 + max(action.microbatch for order in self.own.orders for action in order)
 
     def timetable(self, num_ranks: int, num_microbatches: int) -> Timetable:
-        """The timetable of this schedule. Raises :class:`ScheduleError` if it is not for ``num_ranks`` and
-        ``num_microbatches``."""
+        """Return the timetable of this schedule. Raises :class:`ScheduleError` unless the table has exactly
+        ``num_ranks`` ranks and ``num_microbatches`` microbatches."""
         own = self.own
         if (len(own.orders), self.num_microbatches) != (num_ranks, num_microbatches):
             raise ScheduleError(
@@ -114,15 +113,16 @@ class ScheduleTable(Data):
 
 
 def table_of(schedule: str | ScheduleTable) -> ScheduleTable | None:
-    """The table of ``schedule``: itself, or read from a file if the name ends in ``.csv``; ``None`` for a named
-    schedule."""
+    """Return the table of ``schedule``: a table unchanged, or the table read from a file if the name ends in ``.csv``.
+    Return ``None`` for a built-in schedule."""
     if isinstance(schedule, ScheduleTable):
         return schedule
     return ScheduleTable.load(schedule) if schedule.endswith(SUFFIX) else None
 
 
 def format_timetable_rows(timetable: Timetable) -> tuple[tuple[str, ...], ...]:
-    """The rows of a timetable."""
+    """Return the CSV cells of ``timetable``, one row per rank, such as ``3F0`` for the forward of microbatch 0 in
+    virtual stage 3."""
     return tuple(
         tuple(f"{timetable.held[s][a.chunk]}{a.kind}{a.microbatch}" for a in order)
         for s, order in enumerate(timetable.orders)
@@ -138,7 +138,7 @@ def _parse_schedule_table(name: str, content: str) -> ScheduleTable:
 
 
 class _ScheduleTableReader:
-    """Reads a table's rows; errors name the row and cell."""
+    """Parser and validator of a table's rows. Its errors state the row and the cell."""
 
     def __init__(self, table: ScheduleTable) -> None:
         self.name = table.name
@@ -179,8 +179,8 @@ class _ScheduleTableReader:
         return Timetable(tuple(orders), ranks)
 
     def find_first_actions(self, cells: Sequence[_ScheduleCell]) -> dict[int, _ScheduleCell]:
-        """The first action of each virtual stage. Raises :class:`ScheduleError` if the actions of a stage are in
-        several rows."""
+        """Return the first cell of each virtual stage, keyed by the number of the stage. Raises :class:`ScheduleError`
+        if the actions of a stage are in several rows, a row is empty, or a stage number is missing."""
         first: dict[int, _ScheduleCell] = {}
         for cell in cells:
             other = first.setdefault(cell.stage, cell)
@@ -236,7 +236,8 @@ class _ScheduleTableReader:
                 )
 
     def check_order(self) -> None:
-        """Raise :class:`ScheduleError` unless each rank runs forward before backward, and inputs before weights."""
+        """Raise :class:`ScheduleError` unless each rank runs each forward before its backward, and the backward for
+        inputs before the one for weights."""
         for row in self.rows:
             seen: set[tuple[str, int, int]] = set()
             for cell in row:

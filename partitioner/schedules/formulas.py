@@ -1,8 +1,8 @@
-"""How pipeline schedules fill the stages: the time of a step, and the number of microbatches that a stage holds.
+"""Step time of a pipeline schedule, and the number of microbatches that a stage has in flight.
 
-For GPipe (Huang et al. 2019) and 1F1B (Narayanan et al. 2021, section 2.2) with one stage on each rank both are
-formulas: a step of ``m`` microbatches takes ``(m - 1) max t_s + sum t_s``, where ``t_s`` is a microbatch's time on
-stage ``s``. All other schedules are simulated action by action, in the order of execution.
+For GPipe (Huang et al. 2019) and 1F1B (Narayanan et al. 2021, section 2.2) with one stage per rank, both are closed
+formulas. A step of ``m`` microbatches takes ``(m - 1) max t_s + sum t_s``, where ``t_s`` is the time of a microbatch on
+stage ``s``. All other schedules are simulated action by action.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Counts = tuple[int, int]  # microbatches: (backward not begun, backward for inpu
 
 
 def _zero_bubble(s: int, p: int, m: int, ahead: int) -> tuple[Counts, ...]:
-    """Counts that a stage holds under ZB. ``ahead``: forwards of a stage before its first backward, for each stage
-    behind it."""
+    """Return the extreme counts of microbatches that stage ``s`` of ``p`` has in flight under a zero-bubble (ZB)
+    schedule. ``ahead``: forwards that a stage runs before its first backward, for each stage after it."""
     most, whole = min(ahead * (p - 1) + 1, m), min(ahead * (p - 1 - s) + 1, m)
     half = min(ahead * s + 1, m) if s else 0
     return tuple({(whole, most - whole): None, (most - half, half): None})
@@ -54,23 +54,26 @@ _MOST_ACTIONS = 30_000  # actions to simulate; longer steps are extrapolated fro
 
 
 def is_formula(schedule: str | ScheduleTable) -> bool:
-    """Whether a formula gives the time of a schedule, with one stage on each rank."""
+    """Whether the step time of ``schedule`` is a closed formula if each rank has one stage."""
     return isinstance(schedule, str) and schedule in _FORMULAS
 
 
 def is_plain(schedule: str | ScheduleTable, v: int) -> bool:
-    """Whether each rank has one stage, and a formula gives the number of microbatches that it holds."""
+    """Whether each rank has one stage (``v`` is 1) and a closed formula gives the number of microbatches in flight on
+    it."""
     return schedule in _IN_FLIGHT and v == 1
 
 
 def least_fill(
     schedule: str | ScheduleTable, p: int, m: int, v: int, overlap_steps: bool = False
 ) -> tuple[float, float]:
-    """Lower bounds on fill and drain, as shares of a microbatch's forward and backward through all stages.
+    """Return lower bounds on the time to fill and to drain the pipeline: a share of a microbatch's forward, and a share
+    of its backward, through all stages.
 
-    Wherever the calls are cut, a step on equal devices takes at least ``m total / p + (1 - 1 / p) (share forward +
-    share backward)`` seconds; ``(1, 1)`` for 1F1B. ``overlap_steps``: under schedules with whole backwards one rank
-    begins and ends each step, so nothing else can fill it.
+    However the model is cut, a step on ``p`` equal devices with ``m`` microbatches takes at least ``m total / p + (1 -
+    1 / p) (share forward + share backward)`` seconds. 1F1B has ``(1, 1)``. ``v``: virtual stages per rank.
+    ``overlap_steps``: a rank begins the next step as soon as its own part of this step has ended. Then schedules with
+    split backwards have ``(0, 0)``.
     """
     if overlap_steps and is_split(schedule):
         return 0.0, 0.0
@@ -86,34 +89,36 @@ def least_fill(
 
 
 def least_alone(schedule: str | ScheduleTable) -> float:
-    """Lower bound on the share of its backward that a microbatch spends in the pipeline; the half for weights may run
-    later."""
+    """Return a lower bound on the share of a microbatch's backward that other stages must wait for. The backward for
+    weights may run later, unless the schedule never splits backwards."""
     return 1.0 if is_formula(schedule) or schedule == "interleaved" else 0.5
 
 
 def is_split(schedule: str | ScheduleTable) -> bool:
-    """Whether backwards may run in two halves."""
+    """Whether the schedule may split a backward into one half for input gradients and one for weight gradients."""
     return schedule not in _UNSPLIT
 
 
 def stage_in_flight(schedule: str | ScheduleTable, stage: int, p: int, m: int) -> tuple[Counts, ...]:
-    """Counts that stage ``stage`` of ``p`` holds at a time, see :class:`InFlightMicrobatches`, for schedules with
-    :func:`is_plain`."""
+    """Return the extreme counts of microbatches that stage ``stage`` of ``p`` has in flight, as pairs (backward not
+    begun, backward for inputs done). The schedule must satisfy :func:`is_plain`."""
     assert schedule in _IN_FLIGHT, schedule
     return _IN_FLIGHT[schedule](stage, p, m)
 
 
 def most_in_flight(schedule: str | ScheduleTable, p: int, m: int) -> int:
-    """Greatest number of microbatches that any stage of a schedule with :func:`is_plain` holds."""
+    """Return the largest number of microbatches that any stage has in flight. The schedule must satisfy
+    :func:`is_plain`."""
     return max(map(sum, stage_in_flight(schedule, 0, p, m)))
 
 
 @dataclass(frozen=True)
 class InFlightMicrobatches:
-    """Counts of microbatches that ranks hold at a time, as pairs (backward not begun, backward for inputs done).
+    """Numbers of microbatches in flight, as pairs (backward not begun, backward for inputs done).
 
-    ``pairs[k]``: the extreme pairs of virtual stage ``k``. ``together[s]``: of rank ``s``, the pairs of all chunks that
-    occur at one time, without dominated ones.
+    ``pairs[k]``: the extreme pairs that virtual stage ``k`` reaches. ``together[s]``: the combinations that rank ``s``
+    reaches at one time, each with one pair per chunk. Combinations that another one exceeds in every number are left
+    out.
     """
 
     pairs: tuple[tuple[Counts, ...], ...]
@@ -122,7 +127,8 @@ class InFlightMicrobatches:
 
 @lru_cache(maxsize=64)
 def held_microbatches(schedule: str | ScheduleTable, p: int, m: int, v: int | None) -> InFlightMicrobatches:
-    """Microbatches that each rank of a schedule holds, from its order of actions."""
+    """Return the numbers of microbatches in flight on each rank and virtual stage, found from the order of actions.
+    ``v``: chunks of each rank. A long step is replaced by a shorter one with the same steady state."""
     table = shorten_timetable(schedule, p, m, v)[0]
     pairs: list[tuple[Counts, ...]] = [()] * len(table.ranks)
     together = []
@@ -135,14 +141,16 @@ def held_microbatches(schedule: str | ScheduleTable, p: int, m: int, v: int | No
 
 
 def _not_less(counts: Sequence[tuple[Counts, ...]]) -> tuple[tuple[Counts, ...], ...]:
-    """The elements of ``counts`` that no other element dominates in every component. ``counts`` has no duplicates."""
+    """Return the elements of ``counts`` that no other element equals or exceeds in every component. ``counts`` has no
+    duplicates."""
     each = np.array(counts).reshape(len(counts), -1)
     less = np.array([(each >= one).all(axis=1).sum() > 1 for one in each])
     return tuple(one for one, is_less in zip(counts, less.tolist(), strict=True) if not is_less)
 
 
 def _compute_upper_hull(counts: set[Counts]) -> tuple[Counts, ...]:
-    """The upper hull of ``counts``: the pairs that are greatest for some non-negative weights of their two numbers."""
+    """Return the pairs of ``counts`` that maximise a weighted sum of their two numbers for some non-negative
+    weights."""
     hull: list[Counts] = []
     for x, y in sorted(counts, key=lambda pair: (-pair[0], -pair[1])):
         if hull and y <= hull[-1][1]:
@@ -168,10 +176,12 @@ def pipeline_seconds(
     *,
     overlap_steps: bool = False,
 ) -> float:
-    """Seconds of a step's pipeline: every action runs in its rank's order, as soon as its inputs are ready.
+    """Return the seconds that the pipeline of one step takes. Each rank executes its actions in order, each as soon as
+    its inputs are available.
 
-    ``phases``: of each virtual stage, with its waits for neighbours. ``overlap_steps``: a rank begins the next step
-    when it has ended its own part of this one.
+    ``p``, ``m``, ``v``: ranks, microbatches, chunks per rank. ``phases``: the times of each virtual stage and of the
+    messages that it receives. ``overlap_steps``: a rank begins the next step as soon as it has finished its own part of
+    this step.
     """
     whole, more = shorten_timetable(schedule, p, m, v)
     taken = compute_makespan(whole, phases, train, overlap_steps=overlap_steps)
@@ -184,10 +194,11 @@ def pipeline_seconds(
 def shorten_timetable(
     schedule: str | ScheduleTable, p: int, m: int, v: int | None, most: int = _MOST_ACTIONS
 ) -> tuple[Timetable, tuple[Timetable, int, int] | None]:
-    """The timetable, and ``None``; or two timetables of fewer microbatches if it has more than ``most`` actions.
+    """Return the timetable and ``None`` if it has no more than about ``most`` actions. Otherwise return two shorter
+    timetables, from which a caller extrapolates to ``m`` microbatches.
 
-    Then the second item is (a longer timetable, its further microbatches, all further microbatches). The two timetables
-    differ in their steady state only.
+    The result is then (shorter timetable, (longer timetable, microbatches that the longer one has more, microbatches
+    that the full step has more than the shorter one)). The two differ only in the length of their steady state.
     """
     per_microbatch = 3 * p * (v or 2)
     fewer = max(4 * p, most // per_microbatch // 2 // p * p) + m % p

@@ -1,9 +1,10 @@
-"""Time of a schedule: every action runs in its rank's order, as soon as its inputs are ready.
+"""Makespan of a pipeline schedule: each rank executes its actions in order, each as soon as its inputs are available.
 
-This is the longest path through the actions, each of which depends on the previous action of its rank and on one action
-of another rank and its message. Dependencies are computed once for a timetable; then one pass over the actions gives
-their ends. If steps overlap, a rank begins the next step when it has ended its own part of this one. A step then takes
-the time between two ends on one rank, which is the longest cycle of such paths, from a rank's first action on.
+The makespan is the longest path through the actions. Each action depends on the previous action of its rank, and on at
+most one action of another virtual stage and the message from it. Dependencies are computed once per timetable. One pass
+over the actions then gives their end times. If steps overlap, a rank begins the next step as soon as it has finished
+its own part of this step. The step time is then the time between the ends of two consecutive steps on one rank in
+steady state.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ _AT_ONCE = 1 << 18  # actions of which it is known at a time when they end
 
 @dataclass(frozen=True)
 class Phases:
-    """Seconds of a microbatch in a virtual stage: forward, backward for inputs, backward for weights.
+    """Seconds of one microbatch in one virtual stage: forward, backward for input gradients (``inputs``), backward for
+    weight gradients (``weights``).
 
-    ``values_sent``, ``gradients_sent``: until what the forward and the backward read is there, once the rank that sends
-    it has computed it. The stage's rank may compute meanwhile.
+    ``values_sent`` and ``gradients_sent``: seconds of the messages that bring the input of the forward and of the
+    backward. The rank may compute during a message.
     """
 
     forward: float = 0.0
@@ -49,8 +51,9 @@ class Phases:
 def compute_makespan(
     table: Timetable, phases: Sequence[Phases], train: bool = True, *, overlap_steps: bool = False
 ) -> float:
-    """Seconds until all ranks have ended their orders. ``overlap_steps``: seconds between the ends of two steps in
-    steady state."""
+    """Return the seconds until all ranks have finished their orders. With ``overlap_steps``, return the step time in
+    steady state, when a rank begins the next step as soon as it has finished its part of this one. Without ``train``
+    backwards take no time."""
     waits, seconds, sent = waits_of(table, train), seconds_of(phases, train), sent_of(phases)
     if overlap_steps:
         return max(_compute_step_times(waits, seconds, sent))
@@ -61,8 +64,9 @@ def compute_makespan(
 def follow_all(
     table: Timetable, phases: NDArray[np.float64], train: bool = True, *, overlap_steps: bool = False
 ) -> NDArray[np.float64]:
-    """:func:`compute_makespan` of ``n`` sets of phases: ``[n]`` seconds. ``phases``: ``[n, stages, 5]``, see
-    :class:`Phases`."""
+    """Compute the makespan of one timetable for ``n`` sets of phases at once. Return ``[n]`` seconds. ``phases``: shape
+    ``[n, virtual stages, 5]``, with the fields of :class:`Phases` in order. The other arguments are those of
+    :func:`compute_makespan`."""
     waits = waits_of(table, train)
     kinds = [phases[:, :, list(parts)].sum(axis=2) * (train or k == "F") for k, parts in PARTS.items()]
     of_kinds = np.stack(kinds, axis=2).reshape(len(phases), -1).T.copy()  # as the list of :func:`seconds_of`
@@ -85,9 +89,12 @@ def follow_all(
 def longest_path(
     table: Timetable, phases: Sequence[Phases], train: bool = True, *, overlap_steps: bool = False
 ) -> tuple[float, NDArray[np.float64]]:
-    """Seconds of the longest path, and how often each of a virtual stage's :class:`Phases` is on it, shape
-    ``[stages, 5]``. ``overlap_steps``: the path from one rank's first action to its own last, which may take less than
-    the seconds."""
+    """Return the seconds of the longest path through the actions, and how often each phase is on it, shape ``[virtual
+    stages, 5]`` in the order of the fields of :class:`Phases`.
+
+    With ``overlap_steps``, the seconds are the step time in steady state. The counts then describe the longest path
+    from the first to the last action of the slowest rank, which may be shorter.
+    """
     waits, of_kinds, sent = waits_of(table, train), seconds_of(phases, train), sent_of(phases)
     if overlap_steps:
         paces = _compute_step_times(waits, of_kinds, sent)
@@ -116,12 +123,13 @@ def longest_path(
 
 
 class Waits(NamedTuple):
-    """Dependencies of the actions of all ranks, in topological order; the first entries stand for the ranks' starts of
-    the step.
+    """Dependencies of the actions of all ranks, as parallel lists in topological order. The first entries, one per
+    rank, stand for the start of the step on that rank.
 
-    ``before``: the previous action of the rank. ``needed``: the action of another rank. ``what``: four times the
-    virtual stage, plus the kind. ``message``: what the needed action sends: twice the virtual stage, plus 1 for
-    gradients; twice the number of stages if nothing. ``last``: the last action of each rank. ``rank``: of each action.
+    ``before``: index of the previous action of the same rank. ``needed``: index of the action whose result is the
+    input. ``what``: four times the virtual stage plus the index of the kind in ``KINDS``. ``message``: index of the
+    message that brings the input: twice the virtual stage, plus 1 for gradients; twice the number of stages if there is
+    none. ``last``: index of the last action of each rank. ``rank``: the rank of each action.
     """
 
     before: list[int]
@@ -146,7 +154,8 @@ class _TimetableByIdentity:
 
 
 def waits_of(table: Timetable, train: bool = True) -> Waits:
-    """Who waits for whom, in an order in which each action is behind those that it waits for."""
+    """Return the dependencies of all actions of ``table`` in topological order. The result is cached for the same
+    timetable object."""
     return _compute_waits(_TimetableByIdentity(table), train)
 
 
@@ -183,7 +192,8 @@ def _compute_waits(same: _TimetableByIdentity, train: bool) -> Waits:
 
 
 def seconds_of(phases: Sequence[Phases], train: bool) -> list[float]:
-    """Seconds of each kind of action in each virtual stage."""
+    """Return the seconds of each action as a flat list: for each virtual stage, one number per kind in the order of
+    ``KINDS``. Backwards are 0 without ``train``."""
     seconds: list[float] = []
     for phase in phases:
         of_parts = phase.forward, phase.inputs, phase.weights
@@ -192,14 +202,16 @@ def seconds_of(phases: Sequence[Phases], train: bool) -> list[float]:
 
 
 def sent_of(phases: Sequence[Phases]) -> list[float]:
-    """Seconds of the messages that each virtual stage receives, forward and backward, and a zero for no message."""
+    """Return the seconds of each message as a flat list: for each virtual stage those of its forward and of its
+    backward input. A final zero stands for "no message"."""
     return [*(seconds for phase in phases for seconds in (phase.values_sent, phase.gradients_sent)), 0.0]
 
 
 def _compute_action_ends(
     waits: Waits, seconds: Sequence[float], sent: Sequence[float], begun: Sequence[float] | None = None
 ) -> list[float]:
-    """The end of each action. ``begun``: start of each rank; ``None``: all start at 0."""
+    """Return the end time of each action in seconds. ``begun``: the start time of each rank; ``None``: all start at
+    0."""
     first = len(waits.last)
     done = [0.0] * first if begun is None else [*begun]
     every = zip(waits.before[first:], waits.needed[first:], waits.what[first:], waits.message[first:], strict=True)
@@ -212,8 +224,8 @@ def _compute_action_ends(
 def _ends_of_all(
     waits: Waits, seconds: NDArray[np.float64], sent: NDArray[np.float64], begun: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """:func:`_compute_action_ends` of many at once, shape ``[actions, n]``; ``seconds`` by kind and ``begun`` by rank
-    are alike, and ``sent`` by message, empty where nothing takes time."""
+    """Return the end times of all actions for ``n`` sets of durations, shape ``[actions, n]``. ``seconds``: by virtual
+    stage and kind. ``sent``: by message; empty if messages take no time. ``begun``: start times by rank."""
     first = len(waits.last)
     done = np.empty((len(waits.before), seconds.shape[1]))
     done[:first] = begun
@@ -226,7 +238,8 @@ def _ends_of_all(
 
 
 def _compute_step_times(waits: Waits, seconds: Sequence[float], sent: Sequence[float]) -> list[float]:
-    """What a step takes on each rank after some steps: the most of these is no less than it is in the end."""
+    """Return the duration of a step on each rank after several overlapping steps. The largest of them is an upper bound
+    on the step time in steady state."""
     begun = [0.0] * len(waits.last)
     for _ in range(_MOST_STEPS):
         done = _compute_action_ends(waits, seconds, sent, begun)

@@ -1,9 +1,9 @@
-"""Orders of actions of the pipeline schedules, for any number of stages and microbatches.
+"""Orders of actions of the built-in pipeline schedules, for any number of ranks and microbatches.
 
-Each function takes (ranks ``p``, microbatches ``m``, chunks ``v``) and gives each rank's order. Where the literature
-requires a multiple or a minimum of microbatches, the order is generalised: rounds have nearly equal sizes, or the order
-is that of more microbatches, without the missing ones. Removing microbatches from a valid order leaves a valid order,
-since an action waits only for others of its own microbatch.
+Each function takes the numbers of ranks ``p``, microbatches ``m`` and chunks ``v``, and returns one order of actions
+per rank. The literature often requires a multiple or a minimum of microbatches. Here the orders are generalised: rounds
+have nearly equal sizes, or the order for more microbatches is built and the surplus ones are removed. Removal leaves a
+valid order, because an action only waits for actions of its own microbatch.
 """
 
 from __future__ import annotations
@@ -14,37 +14,42 @@ from partitioner.schedules.actions import Action, ActionKind, Order
 
 
 def gpipe(p: int, m: int, v: int) -> tuple[Order, ...]:
-    """All forwards, then all backwards (Huang et al. 2019): every microbatch is in flight at once."""
+    """Return the GPipe orders: all forwards, then all backwards (Huang et al. 2019). All microbatches are in flight at
+    once."""
     order = tuple(Action(kind, i) for kind in ("F", "B") for i in range(m))
     return (order,) * p
 
 
 def one_forward_one_backward(p: int, m: int, v: int) -> tuple[Order, ...]:
-    """1F1B (Narayanan et al. 2019, 2021): stage ``s`` has ``min(p - s, m)`` microbatches in flight at most."""
+    """Return the 1F1B orders (Narayanan et al. 2019, 2021). Stage ``s`` has at most ``min(p - s, m)`` microbatches in
+    flight."""
     return tuple(_alternate_forwards_backwards(p, m, 1, p - s - 1, None) for s in range(p))
 
 
 def interleaved_1f1b(p: int, m: int, v: int) -> tuple[Order, ...]:
-    """Interleaved 1F1B (Narayanan et al. 2021, section 2.2.2); with one chunk, 1F1B."""
+    """Return the orders of interleaved 1F1B (Narayanan et al. 2021, section 2.2.2). With one chunk per rank this is
+    1F1B."""
     if v == 1:
         return one_forward_one_backward(p, m, v)
     return tuple(_alternate_forwards_backwards(p, m, v, 2 * (p - s - 1), None) for s in range(p))
 
 
 def zero_bubble_1p(p: int, m: int, v: int) -> tuple[Order, ...]:
-    """ZB-1p (Qi et al. 2023, ZB-H1): backwards for weights wait until there is nothing else to do; as much memory as
-    1F1B on its first stage. With several chunks, interleaved likewise."""
+    """Return the orders of ZB-1p (Qi et al. 2023, ZB-H1). Backwards for weights are delayed to fill idle time. The
+    memory is that of 1F1B on its first stage. With several chunks the orders are interleaved."""
     return _joined_first(_alternate_forwards_backwards(p, m, v, p - s - 1, s) for s in range(p))
 
 
 def zero_bubble_2p(p: int, m: int, v: int) -> tuple[Order, ...]:
-    """ZB-2p (Qi et al. 2023, ZB-H2): twice the forwards ahead, and no bubble where all phases take as long."""
+    """Return the orders of ZB-2p (Qi et al. 2023, ZB-H2). Each rank runs twice as many forwards before its first
+    backward as in ZB-1p. There is no bubble if forward and both halves of the backward take equally long."""
     return _joined_first(_alternate_forwards_backwards(p, m, v, 2 * (p - s - 1), 2 * s) for s in range(p))
 
 
 def _alternate_forwards_backwards(p: int, m: int, v: int, ahead: int, behind: int | None) -> Order:
-    """Forwards in rounds, ``ahead`` of them more than a round of all chunks but one before the first backward, then in
-    turns with backwards. ``behind``: backwards for weights follow those for inputs by as many; ``None``: are one."""
+    """Build the order of one rank: first some warm-up forwards, then forwards and backwards in alternation. The warm-up
+    has all but one chunk of a round, plus ``ahead`` forwards. ``behind``: number of backwards for inputs by which each
+    backward for weights is delayed; ``None``: backwards are not split."""
     sizes = split_into_rounds(p, m)
     forwards = _by_round(sizes, range(v))
     backwards = _by_round(sizes, range(v)[::-1])
@@ -61,13 +66,15 @@ def _alternate_forwards_backwards(p: int, m: int, v: int, ahead: int, behind: in
 
 
 def split_into_rounds(p: int, m: int) -> list[int]:
-    """``m`` microbatches in rounds of ``p`` or a few more, which pass a rank's chunks one after the other."""
+    """Divide ``m`` microbatches into rounds of ``p`` or slightly more. Return the size of each round. A round passes
+    through all chunks of a rank before the next round."""
     count = max(1, m // p)
     return [m // count + (r < m % count) for r in range(count)]
 
 
 def _by_round(sizes: Iterable[int], chunks: Iterable[int]) -> list[tuple[int, int]]:
-    """(microbatch, chunk), round by round and in each chunk by chunk."""
+    """Return (microbatch, chunk) pairs: round by round, within a round chunk by chunk. ``sizes``: microbatches of each
+    round."""
     pairs, first = [], 0
     order = list(chunks)
     for size in sizes:
@@ -77,7 +84,8 @@ def _by_round(sizes: Iterable[int], chunks: Iterable[int]) -> list[tuple[int, in
 
 
 def zero_bubble_v(p: int, m: int, v: int) -> tuple[Order, ...]:
-    """ZB-V (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory"): as much memory as 1F1B, on every rank."""
+    """Return the orders of ZB-V (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory"). Every rank needs as
+    much memory as the first stage under 1F1B."""
     return _joined_first(_drop_missing_microbatches(_zero_bubble_v(p, s, max(m, 2 * p - 1)), m) for s in range(p))
 
 
@@ -98,8 +106,9 @@ def _zero_bubble_v(p: int, s: int, m: int) -> list[Action]:
 
 
 def dual_pipe_v(p: int, m: int, v: int) -> tuple[Order, ...]:
-    """DualPipe-V (DeepSeek-AI 2024, and github.com/deepseek-ai/DualPipe): forwards of one chunk next to backwards of
-    the other. What it overlaps there follows one another here, with the transfers behind it."""
+    """Return the orders of DualPipe-V (DeepSeek-AI 2024, github.com/deepseek-ai/DualPipe): forwards of one chunk are
+    next to backwards of the other. DualPipe runs these two at the same time; here they are consecutive, with transfers
+    hidden behind them."""
     return _joined_first(_drop_missing_microbatches(_dual_pipe_v(p, s, max(m, 2 * p)), m) for s in range(p))
 
 
@@ -121,7 +130,8 @@ def _dual_pipe_v(p: int, s: int, m: int) -> list[Action]:
 
 
 class _RankOrderBuilder:
-    """One rank's order under construction: microbatches pass each chunk in their order."""
+    """Builder of one rank's order. Each action takes the next microbatch that has not yet had this kind of action in
+    this chunk."""
 
     def __init__(self) -> None:
         self.order: list[Action] = []
@@ -132,7 +142,8 @@ class _RankOrderBuilder:
         return self.counts.get((kind, chunk), 0)
 
     def add_actions(self, pattern: str, times: int = 1) -> None:
-        """``F0 I1 W``: the next forward of chunk 0, ... ``W``: of the chunk that waits longest, if any does."""
+        """Append the actions of ``pattern`` ``times`` times. ``F0`` is the next forward of chunk 0. ``W`` without a
+        number is the backward for weights that has been pending longest; it is skipped if none is pending."""
         for word in pattern.split() * times:
             if word == "W":
                 if self.waiting:
@@ -162,19 +173,21 @@ class _RankOrderBuilder:
 
 
 def _drop_missing_microbatches(order: Iterable[Action], m: int) -> Order:
-    """Without the microbatches that are not there."""
+    """Return ``order`` without the microbatches numbered ``m`` or higher."""
     return tuple(action for action in order if action.microbatch < m)
 
 
 def _joined_first(orders: Iterable[Order]) -> tuple[Order, ...]:
-    """Both halves of a backward of the first virtual stage as one, where they follow each other: nobody waits for its
-    gradients. Elsewhere the stage before goes on while the second half runs."""
+    """Return ``orders`` with adjacent halves of a backward of the first virtual stage merged into one, because no stage
+    waits for its input gradients. On other stages the halves stay separate, so that the preceding stage can continue
+    during the second half."""
     first, *others = orders
     return merge_backward_halves(first, 0), *others
 
 
 def merge_backward_halves(order: Iterable[Action], chunk: int) -> Order:
-    """Both halves of a backward through ``chunk`` as one where they follow each other."""
+    """Return ``order`` with each pair of adjacent backward halves (``I`` then ``W`` of one microbatch) in ``chunk``
+    replaced by one whole backward ``B``."""
     result: list[Action] = []
     for action in order:
         before = result[-1] if result else None

@@ -1,9 +1,9 @@
-"""Pipeline schedules by name: the order in which each rank runs its forwards and backwards, and what it holds.
+"""Built-in pipeline schedules by name, and the timetable of a schedule.
 
-A schedule is a function of (ranks, microbatches, chunks) that gives each rank's actions in order, and a placement of
-the virtual stages; the table :data:`SCHEDULES` has them by name. Adding one adds a function and a line: what is sent
-and received, freed and reduced around the actions follows from them in ``partitioner/emit/program.py``, and what it
-costs in ``partitioner/schedules/formulas.py``. A schedule may also be written down
+A schedule is a function from (ranks, microbatches, chunks) to each rank's order of actions, and a placement of the
+virtual stages on ranks. The table :data:`SCHEDULES` lists them by name. A new schedule needs one function and one line
+there. Sends, receives, frees and reductions are derived from the orders in ``partitioner/emit/program.py``, and the
+costs in ``partitioner/schedules/formulas.py``. A user may also write a schedule as a table
 (:class:`partitioner.ScheduleTable`).
 """
 
@@ -55,8 +55,9 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Schedule:
-    """``orders(num_ranks, num_microbatches, chunks)`` gives one order per rank; ``placement(num_ranks, chunks)`` the
-    rank of each virtual stage; ``chunks``: how many each rank holds, ``None``: as many as are asked for."""
+    """Definition of a built-in schedule. ``orders(num_ranks, num_microbatches, chunks)`` returns one order of actions
+    per rank. ``placement(num_ranks, chunks)`` returns the rank of each virtual stage. ``chunks``: virtual stages per
+    rank; ``None``: the user chooses. ``doc``: a short description for the user."""
 
     orders: Callable[[int, int, int], tuple[Order, ...]]
     chunks: int | None = 1
@@ -80,9 +81,10 @@ SCHEDULES: dict[str, Schedule] = {
 def build_timetable(
     schedule: str | ScheduleTable, num_ranks: int, num_microbatches: int, chunks: int | None = None
 ) -> Timetable:
-    """Where the virtual stages are and each rank's order, checked. ``chunks``: on each rank, where there is a choice.
+    """Return the validated timetable of ``schedule``: the rank of each virtual stage and each rank's order of actions.
+    ``chunks``: virtual stages per rank, if the schedule leaves a choice.
 
-    Raises :class:`ScheduleError` for a schedule that does not exist, and numbers with which it cannot run.
+    Raises :class:`ScheduleError` if the schedule does not exist or does not support these numbers.
     """
     table = table_of(schedule)
     if table is not None:
@@ -123,7 +125,9 @@ def _resolve_chunk_count(schedule: Schedule, name: str, asked: int | None) -> in
 
 
 def chunks_of(schedule: str | ScheduleTable, chunks: int | None = None) -> int | None:
-    """The virtual stages on each rank; ``None``: not the same on all. Raises :class:`ScheduleError`."""
+    """Return the number of virtual stages per rank, or ``None`` if a user-defined table gives the ranks different
+    numbers. ``chunks``: the requested number. Raises :class:`ScheduleError` if the schedule does not exist or does not
+    support ``chunks``."""
     table = table_of(schedule)
     if table is None:
         return _resolve_chunk_count(_find_schedule(str(schedule)), str(schedule), chunks)
@@ -132,7 +136,8 @@ def chunks_of(schedule: str | ScheduleTable, chunks: int | None = None) -> int |
 
 
 def ranks_of(schedule: str | ScheduleTable, num_ranks: int, chunks: int | None = None) -> tuple[int, ...]:
-    """The rank of each virtual stage. Raises :class:`ScheduleError`."""
+    """Return the rank of each virtual stage. Raises :class:`ScheduleError` if the schedule does not exist or does not
+    support ``chunks`` virtual stages per rank."""
     table = table_of(schedule)
     if table is not None:
         return table.own.ranks
@@ -141,12 +146,13 @@ def ranks_of(schedule: str | ScheduleTable, num_ranks: int, chunks: int | None =
 
 
 def schedule_name(schedule: str | ScheduleTable) -> str:
-    """What plans and programs call it."""
+    """Return the name under which plans and programs refer to ``schedule``."""
     return schedule if isinstance(schedule, str) else schedule.name
 
 
 def schedule_orders(
     schedule: str | ScheduleTable, num_ranks: int, num_microbatches: int, chunks: int | None = None
 ) -> tuple[Order, ...]:
-    """Each rank's order, see :func:`build_timetable`."""
+    """Return the validated order of actions of each rank. The arguments and errors are those of
+    :func:`build_timetable`."""
     return build_timetable(schedule, num_ranks, num_microbatches, chunks).orders

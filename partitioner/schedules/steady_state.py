@@ -1,7 +1,7 @@
-"""The steady state of a schedule, found from its lists for two numbers of microbatches.
+"""Compression of long schedules: the repeated part of an action list is found and stored once.
 
-Between its start and its end a schedule repeats the same actions. Two lists of one schedule, one with ``unit``
-microbatches more than the other, determine the list for any number of further microbatches.
+Between its start and its end a schedule repeats the same actions for successive microbatches. Two lists of one
+schedule, the second with ``unit`` more microbatches, determine the list for any number of further units.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ _OPENING = _FETCHING | {"F", "B", "I", "W", "TOTAL_F", "TOTAL", "REDUCE", "SYNC"
 
 @dataclass(frozen=True)
 class Growth:
-    """``length`` items of the shorter list from ``start``, as :class:`partitioner.runtime.program.instructions.Part`
-    repeats them."""
+    """A section of the shorter list: ``length`` items from index ``start``, executed ``times`` times, with microbatch
+    numbers raised by ``shift`` at each repetition. With each further unit of microbatches it is repeated ``more`` times
+    more, and its microbatch numbers rise by ``moved``."""
 
     start: int
     length: int
@@ -43,7 +44,8 @@ class Growth:
 
 @dataclass(frozen=True)
 class SteadyState:
-    """The lists for ``least`` and ``least + unit`` microbatches are enough to know those for ``steps`` units more."""
+    """Numbers of microbatches that describe a long schedule: the lists for ``least`` and for ``least + unit``
+    microbatches determine the full list, which has ``least + steps * unit`` microbatches."""
 
     least: int
     unit: int
@@ -51,7 +53,8 @@ class SteadyState:
 
 
 def find_growth(shorter: Sequence[Item], longer: Sequence[Item], unit: int) -> list[Growth] | None:
-    """How ``shorter`` grows to ``longer``, by ``unit`` microbatches; ``None`` where it does not by repeating parts."""
+    """Return the sections by whose repetition ``shorter`` becomes ``longer``, which has ``unit`` microbatches more.
+    Return ``None`` if repetition alone does not explain the difference."""
     few, many = _find_repeated_parts(shorter, unit), _find_repeated_parts(longer, unit)
     if len(few) != len(many):
         return None
@@ -72,7 +75,8 @@ def find_growth(shorter: Sequence[Item], longer: Sequence[Item], unit: int) -> l
 
 
 def grow_items(items: Sequence[Item], parts: Sequence[Growth], steps: int) -> Iterator[Item]:
-    """The list that has grown ``steps`` times."""
+    """Yield the items of the list extended by ``steps`` units. ``items``: the shorter list. ``parts``: the sections
+    from :func:`find_growth`."""
     for part in parts:
         body = items[part.start : part.start + part.length]
         for again in range(part.times + part.more * steps):
@@ -82,7 +86,9 @@ def grow_items(items: Sequence[Item], parts: Sequence[Growth], steps: int) -> It
 def find_steady_state(
     schedule: str | ScheduleTable, num_stages: int, num_microbatches: int, chunks: int | None = None
 ) -> SteadyState | None:
-    """The smallest numbers of microbatches that show how ``schedule`` goes on; ``None`` where none below shows it."""
+    """Return small numbers of microbatches from which the orders of ``schedule`` for ``num_microbatches`` can be
+    extrapolated exactly. Return ``None`` if none of the tried numbers is sufficient, the step is short, or the schedule
+    is a user-defined table."""
     if table_of(schedule) is not None:
         return None  # it is for one number of microbatches
 
@@ -110,7 +116,8 @@ def find_steady_state(
 
 
 def parts_of(shorter: Sequence[Instruction], longer: Sequence[Instruction], unit: int) -> tuple[Part, ...] | None:
-    """How the instruction list ``shorter`` grows to ``longer``."""
+    """Return the repeated sections by which the instruction list ``shorter`` grows to ``longer``, which has ``unit``
+    microbatches more. Return ``None`` if repetition alone does not explain the difference."""
     pieces = _split_instructions(shorter)
     found = find_growth(
         [_piece_to_item(p) for p in pieces], [_piece_to_item(p) for p in _split_instructions(longer)], unit
@@ -131,7 +138,8 @@ def _actions_to_items(order: Sequence[Action]) -> list[Item]:
 
 
 def _split_instructions(instructions: Sequence[Instruction]) -> list[list[Instruction]]:
-    """Cut where something is computed, or what it needs is fetched: few pieces are quicker to compare."""
+    """Split the list before each computation, or before the loads and receives that precede it. Comparing a few pieces
+    is faster than comparing all instructions."""
     pieces: list[list[Instruction]] = []
     before = ""
     for instruction in instructions:
@@ -167,7 +175,8 @@ def _compute_microbatch_offset(instruction: Instruction, first: int | None) -> i
 
 
 def _find_repeated_parts(items: Sequence[Item], unit: int) -> list[Growth]:
-    """``items`` in repeated parts, from the front the longest, and single items between them."""
+    """Divide ``items`` into repeated sections and single items, in order. At each position the section that reaches
+    furthest is chosen."""
     numbers: dict[Hashable, int] = {}
     kinds = np.array([numbers.setdefault(key, len(numbers)) for key, _ in items], np.int64)
     times = np.array([_NONE if m is None else m for _, m in items], np.int64)
@@ -197,7 +206,7 @@ def _find_repeated_parts(items: Sequence[Item], unit: int) -> list[Growth]:
 
 
 def _count_consecutive_true(alike: NDArray[np.bool_]) -> Ints:
-    """For each place how many in a row from there on are true."""
+    """Return, for each index, the number of consecutive true values from there on."""
     ends = np.where(alike, np.iinfo(np.int64).max, np.arange(len(alike)))
     return np.asarray(np.minimum(np.minimum.accumulate(ends[::-1])[::-1], len(alike)) - np.arange(len(alike)), np.int64)
 

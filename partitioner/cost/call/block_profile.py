@@ -1,6 +1,7 @@
-"""Kernels and collectives of one block call, extracted once from its local graph.
+"""Kernels, collectives and states of one block call, extracted from the block's local graph.
 
-Kernels are the columns of arrays, so that they are priced together.
+A block is a repeated piece of the model, such as a layer. Kernels are columns of arrays, so that all of them are priced
+at once.
 """
 
 from __future__ import annotations
@@ -61,12 +62,12 @@ _IN_PIECES = frozenset(("all_gather", "reduce_scatter"))  # can run behind the p
 @dataclass(frozen=True)
 class KernelRow:
     """One kernel and its role in the block. ``way``: 0 forward, 1 backward. ``product``: its operator is a matrix
-    product or an attention. ``again``: selective recomputation runs it once more. ``ring``: the number of its attention
-    over a sharded sequence, else -1.
+    product or an attention. ``again``: selective recomputation runs it a second time. ``ring``: the index of its
+    attention over a sharded sequence, or -1.
 
-    For experts' products: ``widest`` is the smaller side of an expert's matrix; ``rows`` the number of rows of all
+    For products of experts: ``widest`` is the smaller side of an expert's matrix; ``rows`` the number of rows of all
     experts in the graph (0: every expert gets all rows); ``held`` the number of experts in the graph; ``each`` whether
-    a rank launches the kernel for each of its experts.
+    a rank launches the kernel separately for each of its experts.
     """
 
     kernel: Kernel
@@ -140,11 +141,10 @@ class KernelTable:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A collective over a mesh axis. ``nbytes``: of its operand, which may be one rank's part (``from_part``).
-
-    ``strided``: the dim that it joins or splits is not outermost in memory. ``in_pieces``: it may run behind products.
-    ``anew``: a gather that is repeated in backward if its result is not kept.
-    """
+    """A collective over a mesh axis. ``way``: 0 forward, 1 backward. ``nbytes``: size of its operand, which is one
+    rank's part of the tensor if ``from_part``. ``strided``: the dim that it joins or splits is not outermost in memory.
+    ``in_pieces``: it may overlap with matrix products. ``anew``: a gather that backward repeats if its result is not
+    kept."""
 
     way: int
     op: str
@@ -158,8 +158,8 @@ class Exchange:
 
 @dataclass(frozen=True)
 class StateRead:
-    """A state that the call reads, with its bytes in the graph. ``gradient_bytes``: of its accumulated gradient (0: it
-    has none). ``small``: ZeRO-3 leaves the state whole."""
+    """A state (parameter or buffer) that the call reads. ``nbytes``: its bytes in the graph. ``gradient_bytes``: the
+    bytes of its accumulated gradient; 0 if it has none. ``small``: ZeRO-3 does not shard it."""
 
     name: str
     nbytes: int
@@ -168,7 +168,8 @@ class StateRead:
     small: bool = False
 
     def sizes(self, short_gradients: bool, share: float = 1.0) -> tuple[float, float]:
-        """The bytes of a ``share`` of the state, and of that share of its gradient."""
+        """Return the bytes of a ``share`` of the state and the bytes of the same share of its gradient.
+        ``short_gradients``: the gradient is no larger than the state."""
         gradient = min(self.nbytes, self.gradient_bytes) if short_gradients else self.gradient_bytes
         return self.nbytes * share, gradient * share
 
@@ -203,11 +204,11 @@ def asked_by(
     expert_kernels: str = "grouped",
     current_scaling: bool = False,
 ) -> BlockProfile:
-    """Kernels and collectives of a call of ``block``, a local graph with its collectives.
+    """Return the kernels, collectives and states of one call of ``block``, a local graph with its collectives.
 
     ``fp8``: products with weights run in fp8; with ``fused_casts`` the preceding kernels write their operands in fp8.
-    ``again``: the nodes that selective recomputation runs once more. ``expert_kernels``, ``current_scaling``: see
-    :class:`~partitioner.Constraints`.
+    ``again``: the nodes that selective recomputation runs a second time. ``expert_kernels``: ``grouped``, ``each`` (one
+    kernel per expert) or ``fused``. ``current_scaling``: fp8 scales come from the current tensor.
     """
     return _BlockProfiler(block, train, fp8, again, fused_casts, expert_kernels, current_scaling).read()
 
@@ -335,7 +336,7 @@ class _BlockProfiler:
         return read + is_written * sum(result.nbytes for result in results)
 
     def _runs_each(self, node: fx.Node) -> bool:
-        """Whether ``node`` is a product of experts that is launched for each of them."""
+        """Whether ``node`` is a product of experts that is launched separately for each expert."""
         return self.expert_kernels == "each" and node in self.region.products
 
     def _is_issued(self, node: fx.Node) -> bool:
@@ -411,7 +412,8 @@ def _reach_nodes(starts: Collection[fx.Node], step: Callable[[fx.Node], Iterable
 
 
 def _fuse_kernels(kernels: Sequence[Kernel], num_bytes: float) -> list[Kernel]:
-    """``kernels`` without launches, which together move ``num_bytes`` and no more than they did."""
+    """Return ``kernels`` without launches and with traffic scaled down to ``num_bytes`` in total. Traffic is never
+    scaled up."""
     total = sum(kernel.num_bytes for kernel in kernels)
     share = min(1.0, num_bytes / total) if total else 0.0
     return [replace(kernel, num_bytes=kernel.num_bytes * share, launches=0) for kernel in kernels]
@@ -424,8 +426,8 @@ def _transpose_collective(node: fx.Node) -> str | None:
 
 
 def module_operators(block: Block, region: ExpertProducts) -> dict[fx.Node, float]:
-    """Host work of Transformer Engine's linear layers in operators, besides their products, by the layer's first
-    product.
+    """Return the extra host work of Transformer Engine's linear layers, in number of operators besides the products,
+    keyed by the first product of each layer.
 
     One forward takes 2.7 times the host time of torch's linear layer (100 us over 37 on GB200, 91 over 33 on GH200:
     NVIDIA/TransformerEngine issue 2053). Products that read the same value are one layer.
@@ -441,7 +443,7 @@ def module_operators(block: Block, region: ExpertProducts) -> dict[fx.Node, floa
 
 
 def learned_nodes(block: Block) -> set[fx.Node]:
-    """The states of ``block``, and the nodes computed from states alone."""
+    """Return the states of ``block`` and all nodes that are computed from states alone."""
     states = set(block.states)
     found = {node for node in block.placeholders if node.name in states}
     for node in block.graph.nodes:
@@ -453,8 +455,8 @@ def learned_nodes(block: Block) -> set[fx.Node]:
 def node_operands(
     node: fx.Node, states: set[str], learned: Container[fx.Node], copied: bool = False
 ) -> tuple[list[Operand], list[Operand]]:
-    """The tensors that ``node`` reads and makes. ``learned``: see :func:`learned_nodes`. ``copied``: see
-    :func:`repeats_of`."""
+    """Return the tensors that ``node`` reads and the tensors that it computes. ``learned``: nodes computed from states
+    alone. ``copied``: expanded operands count as repeated even behind a reshape that copies."""
     read = [(o.meta["val"], is_state(o, states), o in learned, repeats_of(o, copied)) for o in tensors_of(node)]
     operands = [Operand(tuple(v.shape), v.dtype, state, made, repeats) for v, state, made, repeats in read]
     results = [Operand(tuple(r.shape), r.dtype) for r in results_of(node) if isinstance(r, Tensor)]
@@ -467,12 +469,12 @@ def tensors_of(node: fx.Node) -> list[fx.Node]:
 
 
 def operand_needs(node: fx.Node) -> list[bool]:
-    """Which of :func:`tensors_of` need a gradient."""
+    """Return, for each tensor operand of ``node``, whether it needs a gradient."""
     return [needs_gradient(o) for o in tensors_of(node)]
 
 
 def fan_out(node: fx.Node) -> list[Kernel]:
-    """The additions that sum the gradients of a value with several readers."""
+    """Return the kernels that add up the gradients of a value with several readers."""
     value = node.meta["val"]
     if not isinstance(value, Tensor) or not is_differentiable(value):
         return []

@@ -1,4 +1,4 @@
-"""Cost of one block call on one rank, from the local graph of the block with its collectives, once per block type."""
+"""Cost of one call of a block on one rank, computed from the block's local graph with its collectives."""
 
 from __future__ import annotations
 
@@ -47,27 +47,28 @@ Again = Callable[[Block, Collection[fx.Node]], frozenset[fx.Node]]
 
 
 def find_selectively_recomputed(block: Block, sent: Collection[fx.Node] = ()) -> frozenset[fx.Node]:
-    """The nodes that selective recomputation recomputes by default; see :func:`find_recomputed_nodes`."""
+    """Return the nodes that selective recomputation runs again in backward by default. ``sent``: values that come from
+    other ranks."""
     return find_recomputed_nodes(block, "selective", sent)
 
 
 @dataclass(frozen=True)
 class CallCost:
-    """Cost of one microbatch through one call on one rank. Seconds are without (``_s``) and of (``_comm_s``)
-    collectives.
+    """Cost of one microbatch through one call on one rank. Fields that end in ``_comm_s`` are seconds of collectives;
+    other ``_s`` fields are seconds without collectives.
 
-    ``weights_s``: the part of ``backward_s`` for gradients of weights, which no other stage waits for. ``flops``: of
-    forward matrix products; ``backward_flops``: of backward ones. ``saved_bytes``: kept from forward to backward,
-    besides the inputs that ``saved_inputs`` marks. ``working_bytes``: needed in addition while the call runs.
-    ``input_bytes`` and ``output_bytes``: by position. ``output_grads``: the outputs whose gradient flows back.
-    ``state_bytes``: of all states that the call reads. ``gathered_bytes``: of states that are gathered for it.
-    ``carried_bytes``: held between the two halves of the backward.
+    ``weights_s``: the part of ``backward_s`` for gradients of weights, for which no other stage waits. ``flops``,
+    ``backward_flops``: of matrix products, forward and backward. ``saved_bytes``: kept from forward to backward, in
+    addition to the inputs that ``saved_inputs`` marks. ``working_bytes``: needed in addition while the call runs.
+    ``input_bytes``, ``output_bytes``: by position. ``output_grads``: whether each output receives a gradient.
+    ``state_bytes``: of all parameters and buffers that the call reads. ``gathered_bytes``: of states that ZeRO-3
+    gathers for it. ``carried_bytes``: held between the two halves of the backward.
 
-    ``selective_bytes``: the part of ``saved_bytes`` that is quick to recompute, in ``selective_s``, from
-    ``selective_inputs`` among others. ``slim``: the cost with selective recomputation, if it cannot be derived from
-    these fields. ``forward_only_s``: seconds of the forward that recomputing the whole call does not add to backward,
-    since backward has them already: selective recomputation, and waiting for gathered weights. ``host_bytes``: kept in
-    host memory.
+    ``selective_bytes``: the part of ``saved_bytes`` that selective recomputation does not keep. ``selective_inputs``:
+    the inputs kept instead. ``selective_s``: seconds of the recomputation. ``slim``: the cost with selective
+    recomputation, if it cannot be derived from these fields. ``forward_only_s``: the part of the forward that full
+    recomputation does not add to backward, because backward already contains it (selective recomputation, waits for
+    gathered weights). ``host_bytes``: bytes kept in host memory.
     """
 
     forward_s: float = 0.0
@@ -132,8 +133,7 @@ class CallCost:
 
     @cached_property
     def later_s(self) -> float:
-        """The part of ``backward_s`` that may run after the gradients of inputs are sent: at most half, as bounds
-        assume."""
+        """Seconds of the backward that may run after the input gradients are sent; at most half of ``backward_s``."""
         return min(self.weights_s, self.backward_s / 2)
 
     @cached_property
@@ -142,7 +142,7 @@ class CallCost:
 
     @cached_property
     def recompute_s(self) -> float:
-        """Seconds that recomputing the whole call adds to backward."""
+        """Seconds that recomputation of the whole call adds to backward."""
         return self.forward_total_s - self.forward_only_s
 
     @cached_property
@@ -158,9 +158,10 @@ def call_costs(
     train: bool = True,
     spread: Spread = NO_SPREAD,
 ) -> CallCost:
-    """The cost of one call of ``block``, a local graph whose collectives run over ``groups`` by mesh axis.
+    """Return the cost of one call of ``block``, a local graph whose collectives run over ``groups`` by mesh axis.
 
     An axis that is not in ``groups`` costs nothing. Without ``train`` there is no backward and nothing is saved.
+    ``spread``: how the call is distributed by expert parallelism and ZeRO-3.
     """
     return CallWork(block, train).cost(device, groups, spread)
 
@@ -184,11 +185,9 @@ class _Computed:
 
 
 class CallWork:
-    """The work of a call of ``block``, to be priced on any device and over any groups.
-
-    ``again``: the nodes that selective recomputation recomputes. Kernels are priced once for each device and group
-    sizes, whatever the links.
-    """
+    """The work of one call of ``block``, which :meth:`cost` prices for any device and groups. ``again``: a function
+    that returns the nodes that selective recomputation runs again. Kernel times are cached by device and group
+    sizes."""
 
     def __init__(self, block: Block, train: bool = True, again: Again = find_selectively_recomputed) -> None:
         self.block, self.train, self._again = block, train, again
@@ -223,7 +222,8 @@ class CallWork:
         return bool(found.entries or found.exits or found.products or found.states & set(self.block.states))
 
     def cost(self, device: DeviceType, groups: Mapping[str, Group], spread: Spread = NO_SPREAD) -> CallCost:
-        """The cost of one call on one rank; see :func:`call_costs`."""
+        """Return the cost of one call on one rank with device type ``device`` and the collective ``groups`` by mesh
+        axis."""
         profile, train = spread.profile, self.train
         asked = self.asked(spread.fp8, profile)
         slowdown = device.overlap_slowdown
@@ -357,12 +357,12 @@ def _issued_each(asked: BlockProfile, half: int, spread: Spread) -> float:
 
 
 def _issued_late(asked: BlockProfile, device_s: float, spread: Spread, device: DeviceType) -> float:
-    """Seconds that a forward waits for the host to issue the kernels of each expert, which run ``device_s`` on the
-    device.
+    """Return the seconds that a forward waits for the host to launch the kernels of each expert, which run ``device_s``
+    on the device.
 
-    The host knows the number of rows of each expert only when the device has counted them, so it cannot issue ahead
-    (Megatron-LM, deepseek-v3-gb200-optimization, section 3.1: the synchronization for tokens by expert). There is no
-    wait if each expert's rows are padded to one fixed number.
+    The host knows the number of rows of each expert only after the device has counted them, so it cannot launch ahead
+    (Megatron-LM, deepseek-v3-gb200-optimization, section 3.1). There is no wait if each expert's rows are padded to one
+    fixed number.
     """
     profile = spread.profile
     if profile.expert_kernels != "each" or profile.graphs == "all" or profile.even_experts == "padded":
@@ -422,7 +422,8 @@ def _spread_columns(columns: KernelTable, spread: Spread) -> KernelTable:
 
 
 def exchange_time(op: str, whole_bytes: float, group: Group, device: DeviceType, strided: bool) -> float:
-    """Seconds of a collective, and of the copy that joins or splits a dim that is not outermost in memory."""
+    """Return the seconds of a collective, including the copy that joins or splits a dim that is not outermost in
+    memory."""
     seconds = collective_time(op, whole_bytes, group)
     if strided and op not in ("all_reduce", "all_reduce_max"):
         seconds += device.launch + 2 * whole_bytes / device.memory_bandwidth

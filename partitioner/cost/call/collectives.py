@@ -1,11 +1,9 @@
-"""Seconds of collectives and messages: start-up plus size over bandwidth (alpha-beta), by the levels a group spans.
+"""Seconds of collectives and messages: latency plus size over bandwidth (alpha-beta model), by the network levels of a
+group.
 
-``num_bytes`` is always the size of the whole tensor: the result of an all-gather, the operand of a reduce-scatter, the
-tensors of all ranks of an all-to-all together. A ring moves ``2 (n - 1) / n`` of it through each rank for an all-reduce
-and half of that for an all-gather or a reduce-scatter (Thakur et al. 2005; nccl-tests, PERFORMANCE.md).
-
-``exchange_seconds`` gives the communication of attention over a sequence that is sharded over ranks, and
-``context_exchanges`` that of a graph node, and whether it runs beside the node's computation.
+``num_bytes`` is always the size of the whole tensor: the result of an all-gather, the operand of a reduce-scatter, or
+the tensors of all ranks of an all-to-all together. A ring all-reduce moves ``2 (n - 1) / n`` of it through each rank.
+An all-gather or a reduce-scatter moves half of that (Thakur et al. 2005; nccl-tests, PERFORMANCE.md).
 """
 
 from __future__ import annotations
@@ -29,7 +27,8 @@ _ROUNDS = {"all_reduce": 2, "all_reduce_max": 2, "all_gather": 1, "reduce_scatte
 
 
 def collective_time(op: str, num_bytes: float, group: Group) -> float:
-    """Seconds of ``op`` over ``group``; 0 in a group of one. Raises ``KeyError`` for an unknown collective."""
+    """Return the seconds of the collective ``op`` over ``group``; 0 for a group of one rank. Raises ``KeyError`` for an
+    unknown collective."""
     if group.size == 1:
         return 0.0
     if group.others:
@@ -46,15 +45,16 @@ def collective_time(op: str, num_bytes: float, group: Group) -> float:
 
 
 def moved_share(op: str, size: int) -> float:
-    """The part of the whole tensor that passes through each rank's links: what a bus bandwidth is measured by."""
+    """Return the fraction of the whole tensor that passes through each rank's links, the convention by which bus
+    bandwidth is measured."""
     return _ROUNDS.get(op, 1 / size) * (size - 1) / size
 
 
 def dispatch_time(num_bytes: float, group: Group, copies: float) -> float:
-    """Seconds of an all-to-all of rows that go to ``copies`` ranks each, any of them, if a row goes to each node (and
-    whatever else ``group``'s levels join) once, and from the rank where it comes in to the others there (DeepEP).
+    """Return the seconds of an all-to-all in which each row goes to ``copies`` ranks. A row crosses to each node only
+    once and is copied to the other ranks inside the node (as in DeepEP).
 
-    ``num_bytes``: of all copies. Without copies that is :func:`collective_time`'s.
+    ``num_bytes``: size of all copies together. With one copy the time is that of a plain all-to-all.
     """
     if group.size == 1:
         return 0.0
@@ -74,13 +74,14 @@ def dispatch_time(num_bytes: float, group: Group, copies: float) -> float:
 
 
 def message_time(num_bytes: float, link: Link) -> float:
-    """Seconds of one message between pipeline stages; nothing is sent for no bytes."""
+    """Return the seconds of one message between pipeline stages; 0 if there are no bytes to send."""
     return link.time(num_bytes) if num_bytes else 0.0
 
 
 def link_of_parts(link: Link, size: int, gathering: Group | None) -> Link:
-    """``link`` for a message that all of ``size`` ranks have: each sends a part of it to its peer, and the peers gather
-    it (Narayanan et al. 2021, section 4.1). ``gathering``: the peers' group; ``None``: they gather at once."""
+    """Return an equivalent link for a message that ``size`` ranks hold in common. Each rank sends a part of it to its
+    peer, and the peers all-gather the parts (Narayanan et al. 2021, section 4.1). ``gathering``: the group of the
+    peers; ``None``: the all-gather takes no time."""
     latency, per_byte = link.latency, 1 / (size * link.bandwidth)
     if gathering is not None:
         latency += max(group.one_way_start for group in gathering.every)
@@ -96,8 +97,8 @@ _WIDE_BYTES = 4  # gradients of narrow types travel in float32
 def exchange_seconds(
     query: Operand, key: Operand, value: Operand, seen: Band, algorithm: str, zigzag: bool, group: Group
 ) -> Seconds:
-    """Seconds of the exchanges of one attention, of which each rank has such queries, keys and values. A ring's hops
-    come one after the other, each as long as that of its slowest pair of ranks."""
+    """Return the forward and backward seconds of communication of one attention over a sharded sequence. The operands
+    have the shapes on one rank. Steps of a ring are sequential; each takes as long as its slowest pair of ranks."""
     if group.others:
         each = (exchange_seconds(query, key, value, seen, algorithm, zigzag, one) for one in group.every)
         forward, backward = zip(*each, strict=True)
@@ -116,7 +117,8 @@ def exchange_seconds(
 
 
 def context_exchanges(node: fx.Node, groups: Mapping[str, Group]) -> tuple[Seconds, bool]:
-    """Seconds of what a node of a local graph sends, and whether that runs beside its computation."""
+    """Return the forward and backward seconds of communication of an attention node over a sharded sequence, and
+    whether it overlaps with the node's computation. For other nodes the seconds are 0."""
     group = groups.get(get_node_argument(node, "axis", "")) if collective_name(node.target) in CONTEXT else None
     if group is None or group.size == 1:
         return (0.0, 0.0), False

@@ -32,13 +32,14 @@ _ALONE = Group(1)
 @hashed_once
 @dataclass(frozen=True)
 class Spread:
-    """How a call is spread besides ``tp`` and ``cp``. ``experts``, ``shards``: the groups of ``ep`` and of the ranks
-    that ZeRO-3 shards over. ``expert_tensor``: ranks of ``tp`` over those that share one expert (``etp``).
-    ``num_experts``: in all, of the layer that has most. ``sharers``: the ranks that share one expert.
+    """How a call is distributed besides ``tp`` and ``cp``. ``experts``: the group over which experts are distributed
+    (``ep``). ``shards``, ``expert_shards``: the groups over which ZeRO-3 shards weights, and weights of experts.
+    ``expert_tensor``: ratio of ``tp`` to the number of ranks that share one expert (``etp``). ``num_experts``: the
+    number of experts of the layer with the most. ``sharers``: the group of ranks that share one expert.
 
-    ``divided``: the graph is what one rank runs already, with the exchanges of tokens in it and its experts alone.
-    ``fp8``: products with weights are in fp8. ``whole_scatter``:
-    what gradients are scattered by receives all parts of them. ``profile``: how what runs the plan executes it.
+    ``divided``: the graph already contains only one rank's experts and the token exchanges. ``fp8``: products with
+    weights are in fp8. ``whole_scatter``: a reduce-scatter needs a receive buffer for the whole tensor. ``profile``:
+    how the training framework executes the plan.
     """
 
     experts: Group = _ALONE
@@ -59,14 +60,14 @@ class Spread:
 
     @property
     def without_experts(self) -> Spread:
-        """What of it concerns a call that has none."""
+        """This distribution for a call without experts."""
         return replace(
             self, experts=_ALONE, expert_shards=_ALONE, expert_tensor=1.0, num_experts=0, sharers=_ALONE, divided=False
         )
 
     @property
     def of_experts(self) -> float:
-        """What part of the local graph's expert weights a rank holds."""
+        """Fraction of the graph's expert weights that a rank holds."""
         return 1.0 if self.divided else self.expert_tensor / self.ep
 
 
@@ -74,9 +75,11 @@ NO_SPREAD = Spread()
 
 
 def expected_loads(tokens: NDArray[np.float64], ranks: int) -> NDArray[np.float64]:
-    """Tokens of the fullest of ``ranks`` over the mean, if each of ``tokens`` goes to any of them.
+    """Return the expected load of the fullest of ``ranks`` ranks relative to the mean, for each number in ``tokens``.
+    Each token goes to a random rank.
 
-    The expected maximum of a binomial, ``1 + sqrt(2 ln r (r - 1) / t)`` (Raab and Steger 1998)."""
+    The expected maximum of a binomial is ``1 + sqrt(2 ln r (r - 1) / t)`` (Raab and Steger 1998).
+    """
     if ranks <= 1:
         return np.ones(len(tokens))
     unevenness = np.sqrt(2 * math.log(ranks) * (ranks - 1) / np.where(tokens > 0, tokens, np.inf))
@@ -85,8 +88,9 @@ def expected_loads(tokens: NDArray[np.float64], ranks: int) -> NDArray[np.float6
 
 @dataclass(frozen=True)
 class ExpertProducts:
-    """The expert products of a block: which values are sent to the experts and come back, and the weights. ``known``:
-    they are of a form that can be spread over ranks."""
+    """The matrix products of a block's experts. ``entries``: the values sent to the experts. ``exits``: the values that
+    come back. ``states``: the names of the experts' weights. ``known``: the planner can distribute these products over
+    ranks."""
 
     entries: tuple[fx.Node, ...] = ()
     exits: tuple[fx.Node, ...] = ()
@@ -95,7 +99,7 @@ class ExpertProducts:
     known: bool = False
 
     def reads_entry(self, product: fx.Node) -> bool:
-        """Whether a product reads rows as they come."""
+        """Whether ``product`` directly reads a value that is sent to the experts, apart from views and casts."""
         return any(
             _skip_views_and_casts(o) in self.entries
             for o in product.all_input_nodes
@@ -104,17 +108,18 @@ class ExpertProducts:
 
     @property
     def sorts(self) -> bool:
-        """Whether its products want rows in the order of the experts."""
+        """Whether the products need rows sorted by expert."""
         return any(operator_name(node) in EXPERT_PRODUCTS for node in self.products)
 
     @property
     def copies(self) -> float:
-        """How many of the rows that are sent are one and the same, as far as the graph shows it."""
+        """Number of copies of each row that are sent to experts, as far as the graph shows it; 1 if unknown."""
         return max((_count_row_copies(node) for node in self.entries), default=1.0)
 
 
 def expert_region(block: Block) -> ExpertProducts:
-    """The experts of ``block``, from the graph: what flows into the first products and out of the last."""
+    """Find the products of experts in ``block``, the values that enter the first of them and those that leave the last.
+    Empty if the block has no experts."""
     found = find_regions(block)
     if found:
         return ExpertProducts(
@@ -142,7 +147,7 @@ def expert_region(block: Block) -> ExpertProducts:
 
 
 def _skip_views_and_casts(node: object) -> fx.Node:
-    """What a view or a cast looks at."""
+    """Return the node from which ``node`` is derived by views, casts and clones alone."""
     assert isinstance(node, fx.Node), node
     while (
         node.op == "call_function"
@@ -155,7 +160,7 @@ def _skip_views_and_casts(node: object) -> fx.Node:
 
 
 def _count_row_copies(node: fx.Node) -> float:
-    """How often ``node`` has each row of what it is picked or repeated from."""
+    """Return how many times ``node`` contains each row of the tensor from which its rows are selected or repeated."""
     size, source = node.meta["val"].numel(), node
     while source.op == "call_function" and (is_view(source) or operator_name(source) in _REPEATS):
         source = source.all_input_nodes[0]
@@ -164,7 +169,7 @@ def _count_row_copies(node: fx.Node) -> float:
 
 
 def expert_exchanges(region: ExpertProducts, spread: Spread) -> float:
-    """Seconds of sending tokens to their experts and back, one way each, per pass."""
+    """Return the seconds of sending tokens to their experts and back, for one pass (forward or backward)."""
     if spread.ep == 1 or spread.divided:
         return 0.0
     if spread.profile.dispatch == "rows":
@@ -180,10 +185,12 @@ def expert_exchanges(region: ExpertProducts, spread: Spread) -> float:
 
 
 def sorting_seconds(region: ExpertProducts, held: int, spread: Spread, device: DeviceType) -> float:
-    """Seconds in which rows that have come are put in the order of the rank's experts, and back, one pass.
+    """Return the seconds of sorting received rows by expert and of undoing it, for one pass. ``held``: number of
+    experts in the graph.
 
-    They come ordered by the rank that sent them (``passes/experts/sorted_rows.py``; Megatron-Core's
-    ``sort_chunks_by_idxs``). What sends them ``once`` lays them out itself, and a rank's only expert has all of them.
+    Rows arrive in the order of the sending ranks (``passes/experts/sorted_rows.py``; Megatron-Core's
+    ``sort_chunks_by_idxs``). There is nothing to sort if the rank has one expert, or if the dispatch (``once``) writes
+    rows in sorted order.
     """
     if not region.sorts or held * spread.of_experts <= 1 or spread.profile.dispatch == "once":
         return 0.0
@@ -192,15 +199,16 @@ def sorting_seconds(region: ExpertProducts, held: int, spread: Spread, device: D
 
 
 def compute_exposed_seconds(compute_s: float, comm_s: float, slowdown: float, overlap: bool = True) -> float:
-    """Seconds that communication adds to computation: while both run each takes ``slowdown`` times as long."""
+    """Return the seconds that communication adds to computation. Without ``overlap`` that is ``comm_s``. With it, each
+    takes ``slowdown`` times as long while both run."""
     if not overlap:
         return comm_s
     return max(0.0, comm_s - compute_s) + (slowdown - 1) * min(compute_s, comm_s)
 
 
 def in_pieces(compute_s: float, comm_s: float, pieces: int, slowdown: float) -> float:
-    """Seconds that gathers and scatters in ``pieces`` add to the products beside them: nothing hides the first piece
-    (Wang et al. 2023, overlap by decomposition; Transformer Engine's user buffers)."""
+    """Return the seconds that gathers and scatters, split into ``pieces``, add to the matrix products that they overlap
+    with. Nothing hides the first piece (Wang et al. 2023; Transformer Engine's user buffers)."""
     first = comm_s / max(1, pieces)
     return first + compute_exposed_seconds(compute_s, comm_s - first, slowdown)
 

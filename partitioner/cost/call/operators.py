@@ -30,9 +30,9 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor as an operator meets it. ``state``: a weight, whose size does not depend on the batch; ``learned``: made
-    of weights alone, so that no other stage waits for its gradient; ``repeats``: how often it has each number that is
-    in memory, as a view that expands does (keys of a group of heads)."""
+    """A tensor that an operator reads or writes. ``state``: a weight, whose size does not depend on the batch.
+    ``learned``: computed from weights alone, so no other stage waits for its gradient. ``repeats``: how many times a
+    view such as ``expand`` repeats each element in memory."""
 
     shape: Shape
     dtype: torch.dtype
@@ -50,23 +50,24 @@ class Operand:
 
     @property
     def traffic(self) -> float:
-        """Bytes that reading it takes from memory: what is repeated comes out of caches."""
+        """Bytes that are read from memory. Repeated elements are read once and then come from caches."""
         return self.nbytes / self.repeats
 
     @property
     def gradient(self) -> Operand:
-        """The gradient of the operand, or a copy of it: as large, and with nothing repeated."""
+        """The gradient of the operand, as an operand of the same shape without repeated elements."""
         return self if self.repeats == 1.0 else replace(self, repeats=1.0)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One launch (or ``launches`` alike). ``num_bytes``: traffic with memory, of which ``state_bytes`` are weights'.
+    """One kernel with its memory traffic and FLOPs. ``num_bytes``: bytes read and written, of which ``state_bytes``
+    belong to weights. ``launches``: number of launches.
 
-    ``smallest``: the smallest of M, N and K, for the efficiency of a product; of an attention its keys, and ``width``
-    that of its heads.
-    ``kind``: the row of the device's table of memory efficiencies. ``aligned``: whether every row of a product's
-    matrices is a multiple of 16 bytes, as matrix units want it. ``learned``: makes a gradient of such an operand.
+    ``kind``: the key in the device's table of memory efficiencies. ``smallest``: the smallest of M, N and K of a
+    product, or the number of keys of an attention. ``width``: the smallest head width of an attention. ``aligned``:
+    every row of a product's 16-bit matrices is a multiple of 16 bytes, which matrix units need for full speed.
+    ``learned``: the kernel computes a gradient of weights.
     """
 
     kind: str
@@ -176,7 +177,8 @@ _PRODUCTS: dict[str, tuple[int, int, Callable[[Shape, Shape, Shape], _Product]]]
 
 
 def operator_name(node: fx.Node) -> str:
-    """``mm`` for ``aten.mm.default``; empty for what is no torch operator."""
+    """Return the name without namespace and overload, such as ``mm`` for ``aten.mm.default``; empty if the node is no
+    torch operator."""
     target = node.target
     return target._schema.name.split("::")[-1] if isinstance(target, torch._ops.OpOverload) else ""
 
@@ -190,8 +192,8 @@ def is_view(node: fx.Node) -> bool:
 
 
 def repeats_of(node: fx.Node, copied: bool = False) -> float:
-    """How often ``node`` has each number of the tensor that it is a view of; ``copied``: also through reshapes that
-    copy, as of shards they need not."""
+    """Return how many times ``node`` contains each element of the tensor that it is a view of. ``copied``: also look
+    through reshapes that copy."""
     found = 1.0
     while node.op == "call_function" and operator_name(node) in VIEWS and (copied or is_view(node)):
         source = node.all_input_nodes[0]
@@ -202,7 +204,7 @@ def repeats_of(node: fx.Node, copied: bool = False) -> float:
 
 
 def is_product(node: fx.Node) -> bool:
-    """Whether most of the work of a model may be in such an operator: matrix products and attention."""
+    """Whether the operator is a matrix product, convolution, einsum or fused attention."""
     name = operator_name(node)
     return name in _PRODUCTS or name in _ATTENTION or name == "einsum"
 
@@ -213,7 +215,7 @@ def is_attention(node: fx.Node) -> bool:
 
 
 def _only_sends(node: fx.Node) -> bool:
-    """Whether the operator is a collective that computes nothing to speak of."""
+    """Whether the operator is a collective other than an attention over a sharded sequence."""
     name = collective_name(node.target)
     return name is not None and name not in CONTEXT
 
@@ -242,7 +244,8 @@ def _is_copying_reshape(node: fx.Node) -> bool:
 
 
 def forward_kernels(node: fx.Node, operands: Sequence[Operand], results: Sequence[Operand]) -> list[Kernel]:
-    """What running ``node`` on tensors of these shapes takes; nothing for views and collectives."""
+    """Return the kernels that run ``node`` forward on operands and results of these shapes. Empty for most views and
+    collectives."""
     if node.target is operator.getitem or not results:
         return []
     if _only_sends(node):
@@ -279,7 +282,8 @@ def _entropy_kernel(kind: str, logits: Operand, as_given: int, as_made: int, lau
 def form_kernels(
     node: fx.Node, operands: Sequence[Operand], results: Sequence[Operand], num_ranks: int, zigzag: bool, backward: bool
 ) -> list[Kernel]:
-    """What an attention takes whose queries and keys are both sharded over ``num_ranks``; shapes are one rank's."""
+    """Return the kernels of an attention whose queries and keys are both sharded over ``num_ranks``. Shapes are those
+    of one rank. ``zigzag``: each rank has two distant parts of the sequence, which balances a causal mask."""
     width = results[0].shape[-1]
     flops, smallest = attention_product(
         operands[0].shape, operands[1].shape, width, find_attention_band(node) or Band(), num_ranks, zigzag
@@ -293,7 +297,7 @@ def form_kernels(
 def backward_kernels(
     node: fx.Node, operands: Sequence[Operand], results: Sequence[Operand], needs: Sequence[bool]
 ) -> list[Kernel]:
-    """What the gradients of the operands that ``needs`` marks take."""
+    """Return the kernels that compute the gradients of the operands that ``needs`` marks."""
     if not any(needs) or node.target is operator.getitem or _only_sends(node) or not results:
         return []
     name, result = operator_name(node), results[0]
@@ -363,7 +367,7 @@ def _gradient_kernel(kind: str, wanted: Operand, read: Sequence[Operand]) -> Ker
 
 
 def add_kernel(value: Operand) -> Kernel:
-    """Adding one gradient of ``value`` to another."""
+    """Return the kernel that adds two gradients of ``value``."""
     whole = value.gradient
     return replace(_build_kernel("pointwise", [whole, whole, whole]), learned=value.learned)
 
@@ -394,7 +398,8 @@ def _compute_attention_work(node: fx.Node, operands: Sequence[Operand], out: Sha
 def attention_product(
     query: Shape, key: Shape, width: int, seen: Band, num_ranks: int = 1, zigzag: bool = False
 ) -> _Product:
-    """On the rank that has most to do, of ``num_ranks`` that have such queries and keys each; ``width``: of values."""
+    """Return the FLOPs of an attention and its number of keys, on the rank with the most work. ``query`` and ``key``:
+    shapes on each of ``num_ranks``. ``width``: head width of the values."""
     pairs = most_pairs(query[-2], key[-2], num_ranks, zigzag, seen)
     return 2.0 * math.prod(query[:-2]) * pairs * (query[-1] + width), key[-2]
 

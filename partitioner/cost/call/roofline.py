@@ -1,7 +1,8 @@
 """Seconds of kernels on a device.
 
-``t = t0 launches + flops / (e peak) + bytes / (e_m bandwidth)``: additive rather than a maximum, as measured operators
-are (see the sources in ``topology/data/devices.yaml``); ``e`` depends on the smallest of M, N and K.
+The time is ``launches * launch time + FLOPs / (efficiency * peak) + bytes / (efficiency * bandwidth)``. The terms are
+added, because measured operators agree better with a sum than with a maximum (sources in
+``topology/data/devices.yaml``).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def kernel_time(kernel: Kernel, device: DeviceType) -> float:
 
 
 def kernel_times(columns: KernelTable, device: DeviceType) -> Column:
-    """:func:`kernel_time` of many kernels at once, shape ``[kernels]``."""
+    """Return the seconds of each kernel in the table, shape ``[kernels]``."""
     rates = np.array([memory_efficiency(kind, device) for kind in columns.kinds], dtype=np.float64)[columns.kind]
     if device.memory_sizes:
         moved = columns.num_bytes / np.maximum(1.0, columns.launches)
@@ -81,17 +82,18 @@ _ALIKE = {
 
 
 def memory_rate(kind: str, device: DeviceType, num_bytes: float | None = None) -> float:
-    """Bytes/s that kernels of ``kind`` that move ``num_bytes`` reach; ``None``: those of the best size."""
+    """Return the bytes/s that kernels of ``kind`` reach if they move ``num_bytes`` each; ``None``: at the best size."""
     return device.memory_bandwidth * min(memory_efficiency(kind, device), _largest_factor(num_bytes, device))
 
 
 def copied_s(nbytes: float, device: DeviceType) -> float:
-    """Seconds of a kernel that reads and writes so much."""
+    """Return the seconds of a kernel that reads and writes ``nbytes``."""
     return device.launch + 2 * nbytes / memory_rate("pointwise", device, 2 * nbytes) if nbytes else 0.0
 
 
 def memory_efficiency(kind: str, device: DeviceType) -> float:
-    """The fraction of the memory bandwidth that kernels of ``kind`` reach, by the row that is nearest to it."""
+    """Return the fraction of memory bandwidth that kernels of ``kind`` reach. A similar kind stands in for one that the
+    device does not list."""
     table = device.memory_efficiency
     return table.get(kind, table.get(_ALIKE.get(kind, "default"), table.get("default", 1.0)))
 
@@ -106,7 +108,8 @@ def _largest_factor(num_bytes: float | None, device: DeviceType) -> float:
 
 
 def interpolate_curve(x: float, curve: Sequence[tuple[float, float]]) -> float:
-    """Between two points of ``curve`` along the logarithm; above the last as there. ``x`` is not below the first."""
+    """Interpolate ``curve``, pairs (size, fraction), at ``x`` linearly in the logarithm of the size. Above the last
+    point the last value is returned. ``x`` must not be below the first point."""
     place = bisect_right(curve, (x, math.inf))
     if place == len(curve):
         return curve[-1][1]
@@ -123,22 +126,23 @@ def product_rate(kernel: Kernel, device: DeviceType) -> float:
 
 
 def attention_factor(kernel: Kernel, device: DeviceType) -> float:
-    """The fraction of its best that a fused attention reaches over so many keys, with heads as wide."""
+    """Return the fraction of its best efficiency that a fused attention reaches with this number of keys and head
+    width."""
     return _evaluate_curve(device.attention_lengths, kernel.smallest) * _evaluate_curve(
         device.attention_widths, kernel.width
     )
 
 
 def _evaluate_curve(curve: Sequence[tuple[float, float]], value: float) -> float:
-    """:func:`interpolate_curve`, as at the ends beyond them; 1 where there is no curve."""
+    """Interpolate ``curve`` at ``value``; constant beyond its ends. Return 1 if there is no curve."""
     if not curve:
         return 1.0
     return curve[0][1] if value <= curve[0][0] else interpolate_curve(min(value, curve[-1][0]), curve)
 
 
 def matmul_efficiency(smallest: float, device: DeviceType) -> float:
-    """The fraction of peak at this smallest of M, N and K: between two measured sizes along the logarithm; below the
-    first in proportion to the size, above the last as there."""
+    """Return the fraction of peak FLOP/s of a matrix product by the smallest of M, N and K. It is interpolated between
+    measured sizes, proportional to the size below the first, and constant above the last."""
     curve = device.matmul_efficiency
     if smallest < curve[0][0]:
         return curve[0][1] * max(smallest, _LEAST) / curve[0][0]

@@ -1,10 +1,11 @@
-"""Links of a topology as seen by its devices: storeys, a graph for networkx, and bandwidths of many pairs as arrays.
+"""Compute the links between devices of a topology: storeys, a networkx graph, and arrays of bandwidths and latencies.
 
-A *storey* is a set of links that stand at the same depth, counted from the inside out: the pattern of links inside
-nodes is the first, then each level follows; levels of different islands that stand side by side are one storey.
+A *storey* is the set of links at the same depth, counted from the innermost. The direct links inside nodes (patterns)
+are the first storey. Each level is one further storey, except that consecutive levels of different islands (named sets
+of nodes) form one storey together.
 
-The graph has devices as nodes, and hubs where several devices are joined. ``links_at_once`` computes the bandwidth and
-latency of :meth:`Topology.link` for many pairs at once.
+The graph has one node per device, and one hub per group of devices that a level connects. ``links_at_once`` computes
+the bandwidth and latency of many pairs that communicate at the same time.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ MOST_PLACES = 62  # of a node with a pattern: a set of its devices is the bits o
 
 @dataclass(frozen=True, eq=False)
 class Storey:
-    """``joined``: for each device the first of those it reaches; ``levels``: their numbers, none for patterns.
+    """One depth of links. ``joined``: for each device, the smallest index of the devices that it reaches over this
+    storey and those inside it. ``levels``: the indices of its levels; empty for patterns.
 
-    ``shares``: of the levels' bandwidth that each device has; ``None``: all have the whole.
+    ``shares``: the fraction of the levels' bandwidth that each device gets, shape ``[num_devices]``; ``None``: each
+    device gets all of it.
     """
 
     joined: Ints
@@ -45,7 +48,8 @@ class Storey:
 
 
 def level_groups(topology: Topology, level: Level) -> Ints:
-    """The group of every device on ``level``, shape ``[num_devices]``; a negative number of its own outside it."""
+    """Return the group number of each device on ``level``, shape ``[num_devices]``. Devices that do not have the level
+    get distinct negative numbers."""
     if level.nodes is not None:
         groups = topology.node_of // level.nodes
     elif level.devices is not None:
@@ -60,25 +64,27 @@ def level_groups(topology: Topology, level: Level) -> Ints:
 
 
 def spans_nodes(level: Level) -> bool:
-    """Whether ``level`` leaves the node, over its network cards."""
+    """Whether ``level`` connects devices of different nodes, over network cards."""
     return level.devices is None and level.nodes != 1
 
 
 def compute_level_extent(level: Level) -> tuple[float, float]:
-    """How far ``level`` reaches: nodes, and devices of one."""
+    """Return the reach of ``level`` as (nodes, devices of a node), which compares in order of reach. One of the two is
+    0."""
     if level.devices is not None:
         return 0, level.devices
     return level.nodes or math.inf, 0
 
 
 def largest_node(nodes: Sequence[NodeGroup], level: Level) -> int:
-    """The most devices of a node that may have ``level``; 0 where none does."""
+    """Return the greatest number of devices of a node that has ``level``; 0 if no node has it."""
     return max((g.devices for g in nodes if not level.only or g.island_name in level.only), default=0)
 
 
 def fitting_levels(levels: Sequence[Level], nodes: Sequence[NodeGroup]) -> dict[int, Level]:
-    """By number what is left of ``levels`` where nodes became ``nodes``: none reaches farther than a node has devices,
-    and those go that then join no more than the one before, or are of islands that are gone."""
+    """Return the ``levels`` that remain useful on ``nodes``, by their former index. The reach inside a node is cut to
+    its number of devices. Levels are dropped if their islands are gone, or if an inner level already connects the
+    same devices."""
     islands = {group.island_name for group in nodes}
     fitting: dict[int, Level] = {}
     for number, level in enumerate(levels):
@@ -97,7 +103,7 @@ def fitting_levels(levels: Sequence[Level], nodes: Sequence[NodeGroup]) -> dict[
 
 
 def build_storeys(topology: Topology) -> tuple[Storey, ...]:
-    """From the inside out."""
+    """Return the storeys of a topology, from the innermost to the outermost."""
     found = []
     joined = np.arange(topology.num_devices)
     if (topology.pattern_of >= 0).any():
@@ -116,7 +122,7 @@ def build_storeys(topology: Topology) -> tuple[Storey, ...]:
 
 
 def _side_by_side(levels: tuple[Level, ...]) -> list[tuple[int, ...]]:
-    """The numbers of consecutive levels of different islands, together."""
+    """Return the indices of the levels, grouped into storeys: consecutive levels of different islands are together."""
     runs: list[list[int]] = []
     taken: set[str] = set()
     for number, level in enumerate(levels):
@@ -130,7 +136,8 @@ def _side_by_side(levels: tuple[Level, ...]) -> list[tuple[int, ...]]:
 
 
 def pattern_matrix(pattern: Pattern, devices: int) -> Floats:
-    """Bytes/s between the places of a node, shape ``[devices, devices]``; 0 where there is no link."""
+    """Return the bandwidth in bytes/s of the direct links of a node, shape ``[devices, devices]``; 0 for pairs without
+    one."""
     matrix = np.zeros((devices, devices))
     for link in pattern.links:
         if link.pairs == "all":
@@ -143,7 +150,8 @@ def pattern_matrix(pattern: Pattern, devices: int) -> Floats:
 
 
 def node_sets(topology: Topology, rows: Ints) -> tuple[Ints, Ints, Ints]:
-    """(row, pattern, set) of each node that has a pattern and several members in a row; a set's bits are places."""
+    """Find the nodes that have a pattern and at least two devices in a row of ``rows``. Return three arrays, one entry
+    per such node: the row, the index of the pattern, and the devices as a bit mask of their indices in the node."""
     row = np.repeat(np.arange(len(rows)), rows.shape[1])
     devices = rows.ravel()
     keys = row * topology.num_nodes + topology.node_of[devices]
@@ -156,7 +164,8 @@ def node_sets(topology: Topology, rows: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def inside_levels(topology: Topology, rows: Ints) -> tuple[Level | None, ...]:
-    """For each row the links inside its nodes as a level, where patterns join them: the slowest of its nodes."""
+    """For each row of devices, return the slowest of the levels that stand for the direct links inside its nodes.
+    ``None`` if no node of the row has a pattern and several of the devices."""
     slowest: list[Level | None] = [None] * len(rows)
     for row, kind, members in zip(*(column.tolist() for column in node_sets(topology, rows)), strict=True):
         level, seen = topology.inside_level(kind, members), slowest[row]
@@ -170,11 +179,13 @@ def _compute_level_rate(level: Level) -> float:
 
 
 def inside_level(topology: Topology, kind: int, members: int) -> Level:
-    """The links among the places ``members`` (bits) of a node of pattern number ``kind``, as a level of their own.
+    """Return the direct links among some devices of a node as one level. ``kind``: index into
+    ``topology.pattern_kinds``. ``members``: bit mask of the devices' indices in the node.
 
-    Rings over direct links carry at most what every cut of the group does, and on the cube mesh of DGX-1 the least cut
-    (Stoer and Wagner 1997) times the efficiency is what NCCL was measured to reach. Where the links do not join all,
-    messages go over a level, or over other devices.
+    The bandwidth of the level is the least cut of the graph of links (Stoer and Wagner 1997), because rings carry at
+    most what crosses each cut. On the cube mesh of DGX-1, the cut times the efficiency equals the rate measured with
+    NCCL. If an ordinary level is faster, it is returned instead. If the direct links do not connect all members, the
+    result describes routes over other devices.
     """
     name, matrix = topology.pattern_kinds[kind]
     pattern = topology.patterns[name]
@@ -208,7 +219,8 @@ def inside_level(topology: Topology, kind: int, members: int) -> Level:
 
 
 def least_cut(matrix: Floats) -> float:
-    """Bytes/s that cross the weakest of all ways to cut the graph of links ``matrix`` in two; 0: it is in parts."""
+    """Return the least bandwidth in bytes/s over all cuts of the graph into two parts. ``matrix``: bytes/s of each
+    pair. 0 if the graph is not connected."""
     import networkx as nx  # where a topology needs it: most do not
 
     graph: nx.Graph[int] = nx.Graph()
@@ -220,7 +232,8 @@ def least_cut(matrix: Floats) -> float:
 
 
 def least_share(parts: Ints, shares: Floats) -> Floats:
-    """Per row, over its parts (equal numbers in ``parts``), the least sum of ``shares``; both ``[rows, size]``."""
+    """Return, for each row, the least sum of ``shares`` over the row's parts. Equal numbers in ``parts`` are one part.
+    Both arguments have the shape ``[rows, size]``."""
     rows, size = parts.shape
     order = np.lexsort((parts.ravel(), np.repeat(np.arange(rows), size)))
     ordered = parts.ravel()[order]
@@ -233,7 +246,8 @@ def least_share(parts: Ints, shares: Floats) -> Floats:
 
 
 def road_graph(topology: Topology) -> nx.Graph[str]:
-    """See :meth:`partitioner.topology.topology.Topology.graph`."""
+    """Build the graph that :meth:`partitioner.topology.topology.Topology.graph` describes: devices, hubs, and the links
+    between them."""
     import networkx as nx
 
     graph: nx.Graph[str] = nx.Graph()
@@ -260,9 +274,10 @@ def road_graph(topology: Topology) -> nx.Graph[str]:
 
 
 def pair_links(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats]:
-    """(bytes/s, seconds) of the links between ``a[k]`` and ``b[k]``, whose shapes are broadcast, when all talk at once.
+    """Return the bandwidth (bytes/s) and latency (s) between ``a[k]`` and ``b[k]`` while all devices communicate. The
+    shapes of ``a`` and ``b`` are broadcast.
 
-    Between a device and itself: its memory's bandwidth and no latency.
+    For a pair of a device and itself, the bandwidth is that of its memory and the latency is 0.
     """
     a, b = _broadcast_indices(a, b)
     bandwidth, latency, beyond = _find_pair_links(topology, a, b)
@@ -273,11 +288,11 @@ def pair_links(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats]:
 
 
 def links_at_once(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats]:
-    """(bytes/s, seconds) of messages from ``a[k]`` to ``b[k]``, shape ``[moments, messages]``: those of a moment are
-    under way at the same time, and no others.
+    """Return the bandwidth (bytes/s) and latency (s) of messages from ``a[k]`` to ``b[k]``, each of shape ``[moments,
+    messages]``. The messages of one row are under way at the same time, and no others.
 
-    Messages between nodes share the network card that they leave by, and the one that they come in by. A card sends
-    and receives at its full bandwidth at the same time. A device sends and receives one message at a time.
+    Messages between nodes share the network cards of the sending and the receiving device. A card sends and receives at
+    full bandwidth at the same time. A device sends and receives one message at a time.
     """
     a, b = _broadcast_indices(a, b)
     bandwidth, latency, beyond = _find_pair_links(topology, a, b)
@@ -289,7 +304,8 @@ def links_at_once(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats]
 
 
 def _compute_card_shares(topology: Topology, moment: Ints, devices: Ints) -> Floats:
-    """What each message has of a card, if ``devices`` are the ends of messages at the same ``moment``."""
+    """Return the share of a network card that each message gets. ``devices`` are the ends of the messages; messages of
+    equal ``moment`` share cards."""
     cards = topology.cards
     if not cards.are_shared:
         return cards.alone[devices]
@@ -304,8 +320,8 @@ def _broadcast_indices(a: Ints, b: Ints) -> tuple[Ints, Ints]:
 
 
 def _find_pair_links(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floats, NDArray[np.bool_]]:
-    """(bytes/s of whole network cards, seconds) of each pair, NaN where no link joins the two; and which pairs talk
-    over network cards."""
+    """Return the bandwidth in bytes/s (of a whole network card, for pairs on different nodes) and the latency in
+    seconds of each pair, and a mask of the pairs that use network cards. NaN if no link connects a pair."""
     bandwidth, latency = np.full(a.shape, np.nan), np.full(a.shape, np.nan)
     beyond = np.zeros(a.shape, dtype=bool)
     for level, groups in zip(reversed(topology.levels), reversed(topology.groups), strict=True):
@@ -322,7 +338,7 @@ def _find_pair_links(topology: Topology, a: Ints, b: Ints) -> tuple[Floats, Floa
 
 
 def _put_patterns(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, latency: Floats) -> NDArray[np.bool_]:
-    """The direct links inside nodes; which pairs have one."""
+    """Write the direct links inside nodes into ``bandwidth`` and ``latency``. Return a mask of the pairs that have one."""
     direct = np.zeros(a.shape, dtype=bool)
     if not topology.pattern_kinds:
         return direct
@@ -336,7 +352,8 @@ def _put_patterns(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, laten
 
 
 def _put_own(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, latency: Floats) -> NDArray[np.bool_]:
-    """The links that single pairs have; which pairs have one."""
+    """Write the links that are given for single pairs into ``bandwidth`` and ``latency``. Return a mask of the pairs
+    that have one."""
     if not topology.own_links:
         return np.zeros(a.shape, dtype=bool)
     keys = np.minimum(a, b) * topology.num_devices + np.maximum(a, b)
@@ -350,7 +367,7 @@ def _put_own(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, latency: F
 
 
 def _put_routed(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, latency: Floats) -> None:
-    """What nothing joins directly: paths over other devices."""
+    """Replace NaN in ``bandwidth`` and ``latency`` by the values of routes over other devices."""
     missing = np.isnan(bandwidth)
     if not missing.any():
         return
@@ -363,7 +380,8 @@ def _put_routed(topology: Topology, a: Ints, b: Ints, bandwidth: Floats, latency
 
 
 def find_routes(graph: nx.Graph[str], source: str) -> dict[str, tuple[float, float]]:
-    """(bytes/s, seconds) from ``source`` to all it reaches: the path of least latency, as fast as its slowest link."""
+    """Return the bandwidth (bytes/s) and latency (s) of the route from ``source`` to each device or hub that it
+    reaches, by name. The route is the path of least latency; its bandwidth is that of its slowest link."""
     import networkx as nx
 
     paths = nx.single_source_dijkstra_path(graph, source, weight="latency")

@@ -1,8 +1,8 @@
-"""Communication group of ranks: the links that its collectives use, and the speed of a ring over them.
+"""Describe a communication group of ranks: the links that its collectives use, and their bandwidth and latency.
 
-Single pairs of devices may have direct links (``PairLink``). A direct link replaces the link that the levels, or the
-pattern of the node, give the pair. Fields that a file leaves out keep the values of the replaced link: the latency, the
-fraction of the bandwidth that collectives reach, and the fraction of the latency that a step takes.
+A direct link between two devices (``PairLink``) replaces the link that a level or the pattern of the node gives the
+pair. Fields that a file leaves out keep the values of the replaced link: the latency, the fraction of the bandwidth
+that collectives reach, and the ratio of a collective's step to the latency.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Tier:
-    """One level of links inside a group: ``ways`` parts of ``below`` ranks each talk over ``level``."""
+    """One level of links inside a group: ``ways`` parts of ``below`` ranks each communicate over ``level``."""
 
     level: Level
     ways: int
@@ -40,14 +40,17 @@ class Tier:
 @hashed_once
 @dataclass(frozen=True)
 class Group:
-    """Ranks that enter collectives together. ``tiers`` from the inside out; ``cap``: bytes/s of a slow link inside;
-    ``ring``: of the slowest link of one ring, where an all-reduce has no more than one.
+    """Ranks that run collectives together, with the properties of the links between them.
 
-    Of links that single pairs have: ``lag``: seconds that a round of a ring takes longer for them than the tiers say;
-    ``pair_cap`` and ``pair_lag``: bytes/s and more seconds of the slowest, which an all-to-all cannot go round.
-    ``hops``: of messages to the rank that is 1, 2, ... places further, where the order of the ranks is known.
-    ``others``: groups of the same axis, each slower than this one for some collective of some size; whoever waits for
-    all of them waits for the slowest each time.
+    ``tiers``: the levels of links, from the innermost. ``cap``: bytes/s of the slowest direct link that a ring must
+    use. ``ring``: bytes/s of an all-reduce if it runs as a single ring.
+
+    Three fields describe direct links of single pairs. ``lag``: seconds that a round of a ring takes longer because of
+    them. ``pair_cap`` and ``pair_lag``: bytes/s and additional seconds of the slowest, which an all-to-all has to use.
+
+    ``hops``: the hops of messages to the rank that is 1, 2, ... positions further; empty if the order of the ranks is
+    not known. ``others``: further groups of the same mesh axis, each slower than this one for some collective and size.
+    All groups of an axis run at the same time, so a step waits for the slowest.
     """
 
     size: int
@@ -62,15 +65,15 @@ class Group:
 
     @cached_property
     def every(self) -> tuple[Group, ...]:
-        """Itself and the ``others``, each as it is alone."""
+        """This group without its ``others``, followed by the ``others``."""
         return (replace(self, others=()), *self.others) if self.others else (self,)
 
     @cached_property
     def bus_bandwidth(self) -> float:
-        """Bytes/s at which a ring moves data through every rank.
+        """The bandwidth in bytes/s at which a ring moves data through each rank.
 
-        Measured where the group stays inside one level that has measurements; else the least over the levels, where
-        each of the ranks of a part brings its own outward link: ``min(intra g / (g - 1), nic g)`` (NCCL's ring).
+        It is measured if the group uses a single level with measurements. Otherwise it is the least over the levels, as
+        in NCCL's ring, ``min(intra g / (g - 1), nic g)``: each of the ``g`` ranks of a part uses its own outward link.
         """
         if self.size == 1:
             return math.inf
@@ -83,12 +86,12 @@ class Group:
 
     @property
     def all_reduce_bandwidth(self) -> float:
-        """Bytes/s at which an all-reduce moves data through every rank."""
+        """The bandwidth in bytes/s at which an all-reduce moves data through each rank."""
         return min(self.bus_bandwidth, self.ring)
 
     @cached_property
     def all_reduce_start(self) -> float:
-        """Seconds of an all-reduce of nothing: measured, else the shorter of ring and tree."""
+        """Seconds of an all-reduce of zero bytes: the measured value, or else the shorter time of a ring and a tree."""
         if self.size == 1:
             return 0.0
         if len(self.tiers) == 1 and self.tiers[0].level.all_reduce:
@@ -97,7 +100,7 @@ class Group:
 
     @cached_property
     def one_way_start(self) -> float:
-        """Seconds of an all-gather or a reduce-scatter of nothing: half of an all-reduce's steps."""
+        """Seconds of an all-gather or a reduce-scatter of zero bytes. Both take half of the steps of an all-reduce."""
         if self.size == 1:
             return 0.0
         if len(self.tiers) == 1 and self.tiers[0].level.all_reduce:
@@ -105,7 +108,8 @@ class Group:
         return self.base + self._ring_steps(1) + self.lag
 
     def measured(self, op: str) -> tuple[float, float] | None:
-        """(start-up seconds, bus bandwidth) of a collective that was measured on the one level that the group spans."""
+        """Return (start-up seconds, bus bandwidth in bytes/s) of the collective ``op`` from measurements. ``None`` if
+        it was not measured, or the group spans several levels."""
         table = getattr(self.tiers[0].level, op, ()) if len(self.tiers) == 1 else ()
         if not table:
             return None
@@ -116,8 +120,8 @@ class Group:
 
     @cached_property
     def exchange_slope(self) -> float:
-        """Seconds per byte that all ranks hold of an all-to-all: each has an n-th and sends an n-th of that to every
-        other; the levels work at the same time."""
+        """Seconds per byte of an all-to-all. The bytes are counted over all ranks: with n ranks, each holds 1/n of them
+        and sends 1/n of that to each other rank. The levels transfer at the same time."""
         slowest, reached = 1 / self.pair_cap, 1
         for tier in self.tiers:
             here = reached * tier.ways
@@ -127,8 +131,8 @@ class Group:
 
     @cached_property
     def prices(self) -> tuple[float, ...]:
-        """Seconds of nothing and seconds per byte moved of each collective and each hop: where none is more, none is
-        slower."""
+        """The start-up seconds and the seconds per byte of each collective and each hop. A group is at least as fast as
+        another if none of its numbers is greater."""
         found = [self.all_reduce_start, 1 / self.all_reduce_bandwidth]
         for op in ("all_gather", "reduce_scatter"):
             start, bandwidth = self.measured(op) or (self.one_way_start, self.bus_bandwidth)
@@ -140,9 +144,9 @@ class Group:
         return *found, self.exchange_start, self.exchange_slope
 
     def hop(self, places: int) -> Hop:
-        """The hop of messages of all ranks to the one that is so many ``places`` further; negative: further back.
+        """Return the hop in which each rank sends to the rank ``places`` positions further in the ring; negative: back.
 
-        Where the order of the ranks is not known, over the slowest of the levels when all talk at once.
+        If the order of the ranks is not known, the hop has the greatest latency and the least bandwidth of the levels.
         """
         places %= self.size
         if not places:
@@ -154,7 +158,8 @@ class Group:
 
     @property
     def exchange_start(self) -> float:
-        """Seconds of an all-to-all of nothing: one step of every level, and a message to each of the others."""
+        """Seconds of an all-to-all of zero bytes: one step of each level, and the time to post a message to each other
+        rank."""
         if self.size == 1:
             return 0.0
         return self.base + sum(t.level.step_s for t in self.tiers) + (self.size - 1) * _POST_S + self.pair_lag
@@ -164,7 +169,8 @@ class Group:
         return max((t.level.base for t in self.tiers), default=0.0)
 
     def _ring_steps(self, rounds: int) -> float:
-        """``(steps - outer steps) intra + outer steps net``, over any number of levels (NCCL's tuning model)."""
+        """Return the seconds of the steps of ``rounds`` rounds of a ring, ``(steps - outer steps) intra + outer steps
+        net``, for any number of levels (NCCL's tuning model)."""
         seconds, counted = 0.0, 0
         for k in range(len(self.tiers) - 1, 0, -1):
             parts = math.prod(t.ways for t in self.tiers[k:])
@@ -175,7 +181,8 @@ class Group:
         return seconds + inner * self.tiers[0].level.step_s
 
     def _tree_steps(self) -> float:
-        """``2 ((ranks inside - 1) intra + log2(parts) net)``: a chain inside, a tree between."""
+        """Return the seconds of the steps of a tree all-reduce, ``2 ((ranks inside - 1) intra + log2(parts) net)``: a
+        chain inside a part, a tree between parts."""
         inside, *outside = self.tiers
         seconds = (inside.ways - 1) * inside.level.step_s
         seconds += sum(math.log2(t.ways) * t.level.step_s for t in outside)
@@ -183,8 +190,8 @@ class Group:
 
 
 def select_slowest_group(groups: Iterable[Group]) -> Group:
-    """The slowest of ``groups`` that work at the same time: the narrowest, and beside it those that are slower where
-    little is sent."""
+    """Return the slowest of ``groups`` that work at the same time: the one with the least bandwidth. Its ``others`` are
+    the groups that may be slower than it for some collective and size, such as small messages."""
     every = sorted(
         dict.fromkeys(each for group in groups for each in group.every),
         key=lambda g: (g.bus_bandwidth, -g.all_reduce_start),
@@ -197,19 +204,21 @@ def select_slowest_group(groups: Iterable[Group]) -> Group:
 
 
 def _no_faster(group: Group, other: Group) -> bool:
-    """Whether no collective over ``group`` is faster than over ``other``, but for rounding."""
+    """Whether each collective over ``group`` takes at least as long as over ``other``, up to rounding."""
     return all(own * (1 + _ROUNDING) >= its for own, its in zip(group.prices, other.prices, strict=True))
 
 
 def measured_ring(level: Level, size: int) -> tuple[float, float]:
-    """(start-up seconds, bus bandwidth) of an all-reduce over ``size`` ranks inside one group of ``level``."""
+    """Return (start-up seconds, bus bandwidth in bytes/s) of an all-reduce over ``size`` ranks inside one group of
+    ``level``. The values are computed from the latency and bandwidth if the level has no measurements."""
     if not level.all_reduce:
         return level.base + 2 * (size - 1) * level.step_s, level.bandwidth * level.efficiency
     return _interpolate_measured(level.all_reduce, size, 2 * level.step_s)
 
 
 def _interpolate_measured(table: Measured, size: int, step_s: float) -> tuple[float, float]:
-    """(start-up seconds, bus bandwidth) at ``size`` ranks; above the largest measured, ``step_s`` more per rank."""
+    """Return (start-up seconds, bus bandwidth in bytes/s) at ``size`` ranks, interpolated in ``table``. Above the
+    largest measured size, each further rank adds ``step_s`` to the start-up."""
     sizes = [n for n, _, _ in table]
     start = np.interp(size, sizes, [a for _, a, _ in table]) + max(0, size - sizes[-1]) * step_s
     return float(start), float(np.interp(size, sizes, [b for _, _, b in table]))
@@ -222,8 +231,12 @@ _TABLES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # rounds of a
 
 @dataclass(frozen=True)
 class PairLink:
-    """``reached``: bytes/s of large collectives; ``step``: seconds of a step of one, ``more`` than over what the link
-    stands for; ``base``: seconds to start one; ``as_level``: whether it is as efficient as that."""
+    """A direct link between two devices, with its parameters for collectives.
+
+    ``reached``: bytes/s of large collectives. ``step``: seconds of one step of a collective. ``more``: seconds by which
+    a step is longer than over the replaced link. ``base``: seconds to start a collective. ``as_level``: whether
+    collectives reach the same fraction of the bandwidth as over the replaced link.
+    """
 
     link: Link
     reached: float
@@ -234,7 +247,7 @@ class PairLink:
 
 
 def single_links(topology: Topology) -> dict[Pair, PairLink]:
-    """By (smaller, larger) index."""
+    """Return the direct links of single pairs, by pair of device indices (smaller, larger)."""
     found = {}
     for link in topology.links:
         i, j = sorted(topology.index[name] for name in link.between)
@@ -257,7 +270,8 @@ def _build_pair_link(link: LinkOverride, plain: Level | Pattern | None) -> PairL
 
 
 def _in_place_of(topology: Topology, i: int, j: int) -> Level | Pattern | None:
-    """What two devices would talk over; ``None`` where nothing else joins them."""
+    """Return the level or pattern that two devices would use without a direct link; ``None`` if nothing else connects
+    them."""
     kind = int(topology.pattern_of[i])
     if kind >= 0 and topology.node_of[i] == topology.node_of[j]:
         name, matrix = topology.pattern_kinds[kind]
@@ -268,7 +282,8 @@ def _in_place_of(topology: Topology, i: int, j: int) -> Level | Pattern | None:
 
 
 def step_over(latency: float, plain: Level | Pattern | None) -> float:
-    """Seconds of a step over a link of another ``latency`` than ``plain``: what a message takes longer, a step does."""
+    """Return the seconds of a collective's step over a link with another ``latency`` than ``plain``, the link that it
+    replaces. A greater latency adds its difference to the step; a smaller one scales the step down."""
     if plain is None:
         return latency
     faster = latency / plain.latency if latency < plain.latency else 1.0
@@ -276,7 +291,8 @@ def step_over(latency: float, plain: Level | Pattern | None) -> float:
 
 
 def level_like(plain: Level, bandwidth: float, latency: float, step: float) -> Level:
-    """``plain`` with another ``bandwidth`` and ``step``, and all that was measured over it scaled to them."""
+    """Return a copy of the level ``plain`` with another ``bandwidth`` and ``step``. Its measured collectives are scaled
+    to the new values."""
     scale, more = bandwidth / plain.bandwidth, max(0.0, step - plain.step_s)
     rounds = {op: [laps * (n - 1) for n, _, _ in getattr(plain, op)] for op, laps in _TABLES.items()}
     rounds["all_to_all"] = [1] * len(plain.all_to_all)
@@ -294,7 +310,7 @@ def level_like(plain: Level, bandwidth: float, latency: float, step: float) -> L
 
 
 def singles_among(topology: Topology, devices: Sequence[int]) -> dict[Pair, PairLink]:
-    """The single links between ``devices``, by their places there."""
+    """Return the direct links between pairs of ``devices``. The keys are pairs of positions in ``devices``."""
     place = {device: k for k, device in enumerate(devices)}
     known = topology.singles
     if len(known) < len(devices) ** 2:
@@ -304,7 +320,7 @@ def singles_among(topology: Topology, devices: Sequence[int]) -> dict[Pair, Pair
 
 
 def matrix_of(values: Mapping[Pair, float], size: int) -> Floats:
-    """``values`` of pairs, shape ``[size, size]``, 0 for the others."""
+    """Return a symmetric matrix of the ``values`` of pairs, shape ``[size, size]``; 0 for pairs without a value."""
     matrix = np.zeros((size, size))
     for (i, j), value in values.items():
         matrix[i, j] = matrix[j, i] = value
@@ -312,9 +328,10 @@ def matrix_of(values: Mapping[Pair, float], size: int) -> Floats:
 
 
 def narrowest_needed(rates: Floats) -> float:
-    """The most bytes/s at which a ring may pass through all devices: that of links that leave no device cut off.
+    """Return the greatest bandwidth in bytes/s at which a ring may pass through all devices: the largest limit for
+    which the links that reach it form a biconnected graph (no single device whose removal would disconnect it).
 
-    ``rates``: of each pair; infinite where it sets no limit.
+    ``rates``: bytes/s of each pair, shape ``[n, n]``; infinite for pairs without a limit.
     """
     import networkx as nx
 
@@ -326,10 +343,11 @@ def narrowest_needed(rates: Floats) -> float:
 
 
 def round_lag(more: Floats, allowed: NDArray[np.bool_]) -> float:
-    """Seconds that a round of a ring over ``allowed`` pairs takes longer, where a hop takes as much ``more``.
+    """Return the seconds that one round of a ring takes longer, if a hop over each pair takes ``more`` seconds longer.
 
-    The ring is a path through all, no shorter than the least spanning tree, and one hop that closes it, which takes
-    what leaves no device cut off. A round has one hop less than the ring. (Where there is no ring, it turns back.)
+    ``allowed``: mask of the pairs that the ring may use. The estimate is a lower bound: a path through all devices is
+    at least as long as the minimum spanning tree, and one more hop closes the ring. A round has one hop less than the
+    ring.
     """
     import networkx as nx
 

@@ -1,9 +1,10 @@
-"""A cluster as data: nodes of devices, and links by level from the inside out.
+"""Describe a cluster: nodes of devices, and levels of links between them, from the innermost to the outermost.
 
-Device ``i`` is the ``i``-th in the order of nodes. A level joins aligned runs of ``devices`` devices inside a node, or
-of ``nodes`` whole nodes, or (neither given) all devices; two devices talk over the innermost level that joins them,
-unless ``links`` gives the pair a link of its own, or the ``pattern`` of their node does. ``overrides`` describes single
-devices that differ from their kind, ``node_overrides`` whole nodes. Bandwidths are those when all talk at once.
+Devices are numbered in the order of their nodes. A level connects the devices of each group that it forms: ``devices``
+consecutive devices of a node, or ``nodes`` consecutive whole nodes, or all devices if neither is given. Two devices use
+the innermost level that connects them. A direct link replaces that level if ``links`` (single pairs) or the ``pattern``
+of the node gives one. ``overrides`` changes single devices, ``node_overrides`` whole nodes. Bandwidths hold while all
+devices communicate at the same time.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Topology(TopologyPart):
             ) from error
 
     def __eq__(self, other: object) -> bool:
-        """Compare the described fields; derived values (arrays among them) do not count."""
+        """Return whether all described fields are equal. Values that are derived from them are not compared."""
         if not isinstance(other, Topology):
             return NotImplemented
         return all(getattr(self, name) == getattr(other, name) for name in type(self).model_fields)
@@ -117,12 +118,13 @@ class Topology(TopologyPart):
         return (min(parts[0]), min(parts[1])) if len(parts) > 1 else None
 
     def changed(self, **fields: Any) -> Topology:
-        """A copy of this topology with other ``fields``. Raises :class:`TopologyError` if the copy is inconsistent."""
+        """Return a copy of this topology with the given ``fields`` replaced. Raise :class:`TopologyError` if the copy
+        is inconsistent."""
         return Topology(**({name: getattr(self, name) for name in type(self).model_fields} | fields))
 
     @cached_property
     def in_tf32(self) -> Topology:
-        """This topology with products in float32 at the rate of TF32."""
+        """Return this topology with the peak rate of float32 matrix products replaced by the TF32 rate."""
         return self.changed(types={name: kind.in_tf32 for name, kind in self.types.items()})
 
     @property
@@ -140,7 +142,7 @@ class Topology(TopologyPart):
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Every device's name, in order."""
+        """The name of each device, in the order of devices."""
         names: list[str] = []
         node = 0
         for group in self.nodes:
@@ -154,51 +156,56 @@ class Topology(TopologyPart):
 
     @cached_property
     def node_of(self) -> NDArray[np.int64]:
-        """The node of every device, shape ``[num_devices]``."""
+        """The node number of each device, shape ``[num_devices]``."""
         sizes = [group.devices for group in self.nodes for _ in range(group.count)]
         return np.repeat(np.arange(len(sizes)), sizes)
 
     @cached_property
     def place_of(self) -> NDArray[np.int64]:
-        """The place of every device in its node, shape ``[num_devices]``."""
+        """The index of each device within its node, from 0, shape ``[num_devices]``."""
         return np.arange(self.num_devices) - np.searchsorted(self.node_of, self.node_of)
 
     @cached_property
     def concurrent(self) -> dict[int, float]:
-        """Number of devices that can compute at a time, by node; only nodes where not all of them can."""
+        """Map a node number to the number of its devices that can compute at full speed at the same time. Nodes without
+        such a limit have no entry."""
         found = [g.concurrent for g in self.nodes for _ in range(g.count)]
         return {n: limit for n, limit in enumerate(found) if limit is not None}
 
     @cached_property
     def groups(self) -> tuple[NDArray[np.int64], ...]:
-        """For each level the group of every device, shape ``[num_devices]``: equal numbers are joined."""
+        """For each level, the group number of each device, shape ``[num_devices]``. The level connects devices with
+        equal numbers."""
         return tuple(level_groups(self, level) for level in self.levels)
 
     @cached_property
     def cards(self) -> NetworkCards:
-        """The network cards that devices talk to other nodes over."""
+        """The network cards of all nodes: which card each device uses, and the bandwidth that it gets."""
         return network_cards(self.nodes, self.node_overrides)
 
     @property
     def network_share(self) -> Floats:
-        """Each device's share of a network card when all devices communicate, shape ``[num_devices]``."""
+        """The bandwidth that each device gets while all devices communicate, as a fraction of one network card, shape
+        ``[num_devices]``."""
         return self.cards.share
 
     @cached_property
     def storeys(self) -> tuple[Storey, ...]:
-        """The storeys of links from the inside out: which devices each joins."""
+        """The storeys, from the innermost to the outermost. A storey is the set of levels at the same depth, with the
+        devices that they connect."""
         return build_storeys(self)
 
     @cached_property
     def pattern_kinds(self) -> tuple[tuple[str, Floats], ...]:
-        """The patterns in use with their bandwidths in bytes/s, shape ``[devices, devices]`` of a node, 0 where there
-        is no link."""
+        """The patterns in use as (name, matrix). The matrix has the bandwidth in bytes/s between devices of one node,
+        shape ``[devices, devices]``, and 0 for pairs without a direct link."""
         kinds = dict.fromkeys((g.pattern, g.devices) for g in self.nodes if g.pattern is not None)
         return tuple((name, pattern_matrix(self.patterns[name], devices)) for name, devices in kinds)
 
     @cached_property
     def pattern_of(self) -> NDArray[np.int64]:
-        """The number of the pattern of every device's node, shape ``[num_devices]``; -1 for none."""
+        """The index into :attr:`pattern_kinds` of each device's node, shape ``[num_devices]``; -1 for nodes without a
+        pattern."""
         kinds = {(name, len(matrix)): number for number, (name, matrix) in enumerate(self.pattern_kinds)}
         numbers = [kinds.get((g.pattern or "", g.devices), -1) for g in self.nodes]
         return np.repeat(numbers, [g.count * g.devices for g in self.nodes])
@@ -208,20 +215,21 @@ class Topology(TopologyPart):
         return {}
 
     def inside_level(self, kind: int, members: int) -> Level:
-        """The links among some devices of a node of pattern number ``kind``, as a level. ``members``: bit mask of their
-        positions."""
+        """Return the direct links among some devices of a node as one level, from a cache. ``kind``: index into
+        :attr:`pattern_kinds`. ``members``: bit mask of the devices' indices within the node."""
         if (kind, members) not in self._inner_level_cache:
             self._inner_level_cache[kind, members] = inside_level(self, kind, members)
         return self._inner_level_cache[kind, members]
 
     @cached_property
     def host_shares(self) -> tuple[HostShare | None, ...]:
-        """Each device's share of its node's host, see :func:`partitioner.topology.hosts.host_shares`."""
+        """The share of the host's memory and bandwidth that each device has, in the order of devices; ``None`` for
+        devices whose host is not described."""
         return host_shares(self)
 
     @cached_property
     def different_host_shares(self) -> tuple[HostShare | None, ...]:
-        """The distinct shares in :attr:`host_shares`."""
+        """The distinct values of :attr:`host_shares`, including ``None``."""
         return tuple({id(share): share for share in self.host_shares}.values())
 
     @cached_property
@@ -244,7 +252,7 @@ class Topology(TopologyPart):
 
     @cached_property
     def paces(self) -> tuple[tuple[tuple[str, float], ...], NDArray[np.int64]]:
-        """The distinct (kind, speed) of devices, sorted, and for every device the index of its pair, shape
+        """The distinct (device type, speed factor) pairs, sorted, and the index of each device's pair, shape
         ``[num_devices]``."""
         own = [(device.kind, device.speed) for device in self.devices]
         known = tuple(sorted(set(own)))
@@ -252,7 +260,7 @@ class Topology(TopologyPart):
         return known, np.array([numbers[pace] for pace in own], dtype=np.int64)
 
     def paced_type(self, kind: str, speed: float) -> DeviceType:
-        """A device type with ``speed`` times the compute rate and memory bandwidth of ``kind``."""
+        """Return the device type ``kind`` with its compute rates and memory bandwidth multiplied by ``speed``."""
         plain = self.types[kind]
         if speed == 1.0:
             return plain
@@ -261,12 +269,12 @@ class Topology(TopologyPart):
 
     @cached_property
     def memory_bandwidths(self) -> Floats:
-        """Bytes/s of every device's own memory, shape ``[num_devices]``."""
+        """The bandwidth in bytes/s of each device's own memory, shape ``[num_devices]``."""
         return np.array([self.types[device.kind].memory_bandwidth for device in self.devices])
 
     @cached_property
     def fused_attention(self) -> bool:
-        """Whether no device materialises an attention's scores."""
+        """Whether all devices compute attention without storing the matrix of scores."""
         return all(self.types[kind].fused_attention for kind, _ in self.paces[0])
 
     @cached_property
@@ -276,14 +284,14 @@ class Topology(TopologyPart):
 
     @cached_property
     def single_ring(self) -> bool:
-        """Whether an all-reduce is one ring through all ranks."""
+        """Whether some device type runs an all-reduce as a single ring through all ranks."""
         return any(self.types[kind].single_ring for kind, _ in self.paces[0])
 
     def device_type(self, index: int) -> DeviceType:
         return self.types[self.devices[index].kind]
 
     def host(self, node: int) -> Host | None:
-        """The host of node number ``node``, if it is described."""
+        """Return the host of node number ``node``; ``None`` if the topology does not describe it."""
         return self._host_by_node[node]
 
     @cached_property
@@ -299,23 +307,25 @@ class Topology(TopologyPart):
 
     @cached_property
     def singles(self) -> dict[tuple[int, int], PairLink]:
-        """Direct links of single pairs of devices, with their collective parameters, by (smaller, larger) index."""
+        """Map a pair of device indices (smaller, larger) to its direct link with the parameters for collectives. Only
+        pairs in ``links`` have an entry."""
         return single_links(self)
 
     @cached_property
     def own_links(self) -> dict[tuple[int, int], Link]:
-        """Direct links of single pairs of devices, by (smaller, larger) index."""
+        """Map a pair of device indices (smaller, larger) to its direct link. Only pairs in ``links`` have an entry."""
         return {pair: single.link for pair, single in self.singles.items()}
 
     @cached_property
     def linked_groups(self) -> dict[bytes, Group]:
-        """Cache of groups over direct links, by the sorted devices."""
+        """Cache of communication groups that use direct links. The key is the bytes of the sorted device indices."""
         return {}
 
     def link(self, i: int, j: int) -> Link:
-        """The link between devices ``i`` and ``j``; routed over other devices if no link joins them.
+        """Return the link between devices ``i`` and ``j``. If no link connects them, return a route over other devices
+        as one link. For ``i == j``, return the device's own memory as a link without latency.
 
-        Raises :class:`TopologyError` for an index outside the topology.
+        Raise :class:`TopologyError` for an index outside the topology.
         """
         for k in (i, j):
             if not 0 <= k < self.num_devices:
@@ -334,7 +344,7 @@ class Topology(TopologyPart):
         return self._find_routed_link(i, j)
 
     def _inside_node(self, i: int, j: int) -> Link | None:
-        """The direct link between two devices that their node's pattern gives; ``None`` if there is none."""
+        """Return the direct link that the pattern of a node gives two devices; ``None`` if there is none."""
         kind = int(self.pattern_of[i])
         if kind < 0 or self.node_of[i] != self.node_of[j]:
             return None
@@ -345,15 +355,17 @@ class Topology(TopologyPart):
         )
 
     def _find_routed_link(self, i: int, j: int) -> Link:
-        """The route over other devices: the path of least latency, as fast as its slowest link."""
+        """Return the route of least latency over other devices as one link. Its bandwidth is that of the slowest link
+        on the route."""
         bandwidth, latency = find_routes(self.roads, self.names[i])[self.names[j]]
         return Link(name="routed", bandwidth=bandwidth, latency=latency, level=-1)
 
     def links_between(self, indices: Sequence[int] | NDArray[np.int64]) -> tuple[Floats, Floats]:
-        """Bytes/s and seconds of the links among the devices ``indices``, each of shape ``[n, n]``; see :meth:`link`.
+        """Return the bandwidth in bytes/s and the latency in seconds of the links among the devices ``indices``, each
+        of shape ``[n, n]``.
 
-        The diagonal has the device's own memory. Memory and time are quadratic in ``n``: meant for some thousand
-        devices. Raises :class:`TopologyError` for an index outside the topology.
+        The diagonal describes each device's own memory. Time and memory are quadratic in ``n``, so use this for at most
+        some thousand devices. Raise :class:`TopologyError` for an index outside the topology.
         """
         chosen = np.asarray(indices, dtype=np.int64)
         outside = chosen[(chosen < 0) | (chosen >= self.num_devices)]
@@ -366,30 +378,32 @@ class Topology(TopologyPart):
 
     @cached_property
     def roads(self) -> nx.Graph[str]:
-        """:meth:`graph`, computed once."""
+        """The result of :meth:`graph`, computed once."""
         return self.graph()
 
     def graph(self) -> nx.Graph[str]:
-        """Devices by name, and a hub for each group of a level that more than one device shares.
+        """Return a graph whose nodes are the devices, by name, and one hub for each group of a level with several
+        devices.
 
-        Nodes carry ``kind`` (``device`` or ``hub``) and ``level``; edges ``bandwidth`` and ``latency`` (half of the
-        level's on each of the two edges that a message takes over a hub).
+        Nodes have the attributes ``kind`` (``device`` or ``hub``) and ``level``. Edges have ``bandwidth`` in bytes/s
+        and ``latency`` in seconds. A message over a hub takes two edges, so each has half of the level's latency.
         """
         return road_graph(self)
 
     def without(self, *names: str) -> Topology:
-        """The topology without these devices, see :func:`partitioner.topology.subset.remove_devices`."""
+        """Return a copy without the devices ``names``. A name like ``node3`` removes all devices of a node. Raise
+        :class:`TopologyError` for unknown names, or if the rest cannot be described."""
         return remove_devices(self, names)
 
     def to_yaml(self) -> str:
-        """Self-contained text. :meth:`load` reads an equal topology from a file with it."""
+        """Return the topology as YAML text that needs no other file. :meth:`load` reads an equal topology from it."""
         from partitioner.topology.files import dump_topology
 
         return dump_topology(self)
 
     @classmethod
     def preset(cls, name: str, nodes: int = 1) -> Topology:
-        """The topology of ``nodes`` machines of a kind in the catalogue, like ``dgx-h100``. Raises
+        """Return the topology of ``nodes`` machines of a kind in the catalogue, like ``dgx-h100``. Raise
         :class:`TopologyError` for an unknown name."""
         from partitioner.topology.files import build_preset_topology
 
@@ -398,7 +412,7 @@ class Topology(TopologyPart):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Topology:
-        """The topology that a YAML file describes. Raises :class:`TopologyError` with the line of the mistake."""
+        """Read a topology from a YAML file. Raise :class:`TopologyError` with the line of the mistake."""
         from partitioner.topology.files import load_topology
 
         require_type("path", path, str | os.PathLike)
@@ -406,7 +420,8 @@ class Topology(TopologyPart):
 
     @classmethod
     def local(cls, num_ranks: int) -> Topology:
-        """``num_ranks`` processes on this machine's CPU, which share its cores and memory. Rough figures."""
+        """Return a topology of ``num_ranks`` processes that share this machine's CPU cores and memory evenly. The rates
+        are rough estimates."""
         from partitioner.topology.detect import build_local_topology
 
         require_type("num_ranks", num_ranks, int)
@@ -414,15 +429,16 @@ class Topology(TopologyPart):
 
     @classmethod
     def detect(cls) -> Topology:
-        """The devices at hand: CUDA devices under the launcher's number of nodes, else this machine's CPU."""
+        """Return the CUDA devices of this machine, times the launcher's number of nodes; without CUDA, this machine's
+        CPU."""
         from partitioner.topology.detect import detect_topology
 
         return detect_topology()
 
     @classmethod
     def parse(cls, text: str) -> Topology:
-        """``local:4``, ``dgx-h100`` or ``dgx-h100:8`` (nodes), ``detect``, or the path of a YAML file; any of these
-        ``without node1/3, left``."""
+        """Return the topology that ``text`` names: ``local:4``, ``dgx-h100``, ``dgx-h100:8`` (eight nodes), ``detect``,
+        or the path of a YAML file. Any of these can end in ``without node1/3, left``, which removes devices."""
         from partitioner.topology.files import parse_topology
 
         require_type("text", text, str)

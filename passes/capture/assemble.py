@@ -1,4 +1,4 @@
-"""From a flat exported program to a captured model: one graph, and what its placeholders and results are.
+"""Build a captured model from a flat exported program: one graph, with its states, inputs, outputs and loss named.
 
 Requires: a program from ``passes/capture/functionalize.py``. Provides: a :class:`Captured`.
 """
@@ -58,9 +58,15 @@ def assemble_program_graph(
     decided: Collection[int] = (),
     numbers: Mapping[str, int | float] | None = None,
 ) -> Captured:
-    """The program as one graph; ``canonical``: for every name of a state the one that it goes by. ``empty_turns``: with
-    the masks empty of the even turns (0) or the odd ones (1) of loops through the experts that are hit. ``numbers``: by
-    path, the inputs that are Python numbers of which the graph reads tensors."""
+    """Return the program as a captured model with one graph.
+
+    Args:
+        canonical: maps every name of a state (parameter, buffer or constant) to the name that is used for it.
+        with_loss: the last result of the program is the loss.
+        empty_turns: for loops over the experts that have rows, use empty masks in the even (0) or odd (1) iterations;
+            ``None`` leaves all masks as they are.
+        numbers: the inputs, by path, that are Python numbers and that the graph reads as tensors.
+    """
     graph = fx.Graph()
     env: dict[fx.Node, Any] = {}
     states = _collect_model_states(program, canonical)
@@ -183,7 +189,8 @@ def _clean_meta(node: fx.Node, classes: dict[str, str]) -> dict[str, Any]:
 
 
 def _find_model_location(node: fx.Node, classes: dict[str, str]) -> dict[str, Any]:
-    """Where in the model a node is; ``classes`` gets the classes of its modules."""
+    """Return the metadata ``path``, ``source`` and ``stack`` of a node. The classes of the modules around it are added
+    to ``classes`` by path."""
     stack = node.meta.get("nn_module_stack") or {}
     calls = []
     for key, (path, kind) in stack.items():
@@ -224,7 +231,8 @@ def _collect_model_states(program: ExportedProgram, canonical: Mapping[str, str]
 
 
 def _collect_read_constants(program: ExportedProgram, read: set[str]) -> dict[str, Tensor]:
-    """The values of the constants that the graph reads."""
+    """Return, by name, the values of the constant tensors that the graph reads (their names are ``read``). Raise
+    :class:`UnsupportedError` for one without values."""
     constants = {}
     for spec in program.graph_signature.input_specs:
         name = str(spec.target)
@@ -240,7 +248,8 @@ def _collect_read_constants(program: ExportedProgram, read: set[str]) -> dict[st
 
 
 def _input_paths(program: ExportedProgram) -> Iterator[str]:
-    """The paths of all leaves of the arguments: ``0`` for a positional one, ``input_ids`` for a keyword."""
+    """Yield the paths of all leaves of the arguments, in order: ``0`` for a positional one, ``input_ids`` for a
+    keyword."""
     spec = program.call_spec.in_spec
     assert spec is not None
     args, kwargs = pytree.tree_unflatten([0] * spec.num_leaves, spec)
@@ -251,7 +260,8 @@ def _input_paths(program: ExportedProgram) -> Iterator[str]:
 def _collect_model_outputs(
     program: ExportedProgram, env: Mapping[fx.Node, fx.Node], with_loss: bool, canonical: Mapping[str, str]
 ) -> tuple[list[ModelOutput], str | None, str | None, dict[str, str]]:
-    """The leaves of the result, the loss, the result's tree, and what forward leaves in buffers and parameters."""
+    """Return the leaves of the model's result, the name of the loss node (or ``None``), the result's pytree as text (or
+    ``None``), and the node whose value each changed buffer or parameter takes, by state name."""
     results: Any = next(n for n in program.graph.nodes if n.op == "output").args[0]
     leaves = []
     updates: dict[str, str] = {}

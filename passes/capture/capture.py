@@ -1,9 +1,10 @@
-"""Capture: from an unmodified model to one flat functional graph.
+"""Capture a model: turn an unmodified module or an ``ExportedProgram`` into one flat, functional FX graph.
 
-Provides: placeholders for states (parameters, buffers, constants that are read), then for inputs; operators on meta
-tensors with ``val``, ``path`` (the module that runs it), ``source`` (``file:line``) and ``stack`` (the module calls
-around it, outermost first: ``layers.0@1`` is the second call of ``layers.0``); an output node that lists the leaves
-that are tensors. Nothing else in the project looks at the model itself.
+The graph has placeholders for the states that it reads (parameters, buffers, constant tensors), then for the inputs.
+Its operators run on meta tensors and carry the metadata ``val`` (the result), ``path`` (the module that runs the
+operator), ``source`` (``file:line``) and ``stack`` (the calls of modules around it, outermost first; ``layers.0@1`` is
+the second call of ``layers.0``). The output node lists the leaves of the model's result that are tensors. Nothing else
+in the project looks at the model itself.
 """
 
 from __future__ import annotations
@@ -80,16 +81,21 @@ def capture(
     device: str = "cpu",
     lift_numbers: bool = True,
 ) -> Captured:
-    """Trace ``model`` on one whole global batch. The model is not changed and no weight is copied.
+    """Trace ``model`` on one whole global batch and return the captured graph. The model is not changed and no weight
+    is copied.
 
     Args:
-        inputs: a tuple (positional) or a dict (keyword arguments); ``None``: the program's or model's own sample.
-        loss: makes the scalar loss of the model's output; ``None``: the output is the loss or has it as ``loss``.
-        global_batch: the inputs' batch is a sample of this many.
-        precision: ``bf16``, ``fp16``, ``fp32`` or ``fp64``: parameters, buffers and inputs as ``model.to`` would cast
-            them; ``fp64`` also makes casts to other floating types inside the model casts to float64.
-        device: ``cpu`` or ``cuda``, on which the model is to run: what ``torch.autocast`` in forward is about.
-        lift_numbers: read Python numbers of the inputs as 0-dimensional tensors, where the forward allows it.
+        inputs: a tuple of positional or a dict of keyword arguments; ``None`` uses the sample inputs that the program
+            or model brings itself.
+        loss: computes the scalar loss from the model's output. With ``None``, the output is the loss or has the loss in
+            its field ``loss``.
+        global_batch: number of samples of the global batch. The batch dim of ``inputs`` is enlarged to it.
+        precision: ``bf16``, ``fp16``, ``fp32`` or ``fp64``; parameters, buffers and inputs are cast to it as by
+            ``model.to``. ``fp64`` also turns casts to other floating types inside the model into casts to float64.
+        objective: ``train`` captures the model with the loss and gradients in mind; any other value only the forward.
+        device: ``cpu`` or ``cuda``, the type of device that the model will run on. It decides which regions of
+            ``torch.autocast`` in the forward take effect.
+        lift_numbers: read Python numbers of the inputs as 0-dimensional tensors if the forward allows it.
 
     Raises :class:`CaptureError`, :class:`InputsError`, :class:`UnsupportedError`.
     """
@@ -142,9 +148,10 @@ def capture(
 
 
 def given_samples(model: nn.Module | ExportedProgram, inputs: Inputs) -> tuple[int, dict[str, int | None]]:
-    """How many samples the inputs of :func:`capture` have, and by path where.
+    """Return the number of samples in the inputs of :func:`capture`, and the batch dim of each input tensor by its path
+    (``None`` if it has none).
 
-    Raises :class:`InputsError` where they have none.
+    Raises :class:`InputsError` if no input has a batch dim.
     """
     count, dims = sample_dims_of(split_inputs(model, inputs))
     if count is None:
@@ -155,7 +162,8 @@ def given_samples(model: nn.Module | ExportedProgram, inputs: Inputs) -> tuple[i
 def _with_caches_settled(
     model: nn.Module, twin: ParameterlessCopy, arguments: Bound, dtype: torch.dtype | None
 ) -> tuple[ParameterlessCopy, tuple[str, ...]]:
-    """The twin to trace, and what is to be said of its generation caches."""
+    """Return the twin to trace, and notes for the user about generation caches. The twin makes caches only if the
+    result of the forward depends on them."""
     if not twin.caches:
         return twin, ()
     args, kwargs = (
@@ -168,7 +176,8 @@ def _with_caches_settled(
 
 
 def _list_decision_notes(captured: Captured, asked: set[str]) -> tuple[str, ...]:
-    """What a plan takes for granted of the numbers of buffers by which forward has decided."""
+    """Return a note that names the buffers (``asked``) whose values decided what the forward computes; empty if there
+    are none. Raise :class:`UnsupportedError` if the forward also changes such a buffer."""
     changed = sorted(asked & set(captured.updates))
     if changed:
         raise UnsupportedError(
@@ -180,7 +189,8 @@ def _list_decision_notes(captured: Captured, asked: set[str]) -> tuple[str, ...]
 
 
 def _other_losses(captured: Captured, loss: Callable[[Any], Tensor] | None) -> tuple[str, ...]:
-    """A note for the user if the model returns a loss of its own that the argument ``loss`` replaces; else empty."""
+    """Return a note for the user if the model returns a loss of its own that the argument ``loss`` replaces; otherwise
+    an empty tuple."""
     returned = [output.value for output in captured.outputs if output.path == "loss"]
     if loss is None or not set(returned) - {None, captured.loss}:
         return ()
@@ -193,7 +203,7 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _canonical_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """For every name the first name of the same tensor."""
+    """Map every name of a tensor to the first name under which the same tensor appears."""
     first: dict[Any, str] = {}
     return {name: first.setdefault(_build_tensor_key(tensor), name) for name, tensor in named}
 
@@ -209,7 +219,7 @@ def _without_numbers(tensor: Tensor) -> bool:
 
 
 def _unsaved_buffers(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The values of small buffers that no checkpoint holds."""
+    """Return, by name, the values of small non-persistent buffers, which no checkpoint holds."""
     saved = set(model.state_dict(keep_vars=True))
     return {
         name: buffer.detach().to("cpu", cast_floating_dtype(buffer.dtype, dtype))
@@ -222,7 +232,8 @@ def _unsaved_buffers(model: nn.Module, dtype: torch.dtype | None) -> dict[str, T
 def _fit_program(
     program: ExportedProgram, inputs: Inputs, global_batch: int | None
 ) -> tuple[ExportedProgram, tuple[str, ...]]:
-    """The program for these inputs: itself where its shapes are fixed, exported anew where they are not."""
+    """Return a program with fixed shapes for these inputs, and notes. A program whose shapes are fixed is returned
+    unchanged; one with dynamic shapes is exported again on the inputs."""
     if inputs is None and global_batch is None and _is_static(program):
         return program, ()
     args, kwargs = split_inputs(program, inputs)
@@ -251,7 +262,8 @@ def _is_static(program: ExportedProgram) -> bool:
 
 
 def _cast_inputs_and_states(captured: Captured, dtype: torch.dtype, kinds: tuple[str, ...]) -> Captured:
-    """Inputs, and states of ``kinds``, in ``dtype``; the graph's operators are left as they are."""
+    """Return ``captured`` with its floating inputs, and its floating states of the given ``kinds``, in ``dtype``. The
+    operators of the graph are not changed."""
 
     def recast(spec: TensorSpec) -> TensorSpec:
         return replace(spec, dtype=cast_floating_dtype(spec.dtype, dtype))

@@ -65,7 +65,7 @@ _NOTHING: dict[Any, Callable[..., bool]] = {
 
 
 def does_nothing(node: fx.Node) -> bool:
-    """Whether an operator returns its operand itself."""
+    """Whether an operator returns its first operand itself, because there is nothing to do for these arguments."""
     condition = _NOTHING.get(node.target)
     if condition is None:
         return False
@@ -85,7 +85,8 @@ _KEEPS_NOTHING = frozenset(
 
 
 class StorageTracker:
-    """Follows nodes in their order; the keys of all tables are nodes."""
+    """Tracks, for the nodes of a graph in order, which share memory, which carry gradients and which are written to.
+    Call :meth:`follows` for each appended node. The keys of all tables are nodes."""
 
     def __init__(self) -> None:
         self._memory: dict[fx.Node, fx.Node] = {}  # the first node of the same memory
@@ -97,22 +98,24 @@ class StorageTracker:
         self._spoilt: list[tuple[fx.Node, fx.Node]] = []  # what writes to such memory, and that operator
 
     def needs_grad(self, node: fx.Node) -> bool:
-        """Whether ``node`` has a gradient by now; a write to a view of it may have brought one."""
+        """Whether ``node`` requires a gradient at this point of the graph. A write to a view of it may have made it
+        require one."""
         return self._history.get(node, node) in self._grad.get(self._memory.get(node, node), ())
 
     def marks(self, node: fx.Node) -> None:
-        """``node`` has a gradient from now on, and so have its views."""
+        """Record that ``node`` and its views require a gradient from now on."""
         self._grad.setdefault(self._memory.get(node, node), set()).add(self._history.get(node, node))
 
     def stands_for(self, detached: fx.Node, node: fx.Node) -> None:
-        """``detached`` was appended, to be ``node`` to operators where gradients are off."""
+        """Record that ``detached``, a node appended to the graph, replaces ``node`` as operand where gradients are
+        off."""
         self._without[detached] = node
         self.follows(detached)
 
     def follows(self, made: fx.Node) -> None:
-        """``made`` was appended.
+        """Update the tables for ``made``, a node that was appended to the graph.
 
-        Raises :class:`UnsupportedError` where it reads what was written behind its gradient's back.
+        Raises :class:`UnsupportedError` if it reads a tensor that was written to without autograd's knowledge.
         """
         target, source = made.target, made.args[0] if made.args else None
         detaches = target in (aten.detach.default, aten.detach_.default)
@@ -140,7 +143,8 @@ class StorageTracker:
                 self._kept.setdefault(self._memory.get(kept, kept), made)
 
     def _record_detached_write(self, made: fx.Node, written: fx.Node) -> None:
-        """Note where ``made`` writes, by ``.data`` or ``detach()``, to what is kept."""
+        """Record if ``made`` writes, by ``.data`` or ``detach()``, to memory whose values an earlier operator's
+        gradient needs."""
         memory = self._memory.get(written, written)
         apart = written not in self._without and self._history.get(written, written) is not memory
         trained = memory.op == "placeholder" and self.needs_grad(memory)  # which may not be changed at all
@@ -148,7 +152,8 @@ class StorageTracker:
             self._spoilt.append((made, self._kept[memory]))
 
     def finish(self) -> None:
-        """Raises :class:`UnsupportedError` if some operator's gradient would be computed from numbers written later."""
+        """Raise :class:`UnsupportedError` if an operator's gradient would be computed from values that were overwritten
+        later."""
         for writer, reader in self._spoilt:
             raise UnsupportedError(
                 f"forward changes a tensor in place by .data or detach() ({_format_operator_line(writer)}) "
@@ -159,7 +164,8 @@ class StorageTracker:
             )
 
     def reads(self, node: fx.Node) -> None:
-        """Raises :class:`UnsupportedError` if ``node`` was written behind its gradient's back."""
+        """Raise :class:`UnsupportedError` if ``node`` requires a gradient and was written to without autograd's
+        knowledge."""
         writer = self._hidden.get(self._memory.get(node, node))
         if writer is not None and self.needs_grad(node):
             raise UnsupportedError(
@@ -171,13 +177,14 @@ class StorageTracker:
 
 
 def _format_operator_line(node: fx.Node) -> str:
-    """An operator's name and line."""
+    """Return an operator's name and source line, for messages."""
     name = str(node.target).removeprefix("aten.").partition(".")[0]
     return f"{name}, {source_of(node.meta.get('stack_trace')) or 'under torch.no_grad() or after detach()'}"
 
 
 def _is_alias(made: fx.Node, source: fx.Node) -> bool:
-    """Whether ``made`` has the memory of ``source``, its first argument, as far as the operator's schema tells."""
+    """Whether the result of ``made`` shares memory with ``source``, its first argument, according to the operator's
+    schema."""
     schema = getattr(made.target, "_schema", None)
     if schema is None or not schema.returns or schema.returns[0].alias_info is None:
         return False
@@ -192,13 +199,15 @@ def _get_node_dtype(node: fx.Node) -> torch.dtype | None:
 
 
 def _written_nodes(node: fx.Node) -> list[fx.Node]:
-    """What an operator writes to; where it changes shapes alone, nothing."""
+    """Return the nodes whose memory an operator writes to. Empty for operators that change only the shape of a
+    tensor."""
     shapes_alone = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.inplace_view in node.target.tags
     return [] if shapes_alone else written_by(node)
 
 
 def _is_in_place(target: Any) -> bool:
-    """Whether what is written has the operator's gradient; the statistics that a norm keeps have none."""
+    """Whether an operator is in-place by name (a trailing ``_``). What it writes to then takes part in its gradient;
+    the running statistics that a norm updates do not."""
     return isinstance(target, torch._ops.OpOverload) and target._schema.name.endswith("_")
 
 
@@ -214,10 +223,10 @@ _PURE: dict[Any, Any] = {aten.detach_.default: aten.detach.default}
 
 
 def flatten_program(program: ExportedProgram, own: Mapping[int, str] | None = None) -> ExportedProgram:
-    """The program, flat and functional. The one given is not changed.
+    """Return the program as one flat functional graph. The given program is not changed.
 
-    ``own``: by address, the names of the tensors of the model that the program is of a copy of.
-    Raises :class:`UnsupportedError` for a region or operator that cannot be kept exact.
+    ``own``: names of the tensors of the original model by their data address. The program was exported from a copy of
+    that model. Raises :class:`UnsupportedError` for a region or operator that cannot be converted exactly.
     """
     _check_followed(program, own or {})
     inliner = _RegionInliner(_find_trainable_placeholders(program))
@@ -263,8 +272,9 @@ def flatten_program(program: ExportedProgram, own: Mapping[int, str] | None = No
 
 
 def _check_followed(program: ExportedProgram, own: Mapping[int, str]) -> None:
-    """Raise :class:`UnsupportedError` where a value of forward stands in the program as a constant without numbers,
-    on which torch goes down when it is written to, and where one of the model's ``own`` tensors does, by address."""
+    """Raise :class:`UnsupportedError` for a tensor that torch.export did not trace and turned into a constant. This is
+    the case if the constant has no values, or if it is one of the original model's tensors (``own``: names by data
+    address)."""
     used = {n.name for n in program.graph.nodes if n.op == "placeholder" and n.users}
     for spec in program.graph_signature.input_specs:
         if spec.kind is not InputKind.CONSTANT_TENSOR or spec.arg.name not in used:
@@ -286,7 +296,8 @@ def _check_followed(program: ExportedProgram, own: Mapping[int, str]) -> None:
 
 
 def _untie_buffers(program: ExportedProgram) -> None:
-    """Let all readers and writers of a buffer know it by one name: what follows takes each for a tensor of its own."""
+    """Make all nodes that use one buffer under several names use one placeholder, because later steps treat each
+    placeholder as a separate tensor."""
     by_tensor: dict[int, fx.Node] = {}
     held: dict[str, Any] = {**program.constants, **program.state_dict}
     untied: dict[str, Tensor] = {}
@@ -307,13 +318,14 @@ def _untie_buffers(program: ExportedProgram) -> None:
 
 
 def _allocate_tensor_like(tensor: Tensor) -> Tensor:
-    """A tensor like another, in memory of its own."""
+    """Return an uninitialised tensor of the same shape and type, in memory of its own."""
     with tensor.fake_mode if isinstance(tensor, FakeTensor) else nullcontext():
         return torch.empty_like(tensor)
 
 
 def _held_twice(program: ExportedProgram) -> dict[fx.Node, fx.Node]:
-    """The placeholders of constants that are a parameter or buffer of the module, which plain objects hold too."""
+    """Map placeholders of constants to the placeholder of the parameter or buffer that is the same tensor. Such
+    constants occur if a plain object also holds the tensor."""
     nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
     held: dict[str, Any] = {**program.constants, **program.state_dict}
     specs = [(spec, held.get(str(spec.target)), nodes[spec.arg.name]) for spec in program.graph_signature.input_specs]
@@ -330,7 +342,7 @@ def _held_twice(program: ExportedProgram) -> dict[fx.Node, fx.Node]:
 
 
 def _find_trainable_placeholders(program: ExportedProgram) -> set[str]:
-    """The placeholders of parameters that take a gradient."""
+    """Return the names of the placeholders of parameters that require a gradient."""
     return {
         spec.arg.name
         for spec in program.graph_signature.input_specs
@@ -339,7 +351,8 @@ def _find_trainable_placeholders(program: ExportedProgram) -> set[str]:
 
 
 class _RegionInliner:
-    """Copies a graph and its regions into one graph; knows which values so far may need a gradient."""
+    """Copies a graph and its sub-graphs (regions with gradients or autocast switched) into one graph, and tracks which
+    values may require a gradient."""
 
     def __init__(self, trainable: set[str]) -> None:
         self.graph = fx.Graph()
@@ -366,7 +379,8 @@ class _RegionInliner:
         return self.graph
 
     def inline_body(self, owner: fx.GraphModule, env: dict[fx.Node, Any], grad: bool) -> Any:
-        """Copy the operators of ``owner``'s graph; returns what it outputs. ``grad``: whether gradients are on."""
+        """Copy the operators of ``owner``'s graph and return what that graph outputs. ``grad``: whether gradients are
+        on; ``env`` maps original nodes to copies."""
         for node in owner.graph.nodes:
             if node.op == "output":
                 return fx.node.map_arg(node.args[0], env.__getitem__)
@@ -393,7 +407,7 @@ class _RegionInliner:
         return self.copy_node(node, env, grad)
 
     def inline_region(self, node: fx.Node, env: dict[fx.Node, Any], grad: bool) -> Any:
-        """Inline a sub-graph that runs with gradients or autocast switched."""
+        """Inline the sub-graph of a node that switches gradients or autocast, and return what the sub-graph outputs."""
         args: list[Any] = [env[a] if isinstance(a, fx.Node) else a for a in node.args]
         name = node.target.name()  # type: ignore[union-attr]
         if name == "wrap_with_set_grad_enabled":
@@ -420,8 +434,8 @@ class _RegionInliner:
         return any(isinstance(a, fx.Node) and self.memory.needs_grad(a) for a in args)
 
     def insert_function_call(self, node: fx.Node, function: Callable[..., Any], args: Any, kwargs: Any) -> fx.Node:
-        """A call of a ``torch.autograd.Function`` that torch.export leaves closed, to be opened when it is traced anew:
-        without a gradient it is what its forward is."""
+        """Append and return a call of a ``torch.autograd.Function`` that torch.export did not trace into. A later
+        decomposition traces it. No operand requires a gradient, so only the function's forward matters."""
         made = self.graph.call_function(function, args, kwargs)
         made.meta = dict(node.meta)
         self.memory.follows(made)
@@ -449,20 +463,21 @@ class _RegionInliner:
 
 
 def _line_of(node: fx.Node, args: list[Any]) -> str:
-    """`` (file:line)`` of a region, or of the first operator in it that has one."""
+    """Return `` (file:line)`` of a region, or of the first operator inside that has a line; empty if none has."""
     inner = [n for a in args if isinstance(a, fx.GraphModule) for n in a.graph.nodes]
     lines = [source_of(n.meta.get("stack_trace")) for n in (node, *inner)]
     return next((f" ({line})" for line in lines if line), "")
 
 
 def _own_function(args: list[Any]) -> Callable[..., Any] | None:
-    """What calls a ``torch.autograd.Function`` by name, if that is what a closed call is of."""
+    """Return the function that calls a ``torch.autograd.Function`` if an untraced call is one of these; otherwise
+    ``None``."""
     function = getattr(pytree.tree_unflatten([], args[0]), "func", None) if isinstance(args[0], TreeSpec) else None
     return function if getattr(function, "__name__", "") == _CALLS_FUNCTION else None
 
 
 def _returns_itself(node: fx.Node) -> bool:
-    """Whether a ``to`` changes nothing: its result is then the very tensor that it is given."""
+    """Whether a ``to`` changes neither type, device nor layout, so that it returns its operand itself."""
     if node.target not in _TO or not isinstance(node.args[0], fx.Node):
         return False
     given = dict(zip([a.name for a in node.target._schema.arguments], node.args, strict=False)) | node.kwargs

@@ -1,4 +1,5 @@
-"""One whole global batch for a model: completed, checked against ``forward``, and without numbers."""
+"""Prepare the inputs of a trace: find them, check them against ``forward``, replace tensors by fake ones of the global
+batch's size."""
 
 from __future__ import annotations
 
@@ -37,10 +38,11 @@ def bind_inputs(
     dtype: torch.dtype | None,
     with_labels: bool,
 ) -> Bound:
-    """The arguments for the twin's forward; every tensor is a fake one of its own, its batch dim ``global_batch``.
+    """Return the arguments for the twin's forward. Every tensor is replaced by a fake tensor whose batch dim has
+    ``global_batch`` elements.
 
-    ``with_labels``: where the model's own dummy inputs are used, add labels if its forward then gives a loss.
-    Raises :class:`InputsError` where there are no inputs or forward does not take them.
+    ``with_labels``: if the model's own dummy inputs are used, add labels if its forward then returns a loss. Raises
+    :class:`InputsError` if there are no inputs or the forward does not accept them.
     """
     args, kwargs = split_inputs(original, inputs)
     check_signature(type(original).__name__, original.forward, args, kwargs)
@@ -51,13 +53,14 @@ def bind_inputs(
 
 
 def plain_numbers(arguments: Bound) -> dict[str, int | float]:
-    """By path, the Python numbers among the arguments; ``True`` and ``False`` are none."""
+    """Return the Python ints and floats among the arguments by their path; booleans are left out."""
     leaves = [(path, leaf) for part in arguments for path, leaf in leaf_paths(part)]
     return {path: leaf for path, leaf in leaves if type(leaf) in (int, float)}
 
 
 def lift_leaves(arguments: Bound, twin: ParameterlessCopy) -> Bound:
-    """The arguments with a 0-dimensional tensor for each number that the twin lifts."""
+    """Return the arguments with a 0-dimensional fake tensor in place of each Python number listed in
+    ``twin.numbers``."""
 
     def lift(path: str, leaf: Any) -> Any:
         if path not in twin.numbers:
@@ -69,7 +72,8 @@ def lift_leaves(arguments: Bound, twin: ParameterlessCopy) -> Bound:
 
 
 def arguments_of(model: nn.Module) -> tuple[Argument, ...]:
-    """The parameters of the model's ``forward`` that have a name, in order, with their defaults."""
+    """Return the named parameters of the model's ``forward``, in order, with their defaults. ``*args`` and ``**kwargs``
+    are left out."""
     found = []
     for name, parameter in inspect.signature(model.forward).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -81,9 +85,10 @@ def arguments_of(model: nn.Module) -> tuple[Argument, ...]:
 
 
 def split_inputs(model: nn.Module | ExportedProgram, inputs: Any) -> Bound:
-    """The positional and keyword arguments that ``inputs`` are; ``None``: the model's or program's own.
+    """Return ``inputs`` as positional and keyword arguments. For ``None``, return the sample inputs of the model or
+    program.
 
-    Raises :class:`InputsError` where there are none, and for what is no inputs.
+    Raises :class:`InputsError` if there are none, or if ``inputs`` is neither a tensor, a tuple, a list nor a mapping.
     """
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
@@ -100,7 +105,7 @@ def split_inputs(model: nn.Module | ExportedProgram, inputs: Any) -> Bound:
 
 
 def _read_example_inputs(program: ExportedProgram) -> Bound:
-    """What a program was exported with."""
+    """Return the arguments that a program was exported with. Raise :class:`InputsError` if it carries none."""
     if program.example_inputs is None:
         raise InputsError("the ExportedProgram carries no example inputs: pass inputs=")
     args, kwargs = program.example_inputs
@@ -108,7 +113,8 @@ def _read_example_inputs(program: ExportedProgram) -> Bound:
 
 
 def _dummy_inputs(model: nn.Module) -> dict[str, Any]:
-    """A Hugging Face model's own sample."""
+    """Return the sample inputs that a Hugging Face model offers itself, as keyword arguments. Raise
+    :class:`InputsError` if it has none."""
     config, main = getattr(model, "config", None), getattr(model, "main_input_name", None)
     accepted = inspect.signature(model.forward).parameters
     size = getattr(config, "image_size", None)
@@ -126,7 +132,8 @@ def _dummy_inputs(model: nn.Module) -> dict[str, Any]:
 
 
 def check_signature(name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise :class:`InputsError` where ``forward`` does not take these arguments."""
+    """Raise :class:`InputsError` if ``forward`` does not accept these arguments. ``name``: the model's class, for the
+    message."""
     signature = inspect.signature(forward)
     try:
         signature.bind(*args, **kwargs)
@@ -139,7 +146,8 @@ def check_signature(name: str, forward: Callable[..., Any], args: tuple[Any, ...
 
 
 def without_numbers(tree: Any, twin: ParameterlessCopy, global_batch: int | None, dtype: torch.dtype | None) -> Any:
-    """``tree`` with a fake tensor of its own at every tensor leaf, the sample's batch enlarged to ``global_batch``."""
+    """Return ``tree`` with a new fake tensor, which has no values, for each tensor leaf. The batch dim of each is
+    enlarged to ``global_batch``, and floating types are cast to ``dtype``."""
     leaves, spec = pytree.tree_flatten(tree)
     sample = sample_batch(leaves)
     if global_batch is not None and sample is None:
@@ -154,25 +162,27 @@ def without_numbers(tree: Any, twin: ParameterlessCopy, global_batch: int | None
 
 
 def python_number(value: Any) -> Any:
-    """``value``, of NumPy's numbers as Python's own."""
+    """Return a NumPy number or boolean as a Python one; return any other value unchanged."""
     return value.item() if isinstance(value, np.number | np.bool_) else value
 
 
 def sample_batch(leaves: list[Any]) -> int | None:
-    """The size of the first dim of the first tensor that has one."""
+    """Return the size of the first dim of the first tensor that is not 0-dimensional; ``None`` if there is no such
+    tensor."""
     return next((int(leaf.shape[0]) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
 
 
 def sample_dims_of(arguments: Bound) -> tuple[int | None, dict[str, int | None]]:
-    """The samples of a batch, and in each tensor, by path, the dim that :func:`enlarge_batch_shape` takes for
-    theirs."""
+    """Return the number of samples in the batch, and for each tensor, by path, its first dim of that size (``None`` if
+    it has none). This is the dim that :func:`enlarge_batch_shape` enlarges."""
     leaves = [(path, leaf) for part in arguments for path, leaf in leaf_paths(part) if isinstance(leaf, Tensor)]
     sample = sample_batch([leaf for _, leaf in leaves])
     return sample, {p: next((d for d, size in enumerate(x.shape) if size == sample), None) for p, x in leaves}
 
 
 def enlarge_batch_shape(tensor: Tensor, sample: int | None, global_batch: int | None) -> tuple[int, ...]:
-    """The shape of ``tensor`` with its first dim of ``sample`` elements made ``global_batch``."""
+    """Return the shape of ``tensor``, with its first dim of ``sample`` elements enlarged to ``global_batch``. The shape
+    is unchanged if ``global_batch`` is ``None`` or no dim has that size."""
     shape = list(tensor.shape)
     if global_batch is not None and sample in shape:
         shape[shape.index(sample)] = global_batch
@@ -180,7 +190,8 @@ def enlarge_batch_shape(tensor: Tensor, sample: int | None, global_batch: int | 
 
 
 def _add_labels(twin: ParameterlessCopy, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """``kwargs`` with the first labels that make the model give a loss: one per token, one per sample."""
+    """Return ``kwargs`` with ``labels`` if the model then returns a loss, otherwise unchanged. Labels of one per token
+    are tried first, then one per sample."""
     if "labels" not in inspect.signature(twin.module.forward).parameters or "labels" in kwargs:
         return kwargs
     main = next((v for v in kwargs.values() if isinstance(v, Tensor)), None)

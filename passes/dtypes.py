@@ -34,7 +34,9 @@ OTHERS = {
 
 
 def get_dtype_itemsize(name: str) -> int:
-    """Return the bytes of one element of the tensor type ``name``. Raise ``GraphFormatError`` if there is no such type."""
+    """Return the bytes of one element of the tensor type ``name``. Raise ``GraphFormatError`` if there
+    is no such type.
+    """
     size = FLOATING.get(name) or OTHERS.get(name)
     if size is not None:
         return size
@@ -44,7 +46,9 @@ def get_dtype_itemsize(name: str) -> int:
 
 
 def is_floating(name: str) -> bool:
-    """Whether the tensor type ``name`` is a floating-point type. Raise ``GraphFormatError`` if there is no such type."""
+    """Whether the tensor type ``name`` is a floating-point type. Raise ``GraphFormatError`` if there is
+    no such type.
+    """
     if name in FLOATING or name in OTHERS:
         return name in FLOATING
     from partitioner.passes.ir.serialize import dtype_of

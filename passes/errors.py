@@ -31,7 +31,9 @@ class RuleError(PartitionError):
 
 
 class UnsupportedError(PartitionError):
-    """The request cannot be carried out with exactly the results of the original model. The message gives the reason."""
+    """The request cannot be carried out with exactly the results of the original model. The message
+    gives the reason.
+    """
 
 
 class UserCodeError(PartitionError):

@@ -73,7 +73,9 @@ def typed_errors(entry: str, passing: Callable[[Exception], bool] = lambda error
 
 
 def build_typed_error(error: Exception, entry: str) -> PartitionError:
-    """Return the typed error that replaces ``error``, an unexpected exception that left the public function ``entry``."""
+    """Return the typed error that replaces ``error``, an unexpected exception that left the public
+    function ``entry``.
+    """
     said = f"{type(error).__name__}: {_first_line(error)}"
     if isinstance(error, OSError):
         file = error.filename2 or error.filename
@@ -103,7 +105,9 @@ def build_typed_error(error: Exception, entry: str) -> PartitionError:
 
 
 def phase_of(frames: list[tuple[FrameType, int]]) -> str:
-    """Return the name of the innermost phase among ``frames`` (outermost first), or an empty string if there is none."""
+    """Return the name of the innermost phase among ``frames`` (outermost first), or an empty string if
+    there is none.
+    """
     for frame, _ in reversed(frames):
         file = frame.f_code.co_filename
         if is_ours(file):

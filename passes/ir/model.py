@@ -112,7 +112,9 @@ class CallSignature:
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """One leaf of the model's result: the name of a value, or a constant (``None``, a number) if ``value`` is ``None``."""
+    """One leaf of the model's result: the name of a value, or a constant (``None``, a number) if
+    ``value`` is ``None``.
+    """
 
     path: str
     value: str | None
